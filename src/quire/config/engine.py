@@ -1,0 +1,67 @@
+"""How the engine runs: frozen sections, resolved once from arguments and hardware facts, printed at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.config.model import Dtype
+from quire.types.errors import ConfigError
+
+MAX_BLOCK_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache: `num_blocks` blocks of `block_size` token slots."""
+
+    block_size: int
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
+            raise ConfigError("block_size", f"must be in [1, {MAX_BLOCK_SIZE}], got {self.block_size}", "16 suits most loads")
+        if self.num_blocks < 1:
+            raise ConfigError("num_kv_blocks", f"must be at least 1, got {self.num_blocks}", "raise it or kv_cache_memory")
+
+    @property
+    def num_slots(self) -> int:
+        return self.block_size * self.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The budgets of one step."""
+
+    max_num_seqs: int = 64  # live sequences (rows)
+    max_num_batched_tokens: int = 2_048  # tokens computed in one step
+    max_model_len: int = 2_048  # prompt and output together
+    policy: Literal["fcfs"] = "fcfs"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, f"must be at least 1, got {getattr(self, name)}", "raise it")
+
+    @property
+    def num_rows(self) -> int:
+        """Every live sequence must be able to take one token a step, so rows never outnumber the token budget."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """Where and in what precision the model runs."""
+
+    device: str  # "cpu", "cuda", "cuda:1"
+    dtype: Dtype
+    kv_dtype: Dtype
+    threads: int | None = None  # CPU threads; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    device: DeviceConfig

@@ -1,0 +1,69 @@
+"""What a model is, as numbers: read from config.json or GGUF metadata, obeyed by models, loader and memory plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Grouped-query attention: `num_query` heads share `num_kv` key/value heads of `dim` numbers each."""
+
+    num_query: int
+    num_kv: int
+    dim: int
+
+    @property
+    def query_size(self) -> int:
+        return self.num_query * self.dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv * self.dim
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions (half-split layout). `kind` other than "default" reads `scaling`, its parameters by HF name."""
+
+    theta: float = 10_000.0
+    kind: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
+    scaling: tuple[tuple[str, float], ...] = ()
+    max_position: int = 2_048  # the length the model was trained for
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only transformer with RMSNorm, rotary positions and a gated MLP."""
+
+    architecture: Architecture
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    heads: Heads
+    rope: Rope
+    norm_eps: float
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    dtype: Dtype = "bfloat16"  # what the checkpoint was made for
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = field(default=())
+
+    @property
+    def num_parameters(self) -> int:
+        h, q, kv, i = self.hidden_size, self.heads.query_size, self.heads.kv_size, self.intermediate_size
+        attention = h * (q + 2 * kv) + q * h + (q + 2 * kv) * self.qkv_bias + h * self.o_bias
+        attention += 2 * self.heads.dim * self.qk_norm
+        mlp = 3 * h * i + (2 * i + h) * self.mlp_bias
+        embeddings = self.vocab_size * h * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_layers * (attention + mlp + 2 * h) + h

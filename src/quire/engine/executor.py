@@ -1,0 +1,24 @@
+"""The protocol the engine needs of a runtime. Nothing in `engine/` knows more of devices than this."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from quire.types.step import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Runs plans strictly in the order they are launched; results are collected in the same order."""
+
+    @property
+    def depth(self) -> int:
+        """How many launched steps may be uncollected before `launch` would gain nothing. 1 on a CPU."""
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step. May return before it has run. Raises EngineDead if the workers are gone."""
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest launched step and return its result. An exception here is fatal to the engine."""
+
+    def close(self) -> None:
+        """Give back devices and processes. Idempotent."""

@@ -1,0 +1,30 @@
+"""What goes down the stairs: a request, and the wish to end one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.types.sampling import SamplingParams, TokenRules
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """One request, tokenized and validated by the text floor."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    rules: TokenRules = field(default_factory=TokenRules)
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request, or only its sample `index`. Idempotent; an id nobody knows is ignored.
+
+    `stop_reason` is set when the text floor found a stop string: the end then counts as a stop, not an abort.
+    """
+
+    request_id: str
+    index: int | None = None
+    stop_reason: str | None = None

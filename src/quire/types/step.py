@@ -1,0 +1,125 @@
+"""The seam between engine and runtime: one plan down, one result up, per forward pass.
+
+The engine numbers rows; a row is a live sequence's place in every worker's persistent state. A plan carries what
+changed since the plan before it: rows that only decode appear as numbers in one shared array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.types.sampling import SamplingParams, TokenRules
+
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+NO_ROWS: Ints = np.empty(0, dtype=np.int32)
+NO_ROWS.setflags(write=False)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy a whole block's keys and values, in every layer."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A sequence takes a row. `token_ids` is all that is known of it: prompt, then what it had generated before."""
+
+    row: int
+    token_ids: Ints
+    num_prompt_tokens: int
+    block_ids: tuple[int, ...]  # blocks held already (a fork's shared ones); later ones arrive as grants
+    sampling: SamplingParams
+    rules: TokenRules
+    sample_index: int  # which of the request's n samples
+    seed: int  # always set: the user's, or one the engine derived
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute known tokens `start` .. `start + num_tokens` of a row (a prompt, or a preempted sequence again)."""
+
+    row: int
+    start: int
+    num_tokens: int
+    sample_rows: tuple[int, ...] = ()  # rows that sample from the chunk's last position; several after a fork
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass, decided by the scheduler and obeyed by every worker.
+
+    Order of execution: released, new_rows, grants, copies, forward over decode_rows then chunks, sampling.
+    """
+
+    step: int
+    decode_rows: Ints = field(default_factory=lambda: NO_ROWS)  # each computes its last token and samples the next
+    chunks: tuple[Chunk, ...] = ()
+    new_rows: tuple[NewRow, ...] = ()
+    grant_rows: Ints = field(default_factory=lambda: NO_ROWS)  # grant i: block grant_blocks[i] goes to row grant_rows[i]
+    grant_slots: Ints = field(default_factory=lambda: NO_ROWS)  # ... as its grant_slots[i]-th block
+    grant_blocks: Ints = field(default_factory=lambda: NO_ROWS)
+    copies: tuple[BlockCopy, ...] = ()
+    released: tuple[int, ...] = ()  # rows the workers may forget
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode_rows) + sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def sample_rows(self) -> Ints:
+        """Rows that sample, in the order of StepResult.token_ids."""
+        sampled = [row for chunk in self.chunks for row in chunk.sample_rows]
+        if not sampled:
+            return self.decode_rows
+        return np.concatenate([self.decode_rows, np.asarray(sampled, dtype=np.int32)])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Raw log-probabilities at one position: the chosen token first, then the most likely ones, best first."""
+
+    token_ids: Ints  # [1 + k]
+    logprobs: Floats  # [1 + k]
+    rank: int  # of the chosen token, from 1
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    row: int
+    entry: TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Entries for prompt positions start .. start + len(entries); position 0 has none and is never listed."""
+
+    row: int
+    start: int
+    entries: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """One row's own code raised; only its request ends."""
+
+    row: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step produced. `token_ids[i]` belongs to the plan's `sample_rows[i]`."""
+
+    step: int
+    token_ids: Ints
+    logprobs: tuple[RowLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    failures: tuple[RowFailure, ...] = ()
