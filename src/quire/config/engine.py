@@ -20,9 +20,13 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
-            raise ConfigError("block_size", f"must be in [1, {MAX_BLOCK_SIZE}], got {self.block_size}", "16 suits most loads")
+            raise ConfigError(
+                "block_size", f"must be in [1, {MAX_BLOCK_SIZE}], got {self.block_size}", "16 suits most loads"
+            )
         if self.num_blocks < 1:
-            raise ConfigError("num_kv_blocks", f"must be at least 1, got {self.num_blocks}", "raise it or kv_cache_memory")
+            raise ConfigError(
+                "num_kv_blocks", f"must be at least 1, got {self.num_blocks}", "raise it or kv_cache_memory"
+            )
 
     @property
     def num_slots(self) -> int:
@@ -36,7 +40,7 @@ class SchedulerConfig:
     max_num_seqs: int = 64  # live sequences (rows)
     max_num_batched_tokens: int = 2_048  # tokens computed in one step
     max_model_len: int = 2_048  # prompt and output together
-    policy: Literal["fcfs"] = "fcfs"
+    policy: Literal["fcfs", "priority"] = "fcfs"
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -63,7 +63,9 @@ class StepPlan:
     decode_rows: Ints = field(default_factory=lambda: NO_ROWS)  # each computes its last token and samples the next
     chunks: tuple[Chunk, ...] = ()
     new_rows: tuple[NewRow, ...] = ()
-    grant_rows: Ints = field(default_factory=lambda: NO_ROWS)  # grant i: block grant_blocks[i] goes to row grant_rows[i]
+    grant_rows: Ints = field(
+        default_factory=lambda: NO_ROWS
+    )  # grant i: block grant_blocks[i] goes to row grant_rows[i]
     grant_slots: Ints = field(default_factory=lambda: NO_ROWS)  # ... as its grant_slots[i]-th block
     grant_blocks: Ints = field(default_factory=lambda: NO_ROWS)
     copies: tuple[BlockCopy, ...] = ()

@@ -1,0 +1,72 @@
+"""A request while it lives: its sequences, what they hold, and what is collected for its last message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.engine.kvcache.table import BlockTable
+from quire.types.output import Finished, FinishReason, SampleEnd
+from quire.types.request import Submit
+from quire.types.step import TokenLogprobs
+
+
+class Sequence:
+    """One sample of a request: tokens and a BlockTable. Holds a row while it runs, none while it waits.
+
+    While `decoding`, it computes one token per scheduler tick, and `base` stands in for a count: computed = tick + base.
+    """
+
+    __slots__ = (
+        "base", "computed", "decoding", "event", "group", "handle", "index", "logprobs", "outputs", "row", "table",
+    )  # fmt: skip
+
+    def __init__(self, group: Group, index: int, handle: int, table: BlockTable) -> None:
+        self.group, self.index, self.handle, self.table = group, index, handle, table
+        self.row: int | None = None
+        self.outputs: list[int] = []  # generated tokens, exact only while the sequence has no row
+        self.computed = 0  # tokens whose keys and values a launched step has written, exact while not decoding
+        self.decoding = False
+        self.base = 0
+        self.event = -1  # the tick at which the scheduler must look at it again
+        self.logprobs: list[TokenLogprobs] = []
+
+    @property
+    def num_known(self) -> int:
+        """Tokens known on the host, exact only while the sequence has no row or has not begun to decode."""
+        return self.group.num_prompt + len(self.outputs)
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A request's live sequences. They are admitted, preempted and failed together."""
+
+    request: Submit
+    ordinal: int  # order of arrival
+    limit: int  # tokens a sequence may reach, prompt included
+    seed: int
+    live: list[Sequence] = field(default_factory=list)
+    ended: list[SampleEnd] = field(default_factory=list)
+    forked: bool = False  # the live sequences have tables of their own
+    running: bool = False
+    num_preemptions: int = 0
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def leader(self) -> Sequence:
+        """The sequence that computes the prompt for all."""
+        return self.live[0]
+
+    def end(self, sequence: Sequence, outputs: list[int], reason: FinishReason, stop_reason: int | str | None) -> None:
+        self.live.remove(sequence)
+        self.ended.append(SampleEnd(sequence.index, tuple(outputs), reason, stop_reason, tuple(sequence.logprobs)))
+
+    def farewell(self, error: str | None = None) -> Finished:
+        """The request's one terminal message."""
+        wanted = self.request.sampling.prompt_logprobs is not None
+        entries = (None, *(self.prompt_logprobs.get(i) for i in range(1, self.num_prompt))) if wanted else None
+        samples = tuple(sorted(self.ended, key=lambda sample: sample.index))
+        return Finished(self.request.request_id, samples, entries, error, 0, self.num_preemptions)

@@ -1,0 +1,67 @@
+"""A sequence's view of the cache: fork, append, free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.engine.kvcache.pool import BlockPool
+from quire.types.errors import OutOfBlocks
+from quire.types.step import BlockCopy
+
+
+class BlockTable:
+    """The blocks of one sequence, in order. A shared partial tail is copied before its first write."""
+
+    __slots__ = ("_block_size", "_pool", "blocks", "num_tokens")
+
+    def __init__(self, pool: BlockPool, block_size: int, *, blocks: Iterable[int] = (), num_tokens: int = 0) -> None:
+        self._pool, self._block_size = pool, block_size
+        self.blocks, self.num_tokens = list(blocks), num_tokens
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the held blocks have room for."""
+        return len(self.blocks) * self._block_size
+
+    def fork(self) -> BlockTable:
+        """A second holder of every block; copies nothing."""
+        shared = [self._pool.share(block) for block in self.blocks]
+        return BlockTable(self._pool, self._block_size, blocks=shared, num_tokens=self.num_tokens)
+
+    def append(self, num_tokens: int = 1) -> list[BlockCopy]:
+        """Make room for more tokens; return the copies to run before the next forward.
+
+        Raises OutOfBlocks and changes nothing if the pool cannot serve it.
+        """
+        pool, blocks = self._pool, self.blocks
+        total = self.num_tokens + num_tokens
+        unshare = num_tokens > 0 and self._tail_is_shared()
+        missing = -(-total // self._block_size) - len(blocks)
+        if missing + unshare > pool.num_free:
+            raise OutOfBlocks(f"kv cache: {missing + unshare} blocks needed, {pool.num_free} free")
+        copies = [self._unshare_tail()] if unshare else []
+        self.num_tokens = total
+        for _ in range(missing):
+            blocks.append(pool.take())
+        return copies
+
+    def free(self) -> None:
+        """Give every block back, tail first, so that prefixes are reused last."""
+        while self.blocks:
+            self._pool.release(self.blocks.pop())
+        self.num_tokens = 0
+
+    def _tail_is_shared(self) -> bool:
+        return self.num_tokens % self._block_size != 0 and self._pool.is_shared(self.blocks[-1])
+
+    def _unshare_tail(self) -> BlockCopy:
+        source, target = self.blocks[-1], self._pool.take()
+        self.blocks[-1] = target
+        self._pool.release(source)
+        return BlockCopy(source, target)
+
+    def check(self) -> None:
+        assert (len(self.blocks) - 1) * self._block_size < self.num_tokens <= self.capacity or not self.blocks
+        assert self.num_tokens == 0 or self.blocks
+        assert len(set(self.blocks)) == len(self.blocks)
+        assert all(self._pool.holders(block) > 0 for block in self.blocks)

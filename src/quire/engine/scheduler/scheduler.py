@@ -1,0 +1,248 @@
+"""Tokens owed -> StepPlan. There are no phases: a prompt chunk, a decode and a recomputation are owed tokens alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.engine.decoding.group import Group, Sequence
+from quire.engine.kvcache.pool import BlockPool
+from quire.engine.kvcache.table import BlockTable
+from quire.engine.scheduler.draft import PlanDraft
+from quire.engine.scheduler.policies.registry import find_policy
+from quire.engine.scheduler.preemption import Preemption, Recompute
+from quire.engine.scheduler.queue import GroupQueue
+from quire.engine.scheduler.rows import DecodeSet, RowBook
+from quire.types.errors import OutOfBlocks
+from quire.types.step import Chunk, StepPlan
+
+
+class Scheduler:
+    """Decides every step anew which sequences compute how many tokens, and owns rows, blocks and queues for it.
+
+    Steady decoding costs nothing per sequence: all members of the decode set advance by one token per tick, and
+    a sequence is looked at again only at the tick where it needs a block or has all its tokens.
+    """
+
+    def __init__(self, cache: CacheConfig, config: SchedulerConfig, preemption: Preemption | None = None) -> None:
+        policy = self._policy = find_policy(config.policy)
+        self.pool = BlockPool(cache.num_blocks)
+        self.rows = RowBook(config.num_rows)
+        self.waiting, self.running = GroupQueue(policy), GroupQueue(policy)
+        self.num_preemptions = 0
+        self._block_size = cache.block_size
+        self._budget = config.max_num_batched_tokens
+        self._preemption = preemption or Recompute()
+        self._decoding = DecodeSet(config.num_rows)
+        self._owing: dict[Group, None] = {}  # running groups with known tokens to compute, in no order
+        self._tick = 0  # steps in which the decode set has advanced
+        self._events: defaultdict[int, list[Sequence]] = defaultdict(list)
+        self._released: list[int] = []
+        self._step = 0
+
+    # ------------------------------------------------------------------------------------------ coming and going
+    def new_table(self) -> BlockTable:
+        return BlockTable(self.pool, self._block_size)
+
+    def add(self, group: Group) -> None:
+        self.waiting.add(group)
+
+    def end(self, sequence: Sequence) -> list[int]:
+        """Free all that a sequence holds, row and blocks; return its outputs. The group is left to the caller."""
+        if sequence.row is not None:
+            self._leave_row(sequence)
+        sequence.table.free()
+        return sequence.outputs
+
+    def remove(self, group: Group) -> None:
+        """Forget a group that has no live sequences."""
+        (self.running if group.running else self.waiting).remove(group)
+        self._owing.pop(group, None)
+        group.running = False
+
+    # ------------------------------------------------------------------------------------------------- planning
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can be computed now."""
+        draft = PlanDraft(self._budget)
+        self._serve_events(draft)
+        draft.budget -= len(self._decoding)
+        for group in sorted(self._owing, key=self._policy):
+            if group.running and draft.budget > 0:
+                self._compute_owed(draft, group)
+        self._admit(draft)
+        if draft.is_idle and not len(self._decoding):
+            return None
+        plan = draft.finish(self._step, self._decoding.snapshot(), tuple(self._released))
+        self._released.clear()
+        self._step += 1
+        self._tick += 1
+        return plan
+
+    def _serve_events(self, draft: PlanDraft) -> None:
+        """Sequences that begin to decode, need a block, or have their last token on the way."""
+        for sequence in self._events.pop(self._tick, ()):
+            if sequence.event != self._tick or sequence.row is None:
+                continue  # it left since
+            position = self._tick + sequence.base if sequence.decoding else sequence.computed
+            if position >= sequence.group.limit - 1:
+                self._stop_decoding(sequence)
+            elif self._grow(draft, sequence, position + 1 - sequence.table.num_tokens):
+                if not sequence.decoding:
+                    self._start_decoding(sequence)
+                self._set_event(sequence, min(sequence.table.capacity, sequence.group.limit - 1) - sequence.base)
+
+    def _compute_owed(self, draft: PlanDraft, group: Group) -> None:
+        """Hand a running group's owed tokens their share of the budget."""
+        if not group.forked:
+            leader = group.leader
+            target = leader.num_known if len(group.live) == 1 else group.num_prompt
+            if not self._compute_chunk(draft, leader, target) or leader.computed < target:
+                return
+            self._fork(draft, group)  # its own tokens wait a step: a tail is copied before a forward, not within
+        else:
+            for sequence in group.live:
+                owes = sequence.computed < sequence.num_known and draft.budget > 0
+                if owes and not self._compute_chunk(draft, sequence, sequence.num_known):
+                    return
+        if all(sequence.computed == sequence.num_known for sequence in group.live):
+            self._owing.pop(group)
+
+    def _compute_chunk(self, draft: PlanDraft, sequence: Sequence, target: int) -> bool:
+        """False when the group had to give up its blocks."""
+        start = sequence.computed
+        count = min(target - start, draft.budget)
+        if not self._grow(draft, sequence, start + count - sequence.table.num_tokens):
+            return False
+        assert sequence.row is not None
+        sequence.computed = start + count
+        samplers: tuple[Sequence, ...] = ()
+        if sequence.computed == target:
+            siblings = (sequence,) if sequence.group.forked else tuple(sequence.group.live)
+            samplers = tuple(each for each in siblings if each.num_known == target)
+        draft.compute(Chunk(sequence.row, start, count, tuple(each.row for each in samplers if each.row is not None)))
+        for each in samplers:
+            self._set_event(each, self._tick + 1)
+        return True
+
+    def _fork(self, draft: PlanDraft, group: Group) -> None:
+        """The prompt is computed: every other sequence shares its blocks."""
+        leader = group.leader
+        for sequence in group.live[1:]:
+            sequence.table = leader.table.fork()
+            sequence.computed = leader.computed
+            draft.add_row(sequence)
+        group.forked = True
+
+    def _admit(self, draft: PlanDraft) -> None:
+        """Let waiting groups in, in order, while rows, budget and blocks last; nothing that runs is disturbed."""
+        while draft.budget > 0 and (group := self.waiting.first()) is not None:
+            if len(group.live) > self.rows.num_free or not self._has_blocks_for(group):
+                return
+            self.waiting.remove(group)
+            self.running.add(group)
+            group.running, group.forked = True, False
+            for sequence in group.live:
+                self.rows.seat(sequence)
+            draft.add_row(group.leader)
+            self._owing[group] = None
+            self._compute_owed(draft, group)
+
+    def _has_blocks_for(self, group: Group) -> bool:
+        """Room for all the group knows, and a block for each live sequence, so that it is not thrown out at once."""
+        if not len(self.running):
+            return True
+        size, prompt = self._block_size, group.num_prompt
+        own = sum(-(-sequence.num_known // size) - prompt // size for sequence in group.live)
+        headroom = len(self.rows.sequences) - self.rows.num_free
+        return prompt // size + own + headroom <= self.pool.num_free
+
+    # --------------------------------------------------------------------------------------------- preempting
+    def _grow(self, draft: PlanDraft, sequence: Sequence, num_tokens: int) -> bool:
+        """Room for more tokens, taken from less urgent groups if need be. False when its own group was the victim."""
+        assert sequence.row is not None
+        while True:
+            try:
+                draft.append(sequence.row, sequence.table, num_tokens)
+                return True
+            except OutOfBlocks:
+                victim = self.running.last() or sequence.group
+                self._preempt(draft, victim)
+                if victim is sequence.group:
+                    return False
+
+    def _preempt(self, draft: PlanDraft, group: Group) -> None:
+        draft.drop(sequence.row for sequence in group.live if sequence.row is not None)
+        for sequence in group.live:
+            self._leave_row(sequence)
+            self._preemption.vacate(sequence)
+        self.remove(group)
+        group.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.add(group)
+
+    # ----------------------------------------------------------------------------------------- the decode set
+    def _start_decoding(self, sequence: Sequence) -> None:
+        assert sequence.row is not None
+        sequence.base, sequence.decoding = sequence.computed - self._tick, True
+        self._decoding.add(sequence.row)
+
+    def _stop_decoding(self, sequence: Sequence) -> None:
+        if sequence.decoding and sequence.row is not None:
+            sequence.computed, sequence.decoding = self._tick + sequence.base, False
+            self._decoding.discard(sequence.row)
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        self._stop_decoding(sequence)
+        sequence.event = -1
+        self._released.append(self.rows.unseat(sequence))
+
+    def _set_event(self, sequence: Sequence, tick: int) -> None:
+        sequence.event = tick
+        self._events[tick].append(sequence)
+
+    # ----------------------------------------------------------------------------------------------- accounts
+    def slots_used(self) -> int:
+        """Token slots that hold a computed token, shared ones counted once."""
+        used, filled = 0, defaultdict[int, int](int)
+        for group in self.running:
+            for sequence in group.live:
+                computed = self._tick + sequence.base if sequence.decoding else sequence.computed
+                if len(group.live) == 1:
+                    used += computed
+                    continue
+                for slot, block in enumerate(sequence.table.blocks):
+                    filled[block] = max(filled[block], min(computed - slot * self._block_size, self._block_size))
+        return used + sum(filled.values())
+
+    def check_idle(self) -> None:
+        """With no request left, nothing may be held; a leak is an error now, not a slow death. Costs nothing."""
+        rows = len(self.rows.sequences) - self.rows.num_free
+        if self.pool.num_used or rows:
+            raise RuntimeError(f"{self.pool.num_used} blocks and {rows} rows are held by nobody")
+
+    def check(self) -> None:
+        """Every block is held exactly by the tables that list it; rows, queues and decode set agree."""
+        for owner in (self.pool, self.rows, self.waiting, self.running, self._decoding):
+            owner.check()
+        held: defaultdict[int, int] = defaultdict(int)
+        for group in self.running:
+            assert group.running
+            assert group.live
+            for sequence in group.live:
+                self._check_sequence(sequence)
+                for block in sequence.table.blocks:
+                    held[block] += 1
+        for group in self.waiting:
+            assert not group.running
+            assert all(s.row is None and not s.table.blocks for s in group.live)
+        assert all(self.pool.holders(block) == held[block] for block in range(self.pool.num_blocks))
+        assert sum(s is not None for s in self.rows.sequences) == sum(len(group.live) for group in self.running)
+
+    def _check_sequence(self, sequence: Sequence) -> None:
+        sequence.table.check()
+        assert sequence.row is not None
+        assert self.rows.sequences[sequence.row] is sequence
+        assert sequence.decoding == (sequence.row in self._decoding)
+        computed = self._tick + sequence.base if sequence.decoding else sequence.computed
+        assert sequence.table.num_tokens <= computed <= sequence.table.capacity
+        assert computed < sequence.group.limit

@@ -1,0 +1,52 @@
+"""Drives an EngineCore over the fake executor, with invariants checked after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fake_executor import VOCAB, FakeExecutor
+
+from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.engine.core import EngineCore
+from quire.types.output import Finished
+from quire.types.request import Submit
+from quire.types.sampling import SamplingParams, TokenRules
+
+_SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 512, "seed": 7}
+
+
+class Harness:
+    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, depth: int = 1, **settings: int) -> None:
+        self.executor = FakeExecutor(num_blocks, block_size, depth)
+        scheduler = SchedulerConfig(**{**_SETTINGS, **settings})  # type: ignore[arg-type]
+        self.core = EngineCore(self.executor, CacheConfig(block_size, num_blocks), scheduler, VOCAB)
+        self.finished: dict[str, Finished] = {}
+        self.streams: dict[int, list[int]] = {}  # sample handle -> tokens as they came
+        self.handles: dict[str, int] = {}
+
+    def submit(self, request_id: str, prompt: list[int], *, end_ids: tuple[int, ...] = (), **params: object) -> None:
+        sampling = SamplingParams(**{"max_tokens": 8, **params})  # type: ignore[arg-type]
+        request = Submit(request_id, tuple(prompt), sampling, TokenRules(end_ids=end_ids))
+        self.handles[request_id] = self.core.submit(request)
+
+    def step(self) -> None:
+        out = self.core.step()
+        for handle, token in zip(out.samples.tolist(), out.token_ids.tolist(), strict=True):
+            self.streams.setdefault(handle, []).append(token)
+        for message in out.finished:
+            assert message.request_id not in self.finished, "two terminal messages for one request"
+            self.finished[message.request_id] = message
+        self.core.check()
+
+    def run(self, *, limit: int = 20_000, each: Callable[[int], None] | None = None) -> None:
+        for number in range(limit):
+            if not self.core.has_work:
+                return
+            if each is not None:
+                each(number)
+            self.step()
+        raise AssertionError(f"still not done after {limit} steps")
+
+    def answer(self, request_id: str, index: int = 0) -> list[int]:
+        sample = next(s for s in self.finished[request_id].samples if s.index == index)
+        return list(sample.token_ids)
