@@ -1,0 +1,66 @@
+"""Quire: a language-model inference engine with a paged KV cache and continuous batching."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.serving.llm import LLM as LLM
+    from quire.types.errors import ConfigError as ConfigError
+    from quire.types.errors import DoesNotFit as DoesNotFit
+    from quire.types.errors import EngineDead as EngineDead
+    from quire.types.errors import InvalidRequest as InvalidRequest
+    from quire.types.errors import ModelLoadError as ModelLoadError
+    from quire.types.errors import QuireError as QuireError
+    from quire.types.output import CompletionOutput as CompletionOutput
+    from quire.types.output import Logprob as Logprob
+    from quire.types.output import RequestOutput as RequestOutput
+    from quire.types.sampling import SamplingParams as SamplingParams
+    from quire.types.stats import EngineStats as EngineStats
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "quire.serving.llm",
+    "SamplingParams": "quire.types.sampling",
+    "RequestOutput": "quire.types.output",
+    "CompletionOutput": "quire.types.output",
+    "Logprob": "quire.types.output",
+    "EngineStats": "quire.types.stats",
+    "QuireError": "quire.types.errors",
+    "InvalidRequest": "quire.types.errors",
+    "ConfigError": "quire.types.errors",
+    "DoesNotFit": "quire.types.errors",
+    "ModelLoadError": "quire.types.errors",
+    "EngineDead": "quire.types.errors",
+}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ConfigError",
+    "DoesNotFit",
+    "EngineDead",
+    "EngineStats",
+    "InvalidRequest",
+    "Logprob",
+    "ModelLoadError",
+    "QuireError",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used, so that `import quire` costs nothing."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    value: object = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 
-import pytest
-
 from tests.architecture.source import Module, modules
 
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
@@ -34,22 +32,24 @@ def _dotted(node: ast.AST) -> str:
     return ""
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
-def test_nothing_that_runs_foreign_bytes_is_imported(module: Module) -> None:
-    assert not [f"{module.where}:{line} {n}" for n, line in module.imports() if n.partition(".")[0] in FORBIDDEN_IMPORTS]
+def _calls(module: Module) -> list[tuple[str, int]]:
+    return [(_dotted(node.func), node.lineno) for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
-def test_no_forbidden_function_is_called(module: Module) -> None:
-    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
-    assert not [f"{module.where}:{call.lineno} {_dotted(call.func)}" for call in calls if _dotted(call.func) in FORBIDDEN_CALLS]
+def test_nothing_that_runs_foreign_bytes_is_imported() -> None:
+    found = [(m.where, line) for m in modules() for n, line in m.imports() if n.partition(".")[0] in FORBIDDEN_IMPORTS]
+    assert not found
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
-def test_forbidden_functions_are_not_imported_by_name(module: Module) -> None:
+def test_no_forbidden_function_is_called() -> None:
+    assert not [(m.where, line, name) for m in modules() for name, line in _calls(m) if name in FORBIDDEN_CALLS]
+
+
+def test_forbidden_functions_are_not_imported_by_name() -> None:
     hidden = {("time", "time"), ("torch", "load"), ("torch", "save"), ("os", "environ"), ("os", "getenv")}
     found = [
         f"{module.where}:{node.lineno} from {node.module} import {alias.name}"
+        for module in modules()
         for node in ast.walk(module.tree)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
@@ -58,11 +58,15 @@ def test_forbidden_functions_are_not_imported_by_name(module: Module) -> None:
     assert not found
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
-def test_the_environment_is_read_in_one_file(module: Module) -> None:
-    reads = [node for node in ast.walk(module.tree) if isinstance(node, ast.Attribute) and _dotted(node) in ENVIRONMENT]
-    if module.name != ENVIRONMENT_HOME:
-        assert not [f"{module.where}:{node.lineno}" for node in reads]
+def test_the_environment_is_read_in_one_file() -> None:
+    reads = [
+        f"{module.where}:{node.lineno}"
+        for module in modules()
+        if module.name != ENVIRONMENT_HOME
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and _dotted(node) in ENVIRONMENT
+    ]
+    assert not reads
 
 
 def test_there_are_fewer_than_ten_environment_variables() -> None:
@@ -76,7 +80,7 @@ def test_there_are_fewer_than_ten_environment_variables() -> None:
     assert len(names) <= MAX_ENVIRONMENT_VARIABLES
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
-def test_nothing_is_left_for_later(module: Module) -> None:
-    text = module.path.read_text(encoding="utf-8")
-    assert not [word for word in ("TODO", "FIXME", "XXX", "NotImplementedError") if word in text]
+def test_nothing_is_left_for_later() -> None:
+    words = ("TODO", "FIXME", "XXX", "NotImplementedError")
+    texts = [(module.where, module.path.read_text(encoding="utf-8")) for module in modules()]
+    assert not [(where, word) for where, text in texts for word in words if word in text]

@@ -20,11 +20,11 @@ DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
 WHOLE = os.environ.get("QUIRE_TEST_WHOLE") == "1"
 PROMPTS = ALL if WHOLE else [*SHORT[::3], *LONG]
 NEW_TOKENS = 64 if WHOLE else 16
-MATRIX = [
-    {"block_size": block_size, "max_num_batched_tokens": budget, "max_num_seqs": batch}
-    for block_size in (1, 4, 16, 128)
-    for budget in (16, 64, 2048)
-    for batch in (1, 8, 64)
+BLOCKS, BUDGETS, BATCHES = (1, 4, 16, 128), (16, 64, 2048), (1, 8, 64)
+MATRIX = [  # every pair of values of two settings at least once
+    {"block_size": block_size, "max_num_batched_tokens": budget, "max_num_seqs": BATCHES[(i + j) % 3]}
+    for i, block_size in enumerate(BLOCKS)
+    for j, budget in enumerate(BUDGETS)
 ]
 QUICK = [  # every value of every setting at least once
     {"block_size": 1, "max_num_batched_tokens": 64, "max_num_seqs": 64},

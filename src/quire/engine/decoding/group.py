@@ -13,7 +13,7 @@ from quire.types.step import TokenLogprobs
 class Sequence:
     """One sample of a request: tokens and a BlockTable. Holds a row while it runs, none while it waits.
 
-    While `decoding`, it computes one token per scheduler tick, and `base` stands in for a count: computed = tick + base.
+    While `decoding`, it computes one token per scheduler tick and `base` stands for a count: computed = tick + base.
     """
 
     __slots__ = (

@@ -1,0 +1,63 @@
+# Needs Python 3.11 to 3.13, a C++ compiler and a package index; sets up the rest itself, in .venv.
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
+QUESTION ?= What is the capital of France?
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+RUN_STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+MODEL_STAMP := $(VENV)/.model
+CODE := src tests benchmarks examples
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve demo test check format bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(DEV_STAMP) ## make .venv with everything needed to run, test and check
+
+serve: $(MODEL_STAMP) ## set up and chat with the default model in the terminal (the HTTP server is still to come)
+	$(BIN)/quire chat
+
+demo: $(MODEL_STAMP) ## set up and answer one question (QUESTION="...")
+	$(BIN)/quire chat "$(QUESTION)"
+
+test: $(DEV_STAMP) ## run the tests
+	$(BIN)/python -m pytest -q
+
+check: $(DEV_STAMP) ## lint, formatting, types, architecture
+	$(BIN)/ruff check $(wildcard $(CODE))
+	$(BIN)/ruff format --check $(wildcard $(CODE))
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/architecture
+
+format: $(DEV_STAMP) ## rewrite the code in the house's format
+	$(BIN)/ruff check --fix $(wildcard $(CODE))
+	$(BIN)/ruff format $(wildcard $(CODE))
+
+bench: $(DEV_STAMP) $(MODEL_STAMP) ## run the benchmarks that need nothing but this machine
+	$(BIN)/python -m benchmarks
+
+clean: ## remove the virtual environment, caches and build outputs
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 to 3.13 was found; install one or run make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e .
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[dev]'
+	@touch $@ $(RUN_STAMP)
+
+$(MODEL_STAMP): $(RUN_STAMP)
+	$(BIN)/quire pull
+	@touch $@

@@ -1,0 +1,140 @@
+"""What a step costs in Python: plan and commit, with an executor that answers at once and whose time is taken off.
+
+    python -m benchmarks.control_plane
+    python -m benchmarks.control_plane --running 512 --profile      # where the time goes
+
+Two loads at block size 16. Steady: N sequences decode, none comes or goes; prompt lengths differ, so on average
+N / 16 blocks are granted a step. Churn: the same N, but sequences end after about 128 tokens and others take their place.
+Goals, steady, median: 60 us at 64 sequences, 150 us at 512; --strict exits 1 when one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import random
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.executors import InstantExecutor
+from benchmarks.report import publish
+from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.engine.core import EngineCore
+from quire.types.request import Submit
+from quire.types.sampling import SamplingParams, TokenRules
+
+GOALS_US = {64: 60.0, 512: 150.0}
+BLOCK_SIZE = 16
+LONGEST_PROMPT = 256
+WARM_UP_STEPS = 300
+END_ID = 7  # an end token every request watches for and never meets
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds per step, executor excluded."""
+
+    load: str
+    running: int
+    steps: int
+    median_us: float
+    mean_us: float
+    p99_us: float
+
+    @property
+    def goal_us(self) -> float | None:
+        return GOALS_US.get(self.running) if self.load == "steady" else None
+
+
+class Load:
+    """An engine with `running` sequences, refilled under churn, stepped one measured step at a time."""
+
+    def __init__(self, running: int, steps: int, *, churn: bool, seed: int = 0) -> None:
+        self._rng, self._churn, self._number = random.Random(seed), churn, 0
+        self._length = WARM_UP_STEPS + steps + LONGEST_PROMPT
+        max_model_len = LONGEST_PROMPT + self._length
+        self._executor = InstantExecutor()
+        self.core = EngineCore(
+            self._executor,
+            CacheConfig(BLOCK_SIZE, running * (max_model_len // BLOCK_SIZE + 2)),
+            SchedulerConfig(running, max(8_192, running), max_model_len),
+            vocab_size=END_ID + 1,
+        )
+        for _ in range(running):
+            self._submit()
+        for _ in range(WARM_UP_STEPS):
+            self.step_ns()
+
+    def step_ns(self) -> int:
+        """One step; the engine's own nanoseconds."""
+        spent, start = self._executor.spent_ns, time.perf_counter_ns()
+        out = self.core.step()
+        own = time.perf_counter_ns() - start - (self._executor.spent_ns - spent)
+        for _ in out.finished:
+            self._submit()
+        return own
+
+    def _submit(self) -> None:
+        prompt = (0,) * self._rng.randint(1, LONGEST_PROMPT)
+        length = self._rng.randint(64, 192) if self._churn else self._length
+        sampling = SamplingParams(temperature=0.0, max_tokens=length)
+        self.core.submit(Submit(str(self._number), prompt, sampling, TokenRules((END_ID,), (), (END_ID,))))
+        self._number += 1
+
+
+def measure(running: int, steps: int, *, churn: bool) -> Cost:
+    load = Load(running, steps, churn=churn)
+    own = sorted(load.step_ns() / 1e3 for _ in range(steps))
+    stats = load.core.stats()
+    if stats.running + stats.waiting != running or stats.preemptions:
+        raise SystemExit(f"the load was not as described: {stats}")
+    p99 = own[min(len(own) - 1, round(0.99 * len(own)))]
+    return Cost("churn" if churn else "steady", running, steps, statistics.median(own), statistics.fmean(own), p99)
+
+
+def profile(running: int, steps: int) -> None:
+    """Print where a steady step's time goes, most expensive function first."""
+    load = Load(running, steps, churn=False)
+    with cProfile.Profile() as profiler:
+        for _ in range(steps):
+            load.step_ns()
+    print(f"steady, {running} sequences, {steps} steps")
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+
+
+def main() -> None:
+    arguments = _parse()
+    if arguments.profile:
+        for running in arguments.running:
+            profile(running, arguments.steps)
+        return
+    costs = [measure(n, arguments.steps, churn=churn) for churn in (False, True) for n in arguments.running]
+    header = ["load", "sequences", "median us", "mean us", "p99 us", "goal us"]
+    rows = [
+        [c.load, c.running, f"{c.median_us:.1f}", f"{c.mean_us:.1f}", f"{c.p99_us:.1f}", c.goal_us or "-"]
+        for c in costs
+    ]
+    title = f"Control plane: plan + commit per step, block size {BLOCK_SIZE}, {arguments.steps} steps"
+    publish(title, header, rows, {"costs": [asdict(cost) for cost in costs]}, arguments.out)
+    missed = [cost for cost in costs if cost.goal_us is not None and cost.median_us > cost.goal_us]
+    for cost in missed:
+        print(f"goal missed: {cost.running} sequences take {cost.median_us:.1f} us, goal {cost.goal_us} us")
+    sys.exit(bool(missed and arguments.strict))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.control_plane")
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 512], help="live sequences")
+    parser.add_argument("--steps", type=int, default=2_000, help="measured steps per load")
+    parser.add_argument("--profile", action="store_true", help="profile the steady load instead of timing it")
+    parser.add_argument("--strict", action="store_true", help="exit 1 when a goal is missed")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

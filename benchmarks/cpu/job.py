@@ -1,0 +1,56 @@
+"""What a worker is told and what it answers: plain JSON, standard library only, so that any interpreter can run it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of a workload: token ids in, exactly `max_tokens` out for each of `n` samples."""
+
+    prompt_ids: list[int]
+    max_tokens: int
+    n: int = 1
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All one worker process has to know."""
+
+    engine: str
+    model: str
+    dtype: str
+    threads: int
+    max_model_len: int
+    ttft_repeats: int
+    workloads: dict[str, list[Ask]]
+    options: dict[str, Any] = field(default_factory=dict)  # the engine's own settings, see the adapters
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def load(path: Path) -> Job:
+        raw = json.loads(path.read_text())
+        raw["workloads"] = {name: [Ask(**ask) for ask in asks] for name, asks in raw["workloads"].items()}
+        return Job(**raw)
+
+
+class Engine(Protocol):
+    """An engine under test, model loaded."""
+
+    versions: dict[str, str]
+
+    def generate(self, asks: list[Ask]) -> list[list[list[int]]]:
+        """Answer all requests, offered at once: for each, one list of token ids per sample."""
+
+
+def load_workload(path: Path) -> list[Ask]:
+    """Read a workload file: a JSON list of objects with `prompt_ids`, `max_tokens`, and optionally `n`, `temperature`."""
+    known = {"prompt_ids", "max_tokens", "n", "temperature"}
+    return [Ask(**{key: value for key, value in item.items() if key in known}) for item in json.loads(path.read_text())]

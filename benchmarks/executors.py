@@ -1,0 +1,88 @@
+"""Executors without a model, for benchmarks of the control plane: they answer at once and count what plans promise."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.types.step import StepPlan, StepResult
+
+
+class InstantExecutor:
+    """Answers every step with token 0. `spent_ns` is the time passed inside it, to be taken off what is measured."""
+
+    def __init__(self, depth: int = 1) -> None:
+        self.depth = depth
+        self.spent_ns = 0
+        self._plans: deque[StepPlan] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def collect(self) -> StepResult:
+        start = time.perf_counter_ns()
+        plan = self._plans.popleft()
+        result = StepResult(plan.step, np.zeros(len(plan.sample_rows), dtype=np.int32))
+        self.spent_ns += time.perf_counter_ns() - start
+        return result
+
+    def close(self) -> None:
+        self._plans.clear()
+
+
+@dataclass(slots=True)
+class Held:
+    """What one row holds: tokens written, blocks granted, and the tokens it will have at its end."""
+
+    written: int
+    blocks: int
+    final: int
+
+
+class LedgerExecutor:
+    """Answers like InstantExecutor and books, from the plans alone, what every row holds while a step runs.
+
+    It knows nothing of the engine's own accounts. Rows must not share blocks (n = 1).
+    """
+
+    depth = 1
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Held] = {}
+        self.steps = 0
+        self.written = self.blocks = 0  # over all rows, while the last launched step ran
+        self._inner = InstantExecutor()
+
+    def launch(self, plan: StepPlan) -> None:
+        self._seat(plan)
+        for row in plan.grant_rows.tolist():
+            self.rows[row].blocks += 1
+        self.blocks += len(plan.grant_rows)
+        for row in plan.decode_rows.tolist():
+            self.rows[row].written += 1
+        for chunk in plan.chunks:
+            self.rows[chunk.row].written += chunk.num_tokens
+        self.written += plan.num_tokens
+        self.steps += 1
+        self._inner.launch(plan)
+
+    def collect(self) -> StepResult:
+        return self._inner.collect()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _seat(self, plan: StepPlan) -> None:
+        for row in plan.released:
+            left = self.rows.pop(row)
+            self.written -= left.written
+            self.blocks -= left.blocks
+        if plan.copies:
+            raise ValueError(f"step {plan.step} copies blocks; the ledger is for requests that share none")
+        for new in plan.new_rows:
+            final = new.num_prompt_tokens + (new.sampling.max_tokens or 0)
+            self.rows[new.row] = Held(0, len(new.block_ids), final)
+            self.blocks += len(new.block_ids)

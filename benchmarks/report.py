@@ -1,0 +1,86 @@
+"""What every benchmark prints around its figures: where they were measured, a table, a JSON file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("quire", "torch", "numpy", "transformers")
+
+
+def facts() -> dict[str, Any]:
+    """The machine, the versions and the commit a figure belongs to."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_before": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def commit() -> str:
+    """The checked-out commit, marked when the tree differs from it; "unknown" outside a repository."""
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+changes" if changed else "")
+
+
+def cpu_name() -> str:
+    try:
+        listing = subprocess.run(["lscpu"], capture_output=True, text=True, check=True, env={"LC_ALL": "C"}).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in listing.splitlines() if line.startswith("Model name")]
+    return names[0] if names else platform.machine()
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table with aligned columns; the first column is text, the others are figures."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = [
+        "| " + " | ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))) + " |"
+        for row in cells
+    ]
+    rule = "|" + "|".join("-" * (width + 1) + ("-" if i == 0 else ":") for i, width in enumerate(widths)) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def publish(title: str, header: Sequence[str], rows: Sequence[Sequence[object]], data: dict[str, Any], out: Path | None) -> None:
+    """Print the facts and the table, and write everything to `out` when one is given."""
+    where = facts()
+    print(f"# {title}")
+    print(f"{where['date']}, commit {where['commit']}, {where['cpu']} x {where['cores']} (load {where['load_before']}),", end=" ")
+    print(f"Python {where['python']}, " + ", ".join(f"{k} {v}" for k, v in where["versions"].items()))
+    print(table(header, rows))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({"title": title, "facts": where, **data}, indent=1))
+        print(f"written: {out}")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

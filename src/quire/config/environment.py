@@ -1,0 +1,49 @@
+"""Every environment variable Quire reads. A value that makes no sense raises ConfigError."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.types.errors import ConfigError
+
+CACHE, OFFLINE = "QUIRE_CACHE", "QUIRE_OFFLINE"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the surroundings say, read once where it is needed."""
+
+    cache: Path  # QUIRE_CACHE: where downloaded models are kept; default $XDG_CACHE_HOME/quire or ~/.cache/quire
+    offline: bool  # QUIRE_OFFLINE: never reach for the network
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """The settings in `variables` (default: the process's own)."""
+    variables = os.environ if variables is None else variables
+    return Environment(cache=_read_cache(variables), offline=_read_flag(variables, OFFLINE))
+
+
+def _read_cache(variables: Mapping[str, str]) -> Path:
+    given = variables.get(CACHE)
+    if given is None:
+        base = variables.get("XDG_CACHE_HOME", "")
+        return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "quire"
+    path = Path(given).expanduser() if given.strip() else None
+    if path is None or not path.is_absolute():
+        raise ConfigError(CACHE, f"must be an absolute path, is {given!r}", "set it to a folder or unset it")
+    if path.exists() and not path.is_dir():
+        raise ConfigError(CACHE, f"{given} is not a folder", "set it to a folder or unset it")
+    return path
+
+
+def _read_flag(variables: Mapping[str, str], name: str) -> bool:
+    value = variables.get(name, "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise ConfigError(name, f"must be 0 or 1, is {variables[name]!r}", "set it to 1 or unset it")

@@ -1,0 +1,145 @@
+"""The memory plan: what a model and its settings will take, by arithmetic, before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.config.engine import EngineConfig, SchedulerConfig
+from quire.config.facts import HardwareFacts
+from quire.config.model import DTYPE_BYTES, ModelConfig
+from quire.config.sizes import MIB, format_size
+from quire.types.errors import DoesNotFit
+
+PROCESS_BYTES = {"cpu": 384 * MIB, "cuda": 768 * MIB}  # interpreter, torch and its libraries; on CUDA the context
+SAMPLING_BYTES_PER_LOGIT = 32  # float32 logits, a masked copy, sorted values and indices, softmax, running sum
+HISTORY_BYTES_PER_TOKEN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by purpose, and what the KV cache holds. `str()` is the table printed at start."""
+
+    device: str
+    capacity: int  # bytes this process may take
+    process: int
+    weights: int
+    activations: int
+    sampling: int  # logits and the sampler's buffers
+    rows: int  # persistent per-sequence state
+    block_bytes: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def kv_cache(self) -> int:
+        return self.block_bytes * self.num_blocks
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.kv_cache
+
+    @property
+    def fixed(self) -> int:
+        """All but the KV cache."""
+        return self.process + self.weights + self.activations + self.sampling + self.rows
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def num_sequences(self) -> float:
+        """How many sequences of max_model_len the KV cache holds at once."""
+        return self.num_blocks / self.blocks_per_sequence
+
+    def check(self) -> None:
+        """Raise DoesNotFit, naming the setting to change, when the plan exceeds the capacity."""
+        if self.blocks_per_sequence > self.num_blocks:
+            raise DoesNotFit(
+                "max_model_len",
+                f"{self.max_model_len} tokens need {self.blocks_per_sequence} KV blocks of {self.block_size}, "
+                f"the cache has {self.num_blocks} ({format_size(self.kv_cache)})",
+                f"set max_model_len to {self.num_blocks * self.block_size} or less, "
+                f"or kv_cache_memory to at least {format_size(self.blocks_per_sequence * self.block_bytes)}",
+            )
+        if self.total <= self.capacity:
+            return
+        short = f"{format_size(self.total)} are needed, {format_size(self.capacity)} are available on {self.device}"
+        raise DoesNotFit(*self._largest_saving(short))
+
+    def _largest_saving(self, short: str) -> tuple[str, str, str]:
+        smallest_cache = self.blocks_per_sequence * self.block_bytes
+        room = self.capacity - self.fixed
+        if room >= smallest_cache:
+            return "kv_cache_memory", short, f"lower it to {format_size(room)} or less"
+        if room >= self.block_bytes:
+            tokens = room // self.block_bytes * self.block_size
+            return "max_model_len", short, f"lower it to {tokens} or less; the KV cache then shrinks with it"
+        if self.activations + self.sampling + self.rows > self.weights:
+            return "max_num_batched_tokens", short, "lower it, and max_num_seqs, or use a device with more memory"
+        return "model", f"{short} ({format_size(self.weights)} of them weights)", "choose a smaller model or dtype"
+
+    def __str__(self) -> str:
+        lines = [
+            ("weights", format_size(self.weights), ""),
+            ("activations", format_size(self.activations), "upper bound of one step"),
+            ("logits, sampling", format_size(self.sampling), ""),
+            ("rows", format_size(self.rows), ""),
+            ("KV cache", format_size(self.kv_cache), f"{self.num_blocks:,} blocks of {self.block_size} tokens"),
+            ("process", format_size(self.process), "Python, torch, libraries"),
+            ("total", format_size(self.total), f"of {format_size(self.capacity)} on {self.device}"),
+        ]
+        name_width = max(len(name) for name, _, _ in lines)
+        size_width = max(len(size) for _, size, _ in lines)
+        table = [f"  {name:<{name_width}}  {size:>{size_width}}  {note}".rstrip() for name, size, note in lines]
+        held = f"  holds {self.num_sequences:.1f} sequences of {self.max_model_len:,} tokens"
+        return "\n".join(["memory plan", *table, held])
+
+
+def kv_block_bytes(model: ModelConfig, kv_dtype: str, block_size: int) -> int:
+    """Keys and values of one block, in all layers."""
+    return 2 * model.num_layers * model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
+
+
+def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, capacity: int) -> MemoryPlan:
+    """Count everything; allocate and refuse nothing."""
+    device, kind = config.device.device, config.device.device.partition(":")[0]
+    weight_bytes = facts.weight_bytes(config.device.dtype, device)
+    scheduler = config.scheduler
+    return MemoryPlan(
+        device=device,
+        capacity=capacity,
+        process=PROCESS_BYTES[kind],
+        weights=_weights(model, device, weight_bytes),
+        activations=_activations(model, scheduler, weight_bytes),
+        sampling=scheduler.num_rows * model.vocab_size * SAMPLING_BYTES_PER_LOGIT,
+        rows=_rows(scheduler, config.cache.block_size),
+        block_bytes=kv_block_bytes(model, config.device.kv_dtype, config.cache.block_size),
+        num_blocks=config.cache.num_blocks,
+        block_size=config.cache.block_size,
+        max_model_len=scheduler.max_model_len,
+    )
+
+
+def _weights(model: ModelConfig, device: str, weight_bytes: int) -> int:
+    """Half-type weights are repacked on a CPU; a tied head then needs its own copy beside the embedding table."""
+    repacked_head = model.tie_word_embeddings and device == "cpu" and weight_bytes < DTYPE_BYTES["float32"]
+    copies = model.vocab_size * model.hidden_size if repacked_head else 0
+    return (model.num_parameters + copies) * weight_bytes
+
+
+def _activations(model: ModelConfig, scheduler: SchedulerConfig, value_bytes: int) -> int:
+    """The widest moment of a layer: residual and normed input beside either attention's or the MLP's tensors."""
+    heads = model.heads
+    attention = 2 * (heads.query_size + 2 * heads.kv_size) + 2 * heads.query_size
+    mlp = 3 * model.intermediate_size
+    per_token = 4 * model.hidden_size + max(attention, mlp)
+    context = 2 * heads.kv_size * scheduler.max_model_len  # one sequence's keys and values, gathered
+    return (scheduler.max_num_batched_tokens * per_token + context) * max(value_bytes, DTYPE_BYTES["float32"])
+
+
+def _rows(scheduler: SchedulerConfig, block_size: int) -> int:
+    blocks = -(-scheduler.max_model_len // block_size)
+    per_row = scheduler.max_model_len * HISTORY_BYTES_PER_TOKEN + blocks * 4 + 256
+    return scheduler.num_rows * per_row

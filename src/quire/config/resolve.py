@@ -1,0 +1,199 @@
+"""Arguments + hardware facts + model -> one frozen EngineConfig and its memory plan. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypedDict
+
+from quire.config.engine import MAX_BLOCK_SIZE, CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from quire.config.facts import HardwareFacts, cuda_index
+from quire.config.memory import MemoryPlan, plan_memory
+from quire.config.model import Dtype, ModelConfig
+from quire.config.sizes import GIB, format_size, parse_size
+from quire.types.errors import ConfigError, DoesNotFit
+
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
+DEFAULT_BATCHED_TOKENS = {"cpu": 2_048, "cuda": 2_048}
+DEFAULT_GPU_UTILIZATION = 0.9
+CPU_CACHE_LIMIT, CPU_CACHE_SHARE = GIB, 4  # at most 1 GiB and at most a quarter of what is available
+
+_DTYPES: dict[str, Dtype] = {
+    "float32": "float32",
+    "float": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArguments:
+    """The engine settings a user may give; None means: choose for this machine and model."""
+
+    dtype: str = "auto"
+    device: str = "auto"
+    block_size: int = DEFAULT_BLOCK_SIZE
+    num_kv_blocks: int | None = None
+    kv_cache_memory: int | str | None = None
+    gpu_memory_utilization: float | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    scheduling_policy: str = "fcfs"
+    seed: int = 0
+    threads: int | None = None
+
+
+class EngineSettings(TypedDict, total=False):
+    """EngineArguments as the keywords of a call."""
+
+    dtype: str
+    device: str
+    block_size: int
+    num_kv_blocks: int | None
+    kv_cache_memory: int | str | None
+    gpu_memory_utilization: float | None
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    scheduling_policy: str
+    seed: int
+    threads: int | None
+
+
+def resolve_engine_config(
+    args: EngineArguments, facts: HardwareFacts, model: ModelConfig
+) -> tuple[EngineConfig, MemoryPlan]:
+    """The whole configuration, checked against the machine. Raises ConfigError or DoesNotFit; allocates nothing."""
+    _check_types(args)
+    device = _resolve_device(args, facts, model)
+    kind = device.device.partition(":")[0]
+    capacity = _capacity(args, facts, device.device)
+    scheduler = SchedulerConfig(
+        max_num_seqs=args.max_num_seqs if args.max_num_seqs is not None else DEFAULT_NUM_SEQS[kind],
+        max_num_batched_tokens=(
+            args.max_num_batched_tokens if args.max_num_batched_tokens is not None else DEFAULT_BATCHED_TOKENS[kind]
+        ),
+        max_model_len=_wanted_model_len(args, model),
+        policy=_policy(args),
+        seed=args.seed,
+    )
+    draft = EngineConfig(CacheConfig(args.block_size, num_blocks=1), scheduler, device)
+    num_blocks = _num_blocks(args, facts, plan_memory(model, draft, facts, capacity), scheduler.num_rows)
+    if args.max_model_len is None:
+        longest = min(scheduler.max_model_len, num_blocks * args.block_size)
+        scheduler = replace(scheduler, max_model_len=longest)
+    config = EngineConfig(CacheConfig(args.block_size, num_blocks), scheduler, device)
+    plan = plan_memory(model, config, facts, capacity)
+    plan.check()
+    return config, plan
+
+
+def model_length(model: ModelConfig) -> int:
+    """The longest sequence the model's positions are made for, its rope scaling included."""
+    rope, scaling = model.rope, dict(model.rope.scaling)
+    if rope.kind in ("linear", "dynamic"):
+        return int(rope.max_position * scaling.get("factor", 1.0))
+    if rope.kind == "yarn":
+        trained = scaling.get("original_max_position_embeddings", float(rope.max_position))
+        return max(rope.max_position, int(trained * scaling.get("factor", 1.0)))
+    return rope.max_position
+
+
+def _check_types(args: EngineArguments) -> None:
+    for name in ("block_size", "num_kv_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads"):
+        value = getattr(args, name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(name, f"must be a whole number, got {value!r}")
+        if value < 1:
+            raise ConfigError(name, f"must be at least 1, got {value}", "raise it")
+    if args.block_size > MAX_BLOCK_SIZE:
+        raise ConfigError(
+            "block_size", f"must be at most {MAX_BLOCK_SIZE}, got {args.block_size}", "16 suits most loads"
+        )
+    seed: object = args.seed
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ConfigError("seed", f"must be a whole number in [0, 2**64), got {args.seed!r}")
+    share: object = args.gpu_memory_utilization
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
+        raise ConfigError("gpu_memory_utilization", f"must be a number, got {share!r}")
+    if args.num_kv_blocks is not None and args.kv_cache_memory is not None:
+        raise ConfigError("num_kv_blocks", "cannot be given together with kv_cache_memory", "choose one of them")
+
+
+def _policy(args: EngineArguments) -> Literal["fcfs", "priority"]:
+    if args.scheduling_policy == "fcfs":
+        return "fcfs"
+    if args.scheduling_policy == "priority":
+        return "priority"
+    raise ConfigError("scheduling_policy", f"{args.scheduling_policy!r} is unknown", 'use "fcfs" or "priority"')
+
+
+def _resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelConfig) -> DeviceConfig:
+    device = facts.device if args.device == "auto" else args.device
+    kind, colon, index = device.partition(":")
+    if (kind, colon) not in (("cpu", ""), ("cuda", ""), ("cuda", ":")) or (colon and not index.isdigit()):
+        raise ConfigError("device", f"{args.device!r} is unknown", 'use "auto", "cpu", "cuda" or "cuda:N"')
+    if kind == "cuda" and cuda_index(device) >= len(facts.cuda):
+        found = f"torch {facts.torch_version} found {len(facts.cuda)} CUDA devices"
+        raise ConfigError("device", f"{args.device!r} is not there: {found}", 'use "cpu", or run `quire doctor`')
+    if args.dtype != "auto" and args.dtype not in _DTYPES:
+        raise ConfigError("dtype", f"{args.dtype!r} is unknown", 'use "auto", "float32", "bfloat16" or "float16"')
+    dtype = _auto_dtype(facts, device, model) if args.dtype == "auto" else _DTYPES[args.dtype]
+    if kind == "cuda" and not facts.computes(dtype, device):
+        raise ConfigError("dtype", f"{dtype} needs compute capability 8.0 or newer", "use float16")
+    return DeviceConfig(device=device, dtype=dtype, kv_dtype=dtype, threads=args.threads)
+
+
+def _auto_dtype(facts: HardwareFacts, device: str, model: ModelConfig) -> Dtype:
+    if device == "cpu":
+        return "bfloat16" if facts.supports_bf16 else "float32"
+    if model.dtype == "float16" or not facts.computes("bfloat16", device):
+        return "float16"
+    return "bfloat16"
+
+
+def _capacity(args: EngineArguments, facts: HardwareFacts, device: str) -> int:
+    """Bytes the process may take on the device."""
+    utilization = args.gpu_memory_utilization
+    if utilization is not None and not 0.0 < utilization <= 1.0:
+        raise ConfigError("gpu_memory_utilization", f"must be in (0, 1], got {utilization!r}", "0.9 is the default")
+    if device == "cpu":
+        if utilization is not None:
+            raise ConfigError("gpu_memory_utilization", "has no meaning on the CPU", "set kv_cache_memory instead")
+        return facts.available_memory
+    gpu = facts.cuda[cuda_index(device)]
+    share = DEFAULT_GPU_UTILIZATION if utilization is None else utilization
+    return min(int(gpu.total_memory * share), gpu.free_memory)
+
+
+def _wanted_model_len(args: EngineArguments, model: ModelConfig) -> int:
+    longest = model_length(model)
+    if args.max_model_len is None:
+        return longest
+    if args.max_model_len > longest:
+        reason = f"is {args.max_model_len}, but the model knows {longest} positions"
+        raise ConfigError("max_model_len", reason, f"set it to {longest} or less")
+    return args.max_model_len
+
+
+def _num_blocks(args: EngineArguments, facts: HardwareFacts, draft: MemoryPlan, num_rows: int) -> int:
+    """The user's number of blocks, or as many as the share of memory meant for them holds."""
+    if args.num_kv_blocks is not None:
+        return args.num_kv_blocks
+    if args.kv_cache_memory is not None:
+        size = parse_size("kv_cache_memory", args.kv_cache_memory)
+        if size < draft.block_bytes:
+            reason = f"{format_size(size)} hold no block: one of {draft.block_size} tokens takes"
+            raise DoesNotFit("kv_cache_memory", f"{reason} {format_size(draft.block_bytes)}", "raise it")
+        return size // draft.block_bytes
+    room = draft.capacity - draft.fixed
+    if draft.device == "cpu":
+        room = min(room, CPU_CACHE_LIMIT, facts.available_memory // CPU_CACHE_SHARE)
+    one_sequence = draft.blocks_per_sequence if args.max_model_len is not None else 1
+    most_useful = draft.blocks_per_sequence * num_rows
+    return max(min(room // draft.block_bytes, most_useful), one_sequence)

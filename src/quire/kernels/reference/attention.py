@@ -1,0 +1,41 @@
+"""Paged attention in plain torch: one sequence at a time, in float32, with nothing clever."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def read_cache(cache: Tensor, block_ids: Tensor, num_tokens: int) -> Tensor:
+    """The first `num_tokens` keys (or values) of a sequence, in order."""
+    blocks = cache[block_ids.long()]  # [sequence blocks, kv heads, block, dim]
+    return blocks.transpose(1, 2).flatten(0, 1)[:num_tokens]  # [tokens, kv heads, dim]
+
+
+def write_cache(cache: Tensor, tokens: Tensor, block_ids: Tensor, start: int) -> None:
+    """Put `tokens` [tokens, kv heads, dim] at positions start.. of the sequence whose blocks are `block_ids`."""
+    block_size = cache.shape[2]
+    for offset, token in enumerate(tokens):
+        block, slot = divmod(start + offset, block_size)
+        cache[block_ids[block], :, slot] = token
+
+
+def paged_attention(
+    query: Tensor,  # [tokens, query heads, dim]: positions start .. start + tokens of one sequence
+    key_cache: Tensor,  # [blocks, kv heads, block, dim]
+    value_cache: Tensor,  # [blocks, kv heads, block, dim]
+    block_ids: Tensor,  # [sequence blocks]
+    start: int,
+    scale: float,
+) -> Tensor:
+    """Causal attention of one sequence's newest tokens over all its cached ones; returns the shape of `query`."""
+    num_tokens, num_heads, _ = query.shape
+    group = num_heads // key_cache.shape[1]
+    total = start + num_tokens
+    keys = read_cache(key_cache, block_ids, total).float().repeat_interleave(group, dim=1)  # [total, heads, dim]
+    values = read_cache(value_cache, block_ids, total).float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale  # [heads, tokens, total]
+    positions = torch.arange(total, device=query.device)
+    visible = positions[None, :] <= positions[start:, None]  # [tokens, total]
+    scores = scores.masked_fill(~visible, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values).to(query.dtype)

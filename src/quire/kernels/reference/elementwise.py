@@ -1,0 +1,27 @@
+"""The small functions between the products, as the papers write them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale `x` to unit root mean square over its last dimension, in float32, then by `weight`."""
+    wide = x.float()
+    normal = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return weight * normal.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions, half-split layout. x: [tokens, heads, dim]; cos, sin: [tokens, dim / 2]."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def silu_and_multiply(gate_up: Tensor) -> Tensor:
+    """[tokens, 2 * size] holding gate then up -> [tokens, size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

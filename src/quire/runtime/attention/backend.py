@@ -1,0 +1,58 @@
+"""What every attention backend is given and must do. The layout of the KV cache is decided here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's keys and values, K and V apart; memory owned by the worker's KVCache."""
+
+    key: Tensor  # [blocks, kv heads, block, dim]
+    value: Tensor  # [blocks, kv heads, block, dim]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpan:
+    """A chunk's place: batch tokens begin .. begin + num_tokens are positions start .. of one sequence."""
+
+    begin: int
+    start: int
+    num_tokens: int
+    block_ids: Tensor  # [sequence blocks], int64, covers start + num_tokens
+
+    @property
+    def length(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """The tokens of a step as attention sees them: decode rows first, longest first, then chunks."""
+
+    lengths: Counts  # [decodes], on the host: keys each decode row sees, its own included; descending
+    block_ids: Tensor  # [decodes, blocks of the longest], int64; entries past a row's last block repeat its first
+    chunks: tuple[ChunkSpan, ...]
+    block_size: int
+
+
+class AttentionBackend(Protocol):
+    """Computes attention over the paged cache. `prepare` runs once a step, `attend` once a layer.
+
+    The keys and values of the step's own tokens are in the cache already when `attend` is called; `key` and
+    `value` hold them too, contiguous in batch order. Every slot of a held block that is not yet written reads as zero.
+    """
+
+    def prepare(self, batch: AttentionBatch) -> Any:
+        """Step metadata, handed back to every `attend` of the step."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: Any) -> Tensor:
+        """query [tokens, query heads, dim], key and value [tokens, kv heads, dim] -> [tokens, query heads * dim]."""

@@ -1,0 +1,119 @@
+"""Looks at the machine: CPU, instruction sets, memory within the control group, CUDA devices."""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from quire.config.facts import CudaDevice, HardwareFacts
+
+_CGROUP = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
+
+
+@cache
+def detect_hardware() -> HardwareFacts:
+    """The machine as it is now. Memory figures are of the first call."""
+    cpuinfo = read_cpuinfo(_read(Path("/proc/cpuinfo")))
+    total, available = _memory()
+    return HardwareFacts(
+        machine=platform.machine(),
+        cpu_name=cpuinfo[0] or platform.processor() or "unknown",
+        cores=_cores(),
+        isa=cpuinfo[1],
+        supports_bf16=bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        supports_fp16=_multiplies_fp16(),
+        total_memory=total,
+        available_memory=available,
+        torch_version=str(torch.__version__),
+        cuda=_cuda_devices(),
+    )
+
+
+def _multiplies_fp16() -> bool:
+    """torch answers yes on every Arm CPU with half arithmetic, but its half products there are not vectorised."""
+    return platform.machine() != "aarch64" and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+_ARM_PARTS = {
+    ("0x41", "0xd0c"): "Arm Neoverse N1",
+    ("0x41", "0xd40"): "Arm Neoverse V1",
+    ("0x41", "0xd49"): "Arm Neoverse N2",
+    ("0x41", "0xd4f"): "Arm Neoverse V2",
+    ("0x41", "0xd08"): "Arm Cortex-A72",
+    ("0x41", "0xd0b"): "Arm Cortex-A76",
+}
+
+
+def read_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
+    """The CPU's name and its instruction set flags, from the text of /proc/cpuinfo (x86 and aarch64)."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip().lower(), value.strip())
+    name = fields.get("model name", "")
+    if not name and "cpu part" in fields:
+        part = (fields.get("cpu implementer", ""), fields["cpu part"])
+        name = _ARM_PARTS.get(part, f"Arm implementer {part[0]} part {part[1]}")
+    return name, frozenset((fields.get("flags") or fields.get("features") or "").split())
+
+
+def _cores() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read(_CGROUP / "cpu.max").split()
+    if len(quota) == 2 and quota[0].isdigit():
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    return cores
+
+
+def _memory() -> tuple[int, int]:
+    """Total and available bytes: the smaller of what the machine and what the control group allow."""
+    meminfo = {}
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        key, _, value = line.partition(":")
+        meminfo[key] = int(value.split()[0]) * 1024
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = meminfo.get("MemTotal") or os.sysconf("SC_PHYS_PAGES") * page
+    available = meminfo.get("MemAvailable") or os.sysconf("SC_AVPHYS_PAGES") * page
+    for limit_file, usage_file, stat_file in (
+        (_CGROUP / "memory.max", _CGROUP / "memory.current", _CGROUP / "memory.stat"),
+        (
+            _CGROUP / "memory/memory.limit_in_bytes",
+            _CGROUP / "memory/memory.usage_in_bytes",
+            _CGROUP / "memory/memory.stat",
+        ),
+    ):
+        limit, usage = _read(limit_file).strip(), _read(usage_file).strip()
+        if limit.isdigit() and usage.isdigit() and int(limit) < _UNLIMITED:
+            total = min(total, int(limit))
+            available = min(available, max(0, int(limit) - int(usage) + _reclaimable(_read(stat_file))))
+    return total, available
+
+
+def _reclaimable(stat: str) -> int:
+    """File pages the kernel gives back under pressure, out of a memory.stat."""
+    values = dict(line.split() for line in stat.splitlines() if len(line.split()) == 2)
+    return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
+
+
+def _cuda_devices() -> tuple[CudaDevice, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        devices.append(CudaDevice(name, total, free, capability))
+    return tuple(devices)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,61 @@
+"""Makes the layers of a model, deciding what the model file must not know: precision, device, backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from quire.config.engine import DeviceConfig
+from quire.config.model import Heads, Rope
+from quire.runtime.attention.backend import AttentionBackend
+from quire.runtime.attention.registry import make_backend
+from quire.runtime.layers.attention import Attention
+from quire.runtime.layers.embedding import Embedding, TiedHead
+from quire.runtime.layers.linear import Linear, QKVLinear
+from quire.runtime.layers.mlp import GatedMLP
+from quire.runtime.layers.norm import HeadNorm, RMSNorm
+from quire.runtime.layers.product import choose_product, multiplies_natively
+from quire.runtime.layers.rotary import Rotary
+from quire.runtime.layers.weights import Placement
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class LayerBuilder:
+    """One per model. Names given to layers are their checkpoint names, relative to the module that holds them."""
+
+    def __init__(self, config: DeviceConfig, heads: Heads, attention: str = "gather") -> None:
+        self._placement = Placement(TORCH_DTYPES[config.dtype], torch.device(config.device))
+        dtype, device = self._placement.dtype, self._placement.device
+        self._product = choose_product(dtype, device)
+        compute = dtype if multiplies_natively(dtype, device) else torch.float32
+        self.backend: AttentionBackend = make_backend(attention, heads, compute)
+
+    def linear(self, name: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
+        return Linear(inputs, {name: outputs}, bias, self._product, self._placement)
+
+    def qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> QKVLinear:
+        return QKVLinear(inputs, heads, bias, self._product, self._placement)
+
+    def gated_mlp(self, hidden: int, intermediate: int, activation: str, *, bias: bool) -> GatedMLP:
+        both = {"gate_proj": intermediate, "up_proj": intermediate}
+        gate_up = Linear(hidden, both, bias, self._product, self._placement)
+        return GatedMLP(gate_up, self.linear("down_proj", intermediate, hidden, bias=bias), activation)
+
+    def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        return RMSNorm(name, size, eps, self._placement)
+
+    def head_norm(self, heads: Heads, eps: float) -> HeadNorm:
+        return HeadNorm(heads, eps, self._placement)
+
+    def rotary(self, rope: Rope, dim: int) -> Rotary:
+        return Rotary(rope, dim, self._placement)
+
+    def attention(self, heads: Heads, layer: int) -> Attention:
+        return Attention(heads, layer, self.backend)
+
+    def embedding(self, name: str, vocab_size: int, size: int) -> Embedding:
+        return Embedding(name, vocab_size, size, self._product.held, self._placement)
+
+    def lm_head(self, name: str, embedding: Embedding, vocab_size: int, size: int, *, tied: bool) -> nn.Module:
+        return TiedHead(embedding, self._product) if tied else self.linear(name, size, vocab_size, bias=False)

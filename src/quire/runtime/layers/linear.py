@@ -1,0 +1,72 @@
+"""Linear layers: one product for one checkpoint matrix, or for several stacked by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quire.config.model import Heads
+from quire.runtime.layers.product import Multiply, Product
+from quire.runtime.layers.weights import Placement, WeightLayer
+
+
+class Linear(WeightLayer):
+    """x @ W.T (+ b), where W is the named checkpoint matrices stacked by rows. Usable after `finish`."""
+
+    def __init__(
+        self, inputs: int, outputs: Mapping[str, int], bias: bool, product: Product, placement: Placement
+    ) -> None:
+        super().__init__()
+        rows = sum(outputs.values())
+        self.weight = placement.empty(rows, inputs, dtype=product.held)
+        self.bias = placement.empty(rows, dtype=product.held) if bias else None
+        kinds = ("weight", "bias") if bias else ("weight",)
+        self.parts = tuple(f"{name}.{kind}" for name in outputs for kind in kinds)
+        self._product, self._dtype = product, placement.dtype
+        self._spans: dict[str, slice] = {}
+        begin = 0
+        for name, count in outputs.items():
+            self._spans[name] = slice(begin, begin + count)
+            begin += count
+        self._multiply: Multiply | None = None
+
+    def load(self, part: str, tensor: Tensor) -> None:
+        self._part(part).copy_(tensor.to(self._dtype))  # rounded to the run dtype even when held wider
+
+    def randomize(self, part: str, generator: torch.Generator) -> None:
+        super().randomize(part, generator)
+        if self.weight.dtype != self._dtype:
+            self._part(part).copy_(self._part(part).to(self._dtype))
+
+    def finish(self) -> None:
+        assert self.weight is not None
+        self._multiply = self._product.pack(self.weight.data, None if self.bias is None else self.bias.data)
+        del self.weight, self.bias
+
+    def forward(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, out]
+        assert self._multiply is not None, "finish() was not called"
+        return self._multiply(x)
+
+    def _part(self, part: str) -> Tensor:
+        name, kind = part.rsplit(".", 1)
+        whole = self.weight if kind == "weight" else self.bias
+        if whole is None:
+            raise KeyError(part)
+        return whole.data[self._spans[name]]
+
+
+class QKVLinear(Linear):
+    """Query, key and value projections in one product."""
+
+    def __init__(self, inputs: int, heads: Heads, bias: bool, product: Product, placement: Placement) -> None:
+        outputs = {"q_proj": heads.query_size, "k_proj": heads.kv_size, "v_proj": heads.kv_size}
+        super().__init__(inputs, outputs, bias, product, placement)
+        self._num_rotated, self._dim = heads.num_query + heads.num_kv, heads.dim
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Queries then keys [tokens, query + kv heads, dim], and values [tokens, kv heads, dim]."""
+        qkv = super().forward(x)
+        qkv = qkv.view(qkv.shape[0], -1, self._dim)
+        return qkv[:, : self._num_rotated], qkv[:, self._num_rotated :]

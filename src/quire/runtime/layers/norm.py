@@ -1,0 +1,57 @@
+"""Root-mean-square norms."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.config.model import Heads
+from quire.runtime.layers.weights import Placement, WeightLayer
+
+
+class RMSNorm(WeightLayer):
+    """Unit root mean square over the last dimension, computed in float32, then scaled."""
+
+    random_mean = 1.0
+
+    def __init__(self, name: str, size: int, eps: float, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.empty(size)
+        self.parts = (f"{name}.weight",)
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return normalize(x, self._eps).mul_(self.weight)
+
+
+class HeadNorm(WeightLayer):
+    """RMSNorm of every query and key head (Qwen3), both kinds in one pass."""
+
+    parts = ("q_norm.weight", "k_norm.weight")
+    random_mean = 1.0
+
+    def __init__(self, heads: Heads, eps: float, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.empty(2, heads.dim)
+        self._eps, self._counts = eps, (heads.num_query, heads.num_kv)
+        self._scales: Tensor | None = None
+
+    def finish(self) -> None:
+        counts = torch.tensor(self._counts, device=self.weight.device)
+        self._scales = self.weight.data.repeat_interleave(counts, dim=0)  # [query + kv heads, dim]
+
+    def forward(self, qk: Tensor) -> Tensor:  # [tokens, query + kv heads, dim]
+        assert self._scales is not None, "finish() was not called"
+        return normalize(qk, self._eps).mul_(self._scales)
+
+    def _part(self, part: str) -> Tensor:
+        return self.weight.data[self.parts.index(part)]
+
+
+def normalize(x: Tensor, eps: float) -> Tensor:
+    """A new tensor: x over its root mean square, in x's dtype."""
+    if x.device.type != "cpu":
+        return F.rms_norm(x, (x.shape[-1],), None, eps)
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True).add_(eps))).to(x.dtype)

@@ -1,0 +1,89 @@
+"""How a dense weight is held and multiplied, chosen once by device, precision and what the CPU can do.
+
+`pack` takes a loaded weight and returns the function that multiplies by it; the weight lives on in that function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.runtime.hardware import detect_hardware
+
+Multiply = Callable[[Tensor], Tensor]  # [tokens, in] -> [tokens, out]
+
+
+class Product(Protocol):
+    """`held` is the dtype a weight is loaded into; its values are always those of the run dtype."""
+
+    @property
+    def held(self) -> torch.dtype: ...
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
+        """weight [out, in], bias [out]; both finished loading."""
+
+
+class DenseProduct:
+    """torch's own product on the weight as it is."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.held = dtype
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
+        def multiply(x: Tensor) -> Tensor:
+            return F.linear(x, weight, bias)
+
+        return multiply
+
+
+class PackedProduct:
+    """The weight reordered once for oneDNN's blocked kernels (AMX, AVX-512); the plain copy is dropped."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.held = dtype
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        product = torch.ops.mkldnn._linear_pointwise.default
+
+        def multiply(x: Tensor) -> Tensor:
+            return product(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
+
+        return multiply
+
+
+class UpcastProduct:
+    """For CPUs that cannot multiply the run dtype: held and multiplied in float32, results in the run dtype."""
+
+    held = torch.float32
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
+        dtype = self._dtype
+
+        def multiply(x: Tensor) -> Tensor:
+            return F.linear(x.float(), weight, bias).to(dtype)
+
+        return multiply
+
+
+def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products in `dtype` run on hardware made for it."""
+    if device.type != "cpu" or dtype == torch.float32:
+        return True
+    facts = detect_hardware()
+    return facts.supports_bf16 if dtype == torch.bfloat16 else facts.supports_fp16
+
+
+def choose_product(dtype: torch.dtype, device: torch.device) -> Product:
+    if not multiplies_natively(dtype, device):
+        return UpcastProduct(dtype)
+    if device.type == "cpu" and dtype != torch.float32:
+        return PackedProduct(dtype)
+    return DenseProduct(dtype)

@@ -1,0 +1,133 @@
+"""Rotary positions (half-split layout) with the scalings in the wild, computed as transformers computes them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.model import Rope
+from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.weights import Placement
+from quire.types.errors import ConfigError
+
+
+class Rotation(NamedTuple):
+    """What a step's queries and keys are rotated by; the first half of `sin` carries the minus sign."""
+
+    cos: Tensor  # [tokens, 1, dim]
+    sin: Tensor  # [tokens, 1, dim]
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:  # [tokens, heads, dim]
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    return (x * rotation.cos).addcmul_(swapped, rotation.sin)
+
+
+class Rotary(nn.Module):
+    """Makes a step's rotation. Angles are float32; the table grows to the longest sequence seen."""
+
+    def __init__(self, rope: Rope, dim: int, placement: Placement) -> None:
+        super().__init__()
+        self._rope, self._dim, self._placement = rope, dim, placement
+        self._frequencies, self._magnitude = frequencies(rope, dim)
+        self._table = torch.empty(0, 2 * dim)  # [positions, cos then signed sin], run dtype
+
+    def forward(self, step: ForwardStep) -> Rotation:
+        if self._rope.kind == "dynamic" and step.max_length > self._rope.max_position:
+            both = self._tabulate(step.positions, dynamic_frequencies(self._rope, self._dim, step.lengths))
+        else:
+            if step.max_length > len(self._table):
+                self._grow(step.max_length)
+            both = self._table.index_select(0, step.positions)
+        cos, sin = torch.split(both.unsqueeze(1), self._dim, dim=-1)
+        return Rotation(cos, sin)
+
+    def _grow(self, length: int) -> None:
+        length = 1 << max(10, (length - 1).bit_length())
+        positions = torch.arange(length, device=self._placement.device)
+        self._table = self._tabulate(positions, self._frequencies.to(self._placement.device))
+
+    def _tabulate(self, positions: Tensor, inverse: Tensor) -> Tensor:  # inverse: [dim / 2] or [positions, dim / 2]
+        angles = positions[:, None].float() * inverse
+        cos, sin = angles.cos() * self._magnitude, angles.sin() * self._magnitude
+        return torch.cat((cos, cos, -sin, sin), dim=-1).to(self._placement.dtype)
+
+
+def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [dim / 2], float32, and the factor on cos and sin."""
+    plain = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    scaling = dict(rope.scaling)
+    if rope.kind in ("default", "dynamic"):  # dynamic scales only past max_position
+        return plain, 1.0
+    if rope.kind == "linear":
+        return plain / _need(rope, scaling, "factor"), 1.0
+    if rope.kind == "llama3":
+        return _llama3(plain, rope, scaling), 1.0
+    return _yarn(dim, rope, scaling)
+
+
+def dynamic_frequencies(rope: Rope, dim: int, lengths: Tensor) -> Tensor:
+    """NTK frequencies [tokens, dim / 2] for tokens whose sequence is `lengths` long when they are computed.
+
+    A prompt is rotated by its whole length and each later token by its own, as transformers does with one sequence.
+    A sequence computed again after preemption is rotated by its length at that time.
+    """
+    factor = _need(rope, dict(rope.scaling), "factor")
+    seen = lengths.clamp(min=rope.max_position)
+    stretch = ((factor * seen / rope.max_position) - (factor - 1)) ** (dim / (dim - 2))
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=lengths.device) / dim
+    return 1.0 / ((rope.theta * stretch)[:, None] ** exponents)
+
+
+def _llama3(plain: Tensor, rope: Rope, scaling: dict[str, float]) -> Tensor:
+    factor = _need(rope, scaling, "factor")
+    low, high = _need(rope, scaling, "low_freq_factor"), _need(rope, scaling, "high_freq_factor")
+    context = _need(rope, scaling, "original_max_position_embeddings")
+    wavelength = 2 * math.pi / plain
+    blend = (context / wavelength - low) / (high - low)
+    medium = (1 - blend) * plain / factor + blend * plain
+    scaled = torch.where(wavelength > context / low, plain / factor, medium)
+    return torch.where(wavelength < context / high, plain, scaled)
+
+
+def _yarn(dim: int, rope: Rope, scaling: dict[str, float]) -> tuple[Tensor, float]:
+    context = _need(rope, scaling, "original_max_position_embeddings")
+    factor = scaling.get("factor") or rope.max_position / context
+    fast, slow = scaling.get("beta_fast") or 32.0, scaling.get("beta_slow") or 1.0
+
+    def dimension_turning(times: float) -> float:
+        return (dim * math.log(context / (times * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+    low, high = dimension_turning(fast), dimension_turning(slow)
+    if scaling.get("truncate", 1.0):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    turns = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return (1.0 / (factor * turns)) * (1 - kept) + (1.0 / turns) * kept, _yarn_magnitude(factor, scaling)
+
+
+def _yarn_magnitude(factor: float, scaling: dict[str, float]) -> float:
+    given = scaling.get("attention_factor")
+    if given is not None:
+        return given
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    scale, scale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if scale and scale_all:
+        return magnitude(scale) / magnitude(scale_all)
+    return magnitude(1.0)
+
+
+def _need(rope: Rope, scaling: dict[str, float], name: str) -> float:
+    if name not in scaling:
+        raise ConfigError("rope_scaling", f"{rope.kind} needs {name}", "add it to the model's config")
+    return scaling[name]

@@ -1,0 +1,23 @@
+"""What one forward pass is told beside the token ids. Always an argument, never a global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from quire.runtime.attention.backend import LayerCache
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStep:
+    """One batch, built by the worker: decode rows first (longest first), then chunks."""
+
+    token_ids: Tensor  # [tokens]
+    positions: Tensor  # [tokens], int64
+    lengths: Tensor  # [tokens], int64: how long the token's sequence is known to be
+    max_length: int  # of all sequences in the batch, on the host
+    slots: Tensor  # [tokens * kv heads], int64, into a layer's cache seen as [blocks * kv heads * block, dim]
+    caches: tuple[LayerCache, ...]  # one per layer
+    attention: Any  # what the backend's `prepare` made for this step

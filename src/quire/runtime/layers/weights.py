@@ -1,0 +1,52 @@
+"""How a layer takes its weights from a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+RANDOM_STD = 0.02  # the spread most published models are initialized with
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a model lives and in which precision its activations run."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
+
+
+class WeightLayer(nn.Module):
+    """A layer filled part by part, then finished once.
+
+    A part's checkpoint name is the path of the layer's parent module, a dot, and the part. Loading may change dtype
+    and device; `finish` may repack the weights and drop the form they were loaded in.
+    """
+
+    parts: tuple[str, ...] = ()
+    random_mean = 0.0
+    weight: nn.Parameter
+
+    def part_shape(self, part: str) -> tuple[int, ...]:
+        return tuple(self._part(part).shape)
+
+    def load(self, part: str, tensor: Tensor) -> None:
+        self._part(part).copy_(tensor)
+
+    def randomize(self, part: str, generator: torch.Generator) -> None:
+        """Fill a part with noise of a sane scale around `random_mean`, made on the layer's own device."""
+        self._part(part).normal_(self.random_mean, RANDOM_STD, generator=generator)
+
+    def finish(self) -> None:
+        """Called once, after every part is filled and before the first forward."""
+
+    def _part(self, part: str) -> Tensor:
+        """The memory a part is loaded into. A layer of one part keeps it in `weight`."""
+        if part not in self.parts:
+            raise KeyError(part)
+        return self.weight.data

@@ -1,0 +1,36 @@
+"""A model's weights, one tensor at a time, whatever files they lie in."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.config.model import ModelConfig
+from quire.runtime.loading.gguf.checkpoint import GgufCheckpoint
+from quire.runtime.loading.hf.checkpoint import HfCheckpoint
+from quire.runtime.loading.resolve import ModelFiles
+
+
+class Checkpoint(Protocol):
+    """Weights under their Hugging Face names. Complete: `names` is exactly what a model of `config` needs."""
+
+    file: str
+    config: ModelConfig
+    names: frozenset[str]
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str) -> Tensor:
+        """The tensor on the CPU: float32 where it was quantized, else as stored. It may be a view of the file."""
+
+    def source(self, name: str) -> str:
+        """The file the tensor lies in."""
+
+    def close(self) -> None:
+        """Give the files back; tensors already read stay valid. Idempotent."""
+
+
+def open_checkpoint(files: ModelFiles) -> Checkpoint:
+    """Open a model's files and check that every tensor is there with the right shape, before reading any."""
+    return GgufCheckpoint(files.path) if files.kind == "gguf" else HfCheckpoint(files.path)

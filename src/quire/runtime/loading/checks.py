@@ -1,0 +1,46 @@
+"""Limits every model's numbers must keep, so that no later part has to doubt them."""
+
+from __future__ import annotations
+
+import math
+
+from quire.config.model import ModelConfig
+from quire.types.errors import ModelLoadError
+
+# setting: (lowest, highest)
+_LIMITS = {
+    "vocab_size": (1, 1 << 24),
+    "hidden_size": (1, 1 << 20),
+    "intermediate_size": (1, 1 << 24),
+    "num_layers": (1, 4_096),
+}
+_HEAD_LIMITS = {"num_query": (1, 1 << 16), "num_kv": (1, 1 << 16), "dim": (2, 4_096)}
+_MAX_POSITION = 1 << 30
+
+
+def check_config(config: ModelConfig, file: str) -> None:
+    """Raise ModelLoadError naming the first number that no model can have."""
+    for name, (low, high) in _LIMITS.items():
+        _check_range(file, name, getattr(config, name), low, high)
+    heads, rope = config.heads, config.rope
+    for name, (low, high) in _HEAD_LIMITS.items():
+        _check_range(file, f"heads.{name}", getattr(heads, name), low, high)
+    _check_range(file, "rope.max_position", rope.max_position, 1, _MAX_POSITION)
+    if heads.num_query % heads.num_kv:
+        raise ModelLoadError(file, f"{heads.num_query} query heads cannot share {heads.num_kv} key/value heads evenly")
+    if heads.dim % 2:
+        raise ModelLoadError(file, f"heads of {heads.dim} numbers cannot be rotated in pairs", tensor="heads.dim")
+    if not 0.0 < config.norm_eps < 1.0:
+        raise ModelLoadError(file, f"must be in (0, 1), is {config.norm_eps}", tensor="norm_eps")
+    if not (math.isfinite(rope.theta) and rope.theta > 1.0):
+        raise ModelLoadError(file, f"must be above 1, is {rope.theta}", tensor="rope.theta")
+
+
+def inside(token: int | None, vocab_size: int) -> int | None:
+    """A special token's id, or None when the vocabulary is too small for it to ever appear."""
+    return token if token is not None and 0 <= token < vocab_size else None
+
+
+def _check_range(file: str, name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ModelLoadError(file, f"must be in [{low}, {high}], is {value}", tensor=name)

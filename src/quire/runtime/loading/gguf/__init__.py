@@ -1,0 +1,1 @@
+"""GGUF files: parsed strictly, dequantized to float32, given Hugging Face's names and layout."""

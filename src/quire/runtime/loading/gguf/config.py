@@ -1,0 +1,167 @@
+"""A ModelConfig from GGUF metadata and the names of the tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import numpy as np
+
+from quire.config.model import Architecture, Dtype, Heads, ModelConfig, Rope
+from quire.runtime.loading.checks import check_config, inside
+from quire.runtime.loading.fields import Fields
+from quire.runtime.loading.gguf.names import ROPE_FACTORS
+from quire.runtime.loading.gguf.shards import GgufModel
+from quire.types.errors import ModelLoadError
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# Every key under the architecture's name is either read below or known to change nothing.
+_READ = {
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.layer_norm_rms_epsilon", "attention.sliding_window", "attention.causal", "expert_count", "expert_used_count",
+    "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+}  # fmt: skip
+_HARMLESS = {"tensor_data_layout", "rope.scaling.finetuned", "pooling_type", "attention.layer_norm_epsilon"}
+
+
+def gguf_model_config(model: GgufModel) -> ModelConfig:
+    """Read and check the model's numbers. Raises ModelLoadError for what is missing, impossible or not supported."""
+    name = Fields(model.name, model.metadata).text("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ModelLoadError(
+            model.name, f"architecture {name!r} is not supported", fix=f"supported in GGUF: {', '.join(ARCHITECTURES)}"
+        )
+    fields = Fields(model.name, model.metadata, prefix=f"{name}.")
+    _refuse_unknown(fields, name)
+    heads = _read_heads(fields)
+    tensors = model.owners
+    vocab_size = _read_vocab_size(model, fields)
+    config = ModelConfig(
+        architecture=cast(Architecture, name),
+        vocab_size=vocab_size,
+        hidden_size=fields.integer("embedding_length"),
+        intermediate_size=fields.integer("feed_forward_length"),
+        num_layers=fields.integer("block_count"),
+        heads=heads,
+        rope=_read_rope(model, fields, heads),
+        norm_eps=_decimal(fields.number("attention.layer_norm_rms_epsilon")),
+        tie_word_embeddings="output.weight" not in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        o_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in tensors,
+        qk_norm=name == "qwen3",
+        dtype=_read_dtype(model),
+        bos_id=inside(_token_id(model, "bos"), vocab_size),
+        eos_ids=_read_eos_ids(model, vocab_size),
+    )
+    check_config(config, model.name)
+    return config
+
+
+def _refuse_unknown(fields: Fields, architecture: str) -> None:
+    prefix = architecture + "."
+    for key in fields.values:
+        if key.startswith(prefix) and key[len(prefix) :] not in _READ | _HARMLESS:
+            raise ModelLoadError(fields.file, "is a setting this engine does not know", tensor=key)
+    if fields.integer("expert_count", 0) > 0:
+        raise fields.refuse("expert_count", "mixtures of experts are not supported")
+    if not fields.flag("attention.causal", True):
+        raise fields.refuse("attention.causal", "only causal models generate text")
+    window = fields.integer("attention.sliding_window", 0)
+    if 0 < window < fields.integer("context_length"):
+        raise fields.refuse("attention.sliding_window", f"a window of {window} tokens is not supported")
+
+
+def _read_heads(fields: Fields) -> Heads:
+    num_query = fields.integer("attention.head_count")
+    if num_query < 1:
+        raise fields.refuse("attention.head_count", f"must be at least 1, is {num_query}")
+    dim = fields.integer("attention.key_length", fields.integer("embedding_length") // num_query)
+    if fields.integer("attention.value_length", dim) != dim:
+        raise fields.refuse("attention.value_length", "keys and values of different sizes are not supported")
+    if fields.integer("rope.dimension_count", dim) != dim:
+        raise fields.refuse("rope.dimension_count", f"only whole heads ({dim}) can be rotated")
+    return Heads(num_query, fields.integer("attention.head_count_kv", num_query), dim)
+
+
+def _read_vocab_size(model: GgufModel, fields: Fields) -> int:
+    embedding = model.owners.get("token_embd.weight")
+    if embedding is None:
+        raise ModelLoadError(model.name, "is missing", tensor="token_embd.weight", fix="download the model again")
+    size = embedding.tensors["token_embd.weight"].shape[0]
+    if fields.integer("vocab_size", size) != size:
+        raise fields.refuse("vocab_size", f"is {fields.integer('vocab_size')}, token_embd.weight has {size} rows")
+    return size
+
+
+def _read_rope(model: GgufModel, fields: Fields, heads: Heads) -> Rope:
+    theta, length = _decimal(fields.number("rope.freq_base", 10_000.0)), fields.integer("context_length")
+    factors = _read_frequency_factors(model, heads)
+    linear = fields.number("rope.scale_linear", 1.0)
+    kind = fields.text("rope.scaling.type", "none" if linear == 1.0 else "linear")
+    factor = fields.number("rope.scaling.factor", linear)
+    if factor <= 0:
+        raise fields.refuse("rope.scaling.factor", f"must be above 0, is {factor}")
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return Rope(theta=theta, max_position=length, frequency_factors=factors)
+    if factors:
+        raise ModelLoadError(model.name, f"together with rope scaling {kind!r} is not supported", tensor=ROPE_FACTORS)
+    if kind == "linear":
+        return Rope(theta, "linear", (("factor", factor),), length)
+    if kind == "yarn":
+        return Rope(theta, "yarn", _read_yarn(fields, factor, length), length)
+    raise fields.refuse("rope.scaling.type", f"{kind!r} is not supported", fix="supported: none, linear, yarn")
+
+
+def _read_yarn(fields: Fields, factor: float, length: int) -> tuple[tuple[str, float], ...]:
+    scaling = {
+        "factor": factor,
+        "original_max_position_embeddings": float(fields.integer("rope.scaling.original_context_length", length)),
+    }
+    for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+        value = fields.optional_number(f"rope.scaling.{key}")
+        if value is not None:
+            scaling[name] = value
+    extra = fields.number("rope.scaling.attn_factor", fields.number("rope.scaling.yarn_attn_factor", 1.0))
+    if extra != 1.0:
+        scaling["attention_factor"] = extra * (1.0 + 0.1 * math.log(max(factor, 1.0)))
+    return tuple(scaling.items())
+
+
+def _read_frequency_factors(model: GgufModel, heads: Heads) -> tuple[float, ...]:
+    """Llama 3 files carry their rope scaling as a tensor of divisors, one for each frequency."""
+    owner = model.owners.get(ROPE_FACTORS)
+    if owner is None:
+        return ()
+    tensor = owner.tensors[ROPE_FACTORS]
+    if tensor.ggml_type.name != "F32" or tensor.shape != (heads.dim // 2,):
+        found = f"{tensor.ggml_type.name} of shape {tensor.shape}"
+        raise ModelLoadError(owner.name, f"is {found}, expected F32 of shape ({heads.dim // 2},)", tensor=ROPE_FACTORS)
+    factors = owner.raw(ROPE_FACTORS).view(np.float32)
+    if not np.isfinite(factors).all() or (factors <= 0).any():
+        raise ModelLoadError(owner.name, "must hold finite numbers above 0", tensor=ROPE_FACTORS)
+    return tuple(factors.tolist())
+
+
+def _decimal(value: float) -> float:
+    """The shortest decimal that a 32-bit float stands for: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _read_dtype(model: GgufModel) -> Dtype:
+    kinds = {tensor.ggml_type.name for file in model.files for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    if kinds == {"F32"}:
+        return "float32"
+    return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
+
+
+def _read_eos_ids(model: GgufModel, vocab_size: int) -> tuple[int, ...]:
+    found = (inside(_token_id(model, role), vocab_size) for role in ("eos", "eot", "eom"))
+    return tuple(dict.fromkeys(token for token in found if token is not None))
+
+
+def _token_id(model: GgufModel, role: str) -> int | None:
+    return Fields(model.name, model.metadata).optional_integer(f"tokenizer.ggml.{role}_token_id")

@@ -1,0 +1,104 @@
+"""Reads the values of a GGUF header one after another, never past the end of the file."""
+
+from __future__ import annotations
+
+from struct import Struct
+from struct import error as StructError
+
+import numpy as np
+
+from quire.runtime.loading.mapping import MappedFile
+from quire.types.errors import ModelLoadError
+
+MAX_STRING_BYTES = 1 << 26
+BOOL, STRING, ARRAY = 7, 8, 9
+NUMBERS: dict[int, str] = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+
+_U32, _U64 = Struct("<I"), Struct("<Q")
+
+
+class Cursor:
+    """A place in a mapped file. Every read moves it on; a read that would pass the end raises ModelLoadError."""
+
+    def __init__(self, file: MappedFile) -> None:
+        self._name, self._data, self._size = file.name, file.data, file.size
+        self.at = 0
+
+    @property
+    def left(self) -> int:
+        return self._size - self.at
+
+    def take(self, count: int, what: str) -> bytes:
+        if count > self.left:
+            raise self._cut_off(what)
+        start, self.at = self.at, self.at + count
+        return self._data[start : self.at]
+
+    def u32(self, what: str) -> int:
+        return int(_U32.unpack(self.take(4, what))[0])
+
+    def u64(self, what: str) -> int:
+        return int(_U64.unpack(self.take(8, what))[0])
+
+    def string(self, what: str, limit: int = MAX_STRING_BYTES) -> str:
+        length = self.u64(what)
+        if length > limit:
+            raise ModelLoadError(self._name, f"claims {length} characters, limit {limit}", tensor=what)
+        try:
+            return self.take(length, what).decode()
+        except UnicodeDecodeError:
+            raise ModelLoadError(self._name, "is not UTF-8", tensor=what) from None
+
+    def value(self, key: str) -> object:
+        """The next metadata value, led by its type."""
+        kind = self.u32(key)
+        if kind == ARRAY:
+            return self._array(key)
+        if kind == STRING:
+            return self.string(key)
+        return self._numbers(kind, 1, key)[0]
+
+    def _array(self, key: str) -> list[object]:
+        kind, count = self.u32(key), self.u64(key)
+        if kind == STRING:
+            return self._strings(count, key)
+        return self._numbers(kind, count, key)
+
+    def _numbers(self, kind: int, count: int, key: str) -> list[object]:
+        code = NUMBERS.get(kind)
+        if code is None:
+            nested = "an array inside an array" if kind == ARRAY else f"a value of unknown type {kind}"
+            raise ModelLoadError(self._name, f"holds {nested}", tensor=key)
+        dtype = np.dtype(code)
+        values = np.frombuffer(self.take(count * dtype.itemsize, key), dtype=dtype)
+        if kind != BOOL:
+            return values.tolist()
+        if values.size and values.max() > 1:
+            raise ModelLoadError(self._name, "holds a truth value that is neither 0 nor 1", tensor=key)
+        return (values != 0).tolist()
+
+    def _strings(self, count: int, key: str) -> list[object]:
+        if count * 8 > self.left:
+            raise self._cut_off(key)
+        data, at, size, unpack = self._data, self.at, self._size, _U64.unpack_from
+        texts: list[object] = []
+        try:
+            for _ in range(count):
+                start = at + 8
+                at = start + unpack(data, at)[0]
+                if at > size:
+                    raise self._cut_off(key)
+                texts.append(data[start:at].decode())
+        except StructError:
+            raise self._cut_off(key) from None
+        except UnicodeDecodeError:
+            raise ModelLoadError(self._name, f"entry {len(texts)} is not UTF-8", tensor=key) from None
+        self.at = at
+        return texts
+
+    def _cut_off(self, what: str) -> ModelLoadError:
+        return ModelLoadError(
+            self._name, f"the file ends at byte {self._size}, inside its header", tensor=what, fix="download it again"
+        )

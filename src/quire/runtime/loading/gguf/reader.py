@@ -1,0 +1,174 @@
+"""A strict reader of GGUF headers: every count, length, offset and size is checked before it is believed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.runtime.loading.gguf.cursor import Cursor
+from quire.runtime.loading.gguf.types import GGML_TYPES, REFUSED_TYPES, GgmlType
+from quire.runtime.loading.mapping import Bytes, MappedFile
+from quire.types.errors import ModelLoadError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_ALIGNMENT = 1 << 20
+MAX_KEYS = 1 << 16
+MAX_KEY_BYTES = (1 << 16) - 1
+MAX_TENSORS = 1 << 18
+MAX_NAME_BYTES = 256
+MAX_DIMENSIONS = 4
+SMALLEST_KEY = 8 + 1 + 4 + 1  # length, one character, type, one byte of value
+SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8  # length, one character, rank, one dimension, type, offset
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where a tensor lies. `shape` is outermost first, as torch has it; `offset` counts from the file's first byte."""
+
+    name: str
+    shape: tuple[int, ...]
+    ggml_type: GgmlType
+    offset: int
+    nbytes: int
+
+
+class GgufFile:
+    """One GGUF file: its metadata and the places of its tensors. Raises ModelLoadError for anything out of order.
+
+    Metadata values are str, int, float, bool, or a list of one of these. The file stays mapped until `close`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, str(path)
+        self._file = MappedFile(path)
+        try:
+            cursor = Cursor(self._file)
+            num_tensors, num_keys = self._read_counts(cursor)
+            self.metadata = self._read_metadata(cursor, num_keys)
+            self.alignment = self._read_alignment()
+            self.tensors = self._read_tensors(cursor, num_tensors)
+            _check_layout(self.name, _align(cursor.at, self.alignment), self.alignment, self.tensors, self._file.size)
+        except ModelLoadError:
+            self.close()
+            raise
+
+    def raw(self, name: str) -> Bytes:
+        """The stored bytes of a tensor: a view of the mapping, no copy."""
+        tensor = self.tensors[name]
+        return self._file.bytes_at(tensor.offset, tensor.nbytes)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read_counts(self, cursor: Cursor) -> tuple[int, int]:
+        magic = cursor.take(4, "magic")
+        if magic != MAGIC:
+            raise ModelLoadError(self.name, f"is not a GGUF file (starts with {magic!r})", fix="check the path")
+        version = cursor.u32("version")
+        if version not in VERSIONS:
+            if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+                raise ModelLoadError(self.name, "is a big-endian GGUF file", fix="convert the model as little-endian")
+            raise ModelLoadError(self.name, f"has GGUF version {version}; 2 and 3 are read", fix="convert it again")
+        num_tensors, num_keys = cursor.u64("tensor count"), cursor.u64("metadata count")
+        for what, count, limit, smallest in (
+            ("tensors", num_tensors, MAX_TENSORS, SMALLEST_TENSOR),
+            ("metadata keys", num_keys, MAX_KEYS, SMALLEST_KEY),
+        ):
+            if count > limit or count * smallest > cursor.left:
+                raise ModelLoadError(self.name, f"claims {count} {what}, more than it can hold", fix="download it again")
+        return num_tensors, num_keys
+
+    def _read_metadata(self, cursor: Cursor, count: int) -> dict[str, object]:
+        metadata: dict[str, object] = {}
+        for index in range(count):
+            key = cursor.string(f"metadata key {index}", MAX_KEY_BYTES)
+            if not key:
+                raise ModelLoadError(self.name, f"metadata key {index} has an empty name")
+            if key in metadata:
+                raise ModelLoadError(self.name, "appears twice in the metadata", tensor=key)
+            metadata[key] = cursor.value(key)
+        return metadata
+
+    def _read_alignment(self) -> int:
+        value = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(value) is not int or not 8 <= value <= MAX_ALIGNMENT or value & (value - 1):
+            raise ModelLoadError(
+                self.name, f"must be a power of two in [8, {MAX_ALIGNMENT}], is {value!r}", tensor="general.alignment"
+            )
+        return value
+
+    def _read_tensors(self, cursor: Cursor, count: int) -> dict[str, GgufTensor]:
+        places: list[tuple[str, tuple[int, ...], GgmlType, int, int]] = []
+        for index in range(count):
+            name = cursor.string(f"name of tensor {index}", MAX_NAME_BYTES)
+            if not name:
+                raise ModelLoadError(self.name, f"tensor {index} has an empty name")
+            shape = self._read_shape(cursor, name)
+            kind = self._read_type(cursor, name)
+            nbytes = self._count_bytes(name, shape, kind)
+            places.append((name, shape, kind, cursor.u64(f"offset of {name}"), nbytes))
+        start = _align(cursor.at, self.alignment)
+        tensors: dict[str, GgufTensor] = {}
+        for name, shape, kind, offset, nbytes in places:
+            if name in tensors:
+                raise ModelLoadError(self.name, "appears twice", tensor=name)
+            tensors[name] = GgufTensor(name, shape, kind, start + offset, nbytes)
+        return tensors
+
+    def _read_shape(self, cursor: Cursor, name: str) -> tuple[int, ...]:
+        rank = cursor.u32(f"rank of {name}")
+        if not 1 <= rank <= MAX_DIMENSIONS:
+            raise ModelLoadError(self.name, f"has {rank} dimensions, 1 to {MAX_DIMENSIONS} are possible", tensor=name)
+        dimensions = tuple(cursor.u64(f"shape of {name}") for _ in range(rank))
+        if 0 in dimensions:
+            raise ModelLoadError(self.name, f"has an empty dimension: {dimensions[::-1]}", tensor=name)
+        return dimensions[::-1]
+
+    def _read_type(self, cursor: Cursor, name: str) -> GgmlType:
+        number = cursor.u32(f"type of {name}")
+        kind = GGML_TYPES.get(number)
+        if kind is None:
+            known = REFUSED_TYPES.get(number)
+            what = f"has ggml type {known} ({number}), which is not supported" if known else f"has unknown ggml type {number}"
+            raise ModelLoadError(self.name, what, tensor=name, fix="quantize the model to another type, such as Q8_0")
+        return kind
+
+    def _count_bytes(self, name: str, shape: tuple[int, ...], kind: GgmlType) -> int:
+        if shape[-1] % kind.block_values:
+            raise ModelLoadError(
+                self.name, f"rows of {shape[-1]} values are not whole {kind.name} blocks of {kind.block_values}", tensor=name
+            )
+        count = 1
+        for size in shape:
+            count *= size
+        nbytes = count // kind.block_values * kind.block_bytes
+        if nbytes > self._file.size:
+            raise ModelLoadError(
+                self.name, f"shape {shape} of {kind.name} needs {nbytes} bytes, the file has {self._file.size}", tensor=name
+            )
+        return nbytes
+
+
+def _align(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
+
+
+def _check_layout(file: str, start: int, alignment: int, tensors: dict[str, GgufTensor], size: int) -> None:
+    """Tensors must tile the data section in some order: aligned, no overlap, nothing between them but padding."""
+    expected, previous = start, "the header"
+    for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
+        if (tensor.offset - start) % alignment:
+            raise ModelLoadError(file, f"offset {tensor.offset - start} is not a multiple of {alignment}", tensor=tensor.name)
+        if tensor.offset + tensor.nbytes > size:
+            missing = tensor.offset + tensor.nbytes - size
+            raise ModelLoadError(
+                file, f"is cut off: {missing} bytes are missing at the end of the file", tensor=tensor.name, fix="download it again"
+            )
+        if tensor.offset < expected:
+            raise ModelLoadError(file, f"overlaps {previous}", tensor=tensor.name)
+        if tensor.offset > expected:
+            gap = tensor.offset - expected
+            raise ModelLoadError(file, f"leaves {gap} unexplained bytes after {previous}", tensor=tensor.name)
+        expected, previous = _align(tensor.offset + tensor.nbytes, alignment), tensor.name

@@ -1,0 +1,1 @@
+"""Hugging Face directories: config.json and safetensors files, read without running anything in them."""

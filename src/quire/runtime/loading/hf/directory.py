@@ -1,0 +1,48 @@
+"""Which safetensors files of a directory hold which tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.runtime.loading.hf.json_file import read_json
+from quire.types.errors import ModelLoadError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CODE_CARRIERS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def weight_files(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The files to open, and the index's word on which tensor is in which; None when there is no index."""
+    index = directory / INDEX
+    if index.is_file():
+        return _indexed_files(directory, index)
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE], None
+    found = sorted(directory.glob("*.safetensors"))
+    if len(found) == 1:
+        return found, None
+    if found:
+        raise ModelLoadError(str(directory), f"has {len(found)} safetensors files and no {INDEX}", fix="download the index too")
+    carriers = sorted(path.name for pattern in CODE_CARRIERS for path in directory.glob(pattern))
+    if carriers:
+        raise ModelLoadError(
+            str(directory),
+            f"has its weights in {carriers[0]}, a format that can run code, and is never opened",
+            fix="use a safetensors version of the model (transformers: save_pretrained writes one)",
+        )
+    raise ModelLoadError(str(directory), "has no safetensors files", fix="download the model's weights")
+
+
+def _indexed_files(directory: Path, index: Path) -> tuple[list[Path], dict[str, str]]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(str(index), "must map tensor names to files", tensor="weight_map")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelLoadError(str(index), f"names {name!r}, which is not a safetensors file beside it", tensor=tensor)
+    files = [directory / name for name in sorted(set(weight_map.values()))]
+    for file in files:
+        if not file.is_file():
+            raise ModelLoadError(str(file), f"is missing; {INDEX} names it", fix="download all of the model's files")
+    return files, weight_map

@@ -1,0 +1,65 @@
+"""Rotary positions from config.json, in transformers' old spelling and its new one."""
+
+from __future__ import annotations
+
+from typing import Literal, cast
+
+from quire.config.model import Rope
+from quire.runtime.loading.fields import Fields
+
+Kind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+_LENGTH = "original_max_position_embeddings"
+_HAS_LENGTH = ("yarn", "llama3")
+_HARMLESS = {"finetuned", _LENGTH}
+
+
+def read_rope(config: Fields, max_position: int) -> Rope:
+    """The Rope of a config. Raises ModelLoadError for a kind, or a parameter of one, that is not known."""
+    where = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
+    values = config.raw(where) or {}
+    if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
+        raise config.refuse(where, "must hold one set of parameters for all layers")
+    parameters = Fields(config.file, {f"{where}.{key}": value for key, value in values.items()}, prefix=f"{where}.")
+    kind = parameters.text("rope_type", parameters.text("type", "default"))
+    if kind not in _REQUIRED:
+        raise parameters.refuse("rope_type", f"{kind!r} is not supported", fix=f"supported: {', '.join(_REQUIRED)}")
+    theta = parameters.number("rope_theta", config.number("rope_theta", 10_000.0))
+    if parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise config.refuse("partial_rotary_factor", "only whole heads can be rotated")
+    for key in values:
+        if key not in _COMMON | _HARMLESS and key not in _REQUIRED[kind] + _OPTIONAL.get(kind, ()):
+            raise parameters.refuse(key, f"is not a parameter of {kind} rope")
+    scaling = _read_scaling(config, parameters, kind, max_position)
+    return Rope(theta, cast(Kind, kind), tuple(scaling.items()), max_position)
+
+
+def _read_scaling(config: Fields, parameters: Fields, kind: str, max_position: int) -> dict[str, float]:
+    scaling = {key: parameters.number(key) for key in _REQUIRED[kind]}
+    if kind in _HAS_LENGTH:
+        length = config.raw(_LENGTH) or parameters.raw(_LENGTH)
+        owner = config if config.raw(_LENGTH) else parameters
+        scaling[_LENGTH] = owner.number(_LENGTH) if length else float(max_position)
+    for key in _OPTIONAL.get(kind, ()):
+        if key == "truncate":
+            scaling[key] = float(parameters.flag(key, True))
+        elif parameters.raw(key) is not None:
+            scaling[key] = parameters.number(key)
+    if kind == "yarn":
+        scaling.setdefault("factor", max_position / scaling[_LENGTH])
+    for key, value in scaling.items():
+        if value <= 0 and key not in ("truncate", "mscale", "mscale_all_dim"):
+            raise parameters.refuse(key, f"must be above 0, is {value}")
+    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        raise parameters.refuse("high_freq_factor", "must be above low_freq_factor")
+    return scaling

@@ -1,0 +1,105 @@
+"""Fills a model's layers from a checkpoint, strictly, or with noise. One tensor is in memory beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from quire.runtime.layers.weights import WeightLayer
+from quire.types.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from quire.runtime.loading.checkpoint import Checkpoint
+
+Progress = Callable[[str, int, int], None]  # what, done, total
+
+_HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old exporters wrote down; derived from the config
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@torch.inference_mode()
+def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress | None = None) -> None:
+    """Fill and finish every layer. Raises ModelLoadError for a tensor that is missing, unknown or of a wrong shape.
+
+    All names and shapes are checked before the first weight is read.
+    """
+    layers = list(_weight_layers(model))
+    _check_names(checkpoint, {name for _, parts in layers for name in parts})
+    for layer, parts in layers:
+        for name, part in parts.items():
+            _check_shape(checkpoint, name, layer.part_shape(part))
+    total, done = sum(len(parts) for _, parts in layers), 0
+    for layer, parts in layers:
+        for name, part in parts.items():
+            layer.load(part, checkpoint.read(name))
+            done += 1
+            if progress is not None:
+                progress("loading weights", done, total)
+        layer.finish()
+
+
+@torch.inference_mode()
+def randomize_weights(model: nn.Module, seed: int) -> None:
+    """Noise of a sane scale in every layer, made on the model's own device; the same for the same seed and device."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for layer, parts in _weight_layers(model):
+        for part in parts.values():
+            layer.randomize(part, generator)
+        layer.finish()
+
+
+def _weight_layers(model: nn.Module) -> Iterator[tuple[WeightLayer, dict[str, str]]]:
+    """Every layer that holds weights, with its parts by checkpoint name."""
+    for path, module in model.named_modules():
+        if isinstance(module, WeightLayer):
+            parent = path.rpartition(".")[0]
+            yield module, {f"{parent}.{part}" if parent else part: part for part in module.parts}
+
+
+def _check_names(checkpoint: Checkpoint, wanted: set[str]) -> None:
+    if missing := sorted(wanted - checkpoint.names):
+        raise ModelLoadError(
+            checkpoint.file,
+            "is missing" + (f", with {len(missing) - 1} more" if len(missing) > 1 else ""),
+            tensor=missing[0],
+            fix="the file is incomplete or its config does not describe it",
+        )
+    extra = sorted(name for name in checkpoint.names - wanted if not name.endswith(_HARMLESS_SUFFIXES))
+    if extra == [_HEAD]:
+        _check_tied(checkpoint)
+    elif extra:
+        raise ModelLoadError(
+            checkpoint.source(extra[0]),
+            "has no place in this model" + (f", nor have {len(extra) - 1} more" if len(extra) > 1 else ""),
+            tensor=extra[0],
+            fix="the config and the weights belong to different models",
+        )
+
+
+def _check_tied(checkpoint: Checkpoint) -> None:
+    """A tied model may carry its head a second time, but only if it is the embedding."""
+    if checkpoint.shape(_HEAD) == checkpoint.shape(_EMBEDDING) and torch.equal(
+        checkpoint.read(_HEAD), checkpoint.read(_EMBEDDING)
+    ):
+        return
+    raise ModelLoadError(
+        checkpoint.source(_HEAD),
+        "differs from the embedding although the config ties them",
+        tensor=_HEAD,
+        fix="set tie_word_embeddings to false in the config",
+    )
+
+
+def _check_shape(checkpoint: Checkpoint, name: str, wanted: tuple[int, ...]) -> None:
+    found = tuple(checkpoint.shape(name))
+    if found != wanted:
+        raise ModelLoadError(
+            checkpoint.source(name),
+            f"has shape {list(found)}, the config asks for {list(wanted)}",
+            tensor=name,
+            fix="the config and the weights belong to different models",
+        )

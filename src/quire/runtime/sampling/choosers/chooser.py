@@ -1,0 +1,25 @@
+"""What all ways to draw a token have in common."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.runtime.sampling.members import Members
+from quire.types.step import NewRow
+
+
+class Chooser(Protocol):
+    """One way to turn transformed logits and a uniform number into a token. A row belongs to one, or is greedy."""
+
+    members: Members
+
+    def add(self, new: NewRow) -> None:
+        """Make the row a member and upload its parameters, if it is drawn this way."""
+
+    def choose(self, logits: Tensor, tops: Tensor, slots: Tensor, uniform: Tensor, /) -> Tensor:
+        """Token ids [G] for members at `slots` [G], from logits [G, vocab], their `tile_max`, and uniform numbers [G].
+
+        A row's token depends on that row alone. Rows whose highest logit is not finite get any valid id.
+        """

@@ -1,0 +1,57 @@
+"""Parameters that live on the device, one line per slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Column:
+    """A padded matrix with a line per slot, uploaded when a row arrives and read by every step after.
+
+    Grows by doubling in both directions when a slot or a longer line needs it; never shrinks.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, pad: float) -> None:
+        self._pad = pad
+        self._data = torch.full((1, 1), pad, dtype=dtype, device=device)  # [slots, width]
+
+    def put(self, slot: int, values: Sequence[float]) -> None:
+        """Set a slot's line; what is left of it is padding."""
+        self._grow(slot + 1, len(values))
+        line = self._data[slot]
+        if len(values) == 1:
+            line.fill_(self._pad)[:1].fill_(values[0])
+            return
+        host = torch.full(line.shape, self._pad, dtype=line.dtype)
+        host[: len(values)] = torch.tensor(values, dtype=line.dtype)
+        line.copy_(to_device(host, line.device))
+
+    def take(self, slots: Tensor) -> Tensor:  # [G, width]
+        return self._data.index_select(0, slots)
+
+    def scalars(self, slots: Tensor) -> Tensor:  # [G]
+        """The first number of each line, for columns whose lines hold one."""
+        return self._data[:, 0].index_select(0, slots)
+
+    def _grow(self, slots: int, width: int) -> None:
+        old_slots, old_width = self._data.shape
+        if slots <= old_slots and width <= old_width:
+            return
+        grown = self._data.new_full((doubled(old_slots, slots), doubled(old_width, width)), self._pad)
+        grown[:old_slots, :old_width] = self._data
+        self._data = grown
+
+
+def doubled(size: int, needed: int) -> int:
+    """`size`, doubled until it holds `needed`."""
+    while size < needed:
+        size *= 2
+    return size
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device, without waiting for it there."""
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

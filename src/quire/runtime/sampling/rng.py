@@ -1,0 +1,53 @@
+"""One uniform number per row and token, from a counter and not from a state.
+
+The number depends on the request's seed, the sample's index and the token's place in the output, and on nothing
+else: not on the row, the batch, or what was preempted and computed again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.runtime.sampling.history import TokenHistory
+
+_MASK = 2**64 - 1
+_GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment and multipliers
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+class Streams:
+    """The random stream of every row: SplitMix64 started at a hash of (seed, sample index)."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._starts = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    def put(self, row: int, seed: int, sample_index: int) -> None:
+        start = mix(mix(seed + _GAMMA) ^ (sample_index * _GAMMA))
+        self._starts[row].fill_(_signed(start))
+
+    def uniform(self, rows: Tensor, history: TokenHistory) -> Tensor:  # [G] float64
+        """A number in (0, 1) with 52 random bits for the next token of each of `rows`."""
+        state = self._starts.index_select(0, rows) + (history.num_outputs(rows) + 1) * _signed(_GAMMA)
+        state = (state ^ _shift_right(state, 30)) * _signed(_MIX_1)
+        state = (state ^ _shift_right(state, 27)) * _signed(_MIX_2)
+        state = state ^ _shift_right(state, 31)
+        return (_shift_right(state, 12).double() + 0.5) * 2.0**-52
+
+
+def mix(value: int) -> int:
+    """SplitMix64's finalizer on the host: every input bit reaches every output bit."""
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+    return value ^ (value >> 31)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same bits: torch multiplies those modulo 2**64."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    return (value >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,192 @@
+"""From logits to tokens, for a whole batch at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.runtime.sampling.choosers.chooser import Chooser
+from quire.runtime.sampling.choosers.full import DrawFromAll
+from quire.runtime.sampling.choosers.top_k import DrawFromTopK
+from quire.runtime.sampling.choosers.top_p import DrawFromTopP
+from quire.runtime.sampling.failures import mark_failures
+from quire.runtime.sampling.history import TokenHistory
+from quire.runtime.sampling.logprobs import token_logprobs
+from quire.runtime.sampling.members import Members, Part, make_part
+from quire.runtime.sampling.rng import Streams
+from quire.runtime.sampling.tiles import best_token, tile_max
+from quire.runtime.sampling.transforms.allowed_ids import AllowedIds
+from quire.runtime.sampling.transforms.bad_words import BadWords
+from quire.runtime.sampling.transforms.logit_bias import LogitBias
+from quire.runtime.sampling.transforms.min_p import MinP
+from quire.runtime.sampling.transforms.min_tokens import MinTokens
+from quire.runtime.sampling.transforms.occurrence import OccurrencePenalty
+from quire.runtime.sampling.transforms.repetition import RepetitionPenalty
+from quire.runtime.sampling.transforms.temperature import Temperature
+from quire.runtime.sampling.transforms.transform import Step, Transform
+from quire.runtime.sampling.validation import check_ids
+from quire.types.step import Ints, NewRow, PromptLogprobs, RowLogprobs
+
+_LINES_AT_ONCE = 64  # rows drawn together; bounds the scratch memory to a few dozen bytes per token of their vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token per row of a batch. An id below zero marks a row that failed: see `failures.row_failures`."""
+
+    token_ids: Tensor  # [S] int64, on the device
+    logprobs: tuple[RowLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What the rows of a batch need, worked out when its composition changes and reused until it does again."""
+
+    rows: Ints
+    transforms: tuple[tuple[Transform, Part], ...]
+    choosers: tuple[tuple[Chooser, Part], ...]
+    greedy: Part | None
+    logprobs: Part | None
+
+
+class Sampler:
+    """Chooses the next token of every row, by parameters that are uploaded once when the row is added.
+
+    Logits are changed in vLLM V1's order: allowed_token_ids, bad_words, min_tokens, logit_bias, repetition penalty,
+    frequency and presence penalty, temperature, min_p, top_k, top_p. A row's token depends on its own logits,
+    parameters, seed and history alone. A row that was never added is greedy. Only rows that asked for logprobs make
+    `sample` wait for the device.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._transforms: tuple[Transform, ...] = (
+            AllowedIds(num_rows, vocab_size, device),
+            BadWords(num_rows, device),
+            MinTokens(num_rows, vocab_size, device),
+            LogitBias(num_rows, device),
+            RepetitionPenalty(num_rows, device),
+            OccurrencePenalty(num_rows, device),
+            Temperature(num_rows, device),
+            MinP(num_rows, device),
+        )
+        self._choosers: tuple[Chooser, ...] = (
+            DrawFromAll(num_rows, vocab_size),
+            DrawFromTopK(num_rows, vocab_size, device),
+            DrawFromTopP(num_rows, vocab_size, device),
+        )
+        self._features: tuple[Transform | Chooser, ...] = (*self._transforms, *self._choosers)
+        self._streams = Streams(num_rows, device)
+        self._logprobs = Members(num_rows)
+        self._num_logprobs: dict[int, int] = {}  # by row
+        self._num_prompt_logprobs: dict[int, int] = {}  # by row
+        self._num_tokens = np.zeros(num_rows, dtype=np.int64)
+        self._num_prompt = np.zeros(num_rows, dtype=np.int64)
+        self._batch: _Batch | None = None
+
+    def add(self, new: NewRow) -> None:
+        """Take in a row's parameters. Raises InvalidRequest, having changed nothing, if they do not fit the model."""
+        check_ids(new, self._vocab_size)
+        for feature in self._features:
+            feature.add(new)
+        self._streams.put(new.row, new.seed, new.sample_index)
+        if new.sampling.logprobs is not None:
+            self._logprobs.join(new.row)
+            self._num_logprobs[new.row] = new.sampling.logprobs
+        if new.sampling.prompt_logprobs is not None:
+            self._num_prompt_logprobs[new.row] = new.sampling.prompt_logprobs
+        self._num_tokens[new.row] = len(new.token_ids)
+        self._num_prompt[new.row] = new.num_prompt_tokens
+        self._batch = None
+
+    def remove(self, row: int) -> None:
+        """Forget a row. Idempotent."""
+        for feature in self._features:
+            feature.members.leave(row)
+        self._logprobs.leave(row)
+        self._num_logprobs.pop(row, None)
+        self._num_prompt_logprobs.pop(row, None)
+        self._batch = None
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Ints, history: TokenHistory) -> Sampled:
+        """Choose a token for each of `rows` from logits [S, vocab], which may be overwritten."""
+        batch = self._batch_of(rows)
+        logits = logits.float().contiguous()
+        raw = None if batch.logprobs is None else logits.index_select(0, batch.logprobs.positions)
+        step = Step(history, self._num_tokens, self._num_prompt)
+        for transform, part in batch.transforms:
+            transform.apply(logits, part, step)
+        token_ids = self._choose(logits, batch, history)
+        self._num_tokens[rows] += 1
+        if raw is None or batch.logprobs is None:
+            return Sampled(token_ids)
+        return Sampled(token_ids, self._row_logprobs(raw, batch.logprobs, token_ids))
+
+    def wants_prompt_logprobs(self, row: int) -> bool:
+        return row in self._num_prompt_logprobs
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, row: int, start: int, logits: Tensor, next_ids: Tensor) -> PromptLogprobs:
+        """Entries for the prompt tokens `next_ids` [T] at positions from `start`; logits [T, vocab] predict them.
+
+        Waits for the device.
+        """
+        counts = [self._num_prompt_logprobs[row]] * len(next_ids)
+        return PromptLogprobs(row, start, tuple(token_logprobs(logits, next_ids.long(), counts)))
+
+    def check(self) -> None:
+        for feature in self._features:
+            feature.members.check()
+        self._logprobs.check()
+        assert len(self._logprobs) == len(self._num_logprobs)
+
+    def _batch_of(self, rows: Ints) -> _Batch:
+        if self._batch is None or not np.array_equal(self._batch.rows, rows):
+            self._batch = self._make_batch(rows.copy())
+        return self._batch
+
+    def _make_batch(self, rows: Ints) -> _Batch:
+        transforms = [(transform, transform.members.part(rows, self._device)) for transform in self._transforms]
+        choosers = [(chooser, chooser.members.part(rows, self._device)) for chooser in self._choosers]
+        return _Batch(
+            rows,
+            tuple((transform, part) for transform, part in transforms if part is not None),
+            tuple((chooser, part) for chooser, part in choosers if part is not None),
+            self._greedy_part(rows),
+            self._logprobs.part(rows, self._device),
+        )
+
+    def _greedy_part(self, rows: Ints) -> Part | None:
+        no_slots: npt.NDArray[np.int64] = np.zeros(len(rows), dtype=np.int64)
+        drawn = np.logical_or.reduce([chooser.members.among(rows) for chooser in self._choosers])
+        return make_part(rows, ~drawn, no_slots, self._device)
+
+    def _choose(self, logits: Tensor, batch: _Batch, history: TokenHistory) -> Tensor:  # [S]
+        tops = tile_max(logits)  # [S, tiles]
+        token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        if batch.greedy is not None:
+            greedy = batch.greedy
+            token_ids[greedy.positions] = best_token(greedy.take(logits), greedy.take(tops))
+        for chooser, part in batch.choosers:
+            token_ids[part.positions] = self._draw(chooser, part, part.take(logits), part.take(tops), history)
+        return mark_failures(token_ids, tops.amax(dim=-1))
+
+    def _draw(self, chooser: Chooser, part: Part, logits: Tensor, tops: Tensor, history: TokenHistory) -> Tensor:  # [G]
+        uniform = self._streams.uniform(part.rows, history)
+        drawn = [
+            chooser.choose(logits[lines], tops[lines], part.slots[lines], uniform[lines])
+            for lines in (slice(start, start + _LINES_AT_ONCE) for start in range(0, len(logits), _LINES_AT_ONCE))
+        ]
+        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+
+    def _row_logprobs(self, raw: Tensor, part: Part, token_ids: Tensor) -> tuple[RowLogprobs, ...]:
+        chosen = part.take(token_ids)
+        counts = [self._num_logprobs[row] for row in part.host_rows.tolist()]
+        entries = token_logprobs(raw, chosen.clamp(min=0), counts)
+        lines = zip(part.host_rows.tolist(), chosen.tolist(), entries, strict=True)
+        return tuple(RowLogprobs(row, entry) for row, token, entry in lines if token >= 0)

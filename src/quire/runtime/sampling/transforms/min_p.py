@@ -1,0 +1,32 @@
+"""min_p: tokens much less likely than the likeliest one are dropped."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from quire.runtime.sampling.column import Column
+from quire.runtime.sampling.members import Members, Part
+from quire.runtime.sampling.tiles import tile_max
+from quire.runtime.sampling.transforms.transform import Step
+from quire.types.step import NewRow
+
+
+class MinP:
+    """Masks tokens whose probability is below min_p times the highest: a cut in the logits, so no softmax is taken."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.members = Members(num_rows)
+        self._log_min_p = Column(torch.float32, device, pad=0.0)
+
+    def add(self, new: NewRow) -> None:
+        if new.sampling.min_p > 0.0 and not new.sampling.is_greedy:
+            self._log_min_p.put(self.members.join(new.row), [math.log(new.sampling.min_p)])
+
+    def apply(self, logits: Tensor, part: Part, _step: Step) -> None:
+        mine = part.take(logits)
+        cut = tile_max(mine).amax(dim=-1) + self._log_min_p.scalars(part.slots)  # [G]
+        mine.masked_fill_(mine < cut[:, None], float("-inf"))
+        part.put(logits, mine)

@@ -1,0 +1,45 @@
+"""What all transforms of the logits have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from quire.runtime.sampling.history import TokenHistory
+from quire.runtime.sampling.members import Members, Part
+from quire.types.step import NewRow
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a transform may know of the step besides the logits."""
+
+    history: TokenHistory
+    num_tokens: npt.NDArray[np.int64]  # [num_rows] on the host: tokens known of each row
+    num_prompt: npt.NDArray[np.int64]  # [num_rows] on the host
+
+
+class Transform(Protocol):
+    """One change of the logits before a token is chosen. Called only for batches in which a member stands."""
+
+    members: Members
+
+    def add(self, new: NewRow) -> None:
+        """Make the row a member and upload its parameters, if it uses this transform."""
+
+    def apply(self, logits: Tensor, part: Part, step: Step, /) -> None:
+        """Change the part's rows of `logits` [S, vocab] in place, and no others, without waiting for the device."""
+
+
+def add_at(logits: Tensor, part: Part, ids: Tensor, values: Tensor) -> None:
+    """Add `values` [G, W] to the part's logits at token `ids` [G, W]; zeros are no change, so ids may repeat."""
+    logits.view(-1).scatter_add_(0, flat_index(logits, part, ids), values.reshape(-1))
+
+
+def flat_index(logits: Tensor, part: Part, ids: Tensor) -> Tensor:  # [G * W]
+    """Where token `ids` [G, W] of the part's rows lie in the flattened logits."""
+    return (part.positions[:, None] * logits.shape[1] + ids).view(-1)

@@ -1,0 +1,70 @@
+"""The memory of the paged KV cache: all layers in one tensor, blocks copied and cleared in all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config.engine import CacheConfig
+from quire.config.model import Heads
+from quire.runtime.attention.backend import LayerCache
+from quire.types.step import BlockCopy
+
+_ALIGNMENT = 64  # bytes, one cache line
+_BLOCKS_AT_ONCE = 32  # bounds the scratch memory of a copy
+
+
+class KVCache:
+    """Owns keys and values. On a CPU, blocks never touched cost no memory: pages come with the first write."""
+
+    def __init__(
+        self, config: CacheConfig, heads: Heads, num_layers: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (num_layers, 2, config.num_blocks, heads.num_kv, config.block_size, heads.dim)
+        self._memory = _zeros(shape, dtype, device)
+        self._blocks = self._memory.view(num_layers * 2, config.num_blocks, -1)  # [layers * 2, blocks, numbers]
+        self.layers = tuple(LayerCache(layer[0], layer[1]) for layer in self._memory)
+        self.num_blocks, self.block_size = config.num_blocks, config.block_size
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Carry copies out as if one after the other."""
+        for batch in _independent(copies):
+            pairs = torch.tensor([(c.source, c.target) for c in batch], device=self._blocks.device).T.contiguous()
+            for some in torch.split(pairs, _BLOCKS_AT_ONCE, dim=1):
+                self._blocks.index_copy_(1, some[1], self._blocks.index_select(1, some[0]))
+
+    def clear(self, block_ids: Tensor) -> None:
+        """Zero whole blocks [n] before their first write, so that slots not yet written never hold stale numbers."""
+        self._blocks.index_fill_(1, block_ids, 0.0)
+
+    def check(self) -> None:
+        key = self.layers[0].key
+        assert key.shape[0] == self.num_blocks
+        assert key.shape[2] == self.block_size
+        assert all(layer.key.is_contiguous() and layer.value.is_contiguous() for layer in self.layers)
+        assert len({layer.key.data_ptr() for layer in self.layers}) == len(self.layers)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)  # untouched pages, unlike torch.zeros
+    skip = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[skip : skip + num_bytes]).view(dtype).view(shape)
+
+
+def _independent(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:
+    """Cut the list wherever a copy reads or overwrites what an earlier one of its batch wrote."""
+    batches: list[list[BlockCopy]] = []
+    written: set[int] = set()
+    for copy in copies:
+        if not batches or copy.source in written or copy.target in written:
+            batches.append([])
+            written = set()
+        batches[-1].append(copy)
+        written.add(copy.target)
+    return batches

@@ -1,0 +1,130 @@
+"""The flags of every command, in the names vLLM's users know. Defaults live where the settings live."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+if TYPE_CHECKING:
+    from quire.config.resolve import EngineSettings
+    from quire.types.sampling import SamplingParams
+
+Commands = argparse._SubParsersAction  # the type argparse gives `add_subparsers`; it has no public name
+
+ENGINE_FLAGS = {
+    "--dtype": (str, "float32, bfloat16, float16 or auto: what the device is fast at"),
+    "--device": (str, "cpu, cuda, cuda:N or auto"),
+    "--block-size": (int, "token slots per KV block, 1 to 256 (16)"),
+    "--num-kv-blocks": (int, "size of the KV cache in blocks"),
+    "--kv-cache-memory": (str, 'size of the KV cache, like "2GiB"'),
+    "--gpu-memory-utilization": (float, "share of the GPU's memory the process may take (0.9)"),
+    "--max-model-len": (int, "longest sequence, prompt and output together"),
+    "--max-num-seqs": (int, "sequences that run at once"),
+    "--max-num-batched-tokens": (int, "tokens computed in one step"),
+    "--threads": (int, "CPU threads (all cores)"),
+}
+SAMPLING_FLAGS = {
+    "--temperature": (float, "0 picks the likeliest token"),
+    "--top-p": (float, "keep the likeliest tokens up to this probability"),
+    "--top-k": (int, "keep this many tokens; 0 keeps all"),
+    "--min-p": (float, "drop tokens less likely than this share of the likeliest"),
+    "--repetition-penalty": (float, "above 1 discourages repetition"),
+    "--presence-penalty": (float, "above 0 discourages tokens that appeared"),
+    "--frequency-penalty": (float, "above 0 discourages tokens by how often they appeared"),
+    "--max-tokens": (int, "longest answer"),
+    "--min-tokens": (int, "shortest answer"),
+}
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser that takes no abbreviations and whose errors are one line: the cause and where to read on."""
+
+    def __init__(self, *, prog: str, description: str, **options: Any) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
+
+
+def add_complete(commands: Commands[OneLineParser]) -> None:
+    parser = commands.add_parser("complete", help="continue a text", description="Continue a text, token by token.")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue; from stdin when left out")
+    parser.add_argument("-n", "--n", type=int, default=1, help="how many completions (1)")
+    _add_model(parser)
+    _add_sampling(parser, {"temperature": 0.0, "max_tokens": 128})
+    _add_engine(parser)
+
+
+def add_chat(commands: Commands[OneLineParser]) -> None:
+    parser = commands.add_parser(
+        "chat", help="talk to a model", description="Talk to a model. With MESSAGE or piped input: one answer."
+    )
+    parser.add_argument("message", nargs="?", metavar="MESSAGE", help="one message to answer; else a conversation")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the conversation")
+    _add_model(parser)
+    _add_sampling(parser, {"temperature": 0.2, "top_p": 0.9, "max_tokens": 512})
+    _add_engine(parser)
+
+
+def add_pull(commands: Commands[OneLineParser]) -> None:
+    parser = commands.add_parser("pull", help="fetch a model into the cache", description="Fetch a model once.")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a catalogue or hub name; the default when left out")
+    _add_debug(parser)
+
+
+def add_doctor(commands: Commands[OneLineParser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="what was found here, what fits, what is slow and why",
+        description="Look at this machine: hardware, versions, a model's memory plan, what is slow and the fix.",
+    )
+    _add_model(parser)
+    _add_engine(parser)
+
+
+def engine_settings(args: argparse.Namespace) -> EngineSettings:
+    """The engine settings that were given; the rest keep their defaults."""
+    given = {name: getattr(args, name) for flag in ENGINE_FLAGS if (name := _field(flag)) in args}
+    if "seed" in args and args.seed is not None:
+        given["seed"] = args.seed
+    return cast("EngineSettings", given)
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The sampling asked for, on top of the command's own defaults. Raises InvalidRequest."""
+    from quire.types.sampling import SamplingParams
+
+    given = {name: getattr(args, name) for flag in SAMPLING_FLAGS if (name := _field(flag)) in args}
+    return SamplingParams(n=getattr(args, "n", 1), seed=args.seed, stop=args.stop or (), **given)
+
+
+def _field(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _add_debug(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-m", "--model", help="a path, a hub name or a catalogue name; the default model when left out")
+    _add_debug(parser)
+
+
+def _add_sampling(parser: argparse.ArgumentParser, defaults: dict[str, float]) -> None:
+    group = parser.add_argument_group("sampling")
+    for flag, (kind, text) in SAMPLING_FLAGS.items():
+        default = defaults.get(_field(flag))
+        shown = text if default is None else f"{text} ({default:g})"
+        group.add_argument(flag, type=kind, help=shown, default=argparse.SUPPRESS if default is None else default)
+    group.add_argument("--seed", type=int, help="makes the answer repeatable")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; repeatable")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    for flag, (kind, text) in ENGINE_FLAGS.items():
+        group.add_argument(flag, type=kind, help=text, default=argparse.SUPPRESS)
+    group.add_argument("--tokenizer", help="another model's tokenizer: a path or a name")
+    group.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
+    group.add_argument("--verbose", action="store_true", default=None, help="show the memory plan and loading progress")

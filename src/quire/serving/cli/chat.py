@@ -1,0 +1,98 @@
+"""`quire chat`: a conversation in the terminal, or one answer."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from quire.serving.cli.arguments import sampling_params
+from quire.serving.cli.session import load, read_piped, write_answer
+from quire.types.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from quire.serving.llm import LLM
+    from quire.types.sampling import SamplingParams
+
+HELP = """/help    this list
+/reset   forget the conversation
+/exit    leave (also Ctrl-D)
+Ctrl-C ends an answer early."""
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    message = args.message if args.message is not None else read_piped()
+    if message is not None and not message.strip():
+        raise InvalidRequest("MESSAGE", "is empty", "give a message, or pipe one in")
+    sampling = sampling_params(args)
+    with load(args) as llm:
+        conversation = Conversation(llm, sampling, args.system_prompt)
+        if message is None:
+            _converse(conversation)
+        else:
+            conversation.say(message)
+    return 0
+
+
+class Conversation:
+    """The messages so far. A refused message is forgotten; an interrupted answer is kept as far as it came."""
+
+    def __init__(self, llm: LLM, sampling: SamplingParams, system_prompt: str | None) -> None:
+        self._llm, self._sampling, self._system_prompt = llm, sampling, system_prompt
+        self._messages: list[dict[str, object]] = []
+        self.reset()
+
+    @property
+    def messages(self) -> tuple[dict[str, object], ...]:
+        return tuple(self._messages)
+
+    def reset(self) -> None:
+        system = self._system_prompt
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def say(self, text: str) -> None:
+        """Send a message and write the answer to stdout."""
+        messages: list[dict[str, object]] = [*self._messages, {"role": "user", "content": text}]
+        answer: list[str] = []
+        try:
+            write_answer(self._llm.stream_chat(messages, self._sampling), answer)
+        finally:
+            if answer:
+                self._messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
+
+
+def _converse(conversation: Conversation) -> None:
+    import readline  # noqa: F401 - gives input() history and line editing
+
+    print("Type a message. /help lists the commands.", file=sys.stderr)
+    while (line := _ask()) is not None:
+        if line.startswith("/"):
+            if line == "/exit":
+                return
+            _command(line, conversation)
+        elif line:
+            try:
+                conversation.say(line)
+            except KeyboardInterrupt:
+                print("\n[interrupted]", file=sys.stderr)
+            except InvalidRequest as error:
+                print(f"{error} (or /reset to start over)", file=sys.stderr)
+
+
+def _ask() -> str | None:
+    """The next line; None when the user wants to leave."""
+    try:
+        return input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        print(file=sys.stderr)
+        return None
+
+
+def _command(line: str, conversation: Conversation) -> None:
+    if line == "/help":
+        print(HELP, file=sys.stderr)
+    elif line == "/reset":
+        conversation.reset()
+        print("The conversation is forgotten.", file=sys.stderr)
+    else:
+        print(f"{line.split(maxsplit=1)[0]} is not a command; /help lists them", file=sys.stderr)

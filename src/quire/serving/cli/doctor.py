@@ -1,0 +1,155 @@
+"""`quire doctor`: what was found, what fits, what is slow and why."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from quire import __version__
+from quire.config.facts import HardwareFacts
+from quire.config.resolve import EngineArguments, resolve_engine_config
+from quire.config.sizes import GIB, format_size
+from quire.serving.cli.arguments import engine_settings
+from quire.types.errors import QuireError
+
+REQUIRED = ("torch", "numpy", "tokenizers", "safetensors", "jinja2")
+OPTIONAL = ("huggingface_hub", "triton")
+NOTABLE_ISA = {
+    "x86_64": [
+        "avx2",
+        "f16c",
+        "avx512f",
+        "avx512_vnni",
+        "avx512_bf16",
+        "avx512_fp16",
+        "amx_tile",
+        "amx_bf16",
+        "amx_int8",
+    ],
+    "aarch64": ["asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2"],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that costs speed or memory here, and what to do about it."""
+
+    cause: str
+    fix: str
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    from quire.runtime.hardware import detect_hardware
+
+    facts = detect_hardware()
+    print(f"quire {__version__}, Python {platform.python_version()}, {platform.system()} {facts.machine}\n")
+    _print_section("hardware", describe_hardware(facts))
+    _print_section("packages", [(name, _version(name)) for name in (*REQUIRED, *OPTIONAL)])
+    _print_section("backends", _backends())
+    _print_plan(args, facts)
+    findings = find_slow(facts, has_nvidia_driver=Path("/proc/driver/nvidia/version").exists())
+    print("\nwhat is slow here" if findings else "\nnothing here is slower than it must be")
+    for finding in findings:
+        print(f"  {finding.cause}\n    fix: {finding.fix}")
+    return 0
+
+
+def describe_hardware(facts: HardwareFacts) -> list[tuple[str, str]]:
+    """Names and values of what was found, ready to print."""
+    notable = NOTABLE_ISA.get(facts.machine, [])
+    found = [flag for flag in notable if flag in facts.isa]
+    missing = [flag for flag in notable if flag not in facts.isa]
+    types = [name for name, yes in (("bfloat16", facts.supports_bf16), ("float16", facts.supports_fp16)) if yes]
+    rows = [
+        ("CPU", f"{facts.cpu_name}, {facts.cores} cores"),
+        ("ISA", " ".join(found) + (f" (without {' '.join(missing)})" if missing else "")),
+        ("fast types", ", ".join(["float32", *types])),
+        ("memory", f"{format_size(facts.available_memory)} free of {format_size(facts.total_memory)}"),
+    ]
+    for index, gpu in enumerate(facts.cuda):
+        memory = f"{format_size(gpu.free_memory)} free of {format_size(gpu.total_memory)}"
+        capability = ".".join(map(str, gpu.capability))
+        rows.append((f"cuda:{index}", f"{gpu.name}, {memory}, compute capability {capability}"))
+    return rows if facts.cuda else [*rows, ("CUDA", "none")]
+
+
+def find_slow(facts: HardwareFacts, *, has_nvidia_driver: bool) -> list[Finding]:
+    """What makes this machine slower than it could be, worst first."""
+    findings = []
+    if has_nvidia_driver and not facts.cuda:
+        findings.append(
+            Finding(
+                f"an NVIDIA driver is loaded, but torch {facts.torch_version} sees no CUDA device",
+                "install a CUDA build of torch, and check that this process may use the device",
+            )
+        )
+    if not facts.supports_bf16 and not facts.cuda:
+        findings.append(
+            Finding(
+                "this CPU has no bfloat16 arithmetic, so weights are held and multiplied as float32: twice the bytes",
+                "use a GPU, or a CPU with AVX-512 BF16, AMX or Arm BF16 (Sapphire Rapids, Zen 4, Neoverse V1, ...)",
+            )
+        )
+    if facts.machine == "x86_64" and "avx2" not in facts.isa:
+        findings.append(Finding("this CPU has no AVX2, so torch falls back to narrow vectors", "use a newer CPU"))
+    if facts.supports_bf16 and facts.machine == "x86_64" and not facts.isa & {"avx512_bf16", "amx_bf16"}:
+        findings.append(
+            Finding("bfloat16 products are emulated by AVX-512", "--dtype float32 may be faster for long prompts")
+        )
+    if facts.cores < 4 and not facts.cuda:
+        findings.append(Finding(f"only {facts.cores} cores may be used", "allow this process more cores"))
+    if facts.available_memory < 2 * GIB:
+        findings.append(
+            Finding(
+                f"only {format_size(facts.available_memory)} of memory is free, which keeps the KV cache small",
+                "free some memory or raise the container's limit",
+            )
+        )
+    return findings
+
+
+def _backends() -> list[tuple[str, str]]:
+    import torch
+
+    from quire.runtime.attention.registry import NAMES
+
+    return [
+        ("attention", ", ".join(NAMES)),
+        ("oneDNN", "yes" if torch.backends.mkldnn.is_available() else "no"),  # type: ignore[no-untyped-call]
+        ("vector width", torch.backends.cpu.get_cpu_capability()),
+        ("threads", str(torch.get_num_threads())),
+    ]
+
+
+def _print_plan(args: argparse.Namespace, facts: HardwareFacts) -> None:
+    from quire.runtime.loading.model_config import read_model_config
+    from quire.runtime.loading.resolve import resolve_model
+
+    print()
+    try:
+        files = resolve_model(args.model)
+        model = read_model_config(files)
+        config, plan = resolve_engine_config(EngineArguments(**engine_settings(args)), facts, model)
+    except QuireError as error:
+        print(f"no memory plan: {error}")
+        return
+    print(f"model {files.name}: {model.architecture}, {model.num_parameters / 1e6:,.0f}M parameters")
+    print(f"runs on {config.device.device} in {config.device.dtype}, {config.scheduler.max_num_seqs} sequences at once")
+    print(plan)
+
+
+def _print_section(title: str, rows: list[tuple[str, str]]) -> None:
+    print(title)
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"  {name:<{width}}  {value}")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed" if package in REQUIRED else "not installed (optional)"

@@ -1,0 +1,58 @@
+"""How the serving floor talks to an engine: the same calls whether it lives in this process or in its own."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from quire.engine.core import EngineCore
+from quire.types.output import TokensOut
+from quire.types.request import Abort, Submit
+from quire.types.stats import EngineStats
+
+
+class EngineClient(Protocol):
+    """Requests go in, batches of tokens come out. One caller at a time; nothing here is thread-safe."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is live, so that `receive` will return."""
+
+    def submit(self, request: Submit) -> int:
+        """Queue a request; sample i of it has the returned handle + i. Raises InvalidRequest and queues nothing."""
+
+    def abort(self, request: Abort) -> None:
+        """End a request or one of its samples early. Idempotent; the end still arrives through `receive`."""
+
+    def receive(self) -> TokensOut:
+        """Wait for the next batch of tokens. Raises EngineDead when there will be none."""
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None:
+        """Let go of the engine. Idempotent."""
+
+
+class InProcessClient:
+    """The engine in this process: `receive` runs one of its steps."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+
+    @property
+    def has_work(self) -> bool:
+        return self._core.has_work
+
+    def submit(self, request: Submit) -> int:
+        return self._core.submit(request)
+
+    def abort(self, request: Abort) -> None:
+        self._core.abort(request)
+
+    def receive(self) -> TokensOut:
+        return self._core.step()
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    def close(self) -> None:
+        self._core.close()

@@ -1,0 +1,256 @@
+"""The offline API: a model, its engine and its tokenizer in one process."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import sys
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, Literal, TypeAlias, Unpack
+
+from quire.config.resolve import EngineArguments, EngineSettings, resolve_engine_config
+from quire.engine.core import EngineCore
+from quire.runtime.executor.single import SingleExecutor
+from quire.runtime.hardware import detect_hardware
+from quire.runtime.loading.model_config import read_model_config
+from quire.runtime.loading.resolve import resolve_model
+from quire.serving.batch import Batch
+from quire.serving.client import EngineClient, InProcessClient
+from quire.serving.interrupts import DeferredInterrupt
+from quire.serving.outputs import StreamPiece
+from quire.serving.progress import LoadingProgress, ProgressLine
+from quire.serving.prompts import Message, Prompt, PromptLike, pair_sampling, read_conversations, read_prompts
+from quire.serving.requests import RequestMaker
+from quire.serving.text.chat_template import ChatTemplate
+from quire.serving.text.tokenizer import Tokenizer, load_tokenizer
+from quire.types.errors import ConfigError, InvalidRequest, QuireError
+from quire.types.output import RequestOutput
+from quire.types.request import Submit
+from quire.types.sampling import SamplingParams
+from quire.types.stats import EngineStats
+
+logger = logging.getLogger("quire")
+
+LoadFormat = Literal["auto", "dummy"]
+Stream: TypeAlias = Generator[StreamPiece, None, None]
+
+
+class LLM:
+    """A loaded model that answers batches of prompts. Loads on construction; `close()` gives the memory back.
+
+    `model` is a path, a hub name or a catalogue name; None is the embedded default. One call at a time.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        tokenizer: str | None = None,
+        skip_tokenizer_init: bool = False,
+        load_format: LoadFormat = "auto",
+        verbose: bool | None = None,  # the memory plan and loading progress on stderr; None: only on a terminal
+        **settings: Unpack[EngineSettings],
+    ) -> None:
+        _check_settings(settings)
+        if load_format not in ("auto", "dummy"):
+            raise ConfigError("load_format", f"{load_format!r} is unknown", 'use "auto" or "dummy"')
+        files = resolve_model(None if model is None else os.fspath(model))
+        self.model_config = read_model_config(files)
+        facts = detect_hardware()
+        self.config, self.memory_plan = resolve_engine_config(EngineArguments(**settings), facts, self.model_config)
+        self._shown = sys.stderr.isatty() if verbose is None else verbose
+        if self._shown:
+            print(self.memory_plan, file=sys.stderr)
+        logger.info("%s", self.memory_plan)
+        self._tokenizer: Tokenizer | None = None
+        if not skip_tokenizer_init:
+            self._tokenizer = load_tokenizer(files if tokenizer is None else resolve_model(tokenizer))
+        progress = LoadingProgress(shown=self._shown)
+        executor = SingleExecutor(files, self.model_config, self.config, load_format=load_format, progress=progress)
+        progress.close()
+        core = EngineCore(executor, self.config.cache, self.config.scheduler, self.model_config.vocab_size)
+        self._client: EngineClient = InProcessClient(core)
+        self._requests = RequestMaker(self._tokenizer, self.model_config.eos_ids)
+        self._templates: dict[str, ChatTemplate] = {}
+        self._busy = False
+
+    # ------------------------------------------------------------------------------------------------ generating
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer all prompts; outputs come in their order. Raises InvalidRequest before anything runs.
+
+        `use_tqdm`: a progress line on stderr; None draws it only on a terminal. Ctrl-C ends what is live and leaves
+        the engine usable.
+        """
+        read = read_prompts(prompts)
+        return self._run(read, pair_sampling(sampling_params, len(read)), use_tqdm, priority=priority)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, rendered by the model's chat template or the given one."""
+        prompts = self._render(
+            read_conversations(messages),
+            chat_template,
+            {
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+                "tools": tools,
+                **(chat_template_kwargs or {}),
+            },
+        )
+        return self._run(prompts, pair_sampling(sampling_params, len(prompts)), use_tqdm, add_special_tokens=False)
+
+    def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Stream:
+        """Answer one prompt piece by piece, as its tokens come. Closing the iterator early ends the request."""
+        prompts = read_prompts(prompt)
+        return self._stream(self._requests.make(prompts, pair_sampling(sampling_params, len(prompts))), prompts)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> Stream:
+        """Answer one conversation piece by piece, as its tokens come. Closing the iterator early ends the request."""
+        prompts = self._render([list(messages)], chat_template, dict(chat_template_kwargs or {}))
+        sampling = pair_sampling(sampling_params, 1)
+        return self._stream(self._requests.make(prompts, sampling, add_special_tokens=False), prompts)
+
+    # ------------------------------------------------------------------------------------------------- condition
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ConfigError("skip_tokenizer_init", "is set, so there is no tokenizer", "leave it out")
+        return self._tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    def stats(self) -> EngineStats:
+        """Blocks used, shared and free, waste, preemptions, tokens and step times since the start."""
+        return self._client.stats()
+
+    def close(self) -> None:
+        """Give back weights, cache and devices. Idempotent."""
+        self._client.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -------------------------------------------------------------------------------------------------- the works
+    def _render(
+        self, conversations: Sequence[Sequence[Message]], template: str | None, options: Mapping[str, Any]
+    ) -> list[Prompt]:
+        chosen = self._template(template)
+        return [Prompt(text=chosen.render(conversation, **options)) for conversation in conversations]
+
+    def _template(self, source: str | None) -> ChatTemplate:
+        source = source or self.tokenizer.chat_template
+        if source is None:
+            raise InvalidRequest("messages", "the model has no chat template", "pass chat_template, or use generate()")
+        if source not in self._templates:
+            self._templates[source] = ChatTemplate.for_tokenizer(source, self.tokenizer)
+        return self._templates[source]
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sequence[SamplingParams],
+        use_tqdm: bool | None,
+        *,
+        add_special_tokens: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        requests = self._requests.make(prompts, sampling, add_special_tokens=add_special_tokens, priorities=priority)
+        with self._exclusively(), DeferredInterrupt() as interrupt:
+            batch = Batch(self._client, self._tokenizer)
+            try:
+                _submit_all(batch, requests, prompts)
+                with ProgressLine("generating", len(requests), shown=use_tqdm) as line:
+                    start = time.monotonic()
+                    while batch.is_live:
+                        batch.step()
+                        interrupt.check()
+                        rate = batch.num_output_tokens / max(time.monotonic() - start, 1e-9)
+                        line.update(batch.num_finished, f"{rate:,.1f} tokens/s")
+            except BaseException:
+                batch.cancel()
+                raise
+        if batch.errors and len(batch.errors) == len(requests):
+            raise QuireError(batch.errors[0])
+        for error in batch.errors:
+            logger.error("%s", error)
+        return batch.outputs
+
+    def _stream(self, requests: Sequence[Submit], prompts: Sequence[Prompt]) -> Stream:
+        with self._exclusively():
+            batch = Batch(self._client, self._tokenizer, follow_all=True)
+            try:
+                _submit_all(batch, requests, prompts)
+                while batch.is_live:
+                    with DeferredInterrupt() as interrupt:
+                        pieces = batch.step()
+                    interrupt.check()
+                    yield from pieces
+            except BaseException:
+                batch.cancel()
+                raise
+        if batch.errors:
+            raise QuireError(batch.errors[0])
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        if self._busy:
+            raise QuireError("this LLM is in the middle of another call; finish or close its stream first")
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+
+def _submit_all(batch: Batch, requests: Sequence[Submit], prompts: Sequence[Prompt]) -> None:
+    for i, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+        try:
+            batch.submit(request, prompt.text)
+        except InvalidRequest as error:
+            where = f"prompts[{i}]: " if len(requests) > 1 else ""
+            raise InvalidRequest(where + error.field, error.reason, error.fix) from None
+
+
+def _check_settings(settings: Mapping[str, object]) -> None:
+    own = ("tokenizer", "skip_tokenizer_init", "load_format", "verbose")
+    known = [*(item.name for item in fields(EngineArguments)), *own]
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            fix = f"did you mean {close[0]}?" if close else f"known are: {', '.join(known)}"
+            raise ConfigError(name, "is not an argument of LLM", fix)

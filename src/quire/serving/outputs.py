@@ -1,0 +1,97 @@
+"""From the engine's terminal message to the outputs users hold in their hands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quire.serving.sample_text import SampleText, answer_detokenizer
+from quire.serving.text.tokenizer import Tokenizer
+from quire.types.output import CompletionOutput, Finished, FinishReason, Logprob, RequestOutput, SampleEnd
+from quire.types.request import Submit
+from quire.types.step import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPiece:
+    """New text of one sample. The last piece of a sample carries its finish reason."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class OutputBuilder:
+    """Builds RequestOutputs. Without a tokenizer texts are empty and tokens have no names."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._names: dict[int, str] = {}
+
+    def build(
+        self, request: Submit, prompt: str | None, finished: Finished, texts: Mapping[int, SampleText]
+    ) -> RequestOutput:
+        """`texts` holds, by sample index, the texts that were followed token by token; the rest are decoded here."""
+        outputs = [self._completion(request, end, texts.get(end.index), finished.error) for end in finished.samples]
+        prompt_logprobs = None
+        if request.sampling.prompt_logprobs is not None and finished.prompt_logprobs is not None:
+            prompt_logprobs = [None if entry is None else self._logprobs(entry) for entry in finished.prompt_logprobs]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=sorted(outputs, key=lambda output: output.index),
+            finished=True,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=finished.num_cached_tokens,
+            metrics={"num_preemptions": float(finished.num_preemptions)},
+            sampling=request.sampling,
+        )
+
+    def _completion(
+        self, request: Submit, end: SampleEnd, text: SampleText | None, error: str | None
+    ) -> CompletionOutput:
+        reason, stop_reason = end.finish_reason, end.stop_reason
+        token_ids, logprobs = end.token_ids, end.logprobs
+        if text is not None and text.stopped_by is not None:
+            reason, stop_reason = "stop", text.stopped_by
+            token_ids, logprobs = token_ids[: text.num_tokens], logprobs[: text.num_tokens]
+        if reason == "error":
+            stop_reason = error
+        wants_logprobs = request.sampling.logprobs is not None
+        return CompletionOutput(
+            index=end.index,
+            text=self._decode(request, token_ids) if text is None else text.text,
+            token_ids=list(token_ids),
+            cumulative_logprob=sum(float(entry.logprobs[0]) for entry in logprobs) if wants_logprobs else None,
+            logprobs=[self._logprobs(entry) for entry in logprobs] if wants_logprobs else None,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+        )
+
+    def _decode(self, request: Submit, token_ids: Sequence[int]) -> str:
+        sampling = request.sampling
+        if self._tokenizer is None or not sampling.detokenize:
+            return ""
+        if token_ids and token_ids[-1] in request.rules.end_ids and not sampling.include_stop_str_in_output:
+            token_ids = token_ids[:-1]
+        detokenizer = answer_detokenizer(self._tokenizer, sampling)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """The chosen token first, then the most likely ones with their ranks."""
+        token_ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
+        chosen = {token_ids[0]: Logprob(values[0], entry.rank, self._name(token_ids[0]))}
+        for rank, (token, value) in enumerate(zip(token_ids[1:], values[1:], strict=True), start=1):
+            chosen.setdefault(token, Logprob(value, rank, self._name(token)))
+        return chosen
+
+    def _name(self, token_id: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        name = self._names.get(token_id)
+        if name is None:
+            name = self._names[token_id] = self._tokenizer.token_text(token_id)
+        return name

@@ -1,0 +1,70 @@
+"""Progress on stderr: one line, redrawn at most ten times a second."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TextIO
+
+_REDRAW_SECONDS = 0.1
+_BAR_WIDTH = 20
+
+
+class ProgressLine:
+    """A bar with a count and a free note. `shown=None` draws only on a terminal."""
+
+    def __init__(self, label: str, total: int, *, shown: bool | None = None, stream: TextIO | None = None) -> None:
+        self._label, self._total = label, total
+        self._stream = stream or sys.stderr
+        self._shown = self._stream.isatty() if shown is None else shown
+        self._drawn_at = float("-inf")
+        self._width = 0
+        self._done, self._note = 0, ""
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._shown and self._width:
+            self._draw()
+            self._stream.write("\n")
+            self._stream.flush()
+
+    def update(self, done: int, note: str = "") -> None:
+        """Set the count; redraws when the last drawing is old enough."""
+        if not self._shown:
+            return
+        self._done, self._note = done, note
+        now = time.monotonic()
+        if now - self._drawn_at >= _REDRAW_SECONDS or done >= self._total:
+            self._drawn_at = now
+            self._draw()
+
+    def _draw(self) -> None:
+        filled = _BAR_WIDTH * self._done // max(self._total, 1)
+        bar = "#" * filled + "." * (_BAR_WIDTH - filled)
+        line = f"{self._label} [{bar}] {self._done:,}/{self._total:,}" + (f"  {self._note}" if self._note else "")
+        self._stream.write("\r" + line.ljust(self._width))
+        self._stream.flush()
+        self._width = len(line)
+
+
+class LoadingProgress:
+    """The callback a loader reports to: (what, done, total). Starts a new line for each `what`."""
+
+    def __init__(self, *, shown: bool | None = None) -> None:
+        self._shown = shown
+        self._what, self._line = "", ProgressLine("", 0, shown=False)
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what != self._what:
+            self.close()
+            self._what, self._line = what, ProgressLine(what, total, shown=self._shown)
+        self._line.update(done)
+
+    def close(self) -> None:
+        self._line.__exit__(None, None, None)
+        self._what, self._line = "", ProgressLine("", 0, shown=False)

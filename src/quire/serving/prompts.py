@@ -1,0 +1,110 @@
+"""The forms a prompt may take, brought to one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypedDict
+
+from quire.types.errors import InvalidRequest
+from quire.types.sampling import SamplingParams
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: Sequence[int]
+
+
+PromptLike: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt
+Message: TypeAlias = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Text still to be tokenized, or token ids as they are."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+
+
+def read_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
+    """One prompt or a list of them; a bare list of whole numbers is one prompt of token ids."""
+    if _is_one_prompt(prompts):
+        return [_read_prompt(prompts, "prompts")]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest("prompts", f"cannot be a {type(prompts).__name__}", "pass text, ids, or a list of them")
+    return [_read_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+
+
+def pair_sampling(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams]:
+    """One SamplingParams per prompt."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidRequest(
+            "sampling_params", f"has {len(params)} entries for {num_prompts} prompts", "pass one, or one per prompt"
+        )
+    for i, one in enumerate(params):
+        if not isinstance(one, SamplingParams):
+            raise InvalidRequest(f"sampling_params[{i}]", f"must be SamplingParams, got {type(one).__name__}")
+    return params
+
+
+def read_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
+    """One conversation or a list of them."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidRequest("messages", "must be a list of messages", 'pass [{"role": "user", "content": "..."}]')
+    if not messages:
+        return []
+    if all(isinstance(message, Mapping) for message in messages):
+        return [list(messages)]  # type: ignore[arg-type]
+    for i, conversation in enumerate(messages):
+        if isinstance(conversation, str) or not isinstance(conversation, Sequence) or not conversation:
+            raise InvalidRequest(f"messages[{i}]", "must be a non-empty list of messages like the others")
+    return [list(conversation) for conversation in messages]  # type: ignore[arg-type]
+
+
+def _is_one_prompt(prompts: object) -> bool:
+    if isinstance(prompts, str | Mapping):
+        return True
+    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+
+
+def _read_prompt(prompt: object, where: str) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(text=prompt)
+    if isinstance(prompt, Mapping):
+        return _read_mapping(prompt, where)
+    if isinstance(prompt, Sequence):
+        return Prompt(token_ids=_read_ids(prompt, where))
+    raise InvalidRequest(where, f"cannot be a {type(prompt).__name__}", "pass text or token ids")
+
+
+def _read_mapping(prompt: Mapping[object, object], where: str) -> Prompt:
+    known = {"prompt", "prompt_token_ids"}
+    if unknown := [str(key) for key in prompt if key not in known]:
+        raise InvalidRequest(f"{where}.{unknown[0]}", "is not known", 'use "prompt" or "prompt_token_ids"')
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is not None and not isinstance(text, str):
+        raise InvalidRequest(f"{where}.prompt", f"must be text, got {type(text).__name__}")
+    if ids is not None:
+        if isinstance(ids, str) or not isinstance(ids, Sequence):
+            raise InvalidRequest(f"{where}.prompt_token_ids", f"must be a list, got {type(ids).__name__}")
+        return Prompt(text=text, token_ids=_read_ids(ids, f"{where}.prompt_token_ids"))
+    if text is None:
+        raise InvalidRequest(where, 'has neither "prompt" nor "prompt_token_ids"', "give one")
+    return Prompt(text=text)
+
+
+def _read_ids(ids: Sequence[object], where: str) -> tuple[int, ...]:
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise InvalidRequest(where, f"must hold token ids (whole numbers), got {token!r}")
+    return tuple(ids)  # type: ignore[arg-type]

@@ -1,0 +1,14 @@
+"""What stands around every text a tokenizer encodes."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, processors
+
+
+def set_edges(tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> None:
+    """Make `tokenizer` put these ids before and after a text encoded with special tokens."""
+    edges = {index: tokenizer.id_to_token(index) for index in (bos_id, eos_id) if index is not None}
+    before = [] if bos_id is None else [edges[bos_id]]
+    after = [] if eos_id is None else [edges[eos_id]]
+    named = [(token, index) for index, token in edges.items()]
+    tokenizer.post_processor = processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=named)

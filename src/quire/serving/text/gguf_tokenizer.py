@@ -1,0 +1,143 @@
+"""Builds a model's own tokenizer from the metadata of its GGUF file, id for id."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+from quire.serving.text.edges import set_edges
+from quire.serving.text.gguf_vocabulary import GgufVocabulary, TokenType, read_vocabulary
+from quire.serving.text.pretokenizers import SCHEMES, Scheme
+from quire.serving.text.special_tokens import SpecialTokens
+from quire.types.errors import ModelLoadError
+
+_log = logging.getLogger(__name__)
+
+_SPACE = "▁"
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Ends of a turn. Such a token ends a generation when the model's chat template writes it, declared as eos or not.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>", "</s>")
+# Phi-3's control tokens swallow the white space after them; no metadata key says so.
+_PHI3_STRIPS_NOT = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+
+
+def build_gguf_tokenizer(metadata: Mapping[str, object], file: str) -> tuple[Tokenizer, SpecialTokens]:
+    """The tokenizer that `metadata` describes. Raises ModelLoadError, naming `file` and the key, for what it cannot be."""
+    vocabulary = read_vocabulary(metadata, file)
+    kind = vocabulary.text("model")
+    if kind == "gpt2":
+        scheme = _scheme(vocabulary)
+        tokenizer, add_bos = _byte_level(vocabulary, scheme), scheme.add_bos
+    elif kind == "llama":
+        tokenizer, add_bos = _sentencepiece(vocabulary), True
+    else:
+        raise vocabulary.error("model", f"{kind!r} is not supported", "use a model with a gpt2 or llama tokenizer")
+    special = _special_tokens(vocabulary)
+    _add_tokens(tokenizer, vocabulary, special)
+    _add_edges(tokenizer, vocabulary, special, add_bos)
+    return tokenizer, special
+
+
+def _scheme(vocabulary: GgufVocabulary) -> Scheme:
+    name = vocabulary.text("pre")
+    if name is None:
+        _log.warning("%s: tokenizer.ggml.pre is missing, so 'default' is assumed; convert the model again", vocabulary.file)
+        name = "default"
+    if name not in SCHEMES:
+        raise vocabulary.error("pre", f"{name!r} is not a known pre-tokenizer", f"known: {', '.join(sorted(SCHEMES))}")
+    return SCHEMES[name]
+
+
+def _byte_level(vocabulary: GgufVocabulary, scheme: Scheme) -> Tokenizer:
+    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.texts("merges"))]
+    tokenizer = Tokenizer(_bpe(vocabulary, ids, merges, ignore_merges=scheme.ignore_merges))
+    if scheme.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = scheme.build()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
+    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+    unknown = vocabulary.token_id("unknown_token_id")
+    model = _bpe(
+        vocabulary,
+        ids,
+        _merges_by_score(vocabulary, ids),
+        unk_token=None if unknown is None else vocabulary.tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=all(f"<0x{byte:02X}>" in ids for byte in range(256)),
+    )
+    tokenizer = Tokenizer(model)
+    prefix = vocabulary.flag("add_space_prefix", default=True)
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *spaces] if prefix else spaces)
+    parts: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
+    return tokenizer
+
+
+def _bpe(vocabulary: GgufVocabulary, ids: dict[str, int], merges: list[tuple[str, str]], **options: object) -> models.BPE:
+    try:
+        return models.BPE(ids, merges, **options)
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelLoadError(
+            vocabulary.file, f"tokenizer.ggml.merges do not fit the vocabulary: {error}", fix="convert the model again"
+        ) from None
+
+
+def _merges_by_score(vocabulary: GgufVocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
+    """Every way to build a scored token from two others, best first: what SentencePiece does while it encodes."""
+    scores = vocabulary.numbers("scores")
+    pieces = {ids[token] for token in ids} - {
+        index for kind in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.BYTE, TokenType.UNUSED)
+        for index in vocabulary.of_type(kind)
+    }
+    ranked: list[tuple[float, int, int, str]] = []
+    for index in sorted(pieces):
+        token, score = vocabulary.tokens[index], scores[index]
+        for cut in range(1, len(token)):
+            if token[:cut] in ids and token[cut:] in ids:
+                ranked.append((-score, -cut, index, token))
+    ranked.sort()
+    return [(token[:-cut], token[-cut:]) for _, cut, _, token in ranked]
+
+
+def _special_tokens(vocabulary: GgufVocabulary) -> SpecialTokens:
+    template = vocabulary.metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ModelLoadError(vocabulary.file, "tokenizer.chat_template must be a string")
+    ends = [index for key in _END_KEYS if (index := vocabulary.token_id(key)) is not None]
+    for token in _TURN_ENDS:
+        if template is not None and token in template and token in vocabulary.tokens:
+            index = vocabulary.tokens.index(token)
+            if vocabulary.types[index] == TokenType.CONTROL:
+                ends.append(index)
+    return SpecialTokens(vocabulary.token_id("bos_token_id"), tuple(dict.fromkeys(ends)), template)
+
+
+def _add_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary, special: SpecialTokens) -> None:
+    """Register the tokens that are matched whole in text, before any cutting."""
+    phi3 = "phi-3" in (name := str(vocabulary.metadata.get("general.name", "")).lower()) or "phi3" in name
+    control = {*vocabulary.of_type(TokenType.CONTROL), *vocabulary.of_type(TokenType.UNKNOWN), *special.eos_ids}
+    if special.bos_id is not None:
+        control.add(special.bos_id)
+    wanted = {*control, *vocabulary.of_type(TokenType.USER_DEFINED)}
+    added = []
+    for index in sorted(wanted):
+        token = vocabulary.tokens[index]
+        if token != f"[PAD{index}]":  # a converter's filler, unknown to the model's own tokenizer
+            strips = phi3 and token not in _PHI3_STRIPS_NOT
+            added.append(AddedToken(token, rstrip=strips, normalized=False, special=index in control))
+    tokenizer.add_tokens(added)
+
+
+def _add_edges(tokenizer: Tokenizer, vocabulary: GgufVocabulary, special: SpecialTokens, add_bos: bool) -> None:
+    """Put bos before and eos after an encoded text where the file asks for it."""
+    bos = special.bos_id if vocabulary.flag("add_bos_token", default=add_bos) else None
+    eos = vocabulary.token_id("eos_token_id") if vocabulary.flag("add_eos_token", default=False) else None
+    set_edges(tokenizer, bos, eos)

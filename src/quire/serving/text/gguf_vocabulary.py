@@ -1,0 +1,95 @@
+"""A GGUF file's vocabulary, read out of its metadata and checked before it is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from quire.types.errors import ModelLoadError
+
+_PREFIX = "tokenizer.ggml."
+
+
+class TokenType(IntEnum):
+    """What `tokenizer.ggml.token_type` says of a token."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class GgufVocabulary:
+    """Tokens with their types, and typed access to the other `tokenizer.ggml.*` keys. Errors name `file` and the key."""
+
+    file: str
+    metadata: Mapping[str, object]
+    tokens: list[str]
+    types: list[int]
+
+    def error(self, key: str, reason: str, fix: str = "") -> ModelLoadError:
+        return ModelLoadError(self.file, f"{_PREFIX}{key} {reason}", fix=fix)
+
+    def text(self, key: str) -> str | None:
+        value = self.metadata.get(_PREFIX + key)
+        if value is None or isinstance(value, str):
+            return value
+        raise self.error(key, f"must be a string, got {value!r:.80}")
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.metadata.get(_PREFIX + key, default)
+        if isinstance(value, bool):
+            return value
+        raise self.error(key, f"must be true or false, got {value!r:.80}")
+
+    def token_id(self, key: str) -> int | None:
+        """The id under `key`; None when it is absent or the file's way of saying none (all bits set)."""
+        value = self.metadata.get(_PREFIX + key)
+        if value is None or value in (-1, 0xFFFFFFFF):
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(self.tokens):
+            raise self.error(key, f"must be an id below {len(self.tokens)}, got {value!r:.80}")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        return _texts(self.file, self.metadata, key)
+
+    def numbers(self, key: str) -> list[float]:
+        values = self.metadata.get(_PREFIX + key)
+        if not isinstance(values, list) or not all(isinstance(value, (int, float)) for value in values):
+            raise self.error(key, "must be an array of numbers", "the file is damaged or incomplete; fetch it again")
+        if len(values) != len(self.tokens):
+            raise self.error(key, f"has {len(values)} entries for {len(self.tokens)} tokens", "fetch the file again")
+        return values
+
+    def of_type(self, kind: TokenType) -> list[int]:
+        return [index for index, stored in enumerate(self.types) if stored == kind]
+
+
+def read_vocabulary(metadata: Mapping[str, object], file: str) -> GgufVocabulary:
+    """The tokens of `metadata`; raises ModelLoadError when they are missing, doubled or do not fit their types."""
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(_texts(file, metadata, "tokens"))]
+    if len(set(tokens)) != len(tokens):
+        doubled = next(token for token in tokens if tokens.count(token) > 1)
+        raise ModelLoadError(file, f"{_PREFIX}tokens holds {doubled!r:.80} more than once", fix="convert the model again")
+    types = metadata.get(_PREFIX + "token_type")
+    if types is None:
+        types = [int(TokenType.NORMAL)] * len(tokens)
+    if not isinstance(types, list) or not all(isinstance(kind, int) for kind in types):
+        raise ModelLoadError(file, f"{_PREFIX}token_type must be an array of whole numbers")
+    if len(types) != len(tokens):
+        raise ModelLoadError(file, f"{_PREFIX}token_type has {len(types)} entries for {len(tokens)} tokens")
+    return GgufVocabulary(file, metadata, tokens, types)
+
+
+def _texts(file: str, metadata: Mapping[str, object], key: str) -> list[str]:
+    values = metadata.get(_PREFIX + key)
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ModelLoadError(
+            file, f"{_PREFIX}{key} is missing or not an array of strings", fix="use a file converted with its tokenizer"
+        )
+    return values

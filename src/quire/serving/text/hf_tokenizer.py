@@ -1,0 +1,114 @@
+"""Loads the tokenizer of a Hugging Face directory: tokenizer.json and the small files beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from quire.serving.text.edges import set_edges
+from quire.serving.text.special_tokens import SpecialTokens
+from quire.types.errors import ModelLoadError
+
+MAX_JSON_BYTES = 64 << 20
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "sep_token", "mask_token")
+
+
+def build_hf_tokenizer(directory: Path) -> tuple[Tokenizer, SpecialTokens]:
+    """The tokenizer in `directory`, with its begin and end tokens and chat template. Raises ModelLoadError."""
+    tokenizer = _read_tokenizer(directory / "tokenizer.json")
+    config = _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
+    _add_declared_tokens(tokenizer, config, directory / "tokenizer_config.json")
+    bos, eos = _named_id(tokenizer, config, "bos_token"), _named_id(tokenizer, config, "eos_token")
+    if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
+        set_edges(tokenizer, bos if config.get("add_bos_token") else None, eos if config.get("add_eos_token") else None)
+    model_config = _read_json(directory / "config.json")
+    if bos is None:
+        bos = next(_ids(model_config, "bos_token_id", directory / "config.json"), None)
+    ends = [*_ids(_read_json(directory / "generation_config.json"), "eos_token_id", directory / "generation_config.json")]
+    ends += [eos] if eos is not None else []
+    ends = ends or [*_ids(model_config, "eos_token_id", directory / "config.json")]
+    return tokenizer, SpecialTokens(bos, tuple(dict.fromkeys(ends)), _chat_template(directory, config))
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    if not path.is_file():
+        fix = "convert the slow tokenizer to a tokenizer.json (transformers: save_pretrained of a fast tokenizer)"
+        raise ModelLoadError(str(path), "no such file, and no other tokenizer format is read", fix=fix)
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelLoadError(str(path), f"not a tokenizer: {error}", fix="fetch the file again") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ModelLoadError(str(path), f"is larger than {MAX_JSON_BYTES} bytes", fix="fetch the file again")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(str(path), f"not JSON: {error}", fix="fetch the file again") from None
+    if not isinstance(found, dict):
+        raise ModelLoadError(str(path), "must hold a JSON object", fix="fetch the file again")
+    return found
+
+
+def _content(token: object) -> str | None:
+    """A token's text, written as a string or as an object that describes it."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _named_id(tokenizer: Tokenizer, config: dict[str, Any], name: str) -> int | None:
+    content = _content(config.get(name))
+    return None if content is None else tokenizer.token_to_id(content)
+
+
+def _add_declared_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path) -> None:
+    """Register added tokens that only the configuration knows, under the ids it gives them."""
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    declared = config.get("added_tokens_decoder") or {}
+    if not isinstance(declared, dict) or not all(str(index).isdecimal() for index in declared):
+        raise ModelLoadError(str(path), "added_tokens_decoder must map token ids to tokens")
+    for index in sorted(declared, key=int):
+        entry = declared[index]
+        if (content := _content(entry)) is None or content in known:
+            continue
+        flags = {key: bool(entry.get(key)) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+        tokenizer.add_tokens([AddedToken(content, **flags)])
+        if tokenizer.token_to_id(content) != int(index):
+            reason = f"added_tokens_decoder puts {content!r:.80} at {index}, tokenizer.json at {tokenizer.token_to_id(content)}"
+            raise ModelLoadError(str(path), reason, fix="fetch both files from one revision")
+        known.add(content)
+    extra = config.get("additional_special_tokens") or []
+    for content in map(_content, [*(config.get(name) for name in _NAMED), *(extra if isinstance(extra, list) else [])]):
+        if content is not None and content not in known and tokenizer.token_to_id(content) is not None:
+            tokenizer.add_special_tokens([AddedToken(content, normalized=False, special=True)])
+
+
+def _ids(config: dict[str, Any], key: str, path: Path) -> Iterator[int]:
+    stored = config.get(key)
+    for index in stored if isinstance(stored, list) else [] if stored is None else [stored]:
+        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            raise ModelLoadError(str(path), f"{key} must hold token ids, got {index!r:.80}")
+        yield index
+
+
+def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja if there is one, else the (default) template of tokenizer_config.json."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    stored = config.get("chat_template")
+    if isinstance(stored, list):
+        named = {entry.get("name"): entry.get("template") for entry in stored if isinstance(entry, dict)}
+        stored = named.get("default")
+    return stored if isinstance(stored, str) else None

@@ -1,0 +1,101 @@
+"""Text to token ids and back, exactly as the model's makers did it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import tokenizers
+
+from quire.runtime.loading.gguf.reader import GgufFile
+from quire.serving.text.decoding import Decoding
+from quire.serving.text.gguf_tokenizer import build_gguf_tokenizer
+from quire.serving.text.hf_tokenizer import build_hf_tokenizer
+from quire.serving.text.special_tokens import SpecialTokens
+from quire.types.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from quire.runtime.loading.resolve import ModelFiles
+
+
+def load_tokenizer(files: ModelFiles) -> Tokenizer:
+    """The tokenizer of a resolved model. Raises ModelLoadError when its files hold none that can be used."""
+    if files.kind == "hf":
+        return Tokenizer(*build_hf_tokenizer(files.path))
+    gguf = GgufFile(files.path)
+    try:
+        return Tokenizer(*build_gguf_tokenizer(gguf.metadata, str(files.path)))
+    finally:
+        gguf.close()
+
+
+class Tokenizer:
+    """Encodes and decodes text. Stateless once made, so threads may share it.
+
+    Decoding never tidies spaces before punctuation: the text is what the tokens say.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, special: SpecialTokens) -> None:
+        self._backend = backend
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_id, self.eos_ids, self.chat_template = special.bos_id, special.eos_ids, special.chat_template
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.decoding = Decoding(backend)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`; special tokens written in it become their ids, and bos/eos go around it when asked."""
+        return list(self._backend.encode(_checked(text), add_special_tokens=add_special_tokens).ids)
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of every text, on all cores."""
+        batch = [_checked(text) for text in texts]
+        return [list(found.ids) for found in self._backend.encode_batch(batch, add_special_tokens=add_special_tokens)]
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
+        """The text of `ids`. Ids outside the vocabulary have none; bytes that are no UTF-8 become U+FFFD."""
+        if spaces_between_special_tokens or not self.decoding.rules.joiner:
+            return self._backend.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)
+        return self._decode_unspaced(ids, skip_special_tokens)
+
+    def _decode_unspaced(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Tokens joined by the decoder's separator, but for two special ones in a row."""
+        parts: list[str] = []
+        after_special = True
+        for index in ids:
+            is_special = index in self.special_ids
+            piece = self.token_text(index)
+            if not piece or (is_special and skip_special_tokens):
+                continue
+            parts.append(piece if not parts or (after_special and is_special) else self.decoding.rules.joiner + piece)
+            after_special = is_special
+        return "".join(parts)
+
+    def token_text(self, token_id: int) -> str:
+        """What one token looks like inside a text; U+FFFD stands for bytes that are no character alone."""
+        if self.decoding.rules.byte_level:
+            return self.decoding.as_bytes[token_id].decode(errors="replace")
+        piece = self.decoding.as_text[token_id]
+        if isinstance(piece, int):
+            return bytes([piece]).decode(errors="replace")
+        return piece or ""
+
+    def bad_word_ids(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that spell `word`, at the start of a text and after a space."""
+        plain = tuple(self.encode(word.lstrip() or word, add_special_tokens=False))
+        spaced = tuple(self.encode(" " + (word.lstrip() or word), add_special_tokens=False))
+        if not plain:
+            raise InvalidRequest("bad_words", f"{word!r:.80} has no tokens in this vocabulary", "leave it out")
+        differs = len(spaced) == len(plain) and spaced[0] != plain[0]
+        return (plain, spaced) if differs else (plain,)
+
+
+def _checked(text: str) -> str:
+    """`text`, or InvalidRequest if it holds half a character (a lone surrogate) that no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("prompt", f"holds a lone surrogate at character {error.start}", "send valid Unicode") from None
+    return text

@@ -1,0 +1,284 @@
+"""Tiny random models as transformers makes them, the same as Quire sees them, and a hand-driven worker for both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from quire.config.model import Heads, ModelConfig, Rope
+from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.loading.weights import load_weights
+from quire.runtime.models.registry import build_model
+from quire.runtime.sampling.history import TokenHistory
+from quire.runtime.worker.worker import Worker
+from quire.types.errors import InvalidRequest
+from quire.types.sampling import SamplingParams, TokenRules
+from quire.types.step import (
+    BlockCopy,
+    Chunk,
+    Ints,
+    NewRow,
+    PromptLogprobs,
+    RowLogprobs,
+    StepPlan,
+    TokenLogprobs,
+)
+
+VOCAB = 97
+
+
+@dataclass
+class MemoryCheckpoint:
+    """A Checkpoint whose tensors are in memory."""
+
+    config: ModelConfig
+    tensors: dict[str, Tensor]
+    file: str = "memory"
+    reads: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def read(self, name: str) -> Tensor:
+        self.reads.append(name)
+        return self.tensors[name]
+
+    def source(self, name: str) -> str:
+        return self.file
+
+    def close(self) -> None:
+        self.tensors = {}
+
+
+def tiny_config(architecture: str = "llama", **changes: object) -> ModelConfig:
+    values: dict[str, object] = {
+        "architecture": architecture,
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_layers": 3,
+        "heads": Heads(num_query=6, num_kv=2, dim=16),
+        "rope": Rope(),
+        "norm_eps": 1e-5,
+        "qkv_bias": architecture == "qwen2",
+        "qk_norm": architecture == "qwen3",
+        "dtype": "float32",
+    }
+    return ModelConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+def transformers_model(config: ModelConfig, seed: int = 0) -> torch.nn.Module:
+    """The same model as transformers builds it, with random weights (biases and norms too)."""
+    import transformers
+
+    rope = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta, **dict(config.rope.scaling)}
+    common = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.heads.num_query,
+        "num_key_value_heads": config.heads.num_kv,
+        "head_dim": config.heads.dim,
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.rope.max_position,
+        "rope_parameters": rope,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attn_implementation": "eager",
+    }
+    kinds = {
+        "llama": ("LlamaConfig", {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}),
+        "mistral": ("MistralConfig", {"sliding_window": None}),
+        "qwen2": ("Qwen2Config", {}),
+        "qwen3": ("Qwen3Config", {}),
+    }
+    name, extra = kinds[config.architecture]
+    hf_config = getattr(transformers, name)(**common, **extra)
+    model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            value.normal_(1.0 if "norm" in key else 0.0, 0.15, generator=generator)
+    return model
+
+
+def checkpoint_of(model: torch.nn.Module, config: ModelConfig) -> MemoryCheckpoint:
+    tensors = {name: value.detach() for name, value in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    return MemoryCheckpoint(config, tensors)
+
+
+def engine_config(
+    *, block_size: int = 4, num_blocks: int = 128, rows: int = 8, max_len: int = 256, dtype: str = "float32"
+) -> EngineConfig:
+    return EngineConfig(
+        CacheConfig(block_size, num_blocks),
+        SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=2_048, max_model_len=max_len),
+        DeviceConfig("cpu", dtype, dtype),  # type: ignore[arg-type]
+    )
+
+
+@dataclass(frozen=True)
+class Greedy:
+    token_ids: Tensor
+    logprobs: tuple[RowLogprobs, ...] = ()
+
+
+class GreedySampler:
+    """Argmax; keeps the logits it was shown. Rows whose seed is in `broken` raise when added."""
+
+    def __init__(self, broken: Sequence[int] = (), prompt_rows: Sequence[int] = ()) -> None:
+        self.rows: set[int] = set()
+        self.seen: dict[int, list[Tensor]] = {}
+        self._broken, self._prompt_rows = broken, prompt_rows
+
+    def add(self, new: NewRow) -> None:
+        if new.seed in self._broken:
+            raise InvalidRequest("seed", "is broken")
+        assert new.row not in self.rows
+        self.rows.add(new.row)
+        self.seen[new.row] = []
+
+    def remove(self, row: int) -> None:
+        self.rows.discard(row)
+
+    def sample(self, logits: Tensor, rows: Ints, history: TokenHistory) -> Greedy:
+        assert set(rows.tolist()) <= self.rows
+        assert logits.shape[0] == len(rows)
+        for row, line in zip(rows.tolist(), logits, strict=True):
+            self.seen[row].append(line.float().clone())
+        return Greedy(logits.argmax(dim=-1))
+
+    def wants_prompt_logprobs(self, row: int) -> bool:
+        return row in self._prompt_rows
+
+    def prompt_logprobs(self, row: int, start: int, logits: Tensor, next_ids: Tensor) -> PromptLogprobs:
+        table = logits.float().log_softmax(dim=-1)
+        entries = tuple(
+            TokenLogprobs(
+                np.asarray([token], np.int32), line[token : token + 1].numpy(), int((line > line[token]).sum()) + 1
+            )
+            for line, token in zip(table, next_ids.tolist(), strict=True)
+        )
+        return PromptLogprobs(row, start, entries)
+
+
+class Bench:
+    """A worker driven by hand. Hands out blocks in a scattered order and keeps what every row should hold."""
+
+    def __init__(
+        self,
+        checkpoint: MemoryCheckpoint,
+        config: EngineConfig,
+        *,
+        attention: str = "gather",
+        sampler: GreedySampler | None = None,
+    ) -> None:
+        builder = LayerBuilder(config.device, checkpoint.config.heads, attention)
+        model = build_model(checkpoint.config, builder)
+        load_weights(model, checkpoint)
+        self.sampler = sampler or GreedySampler()
+        self.worker = Worker(model, builder.backend, self.sampler, checkpoint.config, config)
+        order = torch.randperm(config.cache.num_blocks, generator=torch.Generator().manual_seed(1))
+        self.free: list[int] = order.tolist()
+        self.size = config.cache.block_size
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.step = 0
+        self._new: list[NewRow] = []
+        self._grants: list[tuple[int, int, int]] = []
+        self._copies: list[BlockCopy] = []
+        self._released: list[int] = []
+
+    def add(self, row: int, tokens: Sequence[int], *, parent: int | None = None, seed: int = 0) -> None:
+        self.tokens[row] = list(tokens)
+        self.tables[row] = list(self.tables[parent]) if parent is not None else []
+        self._new.append(
+            NewRow(
+                row=row,
+                token_ids=np.asarray(tokens, dtype=np.int32),
+                num_prompt_tokens=len(tokens),
+                block_ids=tuple(self.tables[row]),
+                sampling=SamplingParams(temperature=0.0),
+                rules=TokenRules(),
+                sample_index=0,
+                seed=seed,
+            )
+        )
+
+    def release(self, row: int, *, keep_blocks: bool = False) -> None:
+        self._released.append(row)
+        if not keep_blocks:
+            self.free += self.tables.pop(row)
+        del self.tokens[row]
+
+    def reserve(self, row: int, length: int) -> None:
+        """Grant blocks until the row can hold `length` tokens."""
+        while len(self.tables[row]) * self.size < length:
+            self._grant(row, len(self.tables[row]))
+
+    def unshare_tail(self, row: int) -> None:
+        """Copy the row's last block to a fresh one."""
+        slot = len(self.tables[row]) - 1
+        source = self.tables[row][slot]
+        self._grant(row, slot)
+        self._copies.append(BlockCopy(source, self.tables[row][slot]))
+
+    def run(self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = ()) -> dict[int, int]:
+        """Run one step, growing tables as needed; returns the token sampled by each row."""
+        for row in decode:
+            self.reserve(row, len(self.tokens[row]))
+        for chunk in chunks:
+            self.reserve(chunk.row, chunk.start + chunk.num_tokens)
+        grants = np.asarray(self._grants, dtype=np.int32).reshape(-1, 3).T
+        plan = StepPlan(
+            step=self.step,
+            decode_rows=np.asarray(decode, dtype=np.int32),
+            chunks=tuple(chunks),
+            new_rows=tuple(self._new),
+            grant_rows=grants[0],
+            grant_slots=grants[1],
+            grant_blocks=grants[2],
+            copies=tuple(self._copies),
+            released=tuple(self._released),
+        )
+        self._new, self._grants, self._copies, self._released = [], [], [], []
+        self.step += 1
+        self.output = self.worker.execute(plan)
+        self.worker.check()
+        sampled = dict(zip(plan.sample_rows.tolist(), self.output.token_ids.tolist(), strict=True))
+        for row, token in sampled.items():
+            self.tokens[row].append(token)
+        return sampled
+
+    def _grant(self, row: int, slot: int) -> None:
+        block = self.free.pop()
+        if slot < len(self.tables[row]):
+            self.tables[row][slot] = block
+        else:
+            self.tables[row].append(block)
+        self._grants.append((row, slot, block))
+
+
+def greedy_reference(model: torch.nn.Module, prompt: Sequence[int], count: int) -> tuple[list[int], Tensor]:
+    """transformers' own greedy tokens, computed with its cache, and the logits they came from [count, vocab]."""
+    tokens, logits, cache = list(prompt), [], None
+    fed = torch.tensor([tokens])
+    with torch.no_grad():
+        for _ in range(count):
+            out = model(fed, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            logits.append(out.logits[0, -1])
+            tokens.append(int(logits[-1].argmax()))
+            fed = torch.tensor([[tokens[-1]]])
+    return tokens[len(prompt) :], torch.stack(logits)

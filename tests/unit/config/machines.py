@@ -1,0 +1,52 @@
+"""Machines and models made of numbers."""
+
+from __future__ import annotations
+
+from quire.config.facts import CudaDevice, HardwareFacts
+from quire.config.model import Heads, ModelConfig, Rope
+from quire.config.sizes import GIB
+
+LAPTOP = HardwareFacts(
+    machine="x86_64",
+    cpu_name="laptop",
+    cores=8,
+    isa=frozenset({"avx2"}),
+    supports_bf16=False,
+    supports_fp16=False,
+    total_memory=16 * GIB,
+    available_memory=12 * GIB,
+    torch_version="2.13.0",
+)
+SERVER = HardwareFacts(
+    machine="x86_64",
+    cpu_name="server",
+    cores=64,
+    isa=frozenset({"avx2", "avx512f", "avx512_bf16", "amx_bf16"}),
+    supports_bf16=True,
+    supports_fp16=True,
+    total_memory=256 * GIB,
+    available_memory=200 * GIB,
+    torch_version="2.13.0",
+    cuda=(CudaDevice("big", 80 * GIB, 79 * GIB, (9, 0)), CudaDevice("old", 16 * GIB, 15 * GIB, (7, 5))),
+)
+SMALL = ModelConfig(
+    architecture="llama",
+    vocab_size=49_152,
+    hidden_size=576,
+    intermediate_size=1_536,
+    num_layers=30,
+    heads=Heads(num_query=9, num_kv=3, dim=64),
+    rope=Rope(max_position=8_192),
+    norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
+LARGE = ModelConfig(
+    architecture="llama",
+    vocab_size=128_256,
+    hidden_size=4_096,
+    intermediate_size=14_336,
+    num_layers=32,
+    heads=Heads(num_query=32, num_kv=8, dim=128),
+    rope=Rope(max_position=131_072, kind="llama3"),
+    norm_eps=1e-5,
+)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from quire.config.memory import MemoryPlan, kv_block_bytes, plan_memory
+from quire.config.model import Dtype
+from quire.config.sizes import GIB, MIB
+from quire.types.errors import DoesNotFit
+from tests.unit.config.machines import LAPTOP, LARGE, SERVER, SMALL
+
+
+def _plan(dtype: Dtype = "float32", *, num_blocks: int = 1_000, capacity: int = 12 * GIB) -> MemoryPlan:
+    config = EngineConfig(
+        CacheConfig(block_size=16, num_blocks=num_blocks),
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=2_048),
+        DeviceConfig("cpu", dtype, dtype),
+    )
+    return plan_memory(SMALL, config, LAPTOP, capacity)
+
+
+def test_weights_are_counted_in_the_bytes_they_are_held_in() -> None:
+    parameters = SMALL.num_parameters
+    assert _plan("float32").weights == 4 * parameters
+    assert _plan("bfloat16").weights == 4 * parameters  # held as float32: this CPU cannot multiply bfloat16
+    on_server = plan_memory(
+        replace(SMALL, tie_word_embeddings=False),
+        EngineConfig(CacheConfig(16, 10), SchedulerConfig(), DeviceConfig("cuda", "bfloat16", "bfloat16")),
+        SERVER,
+        80 * GIB,
+    )
+    assert on_server.weights == 2 * replace(SMALL, tie_word_embeddings=False).num_parameters
+
+
+def test_a_tied_embedding_counts_twice_where_the_head_is_repacked() -> None:
+    config = EngineConfig(CacheConfig(16, 10), SchedulerConfig(), DeviceConfig("cpu", "bfloat16", "bfloat16"))
+    repacked = plan_memory(SMALL, config, SERVER, 80 * GIB)
+    assert repacked.weights == 2 * (SMALL.num_parameters + SMALL.vocab_size * SMALL.hidden_size)
+
+
+def test_a_block_holds_keys_and_values_of_all_layers() -> None:
+    assert kv_block_bytes(SMALL, "bfloat16", 16) == 2 * 30 * 3 * 64 * 2 * 16
+    assert _plan().kv_cache == 1_000 * 2 * 30 * 3 * 64 * 4 * 16
+
+
+def test_the_plan_says_how_many_full_sequences_fit() -> None:
+    assert _plan(num_blocks=1_280).num_sequences == 10.0  # 128 blocks each
+    assert "holds 10.0 sequences of 2,048 tokens" in str(_plan(num_blocks=1_280))
+
+
+def test_the_printed_table_is_aligned_and_ends_with_the_total() -> None:
+    lines = str(_plan()).splitlines()
+    assert lines[0] == "memory plan"
+    assert lines[-2].split()[0] == "total"
+    columns = {line.index("iB") for line in lines[1:-1]}
+    assert len(columns) == 1
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused_with_both_ways_out() -> None:
+    with pytest.raises(DoesNotFit, match=r"max_model_len.*1600 or less.*kv_cache_memory"):
+        _plan(num_blocks=100).check()
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_size_that_would() -> None:
+    fixed = _plan().fixed
+    with pytest.raises(DoesNotFit, match=r"kv_cache_memory.*lower it to 200 MiB"):
+        _plan(capacity=fixed + 200 * MIB).check()
+
+
+def test_a_model_that_does_not_fit_at_all_is_refused_as_such() -> None:
+    config = EngineConfig(
+        CacheConfig(16, 200), SchedulerConfig(max_model_len=2_048), DeviceConfig("cpu", "float32", "float32")
+    )
+    with pytest.raises(DoesNotFit, match=r"^model.*weights.*smaller model"):
+        plan_memory(LARGE, config, LAPTOP, LAPTOP.available_memory).check()
+
+
+def test_buffers_larger_than_the_model_name_the_budget_to_lower() -> None:
+    config = EngineConfig(
+        CacheConfig(16, 200),
+        SchedulerConfig(max_num_seqs=4_096, max_num_batched_tokens=65_536, max_model_len=2_048),
+        DeviceConfig("cpu", "float32", "float32"),
+    )
+    with pytest.raises(DoesNotFit, match=r"^max_num_batched_tokens.*lower it"):
+        plan_memory(SMALL, config, LAPTOP, GIB).check()

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from quire.config.model import ModelConfig, Rope
+from quire.config.resolve import EngineArguments, EngineSettings, model_length, resolve_engine_config
+from quire.config.sizes import GIB, MIB
+from quire.types.errors import ConfigError, DoesNotFit
+from tests.unit.config.machines import LAPTOP, LARGE, SERVER, SMALL
+
+
+def test_with_nothing_given_a_laptop_gets_float32_and_at_most_a_gibibyte_of_cache() -> None:
+    config, plan = resolve_engine_config(EngineArguments(), LAPTOP, SMALL)
+    assert (config.device.device, config.device.dtype, config.device.kv_dtype) == ("cpu", "float32", "float32")
+    assert (config.cache.block_size, config.scheduler.max_num_seqs, config.scheduler.max_model_len) == (16, 64, 8_192)
+    assert GIB - plan.block_bytes < plan.kv_cache <= GIB
+
+
+def test_with_nothing_given_a_gpu_gets_what_its_share_of_memory_leaves() -> None:
+    config, plan = resolve_engine_config(EngineArguments(), SERVER, LARGE)
+    assert (config.device.device, config.device.dtype, config.scheduler.max_num_seqs) == ("cuda", "bfloat16", 256)
+    assert plan.capacity == int(80 * GIB * 0.9)
+    assert plan.capacity - plan.block_bytes < plan.total <= plan.capacity
+
+
+def test_the_gpu_share_is_never_more_than_what_is_free() -> None:
+    busy = replace(SERVER, cuda=(replace(SERVER.cuda[0], free_memory=40 * GIB),))
+    _, plan = resolve_engine_config(EngineArguments(gpu_memory_utilization=0.9), busy, LARGE)
+    assert plan.capacity == 40 * GIB
+
+
+def test_a_cpu_with_bfloat16_uses_it() -> None:
+    config, _ = resolve_engine_config(EngineArguments(device="cpu"), SERVER, SMALL)
+    assert config.device.dtype == "bfloat16"
+
+
+def test_an_old_gpu_gets_float16_for_a_bfloat16_checkpoint() -> None:
+    config, _ = resolve_engine_config(EngineArguments(device="cuda:1"), SERVER, SMALL)
+    assert (config.device.device, config.device.dtype) == ("cuda:1", "float16")
+    with pytest.raises(ConfigError, match=r"dtype.*8\.0"):
+        resolve_engine_config(EngineArguments(device="cuda:1", dtype="bfloat16"), SERVER, SMALL)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_a_dtype_may_be_named_as_elsewhere(name: str, dtype: str) -> None:
+    assert resolve_engine_config(EngineArguments(dtype=name), LAPTOP, SMALL)[0].device.dtype == dtype
+
+
+def test_the_longest_sequence_shrinks_to_what_the_cache_holds_when_nobody_chose_it() -> None:
+    config, plan = resolve_engine_config(EngineArguments(num_kv_blocks=10), LAPTOP, SMALL)
+    assert config.scheduler.max_model_len == 160
+    assert plan.num_sequences == 1.0
+
+
+def test_a_chosen_length_is_held_to_and_makes_the_cache_grow() -> None:
+    long = replace(SMALL, rope=Rope(max_position=65_536))
+    config, plan = resolve_engine_config(EngineArguments(max_model_len=65_536), LAPTOP, long)
+    assert config.scheduler.max_model_len == 65_536
+    assert plan.num_sequences >= 1.0
+    with pytest.raises(DoesNotFit, match=r"max_model_len.*kv_cache_memory"):
+        resolve_engine_config(EngineArguments(max_model_len=8_192, kv_cache_memory="64MiB"), LAPTOP, SMALL)
+
+
+def test_the_default_cache_is_no_larger_than_all_sequences_can_use() -> None:
+    args = EngineArguments(max_num_seqs=2, max_model_len=64)
+    assert resolve_engine_config(args, LAPTOP, SMALL)[0].cache.num_blocks == 8
+
+
+def test_the_cache_may_be_given_as_memory_or_as_blocks_but_not_both() -> None:
+    config, plan = resolve_engine_config(EngineArguments(kv_cache_memory="100MiB"), LAPTOP, SMALL)
+    assert plan.kv_cache <= 100 * MIB < plan.kv_cache + plan.block_bytes
+    assert config.scheduler.max_model_len == config.cache.num_slots
+    with pytest.raises(ConfigError, match=r"num_kv_blocks.*kv_cache_memory"):
+        resolve_engine_config(EngineArguments(kv_cache_memory="1GiB", num_kv_blocks=4), LAPTOP, SMALL)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(DoesNotFit, match="model"):
+        resolve_engine_config(EngineArguments(), LAPTOP, LARGE)
+    with pytest.raises(DoesNotFit, match="kv_cache_memory"):
+        resolve_engine_config(EngineArguments(kv_cache_memory="50GiB"), LAPTOP, SMALL)
+    with pytest.raises(DoesNotFit, match="kv_cache_memory"):
+        resolve_engine_config(EngineArguments(kv_cache_memory=1_000), LAPTOP, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"device": "tpu"}, "device"),
+        ({"device": "cpu:0"}, "device"),
+        ({"device": "cuda:x"}, "device"),
+        ({"device": "cuda"}, "device.*0 CUDA devices"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": 257}, "block_size"),
+        ({"block_size": 16.0}, "block_size"),
+        ({"num_kv_blocks": -1}, "num_kv_blocks"),
+        ({"max_model_len": 8_193}, "max_model_len.*8192"),
+        ({"max_model_len": True}, "max_model_len"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens"),
+        ({"threads": 0}, "threads"),
+        ({"seed": -1}, "seed"),
+        ({"seed": None}, "seed"),
+        ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization.*CPU"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": "half"}, "gpu_memory_utilization"),
+        ({"scheduling_policy": "lifo"}, "scheduling_policy"),
+        ({"kv_cache_memory": "lots"}, "kv_cache_memory"),
+    ],
+)
+def test_an_impossible_setting_is_refused_by_name(arguments: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{named}"):
+        resolve_engine_config(EngineArguments(**arguments), LAPTOP, SMALL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        (Rope(max_position=4_096), 4_096),
+        (Rope(max_position=131_072, kind="llama3", scaling=(("factor", 8.0),)), 131_072),
+        (Rope(max_position=4_096, kind="linear", scaling=(("factor", 2.0),)), 8_192),
+        (
+            Rope(
+                max_position=32_768,
+                kind="yarn",
+                scaling=(("factor", 4.0), ("original_max_position_embeddings", 32_768.0)),
+            ),
+            131_072,
+        ),
+        (
+            Rope(
+                max_position=163_840,
+                kind="yarn",
+                scaling=(("factor", 40.0), ("original_max_position_embeddings", 4_096.0)),
+            ),
+            163_840,
+        ),
+    ],
+)
+def test_rope_scaling_is_part_of_a_models_length(rope: Rope, length: int) -> None:
+    model: ModelConfig = replace(SMALL, rope=rope)
+    assert model_length(model) == length
+
+
+def test_the_keywords_of_a_call_are_the_fields_of_the_arguments() -> None:
+    assert list(EngineSettings.__annotations__) == [field.name for field in fields(EngineArguments)]

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire import __version__
+from quire.serving.cli import chat as chat_module
+from quire.serving.cli import complete as complete_module
+from quire.serving.cli import main
+from tests.unit.serving.conftest import MakeLLM
+
+
+def echo(prompt: str, index: int) -> str:
+    return f"<{prompt}>"
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch, make_llm: MakeLLM) -> None:
+    for module in (chat_module, complete_module):
+        monkeypatch.setattr(module, "load", lambda args: make_llm(echo))
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"quire {__version__}\n"
+    project = Path(__file__).parents[4] / "pyproject.toml"
+    assert f'version = "{__version__}"' in project.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        ([], "COMMAND"),
+        (["sing"], "invalid choice"),
+        (["complete", "--max-tokens", "many"], "--max-tokens"),
+        (["complete", "p", "--no-such-flag"], "--no-such-flag"),
+        (["complete", "p", "--temp", "0"], "--temp"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_two(
+    arguments: list[str], cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert cause in error
+    assert "--help" in error
+
+
+@pytest.mark.usefixtures("scripted")
+class TestWithAModel:
+    def test_complete_continues_the_prompt(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["complete", "hello"]) == 0
+        assert capsys.readouterr().out == "<hello>\n"
+
+    def test_complete_gives_several_samples(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["complete", "hello", "-n", "2", "--temperature", "1", "--seed", "3"]) == 0
+        assert capsys.readouterr().out == "--- 1 of 2\n<hello>\n--- 2 of 2\n<hello>\n"
+
+    def test_complete_stops_where_told(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["complete", "hello", "--stop", "ll"]) == 0
+        assert capsys.readouterr().out == "<he\n"
+
+    def test_a_piped_prompt_is_read(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+        assert main(["complete"]) == 0
+        assert capsys.readouterr().out == "<from a pipe>\n"
+
+    def test_chat_answers_one_message(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["chat", "hello", "--system-prompt", "be brief"]) == 0
+        assert capsys.readouterr().out == "<system:be brief\nuser:hello\nbot:>\n"
+
+    def test_a_refused_request_is_one_line_and_exit_code_two(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["complete", "x" * 300]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("quire: error: prompt: has 300 tokens")
+        assert error.count("\n") == 1
+        assert main(["complete", "x", "--temperature", "-1"]) == 2
+        assert main(["chat", " "]) == 2
+
+    def test_debug_shows_the_traceback(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["complete", "x" * 300, "--debug"]) == 2
+        assert "Traceback" in capsys.readouterr().err
+
+    def test_a_conversation_remembers_until_it_is_reset(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        lines = iter(["a", "", "b", "/help", "/nonsense", "/reset", "c", "/exit"])
+        monkeypatch.setattr(chat_module, "read_piped", lambda: None)
+        monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+        assert main(["chat"]) == 0
+        captured = capsys.readouterr()
+        first, rest = captured.out.split("\n<", 1)[0], captured.out
+        assert first == "<user:a\nbot:>"
+        assert "user:a\nassistant:<user:a\nbot:>\nuser:b\nbot:>" in rest
+        assert rest.endswith("<user:c\nbot:>\n")
+        assert "/nonsense is not a command" in captured.err
+
+    def test_a_message_too_long_for_the_conversation_is_forgotten(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        lines = iter(["x" * 300, "a"])
+        monkeypatch.setattr(chat_module, "read_piped", lambda: None)
+
+        def ask(prompt: str) -> str:
+            try:
+                return next(lines)
+            except StopIteration:
+                raise EOFError from None
+
+        monkeypatch.setattr("builtins.input", ask)
+        assert main(["chat"]) == 0
+        captured = capsys.readouterr()
+        assert captured.out == "<user:a\nbot:>\n"
+        assert "/reset" in captured.err
+
+
+def test_an_unexpected_error_is_one_line_and_exit_code_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(args: object) -> None:
+        raise RuntimeError("lost\nthe thread")
+
+    monkeypatch.setattr(complete_module, "load", fail)
+    assert main(["complete", "p"]) == 1
+    assert capsys.readouterr().err == (
+        "quire: error: unexpected RuntimeError: lost the thread; run again with --debug for the traceback\n"
+    )
+
+
+def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(complete_module, "load", interrupt)
+    assert main(["complete", "p"]) == 130
+    assert capsys.readouterr().err == "\n"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    source = Path(__file__).parents[4] / "src"
+    done = subprocess.run(
+        [sys.executable, "-m", "quire", "--version"], capture_output=True, text=True, check=True, cwd=source
+    )
+    assert done.stdout == f"quire {__version__}\n"

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire.config.sizes import MIB
+from quire.serving.cli.doctor import describe_hardware, find_slow
+from tests.unit.config.machines import LAPTOP, SERVER
+
+
+def test_hardware_is_described_with_what_is_there_and_what_is_missing() -> None:
+    described = dict(describe_hardware(LAPTOP))
+    assert described["CPU"] == "laptop, 8 cores"
+    assert described["ISA"].startswith("avx2 (without")
+    assert described["fast types"] == "float32"
+    assert described["CUDA"] == "none"
+    assert dict(describe_hardware(SERVER))["cuda:0"].startswith("big, 79.0 GiB free of 80.0 GiB")
+
+
+def test_a_machine_with_nothing_wrong_has_no_findings() -> None:
+    assert find_slow(SERVER, has_nvidia_driver=True) == []
+
+
+def test_slow_things_are_named_with_a_fix_worst_first() -> None:
+    poor = replace(LAPTOP, cores=2, available_memory=500 * MIB, isa=frozenset())
+    findings = find_slow(poor, has_nvidia_driver=True)
+    assert [finding.cause.split()[0] for finding in findings] == ["an", "this", "this", "only", "only"]
+    assert "CUDA build" in findings[0].fix
+    assert "float32" in findings[1].cause
+    assert all(finding.fix for finding in findings)
+
+
+def test_emulated_bfloat16_is_told_apart_from_real() -> None:
+    emulated = replace(SERVER, isa=frozenset({"avx2", "avx512f"}), cuda=())
+    assert any("emulated" in finding.cause for finding in find_slow(emulated, has_nvidia_driver=False))

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+import quire
+from quire.types.errors import ConfigError, InvalidRequest, QuireError
+from quire.types.sampling import SamplingParams
+from tests.unit.serving.conftest import MakeLLM
+from tests.unit.serving.scripted import ids
+
+LONG = SamplingParams(max_tokens=100)
+
+
+def echo(prompt: str, index: int) -> str:
+    return f"<{prompt}>"
+
+
+def test_prompts_of_every_form_are_answered_in_order(make_llm: MakeLLM) -> None:
+    llm = make_llm(echo)
+    prompts: list[Any] = ["text", ids("ids"), {"prompt": "dict"}, {"prompt_token_ids": ids("both")}]
+    outputs = llm.generate(prompts, LONG)
+    assert [output.outputs[0].text for output in outputs] == ["<text>", "<ids>", "<dict>", "<both>"]
+    assert [output.prompt for output in outputs] == ["text", None, "dict", None]
+    assert outputs[1].prompt_token_ids == ids("ids")
+    assert all(output.finished for output in outputs)
+
+
+def test_one_prompt_needs_no_list(make_llm: MakeLLM) -> None:
+    llm = make_llm(echo)
+    assert llm.generate("one", LONG)[0].outputs[0].text == "<one>"
+    assert llm.generate(ids("two"), LONG)[0].outputs[0].text == "<two>"
+    assert llm.generate([], LONG) == []
+
+
+def test_without_sampling_the_default_is_sixteen_tokens(make_llm: MakeLLM) -> None:
+    (output,) = make_llm(lambda prompt, index: "x" * 50).generate("p")
+    assert len(output.outputs[0].token_ids) == 16
+
+
+def test_a_refused_prompt_is_named_and_nothing_runs(make_llm: MakeLLM) -> None:
+    llm = make_llm(echo)
+    with pytest.raises(InvalidRequest, match=r"^prompts\[1\]: prompt.*max_model_len"):
+        llm.generate(["fine", "x" * 300, "fine"], LONG)
+    assert llm.executor.num_launched == 0  # type: ignore[attr-defined]
+    assert llm.generate("again", LONG)[0].outputs[0].text == "<again>"
+    with pytest.raises(InvalidRequest, match=r"^prompt: is empty"):
+        llm.generate("", LONG)
+
+
+def test_conversations_are_rendered_by_the_models_template(make_llm: MakeLLM) -> None:
+    llm = make_llm(echo)
+    hello = [{"role": "user", "content": "hello"}]
+    assert llm.chat(hello, LONG)[0].outputs[0].text == "<user:hello\nbot:>"
+    outputs = llm.chat([hello, [*hello, {"role": "bot", "content": "hi"}]], LONG, add_generation_prompt=False)
+    assert [output.outputs[0].text for output in outputs] == ["<user:hello\n>", "<user:hello\nbot:hi\n>"]
+    own = llm.chat(hello, LONG, chat_template="{{ messages[0].content }}!")
+    assert own[0].prompt == "hello!"
+
+
+def test_a_stream_says_the_same_as_generate(make_llm: MakeLLM) -> None:
+    llm = make_llm(echo)
+    pieces = list(llm.stream("wörld ☕", LONG))
+    assert "".join(piece.text for piece in pieces) == "<wörld ☕>" == llm.generate("wörld ☕", LONG)[0].outputs[0].text
+    assert pieces[-1].finish_reason == "stop"
+    assert "".join(piece.text for piece in llm.stream_chat([{"role": "u", "content": "c"}], LONG)) == "<u:c\nbot:>"
+
+
+def test_a_stream_closed_early_frees_the_engine(make_llm: MakeLLM) -> None:
+    llm = make_llm(lambda prompt, index: "x" * 90)
+    stream = llm.stream("p", LONG)
+    next(stream)
+    with pytest.raises(QuireError, match="another call"):
+        llm.generate("q", LONG)
+    stream.close()
+    assert llm.generate("q", SamplingParams(max_tokens=3))[0].outputs[0].text == "xxx"
+    assert llm.stats().blocks.used == 0
+
+
+def test_an_interrupt_ends_what_is_live_and_leaves_the_engine_usable(make_llm: MakeLLM) -> None:
+    llm = make_llm(lambda prompt, index: "x" * 90)
+    executor = llm.executor  # type: ignore[attr-defined]
+    executor.on_launch = lambda: executor.num_launched == 5 and signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["p"] * 20, LONG)
+    assert executor.num_launched == 5
+    assert llm.stats().running == llm.stats().waiting == llm.stats().blocks.used == 0
+    assert llm.generate("q", SamplingParams(max_tokens=2))[0].outputs[0].text == "xx"
+
+
+def test_one_failed_request_leaves_the_others_and_a_lone_one_raises(make_llm: MakeLLM) -> None:
+    llm = make_llm(echo, fails=frozenset({"bad"}))
+    good, bad = llm.generate(["good", "bad"], LONG)
+    assert good.outputs[0].text == "<good>"
+    assert bad.outputs[0].finish_reason == "error"
+    with pytest.raises(QuireError, match="boom"):
+        llm.generate("bad", LONG)
+    with pytest.raises(QuireError, match="boom"):
+        list(llm.stream("bad", LONG))
+
+
+def test_an_unknown_argument_is_refused_with_the_closest_known_one(make_llm: MakeLLM) -> None:
+    with pytest.raises(ConfigError, match=r"max_model_length: is not an argument.*max_model_len\?"):
+        make_llm(echo, max_model_length=5)
+    with pytest.raises(ConfigError, match=r"load_format"):
+        make_llm(echo, load_format="pickle")
+
+
+def test_settings_reach_the_engine(make_llm: MakeLLM) -> None:
+    llm = make_llm(echo, block_size=8, num_kv_blocks=10, max_num_seqs=3, seed=5)
+    assert (llm.config.cache.block_size, llm.config.cache.num_blocks) == (8, 10)
+    assert (llm.config.scheduler.max_num_seqs, llm.config.scheduler.max_model_len) == (3, 80)
+    assert llm.stats().blocks.total == 10
+
+
+def test_without_a_tokenizer_token_ids_go_in_and_out(make_llm: MakeLLM) -> None:
+    llm = make_llm(echo, skip_tokenizer_init=True)
+    completion = llm.generate(ids("a"), LONG)[0].outputs[0]
+    assert completion.text == ""
+    assert completion.token_ids[:3] == ids("<a>")
+    with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+        llm.get_tokenizer()
+
+
+def test_the_plan_and_progress_are_shown_when_asked(make_llm: MakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = make_llm(echo)
+    quiet.generate("a", LONG)
+    assert capsys.readouterr().err == ""
+    with make_llm(echo, verbose=True) as llm:
+        llm.generate("a", LONG, use_tqdm=True)
+    shown = capsys.readouterr().err
+    assert "memory plan" in shown
+    assert "generating" in shown
+    assert "tokens/s" in shown
+
+
+def test_the_public_names_are_all_there() -> None:
+    assert quire.SamplingParams is SamplingParams
+    assert all(getattr(quire, name) is not None for name in quire.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'LMM'"):
+        quire.LMM  # noqa: B018

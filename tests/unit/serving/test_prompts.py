@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+
+from quire.serving.prompts import Prompt, pair_sampling, read_conversations, read_prompts
+from quire.types.errors import InvalidRequest
+from quire.types.sampling import SamplingParams
+
+HELLO = {"role": "user", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("a", [Prompt(text="a")]),
+        (["a", "b"], [Prompt(text="a"), Prompt(text="b")]),
+        ([1, 2], [Prompt(token_ids=(1, 2))]),
+        ([[1, 2], [3]], [Prompt(token_ids=(1, 2)), Prompt(token_ids=(3,))]),
+        ({"prompt": "a"}, [Prompt(text="a")]),
+        ([{"prompt": "a"}, {"prompt_token_ids": [5]}], [Prompt(text="a"), Prompt(token_ids=(5,))]),
+        (["a", [1], {"prompt": "b"}], [Prompt(text="a"), Prompt(token_ids=(1,)), Prompt(text="b")]),
+        ([], []),
+    ],
+)
+def test_every_form_of_prompt_is_read(given: object, read: list[Prompt]) -> None:
+    assert read_prompts(given) == read  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (5, "prompts"),
+        (["a", 5], r"prompts\[1\]"),
+        ([[1], [True]], r"prompts\[1\]"),
+        ([[1.0]], r"prompts\[0\]"),
+        ([1, "a"], "prompts"),
+        ({"prompt": 5}, r"prompts\.prompt"),
+        ({"promt": "a"}, r"prompts\.promt"),
+        ({"prompt_token_ids": "12"}, r"prompts\.prompt_token_ids"),
+        ({}, "prompts"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_place(given: object, named: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{named}"):
+        read_prompts(given)  # type: ignore[arg-type]
+
+
+def test_one_sampling_serves_all_prompts_and_a_list_must_match() -> None:
+    greedy, random = SamplingParams(temperature=0), SamplingParams()
+    assert list(pair_sampling(greedy, 3)) == [greedy] * 3
+    assert list(pair_sampling([greedy, random], 2)) == [greedy, random]
+    assert list(pair_sampling(None, 1)) == [SamplingParams()]
+    with pytest.raises(InvalidRequest, match=r"sampling_params.*2 entries for 3 prompts"):
+        pair_sampling([greedy, random], 3)
+    with pytest.raises(InvalidRequest, match=r"sampling_params\[0\]"):
+        pair_sampling([{"temperature": 0}], 1)  # type: ignore[list-item]
+
+
+def test_one_conversation_and_many_are_told_apart() -> None:
+    assert read_conversations([HELLO]) == [[HELLO]]
+    assert read_conversations([[HELLO], [HELLO, HELLO]]) == [[HELLO], [HELLO, HELLO]]
+    assert read_conversations([]) == []
+    for wrong in ("hello", HELLO, [[HELLO], "hello"], [[HELLO], HELLO], [[HELLO], []]):
+        with pytest.raises(InvalidRequest, match="^messages"):
+            read_conversations(wrong)  # type: ignore[arg-type]
