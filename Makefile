@@ -13,7 +13,7 @@ MODEL_STAMP := $(VENV)/.model
 CODE := src tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test check format bench clean
+.PHONY: help setup serve demo test check format bench parity clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ serve: $(MODEL_STAMP) ## set up and chat with the default model in the terminal 
 demo: $(MODEL_STAMP) ## set up and answer one question (QUESTION="...")
 	$(BIN)/quire chat "$(QUESTION)"
 
-test: $(DEV_STAMP) ## run the tests
+test: $(DEV_STAMP) $(MODEL_STAMP) ## run the tests
 	$(BIN)/python -m pytest -q
 
 check: $(DEV_STAMP) ## lint, formatting, types, architecture
@@ -39,8 +39,13 @@ format: $(DEV_STAMP) ## rewrite the code in the house's format
 	$(BIN)/ruff check --fix $(wildcard $(CODE))
 	$(BIN)/ruff format $(wildcard $(CODE))
 
-bench: $(DEV_STAMP) $(MODEL_STAMP) ## run the benchmarks that need nothing but this machine
-	$(BIN)/python -m benchmarks
+bench: $(DEV_STAMP) $(MODEL_STAMP) ## measure the engine's own cost, KV waste and speed on this machine
+	$(BIN)/python -m benchmarks.control_plane
+	$(BIN)/python -m benchmarks.kv_waste
+	$(BIN)/python -m benchmarks.cpu --quick
+
+parity: $(DEV_STAMP) $(MODEL_STAMP) ## compare the default model with transformers over the whole matrix (long)
+	QUIRE_TEST_WHOLE=1 $(BIN)/python -m pytest -q tests/parity
 
 clean: ## remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

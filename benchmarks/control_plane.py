@@ -4,7 +4,7 @@
     python -m benchmarks.control_plane --running 512 --profile      # where the time goes
 
 Two loads at block size 16. Steady: N sequences decode, none comes or goes; prompt lengths differ, so on average
-N / 16 blocks are granted a step. Churn: the same N, but sequences end after about 128 tokens and others take their place.
+N / 16 blocks are granted a step. Churn: the same N, but sequences end after about 128 tokens and others follow.
 Goals, steady, median: 60 us at 64 sequences, 150 us at 512; --strict exits 1 when one is missed.
 """
 

@@ -116,7 +116,9 @@ def main() -> None:
     lengths = lengths[: arguments.requests or len(lengths)]
     longest = max(pair.prompt + pair.output for pair in lengths)
     if longest > arguments.max_model_len:
-        raise SystemExit(f"--max-model-len: {arguments.max_model_len} is under the longest request's {longest}; raise it")
+        raise SystemExit(
+            f"--max-model-len: {arguments.max_model_len} is under the longest request's {longest}; raise it"
+        )
     scheduler = SchedulerConfig(arguments.max_num_seqs, arguments.max_num_batched_tokens, arguments.max_model_len)
     usages = [replay(lengths, size, scheduler, arguments.kv_slots) for size in arguments.block_sizes]
     source = str(arguments.trace.name) if arguments.trace else "synthetic log-normal lengths"

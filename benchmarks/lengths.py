@@ -37,8 +37,6 @@ def synthetic_trace(count: int, seed: int = 0) -> list[Lengths]:
         return min(longest, max(1, round(math.exp(rng.gauss(math.log(median), sigma)))))
 
     return [
-        Lengths(
-            draw(MEDIAN_PROMPT, SIGMA_PROMPT, LONGEST_PROMPT), draw(MEDIAN_OUTPUT, SIGMA_OUTPUT, LONGEST_OUTPUT)
-        )
+        Lengths(draw(MEDIAN_PROMPT, SIGMA_PROMPT, LONGEST_PROMPT), draw(MEDIAN_OUTPUT, SIGMA_OUTPUT, LONGEST_OUTPUT))
         for _ in range(count)
     ]

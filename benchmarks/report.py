@@ -54,18 +54,25 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = [
-        "| " + " | ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))) + " |"
+        "| "
+        + " | ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        + " |"
         for row in cells
     ]
     rule = "|" + "|".join("-" * (width + 1) + ("-" if i == 0 else ":") for i, width in enumerate(widths)) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
-def publish(title: str, header: Sequence[str], rows: Sequence[Sequence[object]], data: dict[str, Any], out: Path | None) -> None:
+def publish(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[object]], data: dict[str, Any], out: Path | None
+) -> None:
     """Print the facts and the table, and write everything to `out` when one is given."""
     where = facts()
     print(f"# {title}")
-    print(f"{where['date']}, commit {where['commit']}, {where['cpu']} x {where['cores']} (load {where['load_before']}),", end=" ")
+    print(
+        f"{where['date']}, commit {where['commit']}, {where['cpu']} x {where['cores']} (load {where['load_before']}),",
+        end=" ",
+    )
     print(f"Python {where['python']}, " + ", ".join(f"{k} {v}" for k, v in where["versions"].items()))
     print(table(header, rows))
     if out is not None:

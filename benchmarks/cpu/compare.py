@@ -59,7 +59,13 @@ def _run_once(contestant: Contestant, runs: Runs, time_limit_s: float) -> None:
         with log.open("wb") as sink:
             try:
                 done = subprocess.run(
-                    command, cwd=ROOT, env=_environment(contestant), stdout=sink, stderr=sink, timeout=time_limit_s, check=False
+                    command,
+                    cwd=ROOT,
+                    env=_environment(contestant),
+                    stdout=sink,
+                    stderr=sink,
+                    timeout=time_limit_s,
+                    check=False,
                 )
             except subprocess.TimeoutExpired:
                 runs.failure = f"not done after {time_limit_s:.0f} s"

@@ -51,6 +51,6 @@ class Engine(Protocol):
 
 
 def load_workload(path: Path) -> list[Ask]:
-    """Read a workload file: a JSON list of objects with `prompt_ids`, `max_tokens`, and optionally `n`, `temperature`."""
+    """Read a workload file: a JSON list of objects with `prompt_ids`, `max_tokens`, perhaps `n`, `temperature`."""
     known = {"prompt_ids", "max_tokens", "n", "temperature"}
     return [Ask(**{key: value for key, value in item.items() if key in known}) for item in json.loads(path.read_text())]

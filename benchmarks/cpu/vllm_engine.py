@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -17,7 +18,12 @@ class VllmEngine:
         prompts = [{"prompt_token_ids": ask.prompt_ids} for ask in asks]
         sampling = [
             self._sampling(
-                n=ask.n, temperature=ask.temperature, max_tokens=ask.max_tokens, ignore_eos=True, detokenize=False, seed=None
+                n=ask.n,
+                temperature=ask.temperature,
+                max_tokens=ask.max_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                seed=None,
             )
             for ask in asks
         ]
@@ -32,8 +38,8 @@ def open_engine(job: Job) -> Engine:
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
-    import vllm
 
+    vllm: Any = importlib.import_module("vllm")  # by name: it lives in an environment of its own
     llm = vllm.LLM(
         job.model,
         dtype=job.dtype,

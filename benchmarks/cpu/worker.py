@@ -51,7 +51,9 @@ def _measure(engine: Engine, name: str, asks: list[Ask], ttft_repeats: int) -> d
     if len(asks) == 1 and asks[0].n == 1:
         first_only = Ask(asks[0].prompt_ids, max_tokens=1)
         measured["ttft_s"] = sorted(_timed(engine, [first_only])[0] for _ in range(ttft_repeats))[ttft_repeats // 2]
+    cpu_start = time.process_time()
     seconds, answers = _timed(engine, asks)
+    measured["cpu_seconds"] = time.process_time() - cpu_start  # steadier than seconds on a busy machine
     _check_lengths(name, asks, answers)
     tokens = sum(len(sample) for samples in answers for sample in samples)
     measured |= {"seconds": seconds, "output_tokens": tokens, "output_tokens_per_s": tokens / seconds}
@@ -71,7 +73,9 @@ def _timed(engine: Engine, asks: list[Ask]) -> tuple[float, list[list[list[int]]
 def _check_lengths(name: str, asks: list[Ask], answers: list[list[list[int]]]) -> None:
     for number, (ask, samples) in enumerate(zip(asks, answers, strict=True)):
         if [len(sample) for sample in samples] != [ask.max_tokens] * ask.n:
-            raise SystemExit(f"{name}[{number}]: wanted {ask.n} x {ask.max_tokens} tokens, got {[len(s) for s in samples]}")
+            raise SystemExit(
+                f"{name}[{number}]: wanted {ask.n} x {ask.max_tokens} tokens, got {[len(s) for s in samples]}"
+            )
 
 
 def peak_rss_bytes() -> int:

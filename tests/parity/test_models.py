@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny_models import VOCAB, Bench, checkpoint_of, engine_config, greedy_reference, tiny_config, transformers_model
 
 from quire.config.model import Heads, ModelConfig, Rope
 from quire.types.step import Chunk
+from tiny_models import VOCAB, Bench, checkpoint_of, engine_config, greedy_reference, tiny_config, transformers_model
 
 pytest.importorskip("transformers")
 
@@ -164,3 +164,22 @@ def test_a_sequence_computed_again_after_preemption_goes_on_as_before() -> None:
     bench.run(chunks=[Chunk(1, 9, len(known) - 9, (1,))])
     bench.run(decode=[1])
     assert bench.tokens[1][13:] == greedy_reference(model, tokens, 7)[0]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", CASES)
+def test_a_gpu_says_what_transformers_says(name: str) -> None:
+    model = transformers_model(CASES[name])
+    bench = Bench(checkpoint_of(model, CASES[name]), engine_config(device="cuda", block_size=16))
+    prompts = {0: prompt(5), 1: prompt(37, 1), 2: prompt(90, 2)}
+    for row, tokens in prompts.items():
+        bench.add(row, tokens)
+    bench.run(chunks=[Chunk(0, 0, 5, (0,)), Chunk(1, 0, 20)])
+    bench.run(decode=[0], chunks=[Chunk(1, 20, 17, (1,)), Chunk(2, 0, 90, (2,))])
+    for _ in range(9):
+        bench.run(decode=[2, 0, 1])
+    for row, tokens in prompts.items():
+        expected, logits = greedy_reference(model, tokens, len(bench.tokens[row]) - len(tokens))
+        torch.testing.assert_close(torch.stack(bench.sampler.seen[row]), logits, rtol=1e-3, atol=1e-3)
+        assert bench.tokens[row][len(tokens) :] == expected

@@ -13,6 +13,8 @@ import torch
 from parity_prompts import ALL, LONG, SHORT
 
 from quire import LLM, SamplingParams
+from quire.runtime.loading.resolve import ModelFiles
+from quire.serving.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.model
 
@@ -35,15 +37,15 @@ QUICK = [  # every value of every setting at least once
 
 
 @pytest.fixture(scope="module")
-def expected(smollm2_hf: Path) -> list[tuple[list[int], list[int], torch.Tensor]]:
+def expected(smollm2: ModelFiles, smollm2_hf: Path) -> list[tuple[list[int], list[int], torch.Tensor]]:
     """For each prompt: its token ids, transformers' greedy continuation, and the first position's log-probabilities."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_hf)
+    tokenizer = load_tokenizer(smollm2)
     model = AutoModelForCausalLM.from_pretrained(smollm2_hf, dtype=torch.float32).to(DEVICE).eval()
     answers = []
     for prompt in PROMPTS:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids.to(DEVICE)
+        ids = torch.tensor([tokenizer.encode(prompt)], device=DEVICE)
         with torch.inference_mode():
             out = model.generate(
                 ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None,

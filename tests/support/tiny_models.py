@@ -119,12 +119,18 @@ def checkpoint_of(model: torch.nn.Module, config: ModelConfig) -> MemoryCheckpoi
 
 
 def engine_config(
-    *, block_size: int = 4, num_blocks: int = 128, rows: int = 8, max_len: int = 256, dtype: str = "float32"
+    *,
+    block_size: int = 4,
+    num_blocks: int = 128,
+    rows: int = 8,
+    max_len: int = 256,
+    dtype: str = "float32",
+    device: str = "cpu",
 ) -> EngineConfig:
     return EngineConfig(
         CacheConfig(block_size, num_blocks),
         SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=2_048, max_model_len=max_len),
-        DeviceConfig("cpu", dtype, dtype),  # type: ignore[arg-type]
+        DeviceConfig(device, dtype, dtype),  # type: ignore[arg-type]
     )
 
 
@@ -156,14 +162,14 @@ class GreedySampler:
         assert set(rows.tolist()) <= self.rows
         assert logits.shape[0] == len(rows)
         for row, line in zip(rows.tolist(), logits, strict=True):
-            self.seen[row].append(line.float().clone())
+            self.seen[row].append(line.float().cpu().clone())
         return Greedy(logits.argmax(dim=-1))
 
     def wants_prompt_logprobs(self, row: int) -> bool:
         return row in self._prompt_rows
 
     def prompt_logprobs(self, row: int, start: int, logits: Tensor, next_ids: Tensor) -> PromptLogprobs:
-        table = logits.float().log_softmax(dim=-1)
+        table = logits.float().cpu().log_softmax(dim=-1)
         entries = tuple(
             TokenLogprobs(
                 np.asarray([token], np.int32), line[token : token + 1].numpy(), int((line > line[token]).sum()) + 1

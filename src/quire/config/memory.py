@@ -10,9 +10,10 @@ from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.config.sizes import MIB, format_size
 from quire.types.errors import DoesNotFit
 
-PROCESS_BYTES = {"cpu": 384 * MIB, "cuda": 768 * MIB}  # interpreter, torch and its libraries; on CUDA the context
-SAMPLING_BYTES_PER_LOGIT = 32  # float32 logits, a masked copy, sorted values and indices, softmax, running sum
-HISTORY_BYTES_PER_TOKEN = 8
+PROCESS_BYTES = {"cpu": 320 * MIB, "cuda": 768 * MIB}  # interpreter, torch and its libraries; on CUDA the context
+SAMPLING_BYTES_PER_LOGIT = 64  # the logits, a float32 copy, weights, their sort and its running sum in float64
+PROMPT_POSITIONS = 128  # prompt logprobs are made for that many positions at a time ...
+PROMPT_BYTES_PER_LOGIT = 24  # ... from their logits, in float32, normalised and compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,9 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         capacity=capacity,
         process=PROCESS_BYTES[kind],
         weights=_weights(model, device, weight_bytes),
-        activations=_activations(model, scheduler, weight_bytes),
-        sampling=scheduler.num_rows * model.vocab_size * SAMPLING_BYTES_PER_LOGIT,
+        activations=_activations(model, config, weight_bytes),
+        sampling=model.vocab_size
+        * max(scheduler.num_rows * SAMPLING_BYTES_PER_LOGIT, PROMPT_POSITIONS * PROMPT_BYTES_PER_LOGIT),
         rows=_rows(scheduler, config.cache.block_size),
         block_bytes=kv_block_bytes(model, config.device.kv_dtype, config.cache.block_size),
         num_blocks=config.cache.num_blocks,
@@ -129,17 +131,21 @@ def _weights(model: ModelConfig, device: str, weight_bytes: int) -> int:
     return (model.num_parameters + copies) * weight_bytes
 
 
-def _activations(model: ModelConfig, scheduler: SchedulerConfig, value_bytes: int) -> int:
-    """The widest moment of a layer: residual and normed input beside either attention's or the MLP's tensors."""
-    heads = model.heads
+def _activations(model: ModelConfig, config: EngineConfig, value_bytes: int) -> int:
+    """The widest moment of a layer: residual and normed input beside the MLP's tensors, or beside attention's and the
+    keys and values it gathers."""
+    heads, scheduler = model.heads, config.scheduler
     attention = 2 * (heads.query_size + 2 * heads.kv_size) + 2 * heads.query_size
-    mlp = 3 * model.intermediate_size
-    per_token = 4 * model.hidden_size + max(attention, mlp)
-    context = 2 * heads.kv_size * scheduler.max_model_len  # one sequence's keys and values, gathered
-    return (scheduler.max_num_batched_tokens * per_token + context) * max(value_bytes, DTYPE_BYTES["float32"])
+    per_token = 4 * model.hidden_size + max(attention, 3 * model.intermediate_size)
+    gathered = min(scheduler.num_rows * scheduler.max_model_len, config.cache.num_slots)
+    gathered_bytes = DTYPE_BYTES[config.device.kv_dtype] + value_bytes
+    return (
+        scheduler.max_num_batched_tokens * per_token * max(value_bytes, DTYPE_BYTES["float32"])
+        + gathered * 2 * heads.kv_size * gathered_bytes
+    )
 
 
 def _rows(scheduler: SchedulerConfig, block_size: int) -> int:
+    """Token history and block tables, four bytes an entry, and a few dozen numbers for each row."""
     blocks = -(-scheduler.max_model_len // block_size)
-    per_row = scheduler.max_model_len * HISTORY_BYTES_PER_TOKEN + blocks * 4 + 256
-    return scheduler.num_rows * per_row
+    return scheduler.num_rows * ((scheduler.max_model_len + blocks) * 4 + 512)

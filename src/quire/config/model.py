@@ -35,7 +35,7 @@ class Rope:
     kind: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
     scaling: tuple[tuple[str, float], ...] = ()
     max_position: int = 2_048  # the length the model was trained for
-    frequency_factors: tuple[float, ...] = ()  # dim / 2 divisors of the plain frequencies, last of all; (): none
+    frequency_factors: tuple[float, ...] = ()  # dim / 2 divisors of the plain frequencies; (): none
 
 
 @dataclass(frozen=True, slots=True)

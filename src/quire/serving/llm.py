@@ -37,6 +37,7 @@ from quire.types.stats import EngineStats
 logger = logging.getLogger("quire")
 
 LoadFormat = Literal["auto", "dummy"]
+_TEMPLATE_OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 Stream: TypeAlias = Generator[StreamPiece, None, None]
 
 
@@ -59,18 +60,18 @@ class LLM:
         _check_settings(settings)
         if load_format not in ("auto", "dummy"):
             raise ConfigError("load_format", f"{load_format!r} is unknown", 'use "auto" or "dummy"')
-        files = resolve_model(None if model is None else os.fspath(model))
+        self._shown = sys.stderr.isatty() if verbose is None else verbose
+        progress = LoadingProgress(shown=self._shown)
+        files = resolve_model(None if model is None else os.fspath(model), progress=progress)
         self.model_config = read_model_config(files)
         facts = detect_hardware()
         self.config, self.memory_plan = resolve_engine_config(EngineArguments(**settings), facts, self.model_config)
-        self._shown = sys.stderr.isatty() if verbose is None else verbose
         if self._shown:
             print(self.memory_plan, file=sys.stderr)
         logger.info("%s", self.memory_plan)
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
             self._tokenizer = load_tokenizer(files if tokenizer is None else resolve_model(tokenizer))
-        progress = LoadingProgress(shown=self._shown)
         executor = SingleExecutor(files, self.model_config, self.config, load_format=load_format, progress=progress)
         progress.close()
         core = EngineCore(executor, self.config.cache, self.config.scheduler, self.model_config.vocab_size)
@@ -112,12 +113,10 @@ class LLM:
         prompts = self._render(
             read_conversations(messages),
             chat_template,
-            {
-                "add_generation_prompt": add_generation_prompt,
-                "continue_final_message": continue_final_message,
-                "tools": tools,
-                **(chat_template_kwargs or {}),
-            },
+            chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
         )
         return self._run(prompts, pair_sampling(sampling_params, len(prompts)), use_tqdm, add_special_tokens=False)
 
@@ -135,7 +134,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> Stream:
         """Answer one conversation piece by piece, as its tokens come. Closing the iterator early ends the request."""
-        prompts = self._render([list(messages)], chat_template, dict(chat_template_kwargs or {}))
+        prompts = self._render([list(messages)], chat_template, chat_template_kwargs)
         sampling = pair_sampling(sampling_params, 1)
         return self._stream(self._requests.make(prompts, sampling, add_special_tokens=False), prompts)
 
@@ -167,17 +166,27 @@ class LLM:
 
     # -------------------------------------------------------------------------------------------------- the works
     def _render(
-        self, conversations: Sequence[Sequence[Message]], template: str | None, options: Mapping[str, Any]
+        self,
+        conversations: Sequence[Sequence[Message]],
+        template: str | None,
+        variables: Mapping[str, object] | None,
+        **options: Any,
     ) -> list[Prompt]:
+        for name in variables or {}:
+            if name in _TEMPLATE_OPTIONS:
+                raise InvalidRequest(f"chat_template_kwargs.{name}", "is no variable of templates", "pass it by itself")
         chosen = self._template(template)
-        return [Prompt(text=chosen.render(conversation, **options)) for conversation in conversations]
+        return [Prompt(text=chosen.render(each, **options, **(variables or {}))) for each in conversations]
 
     def _template(self, source: str | None) -> ChatTemplate:
-        source = source or self.tokenizer.chat_template
+        tokenizer = self.tokenizer
+        source = source or tokenizer.chat_template
         if source is None:
             raise InvalidRequest("messages", "the model has no chat template", "pass chat_template, or use generate()")
         if source not in self._templates:
-            self._templates[source] = ChatTemplate.for_tokenizer(source, self.tokenizer)
+            bos = None if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id)
+            eos = tokenizer.token_text(tokenizer.eos_ids[0]) if tokenizer.eos_ids else None
+            self._templates[source] = ChatTemplate(source, bos_token=bos, eos_token=eos)
         return self._templates[source]
 
     def _run(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 from quire.types.errors import InvalidRequest
 
 MAX_N = 16_384
 MAX_LOGPROBS = 1_000
 MAX_STOP_STRINGS = 1_024
+MAX_BAD_WORDS = 1_000
+MAX_LOGIT_BIAS = 10_000.0
 MAX_SEED = 2**64 - 1
 
 
@@ -18,7 +21,8 @@ MAX_SEED = 2**64 - 1
 class SamplingParams:
     """What a user may ask of decoding. Frozen and fully validated when made; unknown arguments are errors.
 
-    Logprobs are raw: log-softmax of the model's logits before temperature, penalties and filters.
+    Lists become tuples and lose their duplicates. Logprobs are raw: log-softmax of the model's logits before
+    temperature, penalties and filters. `dataclasses.replace` makes a changed copy.
     """
 
     n: int = 1
@@ -29,16 +33,16 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int | None = None
+    seed: int | None = None  # None or -1: any
     stop: str | Iterable[str] | None = ()
     stop_token_ids: Iterable[int] | None = ()
     bad_words: Iterable[str] | None = ()
     allowed_token_ids: Iterable[int] | None = None
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: up to max_model_len
     min_tokens: int = 0
-    logprobs: int | None = None  # -1: the whole vocabulary
+    logprobs: int | None = None  # how many besides the chosen token's; -1: the whole vocabulary
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -46,9 +50,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _freeze(self)
-        _check_numbers(self)
-        _check_lists(self)
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+        _check_together(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -56,6 +60,7 @@ class SamplingParams:
 
     @property
     def stops(self) -> tuple[str, ...]:
+        """`stop` as it is after validation."""
         assert isinstance(self.stop, tuple)
         return self.stop
 
@@ -69,79 +74,153 @@ class TokenRules:
     eos_ids: tuple[int, ...] = field(default=())  # the subset of end_ids that is the model's own end of text
 
 
-def _freeze(params: SamplingParams) -> None:
-    put = object.__setattr__
-    stop = params.stop
-    put(params, "stop", () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop))
-    put(params, "stop_token_ids", tuple(params.stop_token_ids or ()))
-    put(params, "bad_words", tuple(params.bad_words or ()))
-    if params.allowed_token_ids is not None:
-        put(params, "allowed_token_ids", tuple(params.allowed_token_ids))
-    if params.logit_bias is not None:
-        try:
-            put(params, "logit_bias", {int(k): float(v) for k, v in params.logit_bias.items()})
-        except (TypeError, ValueError, AttributeError):
-            raise InvalidRequest("logit_bias", "must map token ids to numbers", "pass {token_id: bias}") from None
-    if params.top_k == -1:
-        put(params, "top_k", 0)
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A whole number in [low, high]."""
+
+    low: int
+    high: int
+    optional: bool = False
+    off: int | None = None  # another way to write the default ...
+    default: int | None = None  # ... which is this
+
+    def __call__(self, name: str, value: object) -> int | None:
+        if value is None and self.optional:
+            return None
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise InvalidRequest(name, f"must be a whole number, got {_shown(value)}")
+        number = int(value)
+        if number == self.off:
+            return self.default
+        if not self.low <= number <= self.high:
+            raise _outside(name, value, f"[{self.low}, {self.high}]")
+        return number
 
 
-# field: (lowest, highest, is the lowest itself allowed)
-_RANGES: dict[str, tuple[float, float, bool]] = {
-    "n": (1, MAX_N, True),
-    "temperature": (0.0, 100.0, True),
-    "top_p": (0.0, 1.0, False),
-    "top_k": (0, 2**31 - 1, True),
-    "min_p": (0.0, 1.0, True),
-    "presence_penalty": (-2.0, 2.0, True),
-    "frequency_penalty": (-2.0, 2.0, True),
-    "repetition_penalty": (0.0, 100.0, False),
-    "seed": (0, MAX_SEED, True),
-    "max_tokens": (1, 2**31 - 1, True),
-    "min_tokens": (0, 2**31 - 1, True),
-    "logprobs": (-1, MAX_LOGPROBS, True),
-    "prompt_logprobs": (-1, MAX_LOGPROBS, True),
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A finite number up to `high`, from `low` or, if open, above it."""
+
+    low: float
+    high: float
+    is_open: bool = False
+
+    def __call__(self, name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise InvalidRequest(name, f"must be a number, got {_shown(value)}")
+        number: Any = value  # comparing needs no float(), which a huge whole number overflows
+        if not self.low <= number <= self.high or (self.is_open and number == self.low):  # NaN is not inside
+            raise _outside(name, value, f"{'(' if self.is_open else '['}{self.low:g}, {self.high:g}]")
+        return float(number)
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequest(name, f"must be true or false, got {_shown(value)}")
+    return value
+
+
+def _stop(name: str, value: object) -> tuple[str, ...]:
+    return _texts(name, (value,) if isinstance(value, str) else value, MAX_STOP_STRINGS)
+
+
+def _bad_words(name: str, value: object) -> tuple[str, ...]:
+    return _texts(name, value, MAX_BAD_WORDS)
+
+
+def _texts(name: str, value: object, limit: int) -> tuple[str, ...]:
+    texts = _items(name, value, "a list of strings")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest(name, f"must hold non-empty strings, got {_shown(text)}")
+    if len(texts) > limit:
+        raise InvalidRequest(name, f"has {len(texts)} strings, limit {limit}", "send fewer")
+    return texts
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    return tuple(_token_id(name, token) for token in _items(name, value, "a list of token ids"))
+
+
+def _allowed_token_ids(name: str, value: object) -> tuple[int, ...] | None:
+    ids = None if value is None else _token_ids(name, value)
+    if ids == ():
+        raise InvalidRequest(name, "is empty, so no token could be chosen", "name at least one id or leave it out")
+    return ids
+
+
+def _logit_bias(name: str, value: object) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(name, f"must map token ids to numbers, got {_shown(value)}", "pass {token_id: bias}")
+    in_range = _Number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    return {_token_id(name, _from_json_key(token)): in_range(name, bias) for token, bias in value.items()}
+
+
+def _from_json_key(token: object) -> object:
+    """JSON writes the keys of an object as strings."""
+    return int(token) if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 20 else token
+
+
+def _token_id(name: str, token: object) -> int:
+    if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < 2**31:
+        raise InvalidRequest(name, f"must hold token ids (whole numbers from 0), got {_shown(token)}")
+    return int(token)
+
+
+def _items(name: str, value: object, wanted: str) -> tuple[Any, ...]:
+    """The different items of a list, in order; a lone string is no list of its letters."""
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise InvalidRequest(name, f"must be {wanted}, got {_shown(value)}")
+    items = tuple(value)
+    return tuple(dict.fromkeys(items)) if all(isinstance(item, str | Integral) for item in items) else items
+
+
+def _outside(name: str, value: object, limits: str) -> InvalidRequest:
+    return InvalidRequest(name, f"must be in {limits}, got {_shown(value)}", "choose a value inside it")
+
+
+def _shown(value: object) -> str:
+    """A value as an error may quote it: short, however long it is."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a whole number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_CHECKS: dict[str, Any] = {
+    "n": _Whole(1, MAX_N),
+    "temperature": _Number(0.0, 100.0),
+    "top_p": _Number(0.0, 1.0, is_open=True),
+    "top_k": _Whole(0, 2**31 - 1, off=-1, default=0),
+    "min_p": _Number(0.0, 1.0),
+    "presence_penalty": _Number(-2.0, 2.0),
+    "frequency_penalty": _Number(-2.0, 2.0),
+    "repetition_penalty": _Number(0.0, 100.0, is_open=True),
+    "seed": _Whole(0, MAX_SEED, optional=True, off=-1),
+    "stop": _stop,
+    "stop_token_ids": _token_ids,
+    "bad_words": _bad_words,
+    "allowed_token_ids": _allowed_token_ids,
+    "logit_bias": _logit_bias,
+    "ignore_eos": _flag,
+    "max_tokens": _Whole(1, 2**31 - 1, optional=True),
+    "min_tokens": _Whole(0, 2**31 - 1),
+    "logprobs": _Whole(-1, MAX_LOGPROBS, optional=True),
+    "prompt_logprobs": _Whole(-1, MAX_LOGPROBS, optional=True),
+    "detokenize": _flag,
+    "skip_special_tokens": _flag,
+    "spaces_between_special_tokens": _flag,
+    "include_stop_str_in_output": _flag,
 }
-_INTEGERS = {"n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"}
-_OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}
 
 
-def _check_numbers(params: SamplingParams) -> None:
-    for name, (low, high, closed) in _RANGES.items():
-        value = getattr(params, name)
-        if value is None and name in _OPTIONAL:
-            continue
-        kinds: tuple[type, ...] = (int,) if name in _INTEGERS else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            wanted = "a whole number" if name in _INTEGERS else "a number"
-            raise InvalidRequest(name, f"must be {wanted}, got {value!r}")
-        if not math.isfinite(value) or value > high or value < low or (value == low and not closed):
-            bracket = "[" if closed else "("
-            raise InvalidRequest(name, f"must be in {bracket}{low}, {high}], got {value!r}", "choose a value inside it")
+def _check_together(params: SamplingParams) -> None:
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise InvalidRequest(
-            "min_tokens", f"is {params.min_tokens}, above max_tokens={params.max_tokens}", "lower it or raise max_tokens"
-        )
-    for item in fields(params):
-        if item.type == "bool" and not isinstance(getattr(params, item.name), bool):
-            raise InvalidRequest(item.name, f"must be true or false, got {getattr(params, item.name)!r}")
-
-
-def _check_lists(params: SamplingParams) -> None:
-    if len(params.stops) > MAX_STOP_STRINGS:
-        raise InvalidRequest("stop", f"has {len(params.stops)} strings, limit {MAX_STOP_STRINGS}", "send fewer")
-    for name in ("stop", "bad_words"):
-        for word in getattr(params, name):
-            if not isinstance(word, str) or not word:
-                raise InvalidRequest(name, f"must hold non-empty strings, got {word!r}")
+        reason = f"is {params.min_tokens}, above max_tokens={params.max_tokens}"
+        raise InvalidRequest("min_tokens", reason, "lower it or raise max_tokens")
     if params.stops and not params.detokenize:
         raise InvalidRequest("stop", "needs text, but detokenize is false", "use stop_token_ids or set detokenize=True")
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        for token in getattr(params, name) or ():
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise InvalidRequest(name, f"must hold token ids (whole numbers from 0), got {token!r}")
-    if params.allowed_token_ids is not None and not params.allowed_token_ids:
-        raise InvalidRequest("allowed_token_ids", "is empty, so no token could be chosen", "name at least one id or leave it out")
-    for token, bias in (params.logit_bias or {}).items():
-        if token < 0 or not math.isfinite(bias):
-            raise InvalidRequest("logit_bias", f"{token}: {bias} needs a token id from 0 and a finite number")

@@ -33,7 +33,7 @@ def make_llm(monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
     def make(script: Script, *, fails: frozenset[str] = frozenset(), **arguments: object) -> LLM:
         executor = ScriptedExecutor(script, fails=fails)
         files = SimpleNamespace(name="scripted", path=Path("scripted.gguf"), kind="gguf")
-        monkeypatch.setattr(llm_module, "resolve_model", lambda model: files)
+        monkeypatch.setattr(llm_module, "resolve_model", lambda model, **options: files)
         monkeypatch.setattr(llm_module, "read_model_config", lambda files: TINY)
         monkeypatch.setattr(llm_module, "load_tokenizer", lambda files: TOKENIZER)
         monkeypatch.setattr(llm_module, "SingleExecutor", lambda *args, **kwargs: executor)

@@ -58,6 +58,8 @@ def test_conversations_are_rendered_by_the_models_template(make_llm: MakeLLM) ->
     assert [output.outputs[0].text for output in outputs] == ["<user:hello\n>", "<user:hello\nbot:hi\n>"]
     own = llm.chat(hello, LONG, chat_template="{{ messages[0].content }}!")
     assert own[0].prompt == "hello!"
+    with pytest.raises(InvalidRequest, match=r"^chat_template_kwargs\.tools"):
+        llm.chat(hello, LONG, chat_template_kwargs={"tools": []})
 
 
 def test_a_stream_says_the_same_as_generate(make_llm: MakeLLM) -> None:

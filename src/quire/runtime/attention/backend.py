@@ -14,10 +14,20 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys and values, K and V apart; memory owned by the worker's KVCache."""
+    """One layer's keys and values, K and V apart, and the same memory seen flat; owned by the worker's KVCache."""
 
     key: Tensor  # [blocks, kv heads, block, dim]
     value: Tensor  # [blocks, kv heads, block, dim]
+    key_slots: Tensor  # [blocks * kv heads * block, dim]
+    value_slots: Tensor
+    key_blocks: Tensor  # [blocks * kv heads, block * dim]
+    value_blocks: Tensor
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor) -> LayerCache:
+        blocks, kv_heads, size, dim = key.shape
+        slots, whole = (-1, dim), (blocks * kv_heads, size * dim)
+        return cls(key, value, key.view(slots), value.view(slots), key.view(whole), value.view(whole))
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,6 @@ class ChunkTile:
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    num_tokens: int
     groups: tuple[DecodeGroup, ...]
     chunks: tuple[ChunkTile, ...]
 
@@ -60,12 +59,9 @@ class GatherAttention:
     def prepare(self, batch: AttentionBatch) -> GatherPlan:
         groups = tuple(self._decode_group(batch, begin, end) for begin, end in split_by_length(batch.lengths))
         tiles = tuple(tile for chunk in batch.chunks for tile in self._tiles(chunk, batch.block_size))
-        last = batch.chunks[-1] if batch.chunks else None
-        return GatherPlan(last.begin + last.num_tokens if last else len(batch.lengths), groups, tiles)
+        return GatherPlan(groups, tiles)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: GatherPlan) -> Tensor:
-        if len(plan.groups) == 1 and not plan.chunks:
-            return self._attend_group(query, cache, plan.groups[0])
         parts = [self._attend_group(query, cache, group) for group in plan.groups]
         parts += [self._attend_tile(query, key, value, cache, tile) for tile in plan.chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -100,16 +96,14 @@ class GatherAttention:
         heads = torch.arange(kv_heads, device=block_ids.device)
         return (block_ids[:, None, :] * kv_heads + heads[None, :, None]).reshape(-1)
 
-    def _gather(self, cache: Tensor, index: Tensor, rows: int, length: int) -> Tensor:
-        blocks, kv_heads, block_size, dim = cache.shape
-        taken = cache.view(blocks * kv_heads, block_size * dim).index_select(0, index)
-        return taken.view(rows, kv_heads, -1, dim)[:, :, :length].to(self._compute)  # [rows, kv heads, length, dim]
+    def _gather(self, blocks: Tensor, index: Tensor, rows: int, length: int) -> Tensor:
+        taken = blocks.index_select(0, index).view(rows, self._heads.num_kv, -1, self._heads.dim)
+        return taken[:, :, :length].to(self._compute)  # [rows, kv heads, length, dim]
 
     def _attend_group(self, query: Tensor, cache: LayerCache, group: DecodeGroup) -> Tensor:
-        rows = group.end - group.begin
-        keys = self._gather(cache.key, group.index, rows, group.longest)
-        values = self._gather(cache.value, group.index, rows, group.longest)
-        q = query[group.begin : group.end].to(self._compute)
+        rows, q = group.end - group.begin, query[group.begin : group.end].to(self._compute)
+        keys = self._gather(cache.key_blocks, group.index, rows, group.longest)
+        values = self._gather(cache.value_blocks, group.index, rows, group.longest)
         q = q.reshape(rows, self._heads.num_kv, self._group, -1)  # [rows, kv heads, group, dim]
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.mask, scale=self._scale)
         return out.reshape(rows, -1).to(query.dtype)
@@ -121,8 +115,8 @@ class GatherAttention:
             keys = key[tokens].to(self._compute).transpose(0, 1)  # [kv heads, length, dim]
             values = value[tokens].to(self._compute).transpose(0, 1)
         else:
-            keys = self._gather(cache.key, tile.index, 1, tile.length)[0]
-            values = self._gather(cache.value, tile.index, 1, tile.length)[0]
+            keys = self._gather(cache.key_blocks, tile.index, 1, tile.length)[0]
+            values = self._gather(cache.value_blocks, tile.index, 1, tile.length)[0]
         q = query[tokens].to(self._compute).reshape(count, kv_heads, group, -1).permute(1, 2, 0, 3)
         shape = (kv_heads, group, keys.shape[1], keys.shape[2])
         out = F.scaled_dot_product_attention(  # [kv heads, group, tokens, dim]

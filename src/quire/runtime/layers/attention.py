@@ -20,6 +20,6 @@ class Attention(nn.Module):
         """qk: [tokens, query + kv heads, dim], value: [tokens, kv heads, dim] -> [tokens, query heads * dim]."""
         query, key = qk[:, : self._num_query], qk[:, self._num_query :]
         cache, dim = step.caches[self._layer], self._dim
-        cache.key.view(-1, dim).index_copy_(0, step.slots, key.reshape(-1, dim).to(cache.key.dtype))
-        cache.value.view(-1, dim).index_copy_(0, step.slots, value.reshape(-1, dim).to(cache.value.dtype))
+        cache.key_slots.index_copy_(0, step.slots, key.reshape(-1, dim).to(cache.key.dtype))
+        cache.value_slots.index_copy_(0, step.slots, value.reshape(-1, dim).to(cache.value.dtype))
         return self._backend.attend(query, key, value, cache, step.attention)

@@ -51,7 +51,11 @@ class HeadNorm(WeightLayer):
 
 def normalize(x: Tensor, eps: float) -> Tensor:
     """A new tensor: x over its root mean square, in x's dtype."""
+    size = x.shape[-1]
     if x.device.type != "cpu":
-        return F.rms_norm(x, (x.shape[-1],), None, eps)
+        return F.rms_norm(x, (size,), None, eps)
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True).add_(eps))).to(x.dtype)
+    norm: Tensor = torch.linalg.vector_norm(
+        wide, dim=-1, keepdim=True
+    )  # fewer and faster passes than F.rms_norm on a CPU
+    return (wide * norm.square_().mul_(1.0 / size).add_(eps).rsqrt_()).to(x.dtype)

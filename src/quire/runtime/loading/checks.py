@@ -7,7 +7,7 @@ import math
 from quire.config.model import ModelConfig
 from quire.types.errors import ModelLoadError
 
-# setting: (lowest, highest)
+# The lowest and the highest value of each.
 _LIMITS = {
     "vocab_size": (1, 1 << 24),
     "hidden_size": (1, 1 << 20),

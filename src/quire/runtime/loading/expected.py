@@ -8,16 +8,17 @@ from quire.config.model import ModelConfig
 from quire.types.errors import ModelLoadError
 
 Shape = tuple[int, ...]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        EMBEDDING: (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes[HEAD] = (config.vocab_size, hidden)
     block = _block_shapes(config)
     for layer in range(config.num_layers):
         shapes.update({f"model.layers.{layer}.{part}": shape for part, shape in block.items()})
@@ -32,8 +33,13 @@ def check_tensors(
     source: Callable[[str], str],
     file: str,
 ) -> None:
-    """Refuse a checkpoint with a tensor missing, of a wrong shape, or that the model has no place for."""
-    expected, present = expected_shapes(config), set(names)
+    """Refuse a checkpoint with a tensor missing, of a wrong shape, or that the model has no place for.
+
+    Done before anything is allocated by the config's numbers.
+    """
+    expected, present = expected_shapes(config), {name for name in names if ".rotary_emb." not in name}
+    if config.tie_word_embeddings and HEAD in present:
+        expected[HEAD] = expected[EMBEDDING]  # a second copy, which old exporters wrote down
     for name, wanted in expected.items():
         if name not in present:
             raise ModelLoadError(file, "is missing from the checkpoint", tensor=name, fix="download the model again")

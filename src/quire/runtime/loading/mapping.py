@@ -6,6 +6,7 @@ import mmap
 import os
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -43,10 +44,8 @@ class MappedFile:
 
     def close(self) -> None:
         """Give the mapping back, now or when the last view of it is gone. Idempotent."""
-        try:
+        with suppress(BufferError):  # a view is still in use; the mapping ends with it
             self.data.close()
-        except BufferError:
-            pass  # a view is still in use; the mapping ends with it
 
 
 def _reason(error: OSError | ValueError) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from quire.config.model import ModelConfig
+from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.gguf.config import gguf_model_config
 from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.hf.config import hf_model_config
-from quire.runtime.loading.resolve import ModelFiles
 
 
 def read_model_config(files: ModelFiles) -> ModelConfig:

@@ -29,13 +29,16 @@ def _entries(logits: Tensor, chosen: Tensor, counts: list[int]) -> list[TokenLog
     vocab_size = logits.shape[1]
     wanted = [vocab_size if count == -1 else min(count, vocab_size) for count in counts]
     own = logits.gather(1, chosen[:, None])  # [T, 1]
-    ranks = ((logits > own).sum(dim=-1) + 1).cpu().numpy()
+    tops = tile_max(logits)
+    better = torch.gt(logits, own, out=torch.empty_like(logits))  # 1 or 0: floats are faster than a mask on CPUs
+    ranks = (better.sum(dim=-1).long() + 1).cpu().numpy()
     values, ids = own, chosen[:, None]
     if max(wanted):
-        best_values, best_ids = head(logits, tile_max(logits), max(wanted))
+        best_values, best_ids = head(logits, tops, max(wanted))
         values, ids = torch.cat([values, best_values], dim=1), torch.cat([ids, best_ids], dim=1)
-    scale = logits.logsumexp(dim=-1, keepdim=True)
-    host_logprobs = (values - scale).cpu().numpy()
+    best = tops.amax(dim=-1, keepdim=True)
+    log_total = (logits - best).exp_().sum(dim=-1, keepdim=True).log_()
+    host_logprobs = (values - best - log_total).cpu().numpy()
     host_ids = ids.to(torch.int32).cpu().numpy()
     return [
         TokenLogprobs(np.array(host_ids[i, : 1 + k]), np.array(host_logprobs[i, : 1 + k]), int(ranks[i]))

@@ -115,6 +115,8 @@ class Sampler:
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Ints, history: TokenHistory) -> Sampled:
         """Choose a token for each of `rows` from logits [S, vocab], which may be overwritten."""
+        if not len(rows):
+            return Sampled(torch.empty(0, dtype=torch.int64, device=self._device))
         batch = self._batch_of(rows)
         logits = logits.float().contiguous()
         raw = None if batch.logprobs is None else logits.index_select(0, batch.logprobs.positions)
@@ -168,16 +170,14 @@ class Sampler:
 
     def _choose(self, logits: Tensor, batch: _Batch, history: TokenHistory) -> Tensor:  # [S]
         tops = tile_max(logits)  # [S, tiles]
-        token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        chosen = [(part, self._draw(chooser, part, logits, tops, history)) for chooser, part in batch.choosers]
         if batch.greedy is not None:
-            greedy = batch.greedy
-            token_ids[greedy.positions] = best_token(greedy.take(logits), greedy.take(tops))
-        for chooser, part in batch.choosers:
-            token_ids[part.positions] = self._draw(chooser, part, part.take(logits), part.take(tops), history)
-        return mark_failures(token_ids, tops.amax(dim=-1))
+            chosen.append((batch.greedy, best_token(batch.greedy.take(logits), batch.greedy.take(tops))))
+        return mark_failures(_joined(chosen), tops.amax(dim=-1))
 
     def _draw(self, chooser: Chooser, part: Part, logits: Tensor, tops: Tensor, history: TokenHistory) -> Tensor:  # [G]
         uniform = self._streams.uniform(part.rows, history)
+        logits, tops = part.take(logits), part.take(tops)
         drawn = [
             chooser.choose(logits[lines], tops[lines], part.slots[lines], uniform[lines])
             for lines in (slice(start, start + _LINES_AT_ONCE) for start in range(0, len(logits), _LINES_AT_ONCE))
@@ -190,3 +190,14 @@ class Sampler:
         entries = token_logprobs(raw, chosen.clamp(min=0), counts)
         lines = zip(part.host_rows.tolist(), chosen.tolist(), entries, strict=True)
         return tuple(RowLogprobs(row, entry) for row, token, entry in lines if token >= 0)
+
+
+def _joined(chosen: list[tuple[Part, Tensor]]) -> Tensor:
+    """The tokens of a batch's parts, in the batch's order."""
+    first_part, first_ids = chosen[0]
+    if first_part.whole:
+        return first_ids
+    token_ids = first_ids.new_empty(sum(len(ids) for _, ids in chosen))
+    for part, ids in chosen:
+        token_ids.index_copy_(0, part.positions, ids)
+    return token_ids

@@ -26,7 +26,7 @@ class KVCache:
         shape = (num_layers, 2, config.num_blocks, heads.num_kv, config.block_size, heads.dim)
         self._memory = _zeros(shape, dtype, device)
         self._blocks = self._memory.view(num_layers * 2, config.num_blocks, -1)  # [layers * 2, blocks, numbers]
-        self.layers = tuple(LayerCache(layer[0], layer[1]) for layer in self._memory)
+        self.layers = tuple(LayerCache.of(layer[0], layer[1]) for layer in self._memory)
         self.num_blocks, self.block_size = config.num_blocks, config.block_size
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:

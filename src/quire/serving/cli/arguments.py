@@ -62,7 +62,7 @@ def add_chat(commands: Commands[OneLineParser]) -> None:
     parser.add_argument("message", nargs="?", metavar="MESSAGE", help="one message to answer; else a conversation")
     parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the conversation")
     _add_model(parser)
-    _add_sampling(parser, {"temperature": 0.2, "top_p": 0.9, "max_tokens": 512})
+    _add_sampling(parser, {"temperature": 0.0, "max_tokens": 512})
     _add_engine(parser)
 
 

@@ -114,4 +114,6 @@ def _with_step(rules: Rules, step: dict[str, Any], fused: bool) -> tuple[Rules, 
         return replace(rules, strip=step["content"], num_stripped=step["start"]), fused
     if kind == "Fuse":
         return rules, True
-    raise ModelLoadError("tokenizer.json", f"decoder step {kind!r} is not supported where it stands", fix="use another model")
+    raise ModelLoadError(
+        "tokenizer.json", f"decoder step {kind!r} is not supported where it stands", fix="use another model"
+    )

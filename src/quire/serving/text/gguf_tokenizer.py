@@ -24,7 +24,7 @@ _PHI3_STRIPS_NOT = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, object], file: str) -> tuple[Tokenizer, SpecialTokens]:
-    """The tokenizer that `metadata` describes. Raises ModelLoadError, naming `file` and the key, for what it cannot be."""
+    """The tokenizer that `metadata` describes. Raises ModelLoadError naming `file` and the key."""
     vocabulary = read_vocabulary(metadata, file)
     kind = vocabulary.text("model")
     if kind == "gpt2":
@@ -43,7 +43,9 @@ def build_gguf_tokenizer(metadata: Mapping[str, object], file: str) -> tuple[Tok
 def _scheme(vocabulary: GgufVocabulary) -> Scheme:
     name = vocabulary.text("pre")
     if name is None:
-        _log.warning("%s: tokenizer.ggml.pre is missing, so 'default' is assumed; convert the model again", vocabulary.file)
+        _log.warning(
+            "%s: tokenizer.ggml.pre is missing, 'default' is assumed; convert the model again", vocabulary.file
+        )
         name = "default"
     if name not in SCHEMES:
         raise vocabulary.error("pre", f"{name!r} is not a known pre-tokenizer", f"known: {', '.join(sorted(SCHEMES))}")
@@ -81,10 +83,12 @@ def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _bpe(vocabulary: GgufVocabulary, ids: dict[str, int], merges: list[tuple[str, str]], **options: object) -> models.BPE:
+def _bpe(
+    vocabulary: GgufVocabulary, ids: dict[str, int], merges: list[tuple[str, str]], **options: object
+) -> models.BPE:
     try:
         return models.BPE(ids, merges, **options)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
         raise ModelLoadError(
             vocabulary.file, f"tokenizer.ggml.merges do not fit the vocabulary: {error}", fix="convert the model again"
         ) from None
@@ -94,7 +98,8 @@ def _merges_by_score(vocabulary: GgufVocabulary, ids: dict[str, int]) -> list[tu
     """Every way to build a scored token from two others, best first: what SentencePiece does while it encodes."""
     scores = vocabulary.numbers("scores")
     pieces = {ids[token] for token in ids} - {
-        index for kind in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.BYTE, TokenType.UNUSED)
+        index
+        for kind in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.BYTE, TokenType.UNUSED)
         for index in vocabulary.of_type(kind)
     }
     ranked: list[tuple[float, int, int, str]] = []

@@ -24,7 +24,7 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GgufVocabulary:
-    """Tokens with their types, and typed access to the other `tokenizer.ggml.*` keys. Errors name `file` and the key."""
+    """Tokens with their types, and typed access to the other `tokenizer.ggml.*` keys. Errors name the key."""
 
     file: str
     metadata: Mapping[str, object]
@@ -75,7 +75,9 @@ def read_vocabulary(metadata: Mapping[str, object], file: str) -> GgufVocabulary
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(_texts(file, metadata, "tokens"))]
     if len(set(tokens)) != len(tokens):
         doubled = next(token for token in tokens if tokens.count(token) > 1)
-        raise ModelLoadError(file, f"{_PREFIX}tokens holds {doubled!r:.80} more than once", fix="convert the model again")
+        raise ModelLoadError(
+            file, f"{_PREFIX}tokens holds {doubled!r:.80} more than once", fix="convert the model again"
+        )
     types = metadata.get(_PREFIX + "token_type")
     if types is None:
         types = [int(TokenType.NORMAL)] * len(tokens)

@@ -28,7 +28,9 @@ def build_hf_tokenizer(directory: Path) -> tuple[Tokenizer, SpecialTokens]:
     model_config = _read_json(directory / "config.json")
     if bos is None:
         bos = next(_ids(model_config, "bos_token_id", directory / "config.json"), None)
-    ends = [*_ids(_read_json(directory / "generation_config.json"), "eos_token_id", directory / "generation_config.json")]
+    ends = [
+        *_ids(_read_json(directory / "generation_config.json"), "eos_token_id", directory / "generation_config.json")
+    ]
     ends += [eos] if eos is not None else []
     ends = ends or [*_ids(model_config, "eos_token_id", directory / "config.json")]
     return tokenizer, SpecialTokens(bos, tuple(dict.fromkeys(ends)), _chat_template(directory, config))
@@ -40,7 +42,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
         raise ModelLoadError(str(path), "no such file, and no other tokenizer format is read", fix=fix)
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
         raise ModelLoadError(str(path), f"not a tokenizer: {error}", fix="fetch the file again") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -85,7 +87,8 @@ def _add_declared_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Pat
         flags = {key: bool(entry.get(key)) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
         tokenizer.add_tokens([AddedToken(content, **flags)])
         if tokenizer.token_to_id(content) != int(index):
-            reason = f"added_tokens_decoder puts {content!r:.80} at {index}, tokenizer.json at {tokenizer.token_to_id(content)}"
+            found = tokenizer.token_to_id(content)
+            reason = f"added_tokens_decoder has {content!r:.80} at {index}, tokenizer.json would have it at {found}"
             raise ModelLoadError(str(path), reason, fix="fetch both files from one revision")
         known.add(content)
     extra = config.get("additional_special_tokens") or []

@@ -1,4 +1,4 @@
-"""How a byte-level BPE model cuts text into words before merging, by the names GGUF files give in `tokenizer.ggml.pre`."""
+"""How byte-level BPE models cut text into words before merging, by their names in `tokenizer.ggml.pre`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def _words(digits: str, *, contractions: str = _CONTRACTIONS + "|", letters: str
     return rf"{contractions}[^\r\n\p{{L}}\p{{N}}]?{letters}+|{digits}|{signs}|{_SPACES}"
 
 
-def _cased_words(digits: str, *, contractions: str = _CONTRACTIONS + "?", signs_end: str = r"[\r\n/]*", but: str = "") -> str:
+def _cased_words(
+    digits: str, *, contractions: str = _CONTRACTIONS + "?", signs_end: str = r"[\r\n/]*", but: str = ""
+) -> str:
     """The GPT-4o family: a change from lower to upper case ends a word."""
     start, upper, lower = r"[^\r\n\p{L}\p{N}]?", f"[{_UPPER}{but}]", f"[{_LOWER}{but}]"
     title, shout = f"{start}{upper}*{lower}+{contractions}", f"{start}{upper}+{lower}*{contractions}"
@@ -103,7 +105,19 @@ def _make_table() -> dict[str, Scheme]:
         table.update(dict.fromkeys(names, scheme))
 
     add(_FALCON, "default", "falcon")
-    add(_GPT2, "gpt-2", "phi-2", "jais", "trillion", "granite-docling", "exaone4", "gigachat", "a.x-4.0", "mellum", "modern-bert")
+    add(
+        _GPT2,
+        "gpt-2",
+        "phi-2",
+        "jais",
+        "trillion",
+        "granite-docling",
+        "exaone4",
+        "gigachat",
+        "a.x-4.0",
+        "mellum",
+        "modern-bert",
+    )
     add(replace(_GPT2, nfc=True), "mpt", "olmo")
     add(_SINGLE_DIGITS, "smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2")
     add(replace(_SINGLE_DIGITS, nfc=True), "command-r")
@@ -118,7 +132,18 @@ def _make_table() -> dict[str, Scheme]:
     add(replace(tekken, ignore_merges=True, add_bos=True), "tekken")
     add(_DEEPSEEK3, "deepseek-v3", "hunyuan-dense", "joyai-llm")
     cased = rf"\s?[{_CASED_LETTERS}]+"
-    deepseek = tuple(map(_Regex, (r"[\r\n]", cased, "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", r"\s+$", _HAN_AND_HANGUL)))
+    deepseek = tuple(
+        map(
+            _Regex,
+            (
+                r"[\r\n]",
+                cased,
+                "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+                r"\s+$",
+                _HAN_AND_HANGUL,
+            ),
+        )
+    )
     add(Scheme((*deepseek, "digits")), "deepseek-llm")
     coder = tuple(map(_Regex, (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL)))
     add(Scheme((*coder, "digits")), "deepseek-coder")

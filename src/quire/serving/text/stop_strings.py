@@ -100,9 +100,11 @@ class _Machine:
 
 @lru_cache(maxsize=16)
 def _machine(stops: tuple[str, ...]) -> _Machine:
-    if any(not isinstance(stop, str) or not stop for stop in stops):
+    if not all(stops):
         raise InvalidRequest("stop", "must hold non-empty strings", "leave empty ones out")
     size = sum(map(len, stops))
     if size > MAX_STOP_CHARACTERS:
-        raise InvalidRequest("stop", f"has {size} characters in all, limit {MAX_STOP_CHARACTERS}", "send fewer or shorter ones")
+        raise InvalidRequest(
+            "stop", f"has {size} characters in all, limit {MAX_STOP_CHARACTERS}", "send fewer or shorter ones"
+        )
     return _Machine(stops)

@@ -11,7 +11,8 @@ from jinja2 import Undefined
 
 NUMBER_BITS = 4_096
 _SCALARS = (str, int, float, bool, type(None), Undefined)
-_VIEWS = (KeysView, ValuesView, ItemsView)
+_CONTAINERS = (list, tuple, Mapping, KeysView, ValuesView, ItemsView)
+_NODE = 8  # brackets, quotes, commas: what a value takes besides its text
 _ITEM_BYTES = 56  # what a short string in a fresh list takes
 
 
@@ -23,11 +24,12 @@ class TemplateTooCostly(Exception):
 class TemplateLimits:
     """Bounds on one template and each of its renderings. Values grow with the input, so long chats still render."""
 
-    source_characters: int = 262_144
+    source_characters: int = 65_536
+    syntax_nodes: int = 8_192
     messages: int = 8_192
     input_characters: int = 16_000_000
     output_characters: int = 16_000_000
-    seconds: float = 0.8  # of this thread's own time
+    seconds: float = 0.5  # of this thread's own time
     value_size: int = 1_000_000  # characters or items of any single value
     total_bytes: int = 32_000_000  # of all values made, freed or not
     growth: int = 8  # both may also grow to this many times the input
@@ -80,24 +82,22 @@ class Budget:
 
     def weigh(self, value: object, indent: int = 0) -> int:
         """The characters that writing `value` out takes, every shared part counted each time it is met."""
-        if isinstance(value, str):
-            return len(value)
+        if isinstance(value, _SCALARS):
+            return len(value) if isinstance(value, str) else _NODE
         total, waiting = 0, [(value, 1)]
         while waiting:
             part, depth = waiting.pop()
-            total += 8 + depth * indent
-            if isinstance(part, str):
-                total += len(part)
-            elif isinstance(part, Mapping):
-                waiting += [(key, depth + 1) for key in part]
-                waiting += [(item, depth + 1) for item in part.values()]
-            elif isinstance(part, (list, tuple, *_VIEWS)):
-                waiting += [(item, depth + 1) for item in part]
-            elif not isinstance(part, _SCALARS):
+            if not isinstance(part, _CONTAINERS):
                 raise TemplateTooCostly(f"it reads a {type(part).__name__} as data")
-            self.fits(total // 8)
-            if len(waiting) > self.value_size:
-                self.fits(len(waiting))
+            items = [*part, *part.values()] if isinstance(part, Mapping) else part
+            total += _NODE + (_NODE + depth * indent) * len(items)
+            for item in items:
+                if isinstance(item, str):
+                    total += len(item)
+                elif not isinstance(item, _SCALARS):
+                    waiting.append((item, depth + 1))
+            if total > self.value_size:
+                raise TemplateTooCostly(f"a value has more than {self.value_size} characters written out")
         return total
 
     def text(self, value: object) -> str:
@@ -108,6 +108,8 @@ class Budget:
 
     def listed(self, values: Iterable[object]) -> list[object]:
         """The items of any iterable, as long as they are not too many."""
+        if isinstance(values, list):
+            return values
         found: list[object] = []
         for value in values:
             found.append(value)

@@ -1,45 +1,46 @@
 """The Jinja environment chat templates run in: sandboxed, and with every way to grow or to linger under a budget.
 
-Templates come with model files, so they are treated as hostile. The compiled template itself is changed: each loop turn,
-comparison, literal, slice and concatenation reports to the rendering's budget, as do calls, operators and filters.
+Templates come with model files, so they are treated as hostile. The compiled template itself is changed: loop turns,
+comparisons, literals, slices and joins report to the rendering's budget, as do calls, operators and filters.
 """
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import re
-import types
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable
 from typing import Any
 
-from jinja2 import TemplateError, Undefined, nodes, pass_context
+from jinja2 import TemplateError, Undefined, nodes
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
 
 from quire.serving.text import template_filters as guards
-from quire.serving.text.template_budget import TemplateTooCostly
+from quire.serving.text.template_budget import Budget, TemplateTooCostly
 from quire.serving.text.template_filters import budget_of
+from quire.serving.text.template_guard import CHECKS, guard, written
 
 MAX_POWER = 64
-_SEARCHED_BACKWARDS = 65_536  # above this many characters ...
-_SHORT_NEEDLE = 256  # ... only needles up to this are searched for from the right
+MAX_TIME_FORMAT = 256
+_LONG_TEXT = 65_536
+_FRAME_VARIABLES = ("_loop_vars", "_block_vars")  # Jinja hands a frame's own variables along with every call
+_OBJECT_BYTES = 512  # a namespace and its dictionary
+_STRING_METHODS = (
+    "capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier "
+    "islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix "
+    "replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill"
+)
 _METHODS: dict[type, frozenset[str]] = {
-    str: frozenset(
-        (
-            "capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower "
-            "isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix replace "
-            "rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill"
-        ).split()
-    ),
-    dict: frozenset("copy get items keys values".split()),
-    list: frozenset("copy count index".split()),
-    tuple: frozenset("count index".split()),
-    LoopContext: frozenset("changed cycle".split()),
+    str: frozenset(_STRING_METHODS.split()),
+    dict: frozenset({"copy", "get", "items", "keys", "values"}),
+    list: frozenset({"copy", "count", "index"}),
+    tuple: frozenset({"count", "index"}),
+    LoopContext: frozenset({"changed", "cycle"}),
 }
 _FORBIDDEN = (nodes.Block, nodes.Extends, nodes.FromImport, nodes.Import, nodes.Include, nodes.EvalContextModifier)
 _STRFTIME = re.compile(r"(?:[^%]|%-?[A-Za-z%])*")
@@ -55,15 +56,15 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     context_class = RenderContext
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
-    def __init__(self) -> None:
+    def __init__(self, max_nodes: int) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,  # folding constants would run filters before there is a budget
-            finalize=_written,
+            finalize=written,
             extensions=[LoopControlExtension, _GenerationBlock],
         )
-        self.filters = guards.guarded_filters() | _INTERNAL
+        self.filters = guards.guarded_filters() | CHECKS
         self.tests = guards.guarded_tests()
         self.globals = {
             "range": safe_range,
@@ -73,16 +74,21 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             "strftime_now": _strftime_now,
         }
         self._functions = frozenset(map(id, self.globals.values()))
+        self._max_nodes = max_nodes
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        forbidden = tree.find(_FORBIDDEN)
-        if forbidden is not None:
+        num_nodes = sum(1 for _ in tree.find_all(nodes.Node))
+        if num_nodes > self._max_nodes:
+            raise TemplateSyntaxError(f"has {num_nodes} syntax nodes, limit {self._max_nodes}", 1)
+        for forbidden in tree.find_all(_FORBIDDEN):
             raise TemplateSyntaxError(f"{type(forbidden).__name__.lower()} is not available here", forbidden.lineno)
         return tree
 
-    def _generate(self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False) -> str:
-        return super()._generate(_Guard().visit(source), name, filename, defer_init)
+    def _generate(
+        self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
+    ) -> str:
+        return super()._generate(guard(source), name, filename, defer_init)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         if not isinstance(argument, (str, int, float, Undefined, type(None))):
@@ -102,7 +108,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "+" and isinstance(left, sized) and isinstance(right, sized):
             budget.fits(len(left) + len(right))
         elif operator == "%" and isinstance(left, str):
-            guards.check_format(budget, left, right)
+            guards.check_percent(budget, left, right)
         elif operator == "**" and isinstance(right, int) and abs(right) > MAX_POWER:
             raise TemplateTooCostly(f"it raises a number to the power {right}, limit {MAX_POWER}")
         result = super().call_binop(context, operator, left, right)
@@ -113,23 +119,27 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         wrapped = super().wrap_str_format(value)
         return None if wrapped is None else _Format(value.__self__, wrapped)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         budget = budget_of(__context)
         budget.tick()
         if isinstance(__obj, Undefined):
             return __obj()
+        given = [value for name, value in kwargs.items() if name not in _FRAME_VARIABLES]
         if isinstance(__obj, _Format):
-            guards.check_format(budget, __obj.template, [args, kwargs])
+            guards.check_format(budget, __obj.template, (*args, *given))
         elif isinstance(getattr(__obj, "__self__", None), tuple(_METHODS)):
-            args = __self._checked_arguments(__context, __obj, args, kwargs)
-        elif not isinstance(__obj, (Macro, LoopContext)) and id(__obj) not in __self._functions:
+            args = __self._checked_arguments(__context, __obj, args, given)
+        elif id(__obj) in __self._functions:
+            budget.spend(_OBJECT_BYTES + sum(budget.weigh(argument) for argument in args))
+        elif not isinstance(__obj, (Macro, LoopContext)):
             raise SecurityError(f"a {type(__obj).__name__} may not be called in a chat template")
         result = super().call(__context, __obj, *args, **kwargs)
+        budget.spend(guards.CALL_BYTES)
         budget.made(result)
         return result
 
     def _checked_arguments(
-        self, context: Context, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, context: Context, method: Any, args: tuple[Any, ...], given: list[Any]
     ) -> tuple[Any, ...]:
         """Check a method of a builtin type and what it is given; returns its arguments, iterators read out."""
         owner, name, budget = method.__self__, method.__name__, budget_of(context)
@@ -139,18 +149,28 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             parts = budget.listed(args[0])
             guards.check_join(budget, owner, parts)
             return (parts, *args[1:])
-        for argument in (*args, *kwargs.values()):
+        for argument in (*args, *given):
             if isinstance(argument, int):
                 if abs(argument) > guards.MAX_ARGUMENT:
                     raise TemplateTooCostly(f"{name} was given {argument}, limit {guards.MAX_ARGUMENT}")
-            elif isinstance(owner, (str, list, tuple, dict)):
+            else:
                 budget.weigh(argument)
         if name == "replace" and len(args) > 1 and all(isinstance(text, str) for text in args[:2]):
             guards.check_replace(budget, owner, args[0], args[1])
-        if name.startswith("r") and isinstance(owner, str) and len(owner) > _SEARCHED_BACKWARDS:
-            if any(isinstance(argument, str) and len(argument) > _SHORT_NEEDLE for argument in args):
-                raise TemplateTooCostly(f"{name} looks for more than {_SHORT_NEEDLE} characters in a long text")
+        if isinstance(owner, str):
+            _check_search(budget, owner, name, args)
         return args
+
+
+def _check_search(budget: Budget, text: str, name: str, args: tuple[Any, ...]) -> None:
+    """Methods that cut a string copy it; those that compare every character with a set may be slow."""
+    if "split" in name or "partition" in name:
+        budget.spend(sys.getsizeof(text))
+    slow = name.startswith("r") or "strip" in name
+    if slow and len(text) > _LONG_TEXT and any(isinstance(a, str) and len(a) > guards.MAX_CHARACTER_SET for a in args):
+        raise TemplateTooCostly(
+            f"{name} was given more than {guards.MAX_CHARACTER_SET} characters to find in a long text"
+        )
 
 
 class _Format:
@@ -166,126 +186,17 @@ class _Format:
 class _GenerationBlock(Extension):
     """{% generation %} marks the assistant's words for training; here it only has a scope of its own."""
 
-    tags = {"generation"}
+    tags = frozenset({"generation"})  # type: ignore[assignment]
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-class _Guard(NodeTransformer):
-    """Puts the budget's checks into a parsed template."""
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        literal = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
-        turn = _checked(nodes.Const(literal, lineno=node.lineno), "turn")
-        node.body.insert(0, nodes.ExprStmt(turn, lineno=node.lineno))
-        if node.test is not None:
-            node.test = nodes.And(_checked(nodes.Const(0, lineno=node.lineno), "turn"), node.test, lineno=node.lineno)
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _checked(nodes.Tuple(node.nodes, "load", lineno=node.lineno), "concat")
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        self.generic_visit(node)
-        node.expr = _checked(node.expr, "operand")
-        for operand in node.ops:
-            operand.expr = _checked(operand.expr, "operand")
-        return node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        self.generic_visit(node)
-        return _checked(node, "made") if isinstance(node.arg, nodes.Slice) else node
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        self.generic_visit(node)
-        return _checked(node, "made")
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        self.generic_visit(node)
-        return _checked(node, "made") if node.ctx == "load" else node
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        self.generic_visit(node)
-        for pair in node.items:
-            pair.key = _checked(pair.key, "key")
-        return _checked(node, "made")
-
-    def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:
-        self.generic_visit(node)
-        node.filter = nodes.Filter(node.filter, "quire.made", [], [], None, None, lineno=node.lineno)
-        return node
-
-
-def _checked(node: nodes.Expr, check: str) -> nodes.Expr:
-    """`node`, its value passed through one of the checks below on its way."""
-    if check in ("operand", "key") and isinstance(node, nodes.Const):
-        return node
-    return nodes.Filter(node, f"quire.{check}", [], [], None, None, lineno=node.lineno)
-
-
-@pass_context
-def _turn(context: Context, literal: int) -> bool:
-    budget = budget_of(context)
-    budget.tick()
-    budget.spend(literal + 64)
-    return True
-
-
-@pass_context
-def _made(context: Context, value: Any) -> Any:
-    budget_of(context).made(value)
-    return value
-
-
-@pass_context
-def _operand(context: Context, value: Any) -> Any:
-    budget = budget_of(context)
-    if isinstance(value, str):
-        if len(value) > 4_096:
-            budget.tick()
-    elif isinstance(value, (list, tuple, Mapping)):
-        budget.tick()
-        budget.weigh(value)
-    return value
-
-
-@pass_context
-def _key(context: Context, value: Any) -> Any:
-    if not isinstance(value, (str, int, float, type(None))):
-        raise SecurityError(f"a {type(value).__name__} cannot be a key here")
-    return value
-
-
-@pass_context
-def _concat(context: Context, parts: tuple[Any, ...]) -> str:
-    budget = budget_of(context)
-    texts = [budget.text(part) for part in parts]
-    budget.fits(sum(map(len, texts)))
-    joined = "".join(texts)
-    budget.made(joined)
-    return joined
-
-
-@pass_context
-def _written(context: Context, value: Any) -> str:
-    """What {{ value }} writes."""
-    budget = budget_of(context)
-    text = budget.text(value)
-    budget.spend(len(text))
-    return text
-
-
-_INTERNAL = {"quire.turn": _turn, "quire.made": _made, "quire.operand": _operand, "quire.key": _key, "quire.concat": _concat}
-
-
 class _TemplateNamespace(Namespace):
     """Jinja's namespace, without names that begin with an underscore."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805
+    def __init__(*args: Any, **kwargs: Any) -> None:
         attributes = dict(*args[1:], **kwargs)
         for name in attributes:
             _check_name(name)
@@ -312,7 +223,7 @@ def _raise_exception(message: object) -> None:
     raise TemplateError(message if isinstance(message, str) else repr(type(message)))
 
 
-def _strftime_now(format: object) -> str:
-    if not isinstance(format, str) or len(format) > 256 or not _STRFTIME.fullmatch(format):
-        raise SecurityError("strftime_now takes a plain format of at most 256 characters")
-    return datetime.datetime.now().strftime(format)
+def _strftime_now(template: object) -> str:
+    if not isinstance(template, str) or len(template) > MAX_TIME_FORMAT or not _STRFTIME.fullmatch(template):
+        raise SecurityError(f"strftime_now takes a plain format of at most {MAX_TIME_FORMAT} characters")
+    return dt.datetime.now().strftime(template)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tokenizers
@@ -73,6 +74,10 @@ class Tokenizer:
             after_special = is_special
         return "".join(parts)
 
+    def save(self, path: Path) -> None:
+        """Write it down as a tokenizer.json, as Hugging Face directories hold it."""
+        self._backend.save(str(path))
+
     def token_text(self, token_id: int) -> str:
         """What one token looks like inside a text; U+FFFD stands for bytes that are no character alone."""
         if self.decoding.rules.byte_level:
@@ -97,5 +102,7 @@ def _checked(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest("prompt", f"holds a lone surrogate at character {error.start}", "send valid Unicode") from None
+        raise InvalidRequest(
+            "prompt", f"holds a lone surrogate at character {error.start}", "send valid Unicode"
+        ) from None
     return text

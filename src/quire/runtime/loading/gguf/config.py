@@ -19,7 +19,8 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _READ = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
-    "attention.layer_norm_rms_epsilon", "attention.sliding_window", "attention.causal", "expert_count", "expert_used_count",
+    "attention.layer_norm_rms_epsilon", "attention.sliding_window", "attention.causal",
+    "expert_count", "expert_used_count",
     "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
@@ -40,7 +41,7 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
     tensors = model.owners
     vocab_size = _read_vocab_size(model, fields)
     config = ModelConfig(
-        architecture=cast(Architecture, name),
+        architecture=cast("Architecture", name),
         vocab_size=vocab_size,
         hidden_size=fields.integer("embedding_length"),
         intermediate_size=fields.integer("feed_forward_length"),

@@ -74,10 +74,10 @@ class Cursor:
         dtype = np.dtype(code)
         values = np.frombuffer(self.take(count * dtype.itemsize, key), dtype=dtype)
         if kind != BOOL:
-            return values.tolist()
+            return list(values.tolist())
         if values.size and values.max() > 1:
             raise ModelLoadError(self._name, "holds a truth value that is neither 0 nor 1", tensor=key)
-        return (values != 0).tolist()
+        return [value != 0 for value in values.tolist()]
 
     def _strings(self, count: int, key: str) -> list[object]:
         if count * 8 > self.left:

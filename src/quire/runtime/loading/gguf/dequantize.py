@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,11 +11,11 @@ from quire.runtime.loading.gguf.codebook_quants import CODEBOOK_DECODERS
 from quire.runtime.loading.gguf.k_quants import K_DECODERS
 from quire.runtime.loading.gguf.simple_quants import SIMPLE_DECODERS
 from quire.runtime.loading.gguf.types import GgmlType
+from quire.runtime.loading.threads import threads_for
 
 Decoder = Callable[[Tensor, Tensor], None]  # blocks [n, block bytes] uint8 -> out [n, block values] float32
 
 CHUNK_VALUES = 1 << 20  # decoded at a time: temporaries stay below 20 MiB, whatever the size of the tensor
-SMALL_TENSOR = 1 << 23  # up to here threads cost more in barriers than they win, much more on a busy machine
 STORED_DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -38,17 +37,7 @@ def dequantize(raw: Tensor, kind: GgmlType) -> Tensor:
     blocks = raw.view(-1, kind.block_bytes)
     out = torch.empty(blocks.shape[0], kind.block_values)
     step = CHUNK_VALUES // kind.block_values
-    with _threads(1 if out.numel() <= SMALL_TENSOR else torch.get_num_threads()):
+    with threads_for(out.numel()):
         for start in range(0, blocks.shape[0], step):
             decode(blocks[start : start + step], out[start : start + step])
     return out.view(-1)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

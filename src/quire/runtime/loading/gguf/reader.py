@@ -77,7 +77,9 @@ class GgufFile:
             ("metadata keys", num_keys, MAX_KEYS, SMALLEST_KEY),
         ):
             if count > limit or count * smallest > cursor.left:
-                raise ModelLoadError(self.name, f"claims {count} {what}, more than it can hold", fix="download it again")
+                raise ModelLoadError(
+                    self.name, f"claims {count} {what}, more than it can hold", fix="download it again"
+                )
         return num_tensors, num_keys
 
     def _read_metadata(self, cursor: Cursor, count: int) -> dict[str, object]:
@@ -131,14 +133,20 @@ class GgufFile:
         kind = GGML_TYPES.get(number)
         if kind is None:
             known = REFUSED_TYPES.get(number)
-            what = f"has ggml type {known} ({number}), which is not supported" if known else f"has unknown ggml type {number}"
+            what = (
+                f"has ggml type {known} ({number}), which is not supported"
+                if known
+                else f"has unknown ggml type {number}"
+            )
             raise ModelLoadError(self.name, what, tensor=name, fix="quantize the model to another type, such as Q8_0")
         return kind
 
     def _count_bytes(self, name: str, shape: tuple[int, ...], kind: GgmlType) -> int:
         if shape[-1] % kind.block_values:
             raise ModelLoadError(
-                self.name, f"rows of {shape[-1]} values are not whole {kind.name} blocks of {kind.block_values}", tensor=name
+                self.name,
+                f"rows of {shape[-1]} values are not whole {kind.name} blocks of {kind.block_values}",
+                tensor=name,
             )
         count = 1
         for size in shape:
@@ -146,7 +154,9 @@ class GgufFile:
         nbytes = count // kind.block_values * kind.block_bytes
         if nbytes > self._file.size:
             raise ModelLoadError(
-                self.name, f"shape {shape} of {kind.name} needs {nbytes} bytes, the file has {self._file.size}", tensor=name
+                self.name,
+                f"shape {shape} of {kind.name} needs {nbytes} bytes, the file has {self._file.size}",
+                tensor=name,
             )
         return nbytes
 
@@ -160,11 +170,16 @@ def _check_layout(file: str, start: int, alignment: int, tensors: dict[str, Gguf
     expected, previous = start, "the header"
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
         if (tensor.offset - start) % alignment:
-            raise ModelLoadError(file, f"offset {tensor.offset - start} is not a multiple of {alignment}", tensor=tensor.name)
+            raise ModelLoadError(
+                file, f"offset {tensor.offset - start} is not a multiple of {alignment}", tensor=tensor.name
+            )
         if tensor.offset + tensor.nbytes > size:
             missing = tensor.offset + tensor.nbytes - size
             raise ModelLoadError(
-                file, f"is cut off: {missing} bytes are missing at the end of the file", tensor=tensor.name, fix="download it again"
+                file,
+                f"is cut off: {missing} bytes are missing at the end of the file",
+                tensor=tensor.name,
+                fix="download it again",
             )
         if tensor.offset < expected:
             raise ModelLoadError(file, f"overlaps {previous}", tensor=tensor.name)

@@ -50,17 +50,23 @@ def first_shard(path: Path) -> Path:
     return path.with_name(f"{match['stem']}-00001-of-{match['count']}.gguf") if match else path
 
 
-def shard_paths(path: Path) -> list[Path]:
-    match = _SHARD.fullmatch(path.name)
+def shard_names(name: str) -> list[str]:
+    """All files of the set that `name` belongs to; a name that speaks of no set stands alone."""
+    match = _SHARD.fullmatch(name)
     if match is None:
-        return [path]
+        return [name]
     count = int(match["count"])
     if not 1 <= count <= MAX_SHARDS:
-        raise ModelLoadError(str(path), f"its name speaks of {count} files, 1 to {MAX_SHARDS} are possible")
-    paths = [path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
-    for part in paths:
+        raise ModelLoadError(name, f"its name speaks of {count} files, 1 to {MAX_SHARDS} are possible")
+    return [f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+
+
+def shard_paths(path: Path) -> list[Path]:
+    """The files of the model at `path`, all of them there."""
+    paths = [path.with_name(name) for name in shard_names(path.name)]
+    for part in paths if len(paths) > 1 else ():
         if not part.is_file():
-            raise ModelLoadError(str(part), f"is missing; the model has {count} files", fix="download all of them")
+            raise ModelLoadError(str(part), f"is missing; the model has {len(paths)} files", fix="download all of them")
     return paths
 
 
@@ -72,7 +78,9 @@ def _check_split(file: GgufFile, number: int, first: GgufFile) -> None:
     count = len(shard_paths(first.path))
     if file.metadata.get("split.count") != count:
         raise ModelLoadError(
-            file.name, f"is {file.metadata.get('split.count')}, but {count} files belong to this name", tensor="split.count"
+            file.name,
+            f"is {file.metadata.get('split.count')}, but {count} files belong to this name",
+            tensor="split.count",
         )
     if file.metadata.get("split.no") != number:
         raise ModelLoadError(file.name, f"is {file.metadata.get('split.no')}, expected {number}", tensor="split.no")

@@ -24,7 +24,7 @@ WEIGHT_DTYPES: dict[str, torch.dtype] = {
 
 
 class HfCheckpoint:
-    """Reads one tensor at a time, as stored (float64 as float32). A tensor is a view of its file and outlives `close`."""
+    """Reads one tensor at a time, as stored (float64 as float32): a view of its file that outlives `close`."""
 
     def __init__(self, directory: Path) -> None:
         self.file = str(directory)
@@ -32,7 +32,7 @@ class HfCheckpoint:
         self._files: list[SafetensorsFile] = []
         try:
             self._owners = self._open(directory)
-            self.names = frozenset(name for name in self._owners if not self._is_idle(name))
+            self.names = frozenset(self._owners)
             check_tensors(self.config, self.names, shape=self.shape, source=self.source, file=self.file)
         except ModelLoadError:
             self.close()
@@ -79,7 +79,3 @@ class HfCheckpoint:
             if name not in owners or Path(owners[name].name).name != place:
                 raise ModelLoadError(str(directory / place), f"is not there, though {INDEX} says so", tensor=name)
         return owners
-
-    def _is_idle(self, name: str) -> bool:
-        """Tensors a model has no use for: buffers that old files kept, and a head that is the embedding again."""
-        return ".rotary_emb." in name or (name == "lm_head.weight" and self.config.tie_word_embeddings)

@@ -36,7 +36,13 @@ _FAMILIES = {
     "Qwen3ForCausalLM": _Family("qwen3", 32_768, num_kv_heads=32, head_dim=128),
 }
 _MODEL_TYPES = {family.architecture: name for name, family in _FAMILIES.items()}
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 _DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 
 
@@ -45,7 +51,11 @@ def hf_model_config(directory: Path) -> ModelConfig:
     config = Fields(str(directory / CONFIG), read_json(directory / CONFIG))
     family = _FAMILIES[_read_architecture(config)]
     if config.raw("quantization_config") is not None:
-        raise config.refuse("quantization_config", f"{_method(config)} weights are not supported", fix="use the unquantized model or a GGUF")
+        raise config.refuse(
+            "quantization_config",
+            f"{_method(config)} weights are not supported",
+            fix="use the unquantized model or a GGUF",
+        )
     max_position = config.integer("max_position_embeddings", family.max_position)
     _refuse_windows(config, family, max_position)
     attention_bias = family.attention_bias is not None and config.flag("attention_bias", family.attention_bias)
@@ -80,7 +90,7 @@ def _read_architecture(config: Fields) -> str:
         kind = config.text("model_type")
         if kind not in _MODEL_TYPES:
             raise config.refuse("model_type", f"{kind!r} is not supported", fix=supported)
-        return _MODEL_TYPES[cast(Architecture, kind)]
+        return _MODEL_TYPES[kind]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise config.refuse("architectures", "must name one architecture", fix=supported)
     if names[0] not in _FAMILIES:
@@ -120,7 +130,9 @@ def _read_heads(config: Fields, family: _Family) -> Heads:
     hidden = config.integer("hidden_size")
     explicit = config.optional_integer("head_dim") if "head_dim" in config.values else family.head_dim
     if explicit is None and hidden % num_query:
-        raise config.refuse("hidden_size", f"{hidden} is not a multiple of {num_query} heads, and head_dim is not given")
+        raise config.refuse(
+            "hidden_size", f"{hidden} is not a multiple of {num_query} heads, and head_dim is not given"
+        )
     return Heads(num_query, num_kv, explicit if explicit is not None else hidden // num_query)
 
 
@@ -128,7 +140,7 @@ def _read_activation(config: Fields) -> Literal["silu", "gelu", "gelu_tanh"]:
     name = config.text("hidden_act", "silu")
     if name not in _ACTIVATIONS:
         raise config.refuse("hidden_act", f"{name!r} is not supported", fix=f"supported: {', '.join(_ACTIVATIONS)}")
-    return cast(Literal["silu", "gelu", "gelu_tanh"], _ACTIVATIONS[name])
+    return cast("Literal['silu', 'gelu', 'gelu_tanh']", _ACTIVATIONS[name])
 
 
 def _read_dtype(config: Fields) -> Dtype:

@@ -23,7 +23,9 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
     if len(found) == 1:
         return found, None
     if found:
-        raise ModelLoadError(str(directory), f"has {len(found)} safetensors files and no {INDEX}", fix="download the index too")
+        raise ModelLoadError(
+            str(directory), f"has {len(found)} safetensors files and no {INDEX}", fix="download the index too"
+        )
     carriers = sorted(path.name for pattern in CODE_CARRIERS for path in directory.glob(pattern))
     if carriers:
         raise ModelLoadError(
@@ -40,7 +42,9 @@ def _indexed_files(directory: Path, index: Path) -> tuple[list[Path], dict[str, 
         raise ModelLoadError(str(index), "must map tensor names to files", tensor="weight_map")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelLoadError(str(index), f"names {name!r}, which is not a safetensors file beside it", tensor=tensor)
+            raise ModelLoadError(
+                str(index), f"names {name!r}, which is not a safetensors file beside it", tensor=tensor
+            )
     files = [directory / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if not file.is_file():

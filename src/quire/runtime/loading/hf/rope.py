@@ -41,7 +41,7 @@ def read_rope(config: Fields, max_position: int) -> Rope:
         if key not in _COMMON | _HARMLESS and key not in _REQUIRED[kind] + _OPTIONAL.get(kind, ()):
             raise parameters.refuse(key, f"is not a parameter of {kind} rope")
     scaling = _read_scaling(config, parameters, kind, max_position)
-    return Rope(theta, cast(Kind, kind), tuple(scaling.items()), max_position)
+    return Rope(theta, cast("Kind", kind), tuple(scaling.items()), max_position)
 
 
 def _read_scaling(config: Fields, parameters: Fields, kind: str, max_position: int) -> dict[str, float]:

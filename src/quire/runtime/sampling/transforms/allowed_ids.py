@@ -12,29 +12,27 @@ from quire.types.step import NewRow
 
 
 class AllowedIds:
-    """Masks every token that is not on the row's list. Holds one byte per member and token of the vocabulary."""
+    """Bans every token that is not on the row's list. Holds a number per member and token of the vocabulary."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.members = Members(num_rows)
         self._vocab_size = vocab_size
-        self._banned = torch.ones(0, vocab_size, dtype=torch.bool, device=device)  # [slots, vocab]
+        self._bans = torch.zeros(0, vocab_size, device=device)  # [slots, vocab]: 0 if allowed, else minus infinity
 
     def add(self, new: NewRow) -> None:
         if new.sampling.allowed_token_ids is None:
             return
         slot = self.members.join(new.row)
         self._grow(slot + 1)
-        banned = torch.ones(self._vocab_size, dtype=torch.bool)
-        banned[torch.tensor(tuple(new.sampling.allowed_token_ids))] = False
-        self._banned[slot].copy_(to_device(banned, self._banned.device))
+        bans = torch.full((self._vocab_size,), float("-inf"))
+        bans[torch.tensor(tuple(new.sampling.allowed_token_ids))] = 0.0
+        self._bans[slot].copy_(to_device(bans, self._bans.device))
 
     def apply(self, logits: Tensor, part: Part, _step: Step) -> None:
-        mine = part.take(logits)
-        mine.masked_fill_(self._banned.index_select(0, part.slots), float("-inf"))
-        part.put(logits, mine)
+        logits.index_add_(0, part.positions, self._bans.index_select(0, part.slots))
 
     def _grow(self, slots: int) -> None:
-        if slots > len(self._banned):
-            grown = self._banned.new_ones(doubled(max(1, len(self._banned)), slots), self._vocab_size)
-            grown[: len(self._banned)] = self._banned
-            self._banned = grown
+        if slots > len(self._bans):
+            grown = self._bans.new_zeros(doubled(max(1, len(self._bans)), slots), self._vocab_size)
+            grown[: len(self._bans)] = self._bans
+            self._bans = grown

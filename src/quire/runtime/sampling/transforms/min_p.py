@@ -28,5 +28,6 @@ class MinP:
     def apply(self, logits: Tensor, part: Part, _step: Step) -> None:
         mine = part.take(logits)
         cut = tile_max(mine).amax(dim=-1) + self._log_min_p.scalars(part.slots)  # [G]
-        mine.masked_fill_(mine < cut[:, None], float("-inf"))
+        kept = torch.ge(mine, cut[:, None], out=torch.empty_like(mine))  # 1 or 0: floats are faster than a mask on CPUs
+        mine.sub_(kept.reciprocal_().sub_(1.0))  # minus 0 where kept, minus infinity elsewhere
         part.put(logits, mine)

@@ -1,0 +1,48 @@
+"""All benchmarks of this repository.
+
+python -m benchmarks                  # those that need nothing but this machine and the default model
+python -m benchmarks --list
+python -m benchmarks.<name> --help    # one of them, with its own arguments
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+from benchmarks.report import ROOT
+
+# name: (what it shows, arguments for a run that needs nothing else)
+BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "control_plane": ("microseconds of Python per step, no model", ()),
+    "kv_waste": ("KV memory in use / allocated, on trace lengths, no model", ("--requests", "4000")),
+    "cpu": ("tokens per second beside transformers and vLLM-CPU", ("--quick",)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run the benchmarks, or list them.")
+    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument("--list", action="store_true", help="only say which there are")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.names if name not in BENCHMARKS]:
+        parser.error(f"unknown {', '.join(unknown)}; choose from {', '.join(BENCHMARKS)}")
+    chosen = arguments.names or list(BENCHMARKS)
+    if arguments.list:
+        for name in chosen:
+            print(f"{name:14} {BENCHMARKS[name][0]}: python -m benchmarks.{name} --help")
+        return
+    failed = [name for name in chosen if _run(name) != 0]
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def _run(name: str) -> int:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *BENCHMARKS[name][1]]
+    print(f"$ {' '.join(command[1:])}", flush=True)
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    main()

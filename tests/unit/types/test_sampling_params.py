@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.types import sampling
+from quire.types.errors import InvalidRequest
+from quire.types.sampling import SamplingParams
+
+
+def test_the_defaults_are_those_of_vllm() -> None:
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert (params.max_tokens, params.min_tokens, params.seed, params.logprobs) == (16, 0, None, None)
+    assert (params.stops, params.stop_token_ids, params.bad_words, params.allowed_token_ids) == ((), (), (), None)
+    assert not params.ignore_eos
+    assert not params.include_stop_str_in_output
+    assert params.detokenize
+    assert params.skip_special_tokens
+    assert params.spaces_between_special_tokens
+
+
+def test_every_field_is_checked() -> None:
+    assert sampling._CHECKS.keys() == {item.name for item in dataclasses.fields(SamplingParams)}
+
+
+def test_equal_arguments_make_equal_params_however_they_are_written() -> None:
+    written = SamplingParams(stop="end", stop_token_ids=[3, 3, 4], top_k=-1, logit_bias={"7": 1}, seed=-1)  # type: ignore[dict-item]
+    meant = SamplingParams(stop=["end"], stop_token_ids=(3, 4), top_k=0, logit_bias={7: 1.0}, seed=None)
+    assert written == meant
+    assert hash(written) == hash(meant)
+    assert repr(written) == repr(meant)
+    assert "stop_token_ids=(3, 4)" in repr(written)
+
+
+def test_a_changed_copy_is_validated_again_and_leaves_the_original_alone() -> None:
+    params = SamplingParams(temperature=0.8, stop="end", logit_bias={1: 2.0})
+    changed = dataclasses.replace(params, temperature=0.0)
+    assert changed.is_greedy
+    assert not params.is_greedy
+    assert changed.stops == ("end",)
+    with pytest.raises(InvalidRequest, match="temperature"):
+        dataclasses.replace(params, temperature=-1)
+
+
+def test_what_a_caller_does_to_a_list_afterwards_changes_nothing() -> None:
+    ids, bias = [1, 2], {1: 1.0}
+    params = SamplingParams(allowed_token_ids=ids, logit_bias=bias)
+    ids.append(3)
+    bias[2] = 9.0
+    assert params.allowed_token_ids == (1, 2)
+    assert params.logit_bias == {1: 1.0}
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        top_k=np.int64(5),  # type: ignore[arg-type]
+        stop_token_ids=np.array([1, 2]),
+    )
+    assert type(params.temperature) is float
+    assert type(params.top_k) is int
+    assert params.stop_token_ids == (1, 2)
+    assert all(type(token) is int for token in params.stop_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 0),
+        ("n", 1.0),
+        ("n", True),
+        ("n", None),
+        ("n", 16_385),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "1"),
+        ("temperature", None),
+        pytest.param("temperature", 10**400, id="temperature-huge"),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("seed", -2),
+        ("seed", 2**64),
+        pytest.param("seed", 10**5000, id="seed-huge"),
+        pytest.param("stop_token_ids", [10**5000], id="stop_token_ids-huge"),
+        ("stop", 5),
+        ("stop", [""]),
+        ("stop", ["a", 1]),
+        ("stop", [str(i) for i in range(1_025)]),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [1.0]),
+        ("stop_token_ids", "12"),
+        ("bad_words", "word"),
+        ("bad_words", [""]),
+        ("bad_words", [str(i) for i in range(1_001)]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [True]),
+        ("logit_bias", [1]),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {1.5: 1.0}),
+        ("logit_bias", {"one": 1.0}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: -math.inf}),
+        ("logit_bias", {1: "1"}),
+        ("ignore_eos", 1),
+        ("ignore_eos", "false"),
+        ("max_tokens", 0),
+        ("max_tokens", 2**31),
+        ("min_tokens", -1),
+        ("logprobs", -2),
+        ("logprobs", True),
+        ("logprobs", 1_001),
+        ("prompt_logprobs", -2),
+        ("detokenize", None),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_short_line_that_names_its_field(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.field == name
+    assert len(str(caught.value)) < 300
+    assert "\n" not in str(caught.value)
+
+
+def test_fields_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="min_tokens: is 20, above max_tokens=16"):
+        SamplingParams(min_tokens=20)
+    with pytest.raises(InvalidRequest, match="detokenize"):
+        SamplingParams(stop="end", detokenize=False)
+    assert SamplingParams(min_tokens=20, max_tokens=None).min_tokens == 20
+
+
+def test_unknown_names_and_positional_arguments_are_errors() -> None:
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(1)  # type: ignore[misc]
+
+
+def test_params_cannot_be_changed_in_place() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().temperature = 0.5  # type: ignore[misc]
