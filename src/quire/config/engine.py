@@ -62,6 +62,7 @@ class DeviceConfig:
     dtype: Dtype
     kv_dtype: Dtype
     threads: int | None = None  # CPU threads; None: all
+    attention_backend: str = "gather"
 
 
 @dataclass(frozen=True, slots=True)

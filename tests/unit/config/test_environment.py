@@ -23,7 +23,9 @@ def test_offline_is_a_switch(value: str, offline: bool) -> None:
     assert read_environment({"QUIRE_OFFLINE": value}).offline is offline
 
 
-@pytest.mark.parametrize(("name", "value"), [("QUIRE_OFFLINE", "maybe"), ("QUIRE_CACHE", "relative/path"), ("QUIRE_CACHE", "")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("QUIRE_OFFLINE", "maybe"), ("QUIRE_CACHE", "relative/path"), ("QUIRE_CACHE", "")]
+)
 def test_a_bad_value_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=name):
         read_environment({name: value})

@@ -45,6 +45,14 @@ class BlockTable:
             blocks.append(pool.take())
         return copies
 
+    def append_block(self) -> int:
+        """Begin a new block with its first token; the blocks held so far count as full from now on."""
+        block = self._pool.take()
+        blocks = self.blocks
+        self.num_tokens = len(blocks) * self._block_size + 1
+        blocks.append(block)
+        return block
+
     def free(self) -> None:
         """Give every block back, tail first, so that prefixes are reused last."""
         while self.blocks:

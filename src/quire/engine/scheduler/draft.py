@@ -52,6 +52,12 @@ class PlanDraft:
         for slot in range(before, len(table.blocks)):
             self._grants.append((row, slot, table.blocks[slot]))
 
+    def append_block(self, row: int, table: BlockTable) -> int:
+        """Grow a table whose blocks are full by one block; returns how many it has now."""
+        slot = len(table.blocks)
+        self._grants.append((row, slot, table.append_block()))
+        return slot + 1
+
     def compute(self, chunk: Chunk) -> None:
         self._chunks.append(chunk)
         self.budget -= chunk.num_tokens

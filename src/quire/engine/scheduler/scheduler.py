@@ -80,16 +80,25 @@ class Scheduler:
 
     def _serve_events(self, draft: PlanDraft) -> None:
         """Sequences that begin to decode, need a block, or have their last token on the way."""
-        for sequence in self._events.pop(self._tick, ()):
-            if sequence.event != self._tick or sequence.row is None:
+        tick, events, size = self._tick, self._events, self._block_size
+        for sequence in events.pop(tick, ()):
+            if sequence.event != tick or sequence.row is None:
                 continue  # it left since
-            position = self._tick + sequence.base if sequence.decoding else sequence.computed
-            if position >= sequence.group.limit - 1:
+            last = sequence.group.limit - 1
+            position = tick + sequence.base if sequence.decoding else sequence.computed
+            if position >= last:
                 self._stop_decoding(sequence)
+                continue
+            if sequence.decoding and self.pool.num_free:  # its blocks are full: the rule in steady decoding
+                capacity = draft.append_block(sequence.row, sequence.table) * size
             elif self._grow(draft, sequence, position + 1 - sequence.table.num_tokens):
                 if not sequence.decoding:
                     self._start_decoding(sequence)
-                self._set_event(sequence, min(sequence.table.capacity, sequence.group.limit - 1) - sequence.base)
+                capacity = sequence.table.capacity
+            else:
+                continue
+            sequence.event = event = (capacity if capacity < last else last) - sequence.base
+            events[event].append(sequence)
 
     def _compute_owed(self, draft: PlanDraft, group: Group) -> None:
         """Hand a running group's owed tokens their share of the budget."""

@@ -55,7 +55,7 @@ class SingleExecutor:
         if config.device.threads is not None:
             torch.set_num_threads(config.device.threads)
         self._device = torch.device(config.device.device)
-        builder = LayerBuilder(config.device, model_config.heads)
+        builder = LayerBuilder(config.device, model_config.heads, config.device.attention_backend)
         model = build_model(model_config, builder)
         if load_format == "dummy":
             randomize_weights(model, config.scheduler.seed)

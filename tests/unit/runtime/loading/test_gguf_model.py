@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from gguf_files import (
     HEAD_DIM,
     HIDDEN,
@@ -20,7 +21,6 @@ from gguf_files import (
     write_gguf,
     write_tiny_gguf,
 )
-
 from quire.config.model import Heads, ModelConfig, Rope
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
@@ -107,7 +107,9 @@ def test_biases_of_rotary_projections_are_reordered_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16), ("Q8_0", torch.float32)])
-def test_floats_are_read_as_stored_and_quantized_weights_as_float32(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+def test_floats_are_read_as_stored_and_quantized_weights_as_float32(
+    tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
     name = "blk.0.ffn_up.weight"
     checkpoint = opened(write_tiny_gguf(tmp_path / "m.gguf", kinds={name: kind}))
     read = checkpoint.read("model.layers.0.mlp.up_proj.weight")
@@ -122,7 +124,11 @@ def test_the_frequency_divisors_of_llama_3_files_are_carried_along(tmp_path: Pat
     checkpoint = opened(write_tiny_gguf(tmp_path / "m.gguf", weights))
     assert checkpoint.config.rope == replace(TINY.rope, frequency_factors=(1.0, 1.5, 4.25, 8.0))
     assert "rope_freqs.weight" not in checkpoint.names
-    for wrong in (factors[:3], np.array([1.0, 0.0, 1.0, 1.0], np.float32), np.array([1.0, np.nan, 1.0, 1.0], np.float32)):
+    for wrong in (
+        factors[:3],
+        np.array([1.0, 0.0, 1.0, 1.0], np.float32),
+        np.array([1.0, np.nan, 1.0, 1.0], np.float32),
+    ):
         with pytest.raises(ModelLoadError, match=r"rope_freqs\.weight"):
             opened(write_tiny_gguf(tmp_path / "m.gguf", weights | {"rope_freqs.weight": wrong}))
 
@@ -144,7 +150,13 @@ def test_rope_scalings_in_metadata_are_understood(tmp_path: Path) -> None:
     assert (linear.kind, dict(linear.scaling)) == ("linear", {"factor": 4.0})
     assert config_with(tmp_path, **{"rope.scale_linear": 2.0}).rope.scaling == (("factor", 2.0),)
     assert config_with(tmp_path, **{"rope.scaling.type": "none"}).rope.kind == "default"
-    settings = {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 16.0, "attn_factor": 2.0}
+    settings = {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_context_length": 64,
+        "yarn_beta_fast": 16.0,
+        "attn_factor": 2.0,
+    }
     yarn = config_with(tmp_path, **{f"rope.scaling.{key}": item for key, item in settings.items()}).rope
     assert yarn.kind == "yarn"
     assert dict(yarn.scaling) == {
@@ -156,7 +168,10 @@ def test_rope_scalings_in_metadata_are_understood(tmp_path: Path) -> None:
 
 
 REFUSED_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
-    "architecture": ({"architecture": "mamba"}, "architecture 'mamba' is not supported; supported in GGUF: llama, qwen2"),
+    "architecture": (
+        {"architecture": "mamba"},
+        "architecture 'mamba' is not supported; supported in GGUF: llama, qwen2",
+    ),
     "missing": ({"block_count": None}, r"llama\.block_count: is missing"),
     "wrong kind": ({"block_count": "two"}, r"llama\.block_count: must be a whole number, is 'two'"),
     "unknown": ({"logit_scale": 2.0}, r"llama\.logit_scale: is a setting this engine does not know"),

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_files import Stored, stored, text, value, write_gguf
 
+from gguf_files import Stored, stored, text, value, write_gguf
 from quire.runtime.loading.gguf.reader import GgufFile
 from quire.types.errors import ModelLoadError
 
@@ -62,7 +62,9 @@ def test_an_alignment_of_its_own_is_honoured(tmp_path: Path) -> None:
 
 def test_tensors_may_lie_in_another_order_than_they_are_listed(tmp_path: Path) -> None:
     first, second = matrix("a"), matrix("b", 2, 4)
-    path = write_gguf(tmp_path / "m.gguf", {}, [Stored(**{**vars(first), "offset": 32}), Stored(**{**vars(second), "offset": 0})])
+    path = write_gguf(
+        tmp_path / "m.gguf", {}, [Stored(**{**vars(first), "offset": 32}), Stored(**{**vars(second), "offset": 0})]
+    )
     assert set(GgufFile(path).tensors) == {"a", "b"}
 
 
@@ -74,7 +76,9 @@ def test_the_reference_writer_and_reader_agree_with_ours(tmp_path: Path) -> None
     writer.add_token_list(["a", "b"])
     weight = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32)
     writer.add_tensor("w", weight)
-    writer.add_tensor("q", gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q4_1), raw_dtype=gguf.GGMLQuantizationType.Q4_1)
+    writer.add_tensor(
+        "q", gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q4_1), raw_dtype=gguf.GGMLQuantizationType.Q4_1
+    )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -107,7 +111,7 @@ WRONG_TENSORS: dict[str, tuple[list[Stored], str]] = {
     "no dimensions": ([Stored("a", (), 0, b"")], "a: has 0 dimensions"),
     "five dimensions": ([Stored("a", (1,) * 5, 0, bytes(4))], "a: has 5 dimensions"),
     "empty": ([Stored("a", (2, 0), 0, b"")], "a: has an empty dimension"),
-    "no name": ([Stored("", (8,), 0, bytes(32))], "tensor 0 has an empty name"),
+    "no name": ([Stored("", (8,), 0, bytes(32))], "name of tensor 0: is '', no name"),
     "huge": ([Stored("a", (1 << 40, 1 << 40), 0, bytes(32))], "a: shape .* needs .* bytes"),
     "overflowing": ([Stored("a", (1 << 32, 1 << 32, 4), 0, bytes(32))], "a: shape .* needs .* bytes"),
 }
@@ -133,7 +137,8 @@ WRONG_METADATA: dict[str, tuple[list[tuple[str, object]], str]] = {
     "endless texts": ([("a", struct.pack("<IIQ", 9, 8, 1 << 60))], "a: the file ends"),
     "endless text in texts": ([("a", struct.pack("<IIQQ", 9, 8, 1, 2**64 - 1))], "a: the file ends"),
     "endless text": ([("a", struct.pack("<IQ", 8, 1 << 62))], "a: claims .* characters"),
-    "no key": ([("", 1)], "metadata key 0 has an empty name"),
+    "unprintable": ([("a\nb", 1)], r"metadata key 0: is 'a\\nb', no name"),
+    "no key": ([("", 1)], "metadata key 0: is '', no name"),
     "alignment": ([("general.alignment", 24)], "general.alignment: must be a power of two"),
     "alignment as text": ([("general.alignment", "32")], "general.alignment: must be a power of two"),
     "zero alignment": ([("general.alignment", 0)], "general.alignment: must be a power of two"),
@@ -178,7 +183,9 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
 def test_a_file_one_byte_short_says_so(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", {"k": value("v")}, [matrix("a", 8, 4)])
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ModelLoadError, match="a: is cut off: 1 bytes are missing at the end of the file; download it again"):
+    with pytest.raises(
+        ModelLoadError, match="a: is cut off: 1 bytes are missing at the end of the file; download it again"
+    ):
         GgufFile(path)
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf_files import tiny_weights, write_tiny_gguf
-from gguf_to_hf import gguf_to_hf
 from safetensors.torch import load_file, save_file
 
+from gguf_files import tiny_weights, write_tiny_gguf
+from gguf_to_hf import gguf_to_hf
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.runtime.loading.hf.safetensors import SafetensorsFile
@@ -99,7 +99,9 @@ def test_a_second_copy_of_a_tied_head_and_old_rotary_buffers_are_let_through(dir
 
 def test_pickled_weights_are_never_opened(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    with pytest.raises(ModelLoadError, match=r"pytorch_model\.bin, a format that can run code, and is never opened; use a"):
+    with pytest.raises(
+        ModelLoadError, match=r"pytorch_model\.bin, a format that can run code, and is never opened; use a"
+    ):
         opened(directory)
 
 
@@ -183,6 +185,7 @@ def test_damaged_numbers_are_refused_when_read(directory: Path, value: torch.Ten
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 WRONG_HEADERS: dict[str, tuple[object, str]] = {
     "no object": ([1], "must hold a JSON object"),
+    "name": ({"a\n": A}, r"'a\\n' is no name of a tensor"),
     "no entry": ({"a": 1}, "a: its entry must have dtype, shape and data_offsets"),
     "more keys": ({"a": A | {"x": 1}}, "a: its entry must have"),
     "dtype": ({"a": A | {"dtype": "F3"}}, "a: has unknown dtype 'F3'"),

@@ -63,7 +63,9 @@ def test_llama_biases_follow_their_settings(tmp_path: Path) -> None:
 
 
 def test_qwen2_has_biases_where_its_model_has_them(tmp_path: Path) -> None:
-    config = read(tmp_path, {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": 131_072})
+    config = read(
+        tmp_path, {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": 131_072}
+    )
     assert (config.architecture, config.qkv_bias, config.o_bias, config.qk_norm) == ("qwen2", True, False, False)
 
 
@@ -80,7 +82,9 @@ def test_mistral_without_a_window_or_with_one_that_never_closes_is_read(tmp_path
 
 
 def test_missing_settings_are_what_transformers_takes_them_for(tmp_path: Path) -> None:
-    config = read(tmp_path, dict.fromkeys(("num_key_value_heads", "rms_norm_eps", "rope_theta", "torch_dtype"), "absent"))
+    config = read(
+        tmp_path, dict.fromkeys(("num_key_value_heads", "rms_norm_eps", "rope_theta", "torch_dtype"), "absent")
+    )
     assert (config.heads.num_kv, config.norm_eps, config.rope.theta, config.dtype) == (4, 1e-6, 10_000.0, "float32")
 
 
@@ -95,7 +99,9 @@ def test_remote_code_is_never_looked_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("generation", [{"eos_token_id": [5, 6, 5]}, {"eos_token_id": 7}, {"temperature": 0.6}, {}])
-def test_generation_config_decides_the_end_of_text_where_it_speaks(tmp_path: Path, generation: dict[str, object]) -> None:
+def test_generation_config_decides_the_end_of_text_where_it_speaks(
+    tmp_path: Path, generation: dict[str, object]
+) -> None:
     expected = {"[5, 6, 5]": (5, 6), "7": (7,)}.get(str(generation.get("eos_token_id")), (2,))
     assert read(tmp_path, {}, generation).eos_ids == expected
 
@@ -114,7 +120,9 @@ def test_every_parameter_of_yarn_is_carried_along(tmp_path: Path) -> None:
         "factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 1.1, "beta_fast": 24, "beta_slow": 2,
         "mscale": 0.7, "mscale_all_dim": 0.5, "truncate": False,
     }  # fmt: skip
-    assert dict(rope(tmp_path, rope_scaling={"rope_type": "yarn", **given}).scaling) == {k: float(v) for k, v in given.items()}
+    assert dict(rope(tmp_path, rope_scaling={"rope_type": "yarn", **given}).scaling) == {
+        k: float(v) for k, v in given.items()
+    }
     least = dict(rope(tmp_path, rope_scaling={"rope_type": "yarn", "original_max_position_embeddings": 128}).scaling)
     assert least == {"factor": 4.0, "original_max_position_embeddings": 128.0, "truncate": 1.0}
 
@@ -126,10 +134,16 @@ def test_linear_and_dynamic_rope_have_a_factor(tmp_path: Path, kind: str) -> Non
 
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
-    "architecture": ({"architectures": ["PhiForCausalLM"]}, "PhiForCausalLM is not supported; supported: LlamaForCausalLM"),
+    "architecture": (
+        {"architectures": ["PhiForCausalLM"]},
+        "PhiForCausalLM is not supported; supported: LlamaForCausalLM",
+    ),
     "model type": ({"architectures": None, "model_type": "phi"}, "model_type: 'phi' is not supported"),
     "no architecture": ({"architectures": []}, "must name one architecture"),
-    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: gptq weights are not supported"),
+    "quantized": (
+        {"quantization_config": {"quant_method": "gptq"}},
+        "quantization_config: gptq weights are not supported",
+    ),
     "missing": ({"hidden_size": "absent"}, "hidden_size: is missing"),
     "text": ({"hidden_size": "32"}, "hidden_size: must be a whole number, is '32'"),
     "truth": ({"hidden_size": True}, "hidden_size: must be a whole number, is True"),
@@ -152,15 +166,24 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 32_768},
         "a window of 4096 tokens",
     ),
-    "rope kind": ({"rope_scaling": {"type": "longrope", "factor": 2}}, "'longrope' is not supported; supported: default"),
-    "rope key": ({"rope_scaling": {"type": "linear", "factor": 2, "zest": 1}}, r"rope_scaling\.zest: is not a parameter"),
+    "rope kind": (
+        {"rope_scaling": {"type": "longrope", "factor": 2}},
+        "'longrope' is not supported; supported: default",
+    ),
+    "rope key": (
+        {"rope_scaling": {"type": "linear", "factor": 2, "zest": 1}},
+        r"rope_scaling\.zest: is not a parameter",
+    ),
     "rope factor": ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor: is missing"),
     "rope zero": ({"rope_scaling": {"type": "dynamic", "factor": 0}}, "must be above 0"),
     "rope order": (
         {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
         "must be above low_freq_factor",
     ),
-    "rope layers": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one set of parameters for all layers"),
+    "rope layers": (
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "one set of parameters for all layers",
+    ),
     "partial rope": ({"partial_rotary_factor": 0.5}, "only whole heads can be rotated"),
     "theta": ({"rope_theta": -1.0}, r"rope\.theta: must be above 1"),
     "infinite": ({"rms_norm_eps": 10**400}, "must be a finite number"),

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_files import tiny_weights, write_tiny_gguf
-from gguf_to_hf import gguf_to_hf
 from torch import Tensor
 
+from gguf_files import tiny_weights, write_tiny_gguf
+from gguf_to_hf import gguf_to_hf
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import ModelFiles
 from quire.types.errors import ModelLoadError

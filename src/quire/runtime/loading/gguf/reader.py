@@ -85,9 +85,7 @@ class GgufFile:
     def _read_metadata(self, cursor: Cursor, count: int) -> dict[str, object]:
         metadata: dict[str, object] = {}
         for index in range(count):
-            key = cursor.string(f"metadata key {index}", MAX_KEY_BYTES)
-            if not key:
-                raise ModelLoadError(self.name, f"metadata key {index} has an empty name")
+            key = cursor.name(f"metadata key {index}", MAX_KEY_BYTES)
             if key in metadata:
                 raise ModelLoadError(self.name, "appears twice in the metadata", tensor=key)
             metadata[key] = cursor.value(key)
@@ -104,9 +102,7 @@ class GgufFile:
     def _read_tensors(self, cursor: Cursor, count: int) -> dict[str, GgufTensor]:
         places: list[tuple[str, tuple[int, ...], GgmlType, int, int]] = []
         for index in range(count):
-            name = cursor.string(f"name of tensor {index}", MAX_NAME_BYTES)
-            if not name:
-                raise ModelLoadError(self.name, f"tensor {index} has an empty name")
+            name = cursor.name(f"name of tensor {index}", MAX_NAME_BYTES)
             shape = self._read_shape(cursor, name)
             kind = self._read_type(cursor, name)
             nbytes = self._count_bytes(name, shape, kind)

@@ -41,6 +41,8 @@ def _indexed_files(directory: Path, index: Path) -> tuple[list[Path], dict[str, 
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(str(index), "must map tensor names to files", tensor="weight_map")
     for tensor, name in weight_map.items():
+        if not tensor.isprintable():
+            raise ModelLoadError(str(index), f"{tensor[:80]!r} is no name of a tensor", tensor="weight_map")
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelLoadError(
                 str(index), f"names {name!r}, which is not a safetensors file beside it", tensor=tensor

@@ -69,6 +69,8 @@ class SafetensorsFile:
             raise ModelLoadError(self.name, "must map names to strings", tensor="__metadata__")
 
     def _place(self, name: str, entry: object, start: int) -> StoredTensor:
+        if not name.isprintable():
+            raise ModelLoadError(self.name, f"{name[:80]!r} is no name of a tensor")
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
             raise ModelLoadError(self.name, "its entry must have dtype, shape and data_offsets", tensor=name)
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
