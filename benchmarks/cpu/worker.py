@@ -57,7 +57,7 @@ def _measure(engine: Engine, name: str, asks: list[Ask], ttft_repeats: int) -> d
     _check_lengths(name, asks, answers)
     tokens = sum(len(sample) for samples in answers for sample in samples)
     measured |= {"seconds": seconds, "output_tokens": tokens, "output_tokens_per_s": tokens / seconds}
-    if "ttft_s" in measured and tokens > 1:
+    if tokens > 1 and measured.get("ttft_s", seconds) < seconds:
         measured["decode_tokens_per_s"] = (tokens - 1) / (seconds - measured["ttft_s"])
     if all(ask.temperature == 0.0 for ask in asks):
         measured["token_ids"] = answers

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from quire.config.model import ModelConfig
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
+from quire.runtime.loading.gguf.reader import GgufFile
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -25,7 +26,7 @@ ARCHITECTURES = {
 def gguf_to_hf(
     source: Path, directory: Path, *, dtype: torch.dtype = torch.float32, tokenizer: Path | None = None
 ) -> Path:
-    """Write config.json, generation_config.json and model.safetensors; copy tokenizer.json when one is given."""
+    """Write config.json, generation_config.json and model.safetensors; with a tokenizer.json its files too."""
     directory.mkdir(parents=True, exist_ok=True)
     checkpoint = open_checkpoint(files_at(source))
     try:
@@ -39,7 +40,24 @@ def gguf_to_hf(
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     if tokenizer is not None:
         shutil.copyfile(tokenizer, directory / "tokenizer.json")
+        (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(source), indent=2))
     return directory
+
+
+def tokenizer_config(source: Path) -> dict[str, object]:
+    """What tokenizer.json does not say: the special tokens' roles and the chat template."""
+    file = GgufFile(source)
+    metadata = file.metadata
+    file.close()
+    tokens = metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    result: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for role in ("bos", "eos"):
+        if (token := metadata.get(f"tokenizer.ggml.{role}_token_id")) is not None:
+            result[f"{role}_token"] = tokens[int(str(token))]
+    if "tokenizer.chat_template" in metadata:
+        result["chat_template"] = metadata["tokenizer.chat_template"]
+    return result
 
 
 def hf_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:

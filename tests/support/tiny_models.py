@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ from quire.types.step import (
 )
 
 VOCAB = 97
+DEVICE = os.environ.get("QUIRE_TEST_DEVICE", "cpu")
 
 
 @dataclass
@@ -125,7 +127,7 @@ def engine_config(
     rows: int = 8,
     max_len: int = 256,
     dtype: str = "float32",
-    device: str = "cpu",
+    device: str = DEVICE,
 ) -> EngineConfig:
     return EngineConfig(
         CacheConfig(block_size, num_blocks),

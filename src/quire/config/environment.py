@@ -27,6 +27,11 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     return Environment(cache=_read_cache(variables), offline=_read_flag(variables, OFFLINE))
 
 
+def child_environment(**changes: str) -> dict[str, str]:
+    """The process's own variables with some changed, for a process it starts."""
+    return {**os.environ, **changes}
+
+
 def _read_cache(variables: Mapping[str, str]) -> Path:
     given = variables.get(CACHE)
     if given is None:

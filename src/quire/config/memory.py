@@ -12,6 +12,7 @@ from quire.types.errors import DoesNotFit
 
 PROCESS_BYTES = {"cpu": 320 * MIB, "cuda": 768 * MIB}  # interpreter, torch and its libraries; on CUDA the context
 SAMPLING_BYTES_PER_LOGIT = 64  # the logits, a float32 copy, weights, their sort and its running sum in float64
+GATHERED_BYTES = {"cpu": 2 * MIB, "cuda": 256 * MIB}  # keys that attention gathers at once; one sequence always fits
 PROMPT_POSITIONS = 128  # prompt logprobs are made for that many positions at a time ...
 PROMPT_BYTES_PER_LOGIT = 24  # ... from their logits, in float32, normalised and compared
 
@@ -132,17 +133,17 @@ def _weights(model: ModelConfig, device: str, weight_bytes: int) -> int:
 
 
 def _activations(model: ModelConfig, config: EngineConfig, value_bytes: int) -> int:
-    """The widest moment of a layer: residual and normed input beside the MLP's tensors, or beside attention's and the
-    keys and values it gathers."""
-    heads, scheduler = model.heads, config.scheduler
+    """A layer's widest moment (residual and normed input beside attention's or the MLP's tensors), and attention's
+    own memory: gathered keys and values, rounded up to a power of two, and the masks of chunks that see a past."""
+    heads, scheduler, kv_bytes = model.heads, config.scheduler, DTYPE_BYTES[config.device.kv_dtype]
     attention = 2 * (heads.query_size + 2 * heads.kv_size) + 2 * heads.query_size
     per_token = 4 * model.hidden_size + max(attention, 3 * model.intermediate_size)
-    gathered = min(scheduler.num_rows * scheduler.max_model_len, config.cache.num_slots)
-    gathered_bytes = DTYPE_BYTES[config.device.kv_dtype] + value_bytes
-    return (
-        scheduler.max_num_batched_tokens * per_token * max(value_bytes, DTYPE_BYTES["float32"])
-        + gathered * 2 * heads.kv_size * gathered_bytes
-    )
+    widest = scheduler.max_num_batched_tokens * per_token * max(value_bytes, DTYPE_BYTES["float32"])
+    longest = scheduler.max_model_len * heads.kv_size * kv_bytes
+    gathered = 2 * max(GATHERED_BYTES[config.device.device.partition(":")[0]], longest)
+    converted = 0 if value_bytes == kv_bytes else gathered * value_bytes // kv_bytes
+    masks = scheduler.max_num_batched_tokens * scheduler.max_model_len * (value_bytes + 1)
+    return widest + 2 * gathered + converted + masks
 
 
 def _rows(scheduler: SchedulerConfig, block_size: int) -> int:

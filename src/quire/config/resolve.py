@@ -84,7 +84,7 @@ def resolve_engine_config(
         seed=args.seed,
     )
     draft = EngineConfig(CacheConfig(args.block_size, num_blocks=1), scheduler, device)
-    num_blocks = _num_blocks(args, facts, plan_memory(model, draft, facts, capacity), scheduler.num_rows)
+    num_blocks = _num_blocks(args, facts, model, draft, capacity)
     if args.max_model_len is None:
         longest = min(scheduler.max_model_len, num_blocks * args.block_size)
         scheduler = replace(scheduler, max_model_len=longest)
@@ -185,19 +185,22 @@ def _wanted_model_len(args: EngineArguments, model: ModelConfig) -> int:
     return args.max_model_len
 
 
-def _num_blocks(args: EngineArguments, facts: HardwareFacts, draft: MemoryPlan, num_rows: int) -> int:
+def _num_blocks(
+    args: EngineArguments, facts: HardwareFacts, model: ModelConfig, draft: EngineConfig, capacity: int
+) -> int:
     """The user's number of blocks, or as many as the share of memory meant for them holds."""
     if args.num_kv_blocks is not None:
         return args.num_kv_blocks
+    one = plan_memory(model, draft, facts, capacity)
     if args.kv_cache_memory is not None:
         size = parse_size("kv_cache_memory", args.kv_cache_memory)
-        if size < draft.block_bytes:
-            reason = f"{format_size(size)} hold no block: one of {draft.block_size} tokens takes"
-            raise DoesNotFit("kv_cache_memory", f"{reason} {format_size(draft.block_bytes)}", "raise it")
-        return size // draft.block_bytes
-    room = draft.capacity - draft.fixed
-    if draft.device == "cpu":
-        room = min(room, CPU_CACHE_LIMIT, facts.available_memory // CPU_CACHE_SHARE)
-    one_sequence = draft.blocks_per_sequence if args.max_model_len is not None else 1
-    most_useful = draft.blocks_per_sequence * num_rows
-    return max(min(room // draft.block_bytes, most_useful), one_sequence)
+        if size < one.block_bytes:
+            reason = f"{format_size(size)} hold no block: one of {one.block_size} tokens takes"
+            raise DoesNotFit("kv_cache_memory", f"{reason} {format_size(one.block_bytes)}", "raise it")
+        return size // one.block_bytes
+    room = capacity - one.fixed
+    if one.device == "cpu":
+        room = min(room, CPU_CACHE_LIMIT, capacity // CPU_CACHE_SHARE)
+    one_sequence = one.blocks_per_sequence if args.max_model_len is not None else 1
+    most_useful = one.blocks_per_sequence * draft.scheduler.num_rows
+    return max(min(room // one.block_bytes, most_useful), one_sequence)

@@ -169,7 +169,7 @@ class LLM:
         self,
         conversations: Sequence[Sequence[Message]],
         template: str | None,
-        variables: Mapping[str, object] | None,
+        variables: Mapping[str, Any] | None,
         **options: Any,
     ) -> list[Prompt]:
         for name in variables or {}:

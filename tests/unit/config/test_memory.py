@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
-from quire.config.memory import MemoryPlan, kv_block_bytes, plan_memory
+from quire.config.memory import GATHERED_BYTES, PROMPT_POSITIONS, MemoryPlan, kv_block_bytes, plan_memory
 from quire.config.model import Dtype
 from quire.config.sizes import GIB, MIB
 from quire.types.errors import DoesNotFit
@@ -38,6 +38,14 @@ def test_a_tied_embedding_counts_twice_where_the_head_is_repacked() -> None:
     config = EngineConfig(CacheConfig(16, 10), SchedulerConfig(), DeviceConfig("cpu", "bfloat16", "bfloat16"))
     repacked = plan_memory(SMALL, config, SERVER, 80 * GIB)
     assert repacked.weights == 2 * (SMALL.num_parameters + SMALL.vocab_size * SMALL.hidden_size)
+
+
+def test_the_plan_counts_with_the_runtimes_own_limits() -> None:
+    from quire.runtime.attention.gather import GROUP_BYTES
+    from quire.runtime.worker.runner import _PROMPT_LOGPROBS_AT_ONCE
+
+    assert GATHERED_BYTES == GROUP_BYTES
+    assert PROMPT_POSITIONS == _PROMPT_LOGPROBS_AT_ONCE
 
 
 def test_a_block_holds_keys_and_values_of_all_layers() -> None:

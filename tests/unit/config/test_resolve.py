@@ -22,7 +22,7 @@ def test_with_nothing_given_a_gpu_gets_what_its_share_of_memory_leaves() -> None
     config, plan = resolve_engine_config(EngineArguments(), SERVER, LARGE)
     assert (config.device.device, config.device.dtype, config.scheduler.max_num_seqs) == ("cuda", "bfloat16", 256)
     assert plan.capacity == int(80 * GIB * 0.9)
-    assert plan.capacity - plan.block_bytes < plan.total <= plan.capacity
+    assert 0.97 * plan.capacity < plan.total <= plan.capacity
 
 
 def test_the_gpu_share_is_never_more_than_what_is_free() -> None:

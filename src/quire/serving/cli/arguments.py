@@ -22,6 +22,7 @@ ENGINE_FLAGS = {
     "--max-num-seqs": (int, "sequences that run at once"),
     "--max-num-batched-tokens": (int, "tokens computed in one step"),
     "--threads": (int, "CPU threads (all cores)"),
+    "--attention-backend": (str, "gather (fast), reference (plain) or auto"),
 }
 SAMPLING_FLAGS = {
     "--temperature": (float, "0 picks the likeliest token"),
@@ -69,6 +70,7 @@ def add_chat(commands: Commands[OneLineParser]) -> None:
 def add_pull(commands: Commands[OneLineParser]) -> None:
     parser = commands.add_parser("pull", help="fetch a model into the cache", description="Fetch a model once.")
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a catalogue or hub name; the default when left out")
+    parser.add_argument("--recheck", action="store_true", help="check a file that is here already once more")
     _add_debug(parser)
 
 

@@ -9,11 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from quire import __version__
+from quire.config.environment import OFFLINE
 from quire.config.facts import HardwareFacts
 from quire.config.resolve import EngineArguments, resolve_engine_config
 from quire.config.sizes import GIB, format_size
 from quire.serving.cli.arguments import engine_settings
-from quire.types.errors import QuireError
+from quire.types.errors import ModelLoadError, QuireError
 
 REQUIRED = ("torch", "numpy", "tokenizers", "safetensors", "jinja2")
 OPTIONAL = ("huggingface_hub", "triton")
@@ -130,11 +131,14 @@ def _print_plan(args: argparse.Namespace, facts: HardwareFacts) -> None:
 
     print()
     try:
-        files = resolve_model(args.model)
+        files = resolve_model(args.model, offline=True)
         model = read_model_config(files)
         config, plan = resolve_engine_config(EngineArguments(**engine_settings(args)), facts, model)
     except QuireError as error:
-        print(f"no memory plan: {error}")
+        absent = isinstance(error, ModelLoadError) and OFFLINE in str(error)
+        command = " ".join(["quire pull", *([args.model] if args.model else [])])
+        pull = f"the model is not here yet; run `{command}`"
+        print(f"no memory plan: {pull if absent else error}")
         return
     print(f"model {files.name}: {model.architecture}, {model.num_parameters / 1e6:,.0f}M parameters")
     print(f"runs on {config.device.device} in {config.device.dtype}, {config.scheduler.max_num_seqs} sequences at once")

@@ -82,7 +82,7 @@ def _check_message(where: str, message: Mapping[str, Any], data: PlainData) -> M
         raise InvalidRequest(
             where, f"must be an object, got {type(message).__name__}", 'send {"role": ..., "content": ...}'
         )
-    unknown = [name for name in message if name not in _FIELDS]
+    unknown = [name for name, value in message.items() if name not in _FIELDS and value is not None]
     if unknown:
         raise InvalidRequest(
             f"{where}.{unknown[0]}", "is not a known message field", f"known: {', '.join(sorted(_FIELDS))}"

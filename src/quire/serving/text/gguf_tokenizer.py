@@ -54,8 +54,12 @@ def _scheme(vocabulary: GgufVocabulary) -> Scheme:
 
 def _byte_level(vocabulary: GgufVocabulary, scheme: Scheme) -> Tokenizer:
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.texts("merges"))]
-    tokenizer = Tokenizer(_bpe(vocabulary, ids, merges, ignore_merges=scheme.ignore_merges))
+    merges = vocabulary.texts("merges")
+    parts = " ".join(merges).split(" ") if merges else []
+    if len(parts) != 2 * len(merges):
+        raise vocabulary.error("merges", "must hold two tokens each", "convert the model again")
+    pairs = list(zip(parts[::2], parts[1::2], strict=True))
+    tokenizer = Tokenizer(_bpe(vocabulary, ids, pairs, ignore_merges=scheme.ignore_merges))
     if scheme.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = scheme.build()
@@ -97,19 +101,15 @@ def _bpe(
 def _merges_by_score(vocabulary: GgufVocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
     """Every way to build a scored token from two others, best first: what SentencePiece does while it encodes."""
     scores = vocabulary.numbers("scores")
-    pieces = {ids[token] for token in ids} - {
-        index
-        for kind in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.BYTE, TokenType.UNUSED)
-        for index in vocabulary.of_type(kind)
-    }
-    ranked: list[tuple[float, int, int, str]] = []
-    for index in sorted(pieces):
-        token, score = vocabulary.tokens[index], scores[index]
+    ranked: list[tuple[float, int, int, int, str]] = []  # best score first, then longest left part, then right
+    for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
+        if kind not in (TokenType.NORMAL, TokenType.USER_DEFINED):
+            continue
         for cut in range(1, len(token)):
             if token[:cut] in ids and token[cut:] in ids:
-                ranked.append((-score, -cut, index, token))
+                ranked.append((-scores[index], -cut, cut - len(token), index, token))
     ranked.sort()
-    return [(token[:-cut], token[-cut:]) for _, cut, _, token in ranked]
+    return [(token[:-left], token[-left:]) for _, left, _, _, token in ranked]
 
 
 def _special_tokens(vocabulary: GgufVocabulary) -> SpecialTokens:
@@ -128,10 +128,10 @@ def _special_tokens(vocabulary: GgufVocabulary) -> SpecialTokens:
 def _add_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary, special: SpecialTokens) -> None:
     """Register the tokens that are matched whole in text, before any cutting."""
     phi3 = "phi-3" in (name := str(vocabulary.metadata.get("general.name", "")).lower()) or "phi3" in name
-    control = {*vocabulary.of_type(TokenType.CONTROL), *vocabulary.of_type(TokenType.UNKNOWN), *special.eos_ids}
+    control = {*vocabulary.of_types(TokenType.CONTROL, TokenType.UNKNOWN), *special.eos_ids}
     if special.bos_id is not None:
         control.add(special.bos_id)
-    wanted = {*control, *vocabulary.of_type(TokenType.USER_DEFINED)}
+    wanted = {*control, *vocabulary.of_types(TokenType.USER_DEFINED)}
     added = []
     for index in sorted(wanted):
         token = vocabulary.tokens[index]

@@ -60,14 +60,14 @@ class GgufVocabulary:
 
     def numbers(self, key: str) -> list[float]:
         values = self.metadata.get(_PREFIX + key)
-        if not isinstance(values, list) or not all(isinstance(value, (int, float)) for value in values):
+        if not isinstance(values, list) or not set(map(type, values)) <= {int, float}:
             raise self.error(key, "must be an array of numbers", "the file is damaged or incomplete; fetch it again")
         if len(values) != len(self.tokens):
             raise self.error(key, f"has {len(values)} entries for {len(self.tokens)} tokens", "fetch the file again")
         return values
 
-    def of_type(self, kind: TokenType) -> list[int]:
-        return [index for index, stored in enumerate(self.types) if stored == kind]
+    def of_types(self, *kinds: TokenType) -> list[int]:
+        return [index for index, stored in enumerate(self.types) if stored in kinds]
 
 
 def read_vocabulary(metadata: Mapping[str, object], file: str) -> GgufVocabulary:
@@ -81,7 +81,7 @@ def read_vocabulary(metadata: Mapping[str, object], file: str) -> GgufVocabulary
     types = metadata.get(_PREFIX + "token_type")
     if types is None:
         types = [int(TokenType.NORMAL)] * len(tokens)
-    if not isinstance(types, list) or not all(isinstance(kind, int) for kind in types):
+    if not isinstance(types, list) or not set(map(type, types)) <= {int}:
         raise ModelLoadError(file, f"{_PREFIX}token_type must be an array of whole numbers")
     if len(types) != len(tokens):
         raise ModelLoadError(file, f"{_PREFIX}token_type has {len(types)} entries for {len(tokens)} tokens")
@@ -90,7 +90,7 @@ def read_vocabulary(metadata: Mapping[str, object], file: str) -> GgufVocabulary
 
 def _texts(file: str, metadata: Mapping[str, object], key: str) -> list[str]:
     values = metadata.get(_PREFIX + key)
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+    if not isinstance(values, list) or not set(map(type, values)) <= {str}:
         raise ModelLoadError(
             file, f"{_PREFIX}{key} is missing or not an array of strings", fix="use a file converted with its tokenizer"
         )

@@ -84,13 +84,16 @@ def _regexes(*patterns: str) -> Scheme:
     return Scheme(tuple(_Regex(pattern) for pattern in patterns))
 
 
+def _then_digits(scheme: Scheme) -> Scheme:
+    return replace(scheme, steps=(*scheme.steps, "digits"))
+
+
 _GPT2 = Scheme(("gpt-2 words",))
 _SINGLE_DIGITS = Scheme(("digits", "gpt-2 words"))
 _FALCON = Scheme(("punctuation", "gpt-2 words", "digit runs", _Regex("[0-9][0-9][0-9]")))
 _THREE_DIGITS = _regexes(_words(r"\p{N}{1,3}"))
 _LLAMA3 = replace(_THREE_DIGITS, ignore_merges=True, add_bos=True)
 _ONE_DIGIT = _regexes(_words(r"\p{N}"))
-_QWEN2 = replace(_ONE_DIGIT, nfc=True)
 _GPT4O = _regexes(_cased_words(r"\p{N}{1,3}"))
 _DEEPSEEK3 = _regexes(
     r"\p{N}{1,3}", _HAN_AND_KANA, rf"{_ASCII_SIGN_AND_WORD}|{_MARKED_WORD}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
@@ -98,67 +101,42 @@ _DEEPSEEK3 = _regexes(
 _BLOOM = _regexes(_UNPUNCTUATED)
 
 
-def _make_table() -> dict[str, Scheme]:
-    table: dict[str, Scheme] = {}
+_TEKKEN = replace(_regexes(_cased_words(r"\p{N}", contractions="")), ignore_merges=True, add_bos=True)
+_QWEN35 = _regexes(_words(r"\p{N}", letters=r"[\p{L}\p{M}]", marks=r"\p{M}"))
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[{_CASED_LETTERS}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _HAN_AND_HANGUL,
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL)
+_KIMI = r"[\p{Han}]+|" + _cased_words(r"\p{N}{1,3}", signs_end=r"[\r\n]*", but=r"&&[^\p{Han}]")
+_LING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_SEED = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 
-    def add(scheme: Scheme, *names: str) -> None:
-        table.update(dict.fromkeys(names, scheme))
-
-    add(_FALCON, "default", "falcon")
-    add(
-        _GPT2,
-        "gpt-2",
-        "phi-2",
-        "jais",
-        "trillion",
-        "granite-docling",
-        "exaone4",
-        "gigachat",
-        "a.x-4.0",
-        "mellum",
-        "modern-bert",
-    )
-    add(replace(_GPT2, nfc=True), "mpt", "olmo")
-    add(_SINGLE_DIGITS, "smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2")
-    add(replace(_SINGLE_DIGITS, nfc=True), "command-r")
-    add(_LLAMA3, "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
-    add(_THREE_DIGITS, "dbrx", "smaug-bpe", "chatglm-bpe")
-    add(replace(_THREE_DIGITS, ignore_merges=True), "glm4", "glm5")
-    add(_QWEN2, "qwen2", "stablelm2", "megrez")
-    add(_ONE_DIGIT, "deepseek-r1-qwen", "hunyuan", "grok-2", "solar-open", "kormo")
-    add(_regexes(_words(r"\p{N}", letters=r"[\p{L}\p{M}]", marks=r"\p{M}")), "qwen35")
-    add(_GPT4O, "gpt-4o", "llama4", "kanana2", "minimax-m2")
-    tekken = _regexes(_cased_words(r"\p{N}", contractions=""))
-    add(replace(tekken, ignore_merges=True, add_bos=True), "tekken")
-    add(_DEEPSEEK3, "deepseek-v3", "hunyuan-dense", "joyai-llm")
-    cased = rf"\s?[{_CASED_LETTERS}]+"
-    deepseek = tuple(
-        map(
-            _Regex,
-            (
-                r"[\r\n]",
-                cased,
-                "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-                r"\s+$",
-                _HAN_AND_HANGUL,
-            ),
-        )
-    )
-    add(Scheme((*deepseek, "digits")), "deepseek-llm")
-    coder = tuple(map(_Regex, (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL)))
-    add(Scheme((*coder, "digits")), "deepseek-coder")
-    add(_BLOOM, "bloom", "poro-chat", "gpt3-finnish")
-    add(Scheme((*_BLOOM.steps, "digits")), "viking")
-    han = r"[\p{Han}]+|"
-    kimi = _cased_words(r"\p{N}{1,3}", signs_end=r"[\r\n]*", but=r"&&[^\p{Han}]")
-    add(_regexes(han + kimi), "kimi-k2")
-    add(_regexes(r"\p{N}+", r"(?=(\d{3})+(?!\d))"), "superbpe")
-    signs = r" ?[^\s\p{L}\p{N}]++[\r\n]*"
-    ling = rf"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}+|\p{{N}}|{signs}|\s*[\r\n]|\s+(?!\S)|\s+"
-    add(_regexes(ling), "bailingmoe", "bailingmoe2", "llada-moe")
-    seed = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
-    add(_regexes(seed), "seed-coder")
-    return table
-
-
-SCHEMES: dict[str, Scheme] = _make_table()
+_FAMILIES: tuple[tuple[Scheme, str], ...] = (
+    (_FALCON, "default falcon"),
+    (_GPT2, "gpt-2 phi-2 jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum modern-bert"),
+    (replace(_GPT2, nfc=True), "mpt olmo"),
+    (_SINGLE_DIGITS, "smollm starcoder refact codeshell exaone minerva-7b mellum2"),
+    (replace(_SINGLE_DIGITS, nfc=True), "command-r"),
+    (_LLAMA3, "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"),
+    (_THREE_DIGITS, "dbrx smaug-bpe chatglm-bpe"),
+    (replace(_THREE_DIGITS, ignore_merges=True), "glm4 glm5"),
+    (replace(_ONE_DIGIT, nfc=True), "qwen2 stablelm2 megrez"),
+    (_ONE_DIGIT, "deepseek-r1-qwen hunyuan grok-2 solar-open kormo"),
+    (_QWEN35, "qwen35"),
+    (_GPT4O, "gpt-4o llama4 kanana2 minimax-m2"),
+    (_TEKKEN, "tekken"),
+    (_DEEPSEEK3, "deepseek-v3 hunyuan-dense joyai-llm"),
+    (_then_digits(_regexes(*_DEEPSEEK_LLM)), "deepseek-llm"),
+    (_then_digits(_regexes(*_DEEPSEEK_CODER)), "deepseek-coder"),
+    (_BLOOM, "bloom poro-chat gpt3-finnish"),
+    (_then_digits(_BLOOM), "viking"),
+    (_regexes(_KIMI), "kimi-k2"),
+    (_regexes(r"\p{N}+", r"(?=(\d{3})+(?!\d))"), "superbpe"),
+    (_regexes(_LING), "bailingmoe bailingmoe2 llada-moe"),
+    (_regexes(_SEED), "seed-coder"),
+)
+SCHEMES: dict[str, Scheme] = {name: scheme for scheme, names in _FAMILIES for name in names.split()}

@@ -27,6 +27,7 @@ from quire.serving.text.template_guard import CHECKS, guard, written
 
 MAX_POWER = 64
 MAX_TIME_FORMAT = 256
+_SLOW_SEARCHES = frozenset({"strip", "lstrip", "rstrip", "rfind", "rindex", "rsplit", "rpartition"})
 _LONG_TEXT = 65_536
 _FRAME_VARIABLES = ("_loop_vars", "_block_vars")  # Jinja hands a frame's own variables along with every call
 _OBJECT_BYTES = 512  # a namespace and its dictionary
@@ -166,8 +167,11 @@ def _check_search(budget: Budget, text: str, name: str, args: tuple[Any, ...]) -
     """Methods that cut a string copy it; those that compare every character with a set may be slow."""
     if "split" in name or "partition" in name:
         budget.spend(sys.getsizeof(text))
-    slow = name.startswith("r") or "strip" in name
-    if slow and len(text) > _LONG_TEXT and any(isinstance(a, str) and len(a) > guards.MAX_CHARACTER_SET for a in args):
+    if (
+        name in _SLOW_SEARCHES
+        and len(text) > _LONG_TEXT
+        and any(isinstance(a, str) and len(a) > guards.MAX_CHARACTER_SET for a in args)
+    ):
         raise TemplateTooCostly(
             f"{name} was given more than {guards.MAX_CHARACTER_SET} characters to find in a long text"
         )

@@ -51,7 +51,9 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of every text, on all cores."""
         batch = [_checked(text) for text in texts]
-        return [list(found.ids) for found in self._backend.encode_batch(batch, add_special_tokens=add_special_tokens)]
+        return [
+            list(found.ids) for found in self._backend.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
+        ]
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -40,7 +42,7 @@ def batch_of(
     key = torch.stack([cache.key[table[p // size], :, p % size] for table, p in where])
     value = torch.stack([cache.value[table[p // size], :, p % size] for table, p in where])
     query = torch.randn(begin, heads.num_query, heads.dim, generator=generator)
-    batch = AttentionBatch(np.asarray(decodes, dtype=np.int64), ids, tuple(spans), size)
+    batch = AttentionBatch(np.asarray(decodes, dtype=np.int64), ids, tuple(spans), size, cache)
     return batch, cache, (query, key, value)
 
 
@@ -70,7 +72,7 @@ def test_a_long_chunk_is_cut_into_tiles_without_changing_a_number(monkeypatch: p
     batch, cache, tensors = batch_of([], [(30, 21)], 4, HEADS)
     gather = GatherAttention(HEADS, 0.3, torch.float32)
     plan = gather.prepare(batch)
-    assert len(plan.chunks) > 5
+    assert len(plan.tiles) > 5
     reference = ReferenceAttention(HEADS, 0.3)
     expected = reference.attend(*tensors, cache, reference.prepare(batch))
     torch.testing.assert_close(gather.attend(*tensors, cache, plan), expected, rtol=1e-4, atol=1e-5)
@@ -79,6 +81,7 @@ def test_a_long_chunk_is_cut_into_tiles_without_changing_a_number(monkeypatch: p
 def test_half_precision_can_be_attended_in_float32() -> None:
     batch, cache, (query, key, value) = batch_of([20, 5], [(0, 4)], 4, HEADS)
     cache = LayerCache.of(cache.key.bfloat16(), cache.value.bfloat16())
+    batch = replace(batch, cache=cache)
     gather = GatherAttention(HEADS, 0.3, torch.float32)
     half = [tensor.bfloat16() for tensor in (query, key, value)]
     out = gather.attend(*half, cache, gather.prepare(batch))
@@ -89,14 +92,23 @@ def test_half_precision_can_be_attended_in_float32() -> None:
 
 def test_rows_are_cut_where_padding_costs_more_than_a_group() -> None:
     lengths = np.array([1_000, 990, 100, 90, 90])
-    assert split_by_length(lengths, group_cost=200) == [(0, 2), (2, 5)]
-    assert split_by_length(lengths, group_cost=10_000) == [(0, 5)]
-    assert split_by_length(np.array([], dtype=np.int64)) == []
+    assert split_by_length(lengths, group_cost=200, max_slots=10_000) == [(0, 2), (2, 5)]
+    assert split_by_length(lengths, group_cost=10_000, max_slots=10_000) == [(0, 5)]
+    assert split_by_length(np.array([], dtype=np.int64), group_cost=200, max_slots=10_000) == []
+
+
+def test_no_group_of_several_rows_gathers_more_than_its_share() -> None:
+    lengths = np.array([400] * 10)
+    runs = split_by_length(lengths, group_cost=200, max_slots=1_000)
+    assert all((end - begin) * 400 <= 1_000 for begin, end in runs)
+    assert runs[0][0] == 0
+    assert runs[-1][1] == 10
+    assert split_by_length(lengths[:2], group_cost=200, max_slots=1) == [(0, 1), (1, 2)]
 
 
 def test_groups_cover_every_row_once_in_order() -> None:
     lengths = np.sort(np.random.default_rng(0).integers(1, 4_000, 200))[::-1]
-    runs = split_by_length(lengths)
+    runs = split_by_length(lengths, group_cost=256, max_slots=1 << 20)
     assert [begin for begin, _ in runs] == [0, *[end for _, end in runs[:-1]]]
     assert runs[-1][1] == 200
     padding = sum(int((lengths[begin] - lengths[begin:end]).sum()) for begin, end in runs)

@@ -189,6 +189,15 @@ def test_a_file_one_byte_short_says_so(tmp_path: Path) -> None:
         GgufFile(path)
 
 
+def test_bytes_after_the_last_tensor_may_only_be_zero(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", {}, [matrix("a", 8, 4)])
+    path.write_bytes(path.read_bytes() + bytes(100))
+    assert set(GgufFile(path).tensors) == {"a"}
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(ModelLoadError, match="has 101 unexplained bytes after a"):
+        GgufFile(path)
+
+
 def test_views_of_the_bytes_outlive_close(tmp_path: Path) -> None:
     file = GgufFile(write_gguf(tmp_path / "m.gguf", {}, [matrix()]))
     raw = file.raw("a")

@@ -117,8 +117,8 @@ def test_both_spellings_of_rope_mean_the_same(tmp_path: Path) -> None:
 
 def test_every_parameter_of_yarn_is_carried_along(tmp_path: Path) -> None:
     given = {
-        "factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 1.1, "beta_fast": 24, "beta_slow": 2,
-        "mscale": 0.7, "mscale_all_dim": 0.5, "truncate": False,
+        "factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 1.1, "beta_fast": 24,
+        "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 0.5, "truncate": False,
     }  # fmt: skip
     assert dict(rope(tmp_path, rope_scaling={"rope_type": "yarn", **given}).scaling) == {
         k: float(v) for k, v in given.items()

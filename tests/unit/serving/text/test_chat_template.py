@@ -265,6 +265,15 @@ def test_what_the_template_refuses_is_told_in_its_own_words() -> None:
         ChatTemplate(MISTRAL).render([{"role": "critic", "content": "x"}])
 
 
+def test_empty_fields_a_client_sends_back_are_no_fields() -> None:
+    message = {"role": "user", "content": "Hi", "refusal": None, "tool_calls": None, "name": None}
+    assert ChatTemplate(CHATML).render([message]) == ChatTemplate(CHATML).render([{"role": "user", "content": "Hi"}])
+
+
+def test_templates_may_ask_for_the_date() -> None:
+    assert ChatTemplate("{{ strftime_now('%d %B %Y, %H:%M') }}").render(USER)[:2].isdigit()
+
+
 @pytest.mark.parametrize("source", ["{% if %}", "{{ x", "{% for x in y %}", "{{ 'a' | nonsense }}"])
 def test_a_template_that_does_not_compile_is_refused_at_once(source: str) -> None:
     with pytest.raises(ModelLoadError, match="chat template: line 1"):

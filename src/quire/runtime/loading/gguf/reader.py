@@ -49,7 +49,7 @@ class GgufFile:
             self.metadata = self._read_metadata(cursor, num_keys)
             self.alignment = self._read_alignment()
             self.tensors = self._read_tensors(cursor, num_tensors)
-            _check_layout(self.name, _align(cursor.at, self.alignment), self.alignment, self.tensors, self._file.size)
+            self._check_layout(_align(cursor.at, self.alignment))
         except ModelLoadError:
             self.close()
             raise
@@ -156,30 +156,27 @@ class GgufFile:
             )
         return nbytes
 
+    def _check_layout(self, start: int) -> None:
+        """Tensors must tile the data section in some order: aligned, no overlap, no gap, only zeros after them."""
+        expected, previous, size = start, "the header", self._file.size
+        for tensor in sorted(self.tensors.values(), key=lambda tensor: tensor.offset):
+            name, offset, end = tensor.name, tensor.offset, tensor.offset + tensor.nbytes
+            if (offset - start) % self.alignment:
+                raise ModelLoadError(
+                    self.name, f"offset {offset - start} is not a multiple of {self.alignment}", tensor=name
+                )
+            if end > size:
+                missing = f"is cut off: {end - size} bytes are missing at the end of the file"
+                raise ModelLoadError(self.name, missing, tensor=name, fix="download it again")
+            if offset < expected:
+                raise ModelLoadError(self.name, f"overlaps {previous}", tensor=name)
+            if offset > expected:
+                gap = f"leaves {offset - expected} unexplained bytes after {previous}"
+                raise ModelLoadError(self.name, gap, tensor=name)
+            expected, previous = _align(end, self.alignment), name
+        if expected < size and self._file.bytes_at(expected, size - expected).any():
+            raise ModelLoadError(self.name, f"has {size - expected} unexplained bytes after {previous}")
+
 
 def _align(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
-
-
-def _check_layout(file: str, start: int, alignment: int, tensors: dict[str, GgufTensor], size: int) -> None:
-    """Tensors must tile the data section in some order: aligned, no overlap, nothing between them but padding."""
-    expected, previous = start, "the header"
-    for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
-        if (tensor.offset - start) % alignment:
-            raise ModelLoadError(
-                file, f"offset {tensor.offset - start} is not a multiple of {alignment}", tensor=tensor.name
-            )
-        if tensor.offset + tensor.nbytes > size:
-            missing = tensor.offset + tensor.nbytes - size
-            raise ModelLoadError(
-                file,
-                f"is cut off: {missing} bytes are missing at the end of the file",
-                tensor=tensor.name,
-                fix="download it again",
-            )
-        if tensor.offset < expected:
-            raise ModelLoadError(file, f"overlaps {previous}", tensor=tensor.name)
-        if tensor.offset > expected:
-            gap = tensor.offset - expected
-            raise ModelLoadError(file, f"leaves {gap} unexplained bytes after {previous}", tensor=tensor.name)
-        expected, previous = _align(tensor.offset + tensor.nbytes, alignment), tensor.name

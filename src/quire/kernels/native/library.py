@@ -1,0 +1,72 @@
+"""Finds and opens the compiled CPU kernels, if they were built and this CPU can run them."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_char_p, c_double, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_SIGNATURES = {
+    "quire_rms_norm": [c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_double],
+    "quire_rotate": [c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4],
+    "quire_silu_mul": [c_int64, c_void_p, c_void_p, c_int64, c_int64],
+    "quire_write_cache": [c_int64, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
+    "quire_paged_decode": [
+        c_int64, c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_void_p, *[c_int64] * 5, c_double,
+    ],
+}  # fmt: skip
+
+
+class Unavailable(Exception):
+    """Why the compiled kernels cannot be used here; one line."""
+
+
+@cache
+def open_library() -> ctypes.CDLL:
+    """The compiled kernels with their signatures set. Raises Unavailable with the reason."""
+    built = sorted(Path(__file__).parent.glob("_cpu*.so"))
+    if not built:
+        raise Unavailable("the native CPU kernels were not built; install a C++ compiler and reinstall Quire")
+    _share_openmp()
+    try:
+        library = ctypes.CDLL(str(built[0]))
+    except OSError as error:
+        raise Unavailable(f"the native CPU kernels do not load: {error}") from None
+    library.quire_isa.restype = c_char_p
+    missing = set(library.quire_isa().decode().split()) - _cpu_flags()
+    if missing:
+        lacking = ", ".join(sorted(missing))
+        raise Unavailable(f"the native CPU kernels were built for a CPU with {lacking}; reinstall Quire on this machine")
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+def is_available() -> bool:
+    try:
+        open_library()
+    except Unavailable:
+        return False
+    return True
+
+
+def _share_openmp() -> None:
+    """Make torch's OpenMP runtime visible, so that both use one pool of threads and never wait for each other."""
+    torch.get_num_threads()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split()[-1]
+        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            return
+
+
+def _cpu_flags() -> set[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return set(value.split())
+    return set()

@@ -1,0 +1,58 @@
+"""The compiled CPU kernels as functions on tensors: float32 and bfloat16, on the CPU, last dimension contiguous."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.native.library import open_library
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, size], [size] -> [rows, size]
+    out = torch.empty(x.shape, dtype=x.dtype)
+    open_library().quire_rms_norm(
+        TYPES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps
+    )
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn heads [rows, heads, dim] in place by cos and signed sin [rows, 1, dim]."""
+    rows, heads, dim = x.shape
+    open_library().quire_rotate(
+        TYPES[x.dtype], x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, heads, dim
+    )
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * size], contiguous -> [rows, size]
+    rows, both = gate_up.shape
+    out = torch.empty(rows, both // 2, dtype=gate_up.dtype)
+    open_library().quire_silu_mul(TYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, both // 2)
+    return out
+
+
+def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """key, value [rows, heads, dim]; slots [rows * heads] into caches seen as [slots, dim]."""
+    rows, heads, dim = key.shape
+    open_library().quire_write_cache(
+        TYPES[key.dtype], key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
+        key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(), rows, heads, dim,
+    )  # fmt: skip
+
+
+def paged_decode(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """One query token per row over its cached keys -> [rows, query heads * dim].
+
+    query [rows, query heads, dim], keys and values [blocks, kv heads, block, dim], tables [rows, width] int64,
+    lengths [rows] int64: keys each row sees.
+    """
+    rows, query_heads, dim = query.shape
+    _, kv_heads, block_size, _ = keys.shape
+    out = torch.empty(rows, query_heads * dim, dtype=query.dtype)
+    open_library().quire_paged_decode(
+        TYPES[query.dtype], query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), tables.data_ptr(),
+        tables.stride(0), lengths.data_ptr(), out.data_ptr(), rows, query_heads, kv_heads, dim, block_size, scale,
+    )  # fmt: skip
+    return out

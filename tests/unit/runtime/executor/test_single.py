@@ -1,0 +1,109 @@
+"""The executor in this process, over random weights and the real sampler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quire.runtime.executor.single import SingleExecutor
+from quire.runtime.loading.resolve import ModelFiles
+from quire.types.errors import EngineDead
+from quire.types.sampling import SamplingParams, TokenRules
+from quire.types.step import Chunk, NewRow, StepPlan
+from tiny_models import VOCAB, engine_config, tiny_config
+
+FILES = ModelFiles("tiny", Path("nowhere"), "hf")
+
+
+def executor() -> SingleExecutor:
+    return SingleExecutor(
+        FILES, tiny_config(), engine_config(block_size=16, rows=4), load_format="dummy", progress=None
+    )
+
+
+def row(number: int, length: int, **sampling: object) -> NewRow:
+    params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    tokens = np.arange(1, length + 1, dtype=np.int32)
+    return NewRow(number, tokens, length, (number,), params, TokenRules(), sample_index=0, seed=7)
+
+
+def test_results_come_back_in_the_order_of_launching() -> None:
+    single = executor()
+    assert single.depth == 1
+    single.launch(StepPlan(step=4, new_rows=(row(0, 5),), chunks=(Chunk(0, 0, 5, (0,)),)))
+    single.launch(StepPlan(step=5, decode_rows=np.array([0], dtype=np.int32)))
+    first, second = single.collect(), single.collect()
+    assert (first.step, second.step) == (4, 5)
+    assert first.token_ids.dtype == np.int32
+    assert first.failures == second.failures == ()
+    single.check()
+
+
+def test_the_same_seed_gives_the_same_model() -> None:
+    answers = []
+    for _ in range(2):
+        single = executor()
+        single.launch(StepPlan(step=0, new_rows=(row(0, 3),), chunks=(Chunk(0, 0, 3, (0,)),)))
+        answers.append(single.collect().token_ids.tolist())
+    assert answers[0] == answers[1]
+    assert 0 <= answers[0][0] < VOCAB
+
+
+def test_a_row_the_sampler_refuses_fails_alone() -> None:
+    single = executor()
+    bad = row(1, 4, allowed_token_ids=[VOCAB + 5])
+    chunks = (Chunk(0, 0, 3, (0,)), Chunk(1, 0, 4, (1,)))
+    single.launch(StepPlan(step=0, new_rows=(row(0, 3), bad), chunks=chunks))
+    result = single.collect()
+    assert [failure.row for failure in result.failures] == [1]
+    assert len(result.token_ids) == 2
+
+
+def test_logprobs_and_prompt_logprobs_reach_the_result() -> None:
+    single = executor()
+    asked = row(2, 6, logprobs=3, prompt_logprobs=2)
+    single.launch(StepPlan(step=0, new_rows=(asked,), chunks=(Chunk(2, 0, 6, (2,)),)))
+    result = single.collect()
+    assert [entry.row for entry in result.logprobs] == [2]
+    assert result.logprobs[0].entry.token_ids[0] == result.token_ids[0]
+    assert [(part.row, part.start, len(part.entries)) for part in result.prompt_logprobs] == [(2, 1, 5)]
+    assert [int(entry.token_ids[0]) for entry in result.prompt_logprobs[0].entries] == [2, 3, 4, 5, 6]
+
+
+def test_a_closed_executor_refuses_work_and_may_be_closed_again() -> None:
+    single = executor()
+    single.close()
+    single.close()
+    with pytest.raises(EngineDead):
+        single.launch(StepPlan(step=0))
+
+
+def test_threads_are_those_of_the_config() -> None:
+    before = torch.get_num_threads()
+    config = engine_config(block_size=16, rows=4)
+    try:
+        wanted = type(config.device)("cpu", "float32", "float32", threads=1)
+        SingleExecutor(FILES, tiny_config(), type(config)(config.cache, config.scheduler, wanted), load_format="dummy")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_two_steps_are_in_flight_and_tokens_feed_the_next_step_there() -> None:
+    single = executor()
+    config = engine_config(block_size=16, rows=4, device="cuda")
+    deep = SingleExecutor(FILES, tiny_config(), config, load_format="dummy")
+    assert deep.depth == 2
+    decode = np.array([0], dtype=np.int32)
+    for each in (single, deep):
+        each.launch(StepPlan(step=0, new_rows=(row(0, 5),), chunks=(Chunk(0, 0, 5, (0,)),)))
+    for step in (1, 2, 3):
+        deep.launch(StepPlan(step=step, decode_rows=decode))
+        assert deep.collect().step == step - 1
+    assert deep.collect().step == 3
+    deep.check()
