@@ -10,7 +10,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 RUN_STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 MODEL_STAMP := $(VENV)/.model
-CODE := src tests benchmarks examples
+CODE := setup.py src tests benchmarks examples
+BUILT_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/quire/kernels/native/*.cpp)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve demo test check format bench parity clean
@@ -48,18 +49,18 @@ parity: $(DEV_STAMP) $(MODEL_STAMP) ## compare the default model with transforme
 	QUIRE_TEST_WHOLE=1 $(BIN)/python -m pytest -q tests/parity
 
 clean: ## remove the virtual environment, caches and build outputs
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/*.egg-info src/quire/kernels/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 to 3.13 was found; install one or run make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(RUN_STAMP): $(BUILT_FROM) | $(BIN)/python
 	$(INSTALL) -e .
 	@touch $@
 
-$(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(DEV_STAMP): $(BUILT_FROM) | $(BIN)/python
 	$(INSTALL) -e '.[dev]'
 	@touch $@ $(RUN_STAMP)
 

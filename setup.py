@@ -1,4 +1,4 @@
-"""Builds the CPU kernels for the machine it runs on. Without a C++ compiler Quire installs all the same and uses torch."""
+"""Builds the CPU kernels for the machine it runs on. Without a C++ compiler Quire installs all the same, on torch."""
 
 from setuptools import Extension, setup
 
@@ -10,8 +10,13 @@ setup(
             language="c++",
             optional=True,
             extra_compile_args=[
-                "-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
-            ],  # fmt: skip
+                "-O3",
+                "-march=native",
+                "-std=c++17",
+                "-fopenmp",
+                "-fno-math-errno",
+                "-fno-trapping-math",
+            ],
             extra_link_args=["-Wl,-z,lazy"],  # OpenMP comes from torch's own library when it is loaded
         )
     ]

@@ -76,9 +76,13 @@ def publish(
     print(f"Python {where['python']}, " + ", ".join(f"{k} {v}" for k, v in where["versions"].items()))
     print(table(header, rows))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"title": title, "facts": where, **data}, indent=1))
+        save(out, {"title": title, "facts": where, **data})
         print(f"written: {out}")
+
+
+def save(out: Path, data: dict[str, Any]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(data, indent=1))
 
 
 def _git(*arguments: str) -> str:

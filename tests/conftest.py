@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per test process is plenty for tiny models."""
+"""Shared by all tests: nothing reaches for the hub, and tokenizers do not fight torch for cores."""
 
 from __future__ import annotations
 

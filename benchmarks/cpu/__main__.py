@@ -20,13 +20,14 @@ import argparse
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu.compare import Contestant, agreement, compare, summarise
+from benchmarks.cpu.compare import Contestant, Runs, agreement, compare, summarise
 from benchmarks.cpu.job import Job
 from benchmarks.cpu.workloads import FILES, workloads
-from benchmarks.report import publish
+from benchmarks.report import facts, publish, save
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "quire": ("quire", {}),
@@ -55,7 +56,7 @@ def main() -> None:
 
             peer_model = str(export_hugging_face(arguments.model, Path(folder), arguments.dtype))
         contestants = [_contestant(name, arguments, peer_model) for name in names]
-        runs = compare(contestants, arguments.repeats, arguments.time_limit)
+        runs = compare(contestants, arguments.repeats, arguments.time_limit, partial(_keep, arguments.out))
     summary = summarise(runs)
     same = agreement(runs, names[-1] if "transformers" not in names else "transformers")
     settings = {key: str(value) for key, value in vars(arguments).items()}
@@ -67,6 +68,11 @@ def main() -> None:
     for name, record in summary.items():
         if record["failure"]:
             print(f"{name} failed: {record['failure']}")
+
+
+def _keep(out: Path | None, runs: dict[str, Runs]) -> None:
+    if out is not None:
+        save(out, {"title": "CPU comparison, not finished", "facts": facts(), "summary": summarise(runs)})
 
 
 def _parse() -> argparse.Namespace:

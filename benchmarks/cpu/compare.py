@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,17 +37,28 @@ class Runs:
     failure: str | None = None
 
 
-def compare(contestants: Sequence[Contestant], repeats: int, time_limit_s: float) -> dict[str, Runs]:
-    """Interleave: every contestant runs once before any runs again, and each round starts with another one."""
+def compare(
+    contestants: Sequence[Contestant], repeats: int, time_limit_s: float, keep: Callable[[dict[str, Runs]], None]
+) -> dict[str, Runs]:
+    """Interleave: every contestant runs once before any runs again, and each round starts with another one.
+
+    `keep` is called after every run with all runs so far, so that an interrupted comparison loses only one.
+    """
     runs = {contestant.name: Runs() for contestant in contestants}
     for repeat in range(repeats):
         turn = repeat % len(contestants)
         for contestant in [*contestants[turn:], *contestants[:turn]]:
             if runs[contestant.name].failure is None:
                 _run_once(contestant, runs[contestant.name], time_limit_s)
-                state = runs[contestant.name].failure or "done"
+                keep(runs)
+                state = runs[contestant.name].failure or _brief(runs[contestant.name].results[-1])
                 print(f"round {repeat + 1}/{repeats} {contestant.name}: {state}", file=sys.stderr, flush=True)
     return runs
+
+
+def _brief(result: dict[str, Any]) -> str:
+    rates = (f"{name} {run['output_tokens_per_s']:.1f} tok/s" for name, run in result["workloads"].items())
+    return ", ".join([*rates, f"first token after {result['start_to_first_token_s']:.1f} s"])
 
 
 def _run_once(contestant: Contestant, runs: Runs, time_limit_s: float) -> None:

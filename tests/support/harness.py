@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fake_executor import VOCAB, FakeExecutor
-
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.types.output import Finished

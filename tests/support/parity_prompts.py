@@ -1,4 +1,4 @@
-"""Varied prompts for comparing engines: prose, code, unicode, digits, white space, one token, and thousands of tokens."""
+"""Varied prompts for comparing engines: prose, code, unicode, digits, white space, one token, thousands of tokens."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -189,10 +189,11 @@ class Bench:
         checkpoint: MemoryCheckpoint,
         config: EngineConfig,
         *,
-        attention: str = "gather",
+        attention: str = "auto",
         sampler: GreedySampler | None = None,
     ) -> None:
-        builder = LayerBuilder(config.device, checkpoint.config.heads, attention)
+        device = replace(config.device, attention_backend=attention)
+        builder = LayerBuilder(device, checkpoint.config.heads)
         model = build_model(checkpoint.config, builder)
         load_weights(model, checkpoint)
         self.sampler = sampler or GreedySampler()

@@ -62,7 +62,7 @@ class DeviceConfig:
     dtype: Dtype
     kv_dtype: Dtype
     threads: int | None = None  # CPU threads; None: all
-    attention_backend: str = "gather"
+    attention_backend: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

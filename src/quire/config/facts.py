@@ -35,6 +35,7 @@ class HardwareFacts:
     available_memory: int
     torch_version: str
     cuda: tuple[CudaDevice, ...] = ()
+    native_refusal: str | None = None  # why the compiled CPU kernels cannot be used; None: they can
 
     @property
     def device(self) -> str:

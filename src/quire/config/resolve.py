@@ -16,7 +16,6 @@ DEFAULT_BLOCK_SIZE = 16
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_BATCHED_TOKENS = {"cpu": 2_048, "cuda": 2_048}
 DEFAULT_GPU_UTILIZATION = 0.9
-DEFAULT_ATTENTION = "gather"
 CPU_CACHE_LIMIT, CPU_CACHE_SHARE = GIB, 4  # at most 1 GiB and at most a quarter of what is available
 
 _DTYPES: dict[str, Dtype] = {
@@ -149,8 +148,7 @@ def _resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelCon
     dtype = _auto_dtype(facts, device, model) if args.dtype == "auto" else _DTYPES[args.dtype]
     if kind == "cuda" and not facts.computes(dtype, device):
         raise ConfigError("dtype", f"{dtype} needs compute capability 8.0 or newer", "use float16")
-    backend = DEFAULT_ATTENTION if args.attention_backend == "auto" else args.attention_backend
-    return DeviceConfig(device=device, dtype=dtype, kv_dtype=dtype, threads=args.threads, attention_backend=backend)
+    return DeviceConfig(device, dtype, dtype, args.threads, args.attention_backend)
 
 
 def _auto_dtype(facts: HardwareFacts, device: str, model: ModelConfig) -> Dtype:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from quire.config.facts import CudaDevice, HardwareFacts
+from quire.kernels.native.library import why_not_native
 
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
@@ -31,6 +32,7 @@ def detect_hardware() -> HardwareFacts:
         available_memory=available,
         torch_version=str(torch.__version__),
         cuda=_cuda_devices(),
+        native_refusal=why_not_native(torch.float32, torch.device("cpu")),
     )
 
 

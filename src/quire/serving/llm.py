@@ -208,8 +208,9 @@ class LLM:
                     while batch.is_live:
                         batch.step()
                         interrupt.check()
-                        rate = batch.num_output_tokens / max(time.monotonic() - start, 1e-9)
-                        line.update(batch.num_finished, f"{rate:,.1f} tokens/s")
+                        if line.shown:
+                            rate = batch.num_output_tokens / max(time.monotonic() - start, 1e-9)
+                            line.update(batch.num_finished, f"{rate:,.1f} tokens/s")
             except BaseException:
                 batch.cancel()
                 raise

@@ -17,7 +17,7 @@ class ProgressLine:
     def __init__(self, label: str, total: int, *, shown: bool | None = None, stream: TextIO | None = None) -> None:
         self._label, self._total = label, total
         self._stream = stream or sys.stderr
-        self._shown = self._stream.isatty() if shown is None else shown
+        self.shown = self._stream.isatty() if shown is None else shown
         self._drawn_at = float("-inf")
         self._width = 0
         self._done, self._note = 0, ""
@@ -28,14 +28,14 @@ class ProgressLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._shown and self._width:
+        if self.shown and self._width:
             self._draw()
             self._stream.write("\n")
             self._stream.flush()
 
     def update(self, done: int, note: str = "") -> None:
         """Set the count; redraws when the last drawing is old enough."""
-        if not self._shown:
+        if not self.shown:
             return
         self._done, self._note = done, note
         now = time.monotonic()

@@ -57,7 +57,9 @@ def test_peak_memory_of_this_process_is_plausible() -> None:
 
 def test_a_contestant_that_dies_is_reported_and_not_run_again(capfd: pytest.CaptureFixture[str]) -> None:
     contestant = Contestant("broken", job(model="/no/such/model.gguf"), sys.executable)
-    runs = compare([contestant], repeats=2, time_limit_s=120)
+    kept: list[str | None] = []
+    runs = compare([contestant], 2, 120, lambda runs: kept.append(runs["broken"].failure))
+    assert kept == [runs["broken"].failure]
     assert "there is nothing at /no/such/model.gguf" in str(runs["broken"].failure)
     assert summarise(runs)["broken"]["repeats"] == 0
     assert capfd.readouterr().err.count("round") == 1

@@ -44,8 +44,8 @@ def test_the_plan_counts_with_the_runtimes_own_limits() -> None:
     from quire.runtime.attention.gather import GROUP_BYTES
     from quire.runtime.worker.runner import _PROMPT_LOGPROBS_AT_ONCE
 
-    assert GATHERED_BYTES == GROUP_BYTES
-    assert PROMPT_POSITIONS == _PROMPT_LOGPROBS_AT_ONCE
+    assert all(GATHERED_BYTES[device] >= size for device, size in GROUP_BYTES.items())
+    assert PROMPT_POSITIONS >= _PROMPT_LOGPROBS_AT_ONCE
 
 
 def test_a_block_holds_keys_and_values_of_all_layers() -> None:

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
+import pytest
+
+from quire.runtime import hardware
 from quire.runtime.hardware import detect_hardware, read_cpuinfo
 
 X86 = """processor	: 0
@@ -40,3 +44,29 @@ def test_this_machine_is_described() -> None:
     assert facts.machine == platform.machine()
     assert facts.cores >= 1
     assert 0 < facts.available_memory <= facts.total_memory
+
+
+def test_a_control_groups_limits_count_when_they_are_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mib = 1 << 20
+    for name, text in {
+        "memory.max": str(64 * mib),
+        "memory.current": str(40 * mib),
+        "memory.stat": f"anon 5\ninactive_file {8 * mib}\n",
+        "cpu.max": "100000 100000",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
+    assert hardware._memory() == (64 * mib, 32 * mib)
+    assert hardware._cores() == 1
+
+
+def test_an_unlimited_control_group_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = hardware._memory()[0]
+    (tmp_path / "memory.max").write_text("max")
+    (tmp_path / "memory.current").write_text("1")
+    (tmp_path / "cpu.max").write_text("max 100000")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/memory.limit_in_bytes").write_text(str(2**63 - 4096))
+    (tmp_path / "memory/memory.usage_in_bytes").write_text("1")
+    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
+    assert hardware._memory()[0] == total

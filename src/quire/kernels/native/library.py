@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES = {
     "quire_rms_norm": [c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_double],
     "quire_rotate": [c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4],
@@ -39,19 +40,26 @@ def open_library() -> ctypes.CDLL:
     missing = set(library.quire_isa().decode().split()) - _cpu_flags()
     if missing:
         lacking = ", ".join(sorted(missing))
-        raise Unavailable(f"the native CPU kernels were built for a CPU with {lacking}; reinstall Quire on this machine")
+        raise Unavailable(
+            f"the native CPU kernels were built for a CPU with {lacking}; reinstall Quire on this machine"
+        )
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
     return library
 
 
-def is_available() -> bool:
+def why_not_native(dtype: torch.dtype, device: torch.device) -> str | None:
+    """One line saying why the compiled kernels cannot serve `dtype` on `device`; None when they can."""
+    if device.type != "cpu":
+        return f"the native CPU kernels do not run on {device.type}"
+    if dtype not in TYPES:
+        return f"the native CPU kernels do not know {str(dtype).removeprefix('torch.')}"
     try:
         open_library()
-    except Unavailable:
-        return False
-    return True
+    except Unavailable as reason:
+        return str(reason)
+    return None
 
 
 def _share_openmp() -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.native.library import open_library
-
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
+from quire.kernels.native.library import TYPES, open_library
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, size], [size] -> [rows, size]

@@ -32,9 +32,9 @@ template <> inline bf16 narrow<bf16>(float x) {  // to nearest, ties to even; a 
     return bf16{static_cast<uint16_t>(is_nan ? ((bits >> 16) | 0x40u) : (rounded >> 16))};
 }
 
-// e^x by 2^n * p(f), |relative error| < 2e-7 for x in [-87, 87]; smaller x give 0.
+// e^x by 2^n * p(f), |relative error| < 2e-7 for x in [-87, 88]; smaller x give 0, larger ones e^88.
 inline float exponential(float x) {
-    const float clamped = std::max(x, -87.0f);
+    const float clamped = std::min(std::max(x, -87.0f), 88.0f);
     const float n = std::nearbyint(clamped * 1.44269504088896341f);
     float f = clamped - n * 0.693359375f;
     f = f - n * -2.12194440e-4f;

@@ -57,7 +57,7 @@ class SingleExecutor:
         self._device = torch.device(config.device.device)
         if self._device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each
-        builder = LayerBuilder(config.device, model_config.heads, config.device.attention_backend)
+        builder = LayerBuilder(config.device, model_config.heads)
         model = build_model(model_config, builder)
         if load_format == "dummy":
             randomize_weights(model, config.scheduler.seed)

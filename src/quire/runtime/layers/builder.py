@@ -14,6 +14,7 @@ from quire.runtime.layers.embedding import Embedding, TiedHead
 from quire.runtime.layers.linear import Linear, QKVLinear
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.norm import HeadNorm, RMSNorm
+from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import choose_product, multiplies_natively
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.weights import Placement
@@ -24,12 +25,13 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 class LayerBuilder:
     """One per model. Names given to layers are their checkpoint names, relative to the module that holds them."""
 
-    def __init__(self, config: DeviceConfig, heads: Heads, attention: str = "gather") -> None:
+    def __init__(self, config: DeviceConfig, heads: Heads) -> None:
         self._placement = Placement(TORCH_DTYPES[config.dtype], torch.device(config.device))
         dtype, device = self._placement.dtype, self._placement.device
         self._product = choose_product(dtype, device)
         compute = dtype if multiplies_natively(dtype, device) else torch.float32
-        self.backend: AttentionBackend = make_backend(attention, heads, compute)
+        self._ops = choose_ops(dtype, device)
+        self.backend: AttentionBackend = make_backend(config.attention_backend, heads, compute, self._placement)
 
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
         return Linear(inputs, {name: outputs}, bias, self._product, self._placement)
@@ -40,10 +42,10 @@ class LayerBuilder:
     def gated_mlp(self, hidden: int, intermediate: int, activation: str, *, bias: bool) -> GatedMLP:
         both = {"gate_proj": intermediate, "up_proj": intermediate}
         gate_up = Linear(hidden, both, bias, self._product, self._placement)
-        return GatedMLP(gate_up, self.linear("down_proj", intermediate, hidden, bias=bias), activation)
+        return GatedMLP(gate_up, self.linear("down_proj", intermediate, hidden, bias=bias), activation, self._ops)
 
     def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(name, size, eps, self._placement)
+        return RMSNorm(name, size, eps, self._ops, self._placement)
 
     def head_norm(self, heads: Heads, eps: float) -> HeadNorm:
         return HeadNorm(heads, eps, self._placement)
@@ -52,7 +54,7 @@ class LayerBuilder:
         return Rotary(rope, dim, self._placement)
 
     def attention(self, heads: Heads, layer: int) -> Attention:
-        return Attention(heads, layer, self.backend)
+        return Attention(heads, layer, self.backend, self._ops)
 
     def embedding(self, name: str, vocab_size: int, size: int) -> Embedding:
         return Embedding(name, vocab_size, size, self._product.held, self._placement)

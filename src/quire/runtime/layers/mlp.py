@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.runtime.layers.linear import Linear
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
+from quire.runtime.layers.ops import LayerOps
 
 
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)), gate and up in one product."""
 
-    def __init__(self, gate_up_proj: Linear, down_proj: Linear, activation: str) -> None:
+    def __init__(self, gate_up_proj: Linear, down_proj: Linear, activation: str, ops: LayerOps) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
-        self._activation = ACTIVATIONS[activation]
+        self._activation, self._ops = activation, ops
 
     def forward(self, x: Tensor) -> Tensor:  # [tokens, hidden]
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self._activation(gate).mul_(up))  # type: ignore[no-any-return]
+        return self.down_proj(self._ops.gate(self.gate_up_proj(x), self._activation))  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.config.model import Heads
+from quire.runtime.layers.ops import LayerOps, normalize
 from quire.runtime.layers.weights import Placement, WeightLayer
 
 
@@ -14,14 +15,14 @@ class RMSNorm(WeightLayer):
 
     random_mean = 1.0
 
-    def __init__(self, name: str, size: int, eps: float, placement: Placement) -> None:
+    def __init__(self, name: str, size: int, eps: float, ops: LayerOps, placement: Placement) -> None:
         super().__init__()
         self.weight = placement.empty(size)
         self.parts = (f"{name}.weight",)
-        self._eps = torch.tensor(eps, device=placement.device)
+        self._eps, self._ops = eps, ops
 
-    def forward(self, x: Tensor) -> Tensor:
-        return normalize(x, self._eps).mul_(self.weight)
+    def forward(self, x: Tensor) -> Tensor:  # [tokens, size]
+        return self._ops.rms_norm(x, self.weight, self._eps)
 
 
 class HeadNorm(WeightLayer):
@@ -33,7 +34,7 @@ class HeadNorm(WeightLayer):
     def __init__(self, heads: Heads, eps: float, placement: Placement) -> None:
         super().__init__()
         self.weight = placement.empty(2, heads.dim)
-        self._eps = torch.tensor(eps, device=placement.device)
+        self._eps = eps
         self._counts = (heads.num_query, heads.num_kv)
         self._scales: Tensor | None = None
 
@@ -47,9 +48,3 @@ class HeadNorm(WeightLayer):
 
     def _part(self, part: str) -> Tensor:
         return self.weight.data[self.parts.index(part)]
-
-
-def normalize(x: Tensor, eps: Tensor) -> Tensor:
-    """A new tensor: x over its root mean square, in x's dtype. The fewest passes torch offers on a CPU."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    return (x * torch.addcmul(eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()).to(x.dtype)

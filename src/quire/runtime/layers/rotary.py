@@ -21,11 +21,6 @@ class Rotation(NamedTuple):
     sin: Tensor  # [tokens, 1, dim]
 
 
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:  # [tokens, heads, dim]
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)  # the halves change places
-    return (x * rotation.cos).addcmul_(swapped, rotation.sin)
-
-
 class Rotary(nn.Module):
     """Makes a step's rotation. Angles are float32; the table grows to the longest sequence seen."""
 

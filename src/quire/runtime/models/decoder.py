@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.rotary import Rotation, rotate
+from quire.runtime.layers.rotary import Rotation
 from quire.runtime.layers.step import ForwardStep
 
 
@@ -23,8 +23,7 @@ class DecoderAttention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, step: ForwardStep) -> Tensor:  # x: [tokens, hidden]
         qk, value = self.qkv_proj(x)
-        qk = rotate(self.qk_norm(qk), rotation)
-        return self.o_proj(self.attention(qk, value, step))  # type: ignore[no-any-return]
+        return self.o_proj(self.attention(self.qk_norm(qk), value, rotation, step))  # type: ignore[no-any-return]
 
 
 class DecoderBlock(nn.Module):

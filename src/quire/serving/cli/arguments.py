@@ -22,7 +22,7 @@ ENGINE_FLAGS = {
     "--max-num-seqs": (int, "sequences that run at once"),
     "--max-num-batched-tokens": (int, "tokens computed in one step"),
     "--threads": (int, "CPU threads (all cores)"),
-    "--attention-backend": (str, "gather (fast), reference (plain) or auto"),
+    "--attention-backend": (str, "native, gather, reference or auto"),
 }
 SAMPLING_FLAGS = {
     "--temperature": (float, "0 picks the likeliest token"),

@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from quire.serving.cli.answer import load, read_piped, write_answer
 from quire.serving.cli.arguments import sampling_params
-from quire.serving.cli.session import load, read_piped, write_answer
 from quire.types.errors import InvalidRequest
 
 if TYPE_CHECKING:

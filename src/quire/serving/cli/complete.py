@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from quire.serving.cli.answer import load, read_piped, write_answer
 from quire.serving.cli.arguments import sampling_params
-from quire.serving.cli.session import load, read_piped, write_answer
 from quire.types.errors import InvalidRequest
 
 

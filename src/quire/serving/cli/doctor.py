@@ -49,7 +49,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     print(f"quire {__version__}, Python {platform.python_version()}, {platform.system()} {facts.machine}\n")
     _print_section("hardware", describe_hardware(facts))
     _print_section("packages", [(name, _version(name)) for name in (*REQUIRED, *OPTIONAL)])
-    _print_section("backends", _backends())
+    _print_section("backends", _backends(facts))
     _print_plan(args, facts)
     findings = find_slow(facts, has_nvidia_driver=Path("/proc/driver/nvidia/version").exists())
     print("\nwhat is slow here" if findings else "\nnothing here is slower than it must be")
@@ -87,6 +87,8 @@ def find_slow(facts: HardwareFacts, *, has_nvidia_driver: bool) -> list[Finding]
                 "install a CUDA build of torch, and check that this process may use the device",
             )
         )
+    if facts.native_refusal is not None and not facts.cuda:
+        findings.append(Finding(facts.native_refusal, "until then torch's own operations are used"))
     if not facts.supports_bf16 and not facts.cuda:
         findings.append(
             Finding(
@@ -112,13 +114,14 @@ def find_slow(facts: HardwareFacts, *, has_nvidia_driver: bool) -> list[Finding]
     return findings
 
 
-def _backends() -> list[tuple[str, str]]:
+def _backends(facts: HardwareFacts) -> list[tuple[str, str]]:
     import torch
 
     from quire.runtime.attention.registry import NAMES
 
     return [
         ("attention", ", ".join(NAMES)),
+        ("native kernels", facts.native_refusal or "yes"),
         ("oneDNN", "yes" if torch.backends.mkldnn.is_available() else "no"),  # type: ignore[no-untyped-call]
         ("vector width", torch.backends.cpu.get_cpu_capability()),
         ("threads", str(torch.get_num_threads())),

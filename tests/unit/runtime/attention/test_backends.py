@@ -9,13 +9,18 @@ import pytest
 import torch
 
 from quire.config.model import Heads
+from quire.kernels.native.library import why_not_native
 from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, LayerCache
 from quire.runtime.attention.gather import GatherAttention, split_by_length
 from quire.runtime.attention.reference import ReferenceAttention
 from quire.runtime.attention.registry import make_backend
+from quire.runtime.layers.weights import Placement
 from quire.types.errors import ConfigError
 
 HEADS = Heads(num_query=6, num_kv=2, dim=8)
+CPU = Placement(torch.float32, torch.device("cpu"))
+MISSING = why_not_native(CPU.dtype, CPU.device)
+needs_native = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 def batch_of(
@@ -117,4 +122,39 @@ def test_groups_cover_every_row_once_in_order() -> None:
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="gather, reference"):
-        make_backend("flash", HEADS, torch.float32)
+        make_backend("flash", HEADS, torch.float32, CPU)
+
+
+def test_the_native_backend_is_refused_where_it_cannot_run_and_auto_falls_to_torch() -> None:
+    half = Placement(torch.float16, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="do not know float16"):
+        make_backend("native", HEADS, torch.float32, half)
+    assert isinstance(make_backend("auto", HEADS, torch.float32, half), GatherAttention)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [HEADS, Heads(9, 3, 64), Heads(4, 4, 128), Heads(8, 1, 80)])
+@pytest.mark.parametrize("size", [1, 16])
+def test_the_native_backend_gives_what_the_reference_gives(size: int, heads: Heads, dtype: torch.dtype) -> None:
+    batch, cache, tensors = batch_of([700, 513, 256, 33, 32, 1], [(0, 6), (16, 16)], size, heads)
+    cache = LayerCache.of(cache.key.to(dtype), cache.value.to(dtype))
+    batch = replace(batch, cache=cache)
+    given = [tensor.to(dtype) for tensor in tensors]
+    native = make_backend("native", heads, torch.float32, Placement(dtype, torch.device("cpu")))
+    reference = ReferenceAttention(heads, heads.dim**-0.5)
+    expected = reference.attend(*given, cache, reference.prepare(batch))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    found = native.attend(*given, cache, native.prepare(batch))
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@needs_native
+def test_a_row_of_the_native_backend_does_not_depend_on_its_neighbours() -> None:
+    batch, cache, tensors = batch_of([900, 300, 40], [], 16, HEADS)
+    native = make_backend("native", HEADS, torch.float32, CPU)
+    together = native.attend(*tensors, cache, native.prepare(batch))
+    for row in range(3):
+        alone = replace(batch, lengths=batch.lengths[row : row + 1], block_ids=batch.block_ids[row : row + 1])
+        single = native.attend(*(t[row : row + 1] for t in tensors), cache, native.prepare(alone))
+        assert torch.equal(single[0], together[row])

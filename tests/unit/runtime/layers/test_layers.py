@@ -8,14 +8,17 @@ import torch.nn.functional as F
 
 from quire.config.model import Heads
 from quire.kernels.reference.elementwise import rms_norm, silu_and_multiply
+from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.embedding import Embedding, TiedHead
 from quire.runtime.layers.linear import Linear, QKVLinear
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.norm import HeadNorm, RMSNorm
+from quire.runtime.layers.ops import LayerOps, TorchOps, choose_ops
 from quire.runtime.layers.product import DenseProduct, PackedProduct, Product, UpcastProduct
 from quire.runtime.layers.weights import Placement, WeightLayer
 
 CPU = Placement(torch.float32, torch.device("cpu"))
+OPS = [TorchOps(), choose_ops(CPU.dtype, CPU.device)]
 DENSE = DenseProduct(torch.float32)
 
 
@@ -60,9 +63,10 @@ def test_query_key_and_value_come_out_in_heads() -> None:
     torch.testing.assert_close(value, v)
 
 
+@pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rms_norm_is_the_plain_formula(dtype: torch.dtype) -> None:
-    layer = RMSNorm("norm", 32, 1e-5, Placement(dtype, torch.device("cpu")))
+def test_rms_norm_is_the_plain_formula(dtype: torch.dtype, ops: LayerOps) -> None:
+    layer = RMSNorm("norm", 32, 1e-5, ops, Placement(dtype, torch.device("cpu")))
     weight = filled(layer)["norm.weight"].to(dtype)
     x = torch.randn(6, 32).to(dtype)
     torch.testing.assert_close(layer(x), rms_norm(x, weight, 1e-5))
@@ -77,14 +81,15 @@ def test_head_norm_scales_queries_and_keys_by_their_own_weights() -> None:
     torch.testing.assert_close(out[:, 4:], rms_norm(qk[:, 4:], weights["k_norm.weight"], 1e-6))
 
 
-def test_the_gated_mlp_is_the_plain_formula() -> None:
+@pytest.mark.parametrize("ops", OPS)
+def test_the_gated_mlp_is_the_plain_formula(ops: LayerOps) -> None:
     gate_up = Linear(8, {"gate_proj": 12, "up_proj": 12}, False, DENSE, CPU)
     down = Linear(12, {"down_proj": 8}, False, DENSE, CPU)
     first, last = filled(gate_up), filled(down, 1)
     x = torch.randn(4, 8)
     both = torch.cat([F.linear(x, first["gate_proj.weight"]), F.linear(x, first["up_proj.weight"])], dim=1)
     expected = F.linear(silu_and_multiply(both), last["down_proj.weight"])
-    torch.testing.assert_close(GatedMLP(gate_up, down, "silu")(x), expected)
+    torch.testing.assert_close(GatedMLP(gate_up, down, "silu", ops)(x), expected)
 
 
 def test_a_tied_head_multiplies_by_the_embedding_itself() -> None:
@@ -98,4 +103,26 @@ def test_a_tied_head_multiplies_by_the_embedding_itself() -> None:
 
 def test_a_part_the_layer_does_not_have_is_an_error() -> None:
     with pytest.raises(KeyError):
-        RMSNorm("norm", 4, 1e-5, CPU).load("other.weight", torch.zeros(4))
+        RMSNorm("norm", 4, 1e-5, TorchOps(), CPU).load("other.weight", torch.zeros(4))
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_land_in_their_slots_and_nowhere_else(dtype: torch.dtype, ops: LayerOps) -> None:
+    cache = LayerCache.of(torch.zeros(5, 2, 4, 8, dtype=dtype), torch.zeros(5, 2, 4, 8, dtype=dtype))
+    both = torch.randn(3, 6, 8).to(dtype)
+    key, value = both[:, :2], both[:, 2:4]  # rows with a stride, as a fused projection gives them
+    slots = torch.tensor([0, 4, 13, 9, 39, 27])
+    ops.write(key, value, cache, slots)
+    assert torch.equal(cache.key_slots[slots], key.reshape(-1, 8))
+    assert torch.equal(cache.value_slots[slots], value.reshape(-1, 8))
+    assert (cache.key_slots.abs().sum(dim=-1) > 0).sum() == 6
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gating_is_the_activation_times_the_other_half_far_from_zero_too(activation: str, ops: LayerOps) -> None:
+    gate_up = torch.linspace(-120, 120, 64).view(2, 32)
+    gate, up = gate_up.chunk(2, dim=-1)
+    plain = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}[activation]
+    torch.testing.assert_close(ops.gate(gate_up, activation), plain(gate) * up)

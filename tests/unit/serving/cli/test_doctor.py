@@ -29,6 +29,11 @@ def test_slow_things_are_named_with_a_fix_worst_first() -> None:
     assert all(finding.fix for finding in findings)
 
 
+def test_missing_native_kernels_are_named_with_the_reason() -> None:
+    (finding, *_) = find_slow(replace(LAPTOP, native_refusal="no compiler was there"), has_nvidia_driver=False)
+    assert finding.cause == "no compiler was there"
+
+
 def test_emulated_bfloat16_is_told_apart_from_real() -> None:
     emulated = replace(SERVER, isa=frozenset({"avx2", "avx512f"}), cuda=())
     assert any("emulated" in finding.cause for finding in find_slow(emulated, has_nvidia_driver=False))

@@ -1,0 +1,84 @@
+"""The small operations between the products, by torch on any device or by the compiled kernels on a CPU."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.native.library import why_not_native
+from quire.runtime.attention.backend import LayerCache
+
+GELU = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+class LayerOps(Protocol):
+    """Functions on tensors; all results are in the dtype of the input, sums in float32."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [tokens, size] over its root mean square, times weight [size]."""
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Heads [tokens, heads, dim] turned by cos and signed sin [tokens, 1, dim]. May overwrite x."""
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        """[tokens, 2 * size], gate then up -> activation(gate) * up [tokens, size]."""
+
+    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        """key, value [tokens, kv heads, dim] into slots [tokens * kv heads] of a layer's cache."""
+
+
+class TorchOps:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return normalize(x, eps).mul_(weight)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        swapped = x.roll(x.shape[-1] // 2, dims=-1)  # the halves change places
+        return (x * cos).addcmul_(swapped, sin)
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate=GELU[activation])
+        return active.mul_(up)
+
+    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        dim, dtype = key.shape[-1], cache.key.dtype
+        cache.key_slots.index_copy_(0, slots, key.reshape(-1, dim).to(dtype))
+        cache.value_slots.index_copy_(0, slots, value.reshape(-1, dim).to(dtype))
+
+
+class NativeOps(TorchOps):
+    """One compiled pass each; what has no compiled form falls to torch."""
+
+    def __init__(self) -> None:
+        from quire.kernels.native import ops
+
+        self._ops = ops
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._ops.rms_norm(x, weight, eps)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        self._ops.rotate(x, cos, sin)
+        return x
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        return self._ops.silu_mul(gate_up) if activation == "silu" else super().gate(gate_up, activation)
+
+    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        if key.dtype == cache.key.dtype:
+            self._ops.write_cache(key, value, cache.key, cache.value, slots)
+        else:
+            super().write(key, value, cache, slots)
+
+
+def choose_ops(dtype: torch.dtype, device: torch.device) -> LayerOps:
+    return NativeOps() if why_not_native(dtype, device) is None else TorchOps()
+
+
+def normalize(x: Tensor, eps: float) -> Tensor:
+    """A new tensor: x over its root mean square, in x's dtype. The fewest passes torch offers on a CPU."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return (x * (norm * norm).mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()).to(x.dtype)
