@@ -15,6 +15,7 @@ setup(
                 "-std=c++17",
                 "-fopenmp",
                 "-fno-math-errno",
+                "-Wno-psabi",
                 "-fno-trapping-math",
             ],
             extra_link_args=["-Wl,-z,lazy"],  # OpenMP comes from torch's own library when it is loaded

@@ -15,8 +15,8 @@ _SIGNATURES = {
     "quire_rotate": [c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4],
     "quire_silu_mul": [c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "quire_write_cache": [c_int64, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
-    "quire_paged_decode": [
-        c_int64, c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_void_p, *[c_int64] * 5, c_double,
+    "quire_paged_attention": [
+        c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, *[c_int64] * 4, c_double,
     ],
 }  # fmt: skip
 

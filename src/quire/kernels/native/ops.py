@@ -40,17 +40,17 @@ def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
     )  # fmt: skip
 
 
-def paged_decode(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """One query token per row over its cached keys -> [rows, query heads * dim].
+def paged_attention(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, spans: Tensor, scale: float) -> Tensor:
+    """Causal attention of runs of tokens over their cached keys -> [tokens, query heads * dim].
 
-    query [rows, query heads, dim], keys and values [blocks, kv heads, block, dim], tables [rows, width] int64,
-    lengths [rows] int64: keys each row sees.
+    query [tokens, query heads, dim]; keys and values [blocks, kv heads, block, dim]; spans [n, 4] int64, together all
+    tokens: first token, number of tokens, keys the first one sees, and where its block table begins in `tables`, int64.
     """
-    rows, query_heads, dim = query.shape
+    tokens, query_heads, dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
-    out = torch.empty(rows, query_heads * dim, dtype=query.dtype)
-    open_library().quire_paged_decode(
+    out = torch.empty(tokens, query_heads * dim, dtype=query.dtype)
+    open_library().quire_paged_attention(
         TYPES[query.dtype], query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), tables.data_ptr(),
-        tables.stride(0), lengths.data_ptr(), out.data_ptr(), rows, query_heads, kv_heads, dim, block_size, scale,
+        spans.data_ptr(), spans.shape[0], out.data_ptr(), query_heads, kv_heads, dim, block_size, scale,
     )  # fmt: skip
     return out

@@ -1,41 +1,39 @@
-"""The compiled CPU backend: decode rows read their blocks in place; prompt chunks go through torch's attention."""
+"""The compiled CPU backend: decode rows and prompt chunks in one call, keys and values read in place."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.config.model import Heads
 from quire.kernels.native import ops
 from quire.runtime.attention.backend import AttentionBatch, LayerCache
-from quire.runtime.attention.gather import GatherAttention, GatherPlan
 
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    lengths: Tensor  # [decodes]
-    tables: Tensor  # [decodes, blocks of the longest]
-    chunks: GatherPlan
+    spans: Tensor  # [decodes + chunks, 4]: first token, tokens, keys the first one sees, begin of its table
+    tables: Tensor  # [blocks of all spans]
 
 
 class NativeAttention:
-    """CPU only, float32 or bfloat16. A row's result never depends on the rows beside it."""
+    """CPU only, float32 or bfloat16. A token's result depends on nothing but its own sequence, however it is cut."""
 
-    def __init__(self, heads: Heads, scale: float, compute: torch.dtype) -> None:
+    def __init__(self, scale: float) -> None:
         self._scale = scale
-        self._chunks = GatherAttention(heads, scale, compute)
 
     def prepare(self, batch: AttentionBatch) -> NativePlan:
-        chunks = replace(batch, lengths=batch.lengths[:0], block_ids=batch.block_ids[:0])
-        return NativePlan(torch.from_numpy(batch.lengths), batch.block_ids.contiguous(), self._chunks.prepare(chunks))
+        decodes, width = batch.block_ids.shape
+        numbers = np.arange(decodes, dtype=np.int64)
+        spans = [np.stack((numbers, np.ones_like(numbers), batch.lengths, numbers * width), axis=1)]
+        tables, begin = [batch.block_ids.reshape(-1)], decodes * width
+        for chunk in batch.chunks:
+            spans.append(np.array([[chunk.begin, chunk.num_tokens, chunk.start + 1, begin]], dtype=np.int64))
+            tables.append(chunk.block_ids)
+            begin += len(chunk.block_ids)
+        return NativePlan(torch.from_numpy(np.concatenate(spans)), torch.cat(tables))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: NativePlan) -> Tensor:
-        decodes = len(plan.lengths)
-        if decodes == 0:
-            return self._chunks.attend(query, key, value, cache, plan.chunks)
-        out = ops.paged_decode(query[:decodes], cache.key, cache.value, plan.tables, plan.lengths, self._scale)
-        if not plan.chunks.tiles:
-            return out
-        return torch.cat((out, self._chunks.attend(query, key, value, cache, plan.chunks)))
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: NativePlan) -> Tensor:  # noqa: ARG002
+        return ops.paged_attention(query, cache.key, cache.value, plan.tables, plan.spans, self._scale)

@@ -32,4 +32,4 @@ def make_backend(name: str, heads: Heads, compute: torch.dtype, placement: Place
         return GatherAttention(heads, scale, compute)
     from quire.runtime.attention.native import NativeAttention
 
-    return NativeAttention(heads, scale, compute)
+    return NativeAttention(scale)
