@@ -3,9 +3,9 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from fake_executor import VOCAB, continuation
 from harness import Harness
-
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.request import Abort, Submit
 from quire.types.sampling import SamplingParams

@@ -3,8 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gguf_to_hf import gguf_to_hf
 
+from gguf_to_hf import gguf_to_hf
 from quire.runtime.loading.resolve import ModelFiles, resolve_model
 from quire.types.errors import QuireError
 

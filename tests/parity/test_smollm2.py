@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from parity_prompts import ALL, LONG, SHORT
 
+from parity_prompts import ALL, LONG, SHORT
 from quire import LLM, SamplingParams
 from quire.runtime.loading.resolve import ModelFiles
 from quire.serving.text.tokenizer import load_tokenizer

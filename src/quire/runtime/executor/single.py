@@ -16,6 +16,7 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.resolve import ModelFiles
 from quire.runtime.loading.weights import load_weights, randomize_weights
+from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.registry import build_model
 from quire.runtime.sampling.sampler import Sampler
 from quire.runtime.worker.runner import StepOutput
@@ -58,15 +59,10 @@ class SingleExecutor:
         if self._device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each
         builder = LayerBuilder(config.device, model_config.heads)
-        model = build_model(model_config, builder)
         if load_format == "dummy":
-            randomize_weights(model, config.scheduler.seed)
+            model = _noise(model_config, builder, config.scheduler.seed)
         else:
-            checkpoint = open_checkpoint(files)
-            try:
-                load_weights(model, checkpoint, progress=progress)
-            finally:
-                checkpoint.close()
+            model = _load(files, model_config, builder, progress)
         sampler = Sampler(config.scheduler.num_rows, model_config.vocab_size, self._device)
         self._worker: Worker | None = Worker(model, builder.backend, sampler, model_config, config)
         self._launched: deque[_Launched] = deque()
@@ -100,3 +96,21 @@ class SingleExecutor:
         arrived: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
         return _Launched(output, pinned, arrived)
+
+
+def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progress: Progress | None) -> Decoder:
+    """The model with the weights of its files, which are checked against the config before anything is allocated."""
+    checkpoint = open_checkpoint(files)
+    try:
+        model = build_model(config, builder)
+        load_weights(model, checkpoint, progress=progress)
+        return model
+    finally:
+        checkpoint.close()
+
+
+def _noise(config: ModelConfig, builder: LayerBuilder, seed: int) -> Decoder:
+    """The model with random weights."""
+    model = build_model(config, builder)
+    randomize_weights(model, seed)
+    return model

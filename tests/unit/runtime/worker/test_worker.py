@@ -13,7 +13,7 @@ from quire.runtime.loading.weights import load_weights, randomize_weights
 from quire.runtime.models.registry import build_model
 from quire.types.errors import ModelLoadError
 from quire.types.step import Chunk, StepPlan
-from tiny_models import VOCAB, Bench, GreedySampler, MemoryCheckpoint, engine_config, tiny_config
+from tiny_models import DEVICE, VOCAB, Bench, GreedySampler, MemoryCheckpoint, engine_config, tiny_config
 
 
 @functools.cache
@@ -161,7 +161,7 @@ def test_a_negative_mark_from_the_sampler_becomes_a_failure_and_never_an_input()
     group = bench(sampler=Failing())
     group.add(0, [1, 2])
     group.run(chunks=[Chunk(0, 0, 2, (0,))])
-    result = group.output.result(group.output.token_ids)
+    result = group.output.result(group.output.token_ids.cpu())
     assert result.token_ids.tolist() == [0]
     assert [failure.row for failure in result.failures] == [0]
     assert group.worker.rows.tokens[0, 2] == 0
@@ -218,7 +218,7 @@ def test_random_weights_are_repeatable_and_sane() -> None:
         builder = LayerBuilder(engine_config().device, config.heads)
         model = build_model(config, builder)
         randomize_weights(model, seed)
-        outs.append(model.logits(torch.ones(1, config.hidden_size)))
+        outs.append(model.logits(torch.ones(1, config.hidden_size, device=DEVICE)))
     assert torch.equal(outs[0], outs[1])
     assert not torch.equal(outs[0], outs[2])
     assert outs[0].isfinite().all()
