@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.executors import InstantExecutor
-from benchmarks.report import publish
+from benchmarks.report import facts, publish, save
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.types.request import Submit
@@ -112,6 +112,7 @@ def main() -> None:
         for running in arguments.running:
             profile(running, arguments.steps)
         return
+    where = facts()
     costs = [measure(n, arguments.steps, churn=churn) for churn in (False, True) for n in arguments.running]
     header = ["load", "sequences", "median us", "mean us", "p99 us", "goal us"]
     rows = [
@@ -119,7 +120,8 @@ def main() -> None:
         for c in costs
     ]
     title = f"Control plane: plan + commit per step, block size {BLOCK_SIZE}, {arguments.steps} steps"
-    publish(title, header, rows, {"costs": [asdict(cost) for cost in costs]}, arguments.out)
+    publish(title, header, rows, where)
+    save(arguments.out, title, where, {"costs": [asdict(cost) for cost in costs]})
     missed = [cost for cost in costs if cost.goal_us is not None and cost.median_us > cost.goal_us]
     for cost in missed:
         print(f"goal missed: {cost.running} sequences take {cost.median_us:.1f} us, goal {cost.goal_us} us")

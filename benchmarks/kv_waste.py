@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.executors import LedgerExecutor
 from benchmarks.lengths import Lengths, read_trace, synthetic_trace
-from benchmarks.report import publish
+from benchmarks.report import facts, publish, save
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.types.request import Submit
@@ -120,12 +120,14 @@ def main() -> None:
             f"--max-model-len: {arguments.max_model_len} is under the longest request's {longest}; raise it"
         )
     scheduler = SchedulerConfig(arguments.max_num_seqs, arguments.max_num_batched_tokens, arguments.max_model_len)
+    where = facts()
     usages = [replay(lengths, size, scheduler, arguments.kv_slots) for size in arguments.block_sizes]
     source = str(arguments.trace.name) if arguments.trace else "synthetic log-normal lengths"
     title = f"KV memory in use / allocated, {len(lengths)} requests, {source}, {arguments.kv_slots} slots"
     header = ["block size", "paged", "lowest step", "waste", "oracle", "power of two", "max_model_len"]
     header += ["running", "preempted", "steps", "s"]
-    publish(title, header, [_row(usage) for usage in usages], {"usages": [asdict(u) for u in usages]}, arguments.out)
+    publish(title, header, [_row(usage) for usage in usages], where)
+    save(arguments.out, title, where, {"usages": [asdict(usage) for usage in usages]})
     print("oracle, power of two, max_model_len: a contiguous reservation of that size for each running sequence")
     missed = [u for u in usages if u.paged < GOALS.get(u.block_size, 0.0)]
     for usage in missed:

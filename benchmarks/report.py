@@ -17,7 +17,7 @@ PACKAGES = ("quire", "torch", "numpy", "transformers")
 
 
 def facts() -> dict[str, Any]:
-    """The machine, the versions and the commit a figure belongs to."""
+    """The machine, its load now, the versions and the commit; to be taken before measuring."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -63,26 +63,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
-def publish(
-    title: str, header: Sequence[str], rows: Sequence[Sequence[object]], data: dict[str, Any], out: Path | None
-) -> None:
-    """Print the facts and the table, and write everything to `out` when one is given."""
-    where = facts()
+def publish(title: str, header: Sequence[str], rows: Sequence[Sequence[object]], where: dict[str, Any]) -> None:
+    """Print the facts, taken before anything was measured, and the table."""
     print(f"# {title}")
-    print(
-        f"{where['date']}, commit {where['commit']}, {where['cpu']} x {where['cores']} (load {where['load_before']}),",
-        end=" ",
-    )
-    print(f"Python {where['python']}, " + ", ".join(f"{k} {v}" for k, v in where["versions"].items()))
+    machine = f"{where['cpu']} x {where['cores']} (load {where['load_before']} before)"
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    print(f"{where['date']}, commit {where['commit']}, {machine}, Python {where['python']}, {versions}")
     print(table(header, rows))
+
+
+def save(out: Path | None, title: str, where: dict[str, Any], data: dict[str, Any]) -> None:
+    """Write everything to `out`, if one is given."""
     if out is not None:
-        save(out, {"title": title, "facts": where, **data})
-        print(f"written: {out}")
-
-
-def save(out: Path, data: dict[str, Any]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(data, indent=1))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({"title": title, "facts": where, **data}, indent=1))
 
 
 def _git(*arguments: str) -> str:

@@ -38,7 +38,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def main() -> None:
-    arguments = _parse()
+    arguments, where = _parse(), facts()
     names = arguments.engines.split(",")
     unknown = [name for name in names if name not in ENGINES]
     if unknown:
@@ -56,13 +56,14 @@ def main() -> None:
 
             peer_model = str(export_hugging_face(arguments.model, Path(folder), arguments.dtype))
         contestants = [_contestant(name, arguments, peer_model) for name in names]
-        runs = compare(contestants, arguments.repeats, arguments.time_limit, partial(_keep, arguments.out))
+        runs = compare(contestants, arguments.repeats, arguments.time_limit, partial(_keep, arguments.out, where))
     summary = summarise(runs)
     same = agreement(runs, names[-1] if "transformers" not in names else "transformers")
     settings = {key: str(value) for key, value in vars(arguments).items()}
     header, rows = _rows(summary, same)
     title = f"CPU comparison, {arguments.dtype}, {arguments.threads} threads, {arguments.repeats} interleaved repeats"
-    publish(title, header, rows, {"settings": settings, "summary": summary, "same_tokens": same}, arguments.out)
+    publish(title, header, rows, where)
+    save(arguments.out, title, where, {"settings": settings, "summary": summary, "same_tokens": same})
     for line in _ratios(summary):
         print(line)
     for name, record in summary.items():
@@ -70,9 +71,8 @@ def main() -> None:
             print(f"{name} failed: {record['failure']}")
 
 
-def _keep(out: Path | None, runs: dict[str, Runs]) -> None:
-    if out is not None:
-        save(out, {"title": "CPU comparison, not finished", "facts": facts(), "summary": summarise(runs)})
+def _keep(out: Path | None, where: dict[str, Any], runs: dict[str, Runs]) -> None:
+    save(out, "CPU comparison, not finished", where, {"summary": summarise(runs)})
 
 
 def _parse() -> argparse.Namespace:

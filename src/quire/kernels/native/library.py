@@ -13,6 +13,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES = {
     "quire_rms_norm": [c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_double],
     "quire_rotate": [c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4],
+    "quire_vector_product": [c_void_p, c_void_p, c_void_p, c_int64, c_int64],
     "quire_silu_mul": [c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "quire_write_cache": [c_int64, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
     "quire_paged_attention": [

@@ -24,6 +24,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     )
 
 
+def vector_product(x: Tensor, weight: Tensor) -> Tensor:  # [1, inputs], [inputs, outputs] -> [1, outputs], float32
+    inputs, outputs = weight.shape
+    out = torch.empty(1, outputs)
+    open_library().quire_vector_product(x.data_ptr(), weight.data_ptr(), out.data_ptr(), inputs, outputs)
+    return out
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * size], contiguous -> [rows, size]
     rows, both = gate_up.shape
     out = torch.empty(rows, both // 2, dtype=gate_up.dtype)

@@ -177,6 +177,40 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t size) {
     }
 }
 
+// One row x [inputs] times a weight [inputs, outputs], read once from end to end, eight rows side by side.
+// The parts are the same for any number of threads and are added in order.
+void vector_product(const float* x, const float* weight, float* out, int64_t inputs, int64_t outputs) {
+    constexpr int64_t PARTS = 4, STREAMS = 8;
+    std::vector<float> partial(PARTS * outputs);
+#pragma omp parallel for schedule(static)
+    for (int64_t part = 0; part < PARTS; ++part) {
+        float* sums = partial.data() + part * outputs;
+        const int64_t end = inputs * (part + 1) / PARTS;
+        for (int64_t i = inputs * part / PARTS; i < end; i += STREAMS) {
+            const int64_t streams = std::min(STREAMS, end - i);
+            const float* rows[STREAMS];
+            Floats scales[STREAMS];
+            for (int64_t s = 0; s < STREAMS; ++s) {  // past the end: any row, times nothing
+                rows[s] = weight + (s < streams ? i + s : i) * outputs;
+                scales[s] = all(s < streams ? x[i + s] : 0.0f);
+            }
+            in_pieces(outputs, [&](int64_t j, int64_t count) {
+                Floats even = fetch(sums + j, count), odd = {};
+                for (int64_t s = 0; s < STREAMS; s += 2) {
+                    even += scales[s] * fetch(rows[s] + j, count);
+                    odd += scales[s + 1] * fetch(rows[s + 1] + j, count);
+                }
+                put(sums + j, even + odd, count);
+            });
+        }
+    }
+    in_pieces(outputs, [&](int64_t j, int64_t count) {
+        Floats total = {};
+        for (int64_t part = 0; part < PARTS; ++part) total += fetch(partial.data() + part * outputs + j, count);
+        put(out + j, total, count);
+    });
+}
+
 // Keys and values [rows, heads, dim] to slots [rows, heads] of a cache seen as [slots, dim].
 template <typename T>
 void write_cache(const T* key, int64_t key_stride, const T* value, int64_t value_stride, T* key_cache, T* value_cache,
@@ -509,6 +543,11 @@ void quire_rotate(int64_t type, void* x, int64_t stride, const void* cos, const 
                   int64_t rows, int64_t heads, int64_t dim) {
     DISPATCH(type, rotate<T>(static_cast<T*>(x), stride, static_cast<const T*>(cos), static_cast<const T*>(sin),
                              angle_stride, rows, heads, dim))
+}
+
+// All float32.
+void quire_vector_product(const float* x, const float* weight, float* out, int64_t inputs, int64_t outputs) {
+    vector_product(x, weight, out, inputs, outputs);
 }
 
 void quire_silu_mul(int64_t type, const void* gate_up, void* out, int64_t rows, int64_t size) {

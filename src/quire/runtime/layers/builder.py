@@ -60,4 +60,6 @@ class LayerBuilder:
         return Embedding(name, vocab_size, size, self._product.held, self._placement)
 
     def lm_head(self, name: str, embedding: Embedding, vocab_size: int, size: int, *, tied: bool) -> nn.Module:
-        return TiedHead(embedding, self._product) if tied else self.linear(name, size, vocab_size, bias=False)
+        if not tied:
+            return self.linear(name, size, vocab_size, bias=False)
+        return TiedHead(embedding, choose_product(self._placement.dtype, self._placement.device, keeps_weight=True))

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.native.library import why_not_native
 from quire.runtime.hardware import detect_hardware
 
 Multiply = Callable[[Tensor], Tensor]  # [tokens, in] -> [tokens, out]
@@ -42,6 +42,23 @@ class DenseProduct:
         return multiply
 
 
+class TurnedProduct:
+    """The weight turned to [in, out]: OpenBLAS multiplies several rows up to twice as fast by it; one row is ours."""
+
+    held = torch.float32
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
+        from quire.kernels.native.ops import vector_product
+
+        turned = weight.t().contiguous()
+
+        def multiply(x: Tensor) -> Tensor:
+            product = vector_product(x.contiguous(), turned) if x.shape[0] == 1 else torch.mm(x, turned)
+            return product if bias is None else product.add_(bias)
+
+        return multiply
+
+
 class PackedProduct:
     """The weight reordered once for oneDNN's blocked kernels (AMX, AVX-512); the plain copy is dropped."""
 
@@ -63,14 +80,14 @@ class UpcastProduct:
 
     held = torch.float32
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, wide: Product) -> None:
+        self._dtype, self._wide = dtype, wide
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
-        dtype = self._dtype
+        dtype, product = self._dtype, self._wide.pack(weight, bias)
 
         def multiply(x: Tensor) -> Tensor:
-            return F.linear(x.float(), weight, bias).to(dtype)
+            return product(x.float()).to(dtype)
 
         return multiply
 
@@ -83,9 +100,14 @@ def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
     return facts.supports_bf16 if dtype == torch.bfloat16 else facts.supports_fp16
 
 
-def choose_product(dtype: torch.dtype, device: torch.device) -> Product:
+def choose_product(dtype: torch.dtype, device: torch.device, *, keeps_weight: bool = False) -> Product:
+    """`keeps_weight`: the weight serves elsewhere too, so a copy in another order would be memory on top."""
     if not multiplies_natively(dtype, device):
-        return UpcastProduct(dtype)
-    if device.type == "cpu" and dtype != torch.float32:
+        return UpcastProduct(dtype, choose_product(torch.float32, device, keeps_weight=keeps_weight))
+    if device.type != "cpu":
+        return DenseProduct(dtype)
+    if dtype != torch.float32:
         return PackedProduct(dtype)
-    return DenseProduct(dtype)
+    has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    turns = not has_mkl and not keeps_weight and why_not_native(dtype, device) is None
+    return TurnedProduct() if turns else DenseProduct(dtype)
