@@ -4,9 +4,10 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 QUESTION ?= What is the capital of France?
+PIP_ARGS ?=# more arguments for pip, for example --index-url URL
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 RUN_STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 MODEL_STAMP := $(VENV)/.model
@@ -14,6 +15,7 @@ CODE := setup.py src tests benchmarks examples
 BUILT_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/quire/kernels/native/*.cpp)
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 .PHONY: help setup serve demo test check format bench parity clean
 
 help: ## this list

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.architecture.source import SOURCE, modules
+from tests.architecture.source import SOURCE, Module, modules, parse
 
 # package: what it may import of the others. types and config may be imported by all.
 MAY_IMPORT = {
@@ -29,19 +29,38 @@ DEPENDENCIES = {"torch", "numpy", "tokenizers", "safetensors", "jinja2"}
 OPTIONAL = {"huggingface_hub", "triton"}
 
 
-def _is_allowed(target: str, allowed: set[str]) -> bool:
-    """Whether quire.<target> lies in one of the allowed packages or modules."""
-    return any(target == name or target.startswith(f"{name}.") for name in allowed)
+def _climbs(module: Module) -> list[str]:
+    """Its imports of other modules than its floor may see; the version may be seen by all."""
+    allowed = [f"quire.{name}" for name in (*MAY_IMPORT[module.package], "__version__")]
+    return [
+        f"{module.where}:{line} imports {name}"
+        for name, line in module.imports()
+        if name.partition(".")[0] == "quire"
+        and not any(name == other or name.startswith(f"{other}.") for other in allowed)
+    ]
 
 
 def test_modules_import_only_from_their_own_floor_and_those_below() -> None:
-    wrong = [
-        f"{module.where}:{line} imports {name}"
-        for module in modules()
-        for name, line in module.imports()
-        if name.startswith("quire.") and not _is_allowed(name.removeprefix("quire."), MAY_IMPORT[module.package])
-    ]
-    assert not wrong
+    assert not [climb for module in modules() for climb in _climbs(module)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import quire",
+        "from quire import LLM",
+        "from quire import runtime",
+        "import quire.runtime.hardware",
+        "from quire.serving.llm import LLM",
+        "from importlib import import_module\nimport_module('quire.runtime')",
+    ],
+)
+def test_an_import_that_climbs_is_seen_in_any_form(text: str) -> None:
+    assert len(_climbs(parse(text))) == 1
+
+
+def test_a_floor_may_import_itself_and_the_version() -> None:
+    assert not _climbs(parse("from quire import __version__, types\nfrom quire.engine.core import EngineCore"))
 
 
 def test_only_declared_packages_are_imported() -> None:
@@ -71,14 +90,16 @@ def _top_levels(node: ast.Import | ast.ImportFrom) -> set[str]:
 
 
 def test_the_floors_that_decide_never_import_torch() -> None:
-    wrong = [
-        f"{module.where}:{line}"
-        for module in modules()
-        if module.package in WITHOUT_TORCH
-        for name, line in module.imports()
-        if name.partition(".")[0] == "torch"
-    ]
-    assert not wrong
+    assert not [line for module in modules() if module.package in WITHOUT_TORCH for line in _imports_of_torch(module)]
+
+
+@pytest.mark.parametrize("text", ["import torch", "import importlib\nimportlib.import_module('torch.nn')"])
+def test_an_import_of_torch_is_seen_in_any_form(text: str) -> None:
+    assert len(_imports_of_torch(parse(text))) == 1
+
+
+def _imports_of_torch(module: Module) -> list[str]:
+    return [f"{module.where}:{line}" for name, line in module.imports() if name.partition(".")[0] == "torch"]
 
 
 def test_every_package_has_a_rule() -> None:

@@ -127,6 +127,19 @@ def test_a_stop_string_ends_one_sample_and_the_others_go_on(depth: int) -> None:
     assert list(second.token_ids) == continuation([1, 2, 3], 10, seed=1, index=1)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_the_sample_that_computes_the_prompt_may_be_ended_before_it_is_done(depth: int, steps: int) -> None:
+    engine = Harness(depth=depth, max_num_batched_tokens=8)
+    engine.submit("a", list(range(20)), n=3, max_tokens=6, seed=1)
+    for _ in range(steps):
+        engine.step()
+    engine.core.abort(Abort("a", index=0))
+    engine.core.abort(Abort("a", index=1))
+    engine.run()
+    assert engine.answer("a", 2) == continuation(list(range(20)), 6, seed=1, index=2)
+
+
 def test_no_token_after_a_stop_is_ever_shown_at_any_depth() -> None:
     for depth in (1, 2, 4):
         engine = Harness(depth=depth)

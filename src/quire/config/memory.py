@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts
 from quire.config.model import DTYPE_BYTES, ModelConfig
-from quire.config.sizes import MIB, format_size
+from quire.config.sizes import MIB, at_least, at_most, format_size
 from quire.types.errors import DoesNotFit
 
 PROCESS_BYTES = {"cpu": 320 * MIB, "cuda": 768 * MIB}  # interpreter, torch and its libraries; on CUDA the context
 SAMPLING_BYTES_PER_LOGIT = 64  # the logits, a float32 copy, weights, their sort and its running sum in float64
 GATHERED_BYTES = {"cpu": 2 * MIB, "cuda": 256 * MIB}  # keys that attention gathers at once; one sequence always fits
+NATIVE_BYTES = 16 * MIB  # partial results of the compiled attention
 PROMPT_POSITIONS = 128  # prompt logprobs are made for that many positions at a time ...
 PROMPT_BYTES_PER_LOGIT = 24  # ... from their logits, in float32, normalised and compared
 
@@ -63,7 +64,8 @@ class MemoryPlan:
                 f"{self.max_model_len} tokens need {self.blocks_per_sequence} KV blocks of {self.block_size}, "
                 f"the cache has {self.num_blocks} ({format_size(self.kv_cache)})",
                 f"set max_model_len to {self.num_blocks * self.block_size} or less, "
-                f"or kv_cache_memory to at least {format_size(self.blocks_per_sequence * self.block_bytes)}",
+                f"or raise num_kv_blocks to {self.blocks_per_sequence} "
+                f"(kv_cache_memory={at_least(self.blocks_per_sequence * self.block_bytes)})",
             )
         if self.total <= self.capacity:
             return
@@ -74,7 +76,8 @@ class MemoryPlan:
         smallest_cache = self.blocks_per_sequence * self.block_bytes
         room = self.capacity - self.fixed
         if room >= smallest_cache:
-            return "kv_cache_memory", short, f"lower it to {format_size(room)} or less"
+            fix = f"lower it to {at_most(room)} (num_kv_blocks={room // self.block_bytes}) or less"
+            return "kv_cache_memory", short, fix
         if room >= self.block_bytes:
             tokens = room // self.block_bytes * self.block_size
             return "max_model_len", short, f"lower it to {tokens} or less; the KV cache then shrinks with it"
@@ -114,7 +117,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         capacity=capacity,
         process=PROCESS_BYTES[kind],
         weights=_weights(model, device, weight_bytes),
-        activations=_activations(model, config, weight_bytes),
+        activations=_activations(model, config, weight_bytes, native=_attends_natively(config, facts)),
         sampling=model.vocab_size
         * max(scheduler.num_rows * SAMPLING_BYTES_PER_LOGIT, PROMPT_POSITIONS * PROMPT_BYTES_PER_LOGIT),
         rows=_rows(scheduler, config.cache.block_size),
@@ -132,13 +135,22 @@ def _weights(model: ModelConfig, device: str, weight_bytes: int) -> int:
     return (model.num_parameters + copies) * weight_bytes
 
 
-def _activations(model: ModelConfig, config: EngineConfig, value_bytes: int) -> int:
+def _attends_natively(config: EngineConfig, facts: HardwareFacts) -> bool:
+    """Whether attention will read the cache in place, by the compiled CPU kernels."""
+    device = config.device
+    chosen = device.attention_backend in ("auto", "native")
+    return chosen and device.device == "cpu" and device.dtype != "float16" and facts.native_refusal is None
+
+
+def _activations(model: ModelConfig, config: EngineConfig, value_bytes: int, *, native: bool) -> int:
     """A layer's widest moment (residual and normed input beside attention's or the MLP's tensors), and attention's
     own memory: gathered keys and values, rounded up to a power of two, and the masks of chunks that see a past."""
     heads, scheduler, kv_bytes = model.heads, config.scheduler, DTYPE_BYTES[config.device.kv_dtype]
     attention = 2 * (heads.query_size + 2 * heads.kv_size) + 2 * heads.query_size
     per_token = 4 * model.hidden_size + max(attention, 3 * model.intermediate_size)
     widest = scheduler.max_num_batched_tokens * per_token * max(value_bytes, DTYPE_BYTES["float32"])
+    if native:
+        return widest + NATIVE_BYTES
     longest = scheduler.max_model_len * heads.kv_size * kv_bytes
     gathered = 2 * max(GATHERED_BYTES[config.device.device.partition(":")[0]], longest)
     converted = 0 if value_bytes == kv_bytes else gathered * value_bytes // kv_bytes

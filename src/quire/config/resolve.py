@@ -16,6 +16,7 @@ DEFAULT_BLOCK_SIZE = 16
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_BATCHED_TOKENS = {"cpu": 2_048, "cuda": 2_048}
 DEFAULT_GPU_UTILIZATION = 0.9
+SHORTEST_MODEL_LEN = 256  # below this an engine that chose its own length is of no use
 CPU_CACHE_LIMIT, CPU_CACHE_SHARE = GIB, 4  # at most 1 GiB and at most a quarter of what is available
 
 _DTYPES: dict[str, Dtype] = {
@@ -83,11 +84,7 @@ def resolve_engine_config(
         seed=args.seed,
     )
     draft = EngineConfig(CacheConfig(args.block_size, num_blocks=1), scheduler, device)
-    num_blocks = _num_blocks(args, facts, model, draft, capacity)
-    if args.max_model_len is None:
-        longest = min(scheduler.max_model_len, num_blocks * args.block_size)
-        scheduler = replace(scheduler, max_model_len=longest)
-    config = EngineConfig(CacheConfig(args.block_size, num_blocks), scheduler, device)
+    config = _size_cache(args, facts, model, draft, capacity)
     plan = plan_memory(model, config, facts, capacity)
     plan.check()
     return config, plan
@@ -183,22 +180,38 @@ def _wanted_model_len(args: EngineArguments, model: ModelConfig) -> int:
     return args.max_model_len
 
 
-def _num_blocks(
+def _size_cache(
     args: EngineArguments, facts: HardwareFacts, model: ModelConfig, draft: EngineConfig, capacity: int
-) -> int:
-    """The user's number of blocks, or as many as the share of memory meant for them holds."""
+) -> EngineConfig:
+    """Give the draft its blocks, and where the user left max_model_len open, the longest that memory allows."""
+    while True:
+        num_blocks = _num_blocks(args, plan_memory(model, draft, facts, capacity), draft.scheduler.num_rows)
+        sized = replace(draft, cache=replace(draft.cache, num_blocks=num_blocks))
+        length, held = draft.scheduler.max_model_len, num_blocks * args.block_size
+        if args.max_model_len is not None or held >= length:
+            return sized
+        if args.num_kv_blocks is not None or args.kv_cache_memory is not None:
+            return replace(sized, scheduler=replace(draft.scheduler, max_model_len=held))
+        if length <= SHORTEST_MODEL_LEN:
+            where = f"{format_size(capacity)} on {draft.device.device}"
+            short = f"not even {length} tokens fit beside its weights in {where}"
+            raise DoesNotFit("model", short, "choose a smaller model or dtype, or free memory")
+        shorter = max(SHORTEST_MODEL_LEN, held, length * 3 // 4)
+        draft = replace(draft, scheduler=replace(draft.scheduler, max_model_len=min(shorter, length - 1)))
+
+
+def _num_blocks(args: EngineArguments, one: MemoryPlan, num_rows: int) -> int:
+    """The user's number of blocks, or as many as memory has room for; `one` is the plan with a single block."""
     if args.num_kv_blocks is not None:
         return args.num_kv_blocks
-    one = plan_memory(model, draft, facts, capacity)
     if args.kv_cache_memory is not None:
         size = parse_size("kv_cache_memory", args.kv_cache_memory)
         if size < one.block_bytes:
             reason = f"{format_size(size)} hold no block: one of {one.block_size} tokens takes"
             raise DoesNotFit("kv_cache_memory", f"{reason} {format_size(one.block_bytes)}", "raise it")
         return size // one.block_bytes
-    room = capacity - one.fixed
+    room = one.capacity - one.fixed
     if one.device == "cpu":
-        room = min(room, CPU_CACHE_LIMIT, capacity // CPU_CACHE_SHARE)
-    one_sequence = one.blocks_per_sequence if args.max_model_len is not None else 1
-    most_useful = one.blocks_per_sequence * draft.scheduler.num_rows
-    return max(min(room // one.block_bytes, most_useful), one_sequence)
+        room = min(room, CPU_CACHE_LIMIT, one.capacity // CPU_CACHE_SHARE)
+    at_least_one = one.blocks_per_sequence if args.max_model_len is not None else 1
+    return max(min(room // one.block_bytes, one.blocks_per_sequence * num_rows), at_least_one)

@@ -48,3 +48,13 @@ def format_size(num_bytes: int) -> str:
             digits = 2 if value < 10 else 1 if value < 100 else 0
             return f"{sign}{value:.{digits}f} {unit}"
     return f"{sign}{size} B"
+
+
+def at_least(num_bytes: int) -> str:
+    """A size to type that is no smaller: whole MiB, rounded up."""
+    return f"{-(-num_bytes // MIB)}MiB"
+
+
+def at_most(num_bytes: int) -> str:
+    """A size to type that is no larger: whole MiB, rounded down; bytes below one MiB."""
+    return f"{num_bytes // MIB}MiB" if num_bytes >= MIB else str(num_bytes)

@@ -28,7 +28,8 @@ def admit(request: Submit, cache: CacheConfig, config: SchedulerConfig, vocab_si
         reason = f"means nothing to the {config.policy!r} policy"
         raise InvalidRequest("priority", reason, 'leave it out or use policy="priority"')
     _check_ids("prompt", request.prompt_token_ids, vocab_size)
-    _check_ids("stop_token_ids", request.rules.end_ids, vocab_size)
+    _check_ids("stop_token_ids", sampling.stop_token_ids or (), vocab_size)
+    _check_ids("bad_words", (token for word in request.rules.bad_words for token in word), vocab_size)
     _check_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
     _check_ids("logit_bias", sampling.logit_bias or (), vocab_size)
     room = config.max_model_len - prompt

@@ -120,10 +120,11 @@ class EngineCore:
         if plan is None:
             return None
         book, rows = self._scheduler.rows, plan.sample_rows
-        chunk_leases = {chunk.row: int(book.leases[chunk.row]) for chunk in plan.chunks}
+        noted = [chunk.row for chunk in plan.chunks] + [new.row for new in plan.new_rows]
+        other_leases = {row: int(book.leases[row]) for row in noted}
         if plan.chunks:
             self._prompt_tokens += plan.num_tokens - len(plan.decode_rows)
-        return Flight(plan, rows, self._gather(rows).leases, book.version, chunk_leases, self._clock())
+        return Flight(plan, rows, self._gather(rows).leases, book.version, other_leases, self._clock())
 
     def _gather(self, rows: Ints) -> Gathered:
         """The book's entries for `rows`, kept while neither changes: the rule in steady decoding."""
@@ -137,7 +138,7 @@ class EngineCore:
     def _commit(self, flight: Flight, result: StepResult) -> Batch:
         """Take in what a step produced, as far as it is still awaited, and end what it ended."""
         for failure in result.failures:
-            if (sequence := self._awaited(flight, failure.row)) is not None:
+            if (sequence := self._awaited(flight.lease_of(failure.row), failure.row)) is not None:
                 self._fail(sequence.group, failure.reason)
         book = self._scheduler.rows
         rows, tokens = flight.rows, result.token_ids
@@ -159,22 +160,19 @@ class EngineCore:
         return gathered.handles, tokens, logprobs
 
     def _take_logprobs(self, flight: Flight, result: StepResult) -> tuple[tuple[int, TokenLogprobs], ...]:
+        leases = dict(zip(flight.rows.tolist(), flight.leases.tolist(), strict=True)) | flight.other_leases
         taken = []
         for item in result.logprobs:
-            if (sequence := self._awaited(flight, item.row)) is not None:
+            if (sequence := self._awaited(leases.get(item.row), item.row)) is not None:
                 sequence.logprobs.append(item.entry)
                 taken.append((sequence.handle, item.entry))
         for prompt in result.prompt_logprobs:
-            if (sequence := self._awaited(flight, prompt.row)) is not None:
+            if (sequence := self._awaited(leases.get(prompt.row), prompt.row)) is not None:
                 sequence.group.prompt_logprobs.update(enumerate(prompt.entries, prompt.start))
         return tuple(taken)
 
-    def _awaited(self, flight: Flight, row: int) -> Sequence | None:
-        """Who sits in a row, if it is still the one the flight was planned for."""
-        lease = flight.chunk_leases.get(row)
-        if lease is None:
-            (places,) = np.nonzero(flight.rows == row)
-            lease = int(flight.leases[places[0]]) if len(places) else None
+    def _awaited(self, lease: int | None, row: int) -> Sequence | None:
+        """Who sits in a row, if it is still the one the lease was given to."""
         book = self._scheduler.rows
         return book.sequences[row] if lease == book.leases[row] else None
 
@@ -195,7 +193,11 @@ class EngineCore:
             return
         for sequence in list(group.live):
             group.end(sequence, self._scheduler.end(sequence), "error", None)
-        self._dismiss(group, Finished(group.request.request_id, tuple(group.ended), error=reason))
+        try:
+            message = group.farewell(reason)
+        except Exception:  # noqa: BLE001 - the farewell itself may be what failed; the request must end all the same
+            message = Finished(group.request.request_id, tuple(group.ended), error=reason)
+        self._dismiss(group, message)
 
     def _dismiss(self, group: Group, message: Finished) -> None:
         self._scheduler.remove(group)

@@ -26,8 +26,15 @@ class Flight:
     rows: Ints  # [sampled], the order of StepResult.token_ids
     leases: npt.NDArray[np.int64]  # [sampled]
     version: int
-    chunk_leases: dict[int, int]  # row of a chunk -> lease
+    other_leases: dict[int, int]  # rows with a chunk or new in this step -> lease
     launched: float  # seconds, on the engine's clock
+
+    def lease_of(self, row: int) -> int | None:
+        """The lease a row had in this step; None when the step had nothing to do with it."""
+        if row in self.other_leases:
+            return self.other_leases[row]
+        (places,) = np.nonzero(self.rows == row)
+        return int(self.leases[places[0]]) if len(places) else None
 
 
 class Pipeline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,11 +17,16 @@ _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
 
 
-@cache
 def detect_hardware() -> HardwareFacts:
-    """The machine as it is now. Memory figures are of the first call."""
-    cpuinfo = read_cpuinfo(_read(Path("/proc/cpuinfo")))
+    """The machine as it is now: what never changes is looked up once, free memory at every call."""
     total, available = _memory()
+    return replace(_machine(), total_memory=total, available_memory=available, cuda=_cuda_devices())
+
+
+@cache
+def _machine() -> HardwareFacts:
+    """All but memory and devices."""
+    cpuinfo = read_cpuinfo(_read(Path("/proc/cpuinfo")))
     return HardwareFacts(
         machine=platform.machine(),
         cpu_name=cpuinfo[0] or platform.processor() or "unknown",
@@ -28,12 +34,17 @@ def detect_hardware() -> HardwareFacts:
         isa=cpuinfo[1],
         supports_bf16=bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
         supports_fp16=_multiplies_fp16(),
-        total_memory=total,
-        available_memory=available,
+        total_memory=0,
+        available_memory=0,
         torch_version=str(torch.__version__),
-        cuda=_cuda_devices(),
         native_refusal=why_not_native(torch.float32, torch.device("cpu")),
     )
+
+
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether the CPU has instructions for products of `dtype`."""
+    machine = _machine()
+    return {torch.bfloat16: machine.supports_bf16, torch.float16: machine.supports_fp16}.get(dtype, True)
 
 
 def _multiplies_fp16() -> bool:

@@ -20,13 +20,14 @@ class _Live:
     handle: int  # of sample 0
     place: int  # in the list of outputs
     submitted_at: float
-    texts: dict[int, SampleText]  # by sample index; empty when nothing follows its tokens
+    texts: dict[int, SampleText]  # by sample index; empty when its text is not wanted token by token
 
 
 class Batch:
     """Submits requests, reads the engine's tokens and assembles outputs in the order of submission.
 
-    Only samples with stop strings (all of them with `follow_all`) are decoded token by token.
+    Only samples with stop strings (all of them with `follow_all`) are followed token by token. Text is made only where
+    there is a tokenizer and the request wants it.
     """
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, *, follow_all: bool = False) -> None:
@@ -53,14 +54,16 @@ class Batch:
 
     def submit(self, request: Submit, prompt: str | None) -> None:
         """Queue one request. Raises InvalidRequest and leaves the batch as it was."""
-        texts: list[SampleText] = []
-        if self._tokenizer is not None and (self._follow_all or request.sampling.stops):
-            texts = [SampleText(self._tokenizer, request) for _ in range(request.sampling.n)]
+        sampling, texts = request.sampling, []
+        is_followed = self._follow_all or bool(sampling.stops)
+        if is_followed and self._tokenizer is not None and sampling.detokenize:
+            texts = [SampleText(self._tokenizer, request) for _ in range(sampling.n)]
         handle = self._client.submit(request)
         live = _Live(request, prompt, handle, len(self._outputs), time.monotonic(), dict(enumerate(texts)))
         self._live[request.request_id] = live
         self._outputs.append(None)
-        self._followed.update((handle + index, (live, index)) for index in live.texts)
+        if is_followed:
+            self._followed.update((handle + index, (live, index)) for index in range(sampling.n))
 
     def step(self) -> list[StreamPiece]:
         """Wait for the next tokens; return the new text of the followed samples."""
@@ -87,18 +90,18 @@ class Batch:
             if followed is None:
                 continue
             live, index = followed
-            sample = live.texts[index]
-            text = sample.push(token_id)
+            sample = live.texts.get(index)
+            text = "" if sample is None else sample.push(token_id)
             if self._follow_all:
                 pieces.append(StreamPiece(index, text, (token_id,)))
-            if sample.stopped_by is not None:
+            if sample is not None and sample.stopped_by is not None:
                 del self._followed[handle]
                 self._client.abort(Abort(live.request.request_id, index, sample.stopped_by))
         return pieces
 
     def _end(self, live: _Live, finished: Finished) -> list[StreamPiece]:
         rest = {index: sample.finish() for index, sample in live.texts.items()}
-        for index in live.texts:
+        for index in range(live.request.sampling.n):
             self._followed.pop(live.handle + index, None)
         output = self._builder.build(live.request, live.prompt, finished, live.texts)
         output.metrics["latency_seconds"] = time.monotonic() - live.submitted_at

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, Unpack
@@ -51,7 +51,7 @@ class LLM:
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        tokenizer: str | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
         skip_tokenizer_init: bool = False,
         load_format: LoadFormat = "auto",
         verbose: bool | None = None,  # the memory plan and loading progress on stderr; None: only on a terminal
@@ -61,22 +61,28 @@ class LLM:
         if load_format not in ("auto", "dummy"):
             raise ConfigError("load_format", f"{load_format!r} is unknown", 'use "auto" or "dummy"')
         self._shown = sys.stderr.isatty() if verbose is None else verbose
-        progress = LoadingProgress(shown=self._shown)
-        files = resolve_model(None if model is None else os.fspath(model), progress=progress)
-        self.model_config = read_model_config(files)
-        facts = detect_hardware()
-        self.config, self.memory_plan = resolve_engine_config(EngineArguments(**settings), facts, self.model_config)
-        if self._shown:
-            print(self.memory_plan, file=sys.stderr)
-        logger.info("%s", self.memory_plan)
-        self._tokenizer: Tokenizer | None = None
-        if not skip_tokenizer_init:
-            self._tokenizer = load_tokenizer(files if tokenizer is None else resolve_model(tokenizer))
-        executor = SingleExecutor(files, self.model_config, self.config, load_format=load_format, progress=progress)
-        progress.close()
-        core = EngineCore(executor, self.config.cache, self.config.scheduler, self.model_config.vocab_size)
+        model, tokenizer = _as_name("model", model), _as_name("tokenizer", tokenizer)
+        with closing(LoadingProgress(shown=self._shown)) as progress:
+            files = resolve_model(model, progress=progress)
+            progress.close()
+            self.model_config = read_model_config(files)
+            facts = detect_hardware()
+            self.config, self.memory_plan = resolve_engine_config(EngineArguments(**settings), facts, self.model_config)
+            if self._shown:
+                print(self.memory_plan, file=sys.stderr)
+            logger.info("%s", self.memory_plan)
+            self._tokenizer: Tokenizer | None = None
+            if not skip_tokenizer_init:
+                own = files if tokenizer is None else resolve_model(tokenizer, progress=progress)
+                self._tokenizer = load_tokenizer(own)
+            self._requests = RequestMaker(self._tokenizer, self.model_config.eos_ids)
+            executor = SingleExecutor(files, self.model_config, self.config, load_format=load_format, progress=progress)
+        try:
+            core = EngineCore(executor, self.config.cache, self.config.scheduler, self.model_config.vocab_size)
+        except BaseException:
+            executor.close()
+            raise
         self._client: EngineClient = InProcessClient(core)
-        self._requests = RequestMaker(self._tokenizer, self.model_config.eos_ids)
         self._templates: dict[str, ChatTemplate] = {}
         self._busy = False
 
@@ -245,6 +251,14 @@ class LLM:
             yield
         finally:
             self._busy = False
+
+
+def _as_name(argument: str, given: str | os.PathLike[str] | None) -> str | None:
+    if given is None:
+        return None
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError(argument, f"cannot be a {type(given).__name__}", "give a path or a name")
+    return os.fspath(given)
 
 
 def _submit_all(batch: Batch, requests: Sequence[Submit], prompts: Sequence[Prompt]) -> None:

@@ -13,6 +13,8 @@ MAX_N = 16_384
 MAX_LOGPROBS = 1_000
 MAX_STOP_STRINGS = 1_024
 MAX_BAD_WORDS = 1_000
+MAX_STOP_TOKENS = 1_024
+MAX_BIASED_TOKENS = 1_024
 MAX_LOGIT_BIAS = 10_000.0
 MAX_SEED = 2**64 - 1
 
@@ -142,6 +144,13 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(_token_id(name, token) for token in _items(name, value, "a list of token ids"))
 
 
+def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
+    ids = _token_ids(name, value)
+    if len(ids) > MAX_STOP_TOKENS:
+        raise InvalidRequest(name, f"has {len(ids)} ids, limit {MAX_STOP_TOKENS}", "send fewer")
+    return ids
+
+
 def _allowed_token_ids(name: str, value: object) -> tuple[int, ...] | None:
     ids = None if value is None else _token_ids(name, value)
     if ids == ():
@@ -154,6 +163,8 @@ def _logit_bias(name: str, value: object) -> dict[int, float] | None:
         return None
     if not isinstance(value, Mapping):
         raise InvalidRequest(name, f"must map token ids to numbers, got {_shown(value)}", "pass {token_id: bias}")
+    if len(value) > MAX_BIASED_TOKENS:
+        raise InvalidRequest(name, f"has {len(value)} entries, limit {MAX_BIASED_TOKENS}", "send fewer")
     in_range = _Number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     return {_token_id(name, _from_json_key(token)): in_range(name, bias) for token, bias in value.items()}
 
@@ -202,7 +213,7 @@ _CHECKS: dict[str, Any] = {
     "repetition_penalty": _Number(0.0, 100.0, is_open=True),
     "seed": _Whole(0, MAX_SEED, optional=True, off=-1),
     "stop": _stop,
-    "stop_token_ids": _token_ids,
+    "stop_token_ids": _stop_token_ids,
     "bad_words": _bad_words,
     "allowed_token_ids": _allowed_token_ids,
     "logit_bias": _logit_bias,

@@ -73,7 +73,7 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_both_ways_out() -> N
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_size_that_would() -> None:
     fixed = _plan().fixed
-    with pytest.raises(DoesNotFit, match=r"kv_cache_memory.*lower it to 200 MiB"):
+    with pytest.raises(DoesNotFit, match=r"kv_cache_memory.*lower it to 200MiB"):
         _plan(capacity=fixed + 200 * MIB).check()
 
 

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from quire.config.model import ModelConfig, Rope
+from quire.config.model import Heads, ModelConfig, Rope
 from quire.config.resolve import EngineArguments, EngineSettings, model_length, resolve_engine_config
 from quire.config.sizes import GIB, MIB
 from quire.types.errors import ConfigError, DoesNotFit
@@ -147,3 +147,28 @@ def test_rope_scaling_is_part_of_a_models_length(rope: Rope, length: int) -> Non
 
 def test_the_keywords_of_a_call_are_the_fields_of_the_arguments() -> None:
     assert list(EngineSettings.__annotations__) == [field.name for field in fields(EngineArguments)]
+
+
+@pytest.mark.parametrize("free", [4, 5, 6, 8, 16])
+def test_a_small_machine_never_gets_an_engine_too_short_to_talk_to(free: int) -> None:
+    """A model of 131,072 positions on a laptop: as long as memory allows, or refused, never a handful of tokens."""
+    long = replace(
+        SMALL, hidden_size=2_048, intermediate_size=8_192, num_layers=16, vocab_size=128_256, heads=Heads(32, 8, 64),
+        rope=Rope(max_position=131_072),
+    )  # fmt: skip
+    laptop = replace(LAPTOP, available_memory=free * GIB, native_refusal="not built")
+    if free < 6:
+        with pytest.raises(DoesNotFit, match="model.*256 tokens"):
+            resolve_engine_config(EngineArguments(), laptop, long)
+        return
+    config, plan = resolve_engine_config(EngineArguments(), laptop, long)
+    assert config.scheduler.max_model_len >= 256
+    assert plan.total <= plan.capacity
+
+
+def test_the_size_a_refusal_names_is_enough() -> None:
+    with pytest.raises(DoesNotFit) as refusal:
+        resolve_engine_config(EngineArguments(max_model_len=2_000, kv_cache_memory="8MiB"), LAPTOP, SMALL)
+    size = refusal.value.fix.partition("kv_cache_memory=")[2].rstrip(")")
+    config, _ = resolve_engine_config(EngineArguments(max_model_len=2_000, kv_cache_memory=size), LAPTOP, SMALL)
+    assert config.cache.num_slots >= 2_000

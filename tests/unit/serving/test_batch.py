@@ -167,3 +167,21 @@ def test_following_all_samples_gives_the_text_in_pieces() -> None:
     assert "�" not in "".join(piece.text for piece in pieces)
     assert [piece.finish_reason for piece in pieces].count(None) == len(pieces) - 1
     assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == ("stop", "END")
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_following_without_text_gives_the_tokens_of_every_sample(has_tokenizer: bool) -> None:
+    client = make_client(ScriptedExecutor(lambda prompt, index: "ab" * (index + 1)))
+    batch = Batch(client, TOKENIZER if has_tokenizer else None, follow_all=True)
+    sampling = SamplingParams(n=2, max_tokens=50, detokenize=not has_tokenizer)
+    (request,) = RequestMaker(TOKENIZER, ()).make([Prompt(text="p")], [sampling])
+    batch.submit(request, None)
+    pieces = []
+    while batch.is_live:
+        pieces += batch.step()
+    assert {piece.text for piece in pieces} == {""}
+    for index, text in enumerate(("ab", "abab")):
+        own = [piece for piece in pieces if piece.index == index]
+        assert [token for piece in own for token in piece.token_ids] == [*ids(text), EOS_ID]
+        assert [piece.finish_reason for piece in own if piece.finish_reason] == ["stop"]
+    assert not batch._followed

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import quire
+from quire.serving import llm as llm_module
+from quire.serving.progress import LoadingProgress
 from quire.types.errors import ConfigError, InvalidRequest, QuireError
 from quire.types.sampling import SamplingParams
 from tests.unit.serving.conftest import MakeLLM
-from tests.unit.serving.scripted import ids
+from tests.unit.serving.scripted import ScriptedExecutor, ids
 
 LONG = SamplingParams(max_tokens=100)
 
@@ -122,6 +125,8 @@ def test_without_a_tokenizer_token_ids_go_in_and_out(make_llm: MakeLLM) -> None:
     completion = llm.generate(ids("a"), LONG)[0].outputs[0]
     assert completion.text == ""
     assert completion.token_ids[:3] == ids("<a>")
+    streamed = [token for piece in llm.stream(ids("a"), LONG) for token in piece.token_ids]
+    assert streamed == completion.token_ids
     with pytest.raises(ConfigError, match="skip_tokenizer_init"):
         llm.get_tokenizer()
 
@@ -143,3 +148,47 @@ def test_the_public_names_are_all_there() -> None:
     assert all(getattr(quire, name) is not None for name in quire.__all__)
     with pytest.raises(AttributeError, match="no attribute 'LMM'"):
         quire.LMM  # noqa: B018
+
+
+def test_models_and_tokenizers_may_be_paths_but_not_numbers(make_llm: MakeLLM) -> None:
+    llm = make_llm(echo, model=Path("model.gguf"), tokenizer=Path("other"))
+    assert llm.generate("a", LONG)[0].outputs[0].text == "<a>"
+    for name in ("model", "tokenizer"):
+        with pytest.raises(ConfigError, match=f"{name}: cannot be a int; give a path or a name"):
+            make_llm(echo, **{name: 5})
+
+
+def test_sampling_of_another_kind_is_refused_by_name(make_llm: MakeLLM) -> None:
+    llm = make_llm(echo)
+    for wrong in (5, "greedy", {"temperature": 0}):
+        with pytest.raises(InvalidRequest, match="^sampling_params: cannot be a "):
+            llm.generate("a", wrong)  # type: ignore[arg-type]
+
+
+def test_an_engine_that_does_not_start_gives_the_executor_back(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[ScriptedExecutor] = []
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("no engine")
+
+    monkeypatch.setattr(llm_module, "EngineCore", fail)
+    monkeypatch.setattr(ScriptedExecutor, "close", closed.append)
+    with pytest.raises(RuntimeError, match="no engine"):
+        make_llm(echo)
+    assert len(closed) == 1
+
+
+def test_progress_ends_its_line_when_loading_fails(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object, progress: LoadingProgress, **options: object) -> None:
+        progress("loading", 1, 2)
+        raise RuntimeError("half a file")
+
+    make_llm(echo)
+    monkeypatch.setattr(llm_module, "SingleExecutor", fail)
+    with pytest.raises(RuntimeError, match="half a file"):
+        llm_module.LLM(device="cpu", verbose=True)
+    assert capsys.readouterr().err.endswith("loading [##########..........] 1/2\n")

@@ -17,7 +17,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "base", "computed", "decoding", "event", "group", "handle", "index", "logprobs", "outputs", "row", "table",
+        "base", "computed", "decoding", "event", "group", "handle", "index", "introduced", "logprobs", "outputs", "row",
+        "table",
     )  # fmt: skip
 
     def __init__(self, group: Group, index: int, handle: int, table: BlockTable) -> None:
@@ -25,6 +26,7 @@ class Sequence:
         self.row: int | None = None
         self.outputs: list[int] = []  # generated tokens, exact only while the sequence has no row
         self.computed = 0  # tokens whose keys and values a launched step has written, exact while not decoding
+        self.introduced = False  # the workers were told of its row
         self.decoding = False
         self.base = 0
         self.event = -1  # the tick at which the scheduler must look at it again

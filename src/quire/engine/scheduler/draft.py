@@ -26,8 +26,10 @@ class PlanDraft:
         return not self._chunks
 
     def add_row(self, sequence: Sequence) -> None:
+        """Tell the workers of a seated sequence: all it knows, and the blocks it holds."""
         group, row = sequence.group, sequence.row
         assert row is not None
+        sequence.introduced = True
         tokens = np.array((*group.request.prompt_token_ids, *sequence.outputs), dtype=np.int32)
         self._new_rows.append(
             NewRow(

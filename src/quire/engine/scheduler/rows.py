@@ -74,7 +74,7 @@ class RowBook:
     def _make_room(self, outputs: int, end_ids: int) -> None:
         rows, capacity = self._outputs.shape
         if outputs > capacity:
-            grown = np.empty((rows, outputs), dtype=np.int32)
+            grown = np.empty((rows, max(outputs, 2 * capacity)), dtype=np.int32)  # pages untouched cost nothing
             grown[:, :capacity] = self._outputs
             self._outputs = grown
         width = self.end_ids.shape[1]

@@ -104,6 +104,8 @@ class Scheduler:
         """Hand a running group's owed tokens their share of the budget."""
         if not group.forked:
             leader = group.leader
+            if not leader.introduced:  # at admission, or when the leader before it was ended
+                draft.add_row(leader)
             target = leader.num_known if len(group.live) == 1 else group.num_prompt
             if not self._compute_chunk(draft, leader, target) or leader.computed < target:
                 return
@@ -152,7 +154,6 @@ class Scheduler:
             group.running, group.forked = True, False
             for sequence in group.live:
                 self.rows.seat(sequence)
-            draft.add_row(group.leader)
             self._owing[group] = None
             self._compute_owed(draft, group)
 
@@ -202,7 +203,7 @@ class Scheduler:
 
     def _leave_row(self, sequence: Sequence) -> None:
         self._stop_decoding(sequence)
-        sequence.event = -1
+        sequence.event, sequence.introduced = -1, False
         self._released.append(self.rows.unseat(sequence))
 
     def _set_event(self, sequence: Sequence, tick: int) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import sysconfig
 from ctypes import c_char_p, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
 import torch
 
+_HERE = Path(__file__).parent
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES = {
     "quire_rms_norm": [c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_double],
@@ -29,25 +32,32 @@ class Unavailable(Exception):
 @cache
 def open_library() -> ctypes.CDLL:
     """The compiled kernels with their signatures set. Raises Unavailable with the reason."""
-    built = sorted(Path(__file__).parent.glob("_cpu*.so"))
-    if not built:
+    built = _HERE / f"_cpu{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not built.is_file():
         raise Unavailable("the native CPU kernels were not built; install a C++ compiler and reinstall Quire")
     _share_openmp()
     try:
-        library = ctypes.CDLL(str(built[0]))
+        library = ctypes.CDLL(str(built))
     except OSError as error:
         raise Unavailable(f"the native CPU kernels do not load: {error}") from None
-    library.quire_isa.restype = c_char_p
-    missing = set(library.quire_isa().decode().split()) - _cpu_flags()
-    if missing:
-        lacking = ", ".join(sorted(missing))
-        raise Unavailable(
-            f"the native CPU kernels were built for a CPU with {lacking}; reinstall Quire on this machine"
-        )
+    _check_origin(library)
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
     return library
+
+
+def _check_origin(library: ctypes.CDLL) -> None:
+    """Refuse a library of other sources than the file beside it, or of another kind of CPU."""
+    for name in ("quire_source", "quire_isa"):
+        if not hasattr(library, name):
+            raise Unavailable("the native CPU kernels were built from other sources; reinstall Quire")
+        getattr(library, name).restype = c_char_p
+    if library.quire_source().decode() != hashlib.sha256((_HERE / "quire_cpu.cpp").read_bytes()).hexdigest():
+        raise Unavailable("the native CPU kernels were built from other sources; reinstall Quire")
+    if missing := set(library.quire_isa().decode().split()) - _cpu_flags():
+        lacking = ", ".join(sorted(missing))
+        raise Unavailable(f"the native CPU kernels were built for a CPU with {lacking}; reinstall Quire here")
 
 
 def why_not_native(dtype: torch.dtype, device: torch.device) -> str | None:

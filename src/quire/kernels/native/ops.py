@@ -9,6 +9,7 @@ from quire.kernels.native.library import TYPES, open_library
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, size], [size] -> [rows, size]
+    _check(x.stride(1) == 1 and weight.dtype == x.dtype and weight.shape == x.shape[1:])
     out = torch.empty(x.shape, dtype=x.dtype)
     open_library().quire_rms_norm(
         TYPES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps
@@ -19,6 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, size], 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Turn heads [rows, heads, dim] in place by cos and signed sin [rows, 1, dim]."""
     rows, heads, dim = x.shape
+    _check(x.stride(1) == dim and cos.dtype == sin.dtype == x.dtype and cos.stride(0) == sin.stride(0))
     open_library().quire_rotate(
         TYPES[x.dtype], x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, heads, dim
     )
@@ -26,6 +28,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 def vector_product(x: Tensor, weight: Tensor) -> Tensor:  # [1, inputs], [inputs, outputs] -> [1, outputs], float32
     inputs, outputs = weight.shape
+    _check(x.dtype == weight.dtype == torch.float32 and weight.is_contiguous() and x.shape == (1, inputs))
     out = torch.empty(1, outputs)
     open_library().quire_vector_product(x.data_ptr(), weight.data_ptr(), out.data_ptr(), inputs, outputs)
     return out
@@ -33,6 +36,7 @@ def vector_product(x: Tensor, weight: Tensor) -> Tensor:  # [1, inputs], [inputs
 
 def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * size], contiguous -> [rows, size]
     rows, both = gate_up.shape
+    _check(gate_up.is_contiguous())
     out = torch.empty(rows, both // 2, dtype=gate_up.dtype)
     open_library().quire_silu_mul(TYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, both // 2)
     return out
@@ -41,6 +45,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * size], contiguous -> [row
 def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """key, value [rows, heads, dim]; slots [rows * heads] into caches seen as [slots, dim]."""
     rows, heads, dim = key.shape
+    _check(key.dtype == value.dtype == key_cache.dtype == value_cache.dtype and slots.dtype == torch.int64)
+    _check(key.stride(1) == value.stride(1) == dim and key_cache.is_contiguous() and value_cache.is_contiguous())
     open_library().quire_write_cache(
         TYPES[key.dtype], key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
         key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(), rows, heads, dim,
@@ -55,9 +61,18 @@ def paged_attention(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor,
     """
     tokens, query_heads, dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
+    _check(query.dtype == keys.dtype == values.dtype and query.stride(1) == dim)
+    _check(keys.is_contiguous() and values.is_contiguous() and tables.is_contiguous() and spans.is_contiguous())
+    _check(tables.dtype == spans.dtype == torch.int64)
     out = torch.empty(tokens, query_heads * dim, dtype=query.dtype)
     open_library().quire_paged_attention(
         TYPES[query.dtype], query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), tables.data_ptr(),
         spans.data_ptr(), spans.shape[0], out.data_ptr(), query_heads, kv_heads, dim, block_size, scale,
     )  # fmt: skip
     return out
+
+
+def _check(fits: bool) -> None:
+    """The kernels read raw memory: what is not laid out as they expect must never reach them."""
+    if not fits:
+        raise ValueError("tensors of a dtype or layout the native kernels do not take")

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -501,7 +502,14 @@ void paged_attention(const T* query, int64_t stride, const T* keys, const T* val
         CALL;                  \
     }
 
+#ifndef QUIRE_SOURCE
+#define QUIRE_SOURCE "unknown"
+#endif
+
 extern "C" {
+
+// A digest of this file, given by the build: tells a library that was built from other sources.
+const char* quire_source() { return QUIRE_SOURCE; }
 
 // The instruction sets this file was compiled for, by their /proc/cpuinfo names: a CPU without one must not run it.
 const char* quire_isa() {

@@ -74,8 +74,8 @@ class GatherAttention:
         blocks = batch.block_ids[begin:end, : -(-longest // batch.block_size)]
         mask = None
         if shortest < longest:
-            hidden = torch.from_numpy(np.arange(longest)[None, :] >= lengths[:, None])
-            mask = _additive(hidden.to(blocks.device, non_blocking=True), self._compute)[:, None, None]
+            seen = to_device(torch.from_numpy(lengths.copy()), blocks.device)
+            mask = _additive(torch.arange(longest, device=blocks.device) >= seen[:, None], self._compute)[:, None, None]
         return DecodeGroup(begin, end, self._scratch.gather(blocks, longest, batch.cache), mask)
 
     def _tiles(self, chunk: ChunkSpan, batch: AttentionBatch) -> list[ChunkTile]:
@@ -146,3 +146,8 @@ def split_by_length(lengths: Counts, group_cost: int, max_slots: int) -> list[tu
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
+def to_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """Host numbers to the device, without waiting for it."""
+    return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)

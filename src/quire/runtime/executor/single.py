@@ -57,6 +57,8 @@ class SingleExecutor:
             torch.set_num_threads(config.device.threads)
         self._device = torch.device(config.device.device)
         if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        if self._device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each
         builder = LayerBuilder(config.device, model_config.heads)
         if load_format == "dummy":
@@ -94,7 +96,7 @@ class SingleExecutor:
         pinned = torch.empty(output.token_ids.shape, dtype=torch.int64, pin_memory=True)
         pinned.copy_(output.token_ids, non_blocking=True)
         arrived: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
+        arrived.record(torch.cuda.current_stream(self._device))
         return _Launched(output, pinned, arrived)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native.library import why_not_native
-from quire.runtime.hardware import detect_hardware
+from quire.runtime.hardware import cpu_multiplies
 
 Multiply = Callable[[Tensor], Tensor]  # [tokens, in] -> [tokens, out]
 
@@ -96,8 +96,7 @@ def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether products in `dtype` run on hardware made for it."""
     if device.type != "cpu" or dtype == torch.float32:
         return True
-    facts = detect_hardware()
-    return facts.supports_bf16 if dtype == torch.bfloat16 else facts.supports_fp16
+    return cpu_multiplies(dtype)
 
 
 def choose_product(dtype: torch.dtype, device: torch.device, *, keeps_weight: bool = False) -> Product:

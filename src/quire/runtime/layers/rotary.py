@@ -76,7 +76,9 @@ def dynamic_frequencies(rope: Rope, dim: int, lengths: Tensor) -> Tensor:
     seen = lengths.clamp(min=rope.max_position)
     stretch = ((factor * seen / rope.max_position) - (factor - 1)) ** (dim / (dim - 2))
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=lengths.device) / dim
-    return 1.0 / ((rope.theta * stretch)[:, None] ** exponents)
+    scaled = 1.0 / ((rope.theta * stretch)[:, None] ** exponents)
+    plain = frequencies(rope, dim)[0].to(lengths.device)
+    return torch.where(lengths[:, None] > rope.max_position, scaled, plain)
 
 
 def _llama3(plain: Tensor, rope: Rope, scaling: dict[str, float]) -> Tensor:

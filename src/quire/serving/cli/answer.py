@@ -6,9 +6,10 @@ import argparse
 import sys
 import time
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from quire.serving.cli.arguments import engine_settings
+from quire.types.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from quire.serving.llm import LLM, Stream
@@ -45,5 +46,17 @@ def write_answer(pieces: Stream, answer: list[str]) -> None:
 
 
 def read_piped() -> str | None:
-    """All of stdin when it is not a terminal."""
-    return None if sys.stdin.isatty() else sys.stdin.read()
+    """All of stdin when it is not a terminal. Raises InvalidRequest when it is closed or holds no text."""
+    stdin: TextIO | None = sys.stdin  # None: closed by whoever started this process
+    if stdin is None:
+        raise InvalidRequest("stdin", "is closed", "give the text as an argument")
+    if stdin.isatty():
+        return None
+    try:
+        text = stdin.read()
+        text.encode()  # undecodable bytes may come as lone surrogates
+    except UnicodeError:
+        raise InvalidRequest("stdin", "is not UTF-8 text", "convert it, or give the text as an argument") from None
+    except OSError as error:
+        raise InvalidRequest("stdin", f"cannot be read: {error.strerror}", "give the text as an argument") from None
+    return text

@@ -53,7 +53,7 @@ def add_complete(commands: Commands[OneLineParser]) -> None:
     parser.add_argument("-n", "--n", type=int, default=1, help="how many completions (1)")
     _add_model(parser)
     _add_sampling(parser, {"temperature": 0.0, "max_tokens": 128})
-    _add_engine(parser)
+    _add_loading(_add_engine(parser))
 
 
 def add_chat(commands: Commands[OneLineParser]) -> None:
@@ -64,7 +64,7 @@ def add_chat(commands: Commands[OneLineParser]) -> None:
     parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the conversation")
     _add_model(parser)
     _add_sampling(parser, {"temperature": 0.0, "max_tokens": 512})
-    _add_engine(parser)
+    _add_loading(_add_engine(parser))
 
 
 def add_pull(commands: Commands[OneLineParser]) -> None:
@@ -85,9 +85,9 @@ def add_doctor(commands: Commands[OneLineParser]) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> EngineSettings:
-    """The engine settings that were given; the rest keep their defaults."""
+    """The engine settings that were given; the rest keep their defaults. A seed of -1 means any: no setting."""
     given = {name: getattr(args, name) for flag in ENGINE_FLAGS if (name := _field(flag)) in args}
-    if "seed" in args and args.seed is not None:
+    if "seed" in args and args.seed is not None and args.seed >= 0:
         given["seed"] = args.seed
     return cast("EngineSettings", given)
 
@@ -123,10 +123,14 @@ def _add_sampling(parser: argparse.ArgumentParser, defaults: dict[str, float]) -
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; repeatable")
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
+def _add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("engine")
     for flag, (kind, text) in ENGINE_FLAGS.items():
         group.add_argument(flag, type=kind, help=text, default=argparse.SUPPRESS)
+    return group
+
+
+def _add_loading(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tokenizer", help="another model's tokenizer: a path or a name")
     group.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     group.add_argument("--verbose", action="store_true", default=None, help="show the memory plan and loading progress")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from quire.serving.cli.answer import load, read_piped, write_answer
@@ -62,7 +63,8 @@ class Conversation:
 
 
 def _converse(conversation: Conversation) -> None:
-    import readline  # noqa: F401 - gives input() history and line editing
+    with suppress(ImportError):  # not every Python is built with it
+        import readline  # noqa: F401 - gives input() history and line editing
 
     print("Type a message. /help lists the commands.", file=sys.stderr)
     while (line := _ask()) is not None:

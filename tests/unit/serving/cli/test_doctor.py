@@ -32,6 +32,8 @@ def test_slow_things_are_named_with_a_fix_worst_first() -> None:
 def test_missing_native_kernels_are_named_with_the_reason() -> None:
     (finding, *_) = find_slow(replace(LAPTOP, native_refusal="no compiler was there"), has_nvidia_driver=False)
     assert finding.cause == "no compiler was there"
+    assert "make clean setup" in finding.fix
+    assert "pip install --force-reinstall --no-deps -e ." in finding.fix
 
 
 def test_emulated_bfloat16_is_told_apart_from_real() -> None:

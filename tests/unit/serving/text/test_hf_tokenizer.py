@@ -127,3 +127,19 @@ def test_bad_words_are_found_at_the_start_and_after_a_space(tmp_path: Path) -> N
     spelled = [tokenizer.decode(ids) for ids in tokenizer.bad_word_ids("hello")]
     assert spelled == ["hello", " hello"]
     assert [len(ids) for ids in tokenizer.bad_word_ids("x")] == [1]  # " x" is two tokens: the second is "x" itself
+
+
+def test_a_chat_template_that_cannot_be_read_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = write(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelLoadError, match=r"chat_template\.jinja: not UTF-8 text"):
+        load_tokenizer(files)
+
+    def fail(path: Path, **options: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    with pytest.raises(ModelLoadError, match=r"chat_template\.jinja: cannot be read: Permission denied"):
+        load_tokenizer(files)
