@@ -47,9 +47,10 @@ def pair_sampling(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
-    if isinstance(params, str) or not isinstance(params, Sequence):
+    given: object = params
+    if isinstance(given, str) or not isinstance(given, Sequence):
         raise InvalidRequest(
-            "sampling_params", f"cannot be a {type(params).__name__}", "pass SamplingParams, or a list of them"
+            "sampling_params", f"cannot be a {type(given).__name__}", "pass SamplingParams, or a list of them"
         )
     if len(params) != num_prompts:
         raise InvalidRequest(

@@ -174,7 +174,7 @@ def test_an_engine_that_does_not_start_gives_the_executor_back(
         raise RuntimeError("no engine")
 
     monkeypatch.setattr(llm_module, "EngineCore", fail)
-    monkeypatch.setattr(ScriptedExecutor, "close", closed.append)
+    monkeypatch.setattr(ScriptedExecutor, "close", lambda self: closed.append(self))
     with pytest.raises(RuntimeError, match="no engine"):
         make_llm(echo)
     assert len(closed) == 1
