@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from quire.config.facts import CudaDevice, HardwareFacts
-from quire.kernels.native.library import why_not_native
+from quire.kernels.native.loader import why_not_native
 
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63

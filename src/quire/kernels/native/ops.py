@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.native.library import TYPES, open_library
+from quire.kernels.native.loader import TYPES, open_library
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, size], [size] -> [rows, size]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.config.model import Heads
-from quire.kernels.native.library import why_not_native
+from quire.kernels.native.loader import why_not_native
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.gather import GatherAttention
 from quire.runtime.attention.reference import ReferenceAttention

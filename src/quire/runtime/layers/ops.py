@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.native.library import why_not_native
+from quire.kernels.native.loader import why_not_native
 from quire.runtime.attention.backend import LayerCache
 
 GELU = {"gelu": "none", "gelu_tanh": "tanh"}

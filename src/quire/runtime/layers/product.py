@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.kernels.native.library import why_not_native
+from quire.kernels.native.loader import why_not_native
 from quire.runtime.hardware import cpu_multiplies
 
 Multiply = Callable[[Tensor], Tensor]  # [tokens, in] -> [tokens, out]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.config.model import Heads
-from quire.kernels.native.library import why_not_native
+from quire.kernels.native.loader import why_not_native
 from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, LayerCache
 from quire.runtime.attention.gather import GatherAttention, split_by_length
 from quire.runtime.attention.reference import ReferenceAttention

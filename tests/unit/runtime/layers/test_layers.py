@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.config.model import Heads
-from quire.kernels.native.library import why_not_native
+from quire.kernels.native.loader import why_not_native
 from quire.kernels.reference.elementwise import rms_norm, silu_and_multiply
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.embedding import Embedding, TiedHead
