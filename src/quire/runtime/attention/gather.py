@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.config.model import Heads
 from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, Counts, LayerCache
 from quire.runtime.attention.scratch import Gather, Scratch
+from quire.runtime.transfer import to_device
 
 GROUP_COST = 256  # padded key slots that cost about as much as one more group does
 GROUP_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}  # keys gathered at once; on a CPU, more would leave its caches
@@ -146,8 +147,3 @@ def split_by_length(lengths: Counts, group_cost: int, max_slots: int) -> list[tu
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-
-
-def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Host numbers to the device, without waiting for it."""
-    return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)

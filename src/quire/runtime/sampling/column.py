@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.runtime.transfer import to_device
+
 
 class Column:
     """A padded matrix with a line per slot, uploaded when a row arrives and read by every step after.
@@ -50,8 +52,3 @@ def doubled(size: int, needed: int) -> int:
     while size < needed:
         size *= 2
     return size
-
-
-def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on the device, without waiting for it there."""
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

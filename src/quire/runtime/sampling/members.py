@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.runtime.sampling.column import to_device
+from quire.runtime.transfer import to_device
 from quire.types.step import Ints
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.runtime.sampling.history import TokenHistory
+from quire.runtime.transfer import to_device
 from quire.types.step import Ints, NewRow
 
 
@@ -63,10 +64,7 @@ class Rows:
 
     def upload(self, numbers: npt.NDArray[np.int64]) -> Tensor:
         """Host numbers to the device, without waiting for it."""
-        tensor = torch.from_numpy(numbers)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return to_device(torch.from_numpy(numbers), self.device)
 
     def check(self) -> None:
         """Waits for the device."""

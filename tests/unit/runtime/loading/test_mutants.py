@@ -130,4 +130,5 @@ def test_a_damaged_config_is_read_or_refused(tmp_path: Path, seed: int) -> None:
     source = write_tiny_gguf(tmp_path / "m.gguf", tiny_weights(layers=1), layers=1)
     directory = gguf_to_hf(source, tmp_path / "tiny")
     path = directory / "config.json"
-    outcomes(ModelFiles("tiny", directory, "hf"), path, path.stat().st_size, seed)
+    loaded, refused = outcomes(ModelFiles("tiny", directory, "hf"), path, path.stat().st_size, seed)
+    assert refused > loaded

@@ -277,7 +277,8 @@ def test_nothing_but_logprobs_waits_for_the_device(request: pytest.FixtureReques
     bench.sampler.remove(0)
     bench.sampler.add(new_row(0, **MENU[-1]))
     bench.sampler.sample(logits.clone(), rows[::-1].copy(), bench.history)
-    bench.sampler.sample(logits[:4].clone(), rows[:4].copy(), bench.history)
+    sampled = bench.sampler.sample(logits[:4].clone(), rows[:4].copy(), bench.history)  # a wait would have raised
+    assert sampled.token_ids.shape == (4,)
 
 
 @pytest.mark.cuda

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.runtime.sampling.column import doubled, to_device
+from quire.runtime.sampling.column import doubled
 from quire.runtime.sampling.members import Members, Part
 from quire.runtime.sampling.transforms.transform import Step
+from quire.runtime.transfer import to_device
 from quire.types.step import NewRow
 
 
