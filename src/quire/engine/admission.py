@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.types.errors import InvalidRequest
 from quire.types.request import Submit
+from quire.types.sampling import check_vocabulary
 
 
 def admit(request: Submit, cache: CacheConfig, config: SchedulerConfig, vocab_size: int) -> int:
@@ -27,11 +26,11 @@ def admit(request: Submit, cache: CacheConfig, config: SchedulerConfig, vocab_si
     if request.priority and config.policy != "priority":
         reason = f"means nothing to the {config.policy!r} policy"
         raise InvalidRequest("priority", reason, 'leave it out or use policy="priority"')
-    _check_ids("prompt", request.prompt_token_ids, vocab_size)
-    _check_ids("stop_token_ids", sampling.stop_token_ids or (), vocab_size)
-    _check_ids("bad_words", (token for word in request.rules.bad_words for token in word), vocab_size)
-    _check_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
-    _check_ids("logit_bias", sampling.logit_bias or (), vocab_size)
+    check_vocabulary("prompt", request.prompt_token_ids, vocab_size)
+    check_vocabulary("stop_token_ids", sampling.stop_token_ids or (), vocab_size)
+    check_vocabulary("bad_words", (token for word in request.rules.bad_words for token in word), vocab_size)
+    check_vocabulary("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
+    check_vocabulary("logit_bias", sampling.logit_bias or (), vocab_size)
     room = config.max_model_len - prompt
     limit = prompt + (room if sampling.max_tokens is None else min(sampling.max_tokens, room))
     _check_fits(prompt, limit, sampling.n, cache)
@@ -52,9 +51,3 @@ def _check_fits(prompt: int, limit: int, n: int, cache: CacheConfig) -> None:
             f"{n} x {limit} tokens need {needed} kv blocks of {cache.block_size}, the cache has {cache.num_blocks}",
             "lower max_tokens, n or the prompt, or raise num_kv_blocks / kv_cache_memory",
         )
-
-
-def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise InvalidRequest(field, f"token id {token} is outside the vocabulary [0, {vocab_size})")

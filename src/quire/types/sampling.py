@@ -235,3 +235,11 @@ def _check_together(params: SamplingParams) -> None:
         raise InvalidRequest("min_tokens", reason, "lower it or raise max_tokens")
     if params.stops and not params.detokenize:
         raise InvalidRequest("stop", "needs text, but detokenize is false", "use stop_token_ids or set detokenize=True")
+
+
+def check_vocabulary(field: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Raise InvalidRequest if `ids` hold a token that a model of `vocab_size` tokens does not have."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            reason = f"names token {token}, outside the vocabulary [0, {vocab_size})"
+            raise InvalidRequest(field, reason, f"use ids from 0 to {vocab_size - 1}")
