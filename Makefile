@@ -12,7 +12,7 @@ RUN_STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 MODEL_STAMP := $(VENV)/.model
 CODE := setup.py src tests benchmarks examples
-BUILT_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/quire/kernels/native/*.cpp)
+BUILT_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/quire/kernels/native/*.cpp src/quire/kernels/native/*.h)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

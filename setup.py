@@ -5,14 +5,16 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-SOURCE = "src/quire/kernels/native/quire_cpu.cpp"
-DIGEST = hashlib.sha256(Path(SOURCE).read_bytes()).hexdigest()
+FOLDER = Path("src/quire/kernels/native")
+SOURCE, HEADERS = FOLDER / "quire_cpu.cpp", sorted(FOLDER.glob("*.h"))
+DIGEST = hashlib.sha256(b"".join(file.read_bytes() for file in (SOURCE, *HEADERS))).hexdigest()
 
 setup(
     ext_modules=[
         Extension(
             "quire.kernels.native._cpu",
-            [SOURCE],
+            [str(SOURCE)],
+            depends=[str(header) for header in HEADERS],
             language="c++",
             optional=True,
             define_macros=[("QUIRE_SOURCE", f'"{DIGEST}"')],

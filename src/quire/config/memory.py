@@ -116,7 +116,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         device=device,
         capacity=capacity,
         process=PROCESS_BYTES[kind],
-        weights=_weights(model, device, weight_bytes),
+        weights=_weights(model, config, facts, weight_bytes),
         activations=_activations(model, config, weight_bytes, native=_attends_natively(config, facts)),
         sampling=model.vocab_size
         * max(scheduler.num_rows * SAMPLING_BYTES_PER_LOGIT, PROMPT_POSITIONS * PROMPT_BYTES_PER_LOGIT),
@@ -128,11 +128,18 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
     )
 
 
-def _weights(model: ModelConfig, device: str, weight_bytes: int) -> int:
-    """Half-type weights are repacked on a CPU; a tied head then needs its own copy beside the embedding table."""
-    repacked_head = model.tie_word_embeddings and device == "cpu" and weight_bytes < DTYPE_BYTES["float32"]
-    copies = model.vocab_size * model.hidden_size if repacked_head else 0
-    return (model.num_parameters + copies) * weight_bytes
+def _weights(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, weight_bytes: int) -> int:
+    """On a CPU, half-type weights are repacked, so a tied head has its own copy beside the embedding table; levels are
+    kept as they are stored, on tile units instead of numbers, elsewhere beside float32 for steps of a few rows."""
+    head = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
+    if config.device.device != "cpu":
+        return model.num_parameters * weight_bytes
+    native, levels = facts.native_refusal is None, model.levels
+    if weight_bytes == DTYPE_BYTES["float32"]:
+        return model.num_parameters * weight_bytes + (levels.num_bytes if native else 0)
+    if facts.tile_units and levels.parameters:
+        return (model.num_parameters - levels.parameters) * weight_bytes + levels.num_bytes + head
+    return (model.num_parameters + head) * weight_bytes
 
 
 def _attends_natively(config: EngineConfig, facts: HardwareFacts) -> bool:

@@ -39,6 +39,14 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredLevels:
+    """How much of a model its file stores as small whole numbers that can be multiplied as they are."""
+
+    parameters: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder-only transformer with RMSNorm, rotary positions and a gated MLP."""
 
@@ -59,6 +67,7 @@ class ModelConfig:
     dtype: Dtype = "bfloat16"  # what the checkpoint was made for
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = field(default=())
+    levels: StoredLevels = field(default_factory=StoredLevels)
 
     @property
     def num_parameters(self) -> int:

@@ -14,7 +14,7 @@ from quire.types.errors import ConfigError, DoesNotFit
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
-DEFAULT_BATCHED_TOKENS = {"cpu": 2_048, "cuda": 2_048}
+DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2_048}  # a CPU gains nothing from more, and answers late
 DEFAULT_GPU_UTILIZATION = 0.9
 SHORTEST_MODEL_LEN = 256  # below this an engine that chose its own length is of no use
 CPU_CACHE_LIMIT, CPU_CACHE_SHARE = GIB, 4  # at most 1 GiB and at most a quarter of what is available

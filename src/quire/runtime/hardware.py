@@ -38,7 +38,16 @@ def _machine() -> HardwareFacts:
         available_memory=0,
         torch_version=str(torch.__version__),
         native_refusal=why_not_native(torch.float32, torch.device("cpu")),
+        tile_units=_has_tile_units(),
     )
+
+
+def _has_tile_units() -> bool:
+    if why_not_native(torch.bfloat16, torch.device("cpu")) is not None:
+        return False
+    from quire.kernels.native.ops import has_tile_units
+
+    return has_tile_units()
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:

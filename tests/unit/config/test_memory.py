@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from quire.config.facts import HardwareFacts
 from quire.config.memory import GATHERED_BYTES, PROMPT_POSITIONS, MemoryPlan, kv_block_bytes, plan_memory
-from quire.config.model import Dtype
+from quire.config.model import Dtype, StoredLevels
 from quire.config.sizes import GIB, MIB
 from quire.types.errors import DoesNotFit
 from tests.unit.config.machines import LAPTOP, LARGE, SERVER, SMALL
@@ -93,3 +94,18 @@ def test_buffers_larger_than_the_model_name_the_budget_to_lower() -> None:
     )
     with pytest.raises(DoesNotFit, match=r"^max_num_batched_tokens.*lower it"):
         plan_memory(SMALL, config, LAPTOP, GIB).check()
+
+
+def test_levels_are_counted_as_they_are_kept() -> None:
+    """On tile units instead of numbers, in float32 beside them."""
+    stored = replace(SMALL, levels=StoredLevels(parameters=1_000, num_bytes=600))
+
+    def weights(dtype: Dtype, facts: HardwareFacts) -> int:
+        config = EngineConfig(CacheConfig(16, 10), SchedulerConfig(), DeviceConfig("cpu", dtype, dtype))
+        return plan_memory(stored, config, facts, 80 * GIB).weights
+
+    assert weights("float32", replace(LAPTOP, native_refusal=None)) == 4 * SMALL.num_parameters + 600
+    assert weights("float32", replace(LAPTOP, native_refusal="not built")) == 4 * SMALL.num_parameters
+    head = SMALL.vocab_size * SMALL.hidden_size
+    on_tiles = weights("bfloat16", replace(SERVER, native_refusal=None, tile_units=True))
+    assert on_tiles == 2 * (SMALL.num_parameters - 1_000) + 600 + head

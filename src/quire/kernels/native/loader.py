@@ -8,19 +8,24 @@ import sysconfig
 from ctypes import c_char_p, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 _HERE = Path(__file__).parent
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-_SIGNATURES = {
-    "quire_rms_norm": [c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_double],
-    "quire_rotate": [c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4],
-    "quire_vector_product": [c_void_p, c_void_p, c_void_p, c_int64, c_int64],
-    "quire_silu_mul": [c_int64, c_void_p, c_void_p, c_int64, c_int64],
-    "quire_write_cache": [c_int64, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
+_SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
+    "quire_rms_norm": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_double],
+    "quire_rotate": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4],
+    "quire_vector_product": [None, c_void_p, c_void_p, c_void_p, c_int64, c_int64],
+    "quire_has_tile_units": [c_int64],
+    "quire_multiply_tiles": [c_int64, c_int64, c_int64, *[c_void_p] * 4, *[c_int64] * 4],
+    "quire_decoder": [None, c_int64, *[c_void_p] * 3],
+    "quire_decoder_scratch": [c_int64, c_void_p],
+    "quire_silu_mul": [None, c_int64, c_void_p, c_void_p, c_int64, c_int64],
+    "quire_write_cache": [None, c_int64, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
     "quire_paged_attention": [
-        c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, *[c_int64] * 4, c_double,
+        None, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, *[c_int64] * 4, c_double,
     ],
 }  # fmt: skip
 
@@ -41,9 +46,9 @@ def open_library() -> ctypes.CDLL:
     except OSError as error:
         raise Unavailable(f"the native CPU kernels do not load: {error}") from None
     _check_origin(library)
-    for name, arguments in _SIGNATURES.items():
+    for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = arguments, result
     return library
 
 
@@ -53,7 +58,8 @@ def _check_origin(library: ctypes.CDLL) -> None:
         if not hasattr(library, name):
             raise Unavailable("the native CPU kernels were built from other sources; reinstall Quire")
         getattr(library, name).restype = c_char_p
-    if library.quire_source().decode() != hashlib.sha256((_HERE / "quire_cpu.cpp").read_bytes()).hexdigest():
+    sources = (_HERE / "quire_cpu.cpp", *sorted(_HERE.glob("*.h")))
+    if library.quire_source().decode() != hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest():
         raise Unavailable("the native CPU kernels were built from other sources; reinstall Quire")
     if missing := set(library.quire_isa().decode().split()) - _cpu_flags():
         lacking = ", ".join(sorted(missing))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import EngineConfig
+from quire.config.facts import cuda_index
 from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
@@ -57,14 +58,14 @@ class SingleExecutor:
             torch.set_num_threads(config.device.threads)
         self._device = torch.device(config.device.device)
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        if self._device.type == "cuda":
+            torch.cuda.set_device(cuda_index(config.device.device))
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each
         builder = LayerBuilder(config.device, model_config.heads)
         if load_format == "dummy":
             model = _noise(model_config, builder, config.scheduler.seed)
         else:
             model = _load(files, model_config, builder, progress)
+        model.fuse()
         sampler = Sampler(config.scheduler.num_rows, model_config.vocab_size, self._device)
         self._worker: Worker | None = Worker(model, builder.backend, sampler, model_config, config)
         self._launched: deque[_Launched] = deque()

@@ -10,12 +10,13 @@ from quire.config.model import Heads, Rope
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import make_backend
 from quire.runtime.layers.attention import Attention
+from quire.runtime.layers.choice import choose_product
 from quire.runtime.layers.embedding import Embedding, TiedHead
 from quire.runtime.layers.linear import Linear, QKVLinear
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.norm import HeadNorm, RMSNorm
 from quire.runtime.layers.ops import choose_ops
-from quire.runtime.layers.product import choose_product, multiplies_natively
+from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.weights import Placement
 
@@ -57,7 +58,7 @@ class LayerBuilder:
         return Attention(heads, layer, self.backend, self._ops)
 
     def embedding(self, name: str, vocab_size: int, size: int) -> Embedding:
-        return Embedding(name, vocab_size, size, self._product.held, self._placement)
+        return Embedding(name, vocab_size, size, self._product, self._placement)
 
     def lm_head(self, name: str, embedding: Embedding, vocab_size: int, size: int, *, tied: bool) -> nn.Module:
         if not tied:

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.runtime.layers.product import Multiply, Product
 from quire.runtime.layers.weights import Placement, WeightLayer
+from quire.runtime.quantization.levels import LevelWeight
 
 
 class Embedding(WeightLayer):
-    """A table of one vector per token."""
+    """A table of one vector per token, as numbers or as the levels its file has."""
 
-    def __init__(self, name: str, vocab_size: int, size: int, held: torch.dtype, placement: Placement) -> None:
+    def __init__(self, name: str, vocab_size: int, size: int, product: Product, placement: Placement) -> None:
         super().__init__()
-        self.weight = placement.empty(vocab_size, size, dtype=held)
+        self.weight = placement.empty(vocab_size, size, dtype=product.held)
+        self.levels: LevelWeight | None = None
         self.parts = (f"{name}.weight",)
-        self._dtype = placement.dtype
+        self._takes_levels, self._dtype = product.takes_levels, placement.dtype
+
+    def takes_levels(self, part: str) -> bool:  # noqa: ARG002
+        return self._takes_levels
+
+    def load_levels(self, part: str, weight: LevelWeight) -> None:  # noqa: ARG002
+        self.levels = weight
+        self.weight = nn.Parameter(self.weight.data[:0].clone(), requires_grad=False)
 
     def load(self, part: str, tensor: Tensor) -> None:
         self._part(part).copy_(tensor.to(self._dtype))
 
     def forward(self, token_ids: Tensor) -> Tensor:  # [tokens] -> [tokens, size]
+        if self.levels is not None:
+            return self.levels.rows(token_ids).values().to(self._dtype)
         return F.embedding(token_ids, self.weight).to(self._dtype)
 
 
@@ -35,7 +45,11 @@ class TiedHead(WeightLayer):
         self._multiply: Multiply | None = None
 
     def finish(self) -> None:
-        self._multiply = self._product.pack(self._embedding[0].weight.data, None)
+        table, product = self._embedding[0], self._product
+        if table.levels is None:
+            self._multiply = product.pack(table.weight.data, None)
+        else:
+            self._multiply = product.pack_levels(table.levels, None)
 
     def forward(self, x: Tensor) -> Tensor:  # [tokens, size] -> [tokens, vocab]
         assert self._multiply is not None, "finish() was not called"

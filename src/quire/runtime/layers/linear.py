@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.config.model import Heads
 from quire.runtime.layers.product import Multiply, Product
 from quire.runtime.layers.weights import Placement, WeightLayer
+from quire.runtime.quantization.levels import LevelWeight, stack
 
 
 class Linear(WeightLayer):
@@ -30,10 +31,17 @@ class Linear(WeightLayer):
         for name, count in outputs.items():
             self._spans[name] = slice(begin, begin + count)
             begin += count
-        self._multiply: Multiply | None = None
+        self._levels: dict[str, LevelWeight] = {}  # parts loaded as such, by name
+        self.multiply: Multiply | None = None  # how the finished weight is multiplied by
 
     def load(self, part: str, tensor: Tensor) -> None:
         self._part(part).copy_(tensor.to(self._dtype))  # rounded to the run dtype even when held wider
+
+    def takes_levels(self, part: str) -> bool:
+        return self._product.takes_levels and part.endswith(".weight")
+
+    def load_levels(self, part: str, weight: LevelWeight) -> None:
+        self._levels[part.removesuffix(".weight")] = weight
 
     def randomize(self, part: str, generator: torch.Generator) -> None:
         super().randomize(part, generator)
@@ -41,13 +49,21 @@ class Linear(WeightLayer):
             self._part(part).copy_(self._part(part).to(self._dtype))
 
     def finish(self) -> None:
-        assert self.weight is not None
-        self._multiply = self._product.pack(self.weight.data, None if self.bias is None else self.bias.data)
+        bias = None if self.bias is None else self.bias.data
+        is_complete = self._levels.keys() == self._spans.keys()
+        whole = stack([self._levels[name] for name in self._spans]) if is_complete else None
+        if whole is not None:
+            self.multiply = self._product.pack_levels(whole, bias)
+        else:
+            for name, levels in self._levels.items():
+                self.load(f"{name}.weight", levels.values())
+            self.multiply = self._product.pack(self.weight.data, bias)
+        self._levels.clear()
         del self.weight, self.bias
 
     def forward(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, out]
-        assert self._multiply is not None, "finish() was not called"
-        return self._multiply(x)
+        assert self.multiply is not None, "finish() was not called"
+        return self.multiply(x)
 
     def _part(self, part: str) -> Tensor:
         name, kind = part.rsplit(".", 1)

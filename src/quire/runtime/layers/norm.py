@@ -36,15 +36,15 @@ class HeadNorm(WeightLayer):
         self.weight = placement.empty(2, heads.dim)
         self._eps = eps
         self._counts = (heads.num_query, heads.num_kv)
-        self._scales: Tensor | None = None
+        self.scales: Tensor | None = None
 
     def finish(self) -> None:
         counts = torch.tensor(self._counts, device=self.weight.device)
-        self._scales = self.weight.data.repeat_interleave(counts, dim=0)  # [query + kv heads, dim]
+        self.scales = self.weight.data.repeat_interleave(counts, dim=0)  # [query + kv heads, dim]
 
     def forward(self, qk: Tensor) -> Tensor:  # [tokens, query + kv heads, dim]
-        assert self._scales is not None, "finish() was not called"
-        return normalize(qk, self._eps).mul_(self._scales)
+        assert self.scales is not None, "finish() was not called"
+        return normalize(qk, self._eps).mul_(self.scales)
 
     def _part(self, part: str) -> Tensor:
         return self.weight.data[self.parts.index(part)]

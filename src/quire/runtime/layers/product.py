@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from quire.kernels.native.loader import why_not_native
 from quire.runtime.hardware import cpu_multiplies
+from quire.runtime.quantization.levels import LevelWeight
 
 Multiply = Callable[[Tensor], Tensor]  # [tokens, in] -> [tokens, out]
 
@@ -23,15 +24,34 @@ class Product(Protocol):
     @property
     def held(self) -> torch.dtype: ...
 
+    @property
+    def takes_levels(self) -> bool:
+        """Whether `pack_levels` gains anything over `pack`."""
+
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
         """weight [out, in], bias [out]; both finished loading."""
 
+    def pack_levels(self, weight: LevelWeight, bias: Tensor | None) -> Multiply:
+        """The same for a weight that is stored as levels."""
 
-class DenseProduct:
-    """torch's own product on the weight as it is."""
+
+class NumbersProduct(ABC):
+    """Base of products that know numbers only."""
+
+    takes_levels = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.held = dtype
+
+    @abstractmethod
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply: ...
+
+    def pack_levels(self, weight: LevelWeight, bias: Tensor | None) -> Multiply:
+        return self.pack(weight.values().to(self.held), bias)
+
+
+class DenseProduct(NumbersProduct):
+    """torch's own product on the weight as it is."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
         turned = weight.t()  # [in, out], a view: one dispatch less per product than F.linear
@@ -42,10 +62,11 @@ class DenseProduct:
         return multiply
 
 
-class TurnedProduct:
+class TurnedProduct(NumbersProduct):
     """The weight turned to [in, out]: OpenBLAS multiplies several rows up to twice as fast by it; one row is ours."""
 
-    held = torch.float32
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
         from quire.kernels.native.ops import vector_product
@@ -59,11 +80,8 @@ class TurnedProduct:
         return multiply
 
 
-class PackedProduct:
+class PackedProduct(NumbersProduct):
     """The weight reordered once for oneDNN's blocked kernels (AMX, AVX-512); the plain copy is dropped."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.held = dtype
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -75,12 +93,11 @@ class PackedProduct:
         return multiply
 
 
-class UpcastProduct:
+class UpcastProduct(NumbersProduct):
     """For CPUs that cannot multiply the run dtype: held and multiplied in float32, results in the run dtype."""
 
-    held = torch.float32
-
     def __init__(self, dtype: torch.dtype, wide: Product) -> None:
+        super().__init__(torch.float32)
         self._dtype, self._wide = dtype, wide
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
@@ -97,16 +114,3 @@ def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cpu" or dtype == torch.float32:
         return True
     return cpu_multiplies(dtype)
-
-
-def choose_product(dtype: torch.dtype, device: torch.device, *, keeps_weight: bool = False) -> Product:
-    """`keeps_weight`: the weight serves elsewhere too, so a copy in another order would be memory on top."""
-    if not multiplies_natively(dtype, device):
-        return UpcastProduct(dtype, choose_product(torch.float32, device, keeps_weight=keeps_weight))
-    if device.type != "cpu":
-        return DenseProduct(dtype)
-    if dtype != torch.float32:
-        return PackedProduct(dtype)
-    has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    turns = not has_mkl and not keeps_weight and why_not_native(dtype, device) is None
-    return TurnedProduct() if turns else DenseProduct(dtype)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from quire.runtime.quantization.levels import LevelWeight
+
 RANDOM_STD = 0.02  # the spread most published models are initialized with
 
 
@@ -37,6 +39,14 @@ class WeightLayer(nn.Module):
 
     def load(self, part: str, tensor: Tensor) -> None:
         self._part(part).copy_(tensor)
+
+    def takes_levels(self, part: str) -> bool:  # noqa: ARG002
+        """Whether a part may be loaded as levels, to be multiplied as they are."""
+        return False
+
+    def load_levels(self, part: str, weight: LevelWeight) -> None:
+        """Like `load`, only for parts that take levels."""
+        self.load(part, weight.values())
 
     def randomize(self, part: str, generator: torch.Generator) -> None:
         """Fill a part with noise of a sane scale around `random_mean`, made on the layer's own device."""

@@ -10,6 +10,7 @@ from quire.config.model import ModelConfig
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.gguf.checkpoint import GgufCheckpoint
 from quire.runtime.loading.hf.checkpoint import HfCheckpoint
+from quire.runtime.quantization.levels import LevelWeight
 
 
 class Checkpoint(Protocol):
@@ -23,6 +24,9 @@ class Checkpoint(Protocol):
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU: float32 where it was quantized, else as stored. It may be a view of the file."""
+
+    def read_levels(self, name: str) -> LevelWeight | None:
+        """The matrix as the levels it is stored in; None where it is not stored so, or they are damaged."""
 
     def source(self, name: str) -> str:
         """The file the tensor lies in."""

@@ -34,7 +34,11 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress
     total, done = sum(len(parts) for _, parts in layers), 0
     for layer, parts in layers:
         for name, part in parts.items():
-            layer.load(part, checkpoint.read(name))
+            levels = checkpoint.read_levels(name) if layer.takes_levels(part) else None
+            if levels is None:
+                layer.load(part, checkpoint.read(name))
+            else:
+                layer.load_levels(part, levels)
             done += 1
             if progress is not None:
                 progress("loading weights", done, total)

@@ -94,7 +94,7 @@ def test_the_gated_mlp_is_the_plain_formula(ops: LayerOps) -> None:
 
 
 def test_a_tied_head_multiplies_by_the_embedding_itself() -> None:
-    embedding = Embedding("embed_tokens", 11, 6, torch.float32, CPU)
+    embedding = Embedding("embed_tokens", 11, 6, DENSE, CPU)
     head = TiedHead(embedding, DENSE)
     weight = filled(embedding)["embed_tokens.weight"]
     head.finish()

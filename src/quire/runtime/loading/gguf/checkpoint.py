@@ -11,10 +11,13 @@ from quire.config.model import ModelConfig
 from quire.runtime.loading.expected import check_tensors
 from quire.runtime.loading.gguf.config import gguf_model_config
 from quire.runtime.loading.gguf.dequantize import dequantize
+from quire.runtime.loading.gguf.levels import read_levels
 from quire.runtime.loading.gguf.names import ROPE_FACTORS, canonical_name, rotary_heads, split_halves
 from quire.runtime.loading.gguf.reader import GgufTensor
 from quire.runtime.loading.gguf.shards import GgufModel
+from quire.runtime.loading.mapping import Bytes
 from quire.runtime.loading.values import refuse_blank, refuse_non_finite
+from quire.runtime.quantization.levels import LevelWeight
 from quire.types.errors import ModelLoadError
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -47,12 +50,7 @@ class GgufCheckpoint:
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU. Raises ModelLoadError when its numbers are damaged beyond doubt."""
         tensor, stored = self._tensor(name), self._stored[name]
-        raw = self._model.owners[stored].raw(stored)
-        refuse_blank(raw, len(tensor.shape), self.source(name), stored)
-        num_heads = rotary_heads(self.config.architecture, name, self.config.heads)
-        if num_heads is not None:
-            raw = split_halves(raw, num_heads, tensor.shape[0])
-        values = dequantize(torch.from_numpy(raw), tensor.ggml_type).view(tensor.shape)
+        values = dequantize(torch.from_numpy(self._raw(name)), tensor.ggml_type).view(tensor.shape)
         if values.dtype == torch.float64:
             values = values.float()
         if values.dtype not in FLOATS:
@@ -60,9 +58,21 @@ class GgufCheckpoint:
         refuse_non_finite(values, self.source(name), stored)
         return values
 
+    def read_levels(self, name: str) -> LevelWeight | None:
+        tensor = self._tensor(name)
+        return read_levels(torch.from_numpy(self._raw(name)), tensor.ggml_type, tensor.shape)
+
     def close(self) -> None:
         """Unmap the files. Idempotent."""
         self._model.close()
+
+    def _raw(self, name: str) -> Bytes:
+        """The stored bytes, rows in the order the layers want them."""
+        tensor, stored = self._tensor(name), self._stored[name]
+        raw = self._model.owners[stored].raw(stored)
+        refuse_blank(raw, len(tensor.shape), self.source(name), stored)
+        num_heads = rotary_heads(self.config.architecture, name, self.config.heads)
+        return raw if num_heads is None else split_halves(raw, num_heads, tensor.shape[0])
 
     def _tensor(self, name: str) -> GgufTensor:
         stored = self._stored[name]

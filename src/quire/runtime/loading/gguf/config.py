@@ -7,11 +7,12 @@ from typing import cast
 
 import numpy as np
 
-from quire.config.model import Architecture, Dtype, Heads, ModelConfig, Rope
+from quire.config.model import Architecture, Dtype, Heads, ModelConfig, Rope, StoredLevels
 from quire.runtime.loading.checks import check_config, inside
 from quire.runtime.loading.fields import Fields
 from quire.runtime.loading.gguf.names import ROPE_FACTORS
 from quire.runtime.loading.gguf.shards import GgufModel
+from quire.runtime.loading.gguf.types import LEVEL_TYPES
 from quire.types.errors import ModelLoadError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -57,9 +58,18 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
         dtype=_read_dtype(model),
         bos_id=inside(_token_id(model, "bos"), vocab_size),
         eos_ids=_read_eos_ids(model, vocab_size),
+        levels=_read_levels(model),
     )
     check_config(config, model.name)
     return config
+
+
+def _read_levels(model: GgufModel) -> StoredLevels:
+    stored = [owner.tensors[name] for name, owner in model.owners.items()]
+    levels = [tensor for tensor in stored if tensor.ggml_type.name in LEVEL_TYPES and len(tensor.shape) == 2]
+    return StoredLevels(
+        sum(tensor.shape[0] * tensor.shape[1] for tensor in levels), sum(tensor.nbytes for tensor in levels)
+    )
 
 
 def _refuse_unknown(fields: Fields, architecture: str) -> None:

@@ -24,18 +24,18 @@ def _q4_1(blocks: Tensor, out: Tensor) -> None:
     out.copy_(nibbles(blocks[:, None, 4:]).view_as(out)).mul_(halves(blocks, 0)).add_(halves(blocks, 2))
 
 
-def _five_bits(blocks: Tensor, high: int) -> Tensor:
+def five_bits(blocks: Tensor, high: int) -> Tensor:
     """32 values: low bits in the nibbles from byte high + 4, fifth bits in the four bytes from `high`."""
     fifth = fields(blocks[:, high : high + 4], 1, 8).view(-1, 32)
     return nibbles(blocks[:, None, high + 4 :]).view(-1, 32) | fifth << 4
 
 
 def _q5_0(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(_five_bits(blocks, 2)).sub_(16).mul_(halves(blocks, 0))
+    out.copy_(five_bits(blocks, 2)).sub_(16).mul_(halves(blocks, 0))
 
 
 def _q5_1(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(_five_bits(blocks, 4)).mul_(halves(blocks, 0)).add_(halves(blocks, 2))
+    out.copy_(five_bits(blocks, 4)).mul_(halves(blocks, 0)).add_(halves(blocks, 2))
 
 
 def _q8_0(blocks: Tensor, out: Tensor) -> None:

@@ -13,6 +13,7 @@ from quire.runtime.loading.hf.config import hf_model_config
 from quire.runtime.loading.hf.directory import INDEX, weight_files
 from quire.runtime.loading.hf.safetensors import SafetensorsFile
 from quire.runtime.loading.values import refuse_blank, refuse_non_finite
+from quire.runtime.quantization.levels import LevelWeight
 from quire.types.errors import ModelLoadError
 
 WEIGHT_DTYPES: dict[str, torch.dtype] = {
@@ -43,6 +44,9 @@ class HfCheckpoint:
 
     def source(self, name: str) -> str:
         return self._owners[name].name
+
+    def read_levels(self, name: str) -> LevelWeight | None:  # noqa: ARG002
+        return None  # safetensors hold numbers
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU. Raises ModelLoadError when its numbers are damaged beyond doubt."""

@@ -1,0 +1,179 @@
+// Products of bfloat16 rows with tiled weights on the tile units of x86 (AMX). Every result is the sum over the inputs, 32
+// at a time, in order, in float32: the same whatever other rows share the product.
+#pragma once
+
+#include "tiles.h"
+
+#ifdef __AMX_BF16__
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr int64_t ROW_BLOCK = 32;
+constexpr int64_t CACHED_BYTES = 3 << 18;  // packed rows kept in the second-level cache while the weight passes by
+
+// The kernel hands out the tile registers on request only.
+inline bool request_tiles() {
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return granted;
+}
+
+// Tiles 0-3 hold sums (two blocks of 16 rows x two of 16 outputs), 4-5 rows, 6-7 weights.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t line_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t lines[16] = {};
+    explicit TileShapes(int64_t rows) {  // in a block of at most 16; sums of the second block are only used when it is full
+        lines[0] = lines[1] = lines[2] = lines[3] = lines[4] = lines[5] = static_cast<uint8_t>(rows);
+        lines[6] = lines[7] = LINES;
+    }
+};
+
+inline __m512 twice(__m512 values, bool upper) {  // the lower or upper eight of sixteen numbers, each two times
+    const __m512i lower_places = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    return _mm512_permutexvar_ps(upper ? _mm512_add_epi32(lower_places, _mm512_set1_epi32(8)) : lower_places, values);
+}
+
+// One tile to bfloat16, rounded as torch rounds the same numbers.
+template <Format FORMAT> inline void unpack_tile(const uint8_t* tile, uint8_t* to) {
+    const __m512 scales = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tile)));
+    const __m512 offsets = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tile + 32)));
+    const __m512 scale_low = twice(scales, false), scale_high = twice(scales, true);
+    const __m512 offset_low = twice(offsets, false), offset_high = twice(offsets, true);
+    const uint8_t* line = tile + SCALE_BYTES;
+    for (int64_t r = 0; r < LINES; ++r, line += line_bytes(FORMAT)) {
+        __m512i low, high;
+        if constexpr (FORMAT == NIBBLES) {
+            const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(line)));
+            low = _mm512_and_si512(both, _mm512_set1_epi32(15));
+            high = _mm512_srli_epi32(both, 4);
+        } else {
+            low = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(line)));
+            high = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(line + 16)));
+        }
+        const __m512 first = _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), scale_low, offset_low);
+        const __m512 second = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), scale_high, offset_high);
+        _mm512_storeu_si512(to + r * 64, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    }
+}
+
+// Rows in the order the tile units read them: blocks of 32, and in a block, per 32 inputs, two tiles of 16 rows. Rows past
+// the last are zeros.
+inline void pack_rows(const bf16* x, int64_t rows, int64_t inputs, int64_t block, uint8_t* to) {
+    uint8_t* tile = to + block * ROW_BLOCK * inputs * 2;
+    for (int64_t t = 0; t < inputs / TILE_INPUTS; ++t)
+        for (int64_t i = 0; i < ROW_BLOCK; ++i, tile += 64) {
+            const int64_t row = block * ROW_BLOCK + i;
+            const bool here = row < rows;
+            const __m512i line = here ? _mm512_loadu_si512(x + row * inputs + t * TILE_INPUTS) : _mm512_setzero_si512();
+            _mm512_store_si512(tile, line);
+        }
+}
+
+// Packed rows (one block, or its first 16) x two tiles of outputs -> sums [32][32].
+template <bool TWO_TILES>
+inline void multiply_pair(const uint8_t* rows, const uint8_t* left, const uint8_t* right, int64_t tiles, float* sums) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (TWO_TILES) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t t = 0; t < tiles; ++t) {
+        for (int64_t i = 0; i < 1024; i += 64) {  // the tiles of the step after the next, while the units multiply
+            _mm_prefetch(left + (t + 2) * 1024 + i, _MM_HINT_T0);
+            _mm_prefetch(right + (t + 2) * 1024 + i, _MM_HINT_T0);
+            _mm_prefetch(rows + (t + 2) * 2048 + i, _MM_HINT_T0);
+            if constexpr (TWO_TILES) _mm_prefetch(rows + (t + 2) * 2048 + 1024 + i, _MM_HINT_T0);
+        }
+        _tile_loadd(6, left + t * 1024, 64);
+        _tile_loadd(4, rows + t * 2048, 64);
+        _tile_loadd(7, right + t * 1024, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (TWO_TILES) {
+            _tile_loadd(5, rows + t * 2048 + 1024, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, 128);
+    _tile_stored(1, sums + 16, 128);
+    if constexpr (TWO_TILES) {
+        _tile_stored(2, sums + 16 * 32, 128);
+        _tile_stored(3, sums + 16 * 32 + 16, 128);
+    }
+}
+
+inline void give_sums(const float* sums, int64_t rows, int64_t outputs, const bf16* bias, bf16* out, int64_t stride) {
+    if (outputs == PAIR_OUTPUTS && bias == nullptr) {
+        for (int64_t row = 0; row < rows; ++row, sums += PAIR_OUTPUTS)
+            _mm512_storeu_si512(out + row * stride,
+                                (__m512i)_mm512_cvtne2ps_pbh(_mm512_load_ps(sums + 16), _mm512_load_ps(sums)));
+        return;
+    }
+    for (int64_t row = 0; row < rows; ++row)
+        in_pieces(outputs, [&](int64_t i, int64_t count) {
+            Floats value = fetch(sums + row * PAIR_OUTPUTS + i, count);
+            if (bias != nullptr) value = rounded<bf16>(value) + fetch(bias + i, count);
+            put(out + row * stride + i, value, count);
+        });
+}
+
+// Plain tiles of a pair of panels: where they lie, or unpacked into `room`.
+template <Format FORMAT> inline const uint8_t* plain_pair(const uint8_t* weight, int64_t pair, int64_t tiles, uint8_t* room) {
+    const uint8_t* from = weight + 2 * pair * tiles * tile_bytes(FORMAT);
+    if constexpr (FORMAT == PLAIN) {
+        return from;
+    } else {
+        for (int64_t t = 0; t < 2 * tiles; ++t) unpack_tile<FORMAT>(from + t * tile_bytes(FORMAT), room + t * 1024);
+        return room;
+    }
+}
+
+inline uint8_t* aligned_room(std::vector<uint8_t>& room, int64_t bytes) {
+    if (static_cast<int64_t>(room.size()) < bytes + 64) room.resize(bytes + 64);
+    return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(room.data()) + 63) / 64 * 64);
+}
+
+// x [rows, inputs] times the weight, transposed, plus a bias [outputs] or none -> out [rows, outputs].
+template <Format FORMAT>
+void multiply_tiles(const bf16* x, const uint8_t* weight, const bf16* bias, const Product& product, bf16* out) {
+    static thread_local std::vector<uint8_t> packed_room, panel_room;
+    const int64_t inputs = product.inputs, tiles = product.tiles();
+    const int64_t at_once = std::max<int64_t>(1, CACHED_BYTES / (ROW_BLOCK * inputs * 2)) * ROW_BLOCK;
+    uint8_t* packed = aligned_room(packed_room, std::min(at_once, product.rows + ROW_BLOCK) * inputs * 2);
+    request_tiles();
+#pragma omp parallel
+    {
+        uint8_t* panel = aligned_room(panel_room, FORMAT == PLAIN ? 0 : 2 * tiles * 1024);
+        alignas(64) float sums[ROW_BLOCK * PAIR_OUTPUTS];
+        const TileShapes shapes(std::min<int64_t>(16, product.rows));
+        _tile_loadconfig(&shapes);
+        for (int64_t first = 0; first < product.rows; first += at_once) {
+            const int64_t rows = std::min(at_once, product.rows - first), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+#pragma omp for schedule(static)
+            for (int64_t block = 0; block < blocks; ++block) pack_rows(x + first * inputs, rows, inputs, block, packed);
+#pragma omp for schedule(static)
+            for (int64_t pair = 0; pair < product.pairs(); ++pair) {
+                const uint8_t* left = plain_pair<FORMAT>(weight, pair, tiles, panel);
+                const int64_t column = pair * PAIR_OUTPUTS, outputs = std::min(PAIR_OUTPUTS, product.outputs - column);
+                for (int64_t block = 0; block < blocks; ++block) {
+                    const int64_t row = block * ROW_BLOCK, count = std::min(ROW_BLOCK, rows - row);
+                    const uint8_t* own = packed + row * inputs * 2;
+                    count > 16 ? multiply_pair<true>(own, left, left + tiles * 1024, tiles, sums)
+                               : multiply_pair<false>(own, left, left + tiles * 1024, tiles, sums);
+                    give_sums(sums, count, outputs, bias == nullptr ? nullptr : bias + column,
+                              out + (first + row) * product.out_stride + column, product.out_stride);
+                }
+            }
+        }
+        _tile_release();
+    }
+}
+
+}  // namespace
+#endif

@@ -1,0 +1,102 @@
+// All layers of a plain decoder in one call: what is small between the products must not go through an interpreter.
+#pragma once
+
+#include "amx.h"
+#include "paged_attention.h"
+#include "rowwise.h"
+#include "tiles.h"
+
+namespace {
+
+struct TiledLinear {
+    int64_t format, inputs, outputs;
+    const uint8_t* tiles;
+    const void* bias;  // [outputs] or null
+};
+
+struct DecoderLayer {
+    const void *input_norm, *head_scales, *output_norm;  // [hidden]; [query + kv heads, dim] or null; [hidden]
+    TiledLinear qkv, o, gate_up, down;
+    void *keys, *values;  // the layer's cache
+};
+
+struct DecoderSizes {
+    int64_t layers, hidden, query_heads, kv_heads, dim, intermediate, block_size;
+    double eps, scale;
+};
+
+struct DecoderStep {
+    int64_t tokens, num_spans, angle_stride;
+    void* x;  // [tokens, hidden]: embeddings in, hidden states out
+    const void *cos, *sin;
+    const int64_t *slots, *tables, *spans;
+    void* scratch;  // scratch_values() per token
+};
+
+inline int64_t scratch_values(const DecoderSizes& sizes) {
+    return 2 * sizes.hidden + (2 * sizes.query_heads + 2 * sizes.kv_heads) * sizes.dim + 3 * sizes.intermediate;
+}
+
+template <typename T> void add_rows_to(T* x, const T* more, int64_t count) {
+#pragma omp parallel for schedule(static) if (count > 65536)
+    for (int64_t begin = 0; begin < count; begin += 4096)
+        in_pieces(std::min<int64_t>(4096, count - begin), [&](int64_t i, int64_t n) {
+            put(x + begin + i, fetch(x + begin + i, n) + fetch(more + begin + i, n), n);
+        });
+}
+
+template <typename T> void multiply(const T* x, int64_t rows, const TiledLinear& linear, T* out) {
+    const Product product{rows, linear.inputs, linear.outputs, linear.outputs};
+    const T* bias = static_cast<const T*>(linear.bias);
+    if constexpr (std::is_same_v<T, float>) {
+        linear.format == NIBBLES ? multiply_few<NIBBLES>(x, linear.tiles, product, out)
+                                 : multiply_few<BYTES>(x, linear.tiles, product, out);
+        for (int64_t row = 0; bias != nullptr && row < rows; ++row) add_rows_to(out + row * linear.outputs, bias, linear.outputs);
+    } else {
+#ifdef __AMX_BF16__
+        linear.format == PLAIN     ? multiply_tiles<PLAIN>(x, linear.tiles, bias, product, out)
+        : linear.format == NIBBLES ? multiply_tiles<NIBBLES>(x, linear.tiles, bias, product, out)
+                                   : multiply_tiles<BYTES>(x, linear.tiles, bias, product, out);
+#endif
+    }
+}
+
+template <typename T> void norm_heads(T* heads, int64_t stride, const T* scales, const DecoderSizes& sizes, int64_t tokens) {
+    for (int64_t head = 0; head < sizes.query_heads + sizes.kv_heads; ++head) {
+        T* own = heads + head * sizes.dim;
+        rms_norm(own, stride, scales + head * sizes.dim, own, stride, tokens, sizes.dim, static_cast<float>(sizes.eps));
+    }
+}
+
+template <typename T> void run_layer(const DecoderLayer& layer, const DecoderSizes& sizes, const DecoderStep& step) {
+    const int64_t tokens = step.tokens, hidden = sizes.hidden, dim = sizes.dim, width = layer.qkv.outputs;
+    const int64_t rotated = sizes.query_heads + sizes.kv_heads, query = sizes.query_heads * dim;
+    const float eps = static_cast<float>(sizes.eps);
+    T* x = static_cast<T*>(step.x);
+    T* normed = static_cast<T*>(step.scratch);
+    T* qkv = normed + tokens * hidden;
+    T* attended = qkv + tokens * width;
+    T* both = attended + tokens * query;
+    T* active = both + tokens * 2 * sizes.intermediate;
+    T* change = active + tokens * sizes.intermediate;
+
+    rms_norm(x, hidden, static_cast<const T*>(layer.input_norm), normed, hidden, tokens, hidden, eps);
+    multiply(normed, tokens, layer.qkv, qkv);
+    if (layer.head_scales != nullptr) norm_heads(qkv, width, static_cast<const T*>(layer.head_scales), sizes, tokens);
+    rotate(qkv, width, static_cast<const T*>(step.cos), static_cast<const T*>(step.sin), step.angle_stride, tokens, rotated, dim);
+    write_cache(qkv + query, width, qkv + rotated * dim, width, static_cast<T*>(layer.keys), static_cast<T*>(layer.values),
+                step.slots, tokens, sizes.kv_heads, dim);
+    paged_attention(qkv, width, static_cast<const T*>(layer.keys), static_cast<const T*>(layer.values), step.tables,
+                    reinterpret_cast<const Span*>(step.spans), step.num_spans, attended,
+                    Shape{sizes.query_heads, sizes.kv_heads, dim, sizes.block_size}, static_cast<float>(sizes.scale));
+    multiply(attended, tokens, layer.o, change);
+    add_rows_to(x, change, tokens * hidden);
+
+    rms_norm(x, hidden, static_cast<const T*>(layer.output_norm), normed, hidden, tokens, hidden, eps);
+    multiply(normed, tokens, layer.gate_up, both);
+    silu_mul(both, active, tokens, sizes.intermediate);
+    multiply(active, tokens, layer.down, change);
+    add_rows_to(x, change, tokens * hidden);
+}
+
+}  // namespace

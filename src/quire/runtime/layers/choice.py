@@ -1,0 +1,32 @@
+"""Which product a model's weights are multiplied by, from device, precision and what the CPU can do."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.native.loader import why_not_native
+from quire.runtime.layers.product import (
+    DenseProduct,
+    PackedProduct,
+    Product,
+    TurnedProduct,
+    UpcastProduct,
+    multiplies_natively,
+)
+
+
+def choose_product(dtype: torch.dtype, device: torch.device, *, keeps_weight: bool = False) -> Product:
+    """`keeps_weight`: the weight serves elsewhere too, so a copy in another order would be memory on top."""
+    if not multiplies_natively(dtype, device):
+        return UpcastProduct(dtype, choose_product(torch.float32, device, keeps_weight=keeps_weight))
+    if device.type != "cpu":
+        return DenseProduct(dtype)
+    if why_not_native(dtype, device) is not None:
+        return DenseProduct(dtype) if dtype == torch.float32 else PackedProduct(dtype)
+    from quire.kernels.native.ops import has_tile_units
+    from quire.runtime.layers.tiled import FewRowsProduct, TileProduct
+
+    if dtype != torch.float32:
+        return TileProduct() if has_tile_units() else PackedProduct(dtype)
+    has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    return FewRowsProduct(DenseProduct(dtype) if has_mkl or keeps_weight else TurnedProduct())

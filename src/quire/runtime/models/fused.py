@@ -1,0 +1,81 @@
+"""The decoder's layers in one compiled call, when every one of them has a compiled form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from quire.config.model import ModelConfig
+from quire.kernels.native.decoder import DecoderShape, LayerWeights, NativeDecoder
+from quire.kernels.native.tiles import TiledWeight
+from quire.runtime.attention.backend import LayerCache
+from quire.runtime.attention.native import NativePlan
+from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.rotary import Rotation
+from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.tiled import FEW_ROWS, FewRowsMultiply, TiledMultiply
+
+Tiled = tuple[TiledWeight, Tensor | None]
+
+
+class FusedLayers:
+    """Does what the plain blocks do, bit for bit the same kernels, without an interpreter between them."""
+
+    def __init__(self, layers: list[LayerWeights], shape: DecoderShape, max_rows: int | None) -> None:
+        self._layers, self._shape, self._max_rows = layers, shape, max_rows
+        self._caches: tuple[LayerCache, ...] | None = None
+        self._decoder: NativeDecoder | None = None
+
+    def takes(self, step: ForwardStep) -> bool:
+        """Whether the step is of the kind these kernels are made for."""
+        few = self._max_rows is None or len(step.token_ids) <= self._max_rows
+        return few and isinstance(step.attention, NativePlan)
+
+    def __call__(self, x: Tensor, rotation: Rotation, step: ForwardStep) -> Tensor:
+        """Overwrites x."""
+        if self._decoder is None or self._caches is not step.caches:
+            caches = [(cache.key, cache.value) for cache in step.caches]
+            self._decoder, self._caches = NativeDecoder(self._shape, self._layers, caches, x.dtype), step.caches
+        plan: NativePlan = step.attention
+        return self._decoder.run(x, rotation.cos, rotation.sin, step.slots, plan.tables, plan.spans)
+
+
+def fuse(blocks: nn.ModuleList, config: ModelConfig) -> FusedLayers | None:
+    """None where a weight is not held in tiles or the activation has no compiled form."""
+    if config.activation != "silu" or not len(blocks):
+        return None
+    tiled = [_tiled(block) for block in blocks]
+    weights = [_weights(block, linears) for block, linears in zip(blocks, tiled, strict=True) if linears is not None]
+    if len(weights) != len(blocks):
+        return None
+    heads = config.heads
+    shape = DecoderShape(
+        config.hidden_size, heads.num_query, heads.num_kv, heads.dim, config.intermediate_size, config.norm_eps
+    )
+    return FusedLayers(weights, shape, _max_rows(blocks[0]))
+
+
+def _linears(block: Any) -> tuple[Linear, ...]:
+    attention, mlp = block.self_attn, block.mlp
+    return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+
+
+def _tiled(block: Any) -> list[Tiled] | None:
+    found = []
+    for linear in _linears(block):
+        multiply = linear.multiply
+        if not isinstance(multiply, TiledMultiply | FewRowsMultiply):
+            return None
+        found.append((multiply.tiles, multiply.bias))
+    return found
+
+
+def _max_rows(block: Any) -> int | None:
+    return FEW_ROWS if isinstance(_linears(block)[0].multiply, FewRowsMultiply) else None
+
+
+def _weights(block: Any, linears: list[Tiled]) -> LayerWeights:
+    norm = block.self_attn.qk_norm
+    scales = None if isinstance(norm, nn.Identity) else norm.scales
+    return LayerWeights(block.input_layernorm.weight.data, scales, block.post_attention_layernorm.weight.data, *linears)
