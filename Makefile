@@ -4,6 +4,7 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 QUESTION ?= What is the capital of France?
+ARGS ?=# more arguments for quire serve
 PIP_ARGS ?=# more arguments for pip, for example --index-url URL
 
 BIN := $(VENV)/bin
@@ -16,15 +17,15 @@ BUILT_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/quire/kerne
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve demo test check format bench parity clean
+.PHONY: help setup serve demo test check format bench soak parity clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(DEV_STAMP) ## make .venv with everything needed to run, test and check
 
-serve: $(MODEL_STAMP) ## set up and chat with the default model in the terminal (the HTTP server is still to come)
-	$(BIN)/quire chat
+serve: $(MODEL_STAMP) ## set up and serve the default model: OpenAI's API and a playground (ARGS="--port 9000")
+	$(BIN)/quire serve --admin $(ARGS)
 
 demo: $(MODEL_STAMP) ## set up and answer one question (QUESTION="...")
 	$(BIN)/quire chat "$(QUESTION)"
@@ -47,6 +48,9 @@ bench: $(DEV_STAMP) $(MODEL_STAMP) ## measure the engine's own cost, KV waste an
 	$(BIN)/python -m benchmarks.kv_waste
 	$(BIN)/python -m benchmarks.cpu --quick
 
+soak: $(DEV_STAMP) $(MODEL_STAMP) ## the long suites: fuzzing, kills, cut connections, crowds (half an hour)
+	QUIRE_TEST_SOAK=1 $(BIN)/python -m pytest -q tests/soak
+
 parity: $(DEV_STAMP) $(MODEL_STAMP) ## compare the default model with transformers over the whole matrix (long)
 	QUIRE_TEST_WHOLE=1 $(BIN)/python -m pytest -q tests/parity
 
@@ -59,7 +63,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(RUN_STAMP): $(BUILT_FROM) | $(BIN)/python
-	$(INSTALL) -e .
+	$(INSTALL) -e '.[server]'
 	@touch $@
 
 $(DEV_STAMP): $(BUILT_FROM) | $(BIN)/python

@@ -1,8 +1,27 @@
-"""Shared by all tests: nothing reaches for the hub, and tokenizers do not fight torch for cores."""
+"""Shared by all tests: nothing reaches for the hub, tokenizers leave the cores to torch, long runs are on demand."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="run the long tests of tests/soak too (or QUIRE_TEST_SOAK=1)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "soak: takes minutes and states time bounds; only with --soak")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--soak") or os.environ.get("QUIRE_TEST_SOAK") == "1":
+        return
+    left_out = [item for item in items if item.get_closest_marker("soak")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]

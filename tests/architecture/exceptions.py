@@ -6,13 +6,8 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_CONSTRUCTOR_PARAMETERS = 8  # without self
 
-LONG_FILES: dict[str, tuple[int, str]] = {  # the lines it may have at most, and why
-    "quire/kernels/native/quire_cpu.cpp": (
-        581,
-        "one translation unit: its hash is compiled in and compared with the file beside the library",
-    ),
-}
+LONG_FILES: dict[str, tuple[int, str]] = {}  # the lines it may have at most, and why
 LONG_FUNCTIONS: dict[str, str] = {}
 WIDE_CONSTRUCTORS: dict[str, str] = {}
 
-MOST_EXCEPTIONS = 1  # lower it when an entry goes; never raise it
+MOST_EXCEPTIONS = 0  # lower it when an entry goes; never raise it

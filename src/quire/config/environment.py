@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.types.errors import ConfigError
 
-CACHE, OFFLINE = "QUIRE_CACHE", "QUIRE_OFFLINE"
+CACHE, OFFLINE, API_KEY = "QUIRE_CACHE", "QUIRE_OFFLINE", "QUIRE_API_KEY"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -19,12 +19,15 @@ class Environment:
 
     cache: Path  # QUIRE_CACHE: where downloaded models are kept; default $XDG_CACHE_HOME/quire or ~/.cache/quire
     offline: bool  # QUIRE_OFFLINE: never reach for the network
+    api_key: str | None = field(default=None, repr=False)  # QUIRE_API_KEY: asked of clients, or sent by them
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """The settings in `variables` (default: the process's own)."""
     variables = os.environ if variables is None else variables
-    return Environment(cache=_read_cache(variables), offline=_read_flag(variables, OFFLINE))
+    return Environment(
+        cache=_read_cache(variables), offline=_read_flag(variables, OFFLINE), api_key=variables.get(API_KEY)
+    )
 
 
 def child_environment(**changes: str) -> dict[str, str]:

@@ -31,6 +31,7 @@ def admit(request: Submit, cache: CacheConfig, config: SchedulerConfig, vocab_si
     check_vocabulary("bad_words", (token for word in request.rules.bad_words for token in word), vocab_size)
     check_vocabulary("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
     check_vocabulary("logit_bias", sampling.logit_bias or (), vocab_size)
+    check_vocabulary("logprob_token_ids", sampling.logprob_token_ids or (), vocab_size)
     room = config.max_model_len - prompt
     limit = prompt + (room if sampling.max_tokens is None else min(sampling.max_tokens, room))
     _check_fits(prompt, limit, sampling.n, cache)

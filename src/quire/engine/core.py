@@ -19,7 +19,7 @@ from quire.engine.scheduler.scheduler import Scheduler
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.output import Finished, FinishReason, TokensOut
 from quire.types.request import Abort, Submit
-from quire.types.stats import BlockStats, EngineStats
+from quire.types.stats import STEP_SIZES, BlockMap, BlockStats, EngineStats
 from quire.types.step import NO_ROWS, Ints, StepResult, TokenLogprobs
 
 Batch = tuple[npt.NDArray[np.int64], Ints, tuple[tuple[int, TokenLogprobs], ...]]  # sample handles, tokens, logprobs
@@ -52,7 +52,7 @@ class EngineCore:
         vocab_size: int,
         *,
         depth: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor, self._cache, self._config, self._vocab_size = executor, cache, scheduler, vocab_size
         self._scheduler = Scheduler(cache, scheduler)
@@ -64,7 +64,8 @@ class EngineCore:
         self._next_handle = 0
         self._ordinal = 0
         self._dead: str | None = None
-        self._steps = self._num_finished = self._prompt_tokens = self._output_tokens = 0
+        self._steps = self._num_finished = self._prompt_tokens = self._output_tokens = self._computed_tokens = 0
+        self._steps_by_size = [0] * (len(STEP_SIZES) + 1)
         self._step_seconds = self._last_step_seconds = 0.0
 
     # ------------------------------------------------------------------------------------------------ requests
@@ -79,6 +80,7 @@ class EngineCore:
         limit = admit(request, self._cache, self._config, self._vocab_size)
         handle, self._next_handle = self._next_handle, self._next_handle + request.sampling.n
         group = Group(request, self._ordinal, limit, self._seed_for(request))
+        group.ledger.note("queued", self._clock(), group.num_prompt)
         self._ordinal += 1
         for index in range(request.sampling.n):
             group.live.append(Sequence(group, index, handle + index, self._scheduler.new_table()))
@@ -94,6 +96,19 @@ class EngineCore:
         reason: FinishReason = "abort" if abort.stop_reason is None else "stop"
         for sequence in [s for s in group.live if abort.index in (None, s.index)]:
             self._end(sequence, reason, abort.stop_reason)
+
+    @property
+    def config(self) -> SchedulerConfig:
+        return self._config
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def dead(self) -> str | None:
+        """Why no more requests are taken; None while the engine lives."""
+        return self._dead
 
     @property
     def has_work(self) -> bool:
@@ -116,14 +131,16 @@ class EngineCore:
         return TokensOut(self._steps, *batch, finished)
 
     def _prepare(self) -> Flight | None:
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(self._clock())
         if plan is None:
             return None
         book, rows = self._scheduler.rows, plan.sample_rows
         noted = [chunk.row for chunk in plan.chunks] + [new.row for new in plan.new_rows]
         other_leases = {row: int(book.leases[row]) for row in noted}
-        if plan.chunks:
-            self._prompt_tokens += plan.num_tokens - len(plan.decode_rows)
+        num_tokens = plan.num_tokens
+        self._prompt_tokens += num_tokens - len(plan.decode_rows)
+        self._computed_tokens += num_tokens
+        self._steps_by_size[min(max(num_tokens - 1, 0).bit_length(), len(STEP_SIZES))] += 1
         return Flight(plan, rows, self._gather(rows).leases, book.version, other_leases, self._clock())
 
     def _gather(self, rows: Ints) -> Gathered:
@@ -146,6 +163,8 @@ class EngineCore:
             awaited = book.leases[rows] == flight.leases
             if not awaited.all():
                 rows, tokens = rows[awaited], tokens[awaited]
+        if flight.plan.chunks:
+            self._note_first_tokens(flight)
         gathered = self._gather(rows)
         counts = book.record(rows, tokens)
         logprobs = self._take_logprobs(flight, result) if result.logprobs or result.prompt_logprobs else ()
@@ -158,6 +177,14 @@ class EngineCore:
         self._last_step_seconds = self._clock() - flight.launched
         self._step_seconds += self._last_step_seconds
         return gathered.handles, tokens, logprobs
+
+    def _note_first_tokens(self, flight: Flight) -> None:
+        now = self._clock()
+        for row in [row for chunk in flight.plan.chunks for row in chunk.sample_rows]:
+            sequence = self._awaited(flight.lease_of(row), row)
+            if sequence is not None and not sequence.group.has_token:
+                sequence.group.has_token = True
+                sequence.group.ledger.note("first_token", now)
 
     def _take_logprobs(self, flight: Flight, result: StepResult) -> tuple[tuple[int, TokenLogprobs], ...]:
         leases = dict(zip(flight.rows.tolist(), flight.leases.tolist(), strict=True)) | flight.other_leases
@@ -183,7 +210,7 @@ class EngineCore:
         try:
             group.end(sequence, self._scheduler.end(sequence), reason, stop_reason)
             if not group.live:
-                self._dismiss(group, group.farewell())
+                self._dismiss(group, group.farewell(self._clock()))
         except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
             self._fail(group, f"the request failed inside the engine: {error!r}")
 
@@ -194,7 +221,7 @@ class EngineCore:
         for sequence in list(group.live):
             group.end(sequence, self._scheduler.end(sequence), "error", None)
         try:
-            message = group.farewell(reason)
+            message = group.farewell(self._clock(), reason)
         except Exception:  # noqa: BLE001 - the farewell itself may be what failed; the request must end all the same
             message = Finished(group.request.request_id, tuple(group.ended), error=reason)
         self._dismiss(group, message)
@@ -234,7 +261,18 @@ class EngineCore:
             step_seconds=self._step_seconds,
             last_step_seconds=self._last_step_seconds,
             blocks=blocks,
+            computed_tokens=self._computed_tokens,
+            steps_by_size=tuple(self._steps_by_size),
         )
+
+    def block_map(self) -> BlockMap:
+        """Who holds which block now, waiting requests included."""
+        holders = self._scheduler.pool.all_holders()
+        return BlockMap(self._steps, self._cache.block_size, holders, self._scheduler.request_blocks())
+
+    def reset_cache(self) -> int:
+        """Forget cached prefixes; returns how many blocks that freed: none, as no block outlives its sequences."""
+        return 0
 
     def check(self) -> None:
         """Assert that all owners agree; when idle, that nothing is held."""

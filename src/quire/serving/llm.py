@@ -13,12 +13,9 @@ from dataclasses import fields
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, Unpack
 
-from quire.config.resolve import EngineArguments, EngineSettings, resolve_engine_config
-from quire.engine.core import EngineCore
-from quire.runtime.executor.single import SingleExecutor
-from quire.runtime.hardware import detect_hardware
-from quire.runtime.loading.model_config import read_model_config
+from quire.config.resolve import EngineArguments, EngineSettings
 from quire.runtime.loading.resolve import resolve_model
+from quire.serving.assembly import plan_engine
 from quire.serving.batch import Batch
 from quire.serving.client import EngineClient, InProcessClient
 from quire.serving.interrupts import DeferredInterrupt
@@ -65,9 +62,8 @@ class LLM:
         with closing(LoadingProgress(shown=self._shown)) as progress:
             files = resolve_model(model, progress=progress)
             progress.close()
-            self.model_config = read_model_config(files)
-            facts = detect_hardware()
-            self.config, self.memory_plan = resolve_engine_config(EngineArguments(**settings), facts, self.model_config)
+            planned = plan_engine(files, EngineArguments(**settings))
+            self.model_config, self.config, self.memory_plan = planned.model, planned.config, planned.memory
             if self._shown:
                 print(self.memory_plan, file=sys.stderr)
             logger.info("%s", self.memory_plan)
@@ -76,12 +72,7 @@ class LLM:
                 own = files if tokenizer is None else resolve_model(tokenizer, progress=progress)
                 self._tokenizer = load_tokenizer(own)
             self._requests = RequestMaker(self._tokenizer, self.model_config.eos_ids)
-            executor = SingleExecutor(files, self.model_config, self.config, load_format=load_format, progress=progress)
-        try:
-            core = EngineCore(executor, self.config.cache, self.config.scheduler, self.model_config.vocab_size)
-        except BaseException:
-            executor.close()
-            raise
+            core = planned.build(load_format, progress)
         self._client: EngineClient = InProcessClient(core)
         self._templates: dict[str, ChatTemplate] = {}
         self._busy = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.serving.sample_text import SampleText, answer_detokenizer
 from quire.serving.text.tokenizer import Tokenizer
@@ -21,6 +21,26 @@ class StreamPiece:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+
+
+def settled(end: SampleEnd, text: SampleText | None) -> SampleEnd:
+    """A sample as its user sees it: cut after the token that completed a stop string in its followed text."""
+    if text is None or text.stopped_by is None:
+        return end
+    count = text.num_tokens
+    return replace(
+        end,
+        token_ids=end.token_ids[:count],
+        logprobs=end.logprobs[:count],
+        finish_reason="stop",
+        stop_reason=text.stopped_by,
+    )
+
+
+def spoken_ids(request: Submit, token_ids: Sequence[int]) -> Sequence[int]:
+    """The tokens of an answer that its text shows: all but a last one that ended it."""
+    is_silent = token_ids and token_ids[-1] in request.rules.end_ids
+    return token_ids[:-1] if is_silent and not request.sampling.include_stop_str_in_output else token_ids
 
 
 class OutputBuilder:
@@ -53,21 +73,18 @@ class OutputBuilder:
     def _completion(
         self, request: Submit, end: SampleEnd, text: SampleText | None, error: str | None
     ) -> CompletionOutput:
-        reason, stop_reason = end.finish_reason, end.stop_reason
+        end = settled(end, text)
+        stop_reason = error if end.finish_reason == "error" else end.stop_reason
         token_ids, logprobs = end.token_ids, end.logprobs
-        if text is not None and text.stopped_by is not None:
-            reason, stop_reason = "stop", text.stopped_by
-            token_ids, logprobs = token_ids[: text.num_tokens], logprobs[: text.num_tokens]
-        if reason == "error":
-            stop_reason = error
         wants_logprobs = request.sampling.logprobs is not None
+        num_named = len(tuple(request.sampling.logprob_token_ids or ()))
         return CompletionOutput(
             index=end.index,
             text=self._decode(request, token_ids) if text is None else text.text,
             token_ids=list(token_ids),
             cumulative_logprob=sum(float(entry.logprobs[0]) for entry in logprobs) if wants_logprobs else None,
-            logprobs=[self._logprobs(entry) for entry in logprobs] if wants_logprobs else None,
-            finish_reason=reason,
+            logprobs=[self._logprobs(entry, num_named) for entry in logprobs] if wants_logprobs else None,
+            finish_reason=end.finish_reason,
             stop_reason=stop_reason,
         )
 
@@ -75,17 +92,16 @@ class OutputBuilder:
         sampling = request.sampling
         if self._tokenizer is None or not sampling.detokenize:
             return ""
-        if token_ids and token_ids[-1] in request.rules.end_ids and not sampling.include_stop_str_in_output:
-            token_ids = token_ids[:-1]
         detokenizer = answer_detokenizer(self._tokenizer, sampling)
-        return detokenizer.push(token_ids) + detokenizer.finish()
+        return detokenizer.push(spoken_ids(request, token_ids)) + detokenizer.finish()
 
-    def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token first, then the most likely ones with their ranks."""
+    def _logprobs(self, entry: TokenLogprobs, num_named: int = 0) -> dict[int, Logprob]:
+        """The chosen token first, then the most likely ones with their ranks, then the last `num_named` without."""
         token_ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
         chosen = {token_ids[0]: Logprob(values[0], entry.rank, self._name(token_ids[0]))}
-        for rank, (token, value) in enumerate(zip(token_ids[1:], values[1:], strict=True), start=1):
-            chosen.setdefault(token, Logprob(value, rank, self._name(token)))
+        num_ranked = len(token_ids) - 1 - num_named
+        for place, (token, value) in enumerate(zip(token_ids[1:], values[1:], strict=True), start=1):
+            chosen.setdefault(token, Logprob(value, place if place <= num_ranked else None, self._name(token)))
         return chosen
 
     def _name(self, token_id: int) -> str | None:

@@ -32,21 +32,23 @@ class RequestMaker:
         """One request per prompt, in order. Raises InvalidRequest naming the prompt at fault."""
         if priorities is not None and len(priorities) != len(prompts):
             raise InvalidRequest("priority", f"has {len(priorities)} entries for {len(prompts)} prompts")
-        token_ids = self._tokenize(prompts, add_special_tokens)
-        rules = {id(params): self._rules(params) for params in sampling}
+        token_ids = self.tokenize(prompts, add_special_tokens)
+        rules = {id(params): self.rules(params) for params in sampling}
         return [
             Submit(str(next(self._numbers)), ids, params, rules[id(params)], priority)
             for ids, params, priority in zip(token_ids, sampling, priorities or [0] * len(prompts), strict=True)
         ]
 
-    def _tokenize(self, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[tuple[int, ...]]:
+    def tokenize(self, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[tuple[int, ...]]:
+        """The token ids of every prompt; ids that were given stay as they are."""
         texts = [prompt.text for prompt in prompts if prompt.token_ids is None and prompt.text is not None]
         if texts and self._tokenizer is None:
             raise InvalidRequest("prompts", "are text, but there is no tokenizer", "pass token ids")
         encoded = iter(self._tokenizer.encode_batch(texts, add_special_tokens) if self._tokenizer and texts else ())
         return [tuple(next(encoded)) if prompt.token_ids is None else prompt.token_ids for prompt in prompts]
 
-    def _rules(self, params: SamplingParams) -> TokenRules:
+    def rules(self, params: SamplingParams) -> TokenRules:
+        """What a request's words mean in this vocabulary."""
         bad_words, stops = tuple(params.bad_words or ()), params.stops
         if self._tokenizer is None and (bad_words or stops):
             field = "stop" if stops else "bad_words"

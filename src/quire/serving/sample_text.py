@@ -24,9 +24,10 @@ class SampleText:
         sampling = request.sampling
         self._detokenizer = answer_detokenizer(tokenizer, sampling)
         self._stops = StopStrings(sampling.stops, sampling.include_stop_str_in_output)
-        self._min_tokens = sampling.min_tokens
+        self._has_stops, self._min_tokens = bool(sampling.stops), sampling.min_tokens
         self._silent_ids = frozenset() if sampling.include_stop_str_in_output else frozenset(request.rules.end_ids)
         self._pieces: list[str] = []
+        self.num_characters = 0  # of all text so far, also of what is held back
         self.num_tokens = 0  # up to and including the one that completed a stop string
         self.stopped_by: str | None = None
 
@@ -41,7 +42,8 @@ class SampleText:
         self.num_tokens += 1
         if token_id in self._silent_ids:
             return ""
-        text = self._detokenizer.push([token_id])
+        text = self._detokenizer.push((token_id,))
+        self.num_characters += len(text)
         return self._keep(text if self.num_tokens <= self._min_tokens else self._watch(text))
 
     def finish(self) -> str:
@@ -51,7 +53,7 @@ class SampleText:
         return self._keep(self._watch(self._detokenizer.finish()) + self._stops.finish())
 
     def _watch(self, text: str) -> str:
-        found = self._stops.push(text)
+        found = self._stops.push(text) if self._has_stops else text
         if isinstance(found, str):
             return found
         self.stopped_by = found.stop

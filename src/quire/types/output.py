@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from quire.types.ledger import LedgerEntry
 from quire.types.sampling import SamplingParams
 from quire.types.step import Ints, TokenLogprobs
 
@@ -35,6 +36,7 @@ class Finished:
     error: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    ledger: tuple[LedgerEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

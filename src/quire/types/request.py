@@ -16,6 +16,7 @@ class Submit:
     sampling: SamplingParams
     rules: TokenRules = field(default_factory=TokenRules)
     priority: int = 0
+    cache_salt: str = ""  # prompts share cached blocks only with prompts of the same salt
 
 
 @dataclass(frozen=True, slots=True)

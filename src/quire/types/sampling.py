@@ -11,6 +11,7 @@ from quire.types.errors import InvalidRequest
 
 MAX_N = 16_384
 MAX_LOGPROBS = 1_000
+MAX_LOGPROB_TOKENS = 1_024
 MAX_STOP_STRINGS = 1_024
 MAX_BAD_WORDS = 1_000
 MAX_STOP_TOKENS = 1_024
@@ -46,6 +47,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None  # how many besides the chosen token's; -1: the whole vocabulary
     prompt_logprobs: int | None = None
+    logprob_token_ids: Iterable[int] | None = ()  # tokens whose logprobs come besides those; implies logprobs=0
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -54,6 +56,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
+        if self.logprob_token_ids and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
         _check_together(self)
 
     @property
@@ -145,9 +149,17 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
+    return _few_token_ids(name, value, MAX_STOP_TOKENS)
+
+
+def _logprob_token_ids(name: str, value: object) -> tuple[int, ...]:
+    return _few_token_ids(name, value, MAX_LOGPROB_TOKENS)
+
+
+def _few_token_ids(name: str, value: object, limit: int) -> tuple[int, ...]:
     ids = _token_ids(name, value)
-    if len(ids) > MAX_STOP_TOKENS:
-        raise InvalidRequest(name, f"has {len(ids)} ids, limit {MAX_STOP_TOKENS}", "send fewer")
+    if len(ids) > limit:
+        raise InvalidRequest(name, f"has {len(ids)} ids, limit {limit}", "send fewer")
     return ids
 
 
@@ -210,7 +222,7 @@ _CHECKS: dict[str, Any] = {
     "min_p": _Number(0.0, 1.0),
     "presence_penalty": _Number(-2.0, 2.0),
     "frequency_penalty": _Number(-2.0, 2.0),
-    "repetition_penalty": _Number(0.0, 100.0, is_open=True),
+    "repetition_penalty": _Number(0.01, 100.0),
     "seed": _Whole(0, MAX_SEED, optional=True, off=-1),
     "stop": _stop,
     "stop_token_ids": _stop_token_ids,
@@ -222,6 +234,7 @@ _CHECKS: dict[str, Any] = {
     "min_tokens": _Whole(0, 2**31 - 1),
     "logprobs": _Whole(-1, MAX_LOGPROBS, optional=True),
     "prompt_logprobs": _Whole(-1, MAX_LOGPROBS, optional=True),
+    "logprob_token_ids": _logprob_token_ids,
     "detokenize": _flag,
     "skip_special_tokens": _flag,
     "spaces_between_special_tokens": _flag,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+STEP_SIZES = tuple(2**i for i in range(21))  # tokens; the bounds by which steps are counted
+
 
 @dataclass(frozen=True, slots=True)
 class BlockStats:
@@ -35,3 +37,25 @@ class EngineStats:
     step_seconds: float  # total over all steps, launch to commit
     last_step_seconds: float
     blocks: BlockStats
+    computed_tokens: int = 0  # by all steps, prompts and decodes
+    steps_by_size: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # entry i: steps above bound i - 1, up to bound i
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBlocks:
+    """One live request's hold on the cache. `state` is "running", "waiting" or "preempted"."""
+
+    request_id: str
+    state: str
+    num_tokens: int  # computed so far, all samples
+    block_ids: tuple[int, ...]  # without repeats
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """Every block at one moment: `holders[i]` counts the sequences that hold block i; 0 is free."""
+
+    step: int
+    block_size: int
+    holders: tuple[int, ...]
+    requests: tuple[RequestBlocks, ...]

@@ -86,10 +86,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Raw log-probabilities at one position: the chosen token first, then the most likely ones, best first."""
+    """Raw log-probabilities at one position: the chosen token, the k most likely ones, best first, then the m that
+    `logprob_token_ids` names."""
 
-    token_ids: Ints  # [1 + k]
-    logprobs: Floats  # [1 + k]
+    token_ids: Ints  # [1 + k + m]
+    logprobs: Floats  # [1 + k + m]
     rank: int  # of the chosen token, from 1
 
 

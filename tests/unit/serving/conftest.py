@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from quire.config.model import Heads, ModelConfig, Rope
+from quire.serving import assembly as assembly_module
 from quire.serving import llm as llm_module
 from quire.serving.llm import LLM
 from tests.unit.serving.scripted import TOKENIZER, VOCAB, Script, ScriptedExecutor
@@ -34,9 +35,9 @@ def make_llm(monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
         executor = ScriptedExecutor(script, fails=fails)
         files = SimpleNamespace(name="scripted", path=Path("scripted.gguf"), kind="gguf")
         monkeypatch.setattr(llm_module, "resolve_model", lambda model, **options: files)
-        monkeypatch.setattr(llm_module, "read_model_config", lambda files: TINY)
+        monkeypatch.setattr(assembly_module, "read_model_config", lambda files: TINY)
         monkeypatch.setattr(llm_module, "load_tokenizer", lambda files: TOKENIZER)
-        monkeypatch.setattr(llm_module, "SingleExecutor", lambda *args, **kwargs: executor)
+        monkeypatch.setattr(assembly_module, "SingleExecutor", lambda *args, **kwargs: executor)
         llm = LLM(**{"device": "cpu", **arguments})  # type: ignore[arg-type]
         llm.executor = executor  # type: ignore[attr-defined]
         return llm

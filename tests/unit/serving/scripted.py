@@ -15,7 +15,16 @@ from quire.engine.core import EngineCore
 from quire.serving.client import InProcessClient
 from quire.serving.text.special_tokens import SpecialTokens
 from quire.serving.text.tokenizer import Tokenizer
-from quire.types.step import NewRow, RowFailure, RowLogprobs, StepPlan, StepResult, TokenLogprobs
+from quire.types.step import (
+    Chunk,
+    NewRow,
+    PromptLogprobs,
+    RowFailure,
+    RowLogprobs,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 
 EOS = "<end>"
 TEMPLATE = (
@@ -81,24 +90,36 @@ class ScriptedExecutor:
             prompt = TOKENIZER.decode(row.new.token_ids[: row.new.num_prompt_tokens].tolist())
             if prompt in self._fails:
                 failures.append(RowFailure(number, "boom"))
-        self._results.append(
-            StepResult(plan.step, np.array(tokens, dtype=np.int32), tuple(logprobs), failures=tuple(failures))
-        )
+        prompts = tuple(item for chunk in plan.chunks for item in self._prompt_logprobs(chunk))
+        token_ids = np.array(tokens, dtype=np.int32)
+        self._results.append(StepResult(plan.step, token_ids, tuple(logprobs), prompts, tuple(failures)))
 
     def _logprobs(self, number: int, row: _Row, token: int) -> list[RowLogprobs]:
         wanted = row.new.sampling.logprobs
         if wanted is None:
             return []
-        others = [(token + 1 + i) % VOCAB for i in range(wanted)]
-        values = [-1.5, *(-0.5 - i for i in range(wanted))]
-        entry = TokenLogprobs(np.array([token, *others], dtype=np.int32), np.array(values, dtype=np.float32), rank=9)
-        return [RowLogprobs(number, entry)]
+        return [RowLogprobs(number, _entry(token, wanted, tuple(row.new.sampling.logprob_token_ids or ())))]
+
+    def _prompt_logprobs(self, chunk: Chunk) -> list[PromptLogprobs]:
+        new = self._rows[chunk.row].new
+        wanted = new.sampling.prompt_logprobs
+        last = min(chunk.start + chunk.num_tokens, new.num_prompt_tokens - 1)
+        if wanted is None or chunk.start >= last:
+            return []
+        entries = tuple(_entry(int(new.token_ids[place]), wanted) for place in range(chunk.start + 1, last + 1))
+        return [PromptLogprobs(chunk.row, chunk.start + 1, entries)]
 
     def collect(self) -> StepResult:
         return self._results.popleft()
 
     def close(self) -> None:
         self._rows.clear()
+
+
+def _entry(token: int, wanted: int, named: tuple[int, ...] = ()) -> TokenLogprobs:
+    others = [*((token + 1 + i) % VOCAB for i in range(wanted)), *named]
+    values = [-1.5, *(-0.5 - i for i in range(len(others)))]
+    return TokenLogprobs(np.array([token, *others], dtype=np.int32), np.array(values, dtype=np.float32), rank=9)
 
 
 CACHE = CacheConfig(block_size=4, num_blocks=512)

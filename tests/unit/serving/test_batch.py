@@ -112,6 +112,17 @@ def test_logprobs_are_dicts_with_the_chosen_token_first_and_are_cut_with_the_tok
     assert completion.cumulative_logprob == pytest.approx(-3.0)
 
 
+def test_tokens_asked_for_by_id_have_logprobs_without_ranks_unless_they_are_among_the_best() -> None:
+    chosen, best, other = ids("a")[0], ids("a")[0] + 1, ids("z")[0]
+    sampling = SamplingParams(max_tokens=1, logprobs=1, logprob_token_ids=[other, best])
+    completion = _run(lambda prompt, index: "abc", sampling).outputs[0]
+    assert completion.logprobs is not None
+    assert {token: entry.rank for token, entry in completion.logprobs[0].items()} == {chosen: 9, best: 1, other: None}
+    (bare,) = _run(lambda prompt, index: "abc", SamplingParams(max_tokens=1, logprob_token_ids=[other])).outputs
+    assert bare.logprobs is not None
+    assert list(bare.logprobs[0]) == [chosen, other]
+
+
 def test_outputs_come_in_the_order_of_submission() -> None:
     client = make_client(ScriptedExecutor(lambda prompt, index: prompt * 3))
     batch = Batch(client, TOKENIZER)

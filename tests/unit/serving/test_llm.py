@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import quire
+from quire.serving import assembly as assembly_module
 from quire.serving import llm as llm_module
 from quire.serving.progress import LoadingProgress
 from quire.types.errors import ConfigError, InvalidRequest, QuireError
@@ -173,7 +174,7 @@ def test_an_engine_that_does_not_start_gives_the_executor_back(
     def fail(*args: object) -> None:
         raise RuntimeError("no engine")
 
-    monkeypatch.setattr(llm_module, "EngineCore", fail)
+    monkeypatch.setattr(assembly_module, "EngineCore", fail)
     monkeypatch.setattr(ScriptedExecutor, "close", lambda self: closed.append(self))
     with pytest.raises(RuntimeError, match="no engine"):
         make_llm(echo)
@@ -188,7 +189,7 @@ def test_progress_ends_its_line_when_loading_fails(
         raise RuntimeError("half a file")
 
     make_llm(echo)
-    monkeypatch.setattr(llm_module, "SingleExecutor", fail)
+    monkeypatch.setattr(assembly_module, "SingleExecutor", fail)
     with pytest.raises(RuntimeError, match="half a file"):
         llm_module.LLM(device="cpu", verbose=True)
     assert capsys.readouterr().err.endswith("loading [##########..........] 1/2\n")

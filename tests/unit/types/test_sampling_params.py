@@ -92,6 +92,7 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 5e-324),
         ("repetition_penalty", math.inf),
         ("seed", -2),
         ("seed", 2**64),
@@ -126,6 +127,10 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
         ("logprobs", True),
         ("logprobs", 1_001),
         ("prompt_logprobs", -2),
+        ("logprob_token_ids", 5),
+        ("logprob_token_ids", [-1]),
+        ("logprob_token_ids", ["7"]),
+        ("logprob_token_ids", list(range(1_025))),
         ("detokenize", None),
     ],
 )
@@ -135,6 +140,12 @@ def test_a_bad_value_is_refused_in_one_short_line_that_names_its_field(name: str
     assert caught.value.field == name
     assert len(str(caught.value)) < 300
     assert "\n" not in str(caught.value)
+
+
+def test_naming_tokens_for_logprobs_implies_logprobs() -> None:
+    assert SamplingParams().logprob_token_ids == ()
+    assert SamplingParams(logprob_token_ids=[4, 4, 5]) == SamplingParams(logprobs=0, logprob_token_ids=(4, 5))
+    assert SamplingParams(logprob_token_ids=[4], logprobs=3).logprobs == 3
 
 
 def test_fields_that_contradict_each_other_are_refused() -> None:

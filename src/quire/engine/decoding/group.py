@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quire.engine.decoding.ledger import Ledger
 from quire.engine.kvcache.table import BlockTable
 from quire.types.output import Finished, FinishReason, SampleEnd
 from quire.types.request import Submit
@@ -52,6 +53,9 @@ class Group:
     running: bool = False
     num_preemptions: int = 0
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    queued_step: int = 0  # the scheduler's step when it last began to wait
+    has_token: bool = False  # a generated token has come back
 
     @property
     def num_prompt(self) -> int:
@@ -66,9 +70,12 @@ class Group:
         self.live.remove(sequence)
         self.ended.append(SampleEnd(sequence.index, tuple(outputs), reason, stop_reason, tuple(sequence.logprobs)))
 
-    def farewell(self, error: str | None = None) -> Finished:
-        """The request's one terminal message."""
+    def farewell(self, at: float, error: str | None = None) -> Finished:
+        """The request's one terminal message, said at time `at`."""
         wanted = self.request.sampling.prompt_logprobs is not None
         entries = (None, *(self.prompt_logprobs.get(i) for i in range(1, self.num_prompt))) if wanted else None
         samples = tuple(sorted(self.ended, key=lambda sample: sample.index))
-        return Finished(self.request.request_id, samples, entries, error, 0, self.num_preemptions)
+        num_outputs = sum(len(sample.token_ids) for sample in samples)
+        reasons = "error" if error is not None else ", ".join(dict.fromkeys(sample.finish_reason for sample in samples))
+        ledger = self.ledger.finish(at, num_outputs, reasons)
+        return Finished(self.request.request_id, samples, entries, error, 0, self.num_preemptions, ledger)

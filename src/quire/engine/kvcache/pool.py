@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from quire.types.errors import OutOfBlocks
 
 
 class BlockPool:
-    """Hands out physical block ids and counts their holders. Knows nothing of tokens."""
+    """Hands out physical block ids and counts their holders. Knows nothing of tokens.
+
+    What was freed last goes out first: its memory is warm, and memory that was never needed stays untouched.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self._holders = [0] * num_blocks
-        self._free = deque(range(num_blocks))
+        self._free = list(range(num_blocks - 1, -1, -1))
         self._num_shared = 0
 
     @property
@@ -35,7 +36,7 @@ class BlockPool:
     def take(self) -> int:
         if not self._free:
             raise OutOfBlocks(f"kv cache: all {len(self._holders)} blocks are in use")
-        block = self._free.popleft()
+        block = self._free.pop()
         self._holders[block] = 1
         return block
 
@@ -62,6 +63,10 @@ class BlockPool:
 
     def holders(self, block: int) -> int:
         return self._holders[block]
+
+    def all_holders(self) -> tuple[int, ...]:
+        """The number of holders of every block, by its id."""
+        return tuple(self._holders)
 
     def check(self) -> None:
         assert sorted(self._free) == [block for block, count in enumerate(self._holders) if count == 0]

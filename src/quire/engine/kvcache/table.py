@@ -54,7 +54,7 @@ class BlockTable:
         return block
 
     def free(self) -> None:
-        """Give every block back, tail first, so that prefixes are reused last."""
+        """Give every block back, tail first, so that the next table gets them in the order they had."""
         while self.blocks:
             self._pool.release(self.blocks.pop())
         self.num_tokens = 0

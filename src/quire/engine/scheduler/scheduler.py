@@ -14,6 +14,7 @@ from quire.engine.scheduler.preemption import Preemption, Recompute
 from quire.engine.scheduler.queue import GroupQueue
 from quire.engine.scheduler.rows import DecodeSet, RowBook
 from quire.types.errors import OutOfBlocks
+from quire.types.stats import RequestBlocks
 from quire.types.step import Chunk, StepPlan
 
 
@@ -39,12 +40,15 @@ class Scheduler:
         self._events: defaultdict[int, list[Sequence]] = defaultdict(list)
         self._released: list[int] = []
         self._step = 0
+        self._now = 0.0  # when the plan in work was begun, on the engine's clock
+        self._stopped_step, self._stopped_for = -1, ""  # when and why a waiting group was last not let in
 
     # ------------------------------------------------------------------------------------------ coming and going
     def new_table(self) -> BlockTable:
         return BlockTable(self.pool, self._block_size)
 
     def add(self, group: Group) -> None:
+        group.queued_step = self._step
         self.waiting.add(group)
 
     def end(self, sequence: Sequence) -> list[int]:
@@ -61,8 +65,9 @@ class Scheduler:
         group.running = False
 
     # ------------------------------------------------------------------------------------------------- planning
-    def plan(self) -> StepPlan | None:
-        """The next step, or None when nothing can be computed now."""
+    def plan(self, now: float = 0.0) -> StepPlan | None:
+        """The next step, or None when nothing can be computed now. `now` is what ledgers say of it."""
+        self._now = now
         draft = PlanDraft(self._budget)
         self._serve_events(draft)
         draft.budget -= len(self._decoding)
@@ -130,6 +135,7 @@ class Scheduler:
         if sequence.computed == target:
             siblings = (sequence,) if sequence.group.forked else tuple(sequence.group.live)
             samplers = tuple(each for each in siblings if each.num_known == target)
+        sequence.group.ledger.note("chunk", self._now, count)
         draft.compute(Chunk(sequence.row, start, count, tuple(each.row for each in samplers if each.row is not None)))
         for each in samplers:
             self._set_event(each, self._tick + 1)
@@ -146,9 +152,13 @@ class Scheduler:
 
     def _admit(self, draft: PlanDraft) -> None:
         """Let waiting groups in, in order, while rows, budget and blocks last; nothing that runs is disturbed."""
-        while draft.budget > 0 and (group := self.waiting.first()) is not None:
-            if len(group.live) > self.rows.num_free or not self._has_blocks_for(group):
+        while (group := self.waiting.first()) is not None:
+            obstacle = self._obstacle(draft, group)
+            if obstacle is not None:
+                self._stopped_step, self._stopped_for = self._step, obstacle
                 return
+            has_waited = self._stopped_step >= group.queued_step
+            group.ledger.note("admitted", self._now, note=f"waited: {self._stopped_for}" if has_waited else "")
             self.waiting.remove(group)
             self.running.add(group)
             group.running, group.forked = True, False
@@ -156,6 +166,14 @@ class Scheduler:
                 self.rows.seat(sequence)
             self._owing[group] = None
             self._compute_owed(draft, group)
+
+    def _obstacle(self, draft: PlanDraft, group: Group) -> str | None:
+        """What keeps a waiting group out of this step."""
+        if draft.budget <= 0:
+            return "token budget"
+        if len(group.live) > self.rows.num_free:
+            return "no free row"
+        return None if self._has_blocks_for(group) else "no free blocks"
 
     def _has_blocks_for(self, group: Group) -> bool:
         """Room for all the group knows, and a block for each live sequence, so that it is not thrown out at once."""
@@ -184,11 +202,14 @@ class Scheduler:
         draft.drop(sequence.row for sequence in group.live if sequence.row is not None)
         for sequence in group.live:
             self._leave_row(sequence)
+        before = self._num_computed(group)
+        for sequence in group.live:
             self._preemption.vacate(sequence)
+        group.ledger.note("preempted", self._now, before - self._num_computed(group), "no free blocks")
         self.remove(group)
         group.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.add(group)
+        self.add(group)
 
     # ----------------------------------------------------------------------------------------- the decode set
     def _start_decoding(self, sequence: Sequence) -> None:
@@ -223,6 +244,21 @@ class Scheduler:
                 for slot, block in enumerate(sequence.table.blocks):
                     filled[block] = max(filled[block], min(computed - slot * self._block_size, self._block_size))
         return used + sum(filled.values())
+
+    def request_blocks(self) -> tuple[RequestBlocks, ...]:
+        """What every live request holds, running ones first."""
+        found = []
+        for group in (*self.running, *self.waiting):
+            state = "running" if group.running else "preempted" if group.num_preemptions else "waiting"
+            blocks = tuple(dict.fromkeys(block for sequence in group.live for block in sequence.table.blocks))
+            found.append(RequestBlocks(group.request.request_id, state, self._num_computed(group), blocks))
+        return tuple(found)
+
+    def _num_computed(self, group: Group) -> int:
+        """Tokens a group has computed, a prompt that its sequences share counted once."""
+        each = [self._tick + one.base if one.decoding else one.computed for one in group.live]
+        shared = min(group.num_prompt, *each) * (len(each) - 1) if group.forked and len(each) > 1 else 0
+        return sum(each) - shared
 
     def check_idle(self) -> None:
         """With no request left, nothing may be held; a leak is an error now, not a slow death. Costs nothing."""

@@ -9,7 +9,9 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from quire import __version__
-from quire.serving.cli.arguments import OneLineParser, add_chat, add_complete, add_doctor, add_pull
+from quire.serving.cli.arguments import OneLineParser, add_chat, add_complete, add_doctor, add_pull, examples
+from quire.serving.cli.bench_flags import add_bench
+from quire.serving.cli.serve_flags import add_serve
 from quire.types.errors import ConfigError, DoesNotFit, InvalidRequest, QuireError
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -19,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors become one line on stderr; `--debug` adds the traceback."""
     args = _parser().parse_args(argv)
     try:
-        return _command(args.command)(args)
+        return _command(args)(args)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
@@ -43,24 +45,43 @@ def _one_line(error: Exception) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        prog="quire", description="Language-model inference with a paged KV cache and continuous batching."
+        prog="quire",
+        description="Language-model inference with a paged KV cache and continuous batching.",
+        **examples(
+            {
+                "quire serve": "an OpenAI-compatible server and a playground on http://127.0.0.1:8000",
+                "quire chat": "a conversation in the terminal",
+                "quire COMMAND --help": "the flags of a command, with examples",
+            }
+        ),
     )
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    add_complete(commands)
+    add_serve(commands)
     add_chat(commands)
+    add_complete(commands)
+    add_bench(commands)
     add_pull(commands)
     add_doctor(commands)
     return parser
 
 
-def _command(name: str) -> Callable[[argparse.Namespace], int]:
-    if name == "complete":
+def _command(args: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+    name = f"bench {args.bench_command}" if args.command == "bench" else args.command
+    if name == "serve":
+        from quire.serving.cli.serve import run_serve as run
+    elif name == "complete":
         from quire.serving.cli.complete import run_complete as run
     elif name == "chat":
         from quire.serving.cli.chat import run_chat as run
     elif name == "pull":
         from quire.serving.cli.pull import run_pull as run
-    else:
+    elif name == "doctor":
         from quire.serving.cli.doctor import run_doctor as run
+    elif name == "bench serve":
+        from quire.serving.bench.online import run_bench_serve as run
+    elif name == "bench throughput":
+        from quire.serving.bench.offline import run_bench_throughput as run
+    else:
+        from quire.serving.bench.offline import run_bench_latency as run
     return run

@@ -1,18 +1,77 @@
-"""What the commands that generate share: loading the model, and writing an answer as it comes."""
+"""What the commands that generate share: who answers, and writing an answer as it comes."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from contextlib import closing
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO, TypeAlias
 
-from quire.serving.cli.arguments import engine_settings
-from quire.types.errors import InvalidRequest
+from quire.serving.cli.arguments import ENGINE_FLAGS, engine_settings, field_of, sampling_params
+from quire.types.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
     from quire.serving.llm import LLM, Stream
+
+Message: TypeAlias = dict[str, object]
+
+
+class Piece(NamedTuple):
+    """Text that came, and how many tokens are known to have come with it."""
+
+    text: str
+    num_tokens: int
+
+
+Pieces: TypeAlias = Generator[Piece, None, None]
+
+
+class Answerer(Protocol):
+    """A model that answers: loaded here, or behind a server. Closing an iterator early ends its request."""
+
+    def chat(self, messages: Sequence[Message]) -> Pieces: ...
+
+    def complete(self, prompt: str) -> Pieces: ...
+
+    def samples(self, prompt: str) -> list[str]:
+        """All n completions of a prompt, when they are done."""
+
+
+class LocalAnswerer:
+    """A model in this process."""
+
+    def __init__(self, llm: LLM, args: argparse.Namespace) -> None:
+        self._llm, self._sampling = llm, sampling_params(args)
+
+    def chat(self, messages: Sequence[Message]) -> Pieces:
+        return _pieces(self._llm.stream_chat(messages, self._sampling))
+
+    def complete(self, prompt: str) -> Pieces:
+        return _pieces(self._llm.stream(prompt, self._sampling))
+
+    def samples(self, prompt: str) -> list[str]:
+        (output,) = self._llm.generate(prompt, self._sampling)
+        return [completion.text for completion in output.outputs]
+
+
+@contextmanager
+def answerer(args: argparse.Namespace) -> Iterator[Answerer]:
+    """Whoever the flags say is to answer. Raises InvalidRequest or ConfigError before a model is loaded."""
+    if args.url is not None:
+        from quire.serving.cli.remote import RemoteAnswerer
+
+        for name in ("tokenizer", "load_format", "verbose", *map(field_of, ENGINE_FLAGS)):
+            if getattr(args, name, None) not in (None, "auto"):
+                raise ConfigError(name, "is decided by the server at --url", "leave it out")
+        yield RemoteAnswerer(args)
+        return
+    if args.api_key is not None:
+        raise ConfigError("api_key", "is for a server", "give --url too")
+    sampling_params(args)
+    with load(args) as llm:
+        yield LocalAnswerer(llm, args)
 
 
 def load(args: argparse.Namespace) -> LLM:
@@ -28,12 +87,12 @@ def load(args: argparse.Namespace) -> LLM:
     )
 
 
-def write_answer(pieces: Stream, answer: list[str]) -> None:
+def write_answer(pieces: Pieces, answer: list[str]) -> None:
     """Write text to stdout as it comes and collect it in `answer`, which an interrupt leaves as far as it came."""
     num_tokens, start = 0, time.monotonic()
     with closing(pieces):
         for piece in pieces:
-            num_tokens += len(piece.token_ids)
+            num_tokens += piece.num_tokens
             if piece.text:
                 answer.append(piece.text)
                 sys.stdout.write(piece.text)
@@ -60,3 +119,9 @@ def read_piped() -> str | None:
     except OSError as error:
         raise InvalidRequest("stdin", f"cannot be read: {error.strerror}", "give the text as an argument") from None
     return text
+
+
+def _pieces(stream: Stream) -> Pieces:
+    with closing(stream):
+        for piece in stream:
+            yield Piece(piece.text, len(piece.token_ids))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
 if TYPE_CHECKING:
     from quire.config.resolve import EngineSettings
@@ -37,6 +37,19 @@ SAMPLING_FLAGS = {
 }
 
 
+class Examples(TypedDict):
+    """The keywords that give a parser its examples."""
+
+    epilog: str
+    formatter_class: type[argparse.HelpFormatter]
+
+
+def examples(commands: dict[str, str]) -> Examples:
+    """Commands and what they do, at the end of `--help`."""
+    lines = "\n".join(f"  {command}\n      {meaning}" for command, meaning in commands.items())
+    return {"epilog": f"examples:\n{lines}", "formatter_class": argparse.RawDescriptionHelpFormatter}
+
+
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser that takes no abbreviations and whose errors are one line: the cause and where to read on."""
 
@@ -48,30 +61,63 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def add_complete(commands: Commands[OneLineParser]) -> None:
-    parser = commands.add_parser("complete", help="continue a text", description="Continue a text, token by token.")
+    parser = commands.add_parser(
+        "complete",
+        help="continue a text",
+        description="Continue a text, token by token, in this process or by a running server.",
+        **examples(
+            {
+                'quire complete "The capital of France is"': "greedy, up to 128 tokens",
+                "quire complete --temperature 0.8 -n 3 < prompt.txt": "three samples of what is piped in",
+                'quire complete --url http://127.0.0.1:8000 "Once upon"': "by a server that runs already",
+            }
+        ),
+    )
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue; from stdin when left out")
     parser.add_argument("-n", "--n", type=int, default=1, help="how many completions (1)")
-    _add_model(parser)
+    add_model(parser)
+    _add_remote(parser)
     _add_sampling(parser, {"temperature": 0.0, "max_tokens": 128})
-    _add_loading(_add_engine(parser))
+    add_loading(add_engine(parser))
 
 
 def add_chat(commands: Commands[OneLineParser]) -> None:
     parser = commands.add_parser(
-        "chat", help="talk to a model", description="Talk to a model. With MESSAGE or piped input: one answer."
+        "chat",
+        help="talk to a model",
+        description="Talk to a model, in this process or at a running server. With MESSAGE or piped input: one answer.",
+        **examples(
+            {
+                "quire chat": "a conversation; /help lists its commands",
+                'quire chat "Why is the sky blue?"': "one answer",
+                "quire chat --url http://127.0.0.1:8000 --api-key KEY": "with a server that runs already",
+            }
+        ),
     )
     parser.add_argument("message", nargs="?", metavar="MESSAGE", help="one message to answer; else a conversation")
     parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the conversation")
-    _add_model(parser)
+    add_model(parser)
+    _add_remote(parser)
     _add_sampling(parser, {"temperature": 0.0, "max_tokens": 512})
-    _add_loading(_add_engine(parser))
+    add_loading(add_engine(parser))
 
 
 def add_pull(commands: Commands[OneLineParser]) -> None:
-    parser = commands.add_parser("pull", help="fetch a model into the cache", description="Fetch a model once.")
+    parser = commands.add_parser(
+        "pull",
+        help="fetch a model into the cache",
+        description="Fetch a model once.",
+        **examples(
+            {
+                "quire pull": "the default model",
+                "quire pull qwen3-0.6b": "a model of the catalogue",
+                "quire pull org/name:file.gguf": "one file from the hub",
+            }
+        ),
+    )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a catalogue or hub name; the default when left out")
     parser.add_argument("--recheck", action="store_true", help="check a file that is here already once more")
-    _add_debug(parser)
+    add_debug(parser)
 
 
 def add_doctor(commands: Commands[OneLineParser]) -> None:
@@ -79,14 +125,21 @@ def add_doctor(commands: Commands[OneLineParser]) -> None:
         "doctor",
         help="what was found here, what fits, what is slow and why",
         description="Look at this machine: hardware, versions, a model's memory plan, what is slow and the fix.",
+        **examples(
+            {
+                "quire doctor": "with the default model's plan",
+                "quire doctor --model model.gguf --max-model-len 8192": "would this fit?",
+            }
+        ),
     )
-    _add_model(parser)
-    _add_engine(parser)
+    add_model(parser)
+    add_engine(parser)
 
 
 def engine_settings(args: argparse.Namespace) -> EngineSettings:
     """The engine settings that were given; the rest keep their defaults. A seed of -1 means any: no setting."""
-    given = {name: getattr(args, name) for flag in ENGINE_FLAGS if (name := _field(flag)) in args}
+    flags = (*ENGINE_FLAGS, "--scheduling-policy")
+    given = {name: getattr(args, name) for flag in flags if (name := field_of(flag)) in args}
     if "seed" in args and args.seed is not None and args.seed >= 0:
         given["seed"] = args.seed
     return cast("EngineSettings", given)
@@ -96,41 +149,54 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The sampling asked for, on top of the command's own defaults. Raises InvalidRequest."""
     from quire.types.sampling import SamplingParams
 
-    given = {name: getattr(args, name) for flag in SAMPLING_FLAGS if (name := _field(flag)) in args}
-    return SamplingParams(n=getattr(args, "n", 1), seed=args.seed, stop=args.stop or (), **given)
+    return SamplingParams(n=getattr(args, "n", 1), seed=args.seed, stop=args.stop or (), **given_sampling(args))
 
 
-def _field(flag: str) -> str:
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling flags that were given or have a default, by their parameters' names."""
+    return {name: getattr(args, name) for flag in SAMPLING_FLAGS if (name := field_of(flag)) in args}
+
+
+def field_of(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _add_debug(parser: argparse.ArgumentParser) -> None:
+def add_debug(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--model", help="a path, a hub name or a catalogue name; the default model when left out")
-    _add_debug(parser)
+    add_debug(parser)
 
 
-def _add_sampling(parser: argparse.ArgumentParser, defaults: dict[str, float]) -> None:
-    group = parser.add_argument_group("sampling")
-    for flag, (kind, text) in SAMPLING_FLAGS.items():
-        default = defaults.get(_field(flag))
-        shown = text if default is None else f"{text} ({default:g})"
-        group.add_argument(flag, type=kind, help=shown, default=argparse.SUPPRESS if default is None else default)
-    group.add_argument("--seed", type=int, help="makes the answer repeatable")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; repeatable")
-
-
-def _add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("engine")
     for flag, (kind, text) in ENGINE_FLAGS.items():
         group.add_argument(flag, type=kind, help=text, default=argparse.SUPPRESS)
     return group
 
 
-def _add_loading(group: argparse._ArgumentGroup) -> None:
+def add_loading(group: argparse._ArgumentGroup, *, verbose: bool = True) -> argparse._ArgumentGroup:
     group.add_argument("--tokenizer", help="another model's tokenizer: a path or a name")
     group.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
-    group.add_argument("--verbose", action="store_true", default=None, help="show the memory plan and loading progress")
+    if verbose:
+        shown = "show the memory plan and loading progress"
+        group.add_argument("--verbose", action="store_true", default=None, help=shown)
+    return group
+
+
+def _add_remote(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument("--url", help="ask this server instead of loading a model; --model is then the name it knows")
+    group.add_argument("--api-key", metavar="KEY", help="the server's key; $QUIRE_API_KEY when left out")
+
+
+def _add_sampling(parser: argparse.ArgumentParser, defaults: dict[str, float]) -> None:
+    group = parser.add_argument_group("sampling")
+    for flag, (kind, text) in SAMPLING_FLAGS.items():
+        default = defaults.get(field_of(flag))
+        shown = text if default is None else f"{text} ({default:g})"
+        group.add_argument(flag, type=kind, help=shown, default=argparse.SUPPRESS if default is None else default)
+    group.add_argument("--seed", type=int, help="makes the answer repeatable")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; repeatable")

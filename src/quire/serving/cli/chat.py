@@ -5,15 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-from quire.serving.cli.answer import load, read_piped, write_answer
-from quire.serving.cli.arguments import sampling_params
+from quire.serving.cli.answer import Answerer, Message, answerer, read_piped, write_answer
+from quire.serving.cli.remote import RemoteError
 from quire.types.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from quire.serving.llm import LLM
-    from quire.types.sampling import SamplingParams
 
 HELP = """/help    this list
 /reset   forget the conversation
@@ -25,9 +20,8 @@ def run_chat(args: argparse.Namespace) -> int:
     message = args.message if args.message is not None else read_piped()
     if message is not None and not message.strip():
         raise InvalidRequest("MESSAGE", "is empty", "give a message, or pipe one in")
-    sampling = sampling_params(args)
-    with load(args) as llm:
-        conversation = Conversation(llm, sampling, args.system_prompt)
+    with answerer(args) as model:
+        conversation = Conversation(model, args.system_prompt)
         if message is None:
             _converse(conversation)
         else:
@@ -38,13 +32,13 @@ def run_chat(args: argparse.Namespace) -> int:
 class Conversation:
     """The messages so far. A refused message is forgotten; an interrupted answer is kept as far as it came."""
 
-    def __init__(self, llm: LLM, sampling: SamplingParams, system_prompt: str | None) -> None:
-        self._llm, self._sampling, self._system_prompt = llm, sampling, system_prompt
-        self._messages: list[dict[str, object]] = []
+    def __init__(self, model: Answerer, system_prompt: str | None) -> None:
+        self._model, self._system_prompt = model, system_prompt
+        self._messages: list[Message] = []
         self.reset()
 
     @property
-    def messages(self) -> tuple[dict[str, object], ...]:
+    def messages(self) -> tuple[Message, ...]:
         return tuple(self._messages)
 
     def reset(self) -> None:
@@ -53,10 +47,10 @@ class Conversation:
 
     def say(self, text: str) -> None:
         """Send a message and write the answer to stdout."""
-        messages: list[dict[str, object]] = [*self._messages, {"role": "user", "content": text}]
+        messages: list[Message] = [*self._messages, {"role": "user", "content": text}]
         answer: list[str] = []
         try:
-            write_answer(self._llm.stream_chat(messages, self._sampling), answer)
+            write_answer(self._model.chat(messages), answer)
         finally:
             if answer:
                 self._messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
@@ -79,6 +73,8 @@ def _converse(conversation: Conversation) -> None:
                 print("\n[interrupted]", file=sys.stderr)
             except InvalidRequest as error:
                 print(f"{error} (or /reset to start over)", file=sys.stderr)
+            except RemoteError as error:
+                print(f"\n{error}", file=sys.stderr)
 
 
 def _ask() -> str | None:

@@ -17,7 +17,11 @@ from quire.serving.cli.arguments import engine_settings
 from quire.types.errors import ModelLoadError, QuireError
 
 REQUIRED = ("torch", "numpy", "tokenizers", "safetensors", "jinja2")
-OPTIONAL = ("huggingface_hub", "triton")
+OPTIONAL = (
+    "huggingface_hub", "triton",
+    "fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "pyzmq", "prometheus_client",  # to serve
+    "aiohttp", "opentelemetry-sdk",  # to measure a server, to trace
+)  # fmt: skip
 REBUILD = (
     "in the checkout, with a C++ compiler: make clean setup, or pip install --force-reinstall --no-deps -e . "
     "(until then torch's own operations are used)"

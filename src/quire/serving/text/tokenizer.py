@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
@@ -14,6 +16,9 @@ from quire.serving.text.gguf_tokenizer import build_gguf_tokenizer
 from quire.serving.text.hf_tokenizer import build_hf_tokenizer
 from quire.serving.text.special_tokens import SpecialTokens
 from quire.types.errors import InvalidRequest
+
+_KEEPING = ("ByteLevel", "Split", "Digits")  # pre-tokenizers that lose no text
+_SHRINKS = {None: 1, "NFC": 4}  # normalizers, and characters that may become one
 
 if TYPE_CHECKING:
     from quire.runtime.loading.resolve import ModelFiles
@@ -46,7 +51,24 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; special tokens written in it become their ids, and bos/eos go around it when asked."""
-        return list(self._backend.encode(_checked(text), add_special_tokens=add_special_tokens).ids)
+        return self.encode_batch((text,), add_special_tokens)[0]  # the backend lets other threads run only in batches
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens `text` has at least, found without tokenizing it; 0 where nothing is certain."""
+        return len(text) // self._most_characters if self._most_characters else 0
+
+    @cached_property
+    def _most_characters(self) -> int:
+        """How many characters one token can stand for; 0 where a tokenizer may drop or merge any number of them."""
+        normalizer = self._backend.normalizer
+        kind = None if normalizer is None else json.loads(normalizer.__getstate__())["type"]
+        added = self._backend.get_added_tokens_decoder().values()
+        if any(token.lstrip or token.rstrip for token in added) or not _keeps_all(self._backend.pre_tokenizer):
+            return 0
+        if not self.decoding.rules.byte_level or kind not in _SHRINKS:
+            return 0
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+        return longest * _SHRINKS[kind]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of every text, on all cores."""
@@ -89,6 +111,13 @@ class Tokenizer:
             return bytes([piece]).decode(errors="replace")
         return piece or ""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token adds to a text; none for an id that has no text."""
+        if self.decoding.rules.byte_level:
+            return self.decoding.as_bytes[token_id]
+        piece = self.decoding.as_text[token_id]
+        return bytes([piece]) if isinstance(piece, int) else (piece or "").encode()
+
     def bad_word_ids(self, word: str) -> tuple[tuple[int, ...], ...]:
         """The token sequences that spell `word`, at the start of a text and after a space."""
         plain = tuple(self.encode(word.lstrip() or word, add_special_tokens=False))
@@ -97,6 +126,15 @@ class Tokenizer:
             raise InvalidRequest("bad_words", f"{word!r:.80} has no tokens in this vocabulary", "leave it out")
         differs = len(spaced) == len(plain) and spaced[0] != plain[0]
         return (plain, spaced) if differs else (plain,)
+
+
+def _keeps_all(pre_tokenizer: Any) -> bool:
+    """Whether splitting a text into words leaves nothing of it out."""
+    if pre_tokenizer is None:
+        return True
+    described = json.loads(pre_tokenizer.__getstate__())
+    steps = described["pretokenizers"] if described["type"] == "Sequence" else [described]
+    return all(step["type"] in _KEEPING and step.get("behavior") != "Removed" for step in steps)
 
 
 def _checked(text: str) -> str:

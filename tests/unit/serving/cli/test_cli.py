@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import argparse
 import io
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +14,8 @@ import pytest
 from quire import __version__
 from quire.runtime.loading import resolve
 from quire.serving.cli import _parser, main
+from quire.serving.cli import answer as answer_module
 from quire.serving.cli import chat as chat_module
-from quire.serving.cli import complete as complete_module
 from quire.serving.cli import pull as pull_module
 from quire.serving.cli.arguments import engine_settings, sampling_params
 from quire.serving.progress import LoadingProgress
@@ -25,8 +29,7 @@ def echo(prompt: str, index: int) -> str:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch, make_llm: MakeLLM) -> None:
-    for module in (chat_module, complete_module):
-        monkeypatch.setattr(module, "load", lambda args: make_llm(echo))
+    monkeypatch.setattr(answer_module, "load", lambda args: make_llm(echo))
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +52,10 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (["doctor", "--tokenizer", "t"], "--tokenizer"),
         (["doctor", "--load-format", "dummy"], "--load-format"),
         (["doctor", "--verbose"], "--verbose"),
+        (["serve", "--api-wrokers", "2"], "--api-wrokers"),
+        (["serve", "--log-format", "xml"], "--log-format"),
+        (["bench"], "KIND"),
+        (["bench", "serve", "--rate", "fast"], "--rate"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_two(
@@ -61,6 +68,39 @@ def test_wrong_usage_is_one_line_and_exit_code_two(
     assert error.count("\n") == 1
     assert cause in error
     assert "--help" in error
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from _parsers(child)
+
+
+@pytest.mark.parametrize("parser", list(_parsers(_parser())), ids=lambda parser: parser.prog)
+def test_every_help_explains_every_flag_and_has_examples_that_parse(parser: argparse.ArgumentParser) -> None:
+    assert all(action.help for action in parser._actions if not isinstance(action, argparse._SubParsersAction))
+    assert parser.epilog is not None
+    commands = [line.strip() for line in parser.epilog.splitlines() if line.startswith("  quire")]
+    assert commands
+    for command in commands:
+        words = shlex.split(command.partition(" <")[0])[1:]
+        if words[0] != "COMMAND":
+            _parser().parse_args(words)
+    assert parser.format_help()
+
+
+def test_the_reference_names_every_command_and_every_flag() -> None:
+    text = (Path(__file__).parents[4] / "docs/reference/cli.md").read_text(encoding="utf-8")
+    for parser in _parsers(_parser()):
+        assert f"`{parser.prog}`" in text or parser.prog == "quire", parser.prog
+        for action in parser._actions:
+            for flag in action.option_strings:
+                assert flag in ("-h", "--help") or f"`{flag}`" in text, (parser.prog, flag)
+    known = {flag for parser in _parsers(_parser()) for flag in parser._option_string_actions}
+    foreign = {flag for flag in re.findall(r"`(--[a-z-]+)`", text) if flag not in known}
+    assert not foreign
 
 
 @pytest.mark.usefixtures("scripted")
@@ -163,7 +203,7 @@ def test_an_unexpected_error_is_one_line_and_exit_code_one(
     def fail(args: object) -> None:
         raise RuntimeError("lost\nthe thread")
 
-    monkeypatch.setattr(complete_module, "load", fail)
+    monkeypatch.setattr(answer_module, "load", fail)
     assert main(["complete", "p"]) == 1
     assert capsys.readouterr().err == (
         "quire: error: unexpected RuntimeError: lost the thread; run again with --debug for the traceback\n"
@@ -174,7 +214,7 @@ def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     def interrupt(args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(complete_module, "load", interrupt)
+    monkeypatch.setattr(answer_module, "load", interrupt)
     assert main(["complete", "p"]) == 130
     assert capsys.readouterr().err == "\n"
 

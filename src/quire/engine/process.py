@@ -1,0 +1,174 @@
+"""The engine's own process: one thread that hears the edges, steps the core and answers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from quire.engine.answer_size import check_answer_size
+from quire.engine.core import EngineCore
+from quire.engine.messages import (
+    AbortRequest,
+    Accepted,
+    Ask,
+    BlockMapAnswer,
+    CacheReset,
+    FromEngine,
+    Goodbye,
+    Refused,
+    StatsAnswer,
+    SubmitRequest,
+    ToEngine,
+    Tokens,
+)
+from quire.engine.progress import ProgressRecord
+from quire.engine.routing import Routes
+from quire.engine.transport import EngineSocket
+from quire.types.errors import EngineDead, InvalidRequest
+from quire.types.output import Finished, TokensOut
+from quire.types.request import Abort
+
+logger = logging.getLogger("quire.engine")
+
+
+class EngineLoop:
+    """Runs an EngineCore for the edges at a socket. `run` is called by one thread; `stop` and `forget_edge` by any.
+
+    Every step ends with at most one batch per edge. What reached the socket before a step is heard before it.
+    """
+
+    def __init__(
+        self, core: EngineCore, edges: EngineSocket, progress: ProgressRecord, *, on_stuck: Callable[[int], None]
+    ) -> None:
+        self._core, self._edges, self._progress, self._on_stuck = core, edges, progress, on_stuck
+        self._routes = Routes()
+        self._outbox: dict[int, list[FromEngine]] = {}  # by edge
+        self._gone: deque[int] = deque()  # edges that ended, told by another thread
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._waking = threading.Lock()
+        self._stopping = self._closed = False
+
+    # --------------------------------------------------------------------------------------------- from any thread
+    def stop(self) -> None:
+        """Return from `run` after the step that runs now."""
+        self._stopping = True
+        self._wake_up()
+
+    def forget_edge(self, edge: int) -> None:
+        """Abort all that an edge has here, before the next step."""
+        self._gone.append(edge)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        with self._waking:
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
+
+    # -------------------------------------------------------------------------------------------------- the loop
+    def run(self) -> None:
+        """Serve until `stop`. Raises EngineDead once every request was told that the executor is lost."""
+        core, progress = self._core, self._progress
+        while not self._stopping:
+            self._hear()
+            if core.has_work:
+                progress.begin_step()
+                self._deliver(core.step())
+            self._flush()
+            if core.dead is not None:
+                raise EngineDead(core.dead)
+            if not core.has_work:
+                progress.idle()
+                self._rest()
+
+    def close(self) -> None:
+        """End what is live, tell its edges, and give back sockets and devices."""
+        for request_id in self._routes.requests():
+            self._core.abort(Abort(request_id))
+        if self._core.has_work and self._core.dead is None:
+            self._deliver(self._core.step())
+            self._flush()
+        self._edges.close()
+        self._progress.close()
+        self._core.close()
+        with self._waking:
+            self._closed = True
+            os.close(self._wake)
+
+    def _rest(self) -> None:
+        """Sleep until an edge or another thread has something to say."""
+        self._edges.wait(self._wake)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def _hear(self) -> None:
+        while self._gone:
+            self._drop(self._gone.popleft())
+        for edge, message in self._edges.receive():
+            self._obey(edge, message)
+
+    def _obey(self, edge: int, message: ToEngine) -> None:
+        if isinstance(message, SubmitRequest):
+            self._say(edge, self._submit(edge, message))
+        elif isinstance(message, AbortRequest):
+            if self._routes.edge_of(message.abort.request_id) == edge:
+                self._core.abort(message.abort)
+        elif isinstance(message, Ask):
+            self._say(edge, self._answer(message))
+        elif isinstance(message, Goodbye):
+            self._drop(edge)
+
+    def _submit(self, edge: int, message: SubmitRequest) -> Accepted | Refused:
+        try:
+            request = message.request()
+            check_answer_size(request, self._core.config, self._core.vocab_size)
+            handle = self._core.submit(request)
+        except InvalidRequest as error:
+            return Refused(message.request_id, error.field, error.reason, error.fix)
+        self._routes.add(edge, request.request_id, handle, request.sampling.n)
+        return Accepted(request.request_id, handle)
+
+    def _answer(self, ask: Ask) -> StatsAnswer | BlockMapAnswer | CacheReset:
+        if ask.question == "stats":
+            return StatsAnswer(ask.number, self._core.stats())
+        if ask.question == "block_map":
+            return BlockMapAnswer(ask.number, self._core.block_map())
+        return CacheReset(ask.number, self._core.reset_cache())
+
+    def _deliver(self, out: TokensOut) -> None:
+        for edge, part in self._routes.split(out):
+            for message in _messages(part):
+                self._say(edge, message)
+
+    def _say(self, edge: int, message: FromEngine) -> None:
+        self._outbox.setdefault(edge, []).append(message)
+
+    def _flush(self) -> None:
+        outbox, self._outbox = self._outbox, {}
+        for edge, messages in outbox.items():
+            if not self._edges.send(edge, messages):
+                logger.warning("edge %d does not read its messages; its requests are ended", edge)
+                self._drop(edge)
+                self._on_stuck(edge)
+
+    def _drop(self, edge: int) -> None:
+        self._outbox.pop(edge, None)
+        for request_id in self._routes.drop(edge):
+            self._core.abort(Abort(request_id))
+
+
+def _messages(part: TokensOut) -> list[Tokens]:
+    """One message; a request with logprobs ends in one of its own, as it may be large."""
+    small: list[Finished] = []
+    large: list[Finished] = []
+    for end in part.finished:
+        has_logprobs = end.prompt_logprobs or any(sample.logprobs for sample in end.samples)
+        (large if has_logprobs else small).append(end)
+    if not large:
+        return [Tokens(part)]
+    alone = [TokensOut(part.step, part.samples[:0], part.token_ids[:0], finished=(end,)) for end in large]
+    return [Tokens(out) for out in (replace(part, finished=tuple(small)), *alone)]

@@ -1,0 +1,51 @@
+"""How far the engine is, where a watcher in another process can read it without asking."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from pathlib import Path
+
+_RECORD = struct.Struct("<Qdd")  # steps begun, 1.0 while in one, seconds on the monotonic clock
+
+
+class ProgressRecord:
+    """The engine's side: a small file mapped into memory, so that writing it costs no system call."""
+
+    def __init__(self, path: Path) -> None:
+        path.touch(mode=0o600)
+        with path.open("r+b") as file:
+            file.truncate(_RECORD.size)
+            self._map = mmap.mmap(file.fileno(), _RECORD.size)
+        self._steps = 0
+        self.idle()
+
+    def begin_step(self) -> None:
+        self._steps += 1
+        _RECORD.pack_into(self._map, 0, self._steps, 1.0, time.monotonic())
+
+    def idle(self) -> None:
+        _RECORD.pack_into(self._map, 0, self._steps, 0.0, time.monotonic())
+
+    def close(self) -> None:
+        self._map.close()
+
+
+class ProgressReader:
+    """The watcher's side. A record seen twice is a whole one: a torn read does not repeat."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), _RECORD.size, access=mmap.ACCESS_READ)
+        self._last = b""
+
+    def stuck_for(self) -> float:
+        """Seconds the engine has been in the same step, seen so at two calls; 0 while it moves or is idle."""
+        record, last = self._map[: _RECORD.size], self._last
+        self._last = record
+        _, busy, since = _RECORD.unpack(record)
+        return max(0.0, time.monotonic() - since) if busy and record == last else 0.0
+
+    def close(self) -> None:
+        self._map.close()

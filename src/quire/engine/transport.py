@@ -1,0 +1,122 @@
+"""Messages between edges and the engine over a local socket that only this user can open."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import zmq
+
+from quire.engine.messages import (
+    MAX_MESSAGE,
+    BadMessage,
+    FromEngine,
+    ToEngine,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+)
+
+logger = logging.getLogger("quire.engine")
+
+_IPC = "ipc://"
+_FLUSH_MS = 500  # what was said last may take this long to leave
+_MAX_UNREAD = 4_096  # steps an edge may leave unread before it counts as stuck
+_MAX_UNSENT = 65_536  # batches an edge may have on the way to an engine that is in a long step
+
+
+class EngineSocket:
+    """The engine's end: every edge is told from the others by its number. One thread uses it."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, _MAX_UNREAD)
+        self._socket.setsockopt(zmq.RCVHWM, _MAX_UNSENT)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE)
+        self._socket.bind(address)
+        Path(address.removeprefix(_IPC)).chmod(0o600)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+
+    def wait(self, wake_fd: int) -> None:
+        """Block until an edge says something or `wake_fd` becomes readable."""
+        self._poller.register(wake_fd, zmq.POLLIN)
+        self._poller.poll()
+        self._poller.unregister(wake_fd)
+
+    def receive(self) -> Iterator[tuple[int, ToEngine]]:
+        """All that has arrived, as (edge, message). Never blocks; what is malformed is logged and skipped."""
+        while _has_message(self._socket):
+            sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            if not sender.isdigit():
+                logger.warning("dropped a message: its sender is no edge of this server")
+                continue
+            for frame in frames:
+                try:
+                    message = decode_to_engine(frame)
+                except BadMessage as error:
+                    logger.warning("dropped a message of edge %d: %s", int(sender), error)
+                    continue
+                yield int(sender), message
+
+    def send(self, edge: int, messages: Sequence[FromEngine]) -> bool:
+        """One batch for one edge. False when it cannot be reached or has read nothing for too long."""
+        frames = [encode(message) for message in messages]
+        try:
+            self._socket.send_multipart([b"%d" % edge, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        """Let what was said leave, for a moment, then close. Idempotent."""
+        self._socket.close(linger=_FLUSH_MS)
+        self._context.term()
+
+
+class EdgeSocket:
+    """An edge's end of its line to one engine. One thread uses it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], edge: int, address: str) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.ROUTING_ID, b"%d" % edge)
+        self._socket.setsockopt(zmq.SNDHWM, _MAX_UNSENT)
+        self._socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE)
+        self._socket.connect(address)
+
+    @property
+    def pollable(self) -> zmq.Socket[bytes]:
+        """For a poller; nothing else."""
+        return self._socket
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Send encoded messages as one batch. False when the engine has left too much unread."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> Iterator[FromEngine]:
+        """All that has arrived. Never blocks; what is malformed is logged and skipped."""
+        while _has_message(self._socket):
+            for frame in self._socket.recv_multipart(zmq.NOBLOCK):
+                try:
+                    message = decode_from_engine(frame)
+                except BadMessage as error:
+                    logger.warning("dropped a message of the engine: %s", error)
+                    continue
+                yield message
+
+    def close(self, *, flush: bool) -> None:
+        self._socket.close(linger=_FLUSH_MS if flush else 0)
+
+
+def _has_message(line: zmq.Socket[bytes]) -> bool:
+    return bool(int(line.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

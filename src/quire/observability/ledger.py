@@ -1,0 +1,34 @@
+"""Where a request spent its time, read from its ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.types.ledger import LedgerEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """How long a request spent where, in seconds; None for what it never reached."""
+
+    queue: float | None
+    prefill: float | None
+    decode: float | None
+    inference: float | None
+
+
+def phases(
+    entries: Sequence[LedgerEntry], received_at: float, first_token_at: float | None, finished_at: float
+) -> Phases:
+    """Queue, prefill and decode times. The queue lasts until the first admission; a later preemption is in decode."""
+    admitted = next((entry.at for entry in entries if entry.kind == "admitted"), None)
+    first = next((entry.at for entry in entries if entry.kind == "first_token"), first_token_at)
+    if admitted is None:
+        return Phases(None, None, None, None)
+    return Phases(
+        queue=max(admitted - received_at, 0.0),
+        prefill=None if first is None else max(first - admitted, 0.0),
+        decode=None if first is None else max(finished_at - first, 0.0),
+        inference=max(finished_at - admitted, 0.0),
+    )

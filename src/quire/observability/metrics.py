@@ -1,0 +1,172 @@
+"""The server's metrics: counts what the desk reports, asks the engine when somebody looks, shows both."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from quire.config.server import ServerConfig
+from quire.observability.engine_view import EngineView
+from quire.observability.exposition import render
+from quire.observability.ledger import phases
+from quire.observability.record import Record
+from quire.observability.shared import SharedCounts
+from quire.observability.tally import Tally
+from quire.observability.tracing import NoTracer, Tracer, make_tracer
+from quire.types.errors import EngineDead
+from quire.types.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0  # the engine is asked for its numbers at most this often
+SHARE_SECONDS = 1.0  # and other edges see this one's counts at most this late
+_WORST_FIRST = ("error", "abort", "length", "stop")
+
+
+def server_metrics(config: ServerConfig, model_name: str, directory: str | None, edge: int) -> ServerMetrics:
+    """The metrics and traces of one edge, as the server is configured. Raises ConfigError without the `trace` extra."""
+    shared = None if directory is None else SharedCounts(Path(directory), edge)
+    return ServerMetrics(model_name, shared, make_tracer(config.trace_endpoint, model_name))
+
+
+class ServerMetrics:
+    """An observer of the desk that counts, and hands requests that ended to a tracer. Thread-safe and quick.
+
+    With `shared`, `start()` begins a thread that lets the other edges see these counts; `close()` ends it.
+    """
+
+    def __init__(self, model_name: str, shared: SharedCounts | None = None, tracer: Tracer | None = None) -> None:
+        self._model_name, self._shared = model_name, shared
+        self._tracer = tracer or NoTracer()
+        self._tally, self._lock = Tally(), threading.Lock()
+        self._restarts = 0
+        self._is_up = False
+        self._stats: EngineStats | None = None
+        self._asked_at = float("-inf")
+        self._closed = threading.Event()
+        self._sharer = threading.Thread(target=self._keep_sharing, name="quire-metrics", daemon=True)
+
+    def start(self) -> None:
+        if self._shared is not None:
+            with self._lock:
+                self._shared.inherit(self._tally)
+            self._sharer.start()
+
+    def close(self) -> None:
+        """Write the last counts, send the last spans. Idempotent."""
+        self._closed.set()
+        if self._sharer.is_alive():
+            self._sharer.join()
+        self._tracer.close()
+
+    # ------------------------------------------------------------------------------------------------ the observer
+    def received(self, endpoint: str) -> None:
+        with self._lock:
+            self._tally.count("http_requests", endpoint)
+
+    def refused(self, endpoint: str, status: int, code: str) -> None:  # noqa: ARG002 - the observer's signature
+        with self._lock:
+            self._tally.count("http_refusals", str(status))
+
+    def queued(self, record: Record) -> None:
+        with self._lock:
+            self._tally.gauges["num_requests_waiting"] += 1
+            self._tally.observe("request_prompt_tokens", record.num_prompt_tokens)
+            self._tally.observe("request_params_n", record.sampling.n)
+            if record.sampling.max_tokens is not None:
+                self._tally.observe("request_params_max_tokens", record.sampling.max_tokens)
+
+    def submitted(self, record: Record) -> None:  # noqa: ARG002
+        with self._lock:
+            self._tally.gauges["num_requests_waiting"] -= 1
+
+    def first_token(self, record: Record) -> None:
+        if record.first_token_at is not None:
+            with self._lock:
+                self._tally.observe("time_to_first_token_seconds", record.first_token_at - record.received_at)
+
+    def tokens(self, num_tokens: int, intervals: Sequence[float]) -> None:  # noqa: ARG002
+        if intervals:
+            with self._lock:
+                histogram = self._tally.histograms["inter_token_latency_seconds"]
+                for interval in intervals:
+                    histogram.observe(interval)
+
+    def finished(self, record: Record) -> None:
+        reason = next((reason for reason in _WORST_FIRST if reason in record.finish_reasons), "stop")
+        with self._lock:
+            self._tally.count("request_success", reason)
+            self._tally.count("prefix_cache_hits", amount=record.num_cached_tokens)
+            self._tally.observe("request_generation_tokens", record.num_output_tokens)
+            self._observe_times(record)
+        self._tracer.ended(record)
+
+    def aborted(self, record: Record, reason: str) -> None:
+        with self._lock:
+            if reason != "refused":  # by the engine: it was answered as a bad request
+                self._tally.count("request_success", "error" if reason == "engine_down" else "abort")
+            if record.submitted_at is None:
+                self._tally.gauges["num_requests_waiting"] -= 1
+        self._tracer.ended(record)
+
+    def engine_up(self, generation: int) -> None:
+        self._restarts, self._is_up, self._asked_at = generation - 1, True, float("-inf")
+
+    def engine_down(self) -> None:
+        self._is_up, self._stats, self._asked_at = False, None, float("-inf")
+
+    # ------------------------------------------------------------------------------------------------- showing them
+    async def page(self, ask: Callable[[], Awaitable[EngineStats]]) -> bytes:
+        """All metrics of the server as text. `ask` is the engine link's `stats`; called at most once a second."""
+        if self._is_up and time.monotonic() - self._asked_at >= POLL_SECONDS:
+            self._asked_at = time.monotonic()
+            try:
+                self._stats = await ask()
+            except EngineDead:
+                self._stats = None
+        total = Tally()
+        with self._lock:
+            total.absorb(self._tally.snapshot(), gauges=True)
+        if self._shared is not None:
+            self._shared.add_others(total)
+        return render(total, EngineView(self._stats, self._restarts), self._model_name)
+
+    # ----------------------------------------------------------------------------------------------------- the works
+    def _observe_times(self, record: Record) -> None:
+        end, tally = record.finished_at, self._tally
+        if end is None:
+            return
+        tally.observe("e2e_request_latency_seconds", end - record.received_at)
+        first = next((entry.at for entry in record.ledger if entry.kind == "first_token"), record.first_token_at)
+        if first is not None:
+            if not record.streamed:
+                tally.observe("time_to_first_token_seconds", max(first - record.received_at, 0.0))
+            num_samples = max(len(record.finish_reasons), 1)
+            following = record.num_output_tokens - num_samples
+            if following > 0:
+                each = max(end - first, 0.0) * num_samples / following
+                tally.observe("request_time_per_output_token_seconds", each)
+        spent = phases(record.ledger, record.received_at, record.first_token_at, end)
+        for name in ("queue", "prefill", "decode", "inference"):
+            seconds: float | None = getattr(spent, name)
+            if seconds is not None:
+                tally.observe(f"request_{name}_time_seconds", seconds)
+
+    def _keep_sharing(self) -> None:
+        assert self._shared is not None
+        written = ""
+        while True:
+            ended = self._closed.wait(SHARE_SECONDS)
+            with self._lock:
+                text = self._shared.encode(self._tally)
+            if text != written:
+                try:
+                    self._shared.write(text)
+                    written = text
+                except OSError as error:
+                    logger.warning("counts could not be shared: %s", error.strerror)
+            if ended:
+                return

@@ -1,0 +1,64 @@
+"""Numbers that only grow, and what is now: cheap to add to, easy to add up across processes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any
+
+from quire.observability.catalogue import METRICS
+
+
+class Histogram:
+    """Counts of values by bucket, and their sum."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last holds what is above every bound
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+
+class Tally:
+    """All that one edge counts, by the names of the catalogue. Not thread-safe."""
+
+    def __init__(self) -> None:
+        own = [metric for metric in METRICS if metric.source == "edge"]
+        self.histograms = {metric.name: Histogram(metric.bounds) for metric in own if metric.kind == "histogram"}
+        self.counters: dict[str, dict[str, float]] = {metric.name: {} for metric in own if metric.kind == "counter"}
+        self.gauges = {metric.name: 0.0 for metric in own if metric.kind == "gauge"}
+
+    def count(self, name: str, label: str = "", amount: float = 1) -> None:
+        """Raise a counter. Labels come from small fixed sets, never from a request."""
+        by_label = self.counters[name]
+        by_label[label] = by_label.get(label, 0) + amount
+
+    def observe(self, name: str, value: float, times: int = 1) -> None:
+        self.histograms[name].observe(value, times)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it."""
+        return {
+            "histograms": {name: [each.counts, each.total] for name, each in self.histograms.items()},
+            "counters": self.counters,
+            "gauges": self.gauges,
+        }
+
+    def absorb(self, snapshot: Mapping[str, Any], *, gauges: bool) -> None:
+        """Add what another tally's snapshot holds; what is now only if `gauges`. Names nobody knows are passed over."""
+        for name, (counts, total) in snapshot["histograms"].items():
+            own = self.histograms.get(name)
+            if own is not None and len(own.counts) == len(counts):
+                own.counts = [a + b for a, b in zip(own.counts, counts, strict=True)]
+                own.total += total
+        for name, by_label in snapshot["counters"].items():
+            for label, value in by_label.items() if name in self.counters else ():
+                self.count(name, label, value)
+        for name, value in snapshot["gauges"].items() if gauges else ():
+            if name in self.gauges:
+                self.gauges[name] += value

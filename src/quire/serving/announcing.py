@@ -1,0 +1,36 @@
+"""What `quire serve` says on the terminal: how far loading is, and where to go."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from quire.serving.progress import LoadingProgress
+
+
+class Announcer:
+    """Progress bars on a terminal, one plain line per phase elsewhere; then the ready line."""
+
+    def __init__(self, *, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        self._out, self._err = out or sys.stdout, err or sys.stderr
+        self._bars = LoadingProgress(shown=True) if self._err.isatty() else None
+        self._phase = ""
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """How far a phase is, in its own units; the callback of loaders."""
+        if self._bars is not None:
+            self._bars(what, done, total)
+        elif what != self._phase:
+            print(f"{what} ...", file=self._err, flush=True)
+        self._phase = what
+
+    def end_progress(self) -> None:
+        if self._bars is not None:
+            self._bars.close()
+        self._phase = ""
+
+    def ready(self, name: str, url: str, seconds: float, admin_key: str | None) -> None:
+        self.end_progress()
+        print(f"Quire serves {name} on {url} (ready in {seconds:.1f} s)", file=self._out, flush=True)
+        if admin_key is not None:
+            print(f"Playground with the live block map: {url}/#admin={admin_key}", file=self._out, flush=True)

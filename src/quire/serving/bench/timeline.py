@@ -1,0 +1,116 @@
+"""What was seen of one request: when its bytes came. Nothing is parsed while requests run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Recording:
+    """Bytes as they came, each with its moment. Kept raw, so that parsing never delays the next reading."""
+
+    planned_at: float
+    sent_at: float = 0.0
+    ended_at: float = 0.0
+    chunks: list[tuple[float, bytes]] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One request, measured. Times are seconds; moments count from the start of the run."""
+
+    planned_at: float
+    sent_at: float
+    ended_at: float
+    events: tuple[float, ...]  # moments at which tokens came
+    num_prompt_tokens: int
+    num_output_tokens: int
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.events[0] - self.sent_at
+
+    @property
+    def latency(self) -> float:
+        return self.ended_at - self.sent_at
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first; None for an answer of one token."""
+        following = self.num_output_tokens - 1
+        return (self.events[-1] - self.events[0]) / following if following > 0 and len(self.events) > 1 else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Times between events."""
+        return [after - before for before, after in zip(self.events, self.events[1:], strict=False)]
+
+
+def read_recording(recording: Recording) -> Timeline:
+    """Parse what came. An answer without a token, or one that ended with an error event, is an error."""
+    events: list[float] = []
+    usage: dict[str, Any] = {}
+    error, rest, num_tokens, is_done = recording.error, b"", 0, False
+    for moment, data in recording.chunks:
+        *lines, rest = (rest + data).split(b"\n")
+        has_token = False
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            if line[5:].strip() == b"[DONE]":
+                is_done = True
+                continue
+            event = _decode(line[5:])
+            if event is None or "error" in event:
+                error = error or _said(event)
+                continue
+            usage = event.get("usage") or usage
+            tokens = [choice for choice in event.get("choices") or () if _has_token(choice)]
+            num_tokens += len(tokens)
+            has_token = has_token or bool(tokens)
+        if has_token:
+            events.append(moment)
+    if error is None and not events:
+        error = "the answer held no token"
+    if error is None and not is_done:
+        error = "the answer was cut short"
+    return Timeline(
+        planned_at=recording.planned_at,
+        sent_at=recording.sent_at,
+        ended_at=recording.ended_at,
+        events=tuple(events),
+        num_prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        num_output_tokens=int(usage.get("completion_tokens") or num_tokens),
+        error=error,
+    )
+
+
+def _has_token(choice: dict[str, Any]) -> bool:
+    """Whether the event brings a token. One may be without text; a role or a finish reason alone is no token."""
+    is_last = choice.get("finish_reason") is not None
+    if "delta" in choice:
+        delta = choice["delta"] or {}
+        content = delta.get("content")
+        return bool(content or delta.get("reasoning_content")) or (
+            content == "" and "role" not in delta and not is_last
+        )
+    return bool(choice.get("text")) or (choice.get("text") == "" and not is_last)
+
+
+def _decode(data: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
+def _said(event: dict[str, Any] | None) -> str:
+    if event is None:
+        return "an event is no JSON"
+    error = event["error"]
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)

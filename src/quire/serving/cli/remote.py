@@ -1,0 +1,169 @@
+"""A running server as a model: the OpenAI API, spoken with the standard library."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from quire.config.environment import read_environment
+from quire.serving.cli.answer import Message, Piece, Pieces
+from quire.serving.cli.arguments import given_sampling
+from quire.types.errors import ConfigError, InvalidRequest, QuireError
+
+SILENCE_SECONDS = 300.0  # a server that sends nothing for so long is given up
+MAX_BODY = 64 * 2**20
+MAX_EVENT = 2**20
+
+
+class RemoteError(QuireError):
+    """The server could not be reached, failed, or broke off."""
+
+
+class RemoteAnswerer:
+    """Sends each question to the server at --url. One connection per question, so that leaving ends the request."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._server = Server(args.url, args.api_key)
+        self._model: str = args.model or self._server.first_model()
+        seed = args.seed if args.seed is None or args.seed >= 0 else None  # -1: any
+        self._options = {**given_sampling(args), "seed": seed, "stop": args.stop}
+        self._n: int = getattr(args, "n", 1)
+
+    def chat(self, messages: Sequence[Message]) -> Pieces:
+        return self._stream("/v1/chat/completions", {"messages": list(messages)})
+
+    def complete(self, prompt: str) -> Pieces:
+        return self._stream("/v1/completions", {"prompt": prompt})
+
+    def samples(self, prompt: str) -> list[str]:
+        body = self._server.ask("/v1/completions", self._body({"prompt": prompt, "n": self._n}))
+        return [str(choice["text"]) for choice in sorted(body["choices"], key=lambda choice: choice["index"])]
+
+    def _body(self, fields: dict[str, object]) -> dict[str, object]:
+        given = {name: value for name, value in self._options.items() if value is not None}
+        return {"model": self._model, **fields, **given}
+
+    def _stream(self, path: str, fields: dict[str, object]) -> Pieces:
+        streamed: dict[str, object] = {"stream": True, "stream_options": {"include_usage": True}}
+        for event in self._server.events(path, self._body({**fields, **streamed})):
+            for choice in event.get("choices") or ():
+                text = choice["delta"].get("content") if "delta" in choice else choice.get("text")
+                if text:
+                    yield Piece(str(text), 0)
+            usage = event.get("usage")
+            if usage:
+                yield Piece("", int(usage["completion_tokens"]))
+
+
+class Server:
+    """Where a server is and how to talk to it. Raises RemoteError, or InvalidRequest when it refuses a request."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise ConfigError("url", f"{url!r} is no address of a server", "like http://127.0.0.1:8000")
+        self._connect = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._host, self._port = parts.hostname, port
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._base}"
+        key = read_environment().api_key if api_key is None else api_key
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def first_model(self) -> str:
+        models = self.ask("/v1/models").get("data")
+        if not models:
+            raise RemoteError(f"{self._shown} serves no model")
+        return str(models[0]["id"])
+
+    def ask(self, path: str, body: dict[str, object] | None = None) -> dict[str, Any]:
+        """Send a request and read the whole answer."""
+        connection = self._open()
+        with closing(connection):
+            return self._read_json(self._send(connection, path, body))
+
+    def events(self, path: str, body: dict[str, object]) -> Iterator[dict[str, Any]]:
+        """Send a request and give the events of its answer as they come. Closing it early hangs up."""
+        connection = self._open()
+        with closing(connection):
+            response = self._send(connection, path, body)
+            while (data := self._next_data(response)) != b"[DONE]":
+                event = _decoded(data, self._shown)
+                if "error" in event:
+                    raise RemoteError(f"{self._shown}: {_message(event)}")
+                yield event
+
+    def _open(self) -> HTTPConnection:
+        return self._connect(self._host, self._port, timeout=SILENCE_SECONDS)
+
+    def _send(self, connection: HTTPConnection, path: str, body: dict[str, object] | None) -> HTTPResponse:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {**self._headers, "Accept": "application/json", "Content-Type": "application/json"}
+        try:
+            connection.request("GET" if data is None else "POST", self._base + path, data, headers)
+            response = connection.getresponse()
+        except (OSError, HTTPException) as error:
+            raise RemoteError(f"{self._shown} cannot be reached: {_why(error)}") from None
+        if response.status >= 400:
+            self._refuse(response)
+        return response
+
+    def _refuse(self, response: HTTPResponse) -> None:
+        try:
+            said = _message(self._read_json(response))
+        except RemoteError:
+            said = response.reason
+        if response.status in (401, 403):
+            raise RemoteError(f"{self._shown}: {said}; give the right --api-key, or set QUIRE_API_KEY")
+        if response.status < 500 and response.status != 429:
+            raise InvalidRequest(self._shown, said)
+        later = response.getheader("Retry-After")
+        wait = f"; try again in {later} s" if later else ""
+        raise RemoteError(f"{self._shown}: {said} (status {response.status}){wait}")
+
+    def _read_json(self, response: HTTPResponse) -> dict[str, Any]:
+        try:
+            data = response.read(MAX_BODY)
+        except (OSError, HTTPException) as error:
+            raise RemoteError(f"{self._shown} broke off its answer: {_why(error)}") from None
+        return _decoded(data, self._shown)
+
+    def _next_data(self, response: HTTPResponse) -> bytes:
+        """The data of the next event. Raises RemoteError if the stream ends before its last one."""
+        while True:
+            try:
+                line = response.readline(MAX_EVENT)
+            except (OSError, HTTPException) as error:
+                raise RemoteError(f"{self._shown} broke off its answer: {_why(error)}") from None
+            if not line:
+                raise RemoteError(f"{self._shown} ended its answer before it was complete")
+            if line.startswith(b"data:"):
+                return line[5:].strip()
+
+
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _decoded(data: bytes, source: str) -> dict[str, Any]:
+    try:
+        decoded = json.loads(data)
+    except ValueError:
+        decoded = None
+    if not isinstance(decoded, dict):
+        raise RemoteError(f"{source} sent something that is no JSON object; is it an OpenAI-compatible server?")
+    return decoded
+
+
+def _message(body: dict[str, Any]) -> str:
+    error = body.get("error")
+    said = error.get("message") if isinstance(error, dict) else error or body.get("message") or body.get("detail")
+    return " ".join(str(said or "no reason given").split())

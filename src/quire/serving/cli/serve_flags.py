@@ -1,0 +1,90 @@
+"""The flags of `quire serve`, in the names vLLM's users know."""
+
+from __future__ import annotations
+
+import argparse
+
+from quire.config.server import DEFAULT_DRAIN_SECONDS, DEFAULT_PORT, DEFAULT_STEP_TIMEOUT
+from quire.serving.cli.arguments import Commands, OneLineParser, add_debug, add_engine, add_loading, examples
+
+EXAMPLES = {
+    "quire serve": "the default model on http://127.0.0.1:8000",
+    "quire serve qwen3-0.6b --port 8080 --max-model-len 4096": "another model, port and length",
+    "quire serve --admin": "with the block map in the playground; prints its address and key",
+    "quire serve --host 0.0.0.0 --api-key-file keys.txt": "reachable from elsewhere, for those with a key",
+    "quire serve --api-workers 4 --limit queue_requests=4096": "four HTTP processes, a longer queue",
+}
+
+
+def add_serve(commands: Commands[OneLineParser]) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP with the OpenAI API",
+        description="Serve a model over HTTP with the OpenAI API, a playground and metrics.",
+        **examples(EXAMPLES),
+    )
+    parser.add_argument(
+        "model_name",
+        nargs="?",
+        metavar="MODEL",
+        help="a path, a hub name or a catalogue name; default model when absent",
+    )
+    parser.add_argument("-m", "--model", help="the same as MODEL")
+    parser.add_argument(
+        "--served-model-name", action="append", metavar="NAME", help="what clients call the model; repeatable"
+    )
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template instead of the model's own")
+    add_debug(parser)
+    _add_server(parser)
+    _add_access(parser)
+    _add_watching(parser)
+    group = add_loading(add_engine(parser), verbose=False)
+    group.add_argument("--scheduling-policy", default=argparse.SUPPRESS, help="fcfs or priority (fcfs)")
+    group.add_argument("--seed", type=int, help="for requests that bring no seed (0)")
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need an API key")
+    group.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"port to listen on; 0 is any ({DEFAULT_PORT})")
+    group.add_argument("--api-workers", type=int, default=1, metavar="N", help="HTTP processes that share the port (1)")
+    group.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=DEFAULT_DRAIN_SECONDS,
+        metavar="S",
+        help=f"how long running requests may take to finish at the end ({DEFAULT_DRAIN_SECONDS:g})",
+    )
+    group.add_argument(
+        "--step-timeout",
+        type=float,
+        default=DEFAULT_STEP_TIMEOUT,
+        metavar="S",
+        help=f"a step that takes longer counts as hung and the engine is restarted ({DEFAULT_STEP_TIMEOUT:g})",
+    )
+    group.add_argument(
+        "--limit", action="append", default=[], metavar="NAME=VALUE", help="change a limit; repeatable, see the docs"
+    )
+    group.add_argument("--lenient", action="store_true", help="unknown parameters become warnings instead of errors")
+    group.add_argument("--no-playground", action="store_true", help="serve no page at /")
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("access")
+    group.add_argument("--api-key", action="append", default=[], metavar="KEY", help="ask clients for it; repeatable")
+    group.add_argument(
+        "--api-key-file", metavar="FILE", help="one key per line; safer than --api-key, which `ps` shows"
+    )
+    group.add_argument("--admin", action="store_true", help="serve /admin; without --admin-key a key is made and shown")
+    group.add_argument("--admin-key", action="append", default=[], metavar="KEY", help="for /admin; repeatable")
+    group.add_argument(
+        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="web pages of it may call; repeatable"
+    )
+    group.add_argument("--open-metrics", action="store_true", help="/metrics asks for no key")
+
+
+def _add_watching(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("logs and traces")
+    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(info)")
+    group.add_argument("--log-format", choices=("text", "json"), default="text", help="(text)")
+    group.add_argument("--trace-endpoint", metavar="URL", help="send OpenTelemetry traces there, by OTLP over HTTP")

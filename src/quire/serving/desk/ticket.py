@@ -1,0 +1,110 @@
+"""One engine request while the edge looks after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quire.serving.desk.mailbox import Delta, Mailbox
+from quire.serving.desk.observer import RequestRecord
+from quire.serving.outputs import settled
+from quire.serving.sample_text import SampleText
+from quire.serving.text.tokenizer import Tokenizer
+from quire.types.output import Finished, SampleEnd
+from quire.types.request import Submit
+from quire.types.step import TokenLogprobs
+
+# one token's logprobs and where its text begins in the answer, as JSON: a piece for each column of the format
+RenderLogprobs = Callable[[TokenLogprobs, int], tuple[bytes, ...]]
+TicketState = Literal["new", "queued", "submitted", "over"]
+
+
+@dataclass(slots=True)
+class Follower:
+    """Turns one sample's tokens into text as they come. Lives on the link's thread."""
+
+    ticket: Ticket
+    index: int
+    text: SampleText
+    last_at: float | None = None
+    num_quiet: int = 0  # tokens since the last event was due
+    is_over: bool = False
+
+    def push(self, token_id: int, entry: TokenLogprobs | None) -> Delta:
+        """The news that one token is; it carries the finish if the token completed a stop string."""
+        text, ticket = self.text, self.ticket
+        offset = text.num_characters
+        new = text.push(token_id)
+        columns = () if entry is None or ticket.render is None else ticket.render(entry, offset)
+        choice = ticket.first_choice + self.index
+        if text.stopped_by is None:
+            return Delta(choice, new, (token_id,), columns)
+        self.is_over = True
+        return Delta(choice, new, (token_id,), columns, "stop", text.stopped_by)
+
+    def is_due(self) -> bool:
+        """Whether enough tokens came for an event; counts this one."""
+        self.num_quiet += 1
+        if self.num_quiet < self.ticket.interval and self.text.num_tokens > 1 and not self.is_over:
+            return False
+        self.num_quiet = 0
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """What was asked, who waits for it, and in the end what came of it.
+
+    `streams`: every token is news for the mailbox; otherwise only the end is. Samples are followed token by token when
+    they stream or have stop strings.
+    """
+
+    submit: Submit
+    record: RequestRecord
+    mailbox: Mailbox
+    first_choice: int = 0  # the place of sample 0 among the answer's choices
+    streams: bool = False
+    interval: int = 1
+    render: RenderLogprobs | None = None
+    state: TicketState = "new"
+    handle: int | None = None
+    followers: list[Follower] = field(default_factory=list)
+    finished: Finished | None = None
+
+    @property
+    def n(self) -> int:
+        return self.submit.sampling.n
+
+    @property
+    def weight(self) -> int:
+        """Its prompt tokens: the waiting room's measure."""
+        return len(self.submit.prompt_token_ids)
+
+    def follow(self, tokenizer: Tokenizer, handle: int) -> list[Follower]:
+        """Its followers, when the engine has accepted it."""
+        self.handle = handle
+        if self.streams or self.submit.sampling.stops:
+            self.followers = [Follower(self, i, SampleText(tokenizer, self.submit)) for i in range(self.n)]
+        return self.followers
+
+    def settle(self, finished: Finished) -> None:
+        """The engine is done with it: keep the outcome, and tell the mailbox the ends it does not know yet."""
+        self.finished = finished
+        for follower in self.followers:
+            end = next((end for end in finished.samples if end.index == follower.index), None)
+            if follower.is_over or end is None:
+                continue
+            follower.is_over = True
+            rest = follower.text.finish()
+            if self.streams:
+                end = settled(end, follower.text)
+                choice = self.first_choice + follower.index
+                self.mailbox.put(Delta(choice, rest, (), (), end.finish_reason, end.stop_reason))
+
+    def ends(self) -> list[tuple[SampleEnd, SampleText | None]]:
+        """Every sample as its user sees it, in order, with its text where it was followed."""
+        assert self.finished is not None
+        texts = {follower.index: follower.text for follower in self.followers}
+        pairs = [(settled(end, texts.get(end.index)), texts.get(end.index)) for end in self.finished.samples]
+        return sorted(pairs, key=lambda pair: pair[0].index)

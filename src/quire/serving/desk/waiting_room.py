@@ -1,0 +1,56 @@
+"""Requests that wait at the edge for a place in the engine: bounded, in order, and untouched by an engine's death."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+
+from quire.serving.desk.ticket import Ticket
+
+
+class WaitingRoom:
+    """Ordered by (priority, arrival). Bounded in requests and in tokens; who does not fit is not taken in."""
+
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        self._max_requests, self._max_tokens = max_requests, max_tokens
+        self._heap: list[tuple[int, int, Ticket]] = []
+        self._inside: dict[Ticket, None] = {}
+        self._numbers = itertools.count()
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._inside)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(list(self._inside))
+
+    def has_room(self, num_requests: int, num_tokens: int) -> bool:
+        if len(self) + num_requests > self._max_requests:
+            return False
+        return self.num_tokens + num_tokens <= self._max_tokens or not self._inside
+
+    def add(self, ticket: Ticket) -> None:
+        heapq.heappush(self._heap, (ticket.submit.priority, next(self._numbers), ticket))
+        self._inside[ticket] = None
+        self.num_tokens += ticket.weight
+
+    def first(self) -> Ticket | None:
+        """Who is next; stays inside."""
+        while self._heap and self._heap[0][2] not in self._inside:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+    def remove(self, ticket: Ticket) -> None:
+        """Let one go, wherever it stands. Nobody inside: no change."""
+        if ticket not in self._inside:
+            return
+        del self._inside[ticket]
+        self.num_tokens -= ticket.weight
+        if len(self._heap) > 2 * len(self._inside) + 64:
+            self._heap = [entry for entry in self._heap if entry[2] in self._inside]
+            heapq.heapify(self._heap)
+
+    def check(self) -> None:
+        assert self.num_tokens == sum(ticket.weight for ticket in self._inside)
+        assert {entry[2] for entry in self._heap} >= set(self._inside)

@@ -1,0 +1,158 @@
+"""One HTTP edge process: `python -m quire.serving.edge FD`, started by the supervisor. Never imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+import uvicorn
+import uvloop
+
+from quire import __version__
+from quire.config.server import ServerConfig
+from quire.observability.logging import set_up_logging
+from quire.observability.metrics import ServerMetrics, server_metrics
+from quire.runtime.loading.resolve import resolve_model
+from quire.serving.child import EXIT_FAILED, EXIT_ORPHANED, enter_child
+from quire.serving.control import AskDrain, ControlChannel, ControlMessage, Drain, Drained, EdgeReady, EdgeStart, Fatal
+from quire.serving.desk.desk import Desk
+from quire.serving.http.app import build_app
+from quire.serving.http.limits import Limits
+from quire.serving.http.protocol import bounded_by
+from quire.serving.http.service import Service, TextWorks
+from quire.serving.playground import files
+from quire.serving.remote_link import RemoteLink
+from quire.serving.text.tokenizer import Tokenizer, load_tokenizer
+from quire.types.errors import QuireError
+
+logger = logging.getLogger("quire.edge")
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CLOSING_SECONDS = 1  # for connections that are still open when all work is done
+SWITCH_SECONDS = 0.001  # how long a text thread may keep the event loop waiting
+
+
+class EdgeServer(uvicorn.Server):
+    """Uvicorn without signal handlers of its own: the supervisor decides when an edge ends."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Edge:
+    """The parts of one edge, and its life from the first connection to the last."""
+
+    def __init__(self, start: EdgeStart, channel: ControlChannel, tokenizer: Tokenizer, metrics: ServerMetrics) -> None:
+        config, limits = start.config, Limits(start.config.limits)
+        self._loop = asyncio.get_running_loop()
+        self._channel, self._listen_fd = channel, start.listen_fd
+        self._link = RemoteLink(channel, start.edge, on_control=self._on_control)
+        self._desk = Desk(self._link, tokenizer, limits, metrics, config.api_workers)
+        self._draining: asyncio.Task[None] | None = None
+
+        async def render_metrics() -> tuple[bytes, str]:
+            return await metrics.page(self._link.stats), METRICS_TYPE
+
+        self._service = Service(
+            config=config,
+            limits=limits,
+            desk=self._desk,
+            link=self._link,
+            texts=TextWorks(tokenizer, config.source.chat_template),
+            observer=metrics,
+            version=__version__,
+            render_metrics=render_metrics,
+            ask_drain=lambda: channel.send(AskDrain()),
+        )
+        app = build_app(self._service, files())
+        self._server = EdgeServer(http_config(app, limits), lambda: channel.send(EdgeReady()))
+
+    async def run(self) -> None:
+        """Serve until drained."""
+        self._desk.start()
+        gc.collect()
+        gc.freeze()
+        await self._server.serve(sockets=[socket.socket(fileno=self._listen_fd)])
+        self._channel.send(Drained())
+        self._link.close()
+        self._service.close()
+
+    def _on_control(self, message: ControlMessage) -> None:
+        """On the link's thread."""
+        if isinstance(message, Drain):
+            self._loop.call_soon_threadsafe(self._drain, message.seconds)
+
+    def _drain(self, seconds: float) -> None:
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._finish(seconds))
+
+    async def _finish(self, seconds: float) -> None:
+        await self._desk.drain(seconds)
+        self._server.should_exit = True
+
+
+def http_config(app: object, limits: Limits) -> uvicorn.Config:
+    """How uvicorn serves an edge: one protocol, no access log, no header that names the server."""
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        http=bounded_by(limits),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=limits["idle_seconds"],
+        timeout_graceful_shutdown=CLOSING_SECONDS,
+        backlog=4_096,
+    )
+
+
+def main(arguments: list[str]) -> int:
+    channel = enter_child(arguments)
+    start = channel.receive()
+    if not isinstance(start, EdgeStart):
+        return EXIT_ORPHANED
+    config = start.config
+    try:
+        set_up_logging(config.log_level, config.log_format, f"edge {start.edge}")
+        tokenizer = _load_tokenizer(config)
+        name = (config.source.served_names or (config.source.model,))[0]
+        metrics = server_metrics(config, name, start.directory, start.edge)
+    except QuireError as error:
+        channel.send(Fatal(str(error), retry=False))
+        return EXIT_FAILED
+    sys.setswitchinterval(SWITCH_SECONDS)
+    metrics.start()
+
+    async def serve() -> None:
+        await Edge(start, channel, tokenizer, metrics).run()
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve())
+    finally:
+        metrics.close()
+    return 0
+
+
+def _load_tokenizer(config: ServerConfig) -> Tokenizer:
+    return load_tokenizer(resolve_model(config.source.tokenizer or config.source.model, offline=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,134 @@
+"""Keeps the edge processes running: as many as wanted, each replaced when it ends."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.config.server import ServerConfig
+from quire.serving.control import ControlMessage, Drain, Drained, EdgeReady, EdgeStart, Fatal
+from quire.serving.processes import ChildProcess
+
+logger = logging.getLogger("quire.supervisor")
+
+MAX_START_FAILURES = 3  # in a row, of one seat; then the server gives up
+_BACK_OFF_SECONDS = 0.5  # after an edge that never became ready
+_EXIT_SECONDS = 2.0  # from Drained to the end of the process
+
+
+@dataclass(slots=True)
+class _Seat:
+    """One of the edges, through all its processes."""
+
+    child: ChildProcess | None = None
+    edge: int = 0
+    is_ready: bool = False
+    failures: int = 0
+    start_at: float = 0.0
+    kill_at: float = float("inf")
+    fatal: Fatal | None = None
+
+
+class EdgeKeeper:
+    """`poll` is called often and never blocks for long. Every edge process has a number of its own, never reused."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        directory: Path,
+        module: str,
+        listen_fd: int,
+        *,
+        on_start: Callable[[ChildProcess], None],
+        on_gone: Callable[[int], None],
+    ) -> None:
+        self._config, self._directory, self._module, self._listen_fd = config, directory, module, listen_fd
+        self._on_start, self._on_gone = on_start, on_gone
+        self._seats = [_Seat() for _ in range(config.api_workers)]
+        self._numbers = itertools.count(1)
+        self.failure: str | None = None  # why no edge will be started any more
+        self.draining = False
+
+    @property
+    def all_ready(self) -> bool:
+        return all(seat.is_ready for seat in self._seats)
+
+    @property
+    def all_ended(self) -> bool:
+        return all(seat.child is None for seat in self._seats)
+
+    def children(self) -> Iterator[ChildProcess]:
+        return (seat.child for seat in self._seats if seat.child is not None)
+
+    def poll(self, now: float) -> None:
+        """Start, kill or bury edges, whichever is due."""
+        for seat in self._seats:
+            if seat.child is not None and now >= seat.kill_at:
+                seat.child.kill()
+                self._bury(seat)
+            elif seat.child is not None and seat.child.has_ended:
+                self._bury(seat)
+            if seat.child is None and not self.draining and self.failure is None and now >= seat.start_at:
+                self._start(seat)
+
+    def obey(self, child: ChildProcess, message: ControlMessage) -> None:
+        """What an edge said of itself."""
+        seat = next(seat for seat in self._seats if seat.child is child)
+        if isinstance(message, EdgeReady):
+            seat.is_ready, seat.failures = True, 0
+        elif isinstance(message, Drained):
+            seat.kill_at = min(seat.kill_at, time.monotonic() + _EXIT_SECONDS)
+        elif isinstance(message, Fatal):
+            seat.fatal = message
+
+    def broadcast(self, message: ControlMessage) -> None:
+        for child in self.children():
+            child.send(message)
+
+    def drain(self, now: float) -> None:
+        """Every edge finishes its work and exits, or is killed when the time is over."""
+        self.draining = True
+        for seat in self._seats:
+            seat.kill_at = now + self._config.drain_seconds + _EXIT_SECONDS
+        self.broadcast(Drain(self._config.drain_seconds))
+
+    def replace(self, edge: int) -> None:
+        """Kill an edge that is stuck; another takes its place."""
+        for seat in self._seats:
+            if seat.edge == edge and seat.child is not None:
+                seat.child.kill()
+
+    def kill(self) -> None:
+        """End all edges now and start no others."""
+        self.draining = True
+        for child in self.children():
+            child.kill()
+        for seat in self._seats:
+            if seat.child is not None:
+                self._bury(seat)
+
+    def _start(self, seat: _Seat) -> None:
+        seat.edge, seat.is_ready, seat.fatal = next(self._numbers), False, None
+        seat.child = ChildProcess(self._module, inherit=(self._listen_fd,))
+        seat.child.send(EdgeStart(self._config, seat.edge, self._listen_fd, str(self._directory)))
+        self._on_start(seat.child)
+
+    def _bury(self, seat: _Seat) -> None:
+        assert seat.child is not None
+        for message in seat.child.receive():
+            self.obey(seat.child, message)
+        ending = seat.child.reap()
+        seat.child, was_ready, seat.is_ready = None, seat.is_ready, False
+        self._on_gone(seat.edge)
+        if self.draining:
+            return
+        reason = seat.fatal.reason if seat.fatal else f"edge process {seat.edge} {ending}"
+        logger.error("edge %d ended: %s", seat.edge, reason)
+        seat.failures = 0 if was_ready else seat.failures + 1
+        if not was_ready and (seat.failures >= MAX_START_FAILURES or (seat.fatal and not seat.fatal.retry)):
+            self.failure = reason
+        seat.start_at = time.monotonic() + (0.0 if was_ready else _BACK_OFF_SECONDS)

@@ -1,0 +1,155 @@
+"""The engine process: `python -m quire.serving.engine_main FD`, started by the supervisor and by nobody else."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from quire.engine.core import EngineCore
+from quire.engine.process import EngineLoop
+from quire.engine.progress import ProgressRecord
+from quire.engine.transport import EngineSocket
+from quire.observability.logging import set_up_logging
+from quire.serving.child import EXIT_ENGINE_DEAD, EXIT_FAILED, enter_child, leave_orphaned
+from quire.serving.control import (
+    ControlChannel,
+    EdgeGone,
+    EdgeStuck,
+    EngineStart,
+    EngineUp,
+    Fatal,
+    LoadProgress,
+    Stop,
+)
+from quire.serving.link import EngineReady
+from quire.types.errors import ConfigError, EngineDead, ModelLoadError
+
+logger = logging.getLogger("quire.engine")
+
+_PROGRESS_SECONDS = 0.1  # between two reports of the same phase
+
+Report = Callable[[str, int, int], None]
+Load = Callable[[EngineStart, Report], tuple[EngineCore, EngineReady]]
+
+
+def run_engine(arguments: list[str], load: Load) -> int:
+    """Load, serve, and say over the control socket how it ended. Returns the exit code."""
+    channel = enter_child(arguments)
+    start = channel.receive()
+    if start is None:
+        leave_orphaned()
+    assert isinstance(start, EngineStart)
+    set_up_logging(start.config.log_level, start.config.log_format, "engine")
+    control = _Control(channel)
+    try:
+        core, ready = load(start, _Reporter(channel))
+        socket = EngineSocket(start.address)
+        record = ProgressRecord(Path(start.directory) / f"progress-{start.generation}")
+        loop = EngineLoop(core, socket, record, on_stuck=control.report_stuck)
+    except (ConfigError, ModelLoadError) as error:
+        return _fail(channel, str(error), EXIT_FAILED, retry=start.generation > 1)
+    except Exception as error:
+        logger.exception("loading failed")
+        return _fail(channel, f"loading failed: {error!r}", EXIT_FAILED, retry=True)
+    gc.collect()
+    gc.freeze()
+    control.watch(loop)
+    channel.send(EngineUp(ready, start.address))
+    return _serve(loop, channel)
+
+
+def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore, EngineReady]:
+    """The model in this process. Raises ConfigError, DoesNotFit or ModelLoadError."""
+    report("starting the engine", 0, 1)
+    from quire.runtime.loading.files import files_at
+    from quire.serving.assembly import plan_engine
+
+    report("starting the engine", 1, 1)
+    source = start.config.source
+    planned = plan_engine(files_at(Path(source.model)), start.config.engine)
+    logger.info("%s", "; ".join(" ".join(line.split()) for line in str(planned.memory).splitlines()))
+    core, config = planned.build(source.load_format, report), planned.config
+    ready = EngineReady(
+        generation=start.generation,
+        max_model_len=config.scheduler.max_model_len,
+        vocab_size=planned.model.vocab_size,
+        max_num_seqs=config.scheduler.num_rows,
+        block_size=config.cache.block_size,
+        num_blocks=config.cache.num_blocks,
+        dtype=config.device.dtype,
+        device=config.device.device,
+        policy=config.scheduler.policy,
+        eos_ids=tuple(planned.model.eos_ids),
+    )
+    return core, ready
+
+
+class _Control:
+    """A thread that obeys the supervisor, also while the model loads, and ends the process when it is gone."""
+
+    def __init__(self, channel: ControlChannel) -> None:
+        self._channel = channel
+        self._loop: EngineLoop | None = None
+        threading.Thread(target=self._read, name="control", daemon=True).start()
+
+    def watch(self, loop: EngineLoop) -> None:
+        """From now on there is a loop to tell."""
+        self._loop = loop
+
+    def report_stuck(self, edge: int) -> None:
+        self._channel.send(EdgeStuck(edge))
+
+    def _read(self) -> None:
+        while (message := self._channel.receive()) is not None:
+            if isinstance(message, EdgeGone) and self._loop is not None:
+                self._loop.forget_edge(message.edge)
+            elif isinstance(message, Stop):
+                if self._loop is None:
+                    os._exit(0)  # nothing was promised to anybody yet
+                self._loop.stop()
+        leave_orphaned()
+
+
+class _Reporter:
+    """Loading progress for the supervisor, a few times a second."""
+
+    def __init__(self, channel: ControlChannel) -> None:
+        self._channel = channel
+        self._phase, self._sent_at = "", 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if what == self._phase and done < total and now - self._sent_at < _PROGRESS_SECONDS:
+            return
+        self._phase, self._sent_at = what, now
+        self._channel.send(LoadProgress(what, min(1.0, done / total) if total else 1.0))
+
+
+def _serve(loop: EngineLoop, channel: ControlChannel) -> int:
+    try:
+        loop.run()
+    except EngineDead as error:
+        loop.close()
+        return _fail(channel, str(error), EXIT_ENGINE_DEAD, retry=True)
+    except Exception as error:
+        logger.exception("the engine's loop failed")
+        return _fail(channel, f"the engine's loop failed: {error!r}", EXIT_ENGINE_DEAD, retry=True)
+    loop.close()
+    return 0
+
+
+def _fail(channel: ControlChannel, reason: str, code: int, *, retry: bool) -> int:
+    line = " ".join(reason.split())
+    channel.send(Fatal(line, retry))
+    logger.error("%s", line)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(run_engine(sys.argv[1:], load_engine))

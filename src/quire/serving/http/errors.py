@@ -1,0 +1,73 @@
+"""Errors as OpenAI's clients read them. What a client is told never holds an exception, a path or an address."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.types.errors import InvalidRequest, QuireError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    421: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    500: "server_error",
+    503: "server_error",
+}
+_CODES = {
+    "UnknownParameter": "unknown_parameter",
+    "UnsupportedParameter": "unsupported_parameter",
+    "PromptTooLong": "context_length_exceeded",
+}
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+class ApiError(QuireError):
+    """An answer that is an error. Its text is written for the client."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str, param: str | None = None, headers: Headers = ()
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.headers = status, code, param, headers
+
+    def body(self) -> bytes:
+        return msgspec.json.encode({"error": self.details()})
+
+    def details(self) -> dict[str, object]:
+        return {"message": str(self), "type": _TYPES[self.status], "param": self.param, "code": self.code}
+
+
+def as_api_error(error: QuireError) -> ApiError:
+    """Any error raised on purpose, as a client may see it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequest):
+        return ApiError(400, str(error), code=_CODES.get(type(error).__name__, "invalid_value"), param=error.field)
+    return internal_error()
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "the server failed to answer; the cause is in its log", code="internal_error")
+
+
+def model_not_found(name: str) -> ApiError:
+    return ApiError(
+        404, f"model: {name[:80]!a} is not served here; see /v1/models", code="model_not_found", param="model"
+    )
+
+
+def engine_unavailable(message: str) -> ApiError:
+    return ApiError(503, message, code="engine_unavailable", headers=((b"retry-after", b"1"),))
+
+
+def too_busy(message: str, retry_after: int) -> ApiError:
+    headers = ((b"retry-after", str(retry_after).encode()),)
+    return ApiError(429, message, code="queue_full", headers=headers)

@@ -1,0 +1,179 @@
+"""One HTTP request and its answer, without a framework's detours: the raw ASGI channel and a few ways to use it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from functools import cached_property
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from quire.serving.http.errors import ApiError, Headers, as_api_error
+from quire.serving.http.kinds import UnknownParameter
+from quire.serving.http.limits import Limits
+from quire.types.errors import InvalidRequest, QuireError
+
+logger = logging.getLogger("quire.edge")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_JSON: Headers = ((b"content-type", b"application/json"),)
+MAX_QUERY_FIELDS = 32
+FLAG_WORDS = {"1": True, "true": True, "0": False, "false": False}
+ABORT = "quire.abort"  # scope key: closes the connection at once, whatever is still unsent
+
+
+class ClientGone(Exception):
+    """The client hung up; there is nobody to answer."""
+
+
+class Exchange:
+    """Reads one request within its limits and writes one answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope, self._receive, self._send = scope, receive, send
+        self.has_started = False
+        self._stall: asyncio.TimerHandle | None = None
+
+    @cached_property
+    def headers(self) -> dict[bytes, bytes]:
+        """The last value of each header."""
+        return dict(self.scope["headers"])
+
+    @cached_property
+    def query(self) -> dict[str, list[str]]:
+        text = self.scope.get("query_string", b"").decode("latin-1")
+        try:
+            return parse_qs(text, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS)
+        except ValueError:
+            raise InvalidRequest("query", f"has more than {MAX_QUERY_FIELDS} parameters", "send fewer") from None
+
+    def is_asked(self, parameter: str) -> bool:
+        """Whether `?parameter=1` or the header `X-Quire-Parameter: 1` says so. Raises InvalidRequest on other words."""
+        header = self.headers.get(b"x-quire-" + parameter.encode(), b"0").decode("latin-1")
+        for value in (*self.query.get(parameter, ()), header):
+            if value not in FLAG_WORDS:
+                raise InvalidRequest(parameter, f"must be one of {', '.join(FLAG_WORDS)}", "send 1 or leave it out")
+        return any(FLAG_WORDS[value] for value in (*self.query.get(parameter, ()), header))
+
+    def check_query(self, *known: str) -> None:
+        """Raise UnknownParameter for a query parameter that is none of these."""
+        for name in self.query:
+            if name not in known:
+                raise UnknownParameter(name[:80], "is not a query parameter of this path", "leave it out")
+
+    @property
+    def request_id(self) -> str:
+        return str(self.scope["quire.request_id"])
+
+    @property
+    def principal(self) -> str:
+        """Whose key it was, as a digest; empty where no key is asked for."""
+        return str(self.scope.get("quire.principal", ""))
+
+    # --------------------------------------------------------------------------------------------------- reading
+    async def read_body(self, limits: Limits, count: Callable[[int], None]) -> bytes:
+        """The whole body of a JSON request; `count` is told of every part. Raises ApiError (4xx) or ClientGone."""
+        kind = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json" and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
+            message = "content-type: must be application/json; set the header Content-Type: application/json"
+            raise ApiError(415, message, code="unsupported_media_type")
+        if b"content-encoding" in self.headers:
+            raise ApiError(
+                415, "content-encoding: is not supported; send the body as it is", code="unsupported_encoding"
+            )
+        length = self.headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > limits["body_bytes"]:
+            raise _too_large(limits)
+        try:
+            async with asyncio.timeout(limits["body_seconds"]):
+                return await self._read_all(limits, count)
+        except TimeoutError:
+            message = f"the body did not arrive within {limits['body_seconds']} s; send it faster"
+            raise ApiError(408, message, code="body_timeout", headers=((b"connection", b"close"),)) from None
+
+    async def _read_all(self, limits: Limits, count: Callable[[int], None]) -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limits["body_bytes"]:
+                raise _too_large(limits)
+            count(len(part))
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def until_gone(self) -> None:
+        """Returns when the client hangs up. Only after the body was read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    # --------------------------------------------------------------------------------------------------- writing
+    async def reply(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = _JSON) -> None:
+        """The whole answer at once."""
+        length = (b"content-length", str(len(body)).encode())
+        self.has_started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def reply_json(self, value: Any, status: int = 200) -> None:
+        await self.reply(status, msgspec.json.encode(value))
+
+    async def reply_error(self, error: ApiError) -> None:
+        await self.reply(error.status, error.body(), (*_JSON, *error.headers))
+
+    async def start_stream(self) -> None:
+        """Begin an answer of server-sent events."""
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        self.has_started = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def write(self, data: bytes, *, is_last: bool = False, stall_seconds: float = 30.0) -> None:
+        """Send part of a stream. A client that reads nothing for `stall_seconds` is cut off."""
+        timer = asyncio.get_running_loop().call_later(stall_seconds, self.cut)
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        finally:
+            timer.cancel()
+
+    def cut(self) -> None:
+        """Close the connection now, unsent data and all."""
+        self.scope.get(ABORT, lambda: None)()
+
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+class Endpoint:
+    """A handler as an ASGI application: what it raises on purpose becomes an error answer."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._handler(exchange)
+        except ClientGone:
+            return
+        except QuireError as error:
+            if exchange.has_started:
+                raise
+            await exchange.reply_error(as_api_error(error))
+
+
+def _too_large(limits: Limits) -> ApiError:
+    return ApiError(413, f"body: is larger than {limits['body_bytes']} bytes; send less", code="body_too_large")

@@ -1,0 +1,112 @@
+"""Every bound of the server, in one table. It drives validation, the OpenAPI document, the docs and the fuzz tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from quire.types import sampling
+from quire.types.errors import ConfigError
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One bound: what it is for, how a client over it is answered, and how high an operator may set it."""
+
+    name: str
+    value: int
+    unit: str
+    bounds: str
+    answer: str
+    highest: int = 2**31 - 1
+    lowest: int = 1
+
+    @property
+    def flag(self) -> str:
+        return f"--limit {self.name}=VALUE"
+
+
+_BAD = "400 invalid_request_error"
+_BUSY = "429 rate_limit_error with Retry-After"
+_CLOSE = "the connection is closed"
+
+LIMITS: tuple[Limit, ...] = (
+    # what one request may ask for
+    Limit("body_bytes", 4 * MIB, "bytes", "the body of one request", "413 invalid_request_error", highest=64 * MIB),
+    Limit("nesting", 32, "levels", "lists and objects inside each other in a body", _BAD, highest=200),
+    Limit("prompts", 256, "prompts", "a list in `prompt`", _BAD, highest=65_536),
+    Limit("prompt_tokens", 2**20, "tokens", "all prompts of a request, besides max_model_len for each", _BAD),
+    Limit("prompt_characters", 4 * MIB, "characters", "all text of a request that is to be tokenized", _BAD),
+    Limit("messages", 2_048, "messages", "`messages`", _BAD, highest=8_192),
+    Limit("content_parts", 1_024, "parts", "the `content` of one message", _BAD, highest=65_536),
+    Limit("n", 128, "samples", "`n`, besides max_num_seqs", _BAD, highest=sampling.MAX_N),
+    Limit("choices", 1_024, "samples", "`n` times the number of prompts", _BAD, highest=2**20),
+    Limit("max_tokens", 2**20, "tokens", "`max_tokens`, besides max_model_len", _BAD),
+    Limit(
+        "logprobs", 20, "tokens", "`logprobs`, `top_logprobs`, `prompt_logprobs`", _BAD, highest=sampling.MAX_LOGPROBS
+    ),
+    Limit("stop_strings", 16, "strings", "`stop`", _BAD, highest=sampling.MAX_STOP_STRINGS),
+    Limit("stop_characters", 1_024, "characters", "one string of `stop` or `bad_words`", _BAD, highest=16_384),
+    Limit("stop_tokens", 128, "ids", "`stop_token_ids`", _BAD, highest=sampling.MAX_STOP_TOKENS),
+    Limit("bad_words", 128, "strings", "`bad_words`", _BAD, highest=sampling.MAX_BAD_WORDS),
+    Limit("logit_bias", 300, "entries", "`logit_bias`", _BAD, highest=sampling.MAX_BIASED_TOKENS),
+    Limit("token_ids", 2**17, "ids", "`allowed_token_ids`", _BAD, highest=2**20),
+    Limit("logprob_token_ids", 128, "ids", "`logprob_token_ids`", _BAD, highest=1_024),
+    Limit("template_kwargs", 32, "entries", "`chat_template_kwargs`", _BAD, highest=1_024),
+    Limit("metadata", 16, "entries", "`metadata`", _BAD, highest=1_024),
+    Limit("identifier", 128, "characters", "`request_id` and the X-Request-Id header", _BAD, highest=512),
+    Limit("label", 512, "characters", "`user`, `cache_salt`, `model` and other names", _BAD, highest=4_096),
+    # what all requests together may hold
+    Limit("queue_requests", 1_024, "requests", "requests that wait for the engine", _BUSY),
+    Limit("queue_tokens", 2**20, "tokens", "prompt tokens that wait for the engine", _BUSY),
+    Limit("bodies_bytes", 256 * MIB, "bytes", "bodies that are being read or parsed", _BUSY, highest=2**40),
+    Limit(
+        "stream_bytes", MIB, "bytes", "text of one stream that its client has not read", "the stream ends with an error"
+    ),
+    Limit("connections", 16_384, "connections", "open connections", "503 server_error, then closed"),
+    # time
+    Limit("header_bytes", 64 * 2**10, "bytes", "the head of a request", "431 invalid_request_error", highest=MIB),
+    Limit("header_seconds", 15, "seconds", "from the first byte of a request to the end of its head", _CLOSE),
+    Limit("body_seconds", 60, "seconds", "reading the body of a request", "408 invalid_request_error"),
+    Limit("idle_seconds", 300, "seconds", "a connection without a request", _CLOSE),
+    Limit("stall_seconds", 30, "seconds", "a client that reads nothing of its answer", _CLOSE),
+    # coalescing
+    Limit("coalesce_streams", 32, "streams", "live streams above which tokens share events", "fewer, larger events"),
+    Limit(
+        "coalesce_ms",
+        50,
+        "milliseconds",
+        "how long a token may then wait for its event",
+        "fewer, larger events",
+        highest=1_000,
+    ),
+)
+
+_BY_NAME = {limit.name: limit for limit in LIMITS}
+
+
+class Limits(Mapping[str, int]):
+    """The values in force: the table's, with an operator's changes. Raises ConfigError for a change that makes none."""
+
+    def __init__(self, changes: Mapping[str, int] | None = None) -> None:
+        self._values = {limit.name: limit.value for limit in LIMITS}
+        for name, value in (changes or {}).items():
+            limit = _BY_NAME.get(name)
+            if limit is None:
+                raise ConfigError(f"limit {name}", "there is no such limit", f"known: {', '.join(_BY_NAME)}")
+            is_whole = type(value) is int
+            if not is_whole or not limit.lowest <= value <= limit.highest:
+                allowed = f"a whole number in [{limit.lowest}, {limit.highest}]"
+                raise ConfigError(f"limit {name}", f"must be {allowed}, got {value!r}", f"{limit.value} is the default")
+            self._values[name] = value
+
+    def __getitem__(self, name: str) -> int:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)

@@ -1,0 +1,183 @@
+"""A finished request as one JSON body. Runs in the text threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire.serving.desk.observer import RequestRecord
+from quire.serving.desk.ticket import RenderLogprobs, Ticket
+from quire.serving.http.openai.job import Wishes
+from quire.serving.http.openai.logprobs import (
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    render_chat,
+    render_completion,
+)
+from quire.serving.outputs import spoken_ids
+from quire.serving.sample_text import SampleText, answer_detokenizer
+from quire.serving.text.detokenizer import Detokenizer
+from quire.serving.text.tokenizer import Tokenizer
+from quire.types.output import SampleEnd
+from quire.types.request import Submit
+
+Column = tuple[bytes, ...]
+_OBJECT = {"chat": "chat.completion", "completions": "text_completion"}
+
+
+class AnswerBuilder:
+    """Builds bodies for one model. Threads may share it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._names = {as_ids: TokenNames(tokenizer, as_ids) for as_ids in (False, True)}
+
+    def renderer(self, wishes: Wishes) -> RenderLogprobs:
+        names = self._names[wishes.tokens_as_ids]
+        return render_chat(names) if wishes.endpoint == "chat" else render_completion(names)
+
+    def build(self, wishes: Wishes, tickets: Sequence[Ticket]) -> bytes:
+        """The body of the answer. Every ticket has finished."""
+        choices = [
+            self._choice(wishes, ticket, end, text, preface)
+            for ticket, preface in zip(tickets, wishes.prefaces, strict=True)
+            for end, text in ticket.ends()
+        ]
+        body: dict[str, Any] = {
+            "id": wishes.answer_id,
+            "object": _OBJECT[wishes.endpoint],
+            "created": wishes.created,
+            "model": wishes.model,
+            "system_fingerprint": wishes.fingerprint,
+            "choices": choices,
+            "usage": usage(tickets, _num_answer_tokens(wishes, tickets)),
+        }
+        if wishes.endpoint == "chat":
+            body |= self._prompt_extras(wishes, tickets[0])
+        return msgspec.json.encode(body | extras(wishes, tickets))
+
+    # -------------------------------------------------------------------------------------------------- choices
+    def _choice(
+        self, wishes: Wishes, ticket: Ticket, end: SampleEnd, text: SampleText | None, preface: str
+    ) -> dict[str, Any]:
+        answer, columns = self._text(wishes, ticket.submit, end, text, len(preface))
+        rendered = None
+        if wishes.wants_logprobs:
+            if wishes.echoes_prompt:
+                columns = [*self._prompt_columns(wishes, ticket), *columns]
+            make = chat_logprobs if wishes.endpoint == "chat" else completion_logprobs
+            rendered = msgspec.Raw(make(columns))
+        choice: dict[str, Any] = {"index": ticket.first_choice + end.index}
+        if wishes.endpoint == "chat":
+            choice["message"] = {"role": "assistant", "content": preface + answer, "refusal": None}
+        else:
+            choice["text"] = preface + answer
+        reason = "length" if wishes.drops_answer else end.finish_reason
+        stop_reason = None if wishes.drops_answer else end.stop_reason
+        choice |= {"logprobs": rendered, "finish_reason": reason, "stop_reason": stop_reason}
+        if wishes.return_token_ids:
+            choice["token_ids"] = [] if wishes.drops_answer else end.token_ids
+        if wishes.endpoint == "completions":
+            choice |= self._prompt_extras(wishes, ticket)
+        return choice
+
+    def _text(
+        self, wishes: Wishes, submit: Submit, end: SampleEnd, text: SampleText | None, start: int
+    ) -> tuple[str, list[Column]]:
+        """The text of a sample and, where they are wanted, its rendered logprobs."""
+        if wishes.drops_answer:
+            return "", []
+        detokenizer = answer_detokenizer(self._tokenizer, submit.sampling)
+        spoken = spoken_ids(submit, end.token_ids)
+        if not wishes.wants_logprobs:
+            whole = text.text if text is not None else detokenizer.push(spoken) + detokenizer.finish()
+            return whole, []
+        render = self.renderer(wishes)
+        pieces: list[str] = []
+        columns, offset = [], start
+        for place, entry in enumerate(end.logprobs):
+            columns.append(render(entry, offset))
+            if place < len(spoken):
+                pieces.append(detokenizer.push((spoken[place],)))
+                offset += len(pieces[-1])
+        return (text.text if text is not None else "".join(pieces) + detokenizer.finish()), columns
+
+    def _prompt_columns(self, wishes: Wishes, ticket: Ticket) -> list[Column]:
+        """The echoed prompt's part of a completion's logprobs."""
+        finished = ticket.finished
+        entries = (finished.prompt_logprobs if finished else None) or ()
+        render, names = self.renderer(wishes), self._names[wishes.tokens_as_ids]
+        detokenizer = Detokenizer(self._tokenizer, ticket.submit.sampling.skip_special_tokens)
+        columns: list[Column] = []
+        offset = 0
+        for token, entry in zip(ticket.submit.prompt_token_ids, entries, strict=True):
+            if entry is None:
+                key = msgspec.json.encode(names[token].key)
+                columns.append((key, b"null", b"null", str(offset).encode()))
+            else:
+                columns.append(render(entry, offset))
+            offset += len(detokenizer.push((token,)))
+        return columns
+
+    def _prompt_extras(self, wishes: Wishes, ticket: Ticket) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        finished = ticket.finished
+        if ticket.submit.sampling.prompt_logprobs is not None and finished is not None:
+            found["prompt_logprobs"] = prompt_logprobs(
+                finished.prompt_logprobs or (), self._names[wishes.tokens_as_ids]
+            )
+        if wishes.return_token_ids:
+            found["prompt_token_ids"] = ticket.submit.prompt_token_ids
+        return found
+
+
+def usage(tickets: Sequence[Ticket], num_answer_tokens: int) -> dict[str, Any]:
+    """Tokens in and out, and how many of the former came from the cache."""
+    prompt = sum(len(ticket.submit.prompt_token_ids) for ticket in tickets)
+    cached = sum(ticket.finished.num_cached_tokens for ticket in tickets if ticket.finished is not None)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": num_answer_tokens,
+        "total_tokens": prompt + num_answer_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _num_answer_tokens(wishes: Wishes, tickets: Sequence[Ticket]) -> int:
+    if wishes.drops_answer:
+        return 0
+    return sum(len(end.token_ids) for ticket in tickets for end, _ in ticket.ends())
+
+
+def extras(wishes: Wishes, tickets: Sequence[Ticket]) -> dict[str, Any]:
+    """What an answer holds beyond OpenAI's: the ledger where it was asked for, warnings where there are any."""
+    found: dict[str, Any] = {}
+    if wishes.warnings:
+        found["warnings"] = wishes.warnings
+    if wishes.explain:
+        found["quire"] = {"ledger": _ledger(tickets)}
+    return found
+
+
+def _ledger(tickets: Sequence[Ticket]) -> list[dict[str, Any]]:
+    """What happened to a request, in milliseconds since its head was read. Several prompts are told apart."""
+    entries: list[dict[str, Any]] = []
+    for place, ticket in enumerate(tickets):
+        record = ticket.record
+        which = {"prompt": place} if len(tickets) > 1 else {}
+        entries.append({"kind": "received", "at_ms": 0.0, "amount": 0, "note": _wait_note(record), **which})
+        for entry in ticket.finished.ledger if ticket.finished is not None else ():
+            at = round((entry.at - record.received_at) * 1_000, 3)
+            entries.append({"kind": entry.kind, "at_ms": at, "amount": entry.amount, "note": entry.note, **which})
+    return entries
+
+
+def _wait_note(record: RequestRecord) -> str:
+    if record.submitted_at is None or record.queued_at is None:
+        return ""
+    waited = (record.submitted_at - record.queued_at) * 1_000
+    return f"waited {waited:.1f} ms at the edge for a place in the engine" if waited >= 1 else ""

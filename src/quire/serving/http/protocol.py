@@ -1,0 +1,118 @@
+"""The HTTP connection: uvicorn's, with time-outs on requests that dawdle and a cap on their number and size."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from quire.serving.http.errors import ApiError
+from quire.serving.http.exchange import ABORT
+from quire.serving.http.limits import Limits
+
+logger = logging.getLogger("quire.edge")
+
+_REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
+_SEPARATORS = 4  # bytes around a header's name and value
+_GRACE = 5.0  # seconds the application has to answer 408 by itself
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. Closed when a request's head or body takes too long, or when idle for too long.
+
+    A request that comes before the one before it is answered is not read: the connection closes with that answer, and
+    until then its end is noticed, which it would not be while a second request waits unread.
+    """
+
+    limits = Limits()  # of the server; see `bounded_by`
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._in_head = self._is_full = False
+        self._raw_bytes = self._head_bytes = 0  # of the head: received after its first piece; in its headers
+        if len(self.connections) > self.limits["connections"]:
+            self._refuse(503, "the server has too many connections; try again later", "too_many_connections")
+            return
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect_by(None)
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_full:
+            return
+        if self._in_head:
+            self._raw_bytes += len(data)
+            if self._raw_bytes > self.limits["header_bytes"]:
+                self._refuse_head()
+        if not self.transport.is_closing():
+            super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - says nothing a client could use
+        self._refuse(400, "this is not an HTTP/1.1 request", "bad_http")
+
+    # ------------------------------------------------------------------------------------------- parser callbacks
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        cast("dict[str, Any]", self.scope)[ABORT] = self.transport.abort
+        self._in_head, self._raw_bytes, self._head_bytes = True, 0, 0
+        self._expect_by(self.limits["header_seconds"])
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value) + _SEPARATORS
+        super().on_header(name, value)
+
+    def on_url(self, url: bytes) -> None:
+        self._head_bytes += len(url)
+        super().on_url(url)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._expect_by(self.limits["body_seconds"] + _GRACE)
+        if self._head_bytes > self.limits["header_bytes"]:
+            self._refuse_head()
+            return
+        running: RequestResponseCycle | None = self.cycle
+        if running is not None and not running.response_complete:
+            self._is_full, running.keep_alive = True, False
+            self._expect_by(None)
+            return
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self.transport.is_closing() and not self._is_full:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._expect_by(None)
+        if not self.transport.is_closing() and not self._is_full:
+            super().on_message_complete()
+
+    # -------------------------------------------------------------------------------------------------- the works
+    def _expect_by(self, seconds: float | None) -> None:
+        """Cut the connection off unless called again within `seconds`."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"the head is larger than {self.limits['header_bytes']} bytes", "head_too_large")
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        if self.transport.is_closing():
+            return
+        body = ApiError(status, message, code=code).body()
+        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n" % (status, _REASONS[status])
+        self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
+        self.transport.close()
+
+
+def bounded_by(limits: Limits) -> type[BoundedProtocol]:
+    """The protocol of a server with these limits."""
+    members: dict[str, Any] = {"limits": limits}
+    return type("ServerProtocol", (BoundedProtocol,), members)

@@ -1,0 +1,128 @@
+"""Writes docs/reference/http_api.md from the tables: `python -m quire.serving.http.reference > FILE`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from quire.serving.http.fields import Endpoint, Field, fields_of
+from quire.serving.http.kinds import Only
+from quire.serving.http.limits import LIMITS, Limits
+
+_TITLES: dict[Endpoint, str] = {
+    "chat": "POST /v1/chat/completions",
+    "completions": "POST /v1/completions",
+    "tokenize": "POST /tokenize",
+    "detokenize": "POST /detokenize",
+}
+_INTRODUCTION = """\
+# HTTP API
+
+This page is made from the tables that check requests (`python -m quire.serving.http.reference`). `/openapi.json` of a
+running server holds the same with its own limits.
+
+A parameter that is null counts as absent. A parameter that is unknown, or known and not supported, is answered with
+400 and its name. With `--lenient`, or the header `X-Quire-Lenient: 1`, it becomes an entry of `"warnings"` in the
+answer.
+Bodies are JSON (`Content-Type: application/json`); of a name that stands twice in an object, the last counts.
+
+`?explain=1` or the header `X-Quire-Explain: 1` adds `"quire": {"ledger": [...]}` to the answer (in a stream: to a last
+chunk): what happened to the request, in milliseconds since it was received. `X-Request-Id` names a request; every
+answer carries it.
+
+Errors look like OpenAI's: `{"error": {"message", "type", "param", "code"}}`. A stream that breaks after its first byte
+ends with `data: {"error": {...}}` and `data: [DONE]`.
+"""
+_ROUTES = """\
+## Other routes
+
+| Route | Answer |
+|-|-|
+| `GET /v1/models`, `GET /v1/models/{id}` | the models served, with `max_model_len` |
+| `GET /v1/capabilities` | version, engine, limits in force, parameters with their support |
+| `GET /health` | 200 while the server and its engine are alive, else 503; needs no key |
+| `GET /ready` | 200 while new requests are welcome; 503 while loading, restarting or draining; needs no key |
+| `GET /version` | the version |
+| `GET /metrics` | Prometheus metrics |
+| `GET /openapi.json` | this API as OpenAPI 3.1 |
+| `GET /` | the playground |
+
+Admin routes exist only where an admin key is set, and only that key opens them:
+
+| Route | Effect |
+|-|-|
+| `POST /admin/drain` | shut down as SIGTERM would |
+| `POST /admin/abort` `{"request_id": ...}` or `{"all": true}` | end requests with an error |
+| `POST /admin/reset_cache` | forget cached prompts |
+| `GET /admin/stats` | the engine's counters |
+| `GET /admin/requests` | live requests of this edge with their state |
+| `GET /admin/blocks` | server-sent events: the block map, about four times a second |
+"""
+
+
+def write_reference() -> str:
+    """The whole page."""
+    limits = Limits()
+    parts = [_INTRODUCTION]
+    parts += [_endpoint(endpoint, title, limits) for endpoint, title in _TITLES.items()]
+    parts += [_ROUTES, _limits()]
+    return "\n".join(parts)
+
+
+def _endpoint(endpoint: Endpoint, title: str, limits: Limits) -> str:
+    fields = list(fields_of(endpoint).values())
+    lines = [f"## {title}", "", "| Parameter | Value | Default | Meaning |", "|-|-|-|-|"]
+    lines += [_row(field, limits) for field in fields if field.support == "yes"]
+    quiet = [field.name for field in fields if field.support == "no effect"]
+    if quiet:
+        lines += ["", "Accepted without effect: " + ", ".join(f"`{name}`" for name in quiet) + "."]
+    missing = [_missing(field) for field in fields if field.support == "no"]
+    if missing:
+        lines += ["", f"Not supported, but for the values in brackets, which ask for nothing: {', '.join(missing)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _row(field: Field, limits: Limits) -> str:
+    default = "required" if field.is_required else "" if field.default is None else f"`{json.dumps(field.default)}`"
+    return f"| `{field.name}` | {_value(field.kind.schema(limits))} | {default} | {field.doc} |"
+
+
+def _missing(field: Field) -> str:
+    harmless = field.kind.harmless if isinstance(field.kind, Only) else ()
+    values = " (" + ", ".join(f"`{json.dumps(value)}`" for value in harmless) + ")" if harmless else ""
+    return f"`{field.name}`{values}"
+
+
+def _value(schema: dict[str, object]) -> str:
+    """A schema in a few words."""
+    if "anyOf" in schema:
+        options = schema["anyOf"]
+        assert isinstance(options, list)
+        return " or ".join(_value(option) for option in options)
+    if "enum" in schema:
+        values = schema["enum"]
+        assert isinstance(values, list)
+        return " or ".join(f"`{json.dumps(value)}`" for value in values)
+    kind = schema["type"]
+    if kind in ("integer", "number"):
+        low = schema.get("minimum", schema.get("exclusiveMinimum"))
+        bracket = "(" if "exclusiveMinimum" in schema else "["
+        return f"{bracket}{low}, {schema.get('maximum')}]" + ("" if kind == "integer" else " (number)")
+    if kind == "array":
+        items = schema["items"]
+        assert isinstance(items, dict)
+        return f"list of up to {schema['maxItems']}: {_value(items)}"
+    if kind == "string":
+        return f"text, up to {schema['maxLength']} characters" if "maxLength" in schema else "text"
+    return {"boolean": "true or false", "object": "object"}[str(kind)]
+
+
+def _limits() -> str:
+    lines = ["## Limits", "", "`quire serve --limit NAME=VALUE` changes one.", ""]
+    lines += ["| Name | Default | Bounds | Over it |", "|-|-|-|-|"]
+    lines += [f"| `{one.name}` | {one.value:,} {one.unit} | {one.bounds} | {one.answer} |" for one in LIMITS]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(write_reference())

@@ -1,0 +1,185 @@
+"""JSON schemas of answers: what a client may rely on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+WHOLE: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {"type": "number"}
+FLAG: Schema = {"type": "boolean"}
+IDS: Schema = {"type": "array", "items": WHOLE}
+FINISH: Schema = {"enum": ["stop", "length", None]}
+
+
+def record(required: dict[str, Schema], optional: dict[str, Schema] | None = None, *, is_open: bool = False) -> Schema:
+    """An object with these members."""
+    members = {**required, **(optional or {})}
+    return {
+        "type": "object",
+        "properties": members,
+        "required": list(required),
+        **({} if is_open else {"additionalProperties": False}),
+    }
+
+
+def many(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_MESSAGE = record({"role": {"const": "assistant"}, "content": TEXT, "refusal": {"type": "null"}})
+_STOP_REASON = {"type": ["string", "integer", "null"]}
+_TOP = {"token": TEXT, "logprob": NUMBER, "bytes": or_null(many(WHOLE))}
+_CHAT_LOGPROBS = record(
+    {"content": many(record({**_TOP, "top_logprobs": many(record(_TOP))})), "refusal": {"type": "null"}}
+)
+_COMPLETION_LOGPROBS = record(
+    {
+        "tokens": many(TEXT),
+        "token_logprobs": many(or_null(NUMBER)),
+        "top_logprobs": many(or_null({"type": "object", "additionalProperties": NUMBER})),
+        "text_offset": many(WHOLE),
+    }
+)
+_PROMPT_LOGPROB = record({"logprob": NUMBER, "rank": or_null(WHOLE), "decoded_token": TEXT})
+_PROMPT_LOGPROBS = many(or_null({"type": "object", "additionalProperties": _PROMPT_LOGPROB}))
+_USAGE = record(
+    {
+        "prompt_tokens": WHOLE,
+        "completion_tokens": WHOLE,
+        "total_tokens": WHOLE,
+        "prompt_tokens_details": record({"cached_tokens": WHOLE}),
+    }
+)
+_LEDGER = record(
+    {"ledger": many(record({"kind": TEXT, "at_ms": NUMBER, "amount": WHOLE, "note": TEXT}, {"prompt": WHOLE}))}
+)
+_HEAD = {"id": TEXT, "created": WHOLE, "model": TEXT, "system_fingerprint": TEXT}
+_EXTRAS = {"quire": ref("Explanation"), "warnings": many(TEXT)}
+_CHAT_EXTRAS = {**_EXTRAS, "prompt_logprobs": ref("PromptLogprobs"), "prompt_token_ids": IDS}
+
+SCHEMAS: dict[str, Schema] = {
+    "Error": record(
+        {"error": record({"message": TEXT, "type": TEXT, "param": or_null(TEXT), "code": or_null(TEXT)})}
+    ),
+    "Usage": _USAGE,
+    "Explanation": _LEDGER,
+    "ChatLogprobs": _CHAT_LOGPROBS,
+    "CompletionLogprobs": _COMPLETION_LOGPROBS,
+    "PromptLogprobs": _PROMPT_LOGPROBS,
+    "ChatAnswer": record(
+        {
+            **_HEAD,
+            "object": {"const": "chat.completion"},
+            "choices": many(
+                record(
+                    {
+                        "index": WHOLE,
+                        "message": _MESSAGE,
+                        "logprobs": or_null(ref("ChatLogprobs")),
+                        "finish_reason": FINISH,
+                        "stop_reason": _STOP_REASON,
+                    },
+                    {"token_ids": IDS},
+                )
+            ),
+            "usage": ref("Usage"),
+        },
+        _CHAT_EXTRAS,
+    ),
+    "ChatChunk": record(
+        {
+            **_HEAD,
+            "object": {"const": "chat.completion.chunk"},
+            "choices": many(
+                record(
+                    {
+                        "index": WHOLE,
+                        "delta": record({}, {"role": {"const": "assistant"}, "content": TEXT}),
+                        "logprobs": or_null(ref("ChatLogprobs")),
+                        "finish_reason": FINISH,
+                    },
+                    {"stop_reason": _STOP_REASON, "token_ids": IDS},
+                )
+            ),
+        },
+        {**_EXTRAS, "usage": or_null(ref("Usage")), "prompt_token_ids": IDS},
+    ),
+    "CompletionAnswer": record(
+        {
+            **_HEAD,
+            "object": {"const": "text_completion"},
+            "choices": many(
+                record(
+                    {
+                        "index": WHOLE,
+                        "text": TEXT,
+                        "logprobs": or_null(ref("CompletionLogprobs")),
+                        "finish_reason": FINISH,
+                        "stop_reason": _STOP_REASON,
+                    },
+                    {"token_ids": IDS, "prompt_token_ids": IDS, "prompt_logprobs": ref("PromptLogprobs")},
+                )
+            ),
+        },
+        {**_EXTRAS, "usage": or_null(ref("Usage"))},
+    ),
+    "CompletionChunk": record(
+        {
+            **_HEAD,
+            "object": {"const": "text_completion"},
+            "choices": many(
+                record(
+                    {
+                        "index": WHOLE,
+                        "text": TEXT,
+                        "logprobs": or_null(ref("CompletionLogprobs")),
+                        "finish_reason": FINISH,
+                    },
+                    {"stop_reason": _STOP_REASON, "token_ids": IDS, "prompt_token_ids": IDS},
+                )
+            ),
+        },
+        {**_EXTRAS, "usage": or_null(ref("Usage"))},
+    ),
+    "Tokens": record(
+        {"count": WHOLE, "max_model_len": WHOLE, "tokens": IDS, "token_strs": or_null(many(TEXT))},
+        {"warnings": many(TEXT)},
+    ),
+    "Text": record({"prompt": TEXT}, {"warnings": many(TEXT)}),
+    "Model": record(
+        {
+            "id": TEXT,
+            "object": {"const": "model"},
+            "created": WHOLE,
+            "owned_by": TEXT,
+            "root": TEXT,
+            "parent": {"type": "null"},
+            "max_model_len": or_null(WHOLE),
+        }
+    ),
+    "Models": record({"object": {"const": "list"}, "data": many(ref("Model"))}),
+    "Health": record({"status": {"const": "ok"}}),
+    "Version": record({"version": TEXT}),
+    "Capabilities": record(
+        {
+            "version": TEXT,
+            "models": many(TEXT),
+            "engine": {"type": "object"},
+            "lenient": FLAG,
+            "admin": FLAG,
+            "limits": {"type": "object", "additionalProperties": WHOLE},
+            "parameters": {"type": "object"},
+        }
+    ),
+}  # fmt: skip

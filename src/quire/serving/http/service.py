@@ -1,0 +1,142 @@
+"""Everything the routes of one edge share, and the threads in which text is worked on."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import hashlib
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any, ParamSpec, TypeVar
+
+from quire.config.server import ServerConfig
+from quire.serving.desk.desk import Desk
+from quire.serving.desk.observer import Observer
+from quire.serving.http.errors import engine_unavailable, model_not_found, too_busy
+from quire.serving.http.limits import Limits
+from quire.serving.link import EngineLink, EngineReady
+from quire.serving.requests import RequestMaker
+from quire.serving.text.chat_template import ChatTemplate
+from quire.serving.text.tokenizer import Tokenizer
+from quire.types.errors import InvalidRequest
+
+TEXT_THREADS = 2
+LARGE_BODY = 2**18  # bytes: working on one leaves memory behind that is worth giving back
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class BodyMeter:
+    """Counts the bytes of one body as they come."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Raises ApiError when all bodies together become too much."""
+        if self._service.num_body_bytes + num_bytes > self._service.limits["bodies_bytes"]:
+            raise too_busy("the server is reading too many large requests; try again later", 1)
+        self._service.num_body_bytes += num_bytes
+        self.num_bytes += num_bytes
+
+
+def give_back_memory() -> None:
+    """Return free memory to the system, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class TextWorks:
+    """The model's tokenizer and template. Made once; used in threads."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._source = chat_template or tokenizer.chat_template
+        self._makers: dict[tuple[int, ...], RequestMaker] = {}
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Raises InvalidRequest where the model has none."""
+        if self._source is None:
+            fix = "use /v1/completions, or have the operator set --chat-template"
+            raise InvalidRequest("messages", "the model has no chat template", fix)
+        tokenizer = self.tokenizer
+        bos = None if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id)
+        eos = tokenizer.token_text(tokenizer.eos_ids[0]) if tokenizer.eos_ids else None
+        return ChatTemplate(self._source, bos_token=bos, eos_token=eos)
+
+    def maker(self, eos_ids: tuple[int, ...]) -> RequestMaker:
+        """For a model that ends its texts with `eos_ids`."""
+        if eos_ids not in self._makers:
+            self._makers = {eos_ids: RequestMaker(self.tokenizer, eos_ids)}
+        return self._makers[eos_ids]
+
+
+@dataclass(slots=True, kw_only=True)
+class Service:
+    """One edge's parts. `render_metrics` gives the page /metrics shows and its content type."""
+
+    config: ServerConfig
+    limits: Limits
+    desk: Desk
+    link: EngineLink
+    texts: TextWorks
+    observer: Observer
+    version: str
+    render_metrics: Callable[[], Awaitable[tuple[bytes, str]]]
+    ask_drain: Callable[[], None]  # an admin wants the whole server to shut down
+    created: int = field(default_factory=lambda: int(datetime.now(UTC).timestamp()))
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "quire-text"))
+    num_body_bytes: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.config.source.served_names or (self.config.source.model,)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with what may change answers: the version, the model and how it is run."""
+        engine = self.desk.known_engine
+        facts = (self.version, self.names[0], *((engine.dtype, engine.device) if engine else ()))
+        return "quire-" + hashlib.sha256("\0".join(facts).encode()).hexdigest()[:12]
+
+    def engine(self) -> EngineReady:
+        """What is known of the engine, also while it is restarted. Raises ApiError before it was ever up."""
+        engine = self.desk.known_engine
+        if engine is None:
+            raise engine_unavailable("the model is still loading; try again soon")
+        return engine
+
+    def served_name(self, asked: str | None) -> str:
+        """The name an answer carries. Raises ApiError for a model that is not served here."""
+        if asked is None:
+            return self.names[0]
+        if asked not in self.names:
+            raise model_not_found(asked)
+        return asked
+
+    async def in_thread(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run work on text off the event loop."""
+        call: Any = (lambda: work(*args, **kwargs)) if kwargs else work
+        return await asyncio.get_running_loop().run_in_executor(self.pool, call, *(() if kwargs else args))
+
+    @contextmanager
+    def metered(self) -> Iterator[BodyMeter]:
+        """While a body is read and worked on; what has come of it counts against all bodies together."""
+        meter = BodyMeter(self)
+        try:
+            yield meter
+        finally:
+            self.num_body_bytes -= meter.num_bytes
+            if meter.num_bytes > LARGE_BODY:
+                self.pool.submit(give_back_memory)
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)

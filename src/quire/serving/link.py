@@ -1,0 +1,65 @@
+"""The edge's line to the engine process: what is sent down it and who is told what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.types.errors import InvalidRequest
+from quire.types.output import TokensOut
+from quire.types.request import Abort, Submit
+from quire.types.stats import BlockMap, EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReady:
+    """An engine came up: what it serves. `generation` counts engines since the server started, from 1."""
+
+    generation: int
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    block_size: int
+    num_blocks: int
+    dtype: str
+    device: str
+    policy: str
+    eos_ids: tuple[int, ...]
+
+
+class EngineListener(Protocol):
+    """Told what the engine says, always on the link's own thread, one call at a time. Must not block or raise."""
+
+    def engine_up(self, ready: EngineReady) -> None: ...
+
+    def engine_down(self, reason: str) -> None:
+        """Every request submitted so far that has not finished is lost. One line fit to log, not to show clients."""
+
+    def accepted(self, request_id: str, handle: int) -> None:
+        """Sample i of the request answers to handle + i. Comes before any of its tokens."""
+
+    def refused(self, request_id: str, error: InvalidRequest) -> None: ...
+
+    def tokens(self, batch: TokensOut) -> None: ...
+
+
+class EngineLink(Protocol):
+    """Thread-safe. Nothing here waits for the engine, except `stats` and `block_map`, which are awaited."""
+
+    def start(self, listener: EngineListener) -> None: ...
+
+    def submit(self, request: Submit) -> None:
+        """Send a request; the answer is `accepted` or `refused`. While no engine is up it is lost: see engine_down."""
+
+    def abort(self, abort: Abort) -> None: ...
+
+    async def stats(self) -> EngineStats:
+        """Raises EngineDead when the engine is down or does not answer within a second."""
+
+    async def block_map(self) -> BlockMap:
+        """Raises EngineDead when the engine is down or does not answer within a second."""
+
+    async def reset_cache(self) -> int:
+        """Forget cached prefixes; returns how many blocks that freed. Raises EngineDead as above."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,45 @@
+"""The one TCP socket of the server, bound before anything is loaded."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from quire.types.errors import ConfigError
+
+BACKLOG = 4_096  # connections the kernel keeps until an edge accepts them
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket that edges inherit. Raises ConfigError when the address is taken or not there."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError("host", f"{host!r} cannot be resolved: {error}", "give an address of this machine") from None
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise _explain(error, host, port) from None
+    return listener
+
+
+def address_of(listener: socket.socket, host: str) -> str:
+    """Where a browser on this machine finds the server."""
+    port = listener.getsockname()[1]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+
+
+def _explain(error: OSError, host: str, port: int) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError("port", f"{port} is taken on {host}", "choose another with --port, or stop who has it")
+    if error.errno == errno.EACCES:
+        return ConfigError("port", f"{port} may not be used by this user", "choose one above 1023")
+    if error.errno == errno.EADDRNOTAVAIL:
+        return ConfigError("host", f"{host} is no address of this machine", "use 127.0.0.1 or 0.0.0.0")
+    return ConfigError("port", f"{host}:{port} cannot be bound: {error.strerror}", "choose another")

@@ -1,0 +1,83 @@
+// The requests this page has made, newest first: what the plots and the list of recent requests read.
+
+/**
+ * @typedef {object} LedgerEntry
+ * @property {string} kind
+ * @property {number} at_ms since the server received the request
+ * @property {number} amount
+ * @property {string} note
+ * @property {number} [prompt] its place, where a list of prompts was sent
+ */
+
+/**
+ * One request of this page, from its start to its end. Times are of performance.now().
+ * @typedef {object} Journey
+ * @property {string} id
+ * @property {string} label
+ * @property {number} startedAt
+ * @property {number | null} firstTokenAt
+ * @property {number | null} endedAt
+ * @property {number} tokens
+ * @property {number} promptTokens
+ * @property {number} cachedTokens
+ * @property {LedgerEntry[]} ledger
+ * @property {"running" | "finished" | "stopped" | "failed"} outcome
+ */
+
+const MOST_KEPT = 40;
+
+class Journal extends EventTarget {
+  /** @type {Journey[]} */
+  journeys = [];
+  /** Tokens received since the page was opened. */
+  totalTokens = 0;
+
+  /** @param {string} id @param {string} label @returns {Journey} */
+  open(id, label) {
+    /** @type {Journey} */
+    const journey = {
+      id,
+      label,
+      startedAt: performance.now(),
+      firstTokenAt: null,
+      endedAt: null,
+      tokens: 0,
+      promptTokens: 0,
+      cachedTokens: 0,
+      ledger: [],
+      outcome: "running",
+    };
+    this.journeys = [journey, ...this.journeys].slice(0, MOST_KEPT);
+    this.#changed();
+    return journey;
+  }
+
+  /** @param {Journey} journey @param {number} tokens so far, all answers */
+  count(journey, tokens) {
+    if (tokens > 0 && journey.firstTokenAt === null) {
+      journey.firstTokenAt = performance.now();
+      this.#changed();
+    }
+    this.totalTokens += Math.max(0, tokens - journey.tokens);
+    journey.tokens = Math.max(tokens, journey.tokens);
+  }
+
+  /** @param {Journey} journey @param {Journey["outcome"]} outcome */
+  close(journey, outcome) {
+    journey.outcome = outcome;
+    journey.endedAt = performance.now();
+    this.#changed();
+  }
+
+  #changed() {
+    this.dispatchEvent(new Event("change"));
+  }
+}
+
+export const journal = new Journal();
+
+/** Tokens a second after the first one. @param {Journey} journey */
+export function speed(journey) {
+  if (journey.firstTokenAt === null || journey.endedAt === null || journey.tokens < 2) return null;
+  return (journey.tokens - 1) / Math.max((journey.endedAt - journey.firstTokenAt) / 1000, 1e-3);
+}

@@ -1,0 +1,61 @@
+"""A folder for the sockets of one running server."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_PREFIX = "quire-serve-"
+_LONGEST_HOME = 80  # characters; the address of a socket has room for about a hundred
+
+
+@contextmanager
+def private_directory() -> Iterator[Path]:
+    """A new folder that only this user can enter, gone afterwards. Those of servers that were killed go now.
+
+    It is locked while it is in use; a lock ends with its process, however that ended.
+    """
+    home = Path(tempfile.gettempdir())
+    if len(str(home)) > _LONGEST_HOME:
+        home = Path("/tmp")
+    for old in home.glob(f"{_PREFIX}*"):
+        _remove_if_abandoned(old)
+    made, lock = _make(home)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        os.close(lock)
+
+
+def _make(home: Path) -> tuple[Path, int]:
+    while True:
+        made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=home))
+        lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if made.exists():  # else another server took it for abandoned before it was locked
+            return made, lock
+        os.close(lock)
+
+
+def _remove_if_abandoned(old: Path) -> None:
+    try:
+        found = old.lstat()
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+            return
+        lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(old, ignore_errors=True)
+    except BlockingIOError:
+        return  # a server uses it
+    finally:
+        os.close(lock)

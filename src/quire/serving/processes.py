@@ -1,0 +1,104 @@
+"""A process of the server as its supervisor sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from quire.config.environment import child_environment
+from quire.serving.control import BadControl, ControlMessage, Unpacker, pack
+
+_READ = 2**16
+_MAX_UNSENT = 16 * 2**20  # bytes; a child that leaves more unread is stuck
+_EXIT_SECONDS = 0.5  # from hanging up to the end of the process
+_REAP_SECONDS = 5.0  # from SIGKILL to the end of the process
+
+
+class ChildProcess:
+    """A started `python -m module FD` and the supervisor's end of its control socket. Nothing here blocks.
+
+    It is over once `has_ended`: it exited, hung up, or left its messages unread; `reap` then makes sure of it.
+    """
+
+    def __init__(self, module: str, *, inherit: Sequence[int] = ()) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *inherit),
+                env=child_environment(PYTHONPATH=os.pathsep.join(path for path in sys.path if path)),
+                process_group=0,  # Ctrl-C reaches the supervisor alone
+            )
+        self._socket.setblocking(False)
+        self._unpacker = Unpacker()
+        self._unsent = bytearray()
+        self._hung_up = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._hung_up or self._process.poll() is not None
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: ControlMessage) -> None:
+        """Queue a message; what the socket does not take now goes with `flush`."""
+        self._unsent += pack(message)
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            self._hung_up |= len(self._unsent) > _MAX_UNSENT
+        except OSError:
+            self._unsent.clear()
+            self._hung_up = True
+
+    def receive(self) -> list[ControlMessage]:
+        """What it has said since; notes when it hung up."""
+        messages: list[ControlMessage] = []
+        try:
+            while data := self._socket.recv(_READ):
+                messages.extend(self._unpacker.feed(data))
+            self._hung_up = True
+        except BlockingIOError:
+            pass
+        except (OSError, BadControl):
+            self._hung_up = True
+        return messages
+
+    def dump_stacks(self) -> None:
+        self._signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def reap(self) -> str:
+        """Make sure that the process is gone, close the socket, and say how it ended."""
+        try:
+            code = self._process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = self._process.wait(_REAP_SECONDS)
+        self._socket.close()
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)

@@ -1,0 +1,259 @@
+"""The edge's line to an engine in its own process: one thread reads, any thread sends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import zmq
+
+from quire.engine.messages import (
+    AbortRequest,
+    Accepted,
+    Ask,
+    BadMessage,
+    BlockMapAnswer,
+    FromEngine,
+    Goodbye,
+    Question,
+    Refused,
+    StatsAnswer,
+    SubmitRequest,
+    Tokens,
+    encode,
+)
+from quire.engine.transport import EdgeSocket
+from quire.serving.child import leave_orphaned
+from quire.serving.control import ControlChannel, ControlMessage, EngineDown, EngineUp
+from quire.serving.link import EngineListener
+from quire.types.errors import EngineDead
+from quire.types.request import Abort, Submit
+from quire.types.stats import BlockMap, EngineStats
+
+logger = logging.getLogger("quire.edge")
+
+ANSWER_SECONDS = 1.0
+_MAX_QUESTIONS = 256  # unanswered at one time
+_MAX_OUTBOX = 65_536  # messages not yet handed to the socket
+
+Answer = TypeVar("Answer", EngineStats, BlockMap, int)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    """An encoded message for the engine, or the refusal of one that could not be encoded."""
+
+    frame: bytes = b""
+    question: int = 0  # its number when it is one
+    is_submit: bool = False
+    refused: Refused | None = None
+
+
+class RemoteLink:
+    """Implements EngineLink. Its thread also reads the edge's control channel: news of the engine go to the listener,
+    everything else to `on_control`, all on that thread. When the supervisor is gone, or the thread cannot go on, the
+    process is of no more use: `on_lost` is called last.
+
+    Nothing is sent to a later engine than the one it was meant for: a submit that finds no engine is answered with
+    `engine_down` again.
+    """
+
+    def __init__(
+        self,
+        channel: ControlChannel,
+        edge: int,
+        *,
+        on_control: Callable[[ControlMessage], None],
+        on_lost: Callable[[], None] = leave_orphaned,
+    ) -> None:
+        self._channel, self._edge = channel, edge
+        self._on_control, self._on_lost = on_control, on_lost
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._poller = zmq.Poller()
+        self._engine: EdgeSocket | None = None  # the thread's own
+        self._reason = "the engine is loading"
+        self._lock = threading.Lock()
+        self._outbox: deque[_Outgoing] = deque()
+        self._woken = False
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._questions: dict[int, Future[object]] = {}
+        self._numbers = itertools.count(1)
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    # --------------------------------------------------------------------------------------------- from any thread
+    def start(self, listener: EngineListener) -> None:
+        """Begin to read. Called once."""
+        self._poller.register(self._channel.fileno(), zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="engine link", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Submit) -> None:
+        try:
+            self._post(_Outgoing(encode(SubmitRequest.of(request)), is_submit=True))
+        except BadMessage:
+            refused = Refused(request.request_id, "request", "cannot be sent to the engine", "check its fields")
+            self._post(_Outgoing(refused=refused))
+
+    def abort(self, abort: Abort) -> None:
+        self._post(_Outgoing(encode(AbortRequest(abort))))
+
+    async def stats(self) -> EngineStats:
+        return await self._ask("stats", EngineStats)
+
+    async def block_map(self) -> BlockMap:
+        return await self._ask("block_map", BlockMap)
+
+    async def reset_cache(self) -> int:
+        return await self._ask("reset_cache", int)
+
+    def close(self) -> None:
+        """Take leave of the engine, which ends whatever it still has of this edge, and stop reading. Idempotent."""
+        if self._closing:
+            return
+        self._post(_Outgoing(encode(Goodbye())), last=True)
+        if self._thread is not None:
+            self._thread.join()
+        os.close(self._wake)
+        self._context.term()
+
+    def _post(self, outgoing: _Outgoing, *, last: bool = False) -> None:
+        """Hand a message to the thread. After the last one nothing is sent: the engine was told goodbye."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = last
+            if len(self._outbox) >= _MAX_OUTBOX:
+                raise EngineDead(f"{_MAX_OUTBOX} messages to the engine are unsent: the edge does not keep up")
+            self._outbox.append(outgoing)
+            if self._woken:
+                return
+            self._woken = True
+        os.eventfd_write(self._wake, 1)
+
+    async def _ask(self, question: Question, kind: type[Answer]) -> Answer:
+        number, answer = next(self._numbers), Future[object]()
+        with self._lock:
+            if len(self._questions) >= _MAX_QUESTIONS:
+                raise EngineDead(f"{_MAX_QUESTIONS} questions to the engine are unanswered")
+            self._questions[number] = answer
+        try:
+            self._post(_Outgoing(encode(Ask(number, question)), number))
+            found = await asyncio.wait_for(asyncio.wrap_future(answer), ANSWER_SECONDS)
+        except TimeoutError:
+            raise EngineDead(f"the engine did not answer within {ANSWER_SECONDS:g} s") from None
+        finally:
+            with self._lock:
+                self._questions.pop(number, None)
+        assert isinstance(found, kind)
+        return found
+
+    # ------------------------------------------------------------------------------------------------- its thread
+    def _run(self, listener: EngineListener) -> None:
+        try:
+            self._read(listener)
+        except Exception:
+            logger.exception("the link to the engine failed")
+        self._hang_up(flush=True)
+        if not self._closing:
+            self._on_lost()
+
+    def _read(self, listener: EngineListener) -> None:
+        """Until `close`, or until the supervisor is gone."""
+        while True:
+            readable = dict(self._poller.poll(0 if self._channel.has_pending else None))
+            self._send_outbox(listener)
+            if self._closing:
+                return
+            has_news = self._channel.has_pending or self._channel.fileno() in readable
+            if has_news and not self._read_control(listener):
+                return
+            if self._engine is not None and self._engine.pollable in readable:
+                for message in self._engine.receive():
+                    self._dispatch(listener, message)
+
+    def _send_outbox(self, listener: EngineListener) -> None:
+        with self._lock:
+            outgoing, self._outbox = self._outbox, deque()
+            if self._woken:
+                with suppress(BlockingIOError):  # the number was not there yet: the next poll wakes once for nothing
+                    os.eventfd_read(self._wake)
+                self._woken = False
+        for refused in [item.refused for item in outgoing if item.refused is not None]:
+            self._dispatch(listener, refused)
+        frames = [item.frame for item in outgoing if item.refused is None]
+        if not frames or (self._engine is not None and self._engine.send(frames)):
+            return
+        for item in outgoing:
+            self._fail_question(item.question)
+        if any(item.is_submit for item in outgoing):
+            listener.engine_down(self._reason if self._engine is None else "the engine reads nothing")
+
+    def _read_control(self, listener: EngineListener) -> bool:
+        """Read what the supervisor said; False when it is gone."""
+        while True:
+            message = self._channel.receive()
+            if message is None:
+                return False
+            if isinstance(message, EngineUp):
+                self._send_outbox(listener)
+                self._hang_up(flush=False)
+                self._engine = EdgeSocket(self._context, self._edge, message.address)
+                self._poller.register(self._engine.pollable, zmq.POLLIN)
+                listener.engine_up(message.ready)
+            elif isinstance(message, EngineDown):
+                self._reason = message.reason
+                self._hang_up(flush=False)
+                self._fail_questions()
+                listener.engine_down(message.reason)
+            else:
+                self._on_control(message)
+            if not self._channel.has_pending:
+                return True
+
+    def _dispatch(self, listener: EngineListener, message: FromEngine) -> None:
+        if isinstance(message, Tokens):
+            listener.tokens(message.out)
+        elif isinstance(message, Accepted):
+            listener.accepted(message.request_id, message.handle)
+        elif isinstance(message, Refused):
+            listener.refused(message.request_id, message.error())
+        elif isinstance(message, StatsAnswer):
+            self._answer(message.number, message.stats)
+        elif isinstance(message, BlockMapAnswer):
+            self._answer(message.number, message.block_map)
+        else:
+            self._answer(message.number, message.num_freed)
+
+    def _hang_up(self, *, flush: bool) -> None:
+        """Leave the engine's line: whatever an ended engine had sent and is unread goes with it."""
+        if self._engine is not None:
+            self._poller.unregister(self._engine.pollable)
+            self._engine.close(flush=flush)
+            self._engine = None
+
+    def _answer(self, number: int, answer: object) -> None:
+        with self._lock:
+            question = self._questions.pop(number, None)
+        if question is not None and question.set_running_or_notify_cancel():
+            question.set_result(answer)
+
+    def _fail_question(self, number: int) -> None:
+        with self._lock:
+            question = self._questions.pop(number, None)
+        if question is not None and question.set_running_or_notify_cancel():
+            question.set_exception(EngineDead(self._reason))
+
+    def _fail_questions(self) -> None:
+        for number in list(self._questions):
+            self._fail_question(number)

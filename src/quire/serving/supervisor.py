@@ -1,0 +1,233 @@
+"""`quire serve`: one supervisor, one engine process, some edge processes. Nothing is computed or parsed here."""
+
+from __future__ import annotations
+
+import logging
+import math
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quire.config.server import ServerConfig
+from quire.observability.logging import set_up_logging
+from quire.runtime.loading.resolve import resolve_model
+from quire.serving.announcing import Announcer
+from quire.serving.control import AskDrain, ControlMessage, EdgeStuck, EngineDown, EngineUp, LoadProgress
+from quire.serving.edge_keeper import EdgeKeeper
+from quire.serving.engine_keeper import EngineKeeper
+from quire.serving.listening import address_of, listen
+from quire.serving.private_directory import private_directory
+from quire.serving.processes import ChildProcess
+from quire.types.errors import ConfigError, QuireError
+
+logger = logging.getLogger("quire.supervisor")
+
+_TICK_SECONDS = 0.25  # between two looks at the engine's progress
+_ENGINE_EXIT_SECONDS = 2.0
+
+
+class ServerFailed(QuireError):
+    """The server cannot go on: its engine or an edge would not start. The cause in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """The modules that the processes run."""
+
+    engine: str = "quire.serving.engine_main"
+    edge: str = "quire.serving.edge"
+
+
+class Supervisor:
+    """Runs the whole server until it is told to stop. Must be used in the main thread, which gets the signals.
+
+    `admin_key` is only shown, in the line that says where the playground is; what is checked are digests in `config`.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        admin_key: str | None = None,
+        programs: Programs | None = None,
+        announcer: Announcer | None = None,
+    ) -> None:
+        self._config, self._admin_key = config, admin_key
+        self._programs = programs or Programs()
+        self._announcer = announcer or Announcer()
+        self._started_at = time.monotonic()
+        self._announced = False
+        self._draining = False
+        self._stop_engine_at: float | None = None
+        self._signals: list[int] = []
+        self._url = ""
+
+    def run(self) -> int:
+        """Serve. Returns the exit code: 0 after a drain, 128 + the signal's number when it was forced.
+
+        Raises ConfigError before anything is started, ServerFailed when the server cannot go on.
+        """
+        set_up_logging(self._config.log_level, self._config.log_format, "supervisor")
+        _check(self._config)
+        with closing(listen(self._config.host, self._config.port)) as listener:
+            self._url = address_of(listener, self._config.host)
+            self._config = self._resolve(listener.getsockname()[1])
+            with private_directory() as directory, _signals(self._signals) as wake:
+                self._make_keepers(directory, listener)
+                try:
+                    return self._supervise(wake)
+                finally:
+                    self._edges.kill()
+                    self._engine.kill()
+
+    # ------------------------------------------------------------------------------------------------- starting
+    def _resolve(self, port: int) -> ServerConfig:
+        """The configuration with the model's files in place of its name, downloaded if they have to be."""
+        source, show = self._config.source, self._announcer.progress
+        files = resolve_model(source.model, progress=show)
+        tokenizer = None if source.tokenizer is None else str(resolve_model(source.tokenizer, progress=show).path)
+        self._announcer.end_progress()
+        names = source.served_names or (files.name,)
+        found = replace(source, model=str(files.path.absolute()), tokenizer=tokenizer, served_names=names)
+        return replace(self._config, source=found, port=port)
+
+    def _make_keepers(self, directory: Path, listener: socket.socket) -> None:
+        programs = self._programs
+        self._engine = EngineKeeper(self._config, directory, programs.engine, on_down=self._engine_down)
+        self._edges = EdgeKeeper(
+            self._config,
+            directory,
+            programs.edge,
+            listener.fileno(),
+            on_start=self._greet_edge,
+            on_gone=self._engine.tell_edge_gone,
+        )
+
+    def _greet_edge(self, child: ChildProcess) -> None:
+        if self._engine.up is not None:
+            child.send(self._engine.up)
+
+    def _engine_down(self, reason: str) -> None:
+        self._edges.broadcast(EngineDown(reason))
+
+    # -------------------------------------------------------------------------------------------------- the loop
+    def _supervise(self, wake: socket.socket) -> int:
+        while True:
+            now = time.monotonic()
+            self._engine.poll(now)
+            self._edges.poll(now)
+            failure = self._engine.failure or self._edges.failure
+            if failure is not None and not self._draining:
+                self._announcer.end_progress()
+                raise ServerFailed(failure)
+            code = self._heed_signals(now)
+            if code is not None or self._has_stopped(now):
+                return code or 0
+            self._announce(now)
+            self._listen(wake)
+
+    def _listen(self, wake: socket.socket) -> None:
+        """Wait for a word, an end or a signal, at most until the next look at the engine's progress."""
+        children = [*self._edges.children(), *([self._engine.child] if self._engine.child is not None else [])]
+        with selectors.DefaultSelector() as selector:
+            selector.register(wake, selectors.EVENT_READ)
+            for child in children:
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.has_unsent else 0)
+                selector.register(child, events, child)
+            ready = selector.select(min(_TICK_SECONDS, self._config.step_timeout / 4))
+        for key, _ in ready:
+            if key.data is None:
+                wake.recv(4_096)
+                continue
+            key.data.flush()
+            for message in key.data.receive():
+                self._obey(key.data, message)
+
+    def _obey(self, child: ChildProcess, message: ControlMessage) -> None:
+        if child is not self._engine.child:
+            if isinstance(message, AskDrain):
+                self._drain(time.monotonic(), "an admin asked for it")
+            self._edges.obey(child, message)
+            return
+        self._engine.obey(message)
+        if isinstance(message, EngineUp):
+            seconds = time.monotonic() - self._engine.started_at
+            logger.info("engine %d is up after %.1f s", self._engine.generation, seconds)
+            self._edges.broadcast(message)
+        elif isinstance(message, LoadProgress):
+            if not self._announced:
+                self._announcer.progress(message.phase, round(message.share * 100), 100)
+            self._edges.broadcast(message)
+        elif isinstance(message, EdgeStuck):
+            self._edges.replace(message.edge)
+
+    def _announce(self, now: float) -> None:
+        if self._announced or self._engine.up is None or not self._edges.all_ready:
+            return
+        self._announced = True
+        name = self._config.source.served_names[0]
+        self._announcer.ready(name, self._url, now - self._started_at, self._admin_key)
+
+    # -------------------------------------------------------------------------------------------------- stopping
+    def _heed_signals(self, now: float) -> int | None:
+        """The first signal begins the drain; the exit code when another one forces the end."""
+        while self._signals:
+            number = self._signals.pop(0)
+            if self._draining:
+                logger.warning("forced to stop by a second signal")
+                return 128 + number
+            self._drain(now, signal.Signals(number).name)
+        return None
+
+    def _drain(self, now: float, why: str) -> None:
+        if self._draining:
+            return
+        self._draining = True
+        self._announcer.end_progress()
+        logger.info("stopping (%s): what runs has %g s to finish", why, self._config.drain_seconds)
+        self._engine.retire()
+        self._edges.drain(now)
+
+    def _has_stopped(self, now: float) -> bool:
+        """Edges first, then the engine, which must hurry."""
+        if not self._draining or not self._edges.all_ended:
+            return False
+        if self._stop_engine_at is None:
+            self._stop_engine_at = now
+            self._engine.stop()
+        return self._engine.child is None or now > self._stop_engine_at + _ENGINE_EXIT_SECONDS
+
+
+def _check(config: ServerConfig) -> None:
+    if config.api_workers < 1:
+        raise ConfigError("api_workers", f"must be at least 1, got {config.api_workers}", "raise it")
+    if not 0 < config.step_timeout < math.inf:
+        raise ConfigError("step_timeout", f"must be above 0 s, got {config.step_timeout}", "30 suits most models")
+    if not 0 <= config.drain_seconds < math.inf:
+        raise ConfigError("drain_seconds", f"must be at least 0 s, got {config.drain_seconds}", "30 suits most loads")
+
+
+@contextmanager
+def _signals(noted: list[int]) -> Iterator[socket.socket]:
+    """While entered, SIGTERM and SIGINT are noted, not obeyed; they and a child's end make the socket readable."""
+    wake, waker = socket.socketpair()
+    wake.setblocking(False)
+    waker.setblocking(False)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)}
+    before = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _frame: noted.append(number))
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    try:
+        yield wake
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        signal.set_wakeup_fd(before)
+        wake.close()
+        waker.close()

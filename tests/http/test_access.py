@@ -1,0 +1,198 @@
+"""Who may come in, and what those who may not are told."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from http_server import TestServer, digests
+from quire.config.server import AccessConfig
+from tests.http.conftest import Serve
+
+KEY, ADMIN = "sk-user", "sk-admin"
+LOCKED = AccessConfig(key_digests=digests(KEY, "sk-second"), admin_digests=digests(ADMIN))
+GETS = [
+    "/v1/models",
+    "/v1/models/scripted",
+    "/v1/capabilities",
+    "/version",
+    "/metrics",
+    "/openapi.json",
+    "/nope",
+    "/docs",
+]
+POSTS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+ADMIN_GETS, ADMIN_POSTS = ["/admin/stats", "/admin/requests"], ["/admin/drain", "/admin/abort", "/admin/reset_cache"]
+PUBLIC = ["/health", "/ready", "/", "/playground/index.html"]
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
+
+@pytest.fixture(scope="module")
+def locked() -> Any:
+    server = TestServer(lambda prompt, index: " ok", access=LOCKED)
+    yield server
+    server.close()
+
+
+def raw(server: TestServer, request: bytes) -> bytes:
+    """The status line and body of the answer to bytes as they are."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := connection.recv(65_536):
+            answer += part
+        return answer
+
+
+@pytest.mark.parametrize("path", [*GETS, *POSTS, *ADMIN_GETS, *ADMIN_POSTS])
+def test_without_a_key_every_method_on_every_path_is_refused(locked: TestServer, path: str) -> None:
+    with locked.client() as client:
+        for method in METHODS:
+            for key in (None, "", "wrong", KEY[:-1], KEY + "x", KEY.upper()):
+                headers = {} if key is None else {"Authorization": f"Bearer {key}".strip()}
+                assert client.request(method, path, headers=headers).status_code == 401, (method, key)
+
+
+@pytest.mark.parametrize("path", PUBLIC)
+def test_liveness_and_the_playground_need_no_key(locked: TestServer, path: str) -> None:
+    assert locked.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        b"//health", b"/health/", b"/health/../v1/models", b"/%68ealth", b"/health%2f..%2fv1%2fmodels",
+        b"/v1/models?/health",
+        b"/v1/models#/health", b"/health;/v1/models", b"/HEALTH", b"/%2e%2e/v1/models", b"/v1%2fmodels", b"/\\health",
+    ],
+)  # fmt: skip
+def test_no_spelling_of_a_path_gets_around_the_key(locked: TestServer, target: bytes) -> None:
+    answer = raw(locked, b"GET " + target + b" HTTP/1.1\r\nHost: health\r\n\r\n")
+    assert answer.split(b" ")[1] in (b"401", b"400"), answer
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [b"Host: /health", b"X-Original-URL: /health", b"X-Forwarded-Path: /health", b"X-HTTP-Method-Override: GET"],
+)
+def test_no_header_gets_around_the_key(locked: TestServer, headers: bytes) -> None:
+    answer = raw(locked, b"GET /v1/models HTTP/1.1\r\n" + headers + b"\r\n\r\n")
+    assert b" 401 " in answer.split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("key", [KEY, "sk-second"])
+def test_any_of_the_keys_opens_the_api_and_no_admin_route(locked: TestServer, key: str) -> None:
+    headers = {"Authorization": f"Bearer {key}"}
+    assert locked.get("/v1/models", headers=headers).status_code == 200
+    assert locked.post("/v1/completions", {"prompt": "x"}, headers=headers).status_code == 200
+    assert locked.get("/nope", headers=headers).status_code == 404
+    for path in ADMIN_GETS:
+        assert locked.get(path, headers=headers).status_code == 401
+
+
+def test_an_admin_key_opens_the_admin_routes_only(locked: TestServer) -> None:
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    assert locked.get("/admin/stats", headers=headers).status_code == 200
+    assert locked.get("/v1/models", headers=headers).status_code == 401
+
+
+def test_without_an_admin_key_there_are_no_admin_routes(server: TestServer) -> None:
+    for path in [*ADMIN_GETS, *ADMIN_POSTS]:
+        assert server.get(path).status_code == 404
+
+
+def test_other_schemes_than_bearer_are_refused(locked: TestServer) -> None:
+    for value in (KEY, f"Basic {KEY}", f"Bearer{KEY}", f"Token {KEY}"):
+        assert locked.get("/v1/models", headers={"Authorization": value}).status_code == 401
+    assert locked.get("/v1/models", headers={"Authorization": f"bearer {KEY}"}).status_code == 200
+
+
+def test_metrics_may_be_open(serve: Serve) -> None:
+    server = serve(access=AccessConfig(key_digests=digests(KEY), metrics_need_key=False))
+    assert server.get("/metrics").status_code == 200
+    assert server.get("/version").status_code == 401
+
+
+def test_a_server_without_keys_answers_only_to_its_own_name(server: TestServer) -> None:
+    for host in ("127.0.0.1", "localhost", "127.0.0.1:8000", "LOCALHOST:1", "[::1]:8000"):
+        assert server.get("/v1/models", headers={"Host": host}).status_code == 200, host
+    for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""):
+        assert server.get("/v1/models", headers={"Host": host}).status_code == 421, host
+
+
+def test_a_server_with_keys_answers_to_any_name(locked: TestServer) -> None:
+    headers = {"Host": "models.example", "Authorization": f"Bearer {KEY}"}
+    assert locked.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_other_sites_may_not_read_answers_unless_configured(server: TestServer, serve: Serve) -> None:
+    origin = {"Origin": "https://app.example"}
+    assert "access-control-allow-origin" not in server.get("/v1/models", headers=origin).headers
+    access = AccessConfig(cors_origins=("https://app.example",), key_digests=digests(KEY))
+    open_to_one = serve(access=access)
+    preflight = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    with open_to_one.client() as client:
+        allowed = client.options("/v1/completions", headers=preflight)
+        assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+        refused = client.options("/v1/completions", headers={**preflight, "Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in refused.headers
+        plain = client.get("/v1/models", headers={**origin, "Authorization": f"Bearer {KEY}"})
+        assert plain.headers["access-control-allow-origin"] == "https://app.example"
+
+
+def test_a_form_of_another_site_cannot_post(server: TestServer) -> None:
+    with server.client() as client:
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+            answer = client.post("/v1/completions", content=b'{"prompt":"x"}', headers={"Content-Type": kind})
+            assert answer.status_code == 415, kind
+
+
+def test_unknown_paths_and_methods_are_told_in_openais_shape(server: TestServer) -> None:
+    with server.client() as client:
+        for method, path, status in (
+            ("GET", "/nope", 404),
+            ("GET", "/v1/completions", 405),
+            ("DELETE", "/v1/models", 405),
+            ("OPTIONS", "/health", 405),
+            ("GET", "/health/", 404),
+            ("GET", "/v1/models/nope", 404),
+        ):
+            answer = client.request(method, path)
+            assert answer.status_code == status, path
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_head_answers_like_get_without_a_body(server: TestServer) -> None:
+    with server.client() as client:
+        answer = client.head("/v1/models")
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert int(answer.headers["content-length"]) > 0
+
+
+def test_answers_do_not_name_the_software(server: TestServer) -> None:
+    assert "server" not in server.get("/health").headers
+
+
+def test_the_playground_is_served_with_a_strict_policy_and_revalidated(server: TestServer, serve: Serve) -> None:
+    answer = server.get("/")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'self'" in answer.headers["content-security-policy"]
+    assert server.get("/", headers={"If-None-Match": answer.headers["etag"]}).status_code == 304
+    assert serve(access=AccessConfig(playground=False)).get("/").status_code == 404
+
+
+def test_an_unforeseen_exception_is_an_error_without_details(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    server = serve()
+
+    def break_it(*args: object) -> None:
+        raise RuntimeError("secret /etc/passwd at 0xdeadbeef")
+
+    server.service.texts.maker = break_it  # type: ignore[method-assign]
+    answer = server.post("/v1/completions", {"prompt": "x"})
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert "secret" in caplog.text
+    assert server.get("/health").status_code == 200

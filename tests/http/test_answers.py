@@ -1,0 +1,296 @@
+"""Whole answers: what each parameter does to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from http_server import TestServer
+from quire.config.engine import SchedulerConfig
+from tests.http.conftest import Serve
+from tests.unit.serving.scripted import EOS_ID, ids
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def complete(server: TestServer, **body: Any) -> Any:
+    answer = server.post("/v1/completions", {"prompt": "abc", "max_tokens": 64, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def chat(server: TestServer, **body: Any) -> Any:
+    answer = server.post("/v1/chat/completions", {"messages": CHAT, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refusal(server: TestServer, path: str, **body: Any) -> Any:
+    answer = server.post(path, body)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+def test_echo_puts_the_prompt_before_the_answer(server: TestServer) -> None:
+    assert complete(server, echo=True)["choices"][0]["text"] == "abc answer 0 to <abc>"
+
+
+def test_echo_of_token_ids_reads_as_their_text(server: TestServer) -> None:
+    assert complete(server, prompt=ids("dé"), echo=True)["choices"][0]["text"] == "dé answer 0 to <dé>"
+
+
+def test_echo_with_logprobs_covers_the_prompt_and_its_first_token_has_none(server: TestServer) -> None:
+    logprobs = complete(server, prompt="abé", echo=True, logprobs=1, max_tokens=2)["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["a", "b", "bytes:\\xc3", "bytes:\\xa9", " ", "a"]
+    assert logprobs["token_logprobs"] == [None, -1.5, -1.5, -1.5, -1.5, -1.5]
+    assert logprobs["top_logprobs"][0] is None
+    assert logprobs["text_offset"] == [0, 1, 2, 2, 3, 4]
+
+
+def test_a_prompt_is_scored_without_an_answer(server: TestServer) -> None:
+    body = complete(server, echo=True, logprobs=0, max_tokens=0)
+    choice = body["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
+    assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
+    assert body["usage"]["completion_tokens"] == 0
+
+
+def test_no_answer_at_all_is_refused(server: TestServer) -> None:
+    assert refusal(server, "/v1/completions", prompt="x", max_tokens=0)["param"] == "max_tokens"
+
+
+def test_prompt_logprobs_come_by_token_id(server: TestServer) -> None:
+    found = complete(server, prompt_logprobs=1)["choices"][0]["prompt_logprobs"]
+    assert found[0] is None
+    assert found[1][str(ids("b")[0])] == {"logprob": -1.5, "rank": 9, "decoded_token": "b"}
+    assert len(found) == 3
+    assert len(chat(server, prompt_logprobs=0)["prompt_logprobs"]) == len("user:hi\nbot:")
+
+
+def test_token_ids_are_returned_when_asked_for(server: TestServer) -> None:
+    choice = complete(server, return_token_ids=True)["choices"][0]
+    assert choice["prompt_token_ids"] == ids("abc")
+    assert choice["token_ids"] == [*ids(" answer 0 to <abc>"), EOS_ID]
+    body = chat(server, return_token_ids=True)
+    assert body["prompt_token_ids"] == ids("user:hi\nbot:")
+    assert body["choices"][0]["token_ids"][-1] == EOS_ID
+
+
+def test_tokens_can_be_written_as_ids(server: TestServer) -> None:
+    logprobs = complete(server, logprobs=1, max_tokens=1, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
+    space = ids(" ")[0]
+    assert logprobs["tokens"] == [f"token_id:{space}"]
+    assert set(logprobs["top_logprobs"][0]) == {f"token_id:{space}", f"token_id:{space + 1}"}
+
+
+def test_logprobs_of_named_tokens_come_with_every_position(server: TestServer) -> None:
+    named = [*ids("q"), *ids("z")]
+    body = chat(server, logprobs=True, logprob_token_ids=named, max_tokens=2)
+    tops = [[top["token"] for top in entry["top_logprobs"]] for entry in body["choices"][0]["logprobs"]["content"]]
+    assert tops == [["q", "z"], ["q", "z"]]
+
+
+def test_a_prompt_is_cut_to_the_tokens_asked_for(server: TestServer) -> None:
+    assert complete(server, prompt="abcdef", truncate_prompt_tokens=2)["choices"][0]["text"] == " answer 0 to <ef>"
+    cut = complete(server, prompt="abcdef", truncate_prompt_tokens=2, truncation_side="right")
+    assert cut["choices"][0]["text"] == " answer 0 to <ab>"
+
+
+def test_a_prompt_cut_as_far_as_needed_leaves_room_for_the_answer(server: TestServer) -> None:
+    body = complete(server, prompt="x" * 1_000, truncate_prompt_tokens=-1, max_tokens=8)
+    assert body["usage"]["prompt_tokens"] == 512 - 8
+
+
+def test_a_prompt_that_is_too_long_is_refused_by_its_length(server: TestServer) -> None:
+    error = refusal(server, "/v1/completions", prompt="x" * 600)
+    assert error["code"] == "context_length_exceeded"
+    assert "600 tokens" in error["message"]
+
+
+def test_a_chat_may_use_what_is_left_of_the_model(serve: Serve) -> None:
+    server = serve(lambda prompt, index: "z" * 1_000)
+    body = chat(server)
+    assert body["usage"]["total_tokens"] == 512
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+def test_max_completion_tokens_wins_over_max_tokens(server: TestServer) -> None:
+    assert chat(server, max_tokens=9, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+def test_stop_strings_can_stay_in_the_text_and_are_named(server: TestServer) -> None:
+    choice = complete(server, stop="wer", include_stop_str_in_output=True)["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (" answer", "stop", "wer")
+
+
+def test_stop_token_ids_end_the_answer(server: TestServer) -> None:
+    choice = complete(server, stop_token_ids=ids("w"))["choices"][0]
+    assert (choice["text"], choice["stop_reason"]) == (" ans", ids("w")[0])
+
+
+def test_usage_counts_tokens_up_to_the_stop_string(server: TestServer) -> None:
+    assert complete(server, stop="ns")["usage"]["completion_tokens"] == len(" ans")
+
+
+def test_the_end_of_text_can_be_ignored(server: TestServer) -> None:
+    choice = complete(server, ignore_eos=True, max_tokens=30, skip_special_tokens=False)["choices"][0]
+    assert choice["text"].startswith(" answer 0 to <abc><end><end>")
+    assert choice["finish_reason"] == "length"
+
+
+def test_content_may_be_a_list_of_text_parts(server: TestServer) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = chat(server, messages=[{"role": "user", "content": parts}])
+    assert body["choices"][0]["message"]["content"] == " answer 0 to <user:a\nb\nbot:>"
+
+
+def test_a_picture_is_refused_and_not_fetched(server: TestServer) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}]
+    error = refusal(server, "/v1/chat/completions", messages=[{"role": "user", "content": parts}])
+    assert error["param"] == "messages[0].content[0]"
+
+
+def test_the_final_message_can_be_continued(server: TestServer) -> None:
+    messages = [*CHAT, {"role": "bot", "content": "So"}]
+    body = chat(server, messages=messages, add_generation_prompt=False, continue_final_message=True)
+    assert body["choices"][0]["message"]["content"] == " answer 0 to <user:hi\nbot:So>"
+
+
+def test_only_variables_the_template_reads_may_be_set(server: TestServer) -> None:
+    error = refusal(server, "/v1/chat/completions", messages=CHAT, chat_template_kwargs={"enable_thinking": True})
+    assert error["param"] == "chat_template_kwargs.enable_thinking"
+    error = refusal(server, "/v1/chat/completions", messages=CHAT, chat_template_kwargs={"messages": []})
+    assert error["param"] == "chat_template_kwargs.messages"
+
+
+def test_a_template_variable_is_passed_on(serve: Serve) -> None:
+    from quire.config.server import ModelSource
+
+    source = ModelSource(model="m", chat_template="{{ mood }}|{{ reasoning_effort }}|{{ documents[0].text }}")
+    server = serve(source=source)
+    body = chat(
+        server, chat_template_kwargs={"mood": "gay"}, reasoning_effort="low", documents=[{"text": "d"}], model="m"
+    )
+    assert body["choices"][0]["message"]["content"] == " answer 0 to <gay|low|d>"
+
+
+def test_a_request_keeps_the_id_its_client_gave(server: TestServer) -> None:
+    answer = server.post("/v1/completions", {"prompt": "x"}, headers={"X-Request-Id": "mine-1"})
+    assert (answer.json()["id"], answer.headers["x-request-id"]) == ("cmpl-mine-1", "mine-1")
+    assert complete(server, request_id="mine-2")["id"] == "cmpl-mine-2"
+
+
+def test_two_requests_of_one_id_do_not_meet(serve: Serve) -> None:
+    server = serve()
+    for _ in range(2):
+        complete(server, request_id="same")
+    first, second = (submit.request_id for submit in server.link.submitted)
+    assert first != second
+
+
+@pytest.mark.parametrize("name", ["", "a b", "é", 'q"q', "x" * 129])
+def test_an_id_that_cannot_stand_in_a_header_is_refused(server: TestServer, name: str) -> None:
+    assert refusal(server, "/v1/completions", prompt="x", request_id=name)["param"] == "request_id"
+
+
+def test_an_explained_answer_tells_what_happened_when(server: TestServer) -> None:
+    answer = server.post("/v1/completions", {"prompt": "abc"}, params={"explain": "1"})
+    ledger = answer.json()["quire"]["ledger"]
+    assert [entry["kind"] for entry in ledger][:2] == ["received", "queued"]
+    assert ledger[-1]["kind"] == "finished"
+    assert [entry["at_ms"] for entry in ledger] == sorted(entry["at_ms"] for entry in ledger)
+    assert "quire" not in server.post("/v1/completions", {"prompt": "abc"}).json()
+
+
+def test_a_lenient_answer_lists_what_was_left_out(server: TestServer) -> None:
+    body = {"prompt": "abc", "nonsense": 1, "best_of": 3}
+    answer = server.post("/v1/completions", body, headers={"X-Quire-Lenient": "1"}).json()
+    assert [warning.partition(":")[0] for warning in answer["warnings"]] == ["nonsense", "best_of"]
+
+
+def test_a_lenient_server_still_refuses_what_it_supports_and_cannot_read(serve: Serve) -> None:
+    server = serve(lenient=True)
+    assert complete(server, nonsense=1)["warnings"]
+    assert refusal(server, "/v1/completions", prompt="x", temperature="hot")["param"] == "temperature"
+
+
+def test_null_counts_as_absent(server: TestServer) -> None:
+    body = complete(server, max_tokens=None, stop=None, logprobs=None, tools=None, suffix=None, seed=None)
+    assert body["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"response_format": {"type": "text"}},
+        {"best_of": 1},
+        {"use_beam_search": False},
+        {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto"},
+    ],
+)
+def test_values_that_ask_for_nothing_pass(server: TestServer, harmless: dict[str, Any]) -> None:
+    assert "warnings" not in complete(server, **harmless)
+
+
+def test_parameters_that_need_each_other_are_checked_together(server: TestServer) -> None:
+    path = "/v1/completions"
+    assert refusal(server, path, prompt="x", stream_options={})["param"] == "stream_options"
+    assert refusal(server, path, prompt="x", stream=True, prompt_logprobs=1)["param"] == "prompt_logprobs"
+    assert refusal(server, path, prompt="x", stream=True, echo=True, logprobs=1)["param"] == "echo"
+    assert refusal(server, path, prompt="x", min_tokens=20)["param"] == "min_tokens"
+    assert refusal(server, "/v1/chat/completions", messages=CHAT, top_logprobs=1)["param"] == "top_logprobs"
+
+
+def test_what_the_engine_refuses_is_the_clients_error(server: TestServer) -> None:
+    error = refusal(server, "/v1/completions", prompt="x", n=9)
+    assert (error["param"], error["type"]) == ("n", "invalid_request_error")
+    assert refusal(server, "/v1/completions", prompt=[9_999], stream=True)["param"] == "prompt"
+
+
+def test_priority_needs_a_policy_that_reads_it(server: TestServer, serve: Serve) -> None:
+    assert refusal(server, "/v1/completions", prompt="x", priority=1)["param"] == "priority"
+    scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, policy="priority")
+    assert complete(serve(scheduler=scheduler), priority=-3, max_tokens=3)
+
+
+def test_clients_with_different_keys_never_share_a_salt(serve: Serve) -> None:
+    from http_server import digests
+    from quire.config.server import AccessConfig
+
+    server = serve(access=AccessConfig(key_digests=digests("k1", "k2")))
+    for key in ("k1", "k2", "k1"):
+        answer = server.post(
+            "/v1/completions", {"prompt": "x", "cache_salt": "s"}, headers={"Authorization": f"Bearer {key}"}
+        )
+        assert answer.status_code == 200
+    salts = [submit.cache_salt for submit in server.link.submitted]
+    assert salts[0] == salts[2] != salts[1]
+    assert salts[0] != "s"
+
+
+def test_one_request_that_fails_in_the_engine_fails_alone_and_says_nothing_of_the_cause(serve: Serve) -> None:
+    server = serve(fails=frozenset({"bad"}))
+    answer = server.post("/v1/completions", {"prompt": "bad"})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "boom" not in answer.text
+    assert complete(server, prompt="good")["choices"][0]["finish_reason"] == "stop"
+
+
+def test_text_becomes_tokens_and_tokens_become_text(server: TestServer) -> None:
+    body = server.post("/tokenize", {"prompt": "hé", "return_token_strs": True}).json()
+    assert body["tokens"] == ids("hé")
+    assert (body["count"], body["max_model_len"], body["token_strs"][0]) == (3, 512, "h")
+    assert server.post("/detokenize", {"tokens": body["tokens"]}).json() == {"prompt": "hé"}
+    rendered = server.post("/tokenize", {"messages": CHAT}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": rendered}).json() == {"prompt": "user:hi\nbot:"}
+    assert refusal(server, "/detokenize", tokens=[9_999])["param"] == "tokens"
+    assert refusal(server, "/tokenize", add_special_tokens=True)["param"] == "prompt"
+
+
+def test_the_server_says_what_it_can_do(server: TestServer) -> None:
+    body = server.get("/v1/capabilities").json()
+    assert body["engine"]["max_model_len"] == 512
+    assert body["limits"]["n"] == 128
+    assert body["parameters"]["chat"]["tools"] == "no"

@@ -1,0 +1,207 @@
+"""Clients that go away, engines that die, servers that shut down: every request ends once, nothing is left."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from http_server import TestServer, read_events
+from quire.config.engine import SchedulerConfig
+from tests.http.conftest import Serve
+
+ENDLESS = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
+
+
+def endless(prompt: str, index: int) -> str:
+    return "z" * 500
+
+
+class Ask(threading.Thread):
+    """A request in its own thread, and what came of it."""
+
+    def __init__(self, server: TestServer, **body: Any) -> None:
+        super().__init__(daemon=True)
+        self._server, self._body = server, {"prompt": "x", **body}
+        self.answer: httpx.Response | None = None
+        self.start()
+
+    def run(self) -> None:
+        self.answer = self._server.post("/v1/completions", self._body)
+
+    def result(self) -> httpx.Response:
+        self.join(20)
+        assert self.answer is not None
+        return self.answer
+
+
+def open_request(server: TestServer, body: dict[str, Any]) -> socket.socket:
+    content = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_while_its_request_runs_is_aborted(serve: Serve, stream: bool) -> None:
+    server = serve(endless, step_seconds=0.01)
+    connection = open_request(server, {**ENDLESS, "stream": stream})
+    server.wait(lambda: server.link.num_steps > 3)
+    connection.close()
+    server.wait(lambda: bool(server.link.aborts))
+    server.wait(server.is_idle)
+    assert server.link.num_steps < 300
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_in_the_queue_is_forgotten(serve: Serve, stream: bool) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=512)
+    server = serve(endless, scheduler=scheduler)
+    server.link.gate.clear()
+    connections = [open_request(server, {**ENDLESS, "stream": stream}) for _ in range(5)]
+    server.wait(lambda: server.call(lambda: len(server.desk.tickets())) == 5)
+    assert server.call(lambda: server.desk.num_inside) == 2  # the window
+    for connection in connections:
+        connection.close()
+    server.wait(lambda: server.call(lambda: not server.desk.tickets()))
+    server.link.gate.set()
+    server.link.settle()
+    server.wait(server.is_idle)
+    assert len(server.link.submitted) == 2
+
+
+def test_requests_cut_at_random_moments_leave_nothing_behind(serve: Serve) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512)
+    server = serve(endless, scheduler=scheduler, step_seconds=0.001)
+    rng = random.Random(5)
+    for _ in range(60):
+        connection = open_request(server, {**ENDLESS, "stream": rng.random() < 0.5, "n": rng.randint(1, 3)})
+        time.sleep(rng.random() * 0.02)
+        connection.close()
+    server.wait(lambda: server.call(lambda: not server.desk.tickets()))
+    server.wait(server.is_idle)
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 3}).status_code == 200
+
+
+def test_an_engine_that_dies_ends_its_requests_and_the_queue_goes_on(serve: Serve) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=512)
+    server = serve(endless, scheduler=scheduler)
+    server.link.gate.clear()
+    asked = []
+    for count in range(1, 5):
+        asked.append(Ask(server, max_tokens=4))
+        server.wait(lambda count=count: server.call(lambda: len(server.desk.tickets())) == count)  # type: ignore[misc]
+    server.link.kill()
+    lost = [one.result() for one in asked[:2]]
+    assert [answer.status_code for answer in lost] == [503, 503]
+    assert lost[0].json()["error"]["code"] == "engine_restarted"
+    assert server.get("/health").status_code == 503
+    assert server.get("/ready").json()["error"]["code"] == "restarting"
+    late = Ask(server, max_tokens=4)
+    server.wait(lambda: server.call(lambda: len(server.desk.tickets())) == 3)
+    server.link.gate.set()
+    server.link.revive()
+    assert [one.result().status_code for one in (*asked[2:], late)] == [200, 200, 200]
+    assert server.get("/health").status_code == 200
+
+
+def test_a_server_whose_model_loads_says_so(serve: Serve) -> None:
+    server = serve(starts_up=False)
+    assert server.get("/health").status_code == 503
+    answer = server.post("/v1/completions", {"prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
+    assert "retry-after" in answer.headers
+    assert server.get("/v1/models").status_code == 200
+    server.call(server.desk.start)
+    server.wait(lambda: server.desk.engine is not None)
+    assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
+
+
+def test_a_draining_server_finishes_what_it_has_and_takes_nothing_new(serve: Serve) -> None:
+    server = serve()
+    server.link.gate.clear()
+    running = Ask(server, max_tokens=64)
+    server.wait(lambda: server.call(lambda: len(server.desk.tickets())) == 1)
+    server.start_drain(20)
+    server.wait(lambda: server.desk.is_draining)
+    assert server.get("/ready").json()["error"]["code"] == "draining"
+    assert server.get("/health").status_code == 200
+    refused = server.post("/v1/completions", {"prompt": "x"})
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    server.link.gate.set()
+    server.link.settle()
+    assert running.result().json()["choices"][0]["text"] == " answer 0 to <x>"
+    server.join_drain()
+
+
+def test_what_is_not_done_when_the_drain_ends_is_ended_with_an_error(serve: Serve) -> None:
+    server = serve(endless)
+    server.link.gate.clear()
+    running = Ask(server, **ENDLESS)
+    server.wait(lambda: server.call(lambda: len(server.desk.tickets())) == 1)
+    server.start_drain(0.05)
+    assert running.result().json()["error"]["code"] == "shutting_down"
+    server.join_drain()
+
+
+def test_a_queue_that_is_full_in_tokens_refuses_too(serve: Serve) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=512)
+    server = serve(scheduler=scheduler, limits={"queue_tokens": 100})
+    server.link.gate.clear()
+    asked = []
+    for count in range(1, 4):
+        asked.append(Ask(server, prompt="x" * 60))
+        server.wait(lambda count=count: server.call(lambda: len(server.desk.tickets())) == count)  # type: ignore[misc]
+    refused = server.post("/v1/completions", {"prompt": "x" * 60})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+    assert int(refused.headers["retry-after"]) >= 1
+    server.link.gate.set()
+    server.link.settle()
+    assert [one.result().status_code for one in asked] == [200, 200, 200]
+
+
+def test_lower_priority_numbers_leave_the_queue_first(serve: Serve) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=512, policy="priority")
+    server = serve(scheduler=scheduler)
+    server.link.gate.clear()
+    asked = []
+    for count, priority in enumerate((0, 0, 5, -5, 5), start=1):
+        asked.append(Ask(server, prompt=f"p{count}", priority=priority))
+        server.wait(lambda count=count: server.call(lambda: len(server.desk.tickets())) == count)  # type: ignore[misc]
+    server.link.gate.set()
+    server.link.settle()
+    for one in asked:
+        assert one.result().status_code == 200
+    assert [submit.priority for submit in server.link.submitted] == [0, 0, -5, 5, 5]
+
+
+def test_streams_in_a_dying_engine_end_with_an_error_event(serve: Serve) -> None:
+    server = serve(endless, step_seconds=0.005)
+    with (
+        server.client() as client,
+        client.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as answer,
+    ):
+        events = read_events(answer)
+        next(events)
+        server.link.kill()
+        rest = list(events)
+    assert rest[-1] == "[DONE]"
+    assert rest[-2]["error"]["type"] == "server_error"
+
+
+def test_a_client_that_sends_a_second_request_and_hangs_up_is_aborted_too(serve: Serve) -> None:
+    server = serve(endless, step_seconds=0.01)
+    connection = open_request(server, ENDLESS)
+    server.wait(lambda: server.link.num_steps > 3)
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    time.sleep(0.02)
+    connection.close()
+    server.wait(lambda: bool(server.link.aborts))
+    server.wait(server.is_idle)

@@ -1,0 +1,88 @@
+"""The OpenAPI document says what the server does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from http_server import TestServer
+from quire.serving.http.fields import FIELDS
+
+CHAT = [{"role": "user", "content": "hi"}]
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def document(server: TestServer) -> Any:
+    return server.get("/openapi.json").json()
+
+
+def validate(document: Any, schema: Any, value: Any) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    whole = {**schema, "components": document["components"]}
+    jsonschema.Draft202012Validator(whole).validate(value)
+
+
+def answer_schema(document: Any, path: str, status: int, method: str = "post") -> Any:
+    return document["paths"][path][method]["responses"][str(status)]["content"]["application/json"]["schema"]
+
+
+def test_every_parameter_of_the_table_is_in_the_document(document: Any) -> None:
+    paths = {"chat": CHATS, "completions": COMPLETIONS, "tokenize": "/tokenize", "detokenize": "/detokenize"}
+    for field in FIELDS:
+        for endpoint in field.endpoints:
+            body = document["paths"][paths[endpoint]]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            assert field.name in body["properties"]
+            assert body["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "x"}),
+        (COMPLETIONS, {"prompt": ["x", "y"], "n": 2, "logprobs": 2, "echo": True, "return_token_ids": True}),
+        (COMPLETIONS, {"prompt": [1, 2], "prompt_logprobs": 1, "stop": "w"}),
+        (CHATS, {"messages": CHAT, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 0}),
+        (CHATS, {"messages": CHAT, "return_token_ids": True}),
+        (CHATS, {"messages": CHAT, "n": 2, "stop_token_ids": [5]}),
+        ("/tokenize", {"prompt": "x", "return_token_strs": True}),
+        ("/detokenize", {"tokens": [1, 2]}),
+    ],
+)  # fmt: skip
+def test_requests_and_answers_fit_their_schemas(server: TestServer, document: Any, path: str, body: Any) -> None:
+    request = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    validate(document, request, body)
+    answer = server.post(path, body, params={"explain": "1"} if path in (COMPLETIONS, CHATS) else {})
+    assert answer.status_code == 200, answer.text
+    validate(document, answer_schema(document, path, 200), answer.json())
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/capabilities", "/health", "/ready", "/version"])
+def test_pages_fit_their_schemas(server: TestServer, document: Any, path: str) -> None:
+    validate(document, answer_schema(document, path, 200, "get"), server.get(path).json())
+
+
+def test_errors_fit_their_schema(server: TestServer, document: Any) -> None:
+    answer = server.post(COMPLETIONS, {"prompt": "x", "n": -1})
+    validate(document, answer_schema(document, COMPLETIONS, 400), answer.json())
+
+
+@pytest.mark.parametrize(
+    ("path", "chunk", "body"),
+    [
+        (CHATS, "ChatChunk", {"messages": CHAT, "logprobs": True, "n": 2, "return_token_ids": True}),
+        (COMPLETIONS, "CompletionChunk", {"prompt": ["x", "y"], "logprobs": 1, "return_token_ids": True}),
+        (COMPLETIONS, "CompletionChunk", {"prompt": "x", "stream_options": {"include_usage": True}, "echo": True}),
+    ],
+)
+def test_chunks_fit_their_schema(server: TestServer, document: Any, path: str, chunk: str, body: Any) -> None:
+    schema = {"$ref": f"#/components/schemas/{chunk}"}
+    for event in server.events(path, body, params={"explain": "1"})[:-1]:
+        validate(document, schema, event)
+
+
+def test_the_document_is_json_that_names_its_version(document: Any) -> None:
+    assert document["openapi"].startswith("3.1")
+    assert json.dumps(document)

@@ -1,0 +1,59 @@
+"""An engine process over the fake executor, for tests of everything around it: `python -m fake_engine_main FD`.
+
+What the "model" is called says how it behaves: see `behaviour`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from fake_executor import VOCAB, FakeExecutor
+from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.engine.core import EngineCore
+from quire.serving.control import EngineStart
+from quire.serving.engine_main import Report, run_engine
+from quire.serving.link import EngineReady
+from quire.types.errors import ModelLoadError
+from quire.types.step import StepPlan
+
+BLOCKS, BLOCK_SIZE = 64, 4
+HANG, CRASH = 90, 91  # a prompt that begins with one of these tokens
+
+
+@dataclass
+class SlowExecutor(FakeExecutor):
+    """Takes its time for every step, hangs or crashes where a prompt asks for it."""
+
+    seconds: float = 0.0
+
+    def launch(self, plan: StepPlan) -> None:
+        time.sleep(self.seconds)
+        for new in plan.new_rows:
+            if new.token_ids[0] == HANG:
+                time.sleep(3_600)
+            if new.token_ids[0] == CRASH:
+                raise RuntimeError("device lost")
+        super().launch(plan)
+
+
+def load(start: EngineStart, report: Report) -> tuple[EngineCore, EngineReady]:
+    """`slow` in the model's name: 20 ms a step; `broken`: it never loads; `dies`: the process ends while loading."""
+    name = Path(start.config.source.model).stem
+    report("loading", 0, 2)
+    if "broken" in name:
+        raise ModelLoadError("weights.gguf", "is cut short", fix="download it again")
+    if "dies" in name:
+        sys.exit(3)
+    report("loading", 2, 2)
+    executor = SlowExecutor(BLOCKS, BLOCK_SIZE, seconds=0.02 if "slow" in name else 0.0)
+    scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=200)
+    core = EngineCore(executor, CacheConfig(BLOCK_SIZE, BLOCKS), scheduler, VOCAB)
+    ready = EngineReady(start.generation, 200, VOCAB, 8, BLOCK_SIZE, BLOCKS, "float32", "cpu", "fcfs", ())
+    return core, ready
+
+
+if __name__ == "__main__":
+    sys.exit(run_engine(sys.argv[1:], load))

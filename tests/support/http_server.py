@@ -1,0 +1,192 @@
+"""A real edge on a loopback port, in this process: uvicorn in a thread over a LocalLink and a scripted model."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import httpx
+import uvloop
+
+from local_link import LocalLink
+from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.config.resolve import EngineArguments
+from quire.config.server import ModelSource, ServerConfig
+from quire.engine.core import EngineCore
+from quire.serving.desk.desk import Desk
+from quire.serving.desk.observer import NullObserver, Observer
+from quire.serving.edge import EdgeServer, http_config
+from quire.serving.http.app import build_app
+from quire.serving.http.limits import Limits
+from quire.serving.http.service import Service, TextWorks
+from quire.serving.link import EngineReady
+from tests.unit.serving.scripted import EOS_ID, TOKENIZER, VOCAB, Script, ScriptedExecutor
+
+MODEL = "scripted"
+PLAYGROUND = {"index.html": (b"<!doctype html><title>Quire</title>", "text/html; charset=utf-8")}
+
+
+def digests(*keys: str) -> tuple[str, ...]:
+    return tuple(hashlib.sha256(key.encode()).hexdigest() for key in keys)
+
+
+class TestServer:
+    """One server; `close` ends it. Reads like the real thing from outside, and can be looked into."""
+
+    __test__ = False
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        cache: CacheConfig | None = None,
+        scheduler: SchedulerConfig | None = None,
+        fails: frozenset[str] = frozenset(),
+        observer: Observer | None = None,
+        step_seconds: float = 0.0,
+        starts_up: bool = True,
+        **config: Any,
+    ) -> None:
+        self.cache = cache or CacheConfig(block_size=4, num_blocks=4_096)
+        self.scheduler = scheduler or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=512)
+        self._script, self._fails, self._step_seconds = script, fails, step_seconds
+        self.link = LocalLink(self._make_core)
+        self._starts_up = starts_up
+        self.config = ServerConfig(
+            source=config.pop("source", ModelSource(model=MODEL, served_names=(MODEL, "other-name"))),
+            engine=EngineArguments(),
+            **config,
+        )
+        self._observer = observer or NullObserver()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.drains_asked = 0
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="test-server")
+        self._thread.start()
+        assert self._started.wait(10)
+        if starts_up:
+            self.wait(lambda: self.desk.engine is not None)
+
+    # ------------------------------------------------------------------------------------------------------ engine
+    def _make_core(self) -> tuple[EngineCore, EngineReady]:
+        executor = ScriptedExecutor(self._script, fails=self._fails)
+        if self._step_seconds:
+            executor.on_launch = lambda: time.sleep(self._step_seconds)
+        core = EngineCore(executor, self.cache, self.scheduler, VOCAB)
+        ready = EngineReady(
+            generation=1,
+            max_model_len=self.scheduler.max_model_len,
+            vocab_size=VOCAB,
+            max_num_seqs=self.scheduler.max_num_seqs,
+            block_size=self.cache.block_size,
+            num_blocks=self.cache.num_blocks,
+            dtype="float32",
+            device="cpu",
+            policy=self.scheduler.policy,
+            eos_ids=(EOS_ID,),
+        )
+        return core, ready
+
+    # ------------------------------------------------------------------------------------------------------ server
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        limits = Limits(self.config.limits)
+        self.desk = Desk(self.link, TOKENIZER, limits, self._observer, self.config.api_workers)
+        self.service = Service(
+            config=self.config,
+            limits=limits,
+            desk=self.desk,
+            link=self.link,
+            texts=TextWorks(TOKENIZER, self.config.source.chat_template),
+            observer=self._observer,
+            version="0.0.0",
+            render_metrics=_no_metrics,
+            ask_drain=self._ask_drain,
+        )
+        app = build_app(self.service, PLAYGROUND)
+        self.server = EdgeServer(http_config(app, limits), self._started.set)
+        if self._starts_up:
+            self.desk.start()
+        await self.server.serve(sockets=[self._socket])
+        self.service.close()
+
+    def _ask_drain(self) -> None:
+        self.drains_asked += 1
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Run something on the server's event loop and return what it returns."""
+        done, result = threading.Event(), []
+
+        def run() -> None:
+            result.append(work())
+            done.set()
+
+        self.loop.call_soon_threadsafe(run)
+        assert done.wait(10)
+        return result[0]
+
+    def start_drain(self, seconds: float) -> None:
+        self._drain = asyncio.run_coroutine_threadsafe(self.desk.drain(seconds), self.loop)
+
+    def join_drain(self) -> None:
+        self._drain.result(10)
+
+    def close(self) -> None:
+        self.link.gate.set()
+        self.server.should_exit = True
+        self._thread.join(10)
+        self.link.close()
+
+    # ------------------------------------------------------------------------------------------------------ clients
+    def wait(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+        """Until something holds; the bound is only there to end a broken test."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "it did not come to be"
+            time.sleep(0.002)
+
+    def is_idle(self) -> bool:
+        """Nothing waits, nothing runs, no block is held."""
+        core = self.link.core
+        used = core.stats().blocks.used if core is not None else 0
+        return not self.desk.tickets() and self.desk.num_inside == 0 and used == 0
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=20, verify=False, **options)  # no certificates to load
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        with self.client() as client:
+            return client.post(path, json=body, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        with self.client() as client:
+            return client.get(path, **options)
+
+    def events(self, path: str, body: Mapping[str, Any], **options: Any) -> list[Any]:
+        """The events of a stream; the last is "[DONE]"."""
+        with self.client() as client, client.stream("POST", path, json={**body, "stream": True}, **options) as answer:
+            assert answer.status_code == 200, answer.read()
+            return list(read_events(answer))
+
+
+def read_events(answer: httpx.Response) -> Iterator[Any]:
+    for line in answer.iter_lines():
+        if line.startswith("data: "):
+            data = line.removeprefix("data: ")
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+async def _no_metrics() -> tuple[bytes, str]:
+    return b"", "text/plain"

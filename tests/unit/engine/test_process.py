@@ -1,0 +1,294 @@
+"""The engine's loop over a real socket: what edges ask for happens, and what one of them does never harms another."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine_thread import EngineThread, PlainEdge
+from fake_executor import continuation
+from quire.config.engine import SchedulerConfig
+from quire.engine import transport
+from quire.engine.answer_size import MAX_ANSWER, check_answer_size
+from quire.engine.messages import (
+    AbortRequest,
+    Ask,
+    BlockMapAnswer,
+    CacheReset,
+    Goodbye,
+    StatsAnswer,
+    SubmitRequest,
+    Tokens,
+)
+from quire.types.errors import InvalidRequest
+from quire.types.request import Abort, Submit
+from quire.types.sampling import SamplingParams, TokenRules
+
+Start = Callable[..., EngineThread]
+Connect = Callable[..., PlainEdge]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    engines: list[EngineThread] = []
+
+    def begin(**settings: object) -> EngineThread:
+        engines.append(EngineThread(tmp_path, **settings))  # type: ignore[arg-type]
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.stop()
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    edges: list[PlainEdge] = []
+
+    def begin(engine: EngineThread, number: int = 1) -> PlainEdge:
+        edges.append(PlainEdge(engine.address, number))
+        return edges[-1]
+
+    yield begin
+    for edge in edges:
+        edge.close()
+
+
+def blocks_used(edge: PlainEdge) -> int:
+    """What the engine says it holds now."""
+    edge.heard.clear()
+    edge.say(Ask(1, "stats"))
+    edge.wait(lambda: any(isinstance(said, StatsAnswer) for said in edge.heard))
+    (answer,) = [said for said in edge.heard if isinstance(said, StatsAnswer)]
+    return answer.stats.blocks.used
+
+
+def test_a_request_is_accepted_streamed_and_ended(start: Start, connect: Connect) -> None:
+    edge = connect(start())
+    edge.submit("a", [1, 2, 3], n=2)
+    edge.wait(lambda: edge.has_ended("a"))
+    handle = edge.handles()["a"]
+    for index in (0, 1):
+        expected = continuation([1, 2, 3], 8, index=index)
+        assert edge.stream(handle + index) == expected
+        assert list(edge.ends()["a"].samples[index].token_ids) == expected
+    assert edge.ends()["a"].ledger[-1].kind == "finished"
+
+
+def test_acceptance_comes_before_the_first_token(start: Start, connect: Connect) -> None:
+    edge = connect(start())
+    edge.submit("a", [1])
+    edge.wait(lambda: edge.has_ended("a"))
+    assert type(edge.heard[0]).__name__ == "Accepted"
+
+
+def test_a_step_is_one_batch_however_many_requests_run(start: Start, connect: Connect) -> None:
+    engine = start()
+    edge = connect(engine)
+    engine.gate.clear()
+    for number in range(6):
+        edge.submit(f"r{number}", [number + 1], max_tokens=5)
+    engine.gate.set()
+    edge.wait(lambda: len(edge.ends()) == 6)
+    batches = [said for said in edge.heard if isinstance(said, Tokens)]
+    assert len(batches) == len({said.out.step for said in batches})
+
+
+def test_a_request_that_is_wrong_is_refused_with_its_reason(start: Start, connect: Connect) -> None:
+    edge = connect(start())
+    edge.submit("empty", [])
+    edge.submit("long", [1] * 300)
+    edge.submit("foreign", [1_000])
+    edge.say(SubmitRequest("nan", (1,), {"temperature": float("nan")}, TokenRules()))
+    edge.wait(lambda: len(edge.refusals()) == 4)
+    assert {name: refused.field for name, refused in edge.refusals().items()} == {
+        "empty": "prompt",
+        "long": "prompt",
+        "foreign": "prompt",
+        "nan": "temperature",
+    }
+
+
+def test_a_request_id_in_use_is_refused_also_to_another_edge(start: Start, connect: Connect) -> None:
+    engine = start(seconds=0.01)
+    one, two = connect(engine, 1), connect(engine, 2)
+    one.submit("a", [1], max_tokens=100)
+    one.wait(lambda: "a" in one.handles())
+    two.submit("a", [2])
+    two.wait(lambda: "a" in two.refusals())
+    assert two.refusals()["a"].field == "request_id"
+    one.say(AbortRequest(Abort("a")))
+    one.wait(lambda: one.has_ended("a"))
+
+
+def test_an_abort_frees_the_blocks_within_a_step(start: Start, connect: Connect) -> None:
+    engine = start()
+    edge = connect(engine)
+    engine.gate.clear()
+    edge.submit("a", [1], max_tokens=200)
+    edge.say(AbortRequest(Abort("a")))
+    engine.gate.set()
+    edge.wait(lambda: edge.has_ended("a"))
+    (sample,) = edge.ends()["a"].samples
+    assert sample.finish_reason == "abort"
+    assert len(sample.token_ids) <= 1
+    assert blocks_used(edge) == 0
+
+
+def test_an_edge_cannot_abort_what_belongs_to_another(start: Start, connect: Connect) -> None:
+    engine = start(seconds=0.005)
+    one, two = connect(engine, 1), connect(engine, 2)
+    one.submit("a", [1], max_tokens=20)
+    one.wait(lambda: "a" in one.handles())
+    two.say(AbortRequest(Abort("a")), AbortRequest(Abort("unknown")))
+    one.wait(lambda: one.has_ended("a"))
+    assert one.ends()["a"].samples[0].finish_reason == "length"
+
+
+def test_edges_hear_only_of_their_own_requests(start: Start, connect: Connect) -> None:
+    engine = start()
+    edges = [connect(engine, number) for number in (1, 2, 3)]
+    for number, edge in enumerate(edges):
+        edge.submit(f"r{number}", [number + 1, 5], max_tokens=20)
+    for number, edge in enumerate(edges):
+        edge.wait(lambda: bool(edge.ends()))  # noqa: B023 - waits at once
+        assert list(edge.ends()) == [f"r{number}"]
+        assert edge.stream(edge.handles()[f"r{number}"]) == continuation([number + 1, 5], 20)
+
+
+def test_questions_are_answered_with_their_number(start: Start, connect: Connect) -> None:
+    engine = start(seconds=0.01)
+    edge = connect(engine)
+    edge.submit("a", [1] * 9, max_tokens=200)
+    edge.wait(lambda: bool(edge.stream(edge.handles().get("a", -1))))
+    edge.say(Ask(7, "stats"), Ask(8, "block_map"), Ask(9, "reset_cache"))
+    edge.wait(lambda: any(isinstance(said, CacheReset) for said in edge.heard))
+    stats = next(said for said in edge.heard if isinstance(said, StatsAnswer))
+    blocks = next(said for said in edge.heard if isinstance(said, BlockMapAnswer))
+    reset = next(said for said in edge.heard if isinstance(said, CacheReset))
+    assert (stats.number, blocks.number, reset.number, reset.num_freed) == (7, 8, 9, 0)
+    assert stats.stats.running == 1
+    (held,) = blocks.block_map.requests
+    assert (held.request_id, held.state) == ("a", "running")
+    assert sum(blocks.block_map.holders) == len(held.block_ids)
+    edge.say(Goodbye())
+
+
+def test_an_edge_that_says_goodbye_leaves_nothing_behind(start: Start, connect: Connect) -> None:
+    engine = start(seconds=0.005)
+    one, two = connect(engine, 1), connect(engine, 2)
+    one.submit("a", [1], max_tokens=200)
+    one.wait(lambda: bool(one.stream(0)))
+    one.say(Goodbye())
+    two.wait(lambda: blocks_used(two) == 0)
+
+
+def test_an_edge_that_died_leaves_nothing_behind(start: Start, connect: Connect) -> None:
+    engine = start(seconds=0.005)
+    one, two = connect(engine, 1), connect(engine, 2)
+    one.submit("a", [1], max_tokens=200)
+    one.wait(lambda: bool(one.stream(0)))
+    engine.loop.forget_edge(1)
+    two.submit("b", [2], max_tokens=3)
+    two.wait(lambda: two.has_ended("b"))
+    two.wait(lambda: blocks_used(two) == 0)
+    assert engine.stuck == []
+
+
+def test_an_edge_that_vanished_without_a_word_is_reported(start: Start, connect: Connect) -> None:
+    engine = start(seconds=0.005)
+    gone, watcher = PlainEdge(engine.address, 1), connect(engine, 2)
+    gone.submit("a", [1], max_tokens=200)
+    gone.wait(lambda: bool(gone.stream(0)))
+    gone.close()
+    watcher.wait(lambda: blocks_used(watcher) == 0)
+    assert engine.stuck == [1]
+
+
+def test_an_edge_that_reads_nothing_is_cut_off_and_reported(
+    start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_MAX_UNREAD", 4)
+    engine = start()
+    slow, watcher = connect(engine, 1), connect(engine, 2)
+
+    def is_stuck() -> bool:
+        slow.say(*[Ask(number, "block_map") for number in range(500)])  # answers fill the socket, then the queue
+        return bool(engine.stuck)
+
+    slow.submit("a", [1], max_tokens=200)
+    watcher.wait(is_stuck)
+    assert set(engine.stuck) == {1}
+    watcher.wait(lambda: blocks_used(watcher) == 0)
+
+
+def test_noise_on_the_socket_is_logged_and_dropped(
+    start: Start, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    edge = connect(start())
+    with caplog.at_level(logging.WARNING):
+        assert edge.socket.send([b"", b"\xff\x00noise", b"\x93\x01\x02"])
+        edge.submit("a", [1])
+        edge.wait(lambda: edge.has_ended("a"))
+    assert sum("dropped a message of edge 1" in record.message for record in caplog.records) == 3
+
+
+def test_a_lost_executor_ends_every_request_with_its_cause(start: Start, connect: Connect) -> None:
+    engine = start(crash_at=5)
+    edge = connect(engine)
+    edge.submit("a", [1], max_tokens=100)
+    edge.submit("b", [2], max_tokens=100)
+    edge.wait(lambda: len(edge.ends()) == 2)
+    assert {end.error for end in edge.ends().values()} == {"the engine stopped: RuntimeError('device lost')"}
+    engine.join()
+    assert engine.death == "the engine stopped: RuntimeError('device lost')"
+
+
+def test_stopping_ends_what_is_left(start: Start, connect: Connect) -> None:
+    engine = start(seconds=0.005)
+    edge = connect(engine)
+    edge.submit("a", [1], max_tokens=200)
+    edge.wait(lambda: bool(edge.stream(0)))
+    engine.loop.stop()
+    edge.wait(lambda: edge.has_ended("a"))
+    assert edge.ends()["a"].samples[0].finish_reason == "abort"
+    engine.join()
+
+
+def test_the_socket_is_for_this_user_alone(start: Start) -> None:
+    assert Path(start().address.removeprefix("ipc://")).stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"logprobs": -1, "max_tokens": 10}, "logprobs"),
+        ({"logprobs": 1_000, "max_tokens": 4_000}, "logprobs"),
+        ({"prompt_logprobs": -1, "max_tokens": 1}, "prompt_logprobs"),
+        ({"n": 64, "max_tokens": 100_000, "logprobs": 0}, "logprobs"),
+    ],
+)
+def test_an_answer_too_large_for_a_message_is_refused_at_the_door(params: dict[str, int], field: str) -> None:
+    config = SchedulerConfig(max_num_seqs=64, max_model_len=200_000)
+    request = Submit("a", (1,) * 100, SamplingParams(**params))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=f"^{field}:"):
+        check_answer_size(request, config, vocab_size=150_000)
+
+
+def test_an_answer_of_usual_size_is_let_in() -> None:
+    config = SchedulerConfig(max_num_seqs=64, max_model_len=32_768)
+    for params in ({"logprobs": 20, "max_tokens": None}, {"max_tokens": 4_096, "n": 16, "prompt_logprobs": 20}):
+        check_answer_size(Submit("a", (1,) * 4_000, SamplingParams(**params)), config, 150_000)  # type: ignore[arg-type]
+    assert MAX_ANSWER < 64 * 2**20
+
+
+def test_a_request_with_logprobs_ends_in_a_message_of_its_own(start: Start, connect: Connect) -> None:
+    edge = connect(start())
+    edge.submit("a", [1, 2], prompt_logprobs=1, max_tokens=1)
+    edge.wait(lambda: edge.has_ended("a"))
+    last = [said for said in edge.heard if isinstance(said, Tokens)][-1]
+    assert [end.request_id for end in last.out.finished] == ["a"]
+    assert len(last.out.samples) == 0

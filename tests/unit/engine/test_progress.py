@@ -1,0 +1,47 @@
+"""A watcher in another process sees whether the engine moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.engine import progress
+from quire.engine.progress import ProgressReader, ProgressRecord
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(progress, "time", found)
+    return found
+
+
+def test_only_an_engine_that_stays_in_one_step_is_stuck(tmp_path: Path, clock: Clock) -> None:
+    record = ProgressRecord(tmp_path / "progress")
+    reader = ProgressReader(tmp_path / "progress")
+    clock.now += 50
+    assert [reader.stuck_for(), reader.stuck_for()] == [0.0, 0.0]  # idle
+    record.begin_step()
+    clock.now += 5
+    assert [reader.stuck_for(), reader.stuck_for()] == [0.0, 5.0]  # sure at the second look
+    record.begin_step()
+    clock.now += 1
+    assert [reader.stuck_for(), reader.stuck_for()] == [0.0, 1.0]
+    record.idle()
+    clock.now += 50
+    assert [reader.stuck_for(), reader.stuck_for()] == [0.0, 0.0]
+    reader.close()
+    record.close()
+
+
+def test_the_record_is_for_this_user_alone(tmp_path: Path) -> None:
+    ProgressRecord(tmp_path / "progress").close()
+    assert (tmp_path / "progress").stat().st_mode & 0o077 == 0

@@ -1,0 +1,73 @@
+"""A step's batch is split among the edges, and nobody hears of another's requests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.engine.routing import Routes
+from quire.types.output import Finished, TokensOut
+from quire.types.step import TokenLogprobs
+
+ENTRY = TokenLogprobs(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32), 1)
+
+
+def batch(handles: list[int], *, logprobs: tuple[int, ...] = (), finished: tuple[str, ...] = ()) -> TokensOut:
+    samples = np.array(handles, dtype=np.int64)
+    ends = tuple(Finished(request_id, ()) for request_id in finished)
+    return TokensOut(1, samples, (samples * 10).astype(np.int32), tuple((h, ENTRY) for h in logprobs), ends)
+
+
+def heard(routes: Routes, out: TokensOut) -> dict[int, tuple[list[int], list[int], list[str]]]:
+    parts = dict(routes.split(out))
+    routes.check()
+    return {
+        edge: (part.samples.tolist(), [h for h, _ in part.logprobs], [end.request_id for end in part.finished])
+        for edge, part in parts.items()
+    }
+
+
+def two_edges() -> Routes:
+    routes = Routes()
+    routes.add(1, "a", 0, 2)
+    routes.add(2, "b", 2, 1)
+    return routes
+
+
+def test_every_edge_hears_its_own_samples_logprobs_and_ends() -> None:
+    found = heard(two_edges(), batch([0, 2, 1], logprobs=(1, 2), finished=("b",)))
+    assert found == {1: ([0, 1], [1], []), 2: ([2], [2], ["b"])}
+
+
+def test_tokens_stay_with_their_samples() -> None:
+    parts = dict(two_edges().split(batch([2, 1, 0])))
+    assert parts[1].token_ids.tolist() == [10, 0]
+    assert parts[2].token_ids.tolist() == [20]
+
+
+def test_a_batch_for_one_edge_is_passed_on_whole() -> None:
+    routes = Routes()
+    routes.add(1, "a", 0, 2)
+    out = batch([0, 1])
+    ((edge, part),) = routes.split(out)
+    assert edge == 1
+    assert part.samples is out.samples
+
+
+def test_a_request_that_ended_is_forgotten() -> None:
+    routes = two_edges()
+    heard(routes, batch([], finished=("a",)))
+    assert routes.edge_of("a") is None
+    assert routes.requests() == ["b"]
+    assert heard(routes, batch([0, 2])) == {2: ([2], [], [])}
+
+
+def test_an_edge_that_left_hears_nothing_even_of_the_same_batch() -> None:
+    routes, out = two_edges(), batch([0, 2, 1], finished=())
+    assert set(heard(routes, out)) == {1, 2}
+    assert routes.drop(1) == ["a"]
+    assert heard(routes, out) == {2: ([2], [], [])}
+    assert routes.drop(1) == []
+
+
+def test_an_end_without_tokens_is_heard() -> None:
+    assert heard(two_edges(), batch([2], finished=("a",))) == {2: ([2], [], []), 1: ([], [], ["a"])}

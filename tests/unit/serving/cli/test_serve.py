@@ -1,0 +1,160 @@
+"""From the flags of `quire serve` to one ServerConfig."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from quire.config.resolve import EngineArguments
+from quire.config.server import ServerConfig
+from quire.runtime.loading.catalogue import DEFAULT
+from quire.serving.cli import _parser, main
+from quire.serving.cli import serve as serve_module
+from quire.serving.cli.serve import server_config
+from quire.types.errors import ConfigError
+
+
+def config(*flags: str) -> ServerConfig:
+    return server_config(_parser().parse_args(["serve", *flags]))[0]
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def _no_key_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+
+
+def test_without_flags_the_default_model_is_served_on_the_loopback_to_anyone_there() -> None:
+    made = config()
+    assert made == ServerConfig(source=made.source, engine=EngineArguments())
+    assert made.source.model == DEFAULT
+    assert (made.host, made.port, made.access.key_digests, made.access.admin_digests) == ("127.0.0.1", 8000, (), ())
+
+
+def test_flags_become_settings(tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages }}")
+    made = config(
+        *("m.gguf", "--port", "0", "--api-workers", "3", "--lenient", "--drain-seconds", "5", "--step-timeout", "9"),
+        *("--served-model-name", "a", "--served-model-name", "b", "--chat-template", str(template)),
+        *("--limit", "n=16", "--limit", "queue_requests=9", "--cors-origin", "https://example.org"),
+        *("--no-playground", "--open-metrics", "--log-level", "debug", "--log-format", "json"),
+        *("--max-num-seqs", "8", "--dtype", "float32", "--scheduling-policy", "priority", "--seed", "5"),
+    )
+    assert made.source.model == "m.gguf"
+    assert made.source.served_names == ("a", "b")
+    assert made.source.chat_template == "{{ messages }}"
+    assert made.engine == EngineArguments(max_num_seqs=8, dtype="float32", scheduling_policy="priority", seed=5)
+    assert (made.api_workers, made.lenient, made.drain_seconds, made.step_timeout) == (3, True, 5.0, 9.0)
+    assert made.limits == {"n": 16, "queue_requests": 9}
+    assert made.access.cors_origins == ("https://example.org",)
+    assert not made.access.playground
+    assert not made.access.metrics_need_key
+    assert (made.log_level, made.log_format) == ("debug", "json")
+
+
+def test_keys_come_from_flags_a_file_and_the_environment_and_only_their_digests_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nsecond-key\n\nthird-key\n")
+    monkeypatch.setenv("QUIRE_API_KEY", "fourth-key")
+    made = config("--api-key", "first-key", "--api-key-file", str(file), "--host", "0.0.0.0")
+    assert made.access.key_digests == tuple(map(digest, ("first-key", "second-key", "third-key", "fourth-key")))
+    assert "first-key" not in repr(made)
+
+
+def test_an_admin_key_is_made_when_none_is_given_and_shown_only_then() -> None:
+    made, shown = server_config(_parser().parse_args(["serve", "--admin"]))
+    assert shown is not None
+    assert len(shown) >= 32
+    assert made.access.admin_digests == (digest(shown),)
+    made, shown = server_config(_parser().parse_args(["serve", "--admin", "--admin-key", "mine-alone"]))
+    assert shown is None
+    assert made.access.admin_digests == (digest("mine-alone"),)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.5.5.5", "::1", "localhost"])
+def test_the_loopback_needs_no_key(host: str) -> None:
+    assert config("--host", host).host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org", ""])
+def test_any_other_address_needs_one(host: str) -> None:
+    with pytest.raises(ConfigError, match="host: .*add --api-key-file FILE or set QUIRE_API_KEY, or use 127.0.0.1"):
+        config("--host", host)
+    assert config("--host", host, "--api-key", "some-key").host == host
+
+
+@pytest.mark.parametrize(
+    ("flags", "cause"),
+    [
+        (["--api-key", ""], "api_key: is empty"),
+        (["--api-key", "  "], "api_key: is empty"),
+        (["--api-key", "with space"], "api_key: must be"),
+        (["--api-key", "k" * 513], "api_key: must be"),
+        (["--admin-key", ""], "admin_key: is empty"),
+        (["--api-key", "same-key", "--admin-key", "same-key"], "admin_key: is also an API key"),
+        (["--api-key-file", "/no/such/file"], "api_key_file: /no/such/file cannot be read"),
+        (["--api-key-file", "/dev/null"], "api_key_file: /dev/null holds no key"),
+        (["--port", "70000"], "port: must be in"),
+        (["--api-workers", "0"], "api_workers: must be in"),
+        (["--drain-seconds", "-1"], "drain_seconds: must be"),
+        (["--step-timeout", "0"], "step_timeout: must be"),
+        (["--step-timeout", "nan"], "step_timeout: must be"),
+        (["--limit", "n"], "limit: 'n' is not NAME=VALUE"),
+        (["--limit", "n=many"], "limit: 'n=many' is not NAME=VALUE"),
+        (["--limit", "nothing=1"], "there is no such limit"),
+        (["--limit", "n=0"], "limit n: must be a whole number in"),
+        (["--cors-origin", "example.org"], "cors_origin: 'example.org' is no origin"),
+        (["--cors-origin", "https://example.org/path"], "cors_origin:"),
+        (["--served-model-name", " "], "served_model_name: is empty"),
+        (["--chat-template", "/dev/null"], "chat_template: /dev/null is empty"),
+        (["--trace-endpoint", "collector:4318"], "trace_endpoint: 'collector:4318' is no URL"),
+        (["a.gguf", "--model", "b.gguf"], "model: is given twice"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(flags: list[str], cause: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(*flags)
+    assert cause in str(caught.value)
+    assert "same-key" not in str(caught.value)
+
+
+def test_an_empty_key_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "")
+    with pytest.raises(ConfigError, match="QUIRE_API_KEY: is empty"):
+        config()
+
+
+def test_missing_packages_are_named_with_the_fix(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "zmq" else object())
+    assert main(["serve"]) == 2
+    assert capsys.readouterr().err == "quire: error: serve: needs zmq; pip install 'quire[server]'\n"
+
+
+def test_the_supervisor_gets_the_configuration_and_its_exit_code_is_the_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from quire.serving import supervisor
+
+    seen = []
+
+    class Fake:
+        def __init__(self, config: ServerConfig, *, admin_key: str | None) -> None:
+            seen.append((config, admin_key))
+
+        def run(self) -> int:
+            return 7
+
+    monkeypatch.setattr(supervisor, "Supervisor", Fake)
+    assert main(["serve", "--port", "9"]) == 7
+    assert seen == [(config("--port", "9"), None)]
+    assert serve_module.MAX_WORKERS >= 64

@@ -1,0 +1,64 @@
+"""Tokens in JSON."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from quire.serving.http.openai.logprobs import (
+    LOWEST,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    render_chat,
+    render_completion,
+)
+from quire.types.step import TokenLogprobs
+from tests.unit.serving.scripted import TOKENIZER, ids
+
+
+def entry(*pairs: tuple[int, float]) -> TokenLogprobs:
+    tokens, values = zip(*pairs, strict=True)
+    return TokenLogprobs(np.array(tokens, dtype=np.int32), np.array(values, dtype=np.float32), rank=3)
+
+
+FIRST, SECOND = ids("é")  # half a character each
+
+
+def test_half_a_character_keeps_its_bytes() -> None:
+    (column,) = render_chat(TokenNames(TOKENIZER))(entry((FIRST, -0.5), (SECOND, -1.0)), 0)
+    found = json.loads(column)
+    assert (found["token"], found["bytes"]) == ("\ufffd", [0xC3])
+    assert found["top_logprobs"][0]["bytes"] == [0xA9]
+
+
+def test_halves_of_characters_stay_apart_as_keys() -> None:
+    columns = render_completion(TokenNames(TOKENIZER))(entry((FIRST, -0.5), (FIRST, -0.5), (SECOND, -1.0)), 7)
+    assert json.loads(columns[0]) == "bytes:\\xc3"
+    assert json.loads(columns[2]) == {"bytes:\\xc3": -0.5, "bytes:\\xa9": -1.0}
+    assert columns[3] == b"7"
+
+
+def test_impossible_tokens_have_a_number_json_can_hold() -> None:
+    (column,) = render_chat(TokenNames(TOKENIZER))(entry((65, float("-inf")), (66, float("-inf"))), 0)
+    found = json.loads(column)
+    assert found["logprob"] == found["top_logprobs"][0]["logprob"] == LOWEST
+
+
+def test_tokens_may_be_written_as_ids() -> None:
+    columns = render_completion(TokenNames(TOKENIZER, as_ids=True))(entry((65, -1.0)), 0)
+    assert json.loads(columns[0]) == "token_id:65"
+
+
+def test_nothing_at_all_is_still_json() -> None:
+    assert json.loads(chat_logprobs([])) == {"content": [], "refusal": None}
+    assert json.loads(completion_logprobs([]))["tokens"] == []
+
+
+def test_prompt_logprobs_rank_the_chosen_token_first() -> None:
+    found = prompt_logprobs([None, entry((65, -1.0), (66, -0.5))], TokenNames(TOKENIZER))
+    assert found[0] is None
+    assert found[1] is not None
+    assert [(token, found[1][token]["rank"]) for token in found[1]] == [("65", 3), ("66", 1)]

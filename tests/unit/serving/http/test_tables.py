@@ -1,0 +1,128 @@
+"""The tables of limits and parameters, and what is made from them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.serving.http.fields import FIELDS, Endpoint, check_body, fields_of
+from quire.serving.http.kinds import Only
+from quire.serving.http.limits import LIMITS, Limits
+from quire.serving.http.openapi import build_openapi
+from quire.serving.http.reference import write_reference
+from quire.types.errors import ConfigError, InvalidRequest
+from quire.types.sampling import SamplingParams
+
+ROOT = Path(__file__).resolve().parents[4]
+ENDPOINTS: tuple[Endpoint, ...] = ("chat", "completions", "tokenize", "detokenize")
+SMALLEST: dict[Endpoint, dict[str, Any]] = {
+    "chat": {"messages": [{"role": "user", "content": "x"}]},
+    "completions": {"prompt": "x"},
+    "tokenize": {"prompt": "x"},
+    "detokenize": {"tokens": [1]},
+}
+
+
+def test_the_reference_page_is_what_the_tables_say() -> None:
+    page = (ROOT / "docs/reference/http_api.md").read_text(encoding="utf-8")
+    assert page == write_reference(), "run: python -m quire.serving.http.reference > docs/reference/http_api.md"
+
+
+def test_names_are_unique() -> None:
+    assert len({limit.name for limit in LIMITS}) == len(LIMITS)
+    for endpoint in ENDPOINTS:
+        names = [field.name for field in FIELDS if endpoint in field.endpoints]
+        assert len(set(names)) == len(names)
+
+
+def test_every_default_passes_its_own_check() -> None:
+    limits = Limits()
+    for field in FIELDS:
+        if field.default is not None:
+            field.kind.check(field.name, field.default, limits)
+
+
+def test_defaults_agree_with_the_engines() -> None:
+    engine = SamplingParams()
+    names = {field.name for field in dataclass_fields(SamplingParams)} - {"logprobs", "prompt_logprobs"}
+    for field in fields_of("completions").values():
+        if field.name in names and field.default is not None:
+            assert getattr(engine, field.name) == field.default, field.name
+
+
+def test_every_sampling_parameter_of_the_engine_can_be_asked_for() -> None:
+    offered = set(fields_of("completions"))
+    internal = {"detokenize"}
+    assert {field.name for field in dataclass_fields(SamplingParams)} - internal <= offered
+
+
+def test_the_highest_values_pass_the_engines_own_checks() -> None:
+    limits = Limits({limit.name: limit.highest for limit in LIMITS})
+    for field in fields_of("completions").values():
+        schema = field.kind.schema(limits)
+        is_sampling = field.name in {one.name for one in dataclass_fields(SamplingParams)}
+        if is_sampling and "maximum" in schema and field.name not in ("max_tokens", "min_tokens"):
+            SamplingParams(**{field.name: schema["maximum"]})
+
+
+@pytest.mark.parametrize("change", [{"nonsense": 1}, {"n": 0}, {"n": 2**40}, {"n": True}, {"n": "5"}])
+def test_a_limit_that_cannot_be_is_refused_by_name(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        Limits(change)
+
+
+def test_a_limit_can_be_changed() -> None:
+    assert Limits({"n": 4})["n"] == 4
+    with pytest.raises(InvalidRequest, match="n: must be in \\[1, 4\\]"):
+        check_body("completions", {"prompt": "x", "n": 5}, Limits({"n": 4}), lenient=False)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_what_is_not_supported_passes_only_where_it_asks_for_nothing(endpoint: Endpoint) -> None:
+    limits = Limits()
+    for field in fields_of(endpoint).values():
+        if not isinstance(field.kind, Only):
+            continue
+        for harmless in field.kind.harmless:
+            checked, _ = check_body(endpoint, {**SMALLEST[endpoint], field.name: harmless}, limits, lenient=False)
+            assert field.name not in checked
+        with pytest.raises(InvalidRequest, match=field.name):
+            check_body(endpoint, {**SMALLEST[endpoint], field.name: {"some": "thing"}}, limits, lenient=False)
+        _, warnings = check_body(endpoint, {**SMALLEST[endpoint], field.name: {"some": "thing"}}, limits, lenient=True)
+        assert warnings[0].startswith(field.name)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_null_is_absent_for_every_parameter_but_the_required(endpoint: Endpoint) -> None:
+    for field in fields_of(endpoint).values():
+        if not field.is_required and field.name not in SMALLEST[endpoint]:
+            body = {**SMALLEST[endpoint], field.name: None}
+            assert field.name not in check_body(endpoint, body, Limits(), lenient=False)[0]
+
+
+def test_an_unknown_parameter_is_named_but_not_echoed_at_length() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_body("completions", {"prompt": "x", "q" * 5_000: 1}, Limits(), lenient=False)
+    assert len(str(caught.value)) < 300
+
+
+def test_warnings_are_bounded() -> None:
+    body = {"prompt": "x", **{f"unknown{number}": 1 for number in range(1_000)}}
+    assert len(check_body("completions", body, Limits(), lenient=True)[1]) == 64
+
+
+@pytest.mark.parametrize("value", [1.0, 3])
+def test_a_whole_number_may_be_written_with_a_point(value: float) -> None:
+    checked, _ = check_body("completions", {"prompt": "x", "n": value}, Limits(), lenient=False)
+    assert checked["n"] == value
+    assert isinstance(checked["n"], int)
+
+
+def test_the_openapi_document_has_the_limits_in_force() -> None:
+    document = json.loads(build_openapi(Limits({"n": 7}), "1"))
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body["properties"]["n"]["maximum"] == 7
