@@ -13,9 +13,10 @@ from quire.runtime.sampling.choosers.chooser import Chooser
 from quire.runtime.sampling.choosers.full import DrawFromAll
 from quire.runtime.sampling.choosers.top_k import DrawFromTopK
 from quire.runtime.sampling.choosers.top_p import DrawFromTopP
+from quire.runtime.sampling.column import Column
 from quire.runtime.sampling.failures import mark_failures
 from quire.runtime.sampling.history import TokenHistory
-from quire.runtime.sampling.logprobs import token_logprobs
+from quire.runtime.sampling.logprobs import NamedTokens, token_logprobs
 from quire.runtime.sampling.members import Members, Part, make_part
 from quire.runtime.sampling.rng import Streams
 from quire.runtime.sampling.tiles import best_token, tile_max
@@ -83,6 +84,8 @@ class Sampler:
         self._streams = Streams(num_rows, device)
         self._logprobs = Members(num_rows)
         self._num_logprobs: dict[int, int] = {}  # by row
+        self._named = Column(torch.int64, device, pad=0)  # logprob_token_ids, by slot of `_logprobs`
+        self._num_named: dict[int, int] = {}  # by row
         self._num_prompt_logprobs: dict[int, int] = {}  # by row
         self._num_tokens = np.zeros(num_rows, dtype=np.int64)
         self._num_prompt = np.zeros(num_rows, dtype=np.int64)
@@ -95,8 +98,11 @@ class Sampler:
             feature.add(new)
         self._streams.put(new.row, new.seed, new.sample_index)
         if new.sampling.logprobs is not None:
-            self._logprobs.join(new.row)
+            slot = self._logprobs.join(new.row)
             self._num_logprobs[new.row] = new.sampling.logprobs
+            named = tuple(new.sampling.logprob_token_ids or ())
+            self._named.put(slot, named or (0,))  # every slot has a line, for `take`
+            self._num_named[new.row] = len(named)
         if new.sampling.prompt_logprobs is not None:
             self._num_prompt_logprobs[new.row] = new.sampling.prompt_logprobs
         self._num_tokens[new.row] = len(new.token_ids)
@@ -109,6 +115,7 @@ class Sampler:
             feature.members.leave(row)
         self._logprobs.leave(row)
         self._num_logprobs.pop(row, None)
+        self._num_named.pop(row, None)
         self._num_prompt_logprobs.pop(row, None)
         self._batch = None
 
@@ -145,7 +152,7 @@ class Sampler:
         for feature in self._features:
             feature.members.check()
         self._logprobs.check()
-        assert len(self._logprobs) == len(self._num_logprobs)
+        assert len(self._logprobs) == len(self._num_logprobs) == len(self._num_named)
 
     def _batch_of(self, rows: Ints) -> _Batch:
         if self._batch is None or not np.array_equal(self._batch.rows, rows):
@@ -186,10 +193,17 @@ class Sampler:
 
     def _row_logprobs(self, raw: Tensor, part: Part, token_ids: Tensor) -> tuple[RowLogprobs, ...]:
         chosen = part.take(token_ids)
-        counts = [self._num_logprobs[row] for row in part.host_rows.tolist()]
-        entries = token_logprobs(raw, chosen.clamp(min=0), counts)
-        lines = zip(part.host_rows.tolist(), chosen.tolist(), entries, strict=True)
+        rows = part.host_rows.tolist()
+        counts = [self._num_logprobs[row] for row in rows]
+        entries = token_logprobs(raw, chosen.clamp(min=0), counts, self._named_tokens(part, rows))
+        lines = zip(rows, chosen.tolist(), entries, strict=True)
         return tuple(RowLogprobs(row, entry) for row, token, entry in lines if token >= 0)
+
+    def _named_tokens(self, part: Part, rows: list[int]) -> NamedTokens | None:
+        counts = [self._num_named[row] for row in rows]
+        if not any(counts):
+            return None
+        return NamedTokens(self._named.take(part.slots)[:, : max(counts)], counts)
 
 
 def _joined(chosen: list[tuple[Part, Tensor]]) -> Tensor:

@@ -12,6 +12,7 @@ def check_ids(new: NewRow, vocab_size: int) -> None:
     sampling = new.sampling
     check_vocabulary("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
     check_vocabulary("logit_bias", sampling.logit_bias or (), vocab_size)
+    check_vocabulary("logprob_token_ids", sampling.logprob_token_ids or (), vocab_size)
     check_vocabulary("stop_token_ids", sampling.stop_token_ids or (), vocab_size)
     for word in new.rules.bad_words:
         if not word:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import DEVICE, Bench, MemoryCheckpoint, checkpoint_of, engine_config, tiny_config, transformers_model
 from torch import Tensor
 
 from quire.config.model import Heads
@@ -12,6 +11,7 @@ from quire.kernels.native.loader import why_not_native
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.quantization.levels import LevelWeight
 from quire.types.step import Chunk
+from tiny_models import DEVICE, Bench, MemoryCheckpoint, checkpoint_of, engine_config, tiny_config, transformers_model
 
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
 pytestmark = pytest.mark.skipif(REFUSAL is not None or DEVICE != "cpu", reason=str(REFUSAL or "runs on a CPU"))

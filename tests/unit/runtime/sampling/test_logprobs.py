@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.types.errors import InvalidRequest
 from quire.types.step import TokenLogprobs
 from tests.unit.runtime.sampling.bench import Bench, new_row
 
@@ -46,6 +47,40 @@ def test_more_logprobs_than_tokens_are_all_of_them() -> None:
     bench.add(new_row(0, temperature=0.0, logprobs=VOCAB + 1))
     sampled = bench.sample(logits, [0])
     assert_entry(sampled.logprobs[0].entry, logits[0], int(sampled.token_ids[0]), VOCAB)
+
+
+def test_tokens_asked_for_by_id_follow_the_most_likely_ones_raw() -> None:
+    bench, logits = Bench(VOCAB), random_logits(4)
+    expected = logits.double().log_softmax(dim=-1)
+    bench.add(new_row(0, temperature=0.0, logprob_token_ids=[7, 140, 3]))
+    bench.add(new_row(1, temperature=0.5, logprobs=2, logit_bias={9: -40.0}, logprob_token_ids=[9]))
+    bench.add(new_row(2, temperature=0.0, logprobs=4))
+    bench.add(new_row(3))
+    for _ in range(2):
+        sampled = bench.sample(logits, [3, 2, 1, 0])
+        tokens = sampled.token_ids.tolist()
+        entries = {found.row: found.entry for found in sampled.logprobs}
+        assert entries[0].token_ids.tolist() == [tokens[3], 7, 140, 3]
+        best = expected[2].topk(2).indices.tolist()
+        assert entries[1].token_ids.tolist() == [tokens[2], *best, 9]
+        for row, line in ((0, 3), (1, 2), (2, 1)):
+            ids = torch.from_numpy(entries[row].token_ids).long()
+            np.testing.assert_allclose(entries[row].logprobs, expected[line][ids], atol=1e-5)
+        assert_entry(entries[2], logits[1], tokens[1], 4)
+
+
+def test_a_row_that_takes_the_place_of_another_does_not_get_its_tokens() -> None:
+    bench, logits = Bench(VOCAB), random_logits(1)
+    bench.add(new_row(0, logprob_token_ids=[1, 2]))
+    bench.sampler.remove(0)
+    bench.add(new_row(0, temperature=0.0, logprobs=1))
+    sampled = bench.sample(logits, [0])
+    assert_entry(sampled.logprobs[0].entry, logits[0], int(sampled.token_ids[0]), 1)
+
+
+def test_a_token_asked_for_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="logprob_token_ids: names token 150"):
+        Bench(VOCAB).add(new_row(0, logprob_token_ids=[VOCAB]))
 
 
 def test_a_failed_row_has_no_logprobs() -> None:
