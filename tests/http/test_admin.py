@@ -8,6 +8,7 @@ import pytest
 
 from http_server import TestServer, digests, read_events
 from quire.config.server import AccessConfig
+from quire.types.errors import EngineDead
 from tests.http.conftest import Serve
 from tests.http.test_lifecycle import ENDLESS, Ask, endless
 
@@ -27,6 +28,7 @@ def test_one_request_is_ended_by_its_id(operated: TestServer) -> None:
     assert running.result().json()["error"]["code"] == "aborted"
     assert operated.post("/admin/abort", {"all": True}, headers=HEADERS).json() == {"aborted": 1}
     assert other.result().status_code == 503
+    assert operated.aborts_asked == ["cmpl-a", None]  # of the other edges, which have their own
     operated.wait(operated.is_idle)
 
 
@@ -78,3 +80,12 @@ def test_admin_routes_say_when_the_engine_is_down(operated: TestServer) -> None:
     assert operated.get("/admin/stats", headers=HEADERS).status_code == 503
     with operated.client() as client, client.stream("GET", "/admin/blocks", headers=HEADERS) as answer:
         assert next(read_events(answer)) == {"engine": "down"}
+
+
+def test_an_engine_in_a_long_step_is_not_shown_as_down(operated: TestServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silence() -> None:
+        raise EngineDead("no answer")
+
+    monkeypatch.setattr(operated.link, "block_map", silence)
+    with operated.client() as client, client.stream("GET", "/admin/blocks", headers=HEADERS) as answer:
+        assert next(answer.iter_lines()).startswith(":")

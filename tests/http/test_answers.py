@@ -8,6 +8,7 @@ import pytest
 
 from http_server import TestServer
 from quire.config.engine import SchedulerConfig
+from quire.config.server import ModelSource
 from tests.http.conftest import Serve
 from tests.unit.serving.scripted import EOS_ID, ids
 
@@ -108,6 +109,27 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_length(server: TestServer) 
     assert "600 tokens" in error["message"]
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_an_answer_that_cannot_fit_behind_its_prompt_is_refused(server: TestServer, name: str) -> None:
+    error = refusal(server, "/v1/completions", prompt="x" * 12, **{name: 501})
+    assert (error["param"], error["code"]) == (name, "context_length_exceeded")
+    assert "room for 500" in error["message"]
+    assert complete(server, prompt="x" * 12, **{name: 500})["usage"]["prompt_tokens"] == 12
+
+
+def test_the_echo_of_a_cut_prompt_is_what_was_left_of_it(server: TestServer) -> None:
+    choice = complete(server, prompt="abcdef", truncate_prompt_tokens=2, echo=True, logprobs=0)["choices"][0]
+    assert choice["text"] == "ef answer 0 to <ef>"
+    assert choice["logprobs"]["text_offset"][:3] == [0, 1, 2]
+
+
+def test_the_echo_of_a_message_in_parts_is_its_text(server: TestServer) -> None:
+    parts = [{"type": "text", "text": "so"}, {"type": "text", "text": "far"}]
+    messages = [*CHAT, {"role": "assistant", "content": parts}]
+    body = chat(server, messages=messages, echo=True, continue_final_message=True, add_generation_prompt=False)
+    assert body["choices"][0]["message"]["content"].startswith("so\nfar answer 0")
+
+
 def test_a_chat_may_use_what_is_left_of_the_model(serve: Serve) -> None:
     server = serve(lambda prompt, index: "z" * 1_000)
     body = chat(server)
@@ -165,8 +187,6 @@ def test_only_variables_the_template_reads_may_be_set(server: TestServer) -> Non
 
 
 def test_a_template_variable_is_passed_on(serve: Serve) -> None:
-    from quire.config.server import ModelSource
-
     source = ModelSource(model="m", chat_template="{{ mood }}|{{ reasoning_effort }}|{{ documents[0].text }}")
     server = serve(source=source)
     body = chat(
@@ -213,6 +233,56 @@ def test_a_lenient_server_still_refuses_what_it_supports_and_cannot_read(serve: 
     server = serve(lenient=True)
     assert complete(server, nonsense=1)["warnings"]
     assert refusal(server, "/v1/completions", prompt="x", temperature="hot")["param"] == "temperature"
+
+
+def test_what_the_model_has_no_use_for_is_refused_by_its_own_name_or_warned_of(server: TestServer) -> None:
+    useless: dict[str, Any] = {"reasoning_effort": "low", "documents": [{"text": "d"}]}
+    for name, value in useless.items():
+        error = refusal(server, "/v1/chat/completions", messages=CHAT, **{name: value})
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    body = {"messages": CHAT, "priority": 1, **useless}
+    answer = server.post("/v1/chat/completions?lenient=1&zip=3", body).json()
+    assert [warning.partition(":")[0] for warning in answer["warnings"]] == [
+        "zip",
+        "priority",
+        "documents",
+        "reasoning_effort",
+    ]
+
+
+def test_a_lenient_answer_lists_unknown_members_of_options_too(server: TestServer) -> None:
+    body = {"prompt": "x", "stream_options": {"include_usage": True, "nonsense": 1}}
+    assert refusal(server, "/v1/completions", stream=True, **body)["param"] == "stream_options.nonsense"
+    events = server.events("/v1/completions?lenient=1", body)
+    assert [warning.partition(":")[0] for warning in events[0]["warnings"]] == ["stream_options.nonsense"]
+    assert events[-2]["usage"]["completion_tokens"] > 0
+
+
+def test_a_stream_is_never_padded_and_may_be_told_so(server: TestServer) -> None:
+    options: dict[str, Any] = {"include_obfuscation": False}
+    assert server.events("/v1/completions", {"prompt": "x", "stream_options": options})[-1] == "[DONE]"
+    options = {"include_obfuscation": True}
+    error = refusal(server, "/v1/completions", prompt="x", stream=True, stream_options=options)
+    assert (error["param"], error["code"]) == ("stream_options.include_obfuscation", "unsupported_parameter")
+
+
+def test_a_query_nobody_reads_is_refused_or_warned_of(server: TestServer) -> None:
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+        assert refusal(server, f"{path}?zip=3", **body)["param"] == "zip"
+        assert server.post(f"{path}?zip=3&lenient=1", body).json()["warnings"][0].startswith("zip:")
+
+
+def test_a_model_whose_own_template_is_broken_still_completes(serve: Serve) -> None:
+    server = serve(source=ModelSource(model="m", chat_template="{% if %}"))
+    assert refusal(server, "/v1/chat/completions", messages=CHAT)["param"] == "messages"
+    assert complete(server)["choices"]
+
+
+def test_a_template_that_fails_tells_clients_nothing_of_the_program(serve: Serve) -> None:
+    server = serve(source=ModelSource(model="m", chat_template="{{ 1 / (messages | length - 1) }}"))
+    error = refusal(server, "/v1/chat/completions", messages=CHAT)
+    assert error["param"] == "messages"
+    assert "division" not in error["message"]
 
 
 def test_null_counts_as_absent(server: TestServer) -> None:

@@ -15,6 +15,7 @@ import pytest
 from http_server import TestServer, read_events
 from quire.config.engine import SchedulerConfig
 from tests.http.conftest import Serve
+from tests.unit.serving.scripted import ids
 
 ENDLESS = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
 
@@ -205,3 +206,23 @@ def test_a_client_that_sends_a_second_request_and_hangs_up_is_aborted_too(serve:
     connection.close()
     server.wait(lambda: bool(server.link.aborts))
     server.wait(server.is_idle)
+
+
+def test_a_client_that_reads_nothing_of_a_whole_answer_is_cut_off(serve: Serve) -> None:
+    """Nobody waits for a whole answer to be read, so its connection and its bytes would stay for good."""
+    server = serve(limits={"stall_seconds": 1, "prompt_tokens": 2**21, "body_bytes": 2**24})
+    body = json.dumps({"tokens": ids("\x01") * 2**21}).encode()  # six bytes of JSON each, more than a kernel keeps
+    head = "POST /detokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        server.wait(lambda: len(server.server.server_state.connections) == 1)
+        server.wait(lambda: not server.server.server_state.connections)
+
+
+def test_one_of_several_edges_can_fill_the_engine_alone(serve: Serve) -> None:
+    server = serve(endless, api_workers=4, step_seconds=0.002)
+    asked = [Ask(server, **ENDLESS) for _ in range(server.scheduler.max_num_seqs)]
+    server.wait(lambda: len(server.link.submitted) == len(asked))
+    assert {one.result().status_code for one in asked} == {200}

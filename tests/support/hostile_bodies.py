@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,9 +22,9 @@ PATHS: dict[Endpoint, str] = {
 RAW = [
     "NaN", "-Infinity", "Infinity", "1e999", "18446744073709551616", "-9223372036854775809", "1" * 400, '"\\ud800"',
     '"\\u0000"', "null", "true", "[]", "{}", "[" * 60 + "]" * 60, '{"a":' * 40 + "1" + "}" * 40, "-0.0",
-    '"' + "x" * 5_000 + '"', "1e-320", "[[[1]]]", '{"type":"text"}', '{"__proto__":{}}', '["\\ud83d"]', "0.1", "-1", "2147483648",
-    '"{{ 7*7 }}"', '"../../etc/passwd"', '"\\udfff\\ud800"', "9" * 5_000, "1e5000", "-1e-5000", '""', "[null]",
-    '[[[[[[[[]]]]]]]]', '"18446744073709551616"', "[1e400]", '"data: [DONE]\\n\\n"', '"<|im_end|>"',
+    '"' + "x" * 5_000 + '"', "1e-320", "[[[1]]]", '{"type":"text"}', '{"__proto__":{}}', '["\\ud83d"]', "0.1", "-1",
+    "2147483648", '"{{ 7*7 }}"', '"../../etc/passwd"', '"\\udfff\\ud800"', "9" * 5_000, "1e5000", "-1e-5000", '""',
+    "[null]", '[[[[[[[[]]]]]]]]', '"18446744073709551616"', "[1e400]", '"data: [DONE]\\n\\n"', '"<|im_end|>"',
 ]  # fmt: skip
 _NAMES = ["", "é", "a" * 999, "constructor", "__class__", "\\ud800", "\\u0000", "n ", "N"]
 _DEEP = 10_000  # levels
@@ -58,9 +59,13 @@ def hostile(rng: random.Random, limits: Limits) -> Hostile:
 def from_table(rng: random.Random, endpoint: Endpoint, limits: Limits) -> bytes:
     """A body of a few parameters, each with a value from the edge of what it may be, or far beyond it."""
     fields = fields_of(endpoint)
-    parts = [_BASE[endpoint]] if endpoint in _BASE and rng.random() < 0.8 else []
-    for name in rng.sample(sorted(fields), min(len(fields), rng.choice([1, 1, 2, 4]))):
-        value = rng.choice(RAW) if rng.random() < 0.4 else rng.choice(edge_values(fields[name], limits) or RAW)
+    parts = [_BASE[endpoint]] if rng.random() < 0.9 else []
+    served = sorted(
+        name for name, field in fields.items() if field.support == "yes" and name not in ("model", "tokens")
+    )
+    names = served if rng.random() < 0.7 else sorted(fields)
+    for name in rng.sample(names, min(len(names), rng.choice([1, 1, 1, 2, 4]))):
+        value = rng.choice(RAW) if rng.random() < 0.3 else rng.choice(edge_values(fields[name], limits) or RAW)
         parts.append(f'"{name}":{value}')
     if rng.random() < 0.1:
         parts.append(f'"{rng.choice(_NAMES)}":{rng.choice(RAW)}')
@@ -77,7 +82,12 @@ def edge_values(field: Field, limits: Limits) -> list[str]:
     found: list[Any] = []
     for part in [schema, *schema.get("anyOf", ())]:
         low, high = part.get("minimum", part.get("exclusiveMinimum")), part.get("maximum")
-        found += [value for end in (low, high) if end is not None for value in (end, end - 1, end + 1)]
+        if low is not None and high is not None:
+            found += [low, low - 1, low + 1, high, high - 1, high + 1, (low + high) // 2]
+            if part.get("type") == "number":
+                found += [math.nextafter(low, high), math.nextafter(high, low), math.nextafter(high, math.inf)]
+        if part.get("type") == "boolean":
+            found += [True, False]
         if "maxLength" in part and part["maxLength"] < 2_000:
             found += ["x" * part["maxLength"], "x" * (part["maxLength"] + 1)]
         if part.get("type") == "array" and part["maxItems"] < 3_000:
@@ -89,12 +99,13 @@ def edge_values(field: Field, limits: Limits) -> list[str]:
 _BASE: dict[Endpoint, str] = {
     "chat": '"messages":[{"role":"user","content":"x"}]',
     "completions": '"prompt":"x"',
+    "tokenize": '"prompt":"x"',
+    "detokenize": '"tokens":[1]',
 }
 
 
 def _around(endpoint: Endpoint, name: str, value: str) -> bytes:
-    base = f"{_BASE[endpoint]}," if endpoint in _BASE else ""
-    return f'{{{base}"{name}":{value}}}'.encode()
+    return f'{{{_BASE[endpoint]},"{name}":{value}}}'.encode()
 
 
 def _messages(value: str) -> bytes:
@@ -158,21 +169,21 @@ _HEADERS: list[dict[str, str]] = [
     {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Key": "x", "Sec-WebSocket-Version": "13"},
 ]
 
-_POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+_POST = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 HEADS: tuple[bytes, ...] = (  # whole requests, as bytes that no client would send
     b"\r\n\r\n\r\n\r\n",
     b"GET / HTTP/9.9\r\n\r\n",
-    b"GET http://evil.example/health HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET //health HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /%00%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /playground/../../../etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /health\x00 HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\nA\x00b: c\r\n\r\n",
+    b"GET http://evil.example/health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    b"GET //health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    b"GET /%00%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    b"GET /playground/../../../etc/passwd HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    b"GET /health\x00 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nA\x00b: c\r\n\r\n",
     b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 5_000 + b"\r\n",
-    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"BREW /health HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"CONNECT evil.example:443 HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    b"BREW /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    b"OPTIONS * HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    b"CONNECT evil.example:443 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # the start of TLS
     _POST + b"Content-Length: -1\r\n\r\n",

@@ -31,11 +31,11 @@ class Seen:
 
 
 def send_hostile(url: str, count: int, seed: int, *, workers: int = 4) -> Seen:
-    """`count` hostile bodies, `workers` at a time."""
-    rng, limits, seen = random.Random(seed), Limits(), Seen()
-    requests = [hostile(rng, limits) for _ in range(count)]
-    lock = threading.Lock()
+    """`count` hostile bodies around the limits the server names, `workers` at a time."""
+    rng, seen, lock = random.Random(seed), Seen(), threading.Lock()
     with httpx.Client(base_url=url, timeout=READ_SECONDS, verify=False) as client:
+        limits = Limits(client.get("/v1/capabilities").raise_for_status().json()["limits"])
+        requests = [hostile(rng, limits) for _ in range(count)]
 
         def send(request: Hostile) -> None:
             status, fault = _send(client, request)

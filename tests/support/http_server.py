@@ -68,6 +68,7 @@ class TestServer:
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.drains_asked = 0
+        self.aborts_asked: list[str | None] = []  # of other edges
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="test-server")
         self._thread.start()
@@ -114,6 +115,7 @@ class TestServer:
             version="0.0.0",
             render_metrics=_no_metrics,
             ask_drain=self._ask_drain,
+            ask_abort=self.aborts_asked.append,
         )
         app = build_app(self.service, PLAYGROUND)
         self.server = EdgeServer(http_config(app, limits), self._started.set)

@@ -1,6 +1,7 @@
 """An edge without HTTP, for tests of the supervisor: `python -m stub_edge FD`. One JSON object per line and answer.
 
-{"prompt": [...], "max_tokens": n} answers with the tokens or an error; {"ask": "state" | "stats" | "drain"} with facts.
+{"prompt": [...], "max_tokens": n} answers with the tokens or an error; {"ask": "state" | "stats" | "drain" | "abort"}
+with facts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ import sys
 from dataclasses import asdict
 
 from quire.serving.child import enter_child
-from quire.serving.control import AskDrain, ControlChannel, ControlMessage, Drain, Drained, EdgeReady, EdgeStart, Fatal
+from quire.serving.control import (
+    AskAbort,
+    AskDrain,
+    ControlChannel,
+    ControlMessage,
+    Drain,
+    Drained,
+    EdgeReady,
+    EdgeStart,
+    Fatal,
+)
 from quire.serving.link import EngineReady
 from quire.serving.remote_link import RemoteLink
 from quire.types.errors import EngineDead, InvalidRequest
@@ -32,6 +43,7 @@ class StubEdge:
         self.live: dict[str, asyncio.Future[Answer]] = {}
         self.drained = asyncio.Event()
         self.draining = False
+        self.aborts: list[str | None] = []  # asked for by other edges
 
     # what the link says, on its thread
     def engine_up(self, ready: EngineReady) -> None:
@@ -53,6 +65,8 @@ class StubEdge:
     def control(self, message: ControlMessage) -> None:
         if isinstance(message, Drain):
             self.loop.call_soon_threadsafe(self._drain)
+        elif isinstance(message, AskAbort):
+            self.aborts.append(message.name)
 
     # on the loop
     def _finish(self, request_id: str, answer: Answer) -> None:
@@ -84,7 +98,8 @@ async def serve(channel: ControlChannel, start: EdgeStart) -> None:
     async def answer(line: bytes) -> Answer:
         asked = json.loads(line)
         if asked.get("ask") == "state":
-            return {"edge": start.edge, "pid": os.getpid(), "ready": asdict(edge.ready) if edge.ready else None}
+            ready = asdict(edge.ready) if edge.ready else None
+            return {"edge": start.edge, "pid": os.getpid(), "ready": ready, "aborts": edge.aborts}
         if asked.get("ask") == "stats":
             try:
                 return {"stats": asdict(await link.stats())}
@@ -93,6 +108,9 @@ async def serve(channel: ControlChannel, start: EdgeStart) -> None:
         if asked.get("ask") == "drain":
             channel.send(AskDrain())
             return {"asked": True}
+        if asked.get("ask") == "abort":
+            channel.send(AskAbort(asked["name"]))
+            return {"asked": start.edge}
         request_id = f"{start.edge}-{next(numbers)}"
         edge.live[request_id] = asyncio.get_running_loop().create_future()
         future = edge.live[request_id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -123,6 +124,33 @@ def checkpoint_of(model: torch.nn.Module, config: ModelConfig) -> MemoryCheckpoi
     return MemoryCheckpoint(config, tensors)
 
 
+def random_checkpoint(config: ModelConfig, seed: int = 0) -> MemoryCheckpoint:
+    """Random weights under Hugging Face names, without transformers."""
+    heads, hidden, inner = config.heads, config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    linears = {
+        "self_attn.q_proj": (heads.query_size, hidden, config.qkv_bias),
+        "self_attn.k_proj": (heads.kv_size, hidden, config.qkv_bias),
+        "self_attn.v_proj": (heads.kv_size, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, heads.query_size, config.o_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    for path in (f"model.layers.{layer}" for layer in range(config.num_layers)):
+        shapes |= {f"{path}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{path}.{name}.weight": (rows, columns) for name, (rows, columns, _) in linears.items()}
+        shapes |= {f"{path}.{name}.bias": (rows,) for name, (rows, _, biased) in linears.items() if biased}
+        if config.qk_norm:
+            shapes |= {f"{path}.self_attn.{kind}_norm.weight": (heads.dim,) for kind in "qk"}
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+    return MemoryCheckpoint(config, {name: t + 1.0 if "norm" in name else t for name, t in tensors.items()})
+
+
 def engine_config(
     *,
     block_size: int = 4,
@@ -185,7 +213,10 @@ class GreedySampler:
 
 
 class Bench:
-    """A worker driven by hand. Hands out blocks in a scattered order and keeps what every row should hold."""
+    """A worker driven by hand. Hands out blocks in a scattered order and keeps what every row should hold.
+
+    Layers for Triton kernels are joined, as an executor joins them, unless `joined` is false.
+    """
 
     def __init__(
         self,
@@ -193,12 +224,15 @@ class Bench:
         config: EngineConfig,
         *,
         attention: str = "auto",
-        sampler: GreedySampler | None = None,
+        sampler: Any = None,
+        joined: bool = True,
     ) -> None:
-        device = replace(config.device, attention_backend=attention)
-        builder = LayerBuilder(device, checkpoint.config.heads)
+        config = replace(config, device=replace(config.device, attention_backend=attention))
+        builder = LayerBuilder(config.device, checkpoint.config.heads, config.cache.block_size)
         model = build_model(checkpoint.config, builder)
         load_weights(model, checkpoint)
+        if joined and builder.backend.kernels == "triton":
+            model.fuse()
         self.sampler = sampler or GreedySampler()
         self.worker = Worker(model, builder.backend, self.sampler, checkpoint.config, config)
         order = torch.randperm(config.cache.num_blocks, generator=torch.Generator().manual_seed(1))
@@ -212,7 +246,9 @@ class Bench:
         self._copies: list[BlockCopy] = []
         self._released: list[int] = []
 
-    def add(self, row: int, tokens: Sequence[int], *, parent: int | None = None, seed: int = 0) -> None:
+    def add(
+        self, row: int, tokens: Sequence[int], *, parent: int | None = None, seed: int = 0, **sampling: Any
+    ) -> None:
         self.tokens[row] = list(tokens)
         self.tables[row] = list(self.tables[parent]) if parent is not None else []
         self._new.append(
@@ -221,7 +257,7 @@ class Bench:
                 token_ids=np.asarray(tokens, dtype=np.int32),
                 num_prompt_tokens=len(tokens),
                 block_ids=tuple(self.tables[row]),
-                sampling=SamplingParams(temperature=0.0),
+                sampling=SamplingParams(**{"temperature": 0.0, **sampling}),
                 rules=TokenRules(),
                 sample_index=0,
                 seed=seed,

@@ -7,17 +7,16 @@ from quire.types.stats import STEP_SIZES, BlockStats, EngineStats
 
 
 class EngineView:
-    """The values of all metrics the engine is the source of. Without stats (the engine is down) they are zero."""
+    """The values of all metrics the engine is the source of. Without stats (there were none yet) they are zero."""
 
-    def __init__(self, stats: EngineStats | None, restarts: int) -> None:
+    def __init__(self, stats: EngineStats | None, restarts: int, *, is_up: bool) -> None:
         self.steps = Histogram(tuple(float(size) for size in STEP_SIZES))
         self.values = {
-            "engine_up": 0.0,
+            "engine_up": float(is_up),
             "engine_restarts": float(restarts),
             **_values(_NONE if stats is None else stats),
         }
         if stats is not None:
-            self.values["engine_up"] = 1.0
             self.steps.counts = list(stats.steps_by_size)
             self.steps.total = float(stats.computed_tokens)
 

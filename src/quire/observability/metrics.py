@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from quire.config.server import ServerConfig
@@ -123,16 +124,14 @@ class ServerMetrics:
         """All metrics of the server as text. `ask` is the engine link's `stats`; called at most once a second."""
         if self._is_up and time.monotonic() - self._asked_at >= POLL_SECONDS:
             self._asked_at = time.monotonic()
-            try:
+            with suppress(EngineDead):  # in a long step it does not answer in time: its last numbers stand
                 self._stats = await ask()
-            except EngineDead:
-                self._stats = None
         total = Tally()
         with self._lock:
             total.absorb(self._tally.snapshot(), gauges=True)
         if self._shared is not None:
             self._shared.add_others(total)
-        return render(total, EngineView(self._stats, self._restarts), self._model_name)
+        return render(total, EngineView(self._stats, self._restarts, is_up=self._is_up), self._model_name)
 
     # ----------------------------------------------------------------------------------------------------- the works
     def _observe_times(self, record: Record) -> None:

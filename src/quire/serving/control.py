@@ -90,6 +90,12 @@ class AskDrain(msgspec.Struct, frozen=True, tag="ask_drain"):
     """From an edge, for an admin: shut the whole server down as SIGTERM would."""
 
 
+class AskAbort(msgspec.Struct, frozen=True, tag="ask_abort"):
+    """From an edge, for an admin, and passed on to all other edges: end the requests of this name, or all."""
+
+    name: str | None
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """To the engine: end what is left and exit."""
 
@@ -113,6 +119,7 @@ ControlMessage = (
     | Drain
     | Drained
     | AskDrain
+    | AskAbort
     | Stop
     | Fatal
 )

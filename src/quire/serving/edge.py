@@ -19,7 +19,17 @@ from quire.observability.logging import set_up_logging
 from quire.observability.metrics import ServerMetrics, server_metrics
 from quire.runtime.loading.resolve import resolve_model
 from quire.serving.child import EXIT_FAILED, EXIT_ORPHANED, enter_child
-from quire.serving.control import AskDrain, ControlChannel, ControlMessage, Drain, Drained, EdgeReady, EdgeStart, Fatal
+from quire.serving.control import (
+    AskAbort,
+    AskDrain,
+    ControlChannel,
+    ControlMessage,
+    Drain,
+    Drained,
+    EdgeReady,
+    EdgeStart,
+    Fatal,
+)
 from quire.serving.desk.desk import Desk
 from quire.serving.http.app import build_app
 from quire.serving.http.limits import Limits
@@ -77,6 +87,7 @@ class Edge:
             version=__version__,
             render_metrics=render_metrics,
             ask_drain=lambda: channel.send(AskDrain()),
+            ask_abort=lambda name: channel.send(AskAbort(name)),
         )
         app = build_app(self._service, files())
         self._server = EdgeServer(http_config(app, limits), lambda: channel.send(EdgeReady()))
@@ -95,6 +106,8 @@ class Edge:
         """On the link's thread."""
         if isinstance(message, Drain):
             self._loop.call_soon_threadsafe(self._drain, message.seconds)
+        elif isinstance(message, AskAbort):
+            self._loop.call_soon_threadsafe(self._desk.abort, message.name)
 
     def _drain(self, seconds: float) -> None:
         if self._draining is None:

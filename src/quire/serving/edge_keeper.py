@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ _EXIT_SECONDS = 2.0  # from Drained to the end of the process
 class _Seat:
     """One of the edges, through all its processes."""
 
+    listen_fd: int
     child: ChildProcess | None = None
     edge: int = 0
     is_ready: bool = False
@@ -41,14 +43,14 @@ class EdgeKeeper:
         config: ServerConfig,
         directory: Path,
         module: str,
-        listen_fd: int,
+        listeners: Sequence[socket.socket],  # one for each edge
         *,
         on_start: Callable[[ChildProcess], None],
         on_gone: Callable[[int], None],
     ) -> None:
-        self._config, self._directory, self._module, self._listen_fd = config, directory, module, listen_fd
+        self._config, self._directory, self._module = config, directory, module
         self._on_start, self._on_gone = on_start, on_gone
-        self._seats = [_Seat() for _ in range(config.api_workers)]
+        self._seats = [_Seat(listener.fileno()) for listener in listeners]
         self._numbers = itertools.count(1)
         self.failure: str | None = None  # why no edge will be started any more
         self.draining = False
@@ -85,9 +87,10 @@ class EdgeKeeper:
         elif isinstance(message, Fatal):
             seat.fatal = message
 
-    def broadcast(self, message: ControlMessage) -> None:
+    def broadcast(self, message: ControlMessage, *, but: ChildProcess | None = None) -> None:
         for child in self.children():
-            child.send(message)
+            if child is not but:
+                child.send(message)
 
     def drain(self, now: float) -> None:
         """Every edge finishes its work and exits, or is killed when the time is over."""
@@ -113,8 +116,8 @@ class EdgeKeeper:
 
     def _start(self, seat: _Seat) -> None:
         seat.edge, seat.is_ready, seat.fatal = next(self._numbers), False, None
-        seat.child = ChildProcess(self._module, inherit=(self._listen_fd,))
-        seat.child.send(EdgeStart(self._config, seat.edge, self._listen_fd, str(self._directory)))
+        seat.child = ChildProcess(self._module, inherit=(seat.listen_fd,))
+        seat.child.send(EdgeStart(self._config, seat.edge, seat.listen_fd, str(self._directory)))
         self._on_start(seat.child)
 
     def _bury(self, seat: _Seat) -> None:

@@ -54,10 +54,10 @@ class EngineLink(Protocol):
     def abort(self, abort: Abort) -> None: ...
 
     async def stats(self) -> EngineStats:
-        """Raises EngineDead when the engine is down or does not answer within a second."""
+        """Raises EngineDead when the engine is down or does not answer within seconds."""
 
     async def block_map(self) -> BlockMap:
-        """Raises EngineDead when the engine is down or does not answer within a second."""
+        """Raises EngineDead when the engine is down or does not answer within seconds."""
 
     async def reset_cache(self) -> int:
         """Forget cached prefixes; returns how many blocks that freed. Raises EngineDead as above."""

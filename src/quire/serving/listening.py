@@ -1,4 +1,4 @@
-"""The one TCP socket of the server, bound before anything is loaded."""
+"""The server's TCP address, bound before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,8 +10,28 @@ from quire.types.errors import ConfigError
 BACKLOG = 4_096  # connections the kernel keeps until an edge accepts them
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket that edges inherit. Raises ConfigError when the address is taken or not there."""
+def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
+    """Listening sockets at one address, one for each edge to inherit: the kernel shares connections out among them.
+
+    Raises ConfigError when the address is taken or not there.
+    """
+    first = _bind(host, port)
+    if count == 1:
+        return [first]
+    found = first.getsockname()[1]  # free until now: sockets that share it must all say so
+    first.close()
+    sockets: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            sockets.append(_bind(host, found, shared=True))
+    except ConfigError:
+        for each in sockets:
+            each.close()
+        raise
+    return sockets
+
+
+def _bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -20,6 +40,8 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

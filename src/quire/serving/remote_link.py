@@ -41,7 +41,7 @@ from quire.types.stats import BlockMap, EngineStats
 
 logger = logging.getLogger("quire.edge")
 
-ANSWER_SECONDS = 1.0
+ANSWER_SECONDS = 5.0  # a step may be long; when the engine ends, questions end at once
 _MAX_QUESTIONS = 256  # unanswered at one time
 _MAX_OUTBOX = 65_536  # messages not yet handed to the socket
 

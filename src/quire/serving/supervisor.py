@@ -8,8 +8,8 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from quire.config.server import ServerConfig
 from quire.observability.logging import set_up_logging
 from quire.runtime.loading.resolve import resolve_model
 from quire.serving.announcing import Announcer
-from quire.serving.control import AskDrain, ControlMessage, EdgeStuck, EngineDown, EngineUp, LoadProgress
+from quire.serving.control import AskAbort, AskDrain, ControlMessage, EdgeStuck, EngineDown, EngineUp, LoadProgress
 from quire.serving.edge_keeper import EdgeKeeper
 from quire.serving.engine_keeper import EngineKeeper
 from quire.serving.listening import address_of, listen
@@ -74,11 +74,14 @@ class Supervisor:
         """
         set_up_logging(self._config.log_level, self._config.log_format, "supervisor")
         _check(self._config)
-        with closing(listen(self._config.host, self._config.port)) as listener:
-            self._url = address_of(listener, self._config.host)
-            self._config = self._resolve(listener.getsockname()[1])
+        with ExitStack() as stack:
+            listeners = listen(self._config.host, self._config.port, self._config.api_workers)
+            for listener in listeners:
+                stack.enter_context(closing(listener))
+            self._url = address_of(listeners[0], self._config.host)
+            self._config = self._resolve(listeners[0].getsockname()[1])
             with private_directory() as directory, _signals(self._signals) as wake:
-                self._make_keepers(directory, listener)
+                self._make_keepers(directory, listeners)
                 try:
                     return self._supervise(wake)
                 finally:
@@ -96,14 +99,14 @@ class Supervisor:
         found = replace(source, model=str(files.path.absolute()), tokenizer=tokenizer, served_names=names)
         return replace(self._config, source=found, port=port)
 
-    def _make_keepers(self, directory: Path, listener: socket.socket) -> None:
+    def _make_keepers(self, directory: Path, listeners: Sequence[socket.socket]) -> None:
         programs = self._programs
         self._engine = EngineKeeper(self._config, directory, programs.engine, on_down=self._engine_down)
         self._edges = EdgeKeeper(
             self._config,
             directory,
             programs.edge,
-            listener.fileno(),
+            listeners,
             on_start=self._greet_edge,
             on_gone=self._engine.tell_edge_gone,
         )
@@ -152,6 +155,8 @@ class Supervisor:
         if child is not self._engine.child:
             if isinstance(message, AskDrain):
                 self._drain(time.monotonic(), "an admin asked for it")
+            elif isinstance(message, AskAbort):
+                self._edges.broadcast(message, but=child)
             self._edges.obey(child, message)
             return
         self._engine.obey(message)

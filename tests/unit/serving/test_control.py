@@ -14,6 +14,7 @@ from quire.config.resolve import EngineArguments
 from quire.config.server import AccessConfig, ModelSource, ServerConfig
 from quire.serving.control import (
     MAX_FRAME,
+    AskAbort,
     AskDrain,
     BadControl,
     ControlChannel,
@@ -48,6 +49,8 @@ MESSAGES: list[ControlMessage] = [
     EdgeGone(4),
     Drain(30.0),
     AskDrain(),
+    AskAbort("a"),
+    AskAbort(None),
     Fatal("no such file", retry=False),
 ]
 

@@ -144,6 +144,22 @@ def test_an_admin_may_ask_for_the_drain(serve: Serve) -> None:
     assert server.wait_exit() == 0
 
 
+def test_an_admins_abort_reaches_the_other_edges_and_only_those(serve: Serve) -> None:
+    server = serve(api_workers=2)
+    server.wait_ready()
+    asked = server.ask(ask="abort", name="me")["asked"]
+    heard: dict[object, object] = {}
+
+    def have_both_answered() -> bool:
+        state = server.ask(ask="state")
+        heard[state["edge"]] = state["aborts"]
+        return len(heard) == 2 and any(heard.values())
+
+    server.wait(have_both_answered)
+    assert heard.pop(asked) == []
+    assert list(heard.values()) == [["me"]]
+
+
 def test_killing_the_supervisor_leaves_no_process(serve: Serve) -> None:
     server = serve("slow.gguf", api_workers=2)
     server.wait_ready()
@@ -182,7 +198,7 @@ def test_an_edge_that_cannot_start_ends_the_server_with_the_cause(serve: Serve) 
 
 def test_a_taken_port_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").touch()
-    with listen("127.0.0.1", 0) as taken:
+    with listen("127.0.0.1", 0)[0] as taken:
         config = ServerConfig(
             source=ModelSource(model=str(tmp_path / "m.gguf")),
             engine=EngineArguments(),
@@ -204,7 +220,7 @@ def test_a_setting_that_makes_no_sense_is_refused(setting: str, value: float) ->
 
 @pytest.mark.parametrize(("host", "shown"), [("0.0.0.0", "127.0.0.1"), ("127.0.0.1", "127.0.0.1")])
 def test_the_address_shown_is_one_a_browser_can_open(host: str, shown: str) -> None:
-    with listen(host, 0) as listener:
+    with listen(host, 0)[0] as listener:
         assert address_of(listener, host) == f"http://{shown}:{listener.getsockname()[1]}"
 
 
@@ -221,3 +237,15 @@ def _generation(server: StubServer) -> int:
 def _running(server: StubServer) -> int:
     stats = server.ask(ask="stats").get("stats")
     return int(stats["running"]) if isinstance(stats, dict) else -1
+
+
+def test_several_edges_share_one_port_that_nobody_else_has() -> None:
+    sockets = listen("127.0.0.1", 0, count=3)
+    try:
+        ports = {each.getsockname()[1] for each in sockets}
+        assert len(ports) == 1
+        with pytest.raises(ConfigError, match="is taken"):
+            listen("127.0.0.1", ports.pop(), count=3)
+    finally:
+        for each in sockets:
+            each.close()

@@ -14,7 +14,7 @@ from quire.config.resolve import EngineArguments
 from quire.config.server import AccessConfig, ModelSource, ServerConfig
 from quire.serving.cli.arguments import engine_settings
 from quire.serving.cli.keys import digests, read_key_file
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, ModelLoadError
 
 MAX_WORKERS = 256
 MAX_TEMPLATE_BYTES = 2**20
@@ -140,6 +140,12 @@ def _read_template(path: str) -> str:
         raise ConfigError("chat_template", f"{path} cannot be read: {error}", "give a text file") from None
     if not text.strip() or len(text) > MAX_TEMPLATE_BYTES:
         raise ConfigError("chat_template", f"{path} is empty or above {MAX_TEMPLATE_BYTES:,} characters", "shorten it")
+    from quire.serving.text.chat_template import ChatTemplate
+
+    try:
+        ChatTemplate(text)
+    except ModelLoadError as error:
+        raise ConfigError("chat_template", f"{path} does not work: {error}") from None
     return text
 
 

@@ -235,7 +235,8 @@ class Desk:
     def _has_place(self, num_sequences: int) -> bool:
         if self.engine is None:
             return False
-        window = max(1, WINDOW * self.engine.max_num_seqs // self._num_workers)
+        share = WINDOW * self.engine.max_num_seqs // self._num_workers
+        window = max(share, self.engine.max_num_seqs)  # clients may all have come to this edge
         return not self._inside or self._num_sequences + num_sequences <= window
 
     def _step_out(self, ticket: Ticket) -> None:

@@ -17,7 +17,6 @@ from quire.serving.http.json_body import decode_json
 from quire.serving.http.kinds import Flag, Options, Text
 from quire.serving.http.service import Service
 from quire.types.errors import EngineDead, InvalidRequest
-from quire.types.request import Abort
 from quire.types.stats import BlockMap, EngineStats
 
 MAP_SECONDS = 0.25
@@ -38,7 +37,7 @@ class Admin:
         await exchange.reply_json({"draining": True}, status=202)
 
     async def abort(self, exchange: Exchange) -> None:
-        """End one request by its id, or all. Those of other edge processes are ended in the engine."""
+        """End one request by its id, or all, in every edge. What waits in other edges is ended but not counted."""
         service = self._service
         with service.metered() as meter:
             body = decode_json(await exchange.read_body(service.limits, meter.add), service.limits["nesting"])
@@ -46,20 +45,18 @@ class Admin:
         if ("request_id" in given) == bool(given.get("all")):
             raise InvalidRequest("request_id", 'must be there, or "all": true, and not both', "send one of them")
         name = given.get("request_id")
-        ended = service.desk.abort(name)
-        for other in await self._others(name):
-            service.link.abort(Abort(other))
-            ended += 1
+        ended = service.desk.abort(name) + await self._count_others(name)
+        service.ask_abort(name)
         await exchange.reply_json({"aborted": ended})
 
-    async def _others(self, name: str | None) -> list[str]:
+    async def _count_others(self, name: str | None) -> int:
         """Requests in the engine that this edge did not send."""
         own = {ticket.submit.request_id for ticket in self._service.desk.tickets()}
         try:
             inside = [request.request_id for request in (await self._service.link.block_map()).requests]
         except EngineDead:
-            return []
-        return [other for other in inside if other not in own and (name is None or is_named(other, name))]
+            return 0
+        return sum(other not in own and (name is None or is_named(other, name)) for other in inside)
 
     async def reset_cache(self, exchange: Exchange) -> None:
         try:
@@ -100,7 +97,8 @@ class Admin:
         try:
             block_map, stats = await self._service.link.block_map(), await self._service.link.stats()
         except EngineDead:
-            return b'data: {"engine":"down"}\n\n'
+            is_busy = self._service.desk.engine is not None
+            return b": in a long step\n\n" if is_busy else b'data: {"engine":"down"}\n\n'
         return b"data: " + msgspec.json.encode(_as_map(block_map, stats, self._edge())) + b"\n\n"
 
     async def _engine_stats(self) -> EngineStats:

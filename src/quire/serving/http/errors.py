@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 
 from quire.types.errors import InvalidRequest, QuireError
+
+logger = logging.getLogger("quire.edge")
 
 _TYPES = {
     400: "invalid_request_error",
@@ -51,6 +55,7 @@ def as_api_error(error: QuireError) -> ApiError:
         return error
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), code=_CODES.get(type(error).__name__, "invalid_value"), param=error.field)
+    logger.error("answered with an internal error: %s", error)
     return internal_error()
 
 

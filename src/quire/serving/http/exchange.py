@@ -61,11 +61,13 @@ class Exchange:
                 raise InvalidRequest(parameter, f"must be one of {', '.join(FLAG_WORDS)}", "send 1 or leave it out")
         return any(FLAG_WORDS[value] for value in (*self.query.get(parameter, ()), header))
 
-    def check_query(self, *known: str) -> None:
-        """Raise UnknownParameter for a query parameter that is none of these."""
-        for name in self.query:
-            if name not in known:
-                raise UnknownParameter(name[:80], "is not a query parameter of this path", "leave it out")
+    def check_query(self, *known: str, lenient: bool) -> tuple[str, ...]:
+        """Warnings about query parameters that are none of these. Raises UnknownParameter unless lenient."""
+        reason, fix = "is not a query parameter of this path", "leave it out"
+        unknown = [UnknownParameter(name[:80], reason, fix) for name in self.query if name not in known]
+        if unknown and not lenient:
+            raise unknown[0]
+        return tuple(map(str, unknown))
 
     @property
     def request_id(self) -> str:

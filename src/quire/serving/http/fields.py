@@ -112,6 +112,11 @@ _SAMPLING = (
     Field("bad_words", Texts("bad_words", "stop_characters"), _BOTH, "Texts that must not be generated."),
 )  # fmt: skip
 
+_STREAM_OPTIONS: dict[str, Kind] = {
+    "include_usage": Flag(),
+    "continuous_usage_stats": Flag(),
+    "include_obfuscation": Only((False,)),
+}
 _OUTPUT = (
     Field("logprobs", Whole(0, "logprobs"), _COMPLETIONS,
           "Return the log-probability of each token and of this many likeliest ones."),
@@ -128,7 +133,7 @@ _OUTPUT = (
     Field("return_tokens_as_token_ids", Flag(), _BOTH, "Write tokens in logprobs as `token_id:N`.", False),
     Field("return_token_ids", Flag(), _BOTH, "Also return `prompt_token_ids` and each choice's `token_ids`.", False),
     Field("stream", Flag(), _BOTH, "Answer as server-sent events.", False),
-    Field("stream_options", Options({"include_usage": Flag(), "continuous_usage_stats": Flag()}), _BOTH,
+    Field("stream_options", Options(_STREAM_OPTIONS), _BOTH,
           "`include_usage`: a last chunk with the usage; `continuous_usage_stats`: usage in every chunk. Needs "
           "`stream`."),
     Field("stream_interval", Whole(1, "max_tokens"), _BOTH, "At least this many tokens per event of a stream.", 1),
@@ -207,7 +212,8 @@ def check_body(endpoint: Endpoint, body: Any, limits: Bounds, *, lenient: bool) 
     """
     if not isinstance(body, dict):
         raise InvalidRequest("body", "must be a JSON object", 'send {"model": ..., ...}')
-    known, checked, warnings = fields_of(endpoint), {}, []
+    known, checked = fields_of(endpoint), {}
+    warnings: list[str] = []
     for name, value in body.items():
         if value is None:
             continue
@@ -215,6 +221,9 @@ def check_body(endpoint: Endpoint, body: Any, limits: Bounds, *, lenient: bool) 
         try:
             if field is None:
                 raise UnknownParameter(name[:80], "is not a parameter of this endpoint", "leave it out")
+            if lenient and isinstance(field.kind, Options) and isinstance(value, dict):
+                warnings += map(str, field.kind.unknown(name, value))
+                value = {member: given for member, given in value.items() if member in field.kind.members}
             value = field.kind.check(name, value, limits)
         except InvalidRequest as error:
             if not lenient or (field is not None and field.support == "yes"):

@@ -143,7 +143,7 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """A list of non-empty strings, or with `or_one` a single one (an empty single one counts as none)."""
+    """A list of non-empty strings, or with `or_one` a single one."""
 
     count: str
     characters: str
@@ -242,12 +242,16 @@ class Options:
     def check(self, where: str, value: Any, limits: Bounds) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise InvalidRequest(where, f"must be an object, got {shown(value)}")
-        for name in value:
-            if name not in self.members:
-                known = f"known: {', '.join(self.members)}"
-                raise UnknownParameter(f"{where}.{name[:80]}", "is not known", known)
+        for error in self.unknown(where, value):
+            raise error
         present = {name: given for name, given in value.items() if given is not None}
         return {name: self.members[name].check(f"{where}.{name}", given, limits) for name, given in present.items()}
+
+    def unknown(self, where: str, value: dict[str, Any]) -> list[UnknownParameter]:
+        """What there is to say about members that are not known."""
+        known = f"known: {', '.join(self.members)}"
+        names = [name for name in value if name not in self.members]
+        return [UnknownParameter(f"{where}.{name[:80]}", "is not known", known) for name in names]
 
     def schema(self, limits: Bounds) -> Schema:
         members = {name: nullable(kind.schema(limits)) for name, kind in self.members.items()}

@@ -20,7 +20,8 @@ _GRACE = 5.0  # seconds the application has to answer 408 by itself
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. Closed when a request's head or body takes too long, or when idle for too long.
+    """One connection. Closed when a request's head or body takes too long, when idle for too long, or when its client
+    reads nothing of what waits to be sent.
 
     A request that comes before the one before it is answered is not read: the connection closes with that answer, and
     until then its end is noticed, which it would not be while a second request waits unread.
@@ -31,6 +32,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._deadline: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
         self._in_head = self._is_full = False
         self._raw_bytes = self._head_bytes = 0  # of the head: received after its first piece; in its headers
         if len(self.connections) > self.limits["connections"]:
@@ -40,8 +42,21 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_by(None)
+        self._expect_reading(None)
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._expect_reading(None)
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._expect_reading(self.transport.get_write_buffer_size() or None)
 
     def data_received(self, data: bytes) -> None:
         if self._is_full:
@@ -99,6 +114,20 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+
+    def _expect_reading(self, unsent: int | None) -> None:
+        """Cut the connection off if of `unsent` bytes none are read for too long; None: there is nothing to read."""
+        if self._stall is not None:
+            self._stall.cancel()
+        again = self.limits["stall_seconds"]
+        self._stall = None if unsent is None else self.loop.call_later(again, self._check_reading, unsent)
+
+    def _check_reading(self, unsent: int) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left >= unsent:
+            self.transport.abort()
+        else:
+            self._expect_reading(left or None)
 
     def _refuse_head(self) -> None:
         self._refuse(431, f"the head is larger than {self.limits['header_bytes']} bytes", "head_too_large")

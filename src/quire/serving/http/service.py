@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,7 +23,9 @@ from quire.serving.link import EngineLink, EngineReady
 from quire.serving.requests import RequestMaker
 from quire.serving.text.chat_template import ChatTemplate
 from quire.serving.text.tokenizer import Tokenizer
-from quire.types.errors import InvalidRequest
+from quire.types.errors import InvalidRequest, ModelLoadError
+
+logger = logging.getLogger("quire.edge")
 
 TEXT_THREADS = 2
 LARGE_BODY = 2**18  # bytes: working on one leaves memory behind that is worth giving back
@@ -63,14 +66,18 @@ class TextWorks:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """Raises InvalidRequest where the model has none."""
+        """Raises InvalidRequest where the model has none that works."""
+        fix = "use /v1/completions, or have the operator set --chat-template"
         if self._source is None:
-            fix = "use /v1/completions, or have the operator set --chat-template"
             raise InvalidRequest("messages", "the model has no chat template", fix)
         tokenizer = self.tokenizer
         bos = None if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id)
         eos = tokenizer.token_text(tokenizer.eos_ids[0]) if tokenizer.eos_ids else None
-        return ChatTemplate(self._source, bos_token=bos, eos_token=eos)
+        try:
+            return ChatTemplate(self._source, bos_token=bos, eos_token=eos)
+        except ModelLoadError as error:
+            logger.error("%s", error)
+            raise InvalidRequest("messages", "the model's chat template does not work", fix) from None
 
     def maker(self, eos_ids: tuple[int, ...]) -> RequestMaker:
         """For a model that ends its texts with `eos_ids`."""
@@ -92,6 +99,7 @@ class Service:
     version: str
     render_metrics: Callable[[], Awaitable[tuple[bytes, str]]]
     ask_drain: Callable[[], None]  # an admin wants the whole server to shut down
+    ask_abort: Callable[[str | None], None]  # an admin wants the other edges to end requests of this name, or all
     created: int = field(default_factory=lambda: int(datetime.now(UTC).timestamp()))
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "quire-text"))
     num_body_bytes: int = 0

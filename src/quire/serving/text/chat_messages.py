@@ -106,6 +106,12 @@ def _check_message(where: str, message: Mapping[str, Any], data: PlainData) -> M
     return checked
 
 
+def message_text(message: Mapping[str, Any]) -> str:
+    """The text of a message that was checked."""
+    content = message.get("content")
+    return "\n".join(part["text"] for part in content) if isinstance(content, (list, tuple)) else content or ""
+
+
 def _content(where: str, message: Mapping[str, Any], data: PlainData) -> str | None:
     content = message.get("content")
     if isinstance(content, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,8 @@ from quire.serving.text.chat_messages import Message, PlainData, check_messages,
 from quire.serving.text.template_budget import Budget, TemplateLimits, TemplateTooCostly
 from quire.serving.text.template_sandbox import TemplateEnvironment
 from quire.types.errors import InvalidRequest, ModelLoadError
+
+logger = logging.getLogger("quire.text")
 
 _CUT = "\U000f0000CONTINUE\U000f0001 "  # where a message to be continued ends; the space tells whether it was trimmed
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
@@ -108,9 +111,9 @@ class ChatTemplate:
         except TemplateError as error:
             raise InvalidRequest("messages", f"refused by the chat template: {error}") from None
         except Exception as error:  # noqa: BLE001 (whatever Python raises inside somebody else's template)
-            raise InvalidRequest(
-                "messages", f"the chat template failed: {type(error).__name__}: {error}"[:500]
-            ) from None
+            logger.warning("the chat template failed: %r", error)
+            reason = f"the chat template cannot render them ({type(error).__name__})"
+            raise InvalidRequest("messages", reason, "check their fields and the template's variables") from None
         return "".join(parts)
 
 

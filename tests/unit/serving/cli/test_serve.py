@@ -91,6 +91,12 @@ def test_any_other_address_needs_one(host: str) -> None:
     assert config("--host", host, "--api-key", "some-key").host == host
 
 
+def test_a_template_that_cannot_work_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "bad.jinja").write_text("{% if %}")
+    with pytest.raises(ConfigError, match=r"chat_template: .*bad\.jinja does not work: .* line 1"):
+        config("--chat-template", str(tmp_path / "bad.jinja"))
+
+
 @pytest.mark.parametrize(
     ("flags", "cause"),
     [

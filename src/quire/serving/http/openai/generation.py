@@ -77,8 +77,6 @@ class Generation:
         service = self._service
         service.engine()
         lenient = exchange.is_asked("lenient") or service.config.lenient
-        if not lenient:
-            exchange.check_query("explain", "lenient")
         caller = Caller(
             request_id=exchange.request_id,
             named_it="quire.given_id" in exchange.scope,
@@ -86,6 +84,7 @@ class Generation:
             explain=exchange.is_asked("explain"),
             lenient=lenient,
             received_at=received_at,
+            warnings=exchange.check_query("explain", "lenient", lenient=lenient),
         )
         with service.metered() as meter:
             body = await exchange.read_body(service.limits, meter.add)

@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 from quire.serving.http.fields import check_body
 from quire.serving.http.json_body import decode_json
+from quire.serving.http.kinds import UnsupportedParameter
 from quire.serving.http.service import Service
 from quire.serving.link import EngineReady
 from quire.serving.prompts import Prompt
+from quire.serving.text.chat_messages import message_text
 from quire.serving.text.stop_strings import StopStrings
 from quire.types.errors import InvalidRequest
 from quire.types.request import Submit
@@ -42,6 +44,7 @@ class Caller:
     explain: bool
     lenient: bool
     received_at: float
+    warnings: tuple[str, ...] = ()  # about the query
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,17 +85,16 @@ def prepare_job(service: Service, endpoint: GenerationEndpoint, body: bytes, cal
     given, warnings = check_body(endpoint, decode_json(body, limits["nesting"]), limits, lenient=caller.lenient)
     model = service.served_name(given.get("model"))
     _check_together(endpoint, given)
+    warnings = [*caller.warnings, *warnings, *_drop_useless(service, engine, given, lenient=caller.lenient)]
     sampling, drops_answer = _sampling(endpoint, given)
     prompts, prefaces = _prompts(service, endpoint, given)
     if sampling.n * len(prompts) > limits["choices"]:
         reason = f"is {sampling.n} for {len(prompts)} prompts, more than {limits['choices']} answers"
         raise InvalidRequest("n", reason, "send fewer prompts at once")
-    if given.get("priority") and engine.policy != "priority":
-        reason = f"means nothing to the {engine.policy!r} policy of this server"
-        raise InvalidRequest("priority", reason, "leave it out")
     submits = _submits(service, engine, given, prompts, sampling, caller)
     if given.get("echo") and endpoint == "completions":
-        prefaces = [_text_of(service, prompt, submit) for prompt, submit in zip(prompts, submits, strict=True)]
+        is_cut = "truncate_prompt_tokens" in given
+        prefaces = [_text_of(service, *pair, is_cut=is_cut) for pair in zip(prompts, submits, strict=True)]
     options, request_id = given.get("stream_options", {}), given.get("request_id", caller.request_id)
     wishes = Wishes(
         endpoint=endpoint,
@@ -113,6 +115,24 @@ def prepare_job(service: Service, endpoint: GenerationEndpoint, body: bytes, cal
         drops_answer=drops_answer,
     )
     return Job(request_id, wishes, tuple(submits), given.get("stream_interval", 1))
+
+
+def _drop_useless(service: Service, engine: EngineReady, given: dict[str, Any], *, lenient: bool) -> list[str]:
+    """Take out what this model or server can make no use of; says what. Raises UnsupportedParameter unless lenient."""
+    useless = {}
+    if given.get("priority") and engine.policy != "priority":
+        useless["priority"] = f"means nothing to the {engine.policy!r} policy of this server"
+    for name in ("documents", "reasoning_effort"):
+        if name in given and name not in service.texts.template.variables:
+            useless[name] = "is not read by this model's chat template"
+    warnings = []
+    for name, reason in useless.items():
+        error = UnsupportedParameter(name, reason, "leave it out")
+        if not lenient:
+            raise error
+        del given[name]
+        warnings.append(str(error))
+    return warnings
 
 
 def _check_together(endpoint: GenerationEndpoint, given: dict[str, Any]) -> None:
@@ -150,8 +170,8 @@ def _prompts(service: Service, endpoint: GenerationEndpoint, given: dict[str, An
         return prompts, [""] * len(prompts)
     text = render_messages(service, given)
     last = given["messages"][-1]
-    echoed = given.get("echo") and last.get("role") == "assistant" and isinstance(last.get("content"), str)
-    return [Prompt(text=text)], [last["content"] if echoed else ""]
+    is_echoed = given.get("echo") and last["role"] == "assistant"
+    return [Prompt(text=text)], [message_text(last) if is_echoed else ""]
 
 
 def render_messages(service: Service, given: dict[str, Any]) -> str:
@@ -184,6 +204,7 @@ def _submits(
     token_ids = [_cut(ids, given, sampling, engine) for ids in maker.tokenize(prompts, add_special)]
     for place, ids in enumerate(token_ids):
         _check_length(f"{field}[{place}]" if len(token_ids) > 1 else field, len(ids), engine.max_model_len)
+        _check_room(given, len(ids), engine.max_model_len)
     total = sum(map(len, token_ids))
     if total > service.limits["prompt_tokens"]:
         reason = f"has {total} tokens in all, limit {service.limits['prompt_tokens']}"
@@ -230,6 +251,17 @@ def _check_length(field: str, num_tokens: int, max_model_len: int) -> None:
         raise PromptTooLong(field, reason, f"shorten it to {max_model_len - 1} tokens or set truncate_prompt_tokens")
 
 
+def _check_room(given: dict[str, Any], num_tokens: int, max_model_len: int) -> None:
+    """An answer of the length that was asked for must fit behind the prompt."""
+    field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    room = max_model_len - num_tokens
+    if given.get(field, 0) > room:
+        reason = (
+            f"is {given[field]}, but after {num_tokens} prompt tokens max_model_len={max_model_len} has room for {room}"
+        )
+        raise PromptTooLong(field, reason, "lower it or shorten the prompt")
+
+
 def _salt(principal: str, asked: str) -> str:
     """Clients with different keys never share cached prompts, whatever salt they send."""
     if not principal and not asked:
@@ -238,10 +270,9 @@ def _salt(principal: str, asked: str) -> str:
     return hashlib.sha256(framed.encode()).hexdigest()
 
 
-def _text_of(service: Service, prompt: Prompt, submit: Submit) -> str:
-    """A prompt's text as it is echoed: as it was sent, or as its tokens read."""
-    is_whole = prompt.text is not None and prompt.token_ids is None
-    if is_whole and prompt.text is not None:
+def _text_of(service: Service, prompt: Prompt, submit: Submit, *, is_cut: bool) -> str:
+    """A prompt's text as it is echoed: as it was sent, or as the tokens read that were sent or are left."""
+    if prompt.text is not None and prompt.token_ids is None and not is_cut:
         return prompt.text
     tokenizer = service.texts.tokenizer
     return tokenizer.decode(submit.prompt_token_ids, submit.sampling.skip_special_tokens)

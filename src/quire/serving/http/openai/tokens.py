@@ -26,15 +26,17 @@ class TextEndpoint:
         service = self._service
         service.engine()
         lenient = exchange.is_asked("lenient") or service.config.lenient
+        query = exchange.check_query("lenient", lenient=lenient)
         with service.metered() as meter:
             body = await exchange.read_body(service.limits, meter.add)
-            await exchange.reply(200, await service.in_thread(self._answer, body, lenient))
+            await exchange.reply(200, await service.in_thread(self._answer, body, lenient, query))
 
-    def _answer(self, body: bytes, lenient: bool) -> bytes:
+    def _answer(self, body: bytes, lenient: bool, query: tuple[str, ...]) -> bytes:
         service, limits = self._service, self._service.limits
         given, warnings = check_body(self._endpoint, decode_json(body, limits["nesting"]), limits, lenient=lenient)
         service.served_name(given.get("model"))
         answer = self._work(service, given)
+        warnings = [*query, *warnings]
         return msgspec.json.encode({**answer, "warnings": warnings} if warnings else answer)
 
 

@@ -1,0 +1,24 @@
+"""Triton's interpreter, for machines without a GPU. Import before any kernel is: how it runs is decided then."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+if HAS_TRITON and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter
+
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        """The interpreter's scalars are arrays of one number, which numpy no longer turns into an int unasked."""
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_tensor_and_index
