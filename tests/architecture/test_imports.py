@@ -32,10 +32,10 @@ DEPENDENCIES = {"torch", "numpy", "tokenizers", "safetensors", "jinja2"}
 SERVER_MODULES = (
     "engine.messages",
     "engine.transport",
-    "serving.control",
-    "serving.edge",
+    "serving.process.control",
+    "serving.process.edge_main",
     "serving.http",
-    "serving.remote_link",
+    "serving.process.remote_link",
 )
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "aiohttp": (),
@@ -145,8 +145,8 @@ def test_every_package_has_a_rule() -> None:
         ("import quire.config.resolve", ("torch", "tokenizers", "safetensors", "jinja2")),
         ("import quire.runtime.loading.resolve", ("torch", "huggingface_hub")),
         ("import quire.serving.llm", ("transformers", "gguf", *OPTIONAL)),
-        ("import quire.serving.edge", ("torch", "transformers", "huggingface_hub")),
-        ("import quire.serving.supervisor", ("torch", "fastapi", "uvicorn", "transformers", "huggingface_hub")),
+        ("import quire.serving.process.edge_main", ("torch", "transformers", "huggingface_hub")),
+        ("import quire.serving.process.supervisor", ("torch", "fastapi", "uvicorn", "transformers", "huggingface_hub")),
     ],
 )
 def test_an_import_stays_light(statement: str, forbidden: tuple[str, ...]) -> None:

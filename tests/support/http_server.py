@@ -21,11 +21,11 @@ from quire.config.server import ModelSource, ServerConfig
 from quire.engine.core import EngineCore
 from quire.serving.desk.desk import Desk
 from quire.serving.desk.observer import NullObserver, Observer
-from quire.serving.edge import EdgeServer, http_config
 from quire.serving.http.app import build_app
 from quire.serving.http.limits import Limits
 from quire.serving.http.service import Service, TextWorks
-from quire.serving.link import EngineReady
+from quire.serving.process.edge_main import EdgeServer, http_config
+from quire.serving.process.link import EngineReady
 from tests.unit.serving.scripted import EOS_ID, TOKENIZER, VOCAB, Script, ScriptedExecutor
 
 MODEL = "scripted"

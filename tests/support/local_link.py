@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from quire.engine.core import EngineCore
-from quire.serving.link import EngineListener, EngineReady
+from quire.serving.process.link import EngineListener, EngineReady
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.request import Abort, Submit
 from quire.types.stats import BlockMap, EngineStats

@@ -14,8 +14,8 @@ import socket
 import sys
 from dataclasses import asdict
 
-from quire.serving.child import enter_child
-from quire.serving.control import (
+from quire.serving.process.child import enter_child
+from quire.serving.process.control import (
     AskAbort,
     AskDrain,
     ControlChannel,
@@ -26,8 +26,8 @@ from quire.serving.control import (
     EdgeStart,
     Fatal,
 )
-from quire.serving.link import EngineReady
-from quire.serving.remote_link import RemoteLink
+from quire.serving.process.link import EngineReady
+from quire.serving.process.remote_link import RemoteLink
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.output import TokensOut
 from quire.types.request import Submit

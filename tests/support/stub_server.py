@@ -16,7 +16,7 @@ from pathlib import Path
 
 from quire.config.resolve import EngineArguments
 from quire.config.server import ModelSource, ServerConfig
-from quire.serving.supervisor import Programs, Supervisor
+from quire.serving.process.supervisor import Programs, Supervisor
 from quire.types.errors import QuireError
 
 PATIENCE = 30.0  # seconds a test waits for what must come

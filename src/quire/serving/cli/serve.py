@@ -22,7 +22,7 @@ MAX_TEMPLATE_BYTES = 2**20
 
 def run_serve(args: argparse.Namespace) -> int:
     _check_installed()
-    from quire.serving.supervisor import Supervisor
+    from quire.serving.process.supervisor import Supervisor
 
     config, admin_key = server_config(args)
     return Supervisor(config, admin_key=admin_key).run()

@@ -16,7 +16,7 @@ from quire.serving.desk.pace import Pace
 from quire.serving.desk.reader import BatchNews, LinkReader
 from quire.serving.desk.ticket import Ticket
 from quire.serving.desk.waiting_room import WaitingRoom
-from quire.serving.link import EngineLink, EngineReady
+from quire.serving.process.link import EngineLink, EngineReady
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest, QuireError
 from quire.types.request import Abort

@@ -11,7 +11,7 @@ from typing import Protocol
 from quire.serving.desk.mailbox import Mailbox
 from quire.serving.desk.observer import Observer
 from quire.serving.desk.ticket import Follower, Ticket
-from quire.serving.link import EngineLink, EngineReady
+from quire.serving.process.link import EngineLink, EngineReady
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest
 from quire.types.output import Finished, TokensOut

@@ -19,7 +19,7 @@ from quire.serving.desk.desk import Desk
 from quire.serving.desk.observer import Observer
 from quire.serving.http.errors import engine_unavailable, model_not_found, too_busy
 from quire.serving.http.limits import Limits
-from quire.serving.link import EngineLink, EngineReady
+from quire.serving.process.link import EngineLink, EngineReady
 from quire.serving.requests import RequestMaker
 from quire.serving.text.chat_template import ChatTemplate
 from quire.serving.text.tokenizer import Tokenizer

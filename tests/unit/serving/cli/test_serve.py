@@ -149,7 +149,7 @@ def test_missing_packages_are_named_with_the_fix(
 def test_the_supervisor_gets_the_configuration_and_its_exit_code_is_the_commands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from quire.serving import supervisor
+    from quire.serving.process import supervisor
 
     seen = []
 

@@ -12,7 +12,7 @@ from quire.serving.http.fields import check_body
 from quire.serving.http.json_body import decode_json
 from quire.serving.http.kinds import UnsupportedParameter
 from quire.serving.http.service import Service
-from quire.serving.link import EngineReady
+from quire.serving.process.link import EngineReady
 from quire.serving.prompts import Prompt
 from quire.serving.text.chat_messages import message_text
 from quire.serving.text.stop_strings import StopStrings

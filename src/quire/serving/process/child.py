@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from quire.serving.control import ControlChannel
+from quire.serving.process.control import ControlChannel
 from quire.types.errors import ConfigError
 
 EXIT_ORPHANED = 70  # the supervisor is gone

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.serving.private_directory import private_directory
+from quire.serving.process.private_directory import private_directory
 
 
 @pytest.fixture(autouse=True)

@@ -16,13 +16,21 @@ from pathlib import Path
 from quire.config.server import ServerConfig
 from quire.observability.logging import set_up_logging
 from quire.runtime.loading.resolve import resolve_model
-from quire.serving.announcing import Announcer
-from quire.serving.control import AskAbort, AskDrain, ControlMessage, EdgeStuck, EngineDown, EngineUp, LoadProgress
-from quire.serving.edge_keeper import EdgeKeeper
-from quire.serving.engine_keeper import EngineKeeper
-from quire.serving.listening import address_of, listen
-from quire.serving.private_directory import private_directory
-from quire.serving.processes import ChildProcess
+from quire.serving.process.announcing import Announcer
+from quire.serving.process.child_process import ChildProcess
+from quire.serving.process.control import (
+    AskAbort,
+    AskDrain,
+    ControlMessage,
+    EdgeStuck,
+    EngineDown,
+    EngineUp,
+    LoadProgress,
+)
+from quire.serving.process.edge_keeper import EdgeKeeper
+from quire.serving.process.engine_keeper import EngineKeeper
+from quire.serving.process.listening import address_of, listen
+from quire.serving.process.private_directory import private_directory
 from quire.types.errors import ConfigError, QuireError
 
 logger = logging.getLogger("quire.supervisor")
@@ -39,8 +47,8 @@ class ServerFailed(QuireError):
 class Programs:
     """The modules that the processes run."""
 
-    engine: str = "quire.serving.engine_main"
-    edge: str = "quire.serving.edge"
+    engine: str = "quire.serving.process.engine_main"
+    edge: str = "quire.serving.process.edge_main"
 
 
 class Supervisor:

@@ -14,8 +14,8 @@ from engine_thread import PlainEdge
 from quire import LLM, SamplingParams
 from quire.config.resolve import EngineArguments
 from quire.config.server import ModelSource, ServerConfig
-from quire.serving.control import ControlMessage, EngineStart, EngineUp, Fatal, LoadProgress, Stop
-from quire.serving.processes import ChildProcess
+from quire.serving.process.child_process import ChildProcess
+from quire.serving.process.control import ControlMessage, EngineStart, EngineUp, Fatal, LoadProgress, Stop
 
 PATIENCE = 60.0
 CONFIG = {
@@ -43,7 +43,7 @@ class Engine:
 
     def __init__(self, model: Path, directory: Path, generation: int = 1) -> None:
         source = ModelSource(model=str(model), load_format="dummy")
-        self.child = ChildProcess("quire.serving.engine_main")
+        self.child = ChildProcess("quire.serving.process.engine_main")
         config = ServerConfig(source=source, engine=ARGUMENTS)
         self.child.send(EngineStart(config, generation, f"ipc://{directory}/engine", str(directory)))
         self.heard: list[ControlMessage] = []

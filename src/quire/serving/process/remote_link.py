@@ -32,9 +32,9 @@ from quire.engine.messages import (
     encode,
 )
 from quire.engine.transport import EdgeSocket
-from quire.serving.child import leave_orphaned
-from quire.serving.control import ControlChannel, ControlMessage, EngineDown, EngineUp
-from quire.serving.link import EngineListener
+from quire.serving.process.child import leave_orphaned
+from quire.serving.process.control import ControlChannel, ControlMessage, EngineDown, EngineUp
+from quire.serving.process.link import EngineListener
 from quire.types.errors import EngineDead
 from quire.types.request import Abort, Submit
 from quire.types.stats import BlockMap, EngineStats

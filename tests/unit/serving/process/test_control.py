@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.config.resolve import EngineArguments
 from quire.config.server import AccessConfig, ModelSource, ServerConfig
-from quire.serving.control import (
+from quire.serving.process.control import (
     MAX_FRAME,
     AskAbort,
     AskDrain,
@@ -30,7 +30,7 @@ from quire.serving.control import (
     Unpacker,
     pack,
 )
-from quire.serving.link import EngineReady
+from quire.serving.process.link import EngineReady
 
 CONFIG = ServerConfig(
     source=ModelSource(model="/models/x.gguf", served_names=("x", "y"), chat_template="{{ messages }}"),

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import msgspec
 
 from quire.config.server import ServerConfig
-from quire.serving.link import EngineReady
+from quire.serving.process.link import EngineReady
 from quire.types.errors import QuireError
 
 MAX_FRAME = 64 * 2**20

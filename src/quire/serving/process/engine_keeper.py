@@ -9,8 +9,8 @@ from pathlib import Path
 
 from quire.config.server import ServerConfig
 from quire.engine.progress import ProgressReader
-from quire.serving.control import ControlMessage, EdgeGone, EngineStart, EngineUp, Fatal, Stop
-from quire.serving.processes import ChildProcess
+from quire.serving.process.child_process import ChildProcess
+from quire.serving.process.control import ControlMessage, EdgeGone, EngineStart, EngineUp, Fatal, Stop
 
 logger = logging.getLogger("quire.supervisor")
 

@@ -14,8 +14,8 @@ from fake_engine_main import CRASH, HANG
 from fake_executor import continuation
 from quire.config.resolve import EngineArguments
 from quire.config.server import ModelSource, ServerConfig
-from quire.serving.listening import address_of, listen
-from quire.serving.supervisor import Supervisor
+from quire.serving.process.listening import address_of, listen
+from quire.serving.process.supervisor import Supervisor
 from quire.types.errors import ConfigError
 from stub_server import Asking, StubServer, is_alive
 

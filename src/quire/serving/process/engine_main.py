@@ -1,4 +1,4 @@
-"""The engine process: `python -m quire.serving.engine_main FD`, started by the supervisor and by nobody else."""
+"""The engine process: `python -m quire.serving.process.engine_main FD`, started by the supervisor alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from quire.engine.process import EngineLoop
 from quire.engine.progress import ProgressRecord
 from quire.engine.transport import EngineSocket
 from quire.observability.logging import set_up_logging
-from quire.serving.child import EXIT_ENGINE_DEAD, EXIT_FAILED, enter_child, leave_orphaned
-from quire.serving.control import (
+from quire.serving.process.child import EXIT_ENGINE_DEAD, EXIT_FAILED, enter_child, leave_orphaned
+from quire.serving.process.control import (
     ControlChannel,
     EdgeGone,
     EdgeStuck,
@@ -27,7 +27,7 @@ from quire.serving.control import (
     LoadProgress,
     Stop,
 )
-from quire.serving.link import EngineReady
+from quire.serving.process.link import EngineReady
 from quire.types.errors import ConfigError, EngineDead, ModelLoadError
 
 logger = logging.getLogger("quire.engine")

@@ -1,4 +1,4 @@
-"""One HTTP edge process: `python -m quire.serving.edge FD`, started by the supervisor. Never imports torch."""
+"""One HTTP edge process: `python -m quire.serving.process.edge_main FD`, by the supervisor. Never imports torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ from quire.config.server import ServerConfig
 from quire.observability.logging import set_up_logging
 from quire.observability.metrics import ServerMetrics, server_metrics
 from quire.runtime.loading.resolve import resolve_model
-from quire.serving.child import EXIT_FAILED, EXIT_ORPHANED, enter_child
-from quire.serving.control import (
+from quire.serving.desk.desk import Desk
+from quire.serving.http.app import build_app
+from quire.serving.http.limits import Limits
+from quire.serving.http.protocol import bounded_by
+from quire.serving.http.service import Service, TextWorks
+from quire.serving.playground import files
+from quire.serving.process.child import EXIT_FAILED, EXIT_ORPHANED, enter_child
+from quire.serving.process.control import (
     AskAbort,
     AskDrain,
     ControlChannel,
@@ -30,13 +36,7 @@ from quire.serving.control import (
     EdgeStart,
     Fatal,
 )
-from quire.serving.desk.desk import Desk
-from quire.serving.http.app import build_app
-from quire.serving.http.limits import Limits
-from quire.serving.http.protocol import bounded_by
-from quire.serving.http.service import Service, TextWorks
-from quire.serving.playground import files
-from quire.serving.remote_link import RemoteLink
+from quire.serving.process.remote_link import RemoteLink
 from quire.serving.text.tokenizer import Tokenizer, load_tokenizer
 from quire.types.errors import QuireError
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from quire.config.environment import child_environment
-from quire.serving.control import BadControl, ControlMessage, Unpacker, pack
+from quire.serving.process.control import BadControl, ControlMessage, Unpacker, pack
 
 _READ = 2**16
 _MAX_UNSENT = 16 * 2**20  # bytes; a child that leaves more unread is stuck

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config.server import ServerConfig
-from quire.serving.control import ControlMessage, Drain, Drained, EdgeReady, EdgeStart, Fatal
-from quire.serving.processes import ChildProcess
+from quire.serving.process.child_process import ChildProcess
+from quire.serving.process.control import ControlMessage, Drain, Drained, EdgeReady, EdgeStart, Fatal
 
 logger = logging.getLogger("quire.supervisor")
 

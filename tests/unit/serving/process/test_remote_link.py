@@ -13,10 +13,10 @@ import pytest
 
 from engine_thread import PATIENCE, EngineThread
 from fake_executor import continuation
-from quire.serving import remote_link
-from quire.serving.control import ControlChannel, ControlMessage, Drain, EngineDown, EngineUp, pack
-from quire.serving.link import EngineReady
-from quire.serving.remote_link import RemoteLink
+from quire.serving.process import remote_link
+from quire.serving.process.control import ControlChannel, ControlMessage, Drain, EngineDown, EngineUp, pack
+from quire.serving.process.link import EngineReady
+from quire.serving.process.remote_link import RemoteLink
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.output import Finished, TokensOut
 from quire.types.request import Abort, Submit

@@ -1,0 +1,152 @@
+"""A server under test: started by a command line, watched until it is ready, weighed, ended with all it started."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+POLL_SECONDS = 0.05
+SETTLE_SECONDS = 3.0  # from ready to weighing
+STOP_SECONDS = 60.0
+_KIB = 1_024
+
+
+class ServerFailed(Exception):
+    """It ended, or was not ready in time. The reason in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A command line with `{port}` in it, the variables it needs, and the path that answers 200 once it can serve."""
+
+    name: str
+    command: str
+    variables: dict[str, str] = field(default_factory=dict)
+    ready_path: str = "/health"
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that is ready: where it is, how long it took from the start of its process, and what it holds idle."""
+
+    url: str
+    boot_seconds: float
+    idle_rss_bytes: int  # summed over the process tree; pages that processes share count for each
+    idle_pss_bytes: int  # the same with shared pages divided among their holders; 0 where the kernel does not tell
+
+
+@contextmanager
+def running(contestant: Contestant, time_limit: float) -> Iterator[Running]:
+    """Start it on a free port. Raises ServerFailed; whatever it started is gone at the end."""
+    port = _free_port()
+    command = shlex.split(contestant.command.replace("{port}", str(port)))
+    with tempfile.TemporaryFile() as log:
+        started = time.monotonic()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **contestant.variables},
+            start_new_session=True,
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            while not _answers(url + contestant.ready_path):
+                if process.poll() is not None:
+                    raise ServerFailed(f"it ended with code {process.returncode}: {_last_line(log)}")
+                if time.monotonic() - started > time_limit:
+                    raise ServerFailed(f"it was not ready after {time_limit:.0f} s: {_last_line(log)}")
+                time.sleep(POLL_SECONDS)
+            boot_seconds = time.monotonic() - started
+            time.sleep(SETTLE_SECONDS)
+            pids = tree(process.pid)
+            yield Running(url, boot_seconds, sum(map(_rss, pids)), sum(map(_pss, pids)))
+        finally:
+            _stop(process)
+
+
+def tree(root: int) -> list[int]:
+    """A process and all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, IndexError):
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    found = [root]
+    for pid in found:
+        found.extend(children.get(pid, ()))
+    return found
+
+
+def _rss(pid: int) -> int:
+    return _memory(Path(f"/proc/{pid}/status"), "VmRSS:")
+
+
+def _pss(pid: int) -> int:
+    return _memory(Path(f"/proc/{pid}/smaps_rollup"), "Pss:")
+
+
+def _memory(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * _KIB for line in lines if line.startswith(name))
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM and patience, then SIGKILL for the session's whole group and whatever left it."""
+    pids = tree(process.pid)
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + STOP_SECONDS
+    for pid in pids[1:]:
+        while _kill(pid) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+
+def _kill(pid: int) -> bool:
+    """Whether there was still something to kill."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return _memory(Path(f"/proc/{pid}/status"), "VmSize:") > 0  # a zombie has none
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _last_line(log: object) -> str:
+    log.seek(0)  # type: ignore[attr-defined]
+    lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]  # type: ignore[attr-defined]
+    return lines[-1].strip()[:300] if lines else "it said nothing"
