@@ -138,7 +138,11 @@ def _kill(pid: int) -> bool:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         return False
-    return _memory(Path(f"/proc/{pid}/status"), "VmSize:") > 0  # a zombie has none
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"  # a zombie has given everything back but its number
 
 
 def _free_port() -> int:

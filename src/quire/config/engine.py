@@ -63,6 +63,7 @@ class DeviceConfig:
     kv_dtype: Dtype
     threads: int | None = None  # CPU threads; None: all
     attention_backend: str = "auto"
+    enforce_eager: bool = False  # never capture a step as a graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,10 @@ PROCESS_BYTES = {"cpu": 320 * MIB, "cuda": 768 * MIB}  # interpreter, torch and 
 SAMPLING_BYTES_PER_LOGIT = 64  # the logits, a float32 copy, weights, their sort and its running sum in float64
 GATHERED_BYTES = {"cpu": 2 * MIB, "cuda": 256 * MIB}  # keys that attention gathers at once; one sequence always fits
 NATIVE_BYTES = 16 * MIB  # partial results of the compiled attention
+SPLIT_BYTES = 64 * MIB  # work list and partial results of attention and products by Triton
+GRAPH_BYTES = 16 * MIB  # a captured graph, its launches and the kernels they need
+NUM_GRAPHS = 24  # of different numbers of rows, some with and without top_k or top_p
+GRAPH_ROWS = 1024  # of the largest
 PROMPT_POSITIONS = 128  # prompt logprobs are made for that many positions at a time ...
 PROMPT_BYTES_PER_LOGIT = 24  # ... from their logits, in float32, normalised and compared
 
@@ -29,6 +33,7 @@ class MemoryPlan:
     activations: int
     sampling: int  # logits and the sampler's buffers
     rows: int  # persistent per-sequence state
+    graphs: int  # captured decode steps
     block_bytes: int
     num_blocks: int
     block_size: int
@@ -45,7 +50,7 @@ class MemoryPlan:
     @property
     def fixed(self) -> int:
         """All but the KV cache."""
-        return self.process + self.weights + self.activations + self.sampling + self.rows
+        return self.process + self.weights + self.activations + self.sampling + self.rows + self.graphs
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -81,7 +86,7 @@ class MemoryPlan:
         if room >= self.block_bytes:
             tokens = room // self.block_bytes * self.block_size
             return "max_model_len", short, f"lower it to {tokens} or less; the KV cache then shrinks with it"
-        if self.activations + self.sampling + self.rows > self.weights:
+        if self.activations + self.sampling + self.rows + self.graphs > self.weights:
             return "max_num_batched_tokens", short, "lower it, and max_num_seqs, or use a device with more memory"
         return "model", f"{short} ({format_size(self.weights)} of them weights)", "choose a smaller model or dtype"
 
@@ -91,6 +96,7 @@ class MemoryPlan:
             ("activations", format_size(self.activations), "upper bound of one step"),
             ("logits, sampling", format_size(self.sampling), ""),
             ("rows", format_size(self.rows), ""),
+            *([("graphs", format_size(self.graphs), "captured decode steps")] if self.graphs else []),
             ("KV cache", format_size(self.kv_cache), f"{self.num_blocks:,} blocks of {self.block_size} tokens"),
             ("process", format_size(self.process), "Python, torch, libraries"),
             ("total", format_size(self.total), f"of {format_size(self.capacity)} on {self.device}"),
@@ -117,10 +123,11 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         capacity=capacity,
         process=PROCESS_BYTES[kind],
         weights=_weights(model, config, facts, weight_bytes),
-        activations=_activations(model, config, weight_bytes, native=_attends_natively(config, facts)),
+        activations=_activations(model, config, facts),
         sampling=model.vocab_size
         * max(scheduler.num_rows * SAMPLING_BYTES_PER_LOGIT, PROMPT_POSITIONS * PROMPT_BYTES_PER_LOGIT),
         rows=_rows(scheduler, config.cache.block_size),
+        graphs=_graphs(model, config, facts),
         block_bytes=kv_block_bytes(model, config.device.kv_dtype, config.cache.block_size),
         num_blocks=config.cache.num_blocks,
         block_size=config.cache.block_size,
@@ -142,27 +149,46 @@ def _weights(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, wei
     return (model.num_parameters + head) * weight_bytes
 
 
-def _attends_natively(config: EngineConfig, facts: HardwareFacts) -> bool:
-    """Whether attention will read the cache in place, by the compiled CPU kernels."""
+def _attention(config: EngineConfig, facts: HardwareFacts) -> str:
+    """The backend that will most likely run: "native" and "triton" read the cache in place, the others gather."""
     device = config.device
-    chosen = device.attention_backend in ("auto", "native")
-    return chosen and device.device == "cpu" and device.dtype != "float16" and facts.native_refusal is None
+    if device.attention_backend != "auto":
+        return device.attention_backend
+    if device.device != "cpu":
+        return "triton" if facts.triton else "gather"
+    return "native" if device.dtype != "float16" and facts.native_refusal is None else "gather"
 
 
-def _activations(model: ModelConfig, config: EngineConfig, value_bytes: int, *, native: bool) -> int:
+def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:
     """A layer's widest moment (residual and normed input beside attention's or the MLP's tensors), and attention's
     own memory: gathered keys and values, rounded up to a power of two, and the masks of chunks that see a past."""
     heads, scheduler, kv_bytes = model.heads, config.scheduler, DTYPE_BYTES[config.device.kv_dtype]
-    attention = 2 * (heads.query_size + 2 * heads.kv_size) + 2 * heads.query_size
-    per_token = 4 * model.hidden_size + max(attention, 3 * model.intermediate_size)
-    widest = scheduler.max_num_batched_tokens * per_token * max(value_bytes, DTYPE_BYTES["float32"])
-    if native:
-        return widest + NATIVE_BYTES
+    value_bytes = facts.weight_bytes(config.device.dtype, config.device.device)
+    widest = scheduler.max_num_batched_tokens * _widest(model) * max(value_bytes, DTYPE_BYTES["float32"])
+    attention = _attention(config, facts)
+    if attention in ("native", "triton"):
+        return widest + (NATIVE_BYTES if attention == "native" else SPLIT_BYTES)
     longest = scheduler.max_model_len * heads.kv_size * kv_bytes
     gathered = 2 * max(GATHERED_BYTES[config.device.device.partition(":")[0]], longest)
     converted = 0 if value_bytes == kv_bytes else gathered * value_bytes // kv_bytes
     masks = scheduler.max_num_batched_tokens * scheduler.max_model_len * (value_bytes + 1)
     return widest + 2 * gathered + converted + masks
+
+
+def _widest(model: ModelConfig) -> int:
+    """Numbers a token has at a layer's widest moment."""
+    heads = model.heads
+    attention = 2 * (heads.query_size + 2 * heads.kv_size) + 2 * heads.query_size
+    return 4 * model.hidden_size + max(attention, 3 * model.intermediate_size)
+
+
+def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:
+    """Captured steps share one pool, as large as the largest needs, twice over for what order of capture wastes."""
+    captured = config.device.device != "cpu" and not config.device.enforce_eager
+    if not captured or _attention(config, facts) != "triton":
+        return 0
+    rows, value_bytes = min(config.scheduler.num_rows, GRAPH_ROWS), DTYPE_BYTES[config.device.dtype]
+    return NUM_GRAPHS * GRAPH_BYTES + 2 * rows * (_widest(model) + model.vocab_size) * value_bytes
 
 
 def _rows(scheduler: SchedulerConfig, block_size: int) -> int:

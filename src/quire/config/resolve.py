@@ -46,6 +46,7 @@ class EngineArguments:
     seed: int = 0
     threads: int | None = None
     attention_backend: str = "auto"
+    enforce_eager: bool = False
 
 
 class EngineSettings(TypedDict, total=False):
@@ -64,6 +65,7 @@ class EngineSettings(TypedDict, total=False):
     seed: int
     threads: int | None
     attention_backend: str
+    enforce_eager: bool
 
 
 def resolve_engine_config(
@@ -120,6 +122,8 @@ def _check_types(args: EngineArguments) -> None:
     share: object = args.gpu_memory_utilization
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
         raise ConfigError("gpu_memory_utilization", f"must be a number, got {share!r}")
+    if not isinstance(args.enforce_eager, bool):
+        raise ConfigError("enforce_eager", f"must be true or false, got {args.enforce_eager!r}")
     if args.num_kv_blocks is not None and args.kv_cache_memory is not None:
         raise ConfigError("num_kv_blocks", "cannot be given together with kv_cache_memory", "choose one of them")
 
@@ -145,7 +149,7 @@ def _resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelCon
     dtype = _auto_dtype(facts, device, model) if args.dtype == "auto" else _DTYPES[args.dtype]
     if kind == "cuda" and not facts.computes(dtype, device):
         raise ConfigError("dtype", f"{dtype} needs compute capability 8.0 or newer", "use float16")
-    return DeviceConfig(device, dtype, dtype, args.threads, args.attention_backend)
+    return DeviceConfig(device, dtype, dtype, args.threads, args.attention_backend, args.enforce_eager)
 
 
 def _auto_dtype(facts: HardwareFacts, device: str, model: ModelConfig) -> Dtype:

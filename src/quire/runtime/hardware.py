@@ -6,6 +6,7 @@ import os
 import platform
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ def _machine() -> HardwareFacts:
         available_memory=0,
         torch_version=str(torch.__version__),
         native_refusal=why_not_native(torch.float32, torch.device("cpu")),
+        triton=find_spec("triton") is not None,
         tile_units=_has_tile_units(),
     )
 

@@ -109,3 +109,22 @@ def test_levels_are_counted_as_they_are_kept() -> None:
     head = SMALL.vocab_size * SMALL.hidden_size
     on_tiles = weights("bfloat16", replace(SERVER, native_refusal=None, tile_units=True))
     assert on_tiles == 2 * (SMALL.num_parameters - 1_000) + 600 + head
+
+
+def test_graphs_are_counted_where_steps_are_captured_and_nothing_is_gathered_there() -> None:
+    """Without Triton, attention gathers keys and values instead, and nothing can be captured."""
+    scheduler = SchedulerConfig(max_num_seqs=256)
+
+    def plan(**device: object) -> MemoryPlan:
+        with_triton = replace(SERVER, triton=bool(device.pop("triton", True)))
+        on_gpu = replace(DeviceConfig("cuda", "bfloat16", "bfloat16"), **device)
+        return plan_memory(LARGE, EngineConfig(CacheConfig(16, 10), scheduler, on_gpu), with_triton, 80 * GIB)
+
+    captured = plan()
+    assert captured.graphs >= 2 * 256 * LARGE.vocab_size * 2  # logits in bfloat16, twice
+    assert "captured decode steps" in str(captured)
+    assert plan(enforce_eager=True).graphs == 0
+    for without in (plan(triton=False), plan(attention_backend="gather")):
+        assert without.graphs == 0
+        assert without.activations > captured.activations + GATHERED_BYTES["cuda"]
+    assert "graphs" not in str(plan(enforce_eager=True))

@@ -102,6 +102,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens"),
         ({"threads": 0}, "threads"),
+        ({"enforce_eager": 1}, "enforce_eager"),
         ({"seed": -1}, "seed"),
         ({"seed": None}, "seed"),
         ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization.*CPU"),

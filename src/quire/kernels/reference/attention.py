@@ -8,7 +8,8 @@ from torch import Tensor
 
 def read_cache(cache: Tensor, block_ids: Tensor, num_tokens: int) -> Tensor:
     """The first `num_tokens` keys (or values) of a sequence, in order."""
-    blocks = cache[block_ids.long()]  # [sequence blocks, kv heads, block, dim]
+    raw = cache.view(torch.uint8)[block_ids.long()]  # as bytes: float8 cannot be indexed on every device
+    blocks = raw.view(cache.dtype)  # [sequence blocks, kv heads, block, dim]
     return blocks.transpose(1, 2).flatten(0, 1)[:num_tokens]  # [tokens, kv heads, dim]
 
 
@@ -27,15 +28,33 @@ def paged_attention(
     block_ids: Tensor,  # [sequence blocks]
     start: int,
     scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [query heads]
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
-    """Causal attention of one sequence's newest tokens over all its cached ones; returns the shape of `query`."""
+    """Causal attention of one sequence's newest tokens over all its cached ones; returns the shape of `query`.
+
+    Position p sees the keys in (p - window, p]. A sink is a score with no value. The scales belong to a float8 cache.
+    """
     num_tokens, num_heads, _ = query.shape
     group = num_heads // key_cache.shape[1]
     total = start + num_tokens
     keys = read_cache(key_cache, block_ids, total).float().repeat_interleave(group, dim=1)  # [total, heads, dim]
     values = read_cache(value_cache, block_ids, total).float().repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale  # [heads, tokens, total]
+    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * (scale * key_scale)  # [heads, tokens, total]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     positions = torch.arange(total, device=query.device)
     visible = positions[None, :] <= positions[start:, None]  # [tokens, total]
+    if window is not None:
+        visible &= positions[None, :] > positions[start:, None] - window
     scores = scores.masked_fill(~visible, float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values).to(query.dtype)
+    if sinks is not None:
+        sink = sinks.float()[:, None, None].expand(-1, num_tokens, 1)
+        weights = torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    return (torch.einsum("hqk,khd->qhd", weights, values) * value_scale).to(query.dtype)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 Counts = npt.NDArray[np.int64]
+Kernels = Literal["torch", "native", "triton"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +57,22 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """Computes attention over the paged cache. `prepare` runs once a step, `attend` once a layer.
+    """Computes attention over the paged cache, once a layer, by a plan that was made once for the step.
 
     The keys and values of the step's own tokens are in the cache already when `attend` is called; `key` and
-    `value` hold them too, contiguous in batch order. Every slot of a held block that is not yet written reads as zero.
+    `value` hold them too, contiguous in batch order.
     """
 
-    def prepare(self, batch: AttentionBatch) -> Any:
-        """Step metadata, handed back to every `attend` of the step."""
+    @property
+    def kernels(self) -> Kernels:
+        """Whose kernels it runs, which decides how the worker keeps its state."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: Any) -> Tensor:
         """query [tokens, query heads, dim], key and value [tokens, kv heads, dim] -> [tokens, query heads * dim]."""
+
+
+class BatchBackend(AttentionBackend, Protocol):
+    """A backend whose plan is made from a batch. Every slot of a held block that is not yet written reads as zero."""
+
+    def prepare(self, batch: AttentionBatch) -> Any:
+        """Step metadata, handed back to every `attend` of the step."""

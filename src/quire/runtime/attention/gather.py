@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.config.model import Heads
-from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, Counts, LayerCache
+from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, Counts, Kernels, LayerCache
 from quire.runtime.attention.scratch import Gather, Scratch
 from quire.runtime.transfer import to_device
 
@@ -52,6 +52,8 @@ class GatherPlan:
 
 class GatherAttention:
     """Any torch device. On CPUs without half-precision products, `compute` float32 keeps attention fast."""
+
+    kernels: Kernels = "torch"
 
     def __init__(self, heads: Heads, scale: float, compute: torch.dtype) -> None:
         self._heads, self._scale, self._compute = heads, scale, compute

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native import ops
-from quire.runtime.attention.backend import AttentionBatch, LayerCache
+from quire.runtime.attention.backend import AttentionBatch, Kernels, LayerCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,8 @@ class NativePlan:
 
 class NativeAttention:
     """CPU only, float32 or bfloat16. A token's result depends on nothing but its own sequence, however it is cut."""
+
+    kernels: Kernels = "native"
 
     def __init__(self, scale: float) -> None:
         self._scale = scale

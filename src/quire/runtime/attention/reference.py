@@ -7,11 +7,13 @@ from torch import Tensor
 
 from quire.config.model import Heads
 from quire.kernels.reference.attention import paged_attention
-from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, LayerCache
+from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, Kernels, LayerCache
 
 
 class ReferenceAttention:
     """Truth for the other backends; works on any device and dtype."""
+
+    kernels: Kernels = "torch"
 
     def __init__(self, heads: Heads, scale: float) -> None:
         self._heads, self._scale = heads, scale

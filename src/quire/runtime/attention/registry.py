@@ -6,30 +6,52 @@ import torch
 
 from quire.config.model import Heads
 from quire.kernels.native.loader import why_not_native
+from quire.runtime.accelerator import launches_dependently, why_not_triton
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.gather import GatherAttention
 from quire.runtime.attention.reference import ReferenceAttention
 from quire.runtime.layers.weights import Placement
 from quire.types.errors import ConfigError
 
-NAMES = ("auto", "native", "gather", "reference")
+NAMES = ("auto", "triton", "native", "gather", "reference")
+USUAL_BLOCK_SIZE = 16
 
 
-def make_backend(name: str, heads: Heads, compute: torch.dtype, placement: Placement) -> AttentionBackend:
-    """Build the backend called `name`; `compute` is the precision in which it may multiply.
+def resolve_backend(name: str, heads: Heads, placement: Placement, block_size: int = USUAL_BLOCK_SIZE) -> str:
+    """The name itself if that backend can run here, else ConfigError; for "auto" the fastest that can.
 
-    "auto" takes the compiled CPU kernels where they can run, and torch everywhere else.
+    "auto" takes Triton on a GPU, the compiled kernels on a CPU, and torch where those cannot run.
     """
-    scale = heads.dim**-0.5
-    if name == "reference":
-        return ReferenceAttention(heads, scale)
     if name not in NAMES:
         raise ConfigError("attention_backend", f"{name!r} is unknown", f"choose one of {', '.join(NAMES)}")
-    reason = why_not_native(placement.dtype, placement.device)
-    if name == "native" and reason is not None:
-        raise ConfigError("attention_backend", f"'native' cannot run here: {reason}", 'use "auto"')
-    if name == "gather" or reason is not None:
-        return GatherAttention(heads, scale, compute)
-    from quire.runtime.attention.native import NativeAttention
+    if name == "auto":
+        if placement.device.type != "cpu" and why_not_triton(placement.device, heads, block_size) is None:
+            return "triton"
+        return "native" if why_not_native(placement.dtype, placement.device) is None else "gather"
+    reason = None
+    if name == "native":
+        reason = why_not_native(placement.dtype, placement.device)
+    elif name == "triton":
+        reason = why_not_triton(placement.device, heads, block_size)
+    if reason is not None:
+        raise ConfigError("attention_backend", f"{name!r} cannot run here: {reason}", 'use "auto"')
+    return name
 
-    return NativeAttention(scale)
+
+def make_backend(
+    name: str, heads: Heads, compute: torch.dtype, placement: Placement, block_size: int = USUAL_BLOCK_SIZE
+) -> AttentionBackend:
+    """Build the backend called `name`; `compute` is the precision in which it may multiply."""
+    scale = heads.dim**-0.5
+    chosen = resolve_backend(name, heads, placement, block_size)
+    if chosen == "reference":
+        return ReferenceAttention(heads, scale)
+    if chosen == "gather":
+        return GatherAttention(heads, scale, compute)
+    if chosen == "native":
+        from quire.runtime.attention.native import NativeAttention
+
+        return NativeAttention(scale)
+    from quire.runtime.attention.triton import TritonAttention
+
+    return TritonAttention(heads, scale, dependent=launches_dependently(placement.device))

@@ -8,38 +8,33 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from quire.config.engine import EngineConfig
 from quire.config.facts import cuda_index
 from quire.config.model import ModelConfig
+from quire.runtime.executor.token_ring import Landing, TokenRing
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.resolve import ModelFiles
 from quire.runtime.loading.weights import load_weights, randomize_weights
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.registry import build_model
-from quire.runtime.sampling.sampler import Sampler
+from quire.runtime.sampling.make import make_sampler
 from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.worker import Worker
 from quire.types.errors import EngineDead
 from quire.types.step import StepPlan, StepResult
 
 Progress = Callable[[str, int, int], None]
+DEPTHS = {"cpu": 1, "cuda": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step whose tokens are on the way to the host: `token_ids` is readable once `arrived` has happened."""
+    """A step whose tokens are on the way to the host."""
 
     output: StepOutput
-    token_ids: Tensor
-    arrived: torch.cuda.Event | None
-
-    def result(self) -> StepResult:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.output.result(self.token_ids)
+    landing: Landing
 
 
 class SingleExecutor:
@@ -53,6 +48,7 @@ class SingleExecutor:
         *,
         load_format: Literal["auto", "dummy"] = "auto",
         progress: Progress | None = None,
+        depth: int | None = None,  # steps to keep in flight; None: what suits the device
     ) -> None:
         if config.device.threads is not None:
             torch.set_num_threads(config.device.threads)
@@ -60,27 +56,40 @@ class SingleExecutor:
         if self._device.type == "cuda":
             torch.cuda.set_device(cuda_index(config.device.device))
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each
-        builder = LayerBuilder(config.device, model_config.heads)
+        self._depth = depth or DEPTHS[self._device.type]
+        builder = LayerBuilder(config.device, model_config.heads, config.cache.block_size)
         if load_format == "dummy":
             model = _noise(model_config, builder, config.scheduler.seed)
         else:
             model = _load(files, model_config, builder, progress)
         model.fuse()
-        sampler = Sampler(config.scheduler.num_rows, model_config.vocab_size, self._device)
+        sampler = make_sampler(
+            config.scheduler.num_rows, model_config.vocab_size, self._device, builder.backend.kernels
+        )
         self._worker: Worker | None = Worker(model, builder.backend, sampler, model_config, config)
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[StepResult | _Launched] = deque()
+        self._ring = TokenRing(config.scheduler.num_rows)
 
     @property
     def depth(self) -> int:
-        return 1 if self._device.type == "cpu" else 2
+        return self._depth
 
     def launch(self, plan: StepPlan) -> None:
         if self._worker is None:
             raise EngineDead("the executor was closed")
-        self._launched.append(self._send_home(self._worker.execute(plan)))
+        output = self._worker.execute(plan)
+        if self._device.type == "cpu":
+            self._launched.append(output.result(output.token_ids))
+        else:
+            self._launched.append(_Launched(output, self._ring.send(output.token_ids)))
 
     def collect(self) -> StepResult:
-        return self._launched.popleft().result()
+        launched = self._launched.popleft()
+        if isinstance(launched, StepResult):
+            return launched
+        result = launched.output.result(launched.landing.read())
+        self._ring.give_back(launched.landing)
+        return result
 
     def check(self) -> None:
         """Every owner's own check; waits for the device."""
@@ -90,15 +99,6 @@ class SingleExecutor:
     def close(self) -> None:
         self._worker = None
         self._launched.clear()
-
-    def _send_home(self, output: StepOutput) -> _Launched:
-        if self._device.type == "cpu":
-            return _Launched(output, output.token_ids, None)
-        pinned = torch.empty(output.token_ids.shape, dtype=torch.int64, pin_memory=True)
-        pinned.copy_(output.token_ids, non_blocking=True)
-        arrived: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(torch.cuda.current_stream(self._device))
-        return _Launched(output, pinned, arrived)
 
 
 def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progress: Progress | None) -> Decoder:

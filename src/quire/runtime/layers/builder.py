@@ -8,7 +8,7 @@ from torch import nn
 from quire.config.engine import DeviceConfig
 from quire.config.model import Heads, Rope
 from quire.runtime.attention.backend import AttentionBackend
-from quire.runtime.attention.registry import make_backend
+from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.choice import choose_product
 from quire.runtime.layers.embedding import Embedding, TiedHead
@@ -26,13 +26,17 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 class LayerBuilder:
     """One per model. Names given to layers are their checkpoint names, relative to the module that holds them."""
 
-    def __init__(self, config: DeviceConfig, heads: Heads) -> None:
+    def __init__(self, config: DeviceConfig, heads: Heads, block_size: int = USUAL_BLOCK_SIZE) -> None:
         self._placement = Placement(TORCH_DTYPES[config.dtype], torch.device(config.device))
         dtype, device = self._placement.dtype, self._placement.device
-        self._product = choose_product(dtype, device)
         compute = dtype if multiplies_natively(dtype, device) else torch.float32
-        self._ops = choose_ops(dtype, device)
-        self.backend: AttentionBackend = make_backend(config.attention_backend, heads, compute, self._placement)
+        self.backend: AttentionBackend = make_backend(
+            config.attention_backend, heads, compute, self._placement, block_size
+        )
+        triton = self.backend.kernels == "triton"
+        self._product = choose_product(dtype, device, triton=triton)
+        self._head_product = self._product if triton else choose_product(dtype, device, keeps_weight=True)
+        self._ops = choose_ops(dtype, device, triton=triton)
 
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
         return Linear(inputs, {name: outputs}, bias, self._product, self._placement)
@@ -63,4 +67,4 @@ class LayerBuilder:
     def lm_head(self, name: str, embedding: Embedding, vocab_size: int, size: int, *, tied: bool) -> nn.Module:
         if not tied:
             return self.linear(name, size, vocab_size, bias=False)
-        return TiedHead(embedding, choose_product(self._placement.dtype, self._placement.device, keeps_weight=True))
+        return TiedHead(embedding, self._head_product)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.native.loader import why_not_native
+from quire.runtime.accelerator import launches_dependently
 from quire.runtime.layers.product import (
     DenseProduct,
     PackedProduct,
@@ -15,8 +16,17 @@ from quire.runtime.layers.product import (
 )
 
 
-def choose_product(dtype: torch.dtype, device: torch.device, *, keeps_weight: bool = False) -> Product:
-    """`keeps_weight`: the weight serves elsewhere too, so a copy in another order would be memory on top."""
+def choose_product(
+    dtype: torch.dtype, device: torch.device, *, keeps_weight: bool = False, triton: bool = False
+) -> Product:
+    """`keeps_weight`: the weight serves elsewhere too, so a copy in another order would be memory on top.
+
+    `triton`: the Triton kernels run this model.
+    """
+    if triton:
+        from quire.runtime.layers.skinny import TritonProduct
+
+        return TritonProduct(dtype, device, dependent=launches_dependently(device))
     if not multiplies_natively(dtype, device):
         return UpcastProduct(dtype, choose_product(torch.float32, device, keeps_weight=keeps_weight))
     if device.type != "cpu":

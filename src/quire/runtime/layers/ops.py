@@ -1,4 +1,4 @@
-"""The small operations between the products, by torch on any device or by the compiled kernels on a CPU."""
+"""The small operations between the products: by torch on any device, compiled on a CPU, by Triton on a GPU."""
 
 from __future__ import annotations
 
@@ -74,7 +74,25 @@ class NativeOps(TorchOps):
             super().write(key, value, cache, slots)
 
 
-def choose_ops(dtype: torch.dtype, device: torch.device) -> LayerOps:
+class TritonOps(TorchOps):
+    """One launch each for the norm and the gate; what is joined with its neighbours is in models.triton_stack."""
+
+    def __init__(self) -> None:
+        from quire.kernels.triton import activation, norm
+
+        self._norm, self._activation = norm, activation
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm.rms_norm(x, weight, eps)
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        return self._activation.gate(gate_up, activation)
+
+
+def choose_ops(dtype: torch.dtype, device: torch.device, *, triton: bool = False) -> LayerOps:
+    """`triton`: the Triton kernels run this model."""
+    if triton:
+        return TritonOps()
     return NativeOps() if why_not_native(dtype, device) is None else TorchOps()
 
 

@@ -40,6 +40,13 @@ class Rotary(nn.Module):
         cos, sin = torch.split(both.unsqueeze(1), self._dim, dim=-1)
         return Rotation(cos, sin)
 
+    def angles(self, length: int) -> Tensor:  # [length, dim]
+        """Cos of dim / 2 frequencies, then sin, for every position; not for dynamic scaling, which needs lengths."""
+        if length > len(self._table):
+            self._grow(length)
+        cos, _, _, sin = self._table[:length].chunk(4, dim=-1)
+        return torch.cat((cos, sin), dim=-1)
+
     def _grow(self, length: int) -> None:
         length = 1 << max(10, (length - 1).bit_length())
         positions = torch.arange(length, device=self._placement.device)

@@ -11,7 +11,7 @@ from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.rotary import Rotation
 from quire.runtime.layers.step import ForwardStep
-from quire.runtime.models.fused import FusedLayers, fuse
+from quire.runtime.models.fused import Fused, fuse
 
 
 class DecoderAttention(nn.Module):
@@ -48,13 +48,13 @@ class DecoderStack(nn.Module):
         self.rotary = build.rotary(config.rope, config.heads.dim)
         self.layers = nn.ModuleList(DecoderBlock(config, layer, build) for layer in range(config.num_layers))
         self.norm = build.rms_norm("norm", config.hidden_size, config.norm_eps)
-        self.fused: FusedLayers | None = None
+        self.fused: Fused | None = None
 
     def forward(self, step: ForwardStep) -> Tensor:
+        if self.fused is not None and self.fused.takes(step):
+            return self.fused(step)
         x = self.embed_tokens(step.token_ids)
         rotation = self.rotary(step)
-        if self.fused is not None and self.fused.takes(step):
-            return self.fused(x, rotation, step)
         for layer in self.layers:
             x = layer(x, rotation, step)
         return x  # type: ignore[no-any-return]
@@ -65,15 +65,19 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__()
-        self._config = config
+        self._config, self._backend = config, build.backend
         self.model = DecoderStack(config, build)
         self.lm_head = build.lm_head(
             "lm_head", self.model.embed_tokens, config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
         )
 
     def fuse(self) -> None:
-        """Run the layers in one compiled call from now on, where there is one for them. Call after loading."""
-        self.model.fused = fuse(self.model.layers, self._config)
+        """Run the layers joined from now on, where they have such a form. Call after loading."""
+        self.model.fused = fuse(self.model, self._config, self._backend)
+
+    @property
+    def fused(self) -> Fused | None:
+        return self.model.fused
 
     def forward(self, step: ForwardStep) -> Tensor:
         return self.model(step)  # type: ignore[no-any-return]

@@ -1,15 +1,18 @@
-"""The decoder's layers in one compiled call, when every one of them has a compiled form."""
+"""The decoder's layers joined: in one compiled call on a CPU, by fewer and larger kernels on a GPU.
+
+Either does what the plain blocks do, and only where every one of them has such a form.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from quire.config.model import ModelConfig
 from quire.kernels.native.decoder import DecoderShape, LayerWeights, NativeDecoder
 from quire.kernels.native.tiles import TiledWeight
-from quire.runtime.attention.backend import LayerCache
+from quire.runtime.attention.backend import AttentionBackend, LayerCache
 from quire.runtime.attention.native import NativePlan
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.rotary import Rotation
@@ -19,21 +22,32 @@ from quire.runtime.layers.tiled import FEW_ROWS, FewRowsMultiply, TiledMultiply
 Tiled = tuple[TiledWeight, Tensor | None]
 
 
-class FusedLayers:
-    """Does what the plain blocks do, bit for bit the same kernels, without an interpreter between them."""
+class Fused(Protocol):
+    """All layers of a decoder, from token ids to hidden states."""
 
-    def __init__(self, layers: list[LayerWeights], shape: DecoderShape, max_rows: int | None) -> None:
+    def takes(self, step: ForwardStep) -> bool:
+        """Whether the step is of the kind these kernels are made for."""
+
+    def __call__(self, step: ForwardStep) -> Tensor:
+        """Hidden states [tokens, hidden]; fills the step's slots of every layer's cache."""
+
+
+class CompiledLayers:
+    """Bit for bit the kernels of the plain blocks, without an interpreter between them."""
+
+    def __init__(self, stack: Any, layers: list[LayerWeights], shape: DecoderShape, max_rows: int | None) -> None:
+        self._embed, self._rotary = stack.embed_tokens, stack.rotary
         self._layers, self._shape, self._max_rows = layers, shape, max_rows
         self._caches: tuple[LayerCache, ...] | None = None
         self._decoder: NativeDecoder | None = None
 
     def takes(self, step: ForwardStep) -> bool:
-        """Whether the step is of the kind these kernels are made for."""
         few = self._max_rows is None or len(step.token_ids) <= self._max_rows
         return few and isinstance(step.attention, NativePlan)
 
-    def __call__(self, x: Tensor, rotation: Rotation, step: ForwardStep) -> Tensor:
-        """Overwrites x."""
+    def __call__(self, step: ForwardStep) -> Tensor:
+        x: Tensor = self._embed(step.token_ids)
+        rotation: Rotation = self._rotary(step)
         if self._decoder is None or self._caches is not step.caches:
             caches = [(cache.key, cache.value) for cache in step.caches]
             self._decoder, self._caches = NativeDecoder(self._shape, self._layers, caches, x.dtype), step.caches
@@ -41,8 +55,18 @@ class FusedLayers:
         return self._decoder.run(x, rotation.cos, rotation.sin, step.slots, plan.tables, plan.spans)
 
 
-def fuse(blocks: nn.ModuleList, config: ModelConfig) -> FusedLayers | None:
+def fuse(stack: Any, config: ModelConfig, backend: AttentionBackend) -> Fused | None:
+    """The loaded layers of `stack` joined for the kernels that `backend` runs; None where they have no such form."""
+    if backend.kernels == "triton":
+        from quire.runtime.models.triton_stack import join
+
+        return join(stack, config, backend)
+    return _compile(stack, config)
+
+
+def _compile(stack: Any, config: ModelConfig) -> CompiledLayers | None:
     """None where a weight is not held in tiles or the activation has no compiled form."""
+    blocks: nn.ModuleList = stack.layers
     if config.activation != "silu" or not len(blocks):
         return None
     tiled = [_tiled(block) for block in blocks]
@@ -53,7 +77,7 @@ def fuse(blocks: nn.ModuleList, config: ModelConfig) -> FusedLayers | None:
     shape = DecoderShape(
         config.hidden_size, heads.num_query, heads.num_kv, heads.dim, config.intermediate_size, config.norm_eps
     )
-    return FusedLayers(weights, shape, _max_rows(blocks[0]))
+    return CompiledLayers(stack, weights, shape, _max_rows(blocks[0]))
 
 
 def _linears(block: Any) -> tuple[Linear, ...]:

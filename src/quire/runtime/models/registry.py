@@ -10,6 +10,7 @@ from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.models.decoder import Decoder
+from quire.runtime.models.fused import Fused
 from quire.types.errors import ConfigError
 
 
@@ -21,6 +22,10 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab]."""
+
+    @property
+    def fused(self) -> Fused | None:
+        """The layers joined, where they are."""
 
 
 MODELS: dict[str, type[Decoder]] = {"llama": Decoder, "mistral": Decoder, "qwen2": Decoder, "qwen3": Decoder}

@@ -24,8 +24,7 @@ class Streams:
         self._starts = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
     def put(self, row: int, seed: int, sample_index: int) -> None:
-        start = mix(mix(seed + _GAMMA) ^ (sample_index * _GAMMA))
-        self._starts[row].fill_(_signed(start))
+        self._starts[row].fill_(stream_start(seed, sample_index))
 
     def uniform(self, rows: Tensor, history: TokenHistory) -> Tensor:  # [G] float64
         """A number in (0, 1) with 52 random bits for the next token of each of `rows`."""
@@ -34,6 +33,11 @@ class Streams:
         state = (state ^ _shift_right(state, 27)) * _signed(_MIX_2)
         state = state ^ _shift_right(state, 31)
         return (_shift_right(state, 12).double() + 0.5) * 2.0**-52
+
+
+def stream_start(seed: int, sample_index: int) -> int:
+    """Where a row's stream starts, as an int64: a hash of both numbers."""
+    return _signed(mix(mix(seed + _GAMMA) ^ (sample_index * _GAMMA)))
 
 
 def mix(value: int) -> int:

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.runtime.sampling.choosers.chooser import Chooser
-from quire.runtime.sampling.choosers.full import DrawFromAll
-from quire.runtime.sampling.choosers.top_k import DrawFromTopK
-from quire.runtime.sampling.choosers.top_p import DrawFromTopP
+from quire.runtime.sampling.choice import Choice, TorchChoice
 from quire.runtime.sampling.column import Column
-from quire.runtime.sampling.failures import mark_failures
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.logprobs import NamedTokens, token_logprobs
-from quire.runtime.sampling.members import Members, Part, make_part
-from quire.runtime.sampling.rng import Streams
-from quire.runtime.sampling.tiles import best_token, tile_max
+from quire.runtime.sampling.members import Members, Part
 from quire.runtime.sampling.transforms.allowed_ids import AllowedIds
 from quire.runtime.sampling.transforms.bad_words import BadWords
 from quire.runtime.sampling.transforms.logit_bias import LogitBias
-from quire.runtime.sampling.transforms.min_p import MinP
 from quire.runtime.sampling.transforms.min_tokens import MinTokens
 from quire.runtime.sampling.transforms.occurrence import OccurrencePenalty
 from quire.runtime.sampling.transforms.repetition import RepetitionPenalty
-from quire.runtime.sampling.transforms.temperature import Temperature
 from quire.runtime.sampling.transforms.transform import Step, Transform
 from quire.runtime.sampling.validation import check_ids
 from quire.types.step import Ints, NewRow, PromptLogprobs, RowLogprobs
-
-_LINES_AT_ONCE = 64  # rows drawn together; bounds the scratch memory to a few dozen bytes per token of their vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +39,7 @@ class _Batch:
 
     rows: Ints
     transforms: tuple[tuple[Transform, Part], ...]
-    choosers: tuple[tuple[Chooser, Part], ...]
-    greedy: Part | None
+    choice: Any  # what the choice prepared
     logprobs: Part | None
 
 
@@ -63,8 +52,9 @@ class Sampler:
     `sample` wait for the device.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, choice: Choice | None = None) -> None:
         self._vocab_size, self._device = vocab_size, device
+        self.choice = TorchChoice(num_rows, vocab_size, device) if choice is None else choice
         self._transforms: tuple[Transform, ...] = (
             AllowedIds(num_rows, vocab_size, device),
             BadWords(num_rows, device),
@@ -72,16 +62,7 @@ class Sampler:
             LogitBias(num_rows, device),
             RepetitionPenalty(num_rows, device),
             OccurrencePenalty(num_rows, device),
-            Temperature(num_rows, device),
-            MinP(num_rows, device),
         )
-        self._choosers: tuple[Chooser, ...] = (
-            DrawFromAll(num_rows, vocab_size),
-            DrawFromTopK(num_rows, vocab_size, device),
-            DrawFromTopP(num_rows, vocab_size, device),
-        )
-        self._features: tuple[Transform | Chooser, ...] = (*self._transforms, *self._choosers)
-        self._streams = Streams(num_rows, device)
         self._logprobs = Members(num_rows)
         self._num_logprobs: dict[int, int] = {}  # by row
         self._named = Column(torch.int64, device, pad=0)  # logprob_token_ids, by slot of `_logprobs`
@@ -94,9 +75,9 @@ class Sampler:
     def add(self, new: NewRow) -> None:
         """Take in a row's parameters. Raises InvalidRequest, having changed nothing, if they do not fit the model."""
         check_ids(new, self._vocab_size)
-        for feature in self._features:
-            feature.add(new)
-        self._streams.put(new.row, new.seed, new.sample_index)
+        for transform in self._transforms:
+            transform.add(new)
+        self.choice.add(new)
         if new.sampling.logprobs is not None:
             slot = self._logprobs.join(new.row)
             self._num_logprobs[new.row] = new.sampling.logprobs
@@ -111,8 +92,9 @@ class Sampler:
 
     def remove(self, row: int) -> None:
         """Forget a row. Idempotent."""
-        for feature in self._features:
-            feature.members.leave(row)
+        for transform in self._transforms:
+            transform.members.leave(row)
+        self.choice.remove(row)
         self._logprobs.leave(row)
         self._num_logprobs.pop(row, None)
         self._num_named.pop(row, None)
@@ -125,16 +107,22 @@ class Sampler:
         if not len(rows):
             return Sampled(torch.empty(0, dtype=torch.int64, device=self._device))
         batch = self._batch_of(rows)
-        logits = logits.float().contiguous()
+        if batch.transforms or not self.choice.takes_any_dtype:
+            logits = logits.float().contiguous()
         raw = None if batch.logprobs is None else logits.index_select(0, batch.logprobs.positions)
         step = Step(history, self._num_tokens, self._num_prompt)
         for transform, part in batch.transforms:
             transform.apply(logits, part, step)
-        token_ids = self._choose(logits, batch, history)
+        token_ids = self.choice.choose(logits, batch.choice, step)
         self._num_tokens[rows] += 1
         if raw is None or batch.logprobs is None:
             return Sampled(token_ids)
         return Sampled(token_ids, self._row_logprobs(raw, batch.logprobs, token_ids))
+
+    def only_chooses(self, rows: Ints) -> bool:
+        """Whether none of `rows` asks for more than a choice: no transform before it, no logprobs after it."""
+        special = (self._logprobs, *(transform.members for transform in self._transforms))
+        return not any(len(members) and members.among(rows).any() for members in special)
 
     def wants_prompt_logprobs(self, row: int) -> bool:
         return row in self._num_prompt_logprobs
@@ -149,8 +137,9 @@ class Sampler:
         return PromptLogprobs(row, start, tuple(token_logprobs(logits, next_ids.long(), counts)))
 
     def check(self) -> None:
-        for feature in self._features:
-            feature.members.check()
+        for transform in self._transforms:
+            transform.members.check()
+        self.choice.check()
         self._logprobs.check()
         assert len(self._logprobs) == len(self._num_logprobs) == len(self._num_named)
 
@@ -161,35 +150,12 @@ class Sampler:
 
     def _make_batch(self, rows: Ints) -> _Batch:
         transforms = [(transform, transform.members.part(rows, self._device)) for transform in self._transforms]
-        choosers = [(chooser, chooser.members.part(rows, self._device)) for chooser in self._choosers]
         return _Batch(
             rows,
             tuple((transform, part) for transform, part in transforms if part is not None),
-            tuple((chooser, part) for chooser, part in choosers if part is not None),
-            self._greedy_part(rows),
+            self.choice.prepare(rows),
             self._logprobs.part(rows, self._device),
         )
-
-    def _greedy_part(self, rows: Ints) -> Part | None:
-        no_slots: npt.NDArray[np.int64] = np.zeros(len(rows), dtype=np.int64)
-        drawn = np.logical_or.reduce([chooser.members.among(rows) for chooser in self._choosers])
-        return make_part(rows, ~drawn, no_slots, self._device)
-
-    def _choose(self, logits: Tensor, batch: _Batch, history: TokenHistory) -> Tensor:  # [S]
-        tops = tile_max(logits)  # [S, tiles]
-        chosen = [(part, self._draw(chooser, part, logits, tops, history)) for chooser, part in batch.choosers]
-        if batch.greedy is not None:
-            chosen.append((batch.greedy, best_token(batch.greedy.take(logits), batch.greedy.take(tops))))
-        return mark_failures(_joined(chosen), tops.amax(dim=-1))
-
-    def _draw(self, chooser: Chooser, part: Part, logits: Tensor, tops: Tensor, history: TokenHistory) -> Tensor:  # [G]
-        uniform = self._streams.uniform(part.rows, history)
-        logits, tops = part.take(logits), part.take(tops)
-        drawn = [
-            chooser.choose(logits[lines], tops[lines], part.slots[lines], uniform[lines])
-            for lines in (slice(start, start + _LINES_AT_ONCE) for start in range(0, len(logits), _LINES_AT_ONCE))
-        ]
-        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
     def _row_logprobs(self, raw: Tensor, part: Part, token_ids: Tensor) -> tuple[RowLogprobs, ...]:
         chosen = part.take(token_ids)
@@ -204,14 +170,3 @@ class Sampler:
         if not any(counts):
             return None
         return NamedTokens(self._named.take(part.slots)[:, : max(counts)], counts)
-
-
-def _joined(chosen: list[tuple[Part, Tensor]]) -> Tensor:
-    """The tokens of a batch's parts, in the batch's order."""
-    first_part, first_ids = chosen[0]
-    if first_part.whole:
-        return first_ids
-    token_ids = first_ids.new_empty(sum(len(ids) for _, ids in chosen))
-    for part, ids in chosen:
-        token_ids.index_copy_(0, part.positions, ids)
-    return token_ids

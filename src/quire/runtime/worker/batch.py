@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.runtime.attention.backend import AttentionBackend, AttentionBatch, ChunkSpan
+from quire.runtime.attention.backend import AttentionBatch, BatchBackend, ChunkSpan
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.rows import Rows
@@ -32,7 +32,7 @@ class Batch:
 class BatchBuilder:
     """Builds batches without reading the device: one upload of numbers, then gathers on the device."""
 
-    def __init__(self, rows: Rows, cache: KVCache, backend: AttentionBackend) -> None:
+    def __init__(self, rows: Rows, cache: KVCache, backend: BatchBackend) -> None:
         self._rows, self._cache, self._backend = rows, cache, backend
         kv_heads = cache.layers[0].key.shape[1]
         self._heads = torch.arange(kv_heads, device=rows.device)
@@ -42,9 +42,9 @@ class BatchBuilder:
         rows = self._rows
         order = np.argsort(-rows.lengths[plan.decode_rows], kind="stable")  # longest first
         decodes = plan.decode_rows[order].astype(np.int64)
-        token_rows, positions = self._tokens(plan, decodes)
+        token_rows, positions = find_tokens(plan, decodes, rows.lengths)
         lengths = rows.lengths[token_rows]
-        samples, wanted, spread = _samples(plan, order)
+        samples, wanted, spread = find_samples(plan, order)
         numbers = np.concatenate((
             token_rows * rows.capacity + positions,
             token_rows * rows.max_blocks + positions // rows.block_size,
@@ -63,24 +63,11 @@ class BatchBuilder:
             positions=position,
             lengths=length,
             max_length=int(lengths.max()),
-            slots=self._slots(rows.tables.view(-1).index_select(0, blocks), position),
+            slots=slots_of(rows.tables.view(-1).index_select(0, blocks), position, self._heads, rows.block_size),
             caches=self._cache.layers,
             attention=self._backend.prepare(self._attention(plan, decodes)),
         )
         return Batch(step, samples, sample, want, None if spread is None else rows.upload(spread))
-
-    def _tokens(self, plan: StepPlan, decodes: Longs) -> tuple[Longs, Longs]:
-        """The row and the position of every token of the batch."""
-        token_rows, positions = [decodes], [self._rows.lengths[decodes] - 1]
-        for chunk in plan.chunks:
-            token_rows.append(np.full(chunk.num_tokens, chunk.row, dtype=np.int64))
-            positions.append(np.arange(chunk.start, chunk.start + chunk.num_tokens, dtype=np.int64))
-        return np.concatenate(token_rows), np.concatenate(positions)
-
-    def _slots(self, block_ids: Tensor, positions: Tensor) -> Tensor:  # both [tokens] -> [tokens * kv heads]
-        size = self._rows.block_size
-        first = block_ids.long()[:, None] * len(self._heads) + self._heads
-        return (first * size + (positions % size)[:, None]).reshape(-1)
 
     def _attention(self, plan: StepPlan, decodes: Longs) -> AttentionBatch:
         rows, size = self._rows, self._rows.block_size
@@ -117,7 +104,22 @@ class BatchBuilder:
             self._cache.clear(rows.tables.view(-1).index_select(0, index).long())
 
 
-def _samples(plan: StepPlan, order: Longs) -> tuple[Longs, Longs, Longs | None]:
+def find_tokens(plan: StepPlan, decodes: Longs, lengths: Longs) -> tuple[Longs, Longs]:
+    """The row and the position of every token of the batch, given how long each row is."""
+    token_rows, positions = [decodes], [lengths[decodes] - 1]
+    for chunk in plan.chunks:
+        token_rows.append(np.full(chunk.num_tokens, chunk.row, dtype=np.int64))
+        positions.append(np.arange(chunk.start, chunk.start + chunk.num_tokens, dtype=np.int64))
+    return np.concatenate(token_rows), np.concatenate(positions)
+
+
+def slots_of(block_ids: Tensor, positions: Tensor, kv_heads: Tensor, size: int) -> Tensor:  # [tokens * kv heads]
+    """The cache slots of tokens at `positions` [tokens], held by `block_ids` [tokens] of that size."""
+    first = block_ids.long()[:, None] * len(kv_heads) + kv_heads
+    return (first * size + (positions % size)[:, None]).reshape(-1)
+
+
+def find_samples(plan: StepPlan, order: Longs) -> tuple[Longs, Longs, Longs | None]:
     """Rows that sample in plan order, the batch tokens they need, and how tokens spread over rows after a fork."""
     wanted = np.empty(len(order), dtype=np.int64)
     wanted[order] = np.arange(len(order))

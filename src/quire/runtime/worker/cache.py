@@ -31,7 +31,7 @@ class KVCache:
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Carry copies out as if one after the other."""
-        for batch in _independent(copies):
+        for batch in independent(copies):
             pairs = torch.tensor([(c.source, c.target) for c in batch], device=self._blocks.device).T.contiguous()
             for some in torch.split(pairs, _BLOCKS_AT_ONCE, dim=1):
                 self._blocks.index_copy_(1, some[1], self._blocks.index_select(1, some[0]))
@@ -57,7 +57,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(raw[skip : skip + num_bytes]).view(dtype).view(shape)
 
 
-def _independent(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:
+def independent(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:
     """Cut the list wherever a copy reads or overwrites what an earlier one of its batch wrote."""
     batches: list[list[BlockCopy]] = []
     written: set[int] = set()

@@ -5,6 +5,8 @@ The host never reads the device to plan a batch: it knows every length, because 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -32,8 +34,12 @@ class Rows:
         self.num_prompt: npt.NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
         self.live: npt.NDArray[np.bool_] = np.zeros(num_rows, dtype=np.bool_)
 
-    def add(self, new: NewRow) -> None:
-        """Place a sequence."""
+    def place(self, news: Sequence[NewRow]) -> None:
+        """Place sequences."""
+        for new in news:
+            self._place(new)
+
+    def _place(self, new: NewRow) -> None:
         row, length = new.row, len(new.token_ids)
         assert 0 < length <= self.capacity, f"row {row}: {length} tokens, capacity {self.capacity}"
         self.lengths[row], self.num_prompt[row], self.live[row] = length, new.num_prompt_tokens, True

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.runtime.models.registry import Model
 from quire.runtime.sampling.failures import row_failures
 from quire.runtime.sampling.history import TokenHistory
-from quire.runtime.worker.batch import Batch, BatchBuilder
+from quire.runtime.worker.batch import Batch
 from quire.runtime.worker.rows import Rows
 from quire.types.step import Chunk, Ints, NewRow, PromptLogprobs, RowFailure, RowLogprobs, StepPlan, StepResult
 
@@ -41,6 +41,11 @@ class RowSampler(Protocol):
     def prompt_logprobs(self, row: int, start: int, logits: Tensor, next_ids: Tensor) -> PromptLogprobs: ...
 
 
+class Batches(Protocol):
+    def build(self, plan: StepPlan) -> Batch:
+        """The tensors of the plan's forward pass."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """A step's result while its tokens are still on the device."""
@@ -62,7 +67,7 @@ class StepOutput:
 class Runner:
     """Forward, logits of the positions needed, sample, row update."""
 
-    def __init__(self, model: Model, rows: Rows, batches: BatchBuilder, sampler: RowSampler) -> None:
+    def __init__(self, model: Model, rows: Rows, batches: Batches, sampler: RowSampler) -> None:
         self._model, self._rows, self._batches, self._sampler = model, rows, batches, sampler
 
     def run(self, plan: StepPlan, failed: frozenset[int]) -> StepOutput:

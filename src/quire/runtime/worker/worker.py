@@ -10,11 +10,8 @@ import torch
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.runtime.attention.backend import AttentionBackend
-from quire.runtime.layers.builder import TORCH_DTYPES
 from quire.runtime.models.registry import Model
-from quire.runtime.worker.batch import BatchBuilder
-from quire.runtime.worker.cache import KVCache
-from quire.runtime.worker.rows import Rows
+from quire.runtime.worker.parts import make_parts
 from quire.runtime.worker.runner import RowSampler, Runner, StepOutput
 from quire.types.errors import InvalidRequest
 from quire.types.step import Ints, NewRow, RowFailure, StepPlan
@@ -31,27 +28,27 @@ class Worker:
         model_config: ModelConfig,
         config: EngineConfig,
     ) -> None:
-        device = torch.device(config.device.device)
-        capacity = config.scheduler.max_model_len + 1  # the token that ends a full sequence is kept too
-        self.rows = Rows(config.scheduler.num_rows, capacity, config.cache.block_size, device)
-        kv_dtype = TORCH_DTYPES[config.device.kv_dtype]
-        self.cache = KVCache(config.cache, model_config.heads, model_config.num_layers, kv_dtype, device)
+        parts = make_parts(model, backend, sampler, model_config, config)
+        self.rows, self.cache, self._graphs = parts.rows, parts.cache, parts.graphs
         self._sampler, self._vocab_size = sampler, model_config.vocab_size
-        self._runner = Runner(model, self.rows, BatchBuilder(self.rows, self.cache, backend), sampler)
+        self._runner = Runner(model, self.rows, parts.batches, sampler)
         self._failed: set[int] = set()  # live rows whose own code raised when they were added
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
         """Carry a plan out in its fixed order. On a GPU it may still be running when this returns."""
         self._release(plan.released)
-        failures = tuple(failure for new in plan.new_rows if (failure := self._add(new)) is not None)
+        failures = self._add(plan.new_rows) if plan.new_rows else ()
         self.rows.grant(plan.grant_rows, plan.grant_slots, plan.grant_blocks)
         self.cache.copy(plan.copies)
         if plan.num_tokens == 0:
             empty = torch.empty(0, dtype=torch.int64, device=self.rows.device)
             return StepOutput(plan.step, plan.sample_rows, empty, (), (), failures)
-        output = self._runner.run(plan, frozenset(self._failed))
-        return replace(output, failures=failures + output.failures)
+        if not self._failed and self._graphs.takes(plan):
+            output = self._graphs.run(plan)
+        else:
+            output = self._runner.run(plan, frozenset(self._failed))
+        return replace(output, failures=failures + output.failures) if failures else output
 
     def check(self) -> None:
         """Waits for the device."""
@@ -65,17 +62,20 @@ class Worker:
             self._failed.discard(row)
             self._sampler.remove(row)
 
-    def _add(self, new: NewRow) -> RowFailure | None:
+    def _add(self, news: tuple[NewRow, ...]) -> tuple[RowFailure, ...]:
         """A row that fails is placed all the same, with zeros for tokens: its share of the plan stays computable."""
-        try:
-            self._check_tokens(new.token_ids)
-            self._sampler.add(new)
-        except Exception as error:  # noqa: BLE001  this row's own code: only its request ends
-            self._failed.add(new.row)
-            self.rows.add(replace(new, token_ids=np.zeros_like(new.token_ids)))
-            return RowFailure(new.row, str(error) or type(error).__name__)
-        self.rows.add(new)
-        return None
+        placed, failures = [], []
+        for new in news:
+            try:
+                self._check_tokens(new.token_ids)
+                self._sampler.add(new)
+            except Exception as error:  # noqa: BLE001  this row's own code: only its request ends
+                self._failed.add(new.row)
+                failures.append(RowFailure(new.row, str(error) or type(error).__name__))
+                new = replace(new, token_ids=np.zeros_like(new.token_ids))
+            placed.append(new)
+        self.rows.place(placed)
+        return tuple(failures)
 
     def _check_tokens(self, token_ids: Ints) -> None:
         if token_ids.min() < 0 or token_ids.max() >= self._vocab_size:

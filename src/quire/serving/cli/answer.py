@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO, TypeAlias
 
-from quire.serving.cli.arguments import ENGINE_FLAGS, engine_settings, field_of, sampling_params
+from quire.serving.cli.arguments import ENGINE_FLAGS, ENGINE_SWITCHES, engine_settings, field_of, sampling_params
 from quire.types.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def answerer(args: argparse.Namespace) -> Iterator[Answerer]:
     if args.url is not None:
         from quire.serving.cli.remote import RemoteAnswerer
 
-        for name in ("tokenizer", "load_format", "verbose", *map(field_of, ENGINE_FLAGS)):
+        for name in ("tokenizer", "load_format", "verbose", *map(field_of, (*ENGINE_FLAGS, *ENGINE_SWITCHES))):
             if getattr(args, name, None) not in (None, "auto"):
                 raise ConfigError(name, "is decided by the server at --url", "leave it out")
         yield RemoteAnswerer(args)

@@ -22,8 +22,9 @@ ENGINE_FLAGS = {
     "--max-num-seqs": (int, "sequences that run at once"),
     "--max-num-batched-tokens": (int, "tokens computed in one step"),
     "--threads": (int, "CPU threads (all cores)"),
-    "--attention-backend": (str, "native, gather, reference or auto"),
+    "--attention-backend": (str, "triton, native, gather, reference or auto"),
 }
+ENGINE_SWITCHES = {"--enforce-eager": "capture no step as a CUDA graph: slower, for finding faults"}
 SAMPLING_FLAGS = {
     "--temperature": (float, "0 picks the likeliest token"),
     "--top-p": (float, "keep the likeliest tokens up to this probability"),
@@ -138,7 +139,7 @@ def add_doctor(commands: Commands[OneLineParser]) -> None:
 
 def engine_settings(args: argparse.Namespace) -> EngineSettings:
     """The engine settings that were given; the rest keep their defaults. A seed of -1 means any: no setting."""
-    flags = (*ENGINE_FLAGS, "--scheduling-policy")
+    flags = (*ENGINE_FLAGS, *ENGINE_SWITCHES, "--scheduling-policy")
     given = {name: getattr(args, name) for flag in flags if (name := field_of(flag)) in args}
     if "seed" in args and args.seed is not None and args.seed >= 0:
         given["seed"] = args.seed
@@ -174,6 +175,8 @@ def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("engine")
     for flag, (kind, text) in ENGINE_FLAGS.items():
         group.add_argument(flag, type=kind, help=text, default=argparse.SUPPRESS)
+    for flag, text in ENGINE_SWITCHES.items():
+        group.add_argument(flag, action="store_true", help=text, default=argparse.SUPPRESS)
     return group
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from quire.config.model import Heads
+from quire.engine.core import EngineCore
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.loading.resolve import ModelFiles
 from quire.types.errors import EngineDead
+from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import Chunk, NewRow, StepPlan
 from tiny_models import DEVICE, VOCAB, engine_config, tiny_config
@@ -107,3 +111,38 @@ def test_on_a_gpu_two_steps_are_in_flight_and_tokens_feed_the_next_step_there() 
         assert deep.collect().step == step - 1
     assert deep.collect().step == 3
     deep.check()
+
+
+def answers(attention: str, depth: int) -> dict[str, list[tuple[int, ...]]]:
+    """What two kinds of request are answered through the whole engine, in a cache too small for both."""
+    config = engine_config(block_size=4, rows=4, num_blocks=6, max_len=10)
+    device = replace(config.device, attention_backend=attention)
+    model = tiny_config(
+        "qwen3", num_layers=1, hidden_size=32, intermediate_size=32, heads=Heads(2, 1, 16), tie_word_embeddings=True
+    )
+    single = SingleExecutor(FILES, model, replace(config, device=device), load_format="dummy", depth=depth)
+    core = EngineCore(single, config.cache, replace(config.scheduler, max_num_batched_tokens=8), VOCAB)
+    ways = {"two": {"n": 2, "temperature": 1.0}, "narrow": {"temperature": 0.9, "top_k": 5}}
+    for name, way in ways.items():
+        sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 5, "seed": 5, **way})  # type: ignore[arg-type]
+        core.submit(Submit(name, tuple(range(1, 6)), sampling, TokenRules()))
+    found = {}
+    while core.has_work:
+        for message in core.step().finished:
+            assert message.error is None
+            found[message.request_id] = [tuple(sample.token_ids) for sample in message.samples]
+        core.check()
+        single.check()
+    assert core.stats().preemptions > 0
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # uint64, modulo 2**64
+def test_triton_answers_as_the_reference_does_under_preemption_forks_and_run_ahead() -> None:
+    pytest.importorskip("triton")
+    assert answers("triton", depth=2) == answers("reference", depth=1)
+
+
+def test_depth_is_what_was_asked_for() -> None:
+    config = engine_config(block_size=16, rows=4)
+    assert SingleExecutor(FILES, tiny_config(), config, load_format="dummy", depth=3).depth == 3

@@ -1,0 +1,171 @@
+"""The engine's speed on a GPU: python -m benchmarks.gpu --model qwen3-0.6b [--rows nano,chat512] [--json PATH]
+
+Every row is repeated with other token ids; a RESULT line per repeat, then a table of medians beside the physical floor
+and what vLLM 0.26.0 did on one H200 with the same requests. Tokens in, tokens out: no text is made.
+"""
+
+from __future__ import annotations
+
+import time
+
+STARTED = time.perf_counter()
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import statistics  # noqa: E402
+import tempfile  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+
+from benchmarks.gpu import floor, workloads  # noqa: E402
+from benchmarks.gpu.models import MODELS  # noqa: E402
+from benchmarks.gpu.workloads import Workload  # noqa: E402
+from benchmarks.report import facts, table  # noqa: E402
+from quire import LLM, SamplingParams  # noqa: E402
+
+ROWS = ("start", "nano", "chat512", "batch1", "prefill", "shared", "n8")
+WHOLE: dict[str, Callable[[int], Workload]] = {
+    "nano": workloads.nano,
+    "chat512": workloads.chat512,
+    "prefill": workloads.prefill,
+    "shared": workloads.shared,
+    "n8": workloads.n8,
+}
+# What vLLM 0.26.0 did on one H200: bf16, prefix caching on, the same shapes and requests.
+PEER = {
+    "qwen3-0.6b": {
+        "start": 79.0, "nano": 21_850, "chat512": 22_080, "batch1 tpot": 2.02, "batch1 ttft": 10.7,
+        "prefill": 349_000, "shared": 13_700, "n8": 36_000,
+    },
+    "llama-3.1-8b": {
+        "start": 87.0, "nano": 9_490, "chat512": 9_680, "batch1 tpot": 4.96, "batch1 ttft": 13.2,
+        "prefill": 41_600, "shared": 6_800, "n8": 16_400,
+    },
+}  # fmt: skip
+UNITS = {"start": "s", "batch1 tpot": "ms", "batch1 ttft": "ms", "prefill": "in tok/s"}
+LOWER_IS_BETTER = ("start", "batch1 tpot", "batch1 ttft")
+WARM_UP = [512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1]
+
+
+class Bench:
+    """One engine, and the figures found with it."""
+
+    def __init__(self, name: str, settings: dict[str, Any]) -> None:
+        self._name, self._model = name, MODELS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            path = self._model.write(Path(folder))
+            usual = {"dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 512}
+            self.llm = LLM(path, load_format="dummy", skip_tokenizer_init=True, **(usual | settings))
+        self.found: dict[str, list[float]] = {}
+        self.floors: dict[str, float] = {}
+
+    def start(self) -> None:
+        """To the first token, from the start of this process; what comes later would be compiled while serving."""
+        self.seconds(Workload([[1, 2, 3]], [4]))
+        self._note("start", 0, time.perf_counter() - STARTED)
+
+    def warm_up(self) -> None:
+        """Compile every kernel and capture every graph that the rows need."""
+        begin = time.perf_counter()
+        steps = [rows for rows in WARM_UP if rows <= self.llm.config.scheduler.num_rows]
+        self.seconds(workloads.staircase(steps))
+        self.seconds(Workload([[5] * 2048, [6] * 700, [7] * 128], [2] * 3))
+        emit(model=self._name, work="warm up", s=round(time.perf_counter() - begin, 2))
+
+    def run(self, row: str, repeat: int) -> None:
+        if row == "batch1":
+            first = self.seconds(workloads.batch1(100 + repeat, 1))
+            whole = self.seconds(workloads.batch1(repeat, 257))
+            self._note("batch1 ttft", repeat, first * 1e3)
+            self._note("batch1 tpot", repeat, (whole - first) / 256 * 1e3)
+            self.floors["batch1 tpot"] = floor.step_seconds(self._model, 1, 256) * 1e3
+            return
+        work = WHOLE[row](repeat)
+        seconds, least = self.seconds(work), floor.total_seconds(self._model, work)
+        tokens = work.num_prompt_tokens if row == "prefill" else work.num_output_tokens
+        self._note(row, repeat, tokens / seconds)
+        if row in ("nano", "chat512", "prefill"):
+            self.floors[row] = tokens / least
+
+    def seconds(self, work: Workload) -> float:
+        """Run the requests all at once; raises if one of them is not answered in full."""
+        sampling = [
+            SamplingParams(temperature=work.temperature, n=work.n, max_tokens=count, ignore_eos=True, detokenize=False)
+            for count in work.outputs
+        ]
+        begin = time.perf_counter()
+        answers = self.llm.generate(work.prompts, sampling, use_tqdm=False)
+        taken = time.perf_counter() - begin
+        found = sum(len(sample.token_ids) for answer in answers for sample in answer.outputs)
+        if found != work.num_output_tokens:
+            raise SystemExit(f"{found} tokens came back, {work.num_output_tokens} were asked for")
+        return taken
+
+    def _note(self, figure: str, repeat: int, value: float) -> None:
+        self.found.setdefault(figure, []).append(value)
+        emit(model=self._name, work=figure, rep=repeat, value=round(value, 3), unit=UNITS.get(figure, "out tok/s"))
+
+    def summary(self) -> list[list[str]]:
+        lines = []
+        for figure, values in self.found.items():
+            value, least, peer = statistics.median(values), self.floors.get(figure), PEER[self._name].get(figure)
+            best = None if least is None else (least / value if figure in LOWER_IS_BETTER else value / least)
+            ahead = None if peer is None else (peer / value if figure in LOWER_IS_BETTER else value / peer)
+            lines.append(
+                [
+                    figure, _figure(value), UNITS.get(figure, "out tok/s"),
+                    "-" if least is None else _figure(least), "-" if best is None else f"{100 * best:.0f} %",
+                    "-" if peer is None else _figure(peer), "-" if ahead is None else f"{ahead:.2f} x",
+                ]
+            )  # fmt: skip
+        return lines
+
+
+def emit(**values: object) -> None:
+    print("RESULT " + json.dumps(values), flush=True)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1_000 else f"{value:.3g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further repeat after this long")
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=None)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    options = parser.parse_args()
+    rows = options.rows.split(",")
+    if unknown := [row for row in rows if row not in ROWS]:
+        parser.error(f"unknown rows {', '.join(unknown)}; choose from {', '.join(ROWS)}")
+    settings = {"enforce_eager": options.enforce_eager, "block_size": options.block_size}
+    if options.max_num_batched_tokens is not None:
+        settings["max_num_batched_tokens"] = options.max_num_batched_tokens
+    bench = Bench(options.model, settings)
+    if "start" in rows:
+        bench.start()
+    bench.warm_up()
+    for row in (row for row in ROWS if row in rows and row != "start"):
+        for repeat in range(options.repeats):
+            if time.perf_counter() - STARTED < options.seconds:
+                bench.run(row, repeat)
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    print(f"\n{options.model} on {where}, peak {memory / 2**30:.1f} GiB, {options.repeats} repeats\n")
+    header = ["row", "median", "unit", "floor", "of floor", "vLLM 0.26.0", "ahead"]
+    print(table(header, bench.summary()))
+    if options.json is not None:
+        figures = {"facts": facts(), "model": options.model, "found": bench.found, "floors": bench.floors}
+        options.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

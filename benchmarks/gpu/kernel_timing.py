@@ -1,0 +1,91 @@
+"""Times kernels inside CUDA graphs, over buffers larger than the L2 cache, and says how near the ceiling they come."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+READ_CEILING = 4.68e12  # bytes/s, a read-only stream on one H200
+COLD_BYTES = 256 << 20  # several times the L2 cache
+_CALLS = 24  # in one graph
+_REPLAYS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kernel at one shape. `calls` do the same on different buffers; `error` compares the first with the truth."""
+
+    name: str
+    calls: Sequence[Callable[[], object]]
+    error: Callable[[], float]
+    num_bytes: float  # the fewest that must move
+    baseline: Sequence[Callable[[], object]] = ()  # the same by a library
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    name: str
+    error: float
+    us: float
+    gigabytes_per_second: float
+    percent: float  # of READ_CEILING
+    baseline_us: float | None
+
+    def line(self) -> str:
+        beside = (
+            ""
+            if self.baseline_us is None
+            else f"  library {self.baseline_us:8.2f} us ({self.baseline_us / self.us:4.2f}x)"
+        )
+        return (
+            f"{self.name:44s} err {self.error:9.2e}  {self.us:9.2f} us  {self.gigabytes_per_second:7.0f} GB/s"
+            f"  {self.percent:5.1f} %{beside}"
+        )
+
+
+def measure(case: Case) -> Result:
+    error = case.error()
+    us = graph_us(case.calls)
+    rate = case.num_bytes / us * 1e6
+    baseline = graph_us(case.baseline) if case.baseline else None
+    return Result(case.name, error, us, rate / 1e9, 100 * rate / READ_CEILING, baseline)
+
+
+def graph_us(calls: Sequence[Callable[[], object]]) -> float:
+    """Microseconds per call: the median over replays of a graph that holds the calls in turn."""
+    count = -(-_CALLS // len(calls)) * len(calls)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(count):
+            calls[index % len(calls)]()
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(_REPLAYS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / count)
+    return statistics.median(times)
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """Norm of the difference over the norm of the truth; NaN counts as infinite."""
+    difference = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
+    return float(difference) if bool(difference.isfinite()) else float("inf")
+
+
+def num_copies(num_bytes: int, most: int = 32) -> int:
+    """How many buffers of this size it takes to be cold in the cache."""
+    return max(1, min(most, -(-COLD_BYTES // num_bytes)))

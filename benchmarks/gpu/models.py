@@ -1,0 +1,65 @@
+"""The models the GPU benchmarks run: real shapes, random weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class BenchModel:
+    """A Hugging Face config, and the numbers that its physical floor follows from."""
+
+    config: dict[str, Any]
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of all layers: what every token is multiplied by, the head apart."""
+        c = self.config
+        heads = c["head_dim"] * (2 * c["num_attention_heads"] + 2 * c["num_key_value_heads"])
+        return c["num_hidden_layers"] * c["hidden_size"] * (heads + 3 * c["intermediate_size"])
+
+    @property
+    def head_parameters(self) -> int:
+        return self.config["vocab_size"] * self.config["hidden_size"]
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers a token leaves in the cache."""
+        c = self.config
+        return 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"]
+
+    @property
+    def attention_width(self) -> int:
+        """Multiply-adds of all layers for one (query, key) pair, both products counted as one."""
+        c = self.config
+        return c["num_hidden_layers"] * c["num_attention_heads"] * c["head_dim"]
+
+    def write(self, folder: Path) -> Path:
+        """A model directory of nothing but the config, for load_format dummy."""
+        (folder / "config.json").write_text(json.dumps(self.config))
+        return folder
+
+
+_COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16", "attention_bias": False}
+MODELS = {
+    "qwen3-0.6b": BenchModel(
+        {
+            **_COMMON, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024,
+            "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6,
+            "rope_theta": 1_000_000.0, "tie_word_embeddings": True, "bos_token_id": 151_643, "eos_token_id": 151_645,
+        }
+    ),
+    "llama-3.1-8b": BenchModel(
+        {
+            **_COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+            "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": 128, "vocab_size": 128_256, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0, "tie_word_embeddings": False, "bos_token_id": 128_000, "eos_token_id": 128_001,
+            "mlp_bias": False,
+        }
+    ),
+}  # fmt: skip

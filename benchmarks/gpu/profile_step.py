@@ -1,0 +1,147 @@
+"""Where a steady decode step's time goes: python -m benchmarks.gpu.profile_step --model llama-3.1-8b --batch 64
+
+Prints the wall time of a step, the host's share of it, the share of time in which the GPU was busy, and the kernels
+that took most. Without --trace nothing is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import floor
+from benchmarks.gpu.models import MODELS
+from quire.config.resolve import EngineArguments
+from quire.engine.core import EngineCore
+from quire.engine.executor import Executor
+from quire.runtime.executor.single import SingleExecutor
+from quire.runtime.loading.resolve import resolve_model
+from quire.serving.assembly import plan_engine
+from quire.types.request import Submit
+from quire.types.sampling import SamplingParams, TokenRules
+from quire.types.step import StepPlan, StepResult
+
+DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+class TimedExecutor:
+    """An executor that counts the seconds spent in launching and in waiting."""
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+        self.launching = self.waiting = 0.0
+
+    @property
+    def depth(self) -> int:
+        return self._inner.depth
+
+    def launch(self, plan: StepPlan) -> None:
+        begin = time.perf_counter()
+        self._inner.launch(plan)
+        self.launching += time.perf_counter() - begin
+
+    def collect(self) -> StepResult:
+        begin = time.perf_counter()
+        result = self._inner.collect()
+        self.waiting += time.perf_counter() - begin
+        return result
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def steady_engine(options: argparse.Namespace) -> tuple[EngineCore, TimedExecutor]:
+    """An engine in which `batch` sequences decode and nothing else happens for a while."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = resolve_model(str(MODELS[options.model].write(Path(folder))))
+        longest = options.context + 40 + 4 * options.steps
+        arguments = EngineArguments(
+            dtype="bfloat16", max_model_len=longest, max_num_seqs=max(8, options.batch),
+            block_size=options.block_size, enforce_eager=options.enforce_eager,
+        )  # fmt: skip
+        planned = plan_engine(files, arguments)
+        executor = SingleExecutor(files, planned.model, planned.config, load_format="dummy")
+    timed = TimedExecutor(executor)
+    core = EngineCore(timed, planned.config.cache, planned.config.scheduler, planned.model.vocab_size)
+    sampling = SamplingParams(temperature=options.temperature, max_tokens=longest - options.context, ignore_eos=True)
+    for number in range(options.batch):
+        prompt = tuple((7 * number + i) % 9_000 + 10 for i in range(options.context))
+        core.submit(Submit(str(number), prompt, sampling, TokenRules()))
+    while core.stats().output_tokens < options.batch * 20:
+        core.step()
+    return core, timed
+
+
+def busy_share(events: list[dict[str, Any]]) -> tuple[float, float]:
+    """Seconds in which the device did something, and the seconds from its first work to its last."""
+    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
+    busy, end = 0.0, spans[0][0]
+    for begin, stop in spans:
+        busy += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    return busy * 1e-6, (end - spans[0][0]) * 1e-6
+
+
+def traced(core: EngineCore, steps: int, keep: Path | None) -> list[dict[str, Any]]:
+    """What the device did in `steps` steps."""
+    kinds = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds) as profile:
+        for _ in range(steps):
+            core.step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = keep or Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if event.get("cat") in DEVICE_WORK]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--context", type=int, default=512, help="tokens each sequence holds at the start")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--top", type=int, default=14, help="kernels to list")
+    parser.add_argument("--trace", type=Path, help="keep the trace here")
+    options = parser.parse_args()
+    core, timed = steady_engine(options)
+    timed.launching = timed.waiting = 0.0
+    begin = time.perf_counter()
+    for _ in range(options.steps):
+        core.step()
+    wall, steps = time.perf_counter() - begin, options.steps
+    least = floor.step_seconds(MODELS[options.model], options.batch, options.batch * (options.context + 40))
+    print(
+        f"{options.model}, batch {options.batch}, context {options.context}: step {wall / steps * 1e6:.0f} us, "
+        f"floor {least * 1e6:.0f} us ({100 * least * steps / wall:.0f} %)\n"
+        f"host: {(wall - timed.waiting) / steps * 1e6:.0f} us a step at work, "
+        f"{timed.launching / steps * 1e6:.0f} us of them launching; {timed.waiting / steps * 1e6:.0f} us waiting"
+    )
+    events = traced(core, steps, options.trace)
+    if not events:
+        print("the profiler saw no device work")
+        return
+    busy, span = busy_share(events)
+    print(f"device: busy {100 * busy / span:.1f} % of {span / steps * 1e6:.0f} us, {len(events) / steps:.0f} launches")
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for event in events:
+        times[event["name"]].append(event["dur"])
+    for name, each in sorted(times.items(), key=lambda item: -sum(item[1]))[: options.top]:
+        share = sum(each) * 1e-6 / busy
+        print(f"  {100 * share:5.1f} %  {sum(each) / steps:8.1f} us a step  {len(each) / steps:6.1f} x  {name[:90]}")
+    core.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Seeded request sets of the GPU benchmarks: the same prompts and lengths in every run and for every engine."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+VOCABULARY = 10_000  # prompts use ids up to here, which every model has
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts of token ids, how many tokens each is answered by, and how those are chosen."""
+
+    prompts: list[list[int]]
+    outputs: list[int]
+    temperature: float = 0.0
+    n: int = 1
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.n * sum(self.outputs)
+
+
+def nano(repeat: int) -> Workload:
+    """256 requests, 100 to 1024 tokens in and out, at temperature 0.6."""
+    rng = random.Random(0)
+    prompts = []
+    for _ in range(256):
+        length = rng.randint(100, 1024)
+        prompts.append([rng.randint(0, VOCABULARY) + repeat for _ in range(length)])
+    return Workload(prompts, [rng.randint(100, 1024) for _ in range(256)], temperature=0.6)
+
+
+def chat512(repeat: int) -> Workload:
+    """512 requests of log-normal lengths, near those of chats."""
+    rng = random.Random(1)
+    prompts, outputs = [], []
+    for _ in range(512):
+        length = min(2048, max(8, int(rng.lognormvariate(4.9, 1.0))))
+        outputs.append(min(1024, max(8, int(rng.lognormvariate(5.0, 0.8)))))
+        prompts.append([rng.randint(10, VOCABULARY) + 100 * repeat for _ in range(length)])
+    return Workload(prompts, outputs)
+
+
+def prefill(repeat: int) -> Workload:
+    """64 prompts of 2048 tokens, one token each."""
+    return Workload(_random_prompts(64, 2048, 50 + repeat), [1] * 64)
+
+
+def shared(repeat: int) -> Workload:
+    """256 requests behind one prefix of 2048 tokens, each with 128 of its own, answered by 64."""
+    rng = random.Random(20 + repeat)
+    prefix = [rng.randint(10, VOCABULARY) for _ in range(2048)]
+    return Workload([prefix + [rng.randint(10, VOCABULARY) for _ in range(128)] for _ in range(256)], [64] * 256)
+
+
+def n8(repeat: int) -> Workload:
+    """64 prompts of 512 tokens, eight samples of 128 tokens each, at temperature 1."""
+    return Workload(_random_prompts(64, 512, 60 + repeat), [128] * 64, temperature=1.0, n=8)
+
+
+def batch1(repeat: int, outputs: int) -> Workload:
+    """One request of 128 tokens."""
+    return Workload([[7 + repeat] * 128], [outputs])
+
+
+def staircase(steps: list[int]) -> Workload:
+    """Requests that end so that every number of rows in `steps`, falling, decodes for two steps."""
+    outputs = []
+    for place, rows in enumerate(steps):
+        ending = rows - (steps[place + 1] if place + 1 < len(steps) else 0)
+        outputs += [2 + 2 * place] * ending
+    return Workload([[11, 12, 13, 14]] * len(outputs), outputs)
+
+
+def _random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randint(10, 9_000) for _ in range(length)] for _ in range(count)]

@@ -1,0 +1,30 @@
+"""Products with scales, norm and epilogue, in plain torch and float32."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.kernels.reference.activation import activate
+
+
+def product(
+    x: Tensor,  # [M, K]
+    weight: Tensor,  # [N, K], or [2 * N, K] with an activation: gate, then up
+    *,
+    bias: Tensor | None = None,  # [weight rows]
+    residual: Tensor | None = None,  # [M, N]
+    x_scale: Tensor | None = None,  # [M]
+    weight_scale: Tensor | None = None,  # [weight rows]
+    activation: str | None = None,
+    norm: tuple[Tensor, float] | None = None,  # weight [K] and eps of a root-mean-square norm of x
+) -> Tensor:  # [M, N] float32
+    wide = x.float() if x_scale is None else x.float() * x_scale[:, None]
+    if norm is not None:
+        wide = wide * (wide.pow(2).mean(dim=-1, keepdim=True) + norm[1]).rsqrt() * norm[0].float()
+    out = wide @ (weight.float() if weight_scale is None else weight.float() * weight_scale[:, None]).t()
+    if bias is not None:
+        out = out + bias.float()
+    if activation is not None:
+        gate, up = out.chunk(2, dim=-1)
+        out = activate(gate, activation) * up
+    return out if residual is None else out + residual.float()

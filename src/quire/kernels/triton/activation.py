@@ -1,0 +1,104 @@
+"""The gate of a feed-forward network: activation(gate) * up, in one pass over both halves."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows, power_of_two, to_float8, warps_for
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_BLOCK = 1024
+_MOST_AT_ONCE = 8192  # numbers of a row held in registers; longer rows are computed twice when quantized
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):
+    """float32 -> float32 by the activation numbered in `ACTIVATIONS`."""
+    if KIND == 0:
+        y = x * tl.sigmoid(x)
+    elif KIND == 1:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 0.5 (1 + tanh z) is sigmoid(2 z)
+    return y
+
+
+@triton.jit
+def _gated(gate_ptr, up_ptr, column, size, KIND: tl.constexpr):
+    """The products at some columns in the dtype of the input, zero past the end."""
+    gate = tl.load(gate_ptr + column, mask=column < size, other=0.0)
+    up = tl.load(up_ptr + column, mask=column < size, other=0.0)
+    active = activate(gate.to(tl.float32), KIND).to(gate.dtype)
+    return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def _gate_kernel(
+    x_ptr, out_ptr, x_stride, out_stride, size,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    await_inputs(DEPENDENT)
+    gate_ptr = x_ptr + row * x_stride
+    y = _gated(gate_ptr, gate_ptr + size, column, size, KIND)
+    tl.store(out_ptr + row * out_stride + column, y, mask=column < size)
+
+
+@triton.jit
+def _gate_quantized_kernel(
+    x_ptr, out_ptr, scale_ptr, x_stride, out_stride, size,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    await_inputs(DEPENDENT)
+    gate_ptr, out_row = x_ptr + row * x_stride, out_ptr + row * out_stride
+    most = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, size, BLOCK):
+        y = _gated(gate_ptr, gate_ptr + size, start + column, size, KIND)
+        most = tl.maximum(most, tl.abs(y.to(tl.float32)))
+    amax = tl.max(most)
+    for start in range(0, size, BLOCK):
+        y = _gated(gate_ptr, gate_ptr + size, start + column, size, KIND)
+        small, scale = to_float8(y.to(tl.float32), amax)
+        tl.store(out_row + start + column, small, mask=start + column < size)
+        tl.store(scale_ptr + row, scale)
+
+
+def gate(
+    gate_up: Tensor,  # [rows, 2 * size]: gate, then up
+    activation: str,  # one of ACTIVATIONS
+    out: Tensor | None = None,  # [rows, size], of gate_up's dtype or float8
+    scale: Tensor | None = None,  # [rows] float32, for a float8 `out`
+    dependent: bool = False,
+) -> Tensor:
+    """activation(gate) * up, both factors rounded to the dtype; then to float8 with a scale per row if so asked."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device) if out is None else out
+    check_rows(gate_up, "gate_up")
+    check_rows(out, "out")
+    check(out.shape == (rows, size) and gate_up.shape[1] == 2 * size, "out has half the columns of gate_up")
+    quantized = out.dtype == FLOAT8
+    check(quantized == (scale is not None), "a float8 out and a scale come together")
+    kind = ACTIVATIONS[activation]
+    if rows == 0:
+        return out
+    if quantized:
+        block = min(power_of_two(size), _MOST_AT_ONCE)
+        _gate_quantized_kernel[(rows,)](
+            gate_up, out, scale, gate_up.stride(0), out.stride(0), size,
+            KIND=kind, BLOCK=block, DEPENDENT=dependent,
+            num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
+        )  # fmt: skip
+        return out
+    block = min(power_of_two(size), _BLOCK)
+    _gate_kernel[(rows, triton.cdiv(size, block))](
+        gate_up, out, gate_up.stride(0), out.stride(0), size,
+        KIND=kind, BLOCK=block, DEPENDENT=dependent,
+        num_warps=max(1, block // 256), num_stages=1, launch_pdl=dependent,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,110 @@
+"""Shared prefixes: rows that hold the same first blocks read them once, as one group, and meet again in the decode.
+
+A group is cut into units of as many rows as a tile of packed queries holds. Groups change seldom: they are written from
+the host when they do, and the launches of a step stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.triton.attention_config import SplitConfig, split_config
+from quire.kernels.triton.attention_decode import PrefixPart, paged_prefix
+from quire.kernels.triton.attention_rule import AttentionRule
+from quire.kernels.triton.attention_schedule import SplitPlan, allocate_split_plan, fill_split_plan
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Rows of a step whose tables begin with the same blocks, for `num_tokens` tokens, fewer than any row has."""
+
+    rows: tuple[int, ...]
+    num_tokens: int
+    table_row: int  # a block table that begins with them
+
+
+@dataclass(frozen=True, slots=True)
+class CascadePlan:
+    """The groups of a step, on the device. `begins` goes into the plan of the decode that follows."""
+
+    split: SplitPlan
+    rows_per_unit: int
+    numbers: Tensor  # [...], int32: the memory of the five below
+    begins: Tensor  # [rows]: tokens of the shared prefix, 0 for rows in no group
+    members: Tensor  # [rows]: rows of all groups, unit after unit
+    lengths: Tensor  # [units]: tokens of the prefix
+    table_rows: Tensor  # [units]
+    spans: Tensor  # [units, 2]: first member, number of members
+    part: PrefixPart
+
+
+def allocate_cascade_plan(
+    key_cache: Tensor,
+    query_heads: int,
+    max_rows: int,
+    max_units: int,
+    *,
+    usual_group: int = 32,
+    config: SplitConfig | None = None,
+) -> CascadePlan:
+    """Memory for the groups of up to `max_rows` rows, in up to `max_units` units; no groups yet.
+
+    Groups of `usual_group` rows fill a unit well; larger ones are cut, smaller ones waste some of it.
+    """
+    _, kv_heads, _, dim = key_cache.shape
+    group, device = query_heads // kv_heads, key_cache.device
+    config = config or split_config(usual_group * group, dim, key_cache.dtype, device)
+    rows_per_unit = config.block_m // group
+    split = allocate_split_plan(key_cache, query_heads, max_units, rows=rows_per_unit * group, config=config)
+    numbers = torch.zeros(2 * max_rows + 4 * max_units, dtype=torch.int32, device=device)
+    sizes = [max_rows, max_rows, max_units, max_units, 2 * max_units]
+    begins, members, lengths, table_rows, spans = numbers.split(sizes)
+    out = torch.empty(max_rows, query_heads, dim, dtype=torch.float32, device=device)
+    log_sums = torch.empty(max_rows, query_heads, dtype=torch.float32, device=device)
+    part = PrefixPart(out, log_sums)
+    return CascadePlan(
+        split, rows_per_unit, numbers, begins, members, lengths, table_rows, spans.view(max_units, 2), part
+    )
+
+
+def set_groups(plan: CascadePlan, groups: Sequence[SharedPrefix]) -> None:
+    """Replace the groups; a row may be in one at most. Must not run inside a graph, which goes on with the new ones."""
+    max_rows, max_units = len(plan.begins), len(plan.lengths)
+    begins, members = np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32)
+    units: list[tuple[int, int, int, int]] = []  # prefix tokens, table row, first member, members
+    placed = 0
+    for shared in groups:
+        members[placed : placed + len(shared.rows)] = shared.rows
+        begins[list(shared.rows)] = shared.num_tokens
+        for first in range(0, len(shared.rows), plan.rows_per_unit):
+            count = min(plan.rows_per_unit, len(shared.rows) - first)
+            units.append((shared.num_tokens, shared.table_row, placed + first, count))
+        placed += len(shared.rows)
+    if len(units) > max_units:
+        raise ValueError(f"the groups need {len(units)} units, but the plan has room for {max_units}")
+    table = np.zeros((max_units, 4), np.int32)
+    table[: len(units)] = np.asarray(units, np.int32).reshape(-1, 4)
+    flat = np.concatenate((begins, members, table[:, 0], table[:, 1], table[:, 2:].reshape(-1)))
+    plan.numbers.copy_(torch.from_numpy(flat))
+    fill_split_plan(plan.split, plan.lengths, table_rows=plan.table_rows)
+
+
+def attend_prefixes(
+    query: Tensor,  # [rows, query heads, dim]
+    key_cache: Tensor,
+    value_cache: Tensor,
+    tables: Tensor,
+    plan: CascadePlan,
+    rule: AttentionRule,
+    *,
+    dependent: bool = False,
+) -> PrefixPart:
+    """What every row in a group sees of its prefix, for the `paged_decode` whose plan has these begins."""
+    caches, units = (key_cache, value_cache, tables), (plan.split, plan.members, plan.spans)
+    paged_prefix(query, *caches, *units, rule, plan.part, dependent=dependent)
+    return plan.part

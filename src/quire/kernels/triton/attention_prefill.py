@@ -1,0 +1,211 @@
+"""Paged attention of prompt chunks: tiles of packed (token, query head of the group) rows over their cached keys.
+
+Keys that every row of a tile sees are read without a mask, the rest, at the diagonal and at a window's edge, with one.
+A chunk's own keys come from the cache as well, or from where the layer just made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.attention_config import PrefillConfig
+from quire.kernels.triton.attention_decode import COMPUTE
+from quire.kernels.triton.attention_rule import AttentionRule, check_cache, check_heads
+from quire.kernels.triton.attention_tile import EMPTY, LOG2_E, block_ids, fold, load_rows, score, slots, take_in
+from quire.kernels.triton.launch import await_inputs, power_of_two
+
+TILE_NUMBERS = 8  # first token of the chunk in the batch, its position, its tokens, table row, first packed row, unused
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """The tiles of a step, heaviest first. Tiles of a chunk without tokens are padding."""
+
+    config: PrefillConfig
+    tiles: Tensor  # [tiles, TILE_NUMBERS], int32
+
+
+def lay_out_tiles(
+    chunks: Sequence[tuple[int, int, int, int]],  # first token in the batch, its position, tokens, table row
+    group: int,  # query heads per key/value head
+    block_m: int,
+    capacity: int | None = None,  # tiles to pad to
+) -> Tensor:
+    """The tile list of these chunks, on the host: [tiles, TILE_NUMBERS], int32."""
+    numbers = np.asarray(chunks, np.int32).reshape(-1, 4)
+    counts = -(-numbers[:, 2] * group // block_m)  # tiles per chunk
+    total = int(counts.sum())
+    capacity = total if capacity is None else capacity
+    if total > capacity:
+        raise ValueError(f"the chunks need {total} tiles, but there is room for {capacity}")
+    tiles = np.zeros((capacity, TILE_NUMBERS), np.int32)
+    tiles[:total, :4] = np.repeat(numbers, counts, axis=0)
+    tiles[:total, 4] = (np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)) * block_m
+    keys_seen = tiles[:total, 1] + np.minimum((tiles[:total, 4] + block_m) // group, tiles[:total, 2])
+    tiles[:total] = tiles[:total][np.argsort(-keys_seen, kind="stable")]
+    return torch.from_numpy(tiles)
+
+
+def paged_prefill(
+    query: Tensor,  # [tokens, query heads, dim]
+    key_cache: Tensor,  # [blocks, kv heads, block, dim]
+    value_cache: Tensor,
+    tables: Tensor,  # [table rows, max blocks], int32
+    plan: PrefillPlan,
+    rule: AttentionRule,
+    *,
+    fresh: tuple[Tensor, Tensor] | None = None,  # keys and values of the batch, [tokens, kv heads, dim]
+    out: Tensor | None = None,  # [tokens, query heads, dim]
+    dependent: bool = False,
+) -> Tensor:
+    """Causal attention of the plan's chunks over all their cached keys; other tokens of `out` are left as they were.
+
+    The chunks' own keys are read from `fresh` where given, and from the cache, already written, otherwise.
+    """
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+    check_heads(query, "query")
+    check_heads(out, "out")
+    check_cache(key_cache, value_cache)
+    fresh_keys, fresh_values = fresh or (None, None)
+    if fresh is not None:
+        check_heads(fresh[0], "fresh keys")
+        check_heads(fresh[1], "fresh values")
+    _, query_heads, dim = query.shape
+    _, kv_heads, block_size, _ = key_cache.shape
+    config = plan.config
+    _prefill[(plan.tiles.shape[0] * kv_heads,)](
+        query, out, key_cache, value_cache, fresh_keys, fresh_values, tables, plan.tiles, rule.sinks,
+        query.stride(0), out.stride(0), 0 if fresh_keys is None else fresh_keys.stride(0),
+        0 if fresh_values is None else fresh_values.stride(0), tables.stride(0),
+        rule.factor, rule.factor / rule.key_scale, rule.softcap, rule.window, rule.value_scale,
+        GROUP=query_heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=power_of_two(dim), BLOCK_SIZE=block_size,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, COMPUTE=COMPUTE[key_cache.dtype],
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", DEPENDENT=dependent,
+        num_warps=config.warps, num_stages=config.stages, launch_pdl=dependent,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _prefill(
+    query, out, keys, values, fresh_keys, fresh_values, tables, tiles, sinks,
+    query_stride, out_stride, fresh_key_stride, fresh_value_stride, table_stride,
+    factor, fresh_factor, cap, window, value_scale,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One tile of packed query rows under one key/value head."""
+    record = tiles + tl.program_id(0) // KV_HEADS * 8
+    head = tl.program_id(0) % KV_HEADS
+    begin, start, count = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    row, first = tl.load(record + 3), tl.load(record + 4)
+    await_inputs(DEPENDENT)
+    if count == 0:
+        return
+    packed = first + tl.arange(0, BLOCK_M)
+    token, columns = packed // GROUP, tl.arange(0, DIM_PAD)
+    query_head = head * GROUP + packed % GROUP
+    real = packed < count * GROUP
+    mask = real[:, None] & (columns < DIM)[None, :]
+    places = ((begin + token).to(tl.int64) * query_stride + query_head * DIM)[:, None] + columns[None, :]
+    q = tl.load(query + places, mask=mask, other=0.0)
+
+    acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+    top = tl.full([BLOCK_M], EMPTY, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    lowest, highest = first // GROUP, tl.minimum((first + BLOCK_M - 1) // GROUP, count - 1)  # tokens of the tile
+    inside = head * (BLOCK_SIZE * DIM)
+    table = tables + row.to(tl.int64) * table_stride
+    STRIDE: tl.constexpr = KV_HEADS * BLOCK_SIZE * DIM
+    if fresh_keys is None:
+        acc, top, total = _attend(
+            acc, top, total, q.to(COMPUTE), keys + inside, values + inside, table, start + token, start + lowest,
+            start + highest, start + highest + 1, 0, 0, factor, cap, window,
+            BLOCK_N, BLOCK_SIZE, STRIDE, DIM, PRECISION,
+        )  # fmt: skip
+        acc *= value_scale
+    else:
+        acc, top, total = _attend(
+            acc, top, total, q.to(COMPUTE), keys + inside, values + inside, table, start + token, start + lowest,
+            start + highest, start, 0, 0, factor, cap, window, BLOCK_N, BLOCK_SIZE, STRIDE, DIM, PRECISION,
+        )  # fmt: skip
+        own_keys = fresh_keys + begin.to(tl.int64) * fresh_key_stride + head * DIM
+        own_values = fresh_values + begin.to(tl.int64) * fresh_value_stride + head * DIM
+        acc, top, total = _attend(
+            acc * value_scale, top, total, q, own_keys, own_values, None, token, lowest, highest, highest + 1,
+            fresh_key_stride, fresh_value_stride, fresh_factor, cap, window, BLOCK_N, 1, 1, DIM, PRECISION,
+        )  # fmt: skip
+    if sinks is not None:
+        sink = tl.load(sinks + query_head).to(tl.float32) * LOG2_E
+        acc, top, total = take_in(acc, top, total, sink)
+    total = tl.where(real, total, 1.0)  # a row of padding may have seen nothing
+    places = ((begin + token).to(tl.int64) * out_stride + query_head * DIM)[:, None] + columns[None, :]
+    tl.store(out + places, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _attend(
+    acc, top, total, query, keys, values, table, place, lowest, highest, end, key_stride, value_stride,
+    factor, cap, window, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    DIM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys before `end` into rows at positions `place` [M], which lie in lowest .. highest.
+
+    Three runs of tiles: those that a window hides from some rows, those that all rows see whole, and the rest.
+    """
+    seen = tl.minimum(lowest + 1, end) // BLOCK_N * BLOCK_N
+    clear = 0
+    if window is not None:
+        low = tl.maximum(lowest + 1 - window, 0) // BLOCK_N * BLOCK_N
+        clear = tl.cdiv(tl.maximum(highest + 1 - window, 0), BLOCK_N) * BLOCK_N
+        acc, top, total = _run(
+            acc, top, total, query, keys, values, table, place, low, tl.minimum(clear, end), end, key_stride,
+            value_stride, factor, cap, window, True, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, PRECISION,
+        )  # fmt: skip
+    acc, top, total = _run(
+        acc, top, total, query, keys, values, table, place, clear, seen, end, key_stride,
+        value_stride, factor, cap, window, False, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, PRECISION,
+    )  # fmt: skip
+    return _run(
+        acc, top, total, query, keys, values, table, place, tl.maximum(clear, seen), end, end, key_stride,
+        value_stride, factor, cap, window, True, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _run(
+    acc, top, total, query, keys, values, table, place, begin, stop, end, key_stride, value_stride,
+    factor, cap, window, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold the tiles from begin up to stop; with a table keys are in the cache, without one they follow each other."""
+    DIM_PAD: tl.constexpr = query.shape[1]
+    if table is not None:
+        ids = block_ids(table, begin, end, BLOCK_N, BLOCK_SIZE)
+    for first in tl.range(begin, stop, BLOCK_N):
+        seen = first + tl.arange(0, BLOCK_N)
+        if table is not None:
+            key_offsets = slots(ids, first, end, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
+            value_offsets = key_offsets
+            ids = block_ids(table, first + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)  # used a turn later
+        else:
+            inside = tl.minimum(seen, end - 1).to(tl.int64)
+            key_offsets, value_offsets = inside * key_stride, inside * value_stride
+        k = load_rows(keys, key_offsets, query.dtype, DIM, DIM_PAD)
+        scores, unit = score(query, k, factor, cap, PRECISION)
+        if MASKED:
+            visible = (seen[None, :] <= place[:, None]) & (seen < end)[None, :]
+            if window is not None:
+                visible &= seen[None, :] > place[:, None] - window
+            scores = tl.where(visible, scores, float("-inf"))
+        v = load_rows(values, value_offsets, query.dtype, DIM, DIM_PAD)
+        acc, top, total = fold(acc, top, total, scores, unit, v, PRECISION)
+    return acc, top, total

@@ -1,0 +1,108 @@
+"""The body of split attention: fixed programs walk equal shares of all key tiles of a step.
+
+All tiles of a step stand in one line: unit after unit, in a unit key/value head after head, tile after tile. A unit is
+a run of keys with the queries that see all of it: a decode row, or part of a group of rows that share a prefix. Program
+i takes tiles i * total // active up to (i + 1) * total // active, so shares differ by one tile at most, whatever the
+lengths. A (unit, head) pair cut by a border leaves parts in float32; whoever brings the last part merges them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.attention_tile import EMPTY, block_ids, fold, load_rows, score, slots, widened
+
+
+@triton.jit
+def attend_tiles(
+    query, keys, values, table, low, high, first, count, factor, cap,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    DIM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """query [M, D] over `count` tiles from tile `first` of positions low .. high -> output, maximum, sum (see fold).
+
+    `keys` and `values` point at the head within block 0, `table` at the block ids of the sequence. Positions past
+    the end repeat the last one and are hidden, so nothing outside the sequence is ever read.
+    """
+    M: tl.constexpr = query.shape[0]
+    DIM_PAD: tl.constexpr = query.shape[1]
+    acc = tl.zeros([M, DIM_PAD], tl.float32)
+    top = tl.full([M], EMPTY, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    begin = base_of(low, BLOCK_N, BLOCK_SIZE) + first * BLOCK_N
+    end = begin + count * BLOCK_N
+    ids = block_ids(table, begin, high, BLOCK_N, BLOCK_SIZE, True)
+    offsets = slots(ids, begin, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
+    ids = block_ids(table, begin + BLOCK_N, high, BLOCK_N, BLOCK_SIZE, True)
+    for tile in tl.range(begin, end, BLOCK_N):
+        place = tile + tl.arange(0, BLOCK_N)
+        k = load_rows(keys, offsets, query.dtype, DIM, DIM_PAD)
+        v = widened(load_rows(values, offsets, values.dtype.element_ty, DIM, DIM_PAD), query.dtype)
+        offsets = slots(ids, tile + BLOCK_N, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
+        ids = block_ids(table, tile + 2 * BLOCK_N, high, BLOCK_N, BLOCK_SIZE)  # used a turn later
+        scores, unit = score(query, k, factor, cap, PRECISION)
+        scores = tl.where(((place >= low) & (place < high))[None, :], scores, float("-inf"))
+        acc, top, total = fold(acc, top, total, scores, unit, v, PRECISION)
+    return acc, top, total
+
+
+@triton.jit
+def base_of(low, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where the first tile begins: `low`, moved down so that no tile crosses a block at least as large."""
+    ALIGN: tl.constexpr = BLOCK_N if BLOCK_SIZE >= BLOCK_N else 1
+    return low // ALIGN * ALIGN
+
+
+@triton.jit
+def program_of(tile, total, active):
+    """The program whose share holds this tile of the line."""
+    return (((tile + 1).to(tl.int64) * active - 1) // total).to(tl.int32)
+
+
+@triton.jit
+def leave_part(acc, top, total, parts, extremes, slot, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Store the first ROWS rows of a part: parts [slots, ROWS, DIM], extremes [slots, 2, ROWS]."""
+    rows, columns = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+    real = rows < ROWS
+    places = parts + slot.to(tl.int64) * (ROWS * DIM) + rows[:, None] * DIM + columns[None, :]
+    tl.store(places, acc, mask=real[:, None] & (columns < DIM)[None, :])
+    tl.store(extremes + slot * (2 * ROWS) + rows, top, mask=real)
+    tl.store(extremes + slot * (2 * ROWS) + ROWS + rows, total, mask=real)
+
+
+@triton.jit
+def merge_parts(
+    parts, extremes, first, last, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, AT_ONCE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Fold the parts of programs first .. last into one: output [ROWS_PAD, D], maximum and sum [ROWS_PAD]."""
+    rows, columns = tl.arange(0, ROWS_PAD), tl.arange(0, DIM_PAD)
+    real = rows < ROWS
+    top = tl.full([ROWS_PAD], EMPTY, tl.float32)
+    for begin in range(first, last + 1, WIDE):
+        program = begin + tl.arange(0, WIDE)
+        held = (program <= last)[:, None] & real[None, :]
+        where = extremes + part_slot(program, first)[:, None] * (2 * ROWS) + rows[None, :]
+        top = tl.maximum(top, tl.max(tl.load(where, mask=held, other=EMPTY, cache_modifier=".cg"), 0))
+    acc = tl.zeros([ROWS_PAD, DIM_PAD], tl.float32)
+    total = tl.zeros([ROWS_PAD], tl.float32)
+    for begin in tl.range(first, last + 1, AT_ONCE, num_stages=STAGES):
+        program = begin + tl.arange(0, AT_ONCE)
+        slot = part_slot(program, first)
+        held = (program <= last)[:, None] & real[None, :]  # [AT_ONCE, ROWS_PAD]
+        where = extremes + slot[:, None] * (2 * ROWS) + rows[None, :]
+        weight = tl.exp2(tl.load(where, mask=held, other=EMPTY, cache_modifier=".cg") - top[None, :])
+        totals = tl.load(where + ROWS, mask=held, other=0.0, cache_modifier=".cg")
+        places = slot.to(tl.int64)[:, None, None] * (ROWS * DIM) + rows[None, :, None] * DIM + columns[None, None, :]
+        inside = held[:, :, None] & (columns < DIM)[None, None, :]
+        some = tl.load(parts + places, mask=inside, other=0.0, cache_modifier=".cg")
+        acc += tl.sum(some * weight[:, :, None], 0)
+        total += tl.sum(totals * weight, 0)
+    return acc, top, total
+
+
+@triton.jit
+def part_slot(program, first):
+    """Where a program leaves its part of a pair begun by `first`: at most one of those it began, one of those not."""
+    return 2 * program + (program == first).to(tl.int32)

@@ -1,0 +1,113 @@
+"""The inner step of every attention kernel: one tile of keys and values folded into a running softmax.
+
+A score times its `unit` is an exponent of 2: scaling is then part of the subtraction of the running maximum and
+costs nothing. A row that has seen nothing yet has the finite maximum EMPTY, so a fully masked tile makes no NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.launch import INTERPRETED
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+EMPTY = tl.constexpr(-1.0e38)
+_PYTHON = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def score(query, keys, factor, cap, PRECISION: tl.constexpr):
+    """query [M, D] and keys [N, D] -> scores [M, N] and their unit.
+
+    `factor` is log2(e) times the scale. With a cap, scores are squashed to tanh(scale * product / cap).
+    """
+    product = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+    if cap is None:
+        unit = factor
+    else:
+        product = 1.0 - 2.0 / (tl.exp2(product * (factor * 2.0 / cap)) + 1.0)
+        unit = cap * LOG2_E
+    return product, unit
+
+
+@triton.jit
+def fold(acc, top, total, scores, unit, values, PRECISION: tl.constexpr):
+    """Running output [M, D], maximum exponent [M] and sum [M] after another tile; hidden scores are minus infinity."""
+    higher = tl.maximum(top, tl.max(scores, 1) * unit)
+    weights = tl.exp2(scores * unit - higher[:, None])
+    fade = tl.exp2(top - higher)
+    total = total * fade + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
+    return acc, higher, total
+
+
+@triton.jit
+def block_ids(table, begin, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEEP: tl.constexpr = False):
+    """The block of each position of the tile that begins at `begin`, [N]; [] where one block holds the whole tile.
+
+    Positions from `end` on repeat the last one before it, so that nothing outside the sequence is ever read. KEEP
+    them in the cache where a program can do nothing before it has them: other layers read them again.
+    """
+    place = begin
+    if BLOCK_SIZE < BLOCK_N:
+        place += tl.arange(0, BLOCK_N)
+    where = table + tl.minimum(place, end - 1) // BLOCK_SIZE
+    if KEEP:
+        ids = tl.load(where, eviction_policy="evict_last")
+    else:
+        ids = tl.load(where)
+    return ids
+
+
+@triton.jit
+def slots(
+    ids, begin, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, DIM: tl.constexpr
+):
+    """Where the rows of a tile lie in the cache, given the ids of their blocks: [N], of one head."""
+    place = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
+    return ids.to(tl.int64) * BLOCK_STRIDE + (place % BLOCK_SIZE) * DIM
+
+
+@triton.jit
+def load_rows(memory, offsets, dtype: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Rows of `memory` that begin at `offsets` [N] -> [N, DIM_PAD] in `dtype`, zero past DIM."""
+    columns = tl.arange(0, DIM_PAD)
+    places = memory + offsets[:, None] + columns[None, :]
+    if DIM == DIM_PAD:
+        rows = tl.load(places)
+    else:
+        rows = tl.load(places, mask=(columns < DIM)[None, :], other=0.0)
+    return rows.to(dtype)
+
+
+@triton.jit
+def widened(rows, dtype: tl.constexpr):
+    """float8 rows in float16 (elsewhere: `dtype`), turned in the layout they were read in.
+
+    A product reads numbers down the columns, and bytes cannot be turned around as they pass: so the compiler must not
+    move the conversion behind the change of layout, which it does with one that it knows.
+    """
+    if rows.dtype == dtype:
+        wide = rows
+    elif _PYTHON:
+        wide = rows.to(dtype)
+    else:
+        wide = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r", [rows], dtype=tl.float16, is_pure=False, pack=4,
+        )  # fmt: skip
+    return wide
+
+
+@triton.jit
+def take_in(acc, top, total, exponent):
+    """Add a weight of 2 ** exponent to each row's sum; its value, if it has one, is up to the caller."""
+    higher = tl.maximum(top, exponent)
+    fade = tl.exp2(top - higher)
+    return acc * fade[:, None], higher, total * fade + tl.exp2(exponent - higher)

@@ -1,0 +1,81 @@
+"""The vectors of tokens: of a list of ids, or of the newest token of persistent rows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import check, check_rows, power_of_two
+
+_BLOCK = 2048
+
+
+@triton.jit
+def _embed_kernel(
+    ids_ptr, table_ptr, out_ptr, table_stride, out_stride, vocab_size, size, BLOCK: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token_id = tl.load(ids_ptr + token).to(tl.int64)
+    inside = (column < size) & (token_id >= 0) & (token_id < vocab_size)
+    x = tl.load(table_ptr + token_id * table_stride + column, mask=inside, other=0.0)
+    tl.store(out_ptr + token * out_stride + column, x, mask=column < size)
+
+
+@triton.jit
+def _embed_newest_kernel(
+    row_ptr, tokens_ptr, lengths_ptr, table_ptr, out_ptr, position_ptr, tokens_stride, table_stride, out_stride,
+    vocab_size, size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(row_ptr + entry).to(tl.int64)
+    length = tl.load(lengths_ptr + row, mask=row >= 0, other=0).to(tl.int64)
+    known = length > 0
+    token_id = tl.load(tokens_ptr + row * tokens_stride + length - 1, mask=known, other=-1).to(tl.int64)
+    inside = (column < size) & (token_id >= 0) & (token_id < vocab_size)
+    x = tl.load(table_ptr + token_id * table_stride + column, mask=inside, other=0.0)
+    tl.store(out_ptr + entry * out_stride + column, x, mask=column < size)
+    if tl.program_id(1) == 0:
+        tl.store(position_ptr + entry, tl.where(known, length - 1, 0).to(position_ptr.dtype.element_ty))
+
+
+def embed(token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
+    """Lines of table [vocab, size] for ids [tokens], which may be any integers: outside the vocabulary is zero."""
+    check_rows(table, "table")
+    check(token_ids.dim() == 1 and token_ids.is_contiguous(), "token_ids is a contiguous vector")
+    out = table.new_empty(len(token_ids), table.shape[1]) if out is None else out
+    check_rows(out, "out")
+    if len(token_ids) == 0:
+        return out
+    vocab_size, size = table.shape
+    block = min(power_of_two(size), _BLOCK)
+    _embed_kernel[(len(token_ids), triton.cdiv(size, block))](
+        token_ids, table, out, table.stride(0), out.stride(0), vocab_size, size,
+        BLOCK=block, num_warps=max(1, block // 512), num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+def embed_newest(
+    rows: Tensor,  # [entries] int: rows to take, negative for padding
+    tokens: Tensor,  # [all rows, capacity] int
+    lengths: Tensor,  # [all rows] int: tokens known of each row
+    table: Tensor,  # [vocab, size]
+    out: Tensor,  # [entries, size]
+    positions: Tensor,  # [entries] int: becomes the place of the newest token in its sequence
+) -> None:
+    """The start of a decode step: each row's newest token, its vector and its position. Padding gives zeros."""
+    check_rows(table, "table")
+    check_rows(tokens, "tokens")
+    check_rows(out, "out")
+    check(out.shape == (len(rows), table.shape[1]) and out.dtype == table.dtype, "out is a line of table per entry")
+    check(positions.shape == rows.shape and rows.dtype != torch.bool, "positions is a number per entry")
+    vocab_size, size = table.shape
+    block = min(power_of_two(size), _BLOCK)
+    _embed_newest_kernel[(len(rows), triton.cdiv(size, block))](
+        rows, tokens, lengths, table, out, positions, tokens.stride(0), table.stride(0), out.stride(0),
+        vocab_size, size, BLOCK=block, num_warps=max(1, block // 512), num_stages=1,
+    )  # fmt: skip

@@ -1,0 +1,105 @@
+"""Root-mean-square norm of rows, with the residual stream added first and float8 numbers written on request."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import (
+    FLOAT8,
+    await_inputs,
+    check,
+    check_rows,
+    power_of_two,
+    to_float8,
+    warps_for,
+)
+
+MOST_COLUMNS = 16384  # a row is held in the registers of one program
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr,
+    x_stride, residual_stride, out_stride, size, eps,
+    HAS_RESIDUAL: tl.constexpr, QUANTIZED: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    await_inputs(DEPENDENT)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        at = residual_ptr + row * residual_stride + column
+        x = (x.to(tl.float32) + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(at, x, mask=inside)
+    wide = x.to(tl.float32)
+    normal = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
+    y = (normal.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    if QUANTIZED:
+        wide = y.to(tl.float32)
+        y, scale = to_float8(wide, tl.max(tl.abs(wide)))
+        tl.store(scale_ptr + row, scale)
+    tl.store(out_ptr + row * out_stride + column, y, mask=inside)
+
+
+def rms_norm(
+    x: Tensor,  # [rows, size]
+    weight: Tensor,  # [size]
+    eps: float,
+    out: Tensor | None = None,  # [rows, size], of x's dtype or float8
+    scale: Tensor | None = None,  # [rows] float32, for a float8 `out`
+    dependent: bool = False,
+) -> Tensor:
+    """x over its root mean square, times weight; rounded to x's dtype, then to float8 with a scale per row if so asked.
+
+    `dependent` launches the kernel while the one before still runs; see `launch.await_inputs`.
+    """
+    return _launch(x, None, weight, eps, out, scale, dependent)
+
+
+def add_rms_norm(
+    x: Tensor,  # [rows, size]
+    residual: Tensor,  # [rows, size], x's dtype: becomes residual + x
+    weight: Tensor,  # [size]
+    eps: float,
+    out: Tensor | None = None,  # [rows, size], of x's dtype or float8
+    scale: Tensor | None = None,  # [rows] float32, for a float8 `out`
+    dependent: bool = False,
+) -> Tensor:
+    """`rms_norm` of residual + x, which is left in `residual`. `out` may be `x`, not `residual`."""
+    check_rows(residual, "residual")
+    check(residual.shape == x.shape and residual.dtype == x.dtype, "residual must be like x")
+    return _launch(x, residual, weight, eps, out, scale, dependent)
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None,
+    scale: Tensor | None,
+    dependent: bool,
+) -> Tensor:
+    rows, size = x.shape
+    out = torch.empty_like(x) if out is None else out
+    check_rows(x, "x")
+    check_rows(out, "out")
+    check(weight.shape == (size,) and weight.is_contiguous() and out.shape == x.shape, "weight or out is misshapen")
+    check(size <= MOST_COLUMNS, f"rows hold at most {MOST_COLUMNS} numbers")
+    quantized = out.dtype == FLOAT8
+    check(quantized == (scale is not None), "a float8 out and a scale come together")
+    if rows == 0:
+        return out
+    block = power_of_two(size)
+    _rms_norm_kernel[(rows,)](
+        x, residual, weight, out, scale,
+        x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), size, eps,
+        HAS_RESIDUAL=residual is not None, QUANTIZED=quantized, BLOCK=block, DEPENDENT=dependent,
+        num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
+    )  # fmt: skip
+    return out

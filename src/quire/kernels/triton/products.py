@@ -1,0 +1,302 @@
+"""Products of few rows by a weight, bound by reading the weight once: decode steps of up to 64 rows.
+
+One row is multiplied without tensor cores, a few weight rows per program. More rows take the tensor cores with the
+weight as the left operand (its rows fill the tile, not the few tokens), and K is split over programs where the weight
+has too few rows to occupy the chip. Splits are added in the order of K by whichever program of a tile comes last, so
+the result never depends on timing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.activation import ACTIVATIONS, activate
+from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows
+from quire.kernels.triton.products_plan import MOST_ROWS, Tiling, choose_tiling
+
+
+class Workspace(NamedTuple):
+    """Memory that split products meet in. Products that may run at the same time must not share one."""
+
+    partials: Tensor  # float32
+    counters: Tensor  # [tiles] int32: zero between products
+
+    @classmethod
+    def make(cls, device: torch.device, numbers: int = 1 << 22, tiles: int = 4096) -> Workspace:
+        counters = torch.zeros(tiles, dtype=torch.int32, device=device)
+        return cls(torch.empty(numbers, dtype=torch.float32, device=device), counters)
+
+
+class Norm(NamedTuple):
+    """A root-mean-square norm to apply to x before the product. Only for one row."""
+
+    weight: Tensor  # [K]
+    eps: float
+
+
+@triton.jit
+def _epilogue(
+    acc, acc_up, m, n, M, N, out_ptr, bias_ptr, residual_ptr, x_scale_ptr, w_scale_ptr, out_stride, residual_stride,
+    GATED: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr, HAS_W_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Scales, bias, gate and residual on float32 sums [n, m], then the write to out [M, N]."""
+    real = n < N
+    if HAS_X_SCALE:
+        x_scale = tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[None, :]
+        acc *= x_scale
+        acc_up *= x_scale
+    if HAS_W_SCALE:
+        acc *= tl.load(w_scale_ptr + n, mask=real, other=0.0)[:, None]
+        if GATED:
+            acc_up *= tl.load(w_scale_ptr + N + n, mask=real, other=0.0)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            acc_up += tl.load(bias_ptr + N + n, mask=real, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        acc = activate(acc, KIND) * acc_up
+    inside = real[:, None] & (m < M)[None, :]
+    if HAS_RESIDUAL:
+        at = residual_ptr + m[None, :].to(tl.int64) * residual_stride + n[:, None]
+        acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    at = out_ptr + m[None, :].to(tl.int64) * out_stride + n[:, None]
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prefetch(w_ptr, w_row, begin, K, w_stride, BYTES: tl.constexpr, LINES: tl.constexpr):
+    """Ask the L2 cache for the first lines of a tile's weight rows, which no earlier kernel writes, and none past K."""
+    line = tl.minimum(begin + tl.arange(0, LINES) * (128 // BYTES), K - 1)
+    at = (w_ptr + w_row[:, None] * w_stride + line[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _tiles(
+    x_at, w_at, up_at, k, K, count,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Sums [BLOCK_N, BLOCK_M] over `count` steps of K; the second is of the up weights, or zero."""
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for step in range(count):
+        shift = step * BLOCK_K
+        if EVEN_K:
+            x, w = tl.load(x_at + shift), tl.load(w_at + shift)
+        else:
+            inside = k + shift < K
+            x = tl.load(x_at + shift, mask=inside[:, None], other=0.0)
+            w = tl.load(w_at + shift, mask=inside[None, :], other=0.0)
+        acc = tl.dot(w.to(x.dtype), x, acc, input_precision=PRECISION, max_num_imprecise_acc=EXACT)
+        if GATED:
+            if EVEN_K:
+                up = tl.load(up_at + shift)
+            else:
+                up = tl.load(up_at + shift, mask=(k + shift < K)[None, :], other=0.0)
+            acc_up = tl.dot(up.to(x.dtype), x, acc_up, input_precision=PRECISION, max_num_imprecise_acc=EXACT)
+    return acc, acc_up
+
+
+@triton.jit
+def _skinny_kernel(
+    x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, x_scale_ptr, w_scale_ptr, partial_ptr, counter_ptr,
+    M, N, K, x_stride, w_stride, out_stride, residual_stride, steps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr, HAS_W_SCALE: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, W_BYTES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    tile, split = tl.program_id(0), tl.program_id(1)
+    m, n = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_row = tl.minimum(n, N - 1).to(tl.int64)
+    x_row = tl.minimum(m, M - 1).to(tl.int64)
+    begin = split * steps * BLOCK_K
+    k = begin + tl.arange(0, BLOCK_K)
+    w_at = w_ptr + w_row[:, None] * w_stride + k[None, :]
+    up_at = w_ptr + (w_row + N)[:, None] * w_stride + k[None, :]
+    if DEPENDENT:
+        _prefetch(w_ptr, w_row, begin, K, w_stride, W_BYTES, 2 * BLOCK_K * W_BYTES // 128)
+        if GATED:
+            _prefetch(w_ptr, w_row + N, begin, K, w_stride, W_BYTES, 2 * BLOCK_K * W_BYTES // 128)
+    await_inputs(DEPENDENT)
+    count = tl.minimum(steps, tl.cdiv(K, BLOCK_K) - split * steps)
+    x_at = x_ptr + x_row[None, :] * x_stride + k[:, None]
+    acc, acc_up = _tiles(
+        x_at, w_at, up_at, k, K, count, BLOCK_M, BLOCK_N, BLOCK_K, GATED, EVEN_K, PRECISION, EXACT
+    )  # fmt: skip
+    last = True
+    if SPLITS > 1:
+        PARTS: tl.constexpr = 2 if GATED else 1
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        mine = partial_ptr + (tile * SPLITS + split) * (PARTS * SIZE) + place
+        tl.store(mine, acc)
+        if GATED:
+            tl.store(mine + SIZE, acc_up)
+        tl.debug_barrier()
+        last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        if last:
+            tl.store(counter_ptr + tile, 0)
+            acc, acc_up = tl.zeros_like(acc), tl.zeros_like(acc_up)
+            first = partial_ptr + tile * SPLITS * (PARTS * SIZE) + place
+            for other in range(SPLITS):
+                acc += tl.load(first + other * (PARTS * SIZE), cache_modifier=".cg")
+                if GATED:
+                    acc_up += tl.load(first + other * (PARTS * SIZE) + SIZE, cache_modifier=".cg")
+    if last:
+        _epilogue(
+            acc, acc_up, m, n, M, N, out_ptr, bias_ptr, residual_ptr, x_scale_ptr, w_scale_ptr, out_stride,
+            residual_stride, GATED, KIND, HAS_BIAS, HAS_RESIDUAL, HAS_X_SCALE, HAS_W_SCALE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_k(at, k, K, EVEN_K: tl.constexpr, POLICY: tl.constexpr):
+    if EVEN_K:
+        return tl.load(at, eviction_policy=POLICY)
+    return tl.load(at, mask=k < K, other=0.0, eviction_policy=POLICY)
+
+
+@triton.jit
+def _sum_runs(x, RUN: tl.constexpr):
+    """Sums of RUN neighbours in each row: what a thread holds of it, so no other thread is asked."""
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // RUN, RUN)), 2)
+
+
+@triton.jit
+def _vector_kernel(
+    x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, x_scale_ptr, w_scale_ptr, norm_ptr, N, K, w_stride, eps,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_X_SCALE: tl.constexpr, HAS_W_SCALE: tl.constexpr,
+    HAS_NORM: tl.constexpr, EVEN_K: tl.constexpr, W_BYTES: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    RUN: tl.constexpr = 8  # neighbours in a row that a thread reads: 16 bytes of x
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_row = tl.minimum(n, N - 1).to(tl.int64)
+    if DEPENDENT:
+        _prefetch(w_ptr, w_row, 0, K, w_stride, W_BYTES, BLOCK_K * W_BYTES // 128)
+        if GATED:
+            _prefetch(w_ptr, w_row + N, 0, K, w_stride, W_BYTES, BLOCK_K * W_BYTES // 128)
+    await_inputs(DEPENDENT)
+    acc = tl.zeros((BLOCK_N, BLOCK_K // RUN), tl.float32)
+    acc_up = tl.zeros((BLOCK_N, BLOCK_K // RUN), tl.float32)
+    square = tl.zeros((1, BLOCK_K // RUN), tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        k = tl.max_contiguous(start + tl.arange(0, BLOCK_K), RUN)[None, :]  # a float8 weight is laid out as x is
+        w = _load_k(w_ptr + w_row[:, None] * w_stride + k, k, K, EVEN_K, "evict_first")
+        x = _load_k(x_ptr + k, k, K, EVEN_K, "evict_last").to(tl.float32)
+        if HAS_NORM:
+            square += _sum_runs(x * x, RUN)
+            x = x * _load_k(norm_ptr + k, k, K, EVEN_K, "evict_last").to(tl.float32)
+        acc += _sum_runs(w.to(tl.float32) * x, RUN)
+        if GATED:
+            up = _load_k(w_ptr + (w_row[:, None] + N) * w_stride + k, k, K, EVEN_K, "evict_first")
+            acc_up += _sum_runs(up.to(tl.float32) * x, RUN)
+    total = tl.sum(acc, 1, keep_dims=True)  # [BLOCK_N, 1]
+    total_up = tl.sum(acc_up, 1, keep_dims=True) if GATED else total
+    if HAS_NORM:
+        inverse = tl.rsqrt(tl.sum(square) / K + eps)
+        total *= inverse
+        total_up *= inverse
+    _epilogue(
+        total, total_up, tl.arange(0, 1), n, 1, N, out_ptr, bias_ptr, residual_ptr, x_scale_ptr, w_scale_ptr, 0, 0,
+        GATED, KIND, HAS_BIAS, HAS_RESIDUAL, HAS_X_SCALE, HAS_W_SCALE,
+    )  # fmt: skip
+
+
+def skinny_product(
+    x: Tensor,  # [M, K], at most MOST_ROWS rows: a float dtype, or float8 with x_scale
+    weight: Tensor,  # [N, K] of x's dtype, or float8 with weight_scale; [2 * N, K], gate then up, with an activation
+    workspace: Workspace,
+    *,
+    bias: Tensor | None = None,  # [weight rows]
+    residual: Tensor | None = None,  # [M, N]: added to the result; may be `out`
+    x_scale: Tensor | None = None,  # [M] float32
+    weight_scale: Tensor | None = None,  # [weight rows] float32
+    activation: str | None = None,  # of activation.ACTIVATIONS: the result is activation(gate) * up
+    norm: Norm | None = None,  # only with M = 1
+    out: Tensor | None = None,  # [M, N]; by default of x's dtype, of the residual's, or bfloat16
+    tiling: Tiling | None = None,  # by default chosen for the shape
+    dependent: bool = False,
+) -> Tensor:
+    """x @ weight.T with its epilogue, summed and finished in float32, rounded once.
+
+    The same inputs give the same bits every time. The weight must not be written by the kernel launched just before
+    a `dependent` product: it is read ahead of that kernel's end.
+    """
+    rows, inputs = x.shape
+    outputs = weight.shape[0] // (1 if activation is None else 2)
+    _check_product(x, weight, x_scale, weight_scale, norm)
+    if out is None:
+        like = x if residual is None else residual
+        out = torch.empty(rows, outputs, dtype=torch.bfloat16 if like.dtype == FLOAT8 else like.dtype, device=x.device)
+    check_rows(out, "out")
+    check(out.shape == (rows, outputs), "out is [M, N]")
+    check(residual is None or (residual.shape == out.shape and residual.stride(1) == 1), "residual is [M, N]")
+    if rows == 0:
+        return out
+    if tiling is None:
+        sizes = x.element_size(), weight.element_size()
+        tiling = choose_tiling(rows, outputs, inputs, *sizes, activation is not None, x.device)
+    flags = {
+        "GATED": activation is not None, "KIND": ACTIVATIONS[activation or "silu"], "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None, "HAS_X_SCALE": x_scale is not None,
+        "HAS_W_SCALE": weight_scale is not None, "W_BYTES": weight.element_size(), "DEPENDENT": dependent,
+        "num_warps": tiling.warps, "num_stages": tiling.stages, "launch_pdl": dependent,
+    }  # fmt: skip
+    operands = (x, weight, out, bias, residual, x_scale, weight_scale)
+    if tiling.block_m == 1:
+        _launch_vector(operands, norm, outputs, tiling, flags)
+    else:
+        check(norm is None, "a norm can be fused for one row only")
+        _launch_tiles(operands, workspace, outputs, tiling, flags)
+    return out
+
+
+def _launch_vector(operands, norm: Norm | None, outputs: int, tiling: Tiling, flags) -> None:
+    x, weight = operands[:2]
+    check(x.shape[0] == 1, "a tiling of block_m 1 is for one row")
+    _vector_kernel[(triton.cdiv(outputs, tiling.block_n),)](
+        *operands, norm and norm.weight, outputs, x.shape[1], weight.stride(0), norm.eps if norm else 0.0,
+        BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, HAS_NORM=norm is not None,
+        EVEN_K=x.shape[1] % tiling.block_k == 0, STAGES=tiling.stages, **flags,
+    )  # fmt: skip
+
+
+def _launch_tiles(operands, workspace: Workspace, outputs: int, tiling: Tiling, flags) -> None:
+    x, weight, out, _, residual = operands[:5]
+    rows, inputs = x.shape
+    tiles, steps = triton.cdiv(outputs, tiling.block_n), triton.cdiv(inputs, tiling.block_k)
+    needed = tiles * tiling.splits * tiling.block_n * tiling.block_m * (2 if flags["GATED"] else 1)
+    fits = tiling.splits == 1 or (needed <= workspace.partials.numel() and tiles <= workspace.counters.numel())
+    check(fits, f"the workspace is too small: {needed} partial sums, {tiles} counters")
+    _skinny_kernel[(tiles, tiling.splits)](
+        *operands, workspace.partials, workspace.counters, rows, outputs, inputs,
+        x.stride(0), weight.stride(0), out.stride(0), 0 if residual is None else residual.stride(0),
+        triton.cdiv(steps, tiling.splits),
+        BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, SPLITS=tiling.splits,
+        EVEN_K=inputs % tiling.block_k == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        EXACT=tiling.block_k if x.dtype == FLOAT8 else 0, **flags,
+    )  # fmt: skip
+
+
+def _check_product(
+    x: Tensor, weight: Tensor, x_scale: Tensor | None, weight_scale: Tensor | None, norm: Norm | None
+) -> None:
+    check_rows(x, "x")
+    check_rows(weight, "weight")
+    check(x.shape[0] <= MOST_ROWS, f"at most {MOST_ROWS} rows")
+    check(x.shape[1] == weight.shape[1], "x and weight differ in K")
+    check(weight.dtype in (x.dtype, FLOAT8), "the weight has x's dtype or is float8")
+    check((x.dtype == FLOAT8) == (x_scale is not None), "a float8 x and x_scale come together")
+    check((weight.dtype == FLOAT8) == (weight_scale is not None), "a float8 weight and weight_scale come together")
+    check(norm is None or norm.weight.shape == (x.shape[1],), "the norm's weight has a number per column of x")

@@ -1,0 +1,68 @@
+"""Float8 (e4m3) numbers with a scale per row: activations by token while the model runs, weights by output at load."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows, power_of_two, to_float8, warps_for
+
+_MOST_AT_ONCE = 8192  # numbers of a row held in registers; longer rows are read twice
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, out_ptr, scale_ptr, x_stride, out_stride, size,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    await_inputs(DEPENDENT)
+    if WHOLE:
+        inside = column < size
+        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        y, scale = to_float8(x, tl.max(tl.abs(x)))
+        tl.store(out_ptr + row * out_stride + column, y, mask=inside)
+        tl.store(scale_ptr + row, scale)
+    else:
+        most = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, size, BLOCK):
+            x = tl.load(x_ptr + row * x_stride + start + column, mask=start + column < size, other=0.0)
+            most = tl.maximum(most, tl.abs(x.to(tl.float32)))
+        amax = tl.max(most)
+        for start in range(0, size, BLOCK):
+            inside = start + column < size
+            x = tl.load(x_ptr + row * x_stride + start + column, mask=inside, other=0.0)
+            y, scale = to_float8(x.to(tl.float32), amax)
+            tl.store(out_ptr + row * out_stride + start + column, y, mask=inside)
+            tl.store(scale_ptr + row, scale)
+
+
+def quantize_rows(
+    x: Tensor,  # [rows, size]
+    out: Tensor | None = None,  # [rows, size] float8
+    scale: Tensor | None = None,  # [rows] float32
+    dependent: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Each row over a scale of its own, which takes its largest magnitude to the largest float8: x = out * scale.
+
+    Serves activations (a row is a token) and weights [outputs, inputs] (a row is an output).
+    """
+    rows, size = x.shape
+    out = torch.empty(x.shape, dtype=FLOAT8, device=x.device) if out is None else out
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device) if scale is None else scale
+    check_rows(x, "x")
+    check_rows(out, "out")
+    check(out.shape == x.shape and out.dtype == FLOAT8, "out must be float8 of x's shape")
+    check(scale.shape == (rows,) and scale.dtype == torch.float32 and scale.is_contiguous(), "scale: a float32 per row")
+    if rows == 0:
+        return out, scale
+    block = min(power_of_two(size), _MOST_AT_ONCE)
+    _quantize_kernel[(rows,)](
+        x, out, scale, x.stride(0), out.stride(0), size,
+        BLOCK=block, WHOLE=size <= block, DEPENDENT=dependent,
+        num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
+    )  # fmt: skip
+    return out, scale

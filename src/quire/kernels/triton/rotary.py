@@ -1,0 +1,149 @@
+"""From the output of the qkv product to the cache: head norms, rotary positions and the paged write in one pass."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import FLOAT8, FLOAT8_MAX, await_inputs, check, check_rows, power_of_two
+
+_HEADS_AT_ONCE = 8
+
+
+class HeadNorms(NamedTuple):
+    """Root-mean-square norms over each query and each key head (Qwen3)."""
+
+    query: Tensor  # [dim]
+    key: Tensor  # [dim]
+    eps: float
+
+
+class LayerMemory(NamedTuple):
+    """One layer's paged cache. A float8 cache holds numbers over the scales; others ignore them."""
+
+    key: Tensor  # [blocks, kv heads, block, dim]
+    value: Tensor  # [blocks, kv heads, block, dim]
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+
+
+@triton.jit
+def _to_cache(x, scale, memory, FLOAT8_CACHE: tl.constexpr):
+    """x as the cache at pointer `memory` holds it."""
+    if FLOAT8_CACHE:
+        x = tl.minimum(tl.maximum(x.to(tl.float32) / scale, -FLOAT8_MAX), FLOAT8_MAX)
+    return x.to(memory.dtype.element_ty)
+
+
+@triton.jit
+def _normed(first, second, head, query_norm_ptr, key_norm_ptr, eps, half, place, QUERIES: tl.constexpr):
+    """Both halves [H, HALF] of query and key heads over their root mean square, times the weight of their kind."""
+    dtype = first.dtype
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    inverse = tl.rsqrt(square / (2 * half) + eps)[:, None]
+    inside, is_query = place < half, (head < QUERIES)[:, None]
+    query_1 = tl.load(query_norm_ptr + place, mask=inside, other=0.0).to(tl.float32)[None, :]
+    query_2 = tl.load(query_norm_ptr + half + place, mask=inside, other=0.0).to(tl.float32)[None, :]
+    key_1 = tl.load(key_norm_ptr + place, mask=inside, other=0.0).to(tl.float32)[None, :]
+    key_2 = tl.load(key_norm_ptr + half + place, mask=inside, other=0.0).to(tl.float32)[None, :]
+    first = (first * inverse).to(dtype).to(tl.float32) * tl.where(is_query, query_1, key_1)
+    second = (second * inverse).to(dtype).to(tl.float32) * tl.where(is_query, query_2, key_2)
+    return first.to(dtype), second.to(dtype)
+
+
+@triton.jit
+def _rotary_kernel(
+    qkv_ptr, query_ptr, table_ptr, angle_ptr, position_ptr, row_ptr, blocks_ptr, key_ptr, value_ptr,
+    query_norm_ptr, key_norm_ptr, eps, key_scale, value_scale, qkv_stride, query_stride, blocks_stride, max_blocks,
+    half, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, KEEP_KEYS: tl.constexpr, FLOAT8_CACHE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    place = tl.arange(0, HALF)
+    await_inputs(DEPENDENT)
+    row = tl.load(row_ptr + token).to(tl.int64)
+    if row >= 0:
+        dim = 2 * half
+        inside = (head < QUERIES + 2 * KEYS)[:, None] & (place < half)[None, :]
+        at = qkv_ptr + token * qkv_stride + head[:, None] * dim + place[None, :]
+        raw_first, raw_second = tl.load(at, mask=inside, other=0.0), tl.load(at + half, mask=inside, other=0.0)
+        first, second = raw_first, raw_second
+        if HAS_NORM:
+            first, second = _normed(first, second, head, query_norm_ptr, key_norm_ptr, eps, half, place, QUERIES)
+        angle = table_ptr + tl.load(angle_ptr + token).to(tl.int64) * dim + place
+        cos = tl.load(angle, mask=place < half, other=0.0).to(tl.float32)[None, :]
+        sin = tl.load(angle + half, mask=place < half, other=0.0).to(tl.float32)[None, :]
+        wide_1, wide_2 = first.to(tl.float32), second.to(tl.float32)
+        turned_1 = (wide_1 * cos - wide_2 * sin).to(first.dtype)
+        turned_2 = (wide_2 * cos + wide_1 * sin).to(first.dtype)
+
+        is_query = inside & (head < QUERIES)[:, None]
+        to = query_ptr + token * query_stride + head[:, None] * dim + place[None, :]
+        tl.store(to, turned_1, mask=is_query)
+        tl.store(to + half, turned_2, mask=is_query)
+
+        position = tl.load(position_ptr + token).to(tl.int64)
+        has_block = position // BLOCK_SIZE < max_blocks
+        block = tl.load(blocks_ptr + row * blocks_stride + position // BLOCK_SIZE, mask=has_block, other=0).to(tl.int64)
+        slot = block * KEYS * BLOCK_SIZE + position % BLOCK_SIZE
+        is_key = inside & ((head >= QUERIES) & (head < QUERIES + KEYS))[:, None]
+        if KEEP_KEYS:
+            tl.store(at, turned_1, mask=is_key)
+            tl.store(at + half, turned_2, mask=is_key)
+        is_key &= has_block
+        to = key_ptr + (slot + (head - QUERIES)[:, None] * BLOCK_SIZE) * dim + place[None, :]
+        tl.store(to, _to_cache(turned_1, key_scale, key_ptr, FLOAT8_CACHE), mask=is_key)
+        tl.store(to + half, _to_cache(turned_2, key_scale, key_ptr, FLOAT8_CACHE), mask=is_key)
+        is_value = inside & (head >= QUERIES + KEYS)[:, None] & has_block
+        to = value_ptr + (slot + (head - QUERIES - KEYS)[:, None] * BLOCK_SIZE) * dim + place[None, :]
+        tl.store(to, _to_cache(raw_first, value_scale, value_ptr, FLOAT8_CACHE), mask=is_value)
+        tl.store(to + half, _to_cache(raw_second, value_scale, value_ptr, FLOAT8_CACHE), mask=is_value)
+
+
+def rotate_and_store(
+    qkv: Tensor,  # [tokens, (query + 2 * kv heads) * dim]: query, key and value heads of each token
+    table: Tensor,  # [angles, dim]: cos of dim / 2 frequencies, then sin, half-split layout; any float dtype
+    positions: Tensor,  # [tokens] int: place of each token in its sequence
+    rows: Tensor,  # [tokens] int: line of `blocks` of each token; negative: a padding token, nothing is written
+    blocks: Tensor,  # [rows, max blocks] int32
+    memory: LayerMemory,
+    norms: HeadNorms | None = None,
+    query: Tensor | None = None,  # [tokens, query heads * dim]: where queries go; None: they stay in qkv
+    angles: Tensor | None = None,  # [tokens] int: line of `table` of each token; None: its position
+    keep_keys: bool = False,  # leave the turned keys in qkv too, for attention over a contiguous chunk
+    dependent: bool = False,
+) -> None:
+    """Norm (if given) and turn queries and keys, leave queries in `query`, put keys and values in the paged cache.
+
+    Sums and products are float32, rounded to qkv's dtype after the norm, its weight and the turn. A token whose
+    position lies past the end of its line of `blocks` is turned but not stored: it would land in another's block.
+    """
+    tokens, width = qkv.shape
+    _, kv_heads, block_size, dim = memory.key.shape
+    query_heads = width // dim - 2 * kv_heads
+    query = qkv if query is None else query
+    check_rows(qkv, "qkv")
+    check_rows(query, "query")
+    check_rows(blocks, "blocks")
+    check(width % dim == 0 and query_heads > 0 and dim % 2 == 0, "qkv does not fit the cache")
+    check(table.is_contiguous() and table.shape[1] == dim, "table is [angles, dim], contiguous")
+    check(memory.key.is_contiguous() and memory.value.is_contiguous(), "the cache must be contiguous")
+    check(memory.value.shape == memory.key.shape and memory.value.dtype == memory.key.dtype, "K and V caches differ")
+    check(positions.is_contiguous() and rows.is_contiguous(), "positions and rows must be contiguous")
+    if tokens == 0:
+        return
+    heads_at_once = min(_HEADS_AT_ONCE, power_of_two(query_heads + 2 * kv_heads))
+    half = power_of_two(dim // 2)
+    _rotary_kernel[(tokens, triton.cdiv(query_heads + 2 * kv_heads, heads_at_once))](
+        qkv, query, table, positions if angles is None else angles, positions, rows, blocks, memory.key, memory.value,
+        norms and norms.query, norms and norms.key, norms.eps if norms else 0.0, memory.key_scale, memory.value_scale,
+        qkv.stride(0), query.stride(0), blocks.stride(0), blocks.shape[1], dim // 2,
+        QUERIES=query_heads, KEYS=kv_heads, BLOCK_SIZE=block_size, HALF=half, HEADS=heads_at_once,
+        HAS_NORM=norms is not None, KEEP_KEYS=keep_keys, FLOAT8_CACHE=memory.key.dtype == FLOAT8, DEPENDENT=dependent,
+        num_warps=max(1, heads_at_once * half // 256), num_stages=1, launch_pdl=dependent,
+    )  # fmt: skip

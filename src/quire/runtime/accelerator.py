@@ -1,0 +1,47 @@
+"""Whether the Triton kernels can run a model here. Imports none of them unless they can be."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from quire.config.model import Heads
+
+LEAST_CAPABILITY = (8, 0)
+DEPENDENT = False  # whether to launch a kernel while the one before still runs: no gain yet, measured on an H200
+DEPENDENT_CAPABILITY = (9, 0)  # the least that can
+MOST_QUERIES = 128  # query heads that may share a key/value head
+
+
+def why_not_triton(device: torch.device, heads: Heads, block_size: int) -> str | None:
+    """What keeps the kernels from running; None: nothing."""
+    reason = _why_no_compiler(device)
+    if reason is not None:
+        return reason
+    if not 16 <= heads.dim <= 256 or heads.dim % 2:
+        return f"heads of {heads.dim} numbers are not among those its kernels know (even, 16 to 256)"
+    if heads.num_query // heads.num_kv > MOST_QUERIES:
+        return f"more than {MOST_QUERIES} query heads share a key/value head"
+    if block_size & (block_size - 1):
+        return f"block_size {block_size} is no power of two"
+    return None
+
+
+def launches_dependently(device: torch.device) -> bool:
+    """Whether kernels may be launched before the ones they wait for have ended."""
+    return DEPENDENT and device.type == "cuda" and torch.cuda.get_device_capability(device) >= DEPENDENT_CAPABILITY
+
+
+@cache
+def _why_no_compiler(device: torch.device) -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cuda":
+        found = torch.cuda.get_device_capability(device)
+        old = found < LEAST_CAPABILITY
+        return f"compute capability {found[0]}.{found[1]} is too old for Triton" if old else None
+    from quire.kernels.triton.launch import INTERPRETED
+
+    return None if INTERPRETED else "Triton kernels run on CUDA devices"

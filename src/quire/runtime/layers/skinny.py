@@ -1,0 +1,83 @@
+"""Products on a GPU: a few rows by kernels that read the weight once and finish the layer's work, more by cuBLAS.
+
+What a product can take along is said here as methods: the norm before it, the gate after it, the addition to the
+residual stream. Each method means the same for any number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.triton.activation import gate
+from quire.kernels.triton.norm import rms_norm
+from quire.kernels.triton.products import Norm, Workspace, skinny_product
+from quire.kernels.triton.products_plan import own_rows
+from quire.runtime.layers.product import Multiply, NumbersProduct
+
+
+@dataclass(frozen=True, slots=True)
+class TritonMultiply:
+    """Multiplies rows [tokens, in] by a weight [out, in]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    workspace: Workspace
+    few: int  # rows up to which our own kernel runs
+    dependent: bool  # launched while the kernel before still runs
+
+    def __call__(self, x: Tensor) -> Tensor:  # [tokens, out]
+        if self._is_few(x):
+            return skinny_product(x, self.weight, self.workspace, bias=self.bias, dependent=self.dependent)
+        return self._by_library(x)
+
+    def after_norm(self, x: Tensor, norm: Norm) -> Tensor:  # [tokens, out]
+        """The product of x over its root mean square."""
+        if x.shape[0] == 1 and self._is_few(x):
+            return skinny_product(x, self.weight, self.workspace, bias=self.bias, norm=norm, dependent=self.dependent)
+        return self(self._normed(x, norm))
+
+    def gated(self, x: Tensor, norm: Norm, activation: str) -> Tensor:  # [tokens, out / 2]
+        """activation(gate) * up, for a weight of gate rows, then up rows, of x over its root mean square."""
+        if not self._is_few(x):
+            return gate(self._by_library(self._normed(x, norm)), activation, dependent=self.dependent)
+        within = norm if x.shape[0] == 1 else None
+        return skinny_product(
+            x if within else self._normed(x, norm), self.weight, self.workspace,
+            bias=self.bias, activation=activation, norm=within, dependent=self.dependent,
+        )  # fmt: skip
+
+    def add_to(self, target: Tensor, x: Tensor) -> None:
+        """Add the product to `target` [tokens, out] in place."""
+        if self._is_few(x):
+            skinny_product(
+                x, self.weight, self.workspace,
+                bias=self.bias, residual=target, out=target, dependent=self.dependent,
+            )  # fmt: skip
+            return
+        target.addmm_(x, self.weight.t())
+        if self.bias is not None:
+            target.add_(self.bias)
+
+    def _is_few(self, x: Tensor) -> bool:
+        return x.shape[0] <= self.few
+
+    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
+        return rms_norm(x, norm.weight, norm.eps, dependent=self.dependent)
+
+    def _by_library(self, x: Tensor) -> Tensor:
+        turned = self.weight.t()
+        return torch.mm(x, turned) if self.bias is None else torch.addmm(self.bias, x, turned)
+
+
+class TritonProduct(NumbersProduct):
+    """The weight as it is; all weights of a model share one workspace."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, dependent: bool) -> None:
+        super().__init__(dtype)
+        self._workspace, self._dependent = Workspace.make(device), dependent
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
+        return TritonMultiply(weight, bias, self._workspace, own_rows(*weight.shape), self._dependent)

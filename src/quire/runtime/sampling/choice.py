@@ -1,0 +1,129 @@
+"""The last step of sampling: from transformed logits to one token per row, by temperature, min_p, top_k and top_p."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.runtime.sampling.choosers.chooser import Chooser
+from quire.runtime.sampling.choosers.full import DrawFromAll
+from quire.runtime.sampling.choosers.top_k import DrawFromTopK
+from quire.runtime.sampling.choosers.top_p import DrawFromTopP
+from quire.runtime.sampling.failures import mark_failures
+from quire.runtime.sampling.history import TokenHistory
+from quire.runtime.sampling.members import Part, make_part
+from quire.runtime.sampling.rng import Streams
+from quire.runtime.sampling.tiles import best_token, tile_max
+from quire.runtime.sampling.transforms.min_p import MinP
+from quire.runtime.sampling.transforms.temperature import Temperature
+from quire.runtime.sampling.transforms.transform import Step, Transform
+from quire.types.step import Ints, NewRow
+
+_LINES_AT_ONCE = 64  # rows drawn together; bounds the scratch memory to a few dozen bytes per token of their vocabulary
+
+
+class Choice(Protocol):
+    """How tokens are chosen. Every way gives a row the same token, wherever exp rounds alike."""
+
+    @property
+    def takes_any_dtype(self) -> bool:
+        """Whether logits need not be float32."""
+
+    def add(self, new: NewRow) -> None:
+        """Take in a row's parameters."""
+
+    def remove(self, row: int) -> None:
+        """Forget a row. Idempotent."""
+
+    def prepare(self, rows: Ints) -> Any:
+        """What `choose` needs to know of a batch, worked out when its rows or their parameters change."""
+
+    def choose(self, logits: Tensor, prepared: Any, step: Step) -> Tensor:
+        """Token ids [S], int64, from logits [S, vocab], which may be overwritten; negative for rows that failed."""
+
+    def check(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    transforms: tuple[tuple[Transform, Part], ...]
+    choosers: tuple[tuple[Chooser, Part], ...]
+    greedy: Part | None
+
+
+class TorchChoice:
+    """By torch, on any device: only what the rows of a batch ask for is computed."""
+
+    takes_any_dtype = False
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._transforms: tuple[Transform, ...] = (Temperature(num_rows, device), MinP(num_rows, device))
+        self._choosers: tuple[Chooser, ...] = (
+            DrawFromAll(num_rows, vocab_size),
+            DrawFromTopK(num_rows, vocab_size, device),
+            DrawFromTopP(num_rows, vocab_size, device),
+        )
+        self._features: tuple[Transform | Chooser, ...] = (*self._transforms, *self._choosers)
+        self._streams = Streams(num_rows, device)
+
+    def add(self, new: NewRow) -> None:
+        for feature in self._features:
+            feature.add(new)
+        self._streams.put(new.row, new.seed, new.sample_index)
+
+    def remove(self, row: int) -> None:
+        for feature in self._features:
+            feature.members.leave(row)
+
+    def prepare(self, rows: Ints) -> _Batch:
+        transforms = [(transform, transform.members.part(rows, self._device)) for transform in self._transforms]
+        choosers = [(chooser, chooser.members.part(rows, self._device)) for chooser in self._choosers]
+        return _Batch(
+            tuple((transform, part) for transform, part in transforms if part is not None),
+            tuple((chooser, part) for chooser, part in choosers if part is not None),
+            self._greedy_part(rows),
+        )
+
+    def choose(self, logits: Tensor, prepared: _Batch, step: Step) -> Tensor:  # [S]
+        for transform, part in prepared.transforms:
+            transform.apply(logits, part, step)
+        tops = tile_max(logits)  # [S, tiles]
+        chosen = [(part, self._draw(chooser, part, logits, tops, step.history)) for chooser, part in prepared.choosers]
+        if prepared.greedy is not None:
+            chosen.append((prepared.greedy, best_token(prepared.greedy.take(logits), prepared.greedy.take(tops))))
+        return mark_failures(_joined(chosen), tops.amax(dim=-1))
+
+    def check(self) -> None:
+        for feature in self._features:
+            feature.members.check()
+
+    def _greedy_part(self, rows: Ints) -> Part | None:
+        no_slots: npt.NDArray[np.int64] = np.zeros(len(rows), dtype=np.int64)
+        drawn = np.logical_or.reduce([chooser.members.among(rows) for chooser in self._choosers])
+        return make_part(rows, ~drawn, no_slots, self._device)
+
+    def _draw(self, chooser: Chooser, part: Part, logits: Tensor, tops: Tensor, history: TokenHistory) -> Tensor:  # [G]
+        uniform = self._streams.uniform(part.rows, history)
+        logits, tops = part.take(logits), part.take(tops)
+        drawn = [
+            chooser.choose(logits[lines], tops[lines], part.slots[lines], uniform[lines])
+            for lines in (slice(start, start + _LINES_AT_ONCE) for start in range(0, len(logits), _LINES_AT_ONCE))
+        ]
+        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+
+
+def _joined(chosen: list[tuple[Part, Tensor]]) -> Tensor:
+    """The tokens of a batch's parts, in the batch's order."""
+    first_part, first_ids = chosen[0]
+    if first_part.whole:
+        return first_ids
+    token_ids = first_ids.new_empty(sum(len(ids) for _, ids in chosen))
+    for part, ids in chosen:
+        token_ids.index_copy_(0, part.positions, ids)
+    return token_ids

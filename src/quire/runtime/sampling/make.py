@@ -1,0 +1,17 @@
+"""The sampler that goes with a model's kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.runtime.attention.backend import Kernels
+from quire.runtime.sampling.sampler import Sampler
+
+
+def make_sampler(num_rows: int, vocab_size: int, device: torch.device, kernels: Kernels) -> Sampler:
+    """Where Triton runs the model, it chooses the tokens too: such steps can be captured."""
+    if kernels != "triton":
+        return Sampler(num_rows, vocab_size, device)
+    from quire.runtime.sampling.triton_choice import TritonChoice
+
+    return Sampler(num_rows, vocab_size, device, TritonChoice(num_rows, vocab_size, device))

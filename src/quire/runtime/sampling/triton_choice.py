@@ -1,0 +1,119 @@
+"""Tokens chosen by Triton kernels, from parameters that lie on the device by row: the way a captured step can go."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.kernels.triton.sampling import SampleSpace, sample
+from quire.kernels.triton.sampling_filters import FilterSpace
+from quire.kernels.triton.sampling_weights import RowParameters, RowTokens
+from quire.runtime.sampling.history import TokenHistory
+from quire.runtime.sampling.rng import stream_start
+from quire.runtime.sampling.transforms.transform import Step
+from quire.runtime.transfer import Courier
+from quire.types.step import Ints, NewRow
+
+
+class _Parameters(NamedTuple):
+    """Of one row, in the order and the meaning of RowParameters."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    log_min_p: float
+    stream: int
+
+
+_DTYPES = (np.float32, np.int32, np.float64, np.float32, np.int64)  # of each
+
+
+class _Batch(NamedTuple):
+    rows: Tensor  # [S] int32
+    narrow: bool
+
+
+class TritonChoice:
+    """One pass for all rows, however they are chosen; rows with top_k or top_p need a second.
+
+    Parameters of new rows wait on the host and go up together, before the next batch that is chosen.
+    """
+
+    takes_any_dtype = True
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._parameters = RowParameters.make(num_rows, device)
+        self._space = SampleSpace.make(num_rows, vocab_size, device, filtered=True)
+        self._courier = Courier(device)
+        self._waiting: dict[int, _Parameters] = {}
+        self._narrow: npt.NDArray[np.bool_] = np.zeros(num_rows, dtype=np.bool_)  # rows with top_k or top_p
+        self._num_narrow = 0
+
+    def add(self, new: NewRow) -> None:
+        sampling = new.sampling
+        log_min_p = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
+        start = stream_start(new.seed, new.sample_index)
+        self._waiting[new.row] = _Parameters(sampling.temperature, sampling.top_k, sampling.top_p, log_min_p, start)
+        has_filter = sampling.top_p < 1.0 or 0 < sampling.top_k < self._vocab_size
+        self._set_narrow(new.row, has_filter and not sampling.is_greedy)
+
+    def remove(self, row: int) -> None:
+        self._waiting.pop(row, None)
+        self._set_narrow(row, False)
+
+    def prepare(self, rows: Ints) -> _Batch:
+        return _Batch(self._courier.send(rows.astype(np.int32))[0], self.is_narrow(rows))
+
+    def choose(self, logits: Tensor, prepared: _Batch, step: Step) -> Tensor:  # [S]
+        self.settle()
+        token_ids = torch.empty(len(prepared.rows), dtype=torch.int64, device=self._device)
+        self.choose_into(token_ids, logits, prepared.rows, step.history, narrow=prepared.narrow)
+        return token_ids
+
+    def choose_into(
+        self, token_ids: Tensor, logits: Tensor, rows: Tensor, history: TokenHistory, *, narrow: bool
+    ) -> None:
+        """Fill token_ids [S] for `rows` [S]; negative rows are padding. Waits for nothing, so it can be captured.
+
+        `narrow` must be true if any of the rows has top_k or top_p. New parameters must have been settled.
+        """
+        space = _first(self._space, len(rows), narrow=narrow)
+        tokens = RowTokens(history.tokens, history.lengths, history.num_prompt)
+        sample(logits, rows, self._parameters, tokens, space, token_ids)
+
+    def is_narrow(self, rows: Ints) -> bool:
+        """Whether one of `rows` has top_k or top_p."""
+        return self._num_narrow > 0 and bool(self._narrow[rows].any())
+
+    def settle(self) -> None:
+        """Bring the parameters of new rows to the device."""
+        if not self._waiting:
+            return
+        rows = np.fromiter(self._waiting, dtype=np.int64)
+        columns = zip(*self._waiting.values(), strict=True)
+        arrays = [np.array(column).astype(dtype) for column, dtype in zip(columns, _DTYPES, strict=True)]
+        where, *values = self._courier.send(rows, *arrays)
+        for target, numbers in zip(self._parameters, values, strict=True):
+            target.index_copy_(0, where, numbers)
+        self._waiting.clear()
+
+    def check(self) -> None:
+        assert int(self._narrow.sum()) == self._num_narrow
+
+    def _set_narrow(self, row: int, narrow: bool) -> None:
+        self._num_narrow += int(narrow) - int(self._narrow[row])
+        self._narrow[row] = narrow
+
+
+def _first(space: SampleSpace, entries: int, *, narrow: bool) -> SampleSpace:
+    """The part of a space that a batch of so many entries uses."""
+    filters = None
+    if narrow and space.filters is not None:
+        filters = FilterSpace(*(memory[:entries] for memory in space.filters))
+    return SampleSpace._make([*(memory[:entries] for memory in space[:-1]), filters])

@@ -1,0 +1,48 @@
+"""Launches recorded once and repeated by a single call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Launch = Callable[[], None]
+
+
+class Capture(Protocol):
+    """Records what a function launches. The function must be harmless to run and do the same every time."""
+
+    def record(self, launch: Launch) -> Launch:
+        """Run `launch` at least once; the result repeats its launches, on the memory they used."""
+
+
+class CudaCapture:
+    """CUDA graphs that share one pool of memory: they may never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, launch: Launch) -> Launch:
+        """Waits for the device. The first run compiles kernels and makes libraries set themselves up."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            launch()
+            self._stream.synchronize()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                launch()
+            finally:
+                graph.capture_end()
+        self._stream.synchronize()
+        return graph.replay
+
+
+class NoCapture:
+    """Repeats the function itself: for devices without graphs."""
+
+    def record(self, launch: Launch) -> Launch:
+        launch()
+        return launch

@@ -1,0 +1,30 @@
+"""The paged cache on a GPU: copies of blocks in all layers by one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.config.engine import CacheConfig
+from quire.config.model import Heads
+from quire.kernels.triton.copy import copy_blocks
+from quire.runtime.transfer import Courier
+from quire.runtime.worker.cache import KVCache, independent
+from quire.types.step import BlockCopy
+
+
+class DeviceCache(KVCache):
+    """Does not wait for the device."""
+
+    def __init__(
+        self, config: CacheConfig, heads: Heads, num_layers: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(config, heads, num_layers, dtype, device)
+        self._courier = Courier(device)
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        for batch in independent(copies):
+            pairs = np.array([(copy.source, copy.target) for copy in batch], dtype=np.int32)
+            copy_blocks(self._blocks, self._courier.send(pairs)[0])

@@ -1,0 +1,107 @@
+"""Attention of prompt chunks against the reference, and the list of their tiles."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from attention_cases import DTYPES, FLOAT8, Heads, close, paged, rule_for
+from quire.kernels.triton.attention_config import PrefillConfig, prefill_config
+from quire.kernels.triton.attention_prefill import PrefillPlan, lay_out_tiles, paged_prefill
+from quire.kernels.triton.attention_rule import AttentionRule
+from triton_cases import DEVICE, ON_GPU
+
+Chunks = list[tuple[int, int]]  # position of the first token, tokens
+UNTOUCHED = 7.0
+
+
+def plan_for(chunks: Chunks, heads: Heads, first: int, spare: int = 0) -> PrefillPlan:
+    config = prefill_config(heads.dim) if ON_GPU else PrefillConfig(16, 16, 4, 2)
+    begin, spans = first, []
+    for row, (start, count) in enumerate(chunks):
+        spans.append((begin, start, count, row))
+        begin += count
+    group = heads.query // heads.kv
+    tiles = lay_out_tiles(spans, group, config.block_m)
+    tiles = lay_out_tiles(spans, group, config.block_m, len(tiles) + spare)
+    return PrefillPlan(config, tiles.to(DEVICE))
+
+
+def check(
+    chunks: Chunks, heads: Heads, block_size: int, dtype: torch.dtype, rule: AttentionRule, *, fresh: bool = False
+) -> None:
+    """The chunks follow two other tokens of the batch, which must stay as they are."""
+    case = paged([start + count for start, count in chunks], heads, block_size, dtype)
+    tokens = 2 + sum(count for _, count in chunks)
+    query, out = case.queries(tokens), torch.full((tokens, heads.query, heads.dim), UNTOUCHED, device=DEVICE)
+    begins = [2 + sum(count for _, count in chunks[:i]) for i in range(len(chunks))]
+    wanted = [
+        case.expected(query[begin : begin + count], row, start, rule)
+        for row, (begin, (start, count)) in enumerate(zip(begins, chunks, strict=True))
+    ]
+    own = None
+    if fresh:
+        own = tuple(torch.full((tokens, heads.kv, heads.dim), float("nan"), device=DEVICE) for _ in range(2))
+        for row, (begin, (start, count)) in enumerate(zip(begins, chunks, strict=True)):
+            keys, values = case.without(row, start)
+            own[0][begin : begin + count] = keys * rule.key_scale
+            own[1][begin : begin + count] = values * rule.value_scale
+        own = (own[0].to(query.dtype), own[1].to(query.dtype))
+    plan = plan_for(chunks, heads, first=2, spare=3)
+    out = out.to(query.dtype)
+    paged_prefill(query, case.key_cache, case.value_cache, case.tables, plan, rule, fresh=own, out=out)
+    assert (out[:2] == UNTOUCHED).all()
+    for begin, rows in zip(begins, wanted, strict=True):
+        close(out[begin : begin + len(rows)], rows, dtype)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_chunks_of_any_shape_match_the_reference(seed: int, fresh: bool) -> None:
+    rng = random.Random(seed)
+    group, kv = rng.choice([1, 2, 3, 4, 7]), rng.choice([1, 2])
+    heads = Heads(group * kv, kv, rng.choice([16, 24, 32]))
+    chunks = [(rng.choice([0, 16, rng.randrange(50)]), rng.choice([1, rng.randrange(1, 30)])) for _ in range(3)]
+    check(chunks, heads, rng.choice([1, 4, 16]), rng.choice(DTYPES), rule_for(heads), fresh=fresh)
+
+
+@pytest.mark.parametrize(("dim", "block_size"), [(64, 1), (80, 16), (96, 32), (128, 64), (256, 128)])
+def test_head_dims_and_block_sizes_match_the_reference(dim: int, block_size: int) -> None:
+    heads = Heads(4, 2, dim)
+    check([(0, 18), (37, 5)], heads, block_size, DTYPES[0], rule_for(heads))
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize(
+    "features", [{"window": 11}, {"window": 1}, {"softcap": 2.0, "sinks": True}, {"window": 40, "sinks": True}]
+)
+def test_windows_caps_and_sinks_match_the_reference(features: dict[str, object], fresh: bool) -> None:
+    heads = Heads(6, 2, 16)
+    check([(0, 20), (45, 9)], heads, 32 if fresh else 4, DTYPES[0], rule_for(heads, **features), fresh=fresh)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_float8_cache_is_read_with_its_scales(fresh: bool) -> None:
+    heads = Heads(4, 2, 32)
+    rule = rule_for(heads, key_scale=0.5, value_scale=1.5)
+    check([(0, 12), (30, 9)], heads, 16, FLOAT8, rule, fresh=fresh)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tiles_hold_every_packed_row_once_heaviest_first(seed: int) -> None:
+    rng = random.Random(seed)
+    group, block_m = rng.randrange(1, 9), rng.choice([16, 64, 128])
+    chunks = [(i * 1000, rng.randrange(500), rng.randrange(1, 300), i) for i in range(rng.randrange(0, 6))]
+    tiles = lay_out_tiles(chunks, group, block_m).tolist()
+    covered = {(row, packed) for _, _, _, row, first, *_ in tiles for packed in range(first, first + block_m)}
+    assert all((row, packed) in covered for _, _, count, row in chunks for packed in range(count * group))
+    assert len(tiles) == sum(-(-count * group // block_m) for _, _, count, _ in chunks)
+    keys = [start + min((first + block_m) // group, count) for _, start, count, _, first, *_ in tiles]
+    assert keys == sorted(keys, reverse=True)
+
+
+def test_tiles_beyond_the_room_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 tiles, but there is room for 3"):
+        lay_out_tiles([(0, 0, 32, 0)], 2, 16, capacity=3)

@@ -1,0 +1,105 @@
+"""Head norms, rotary positions and the paged write against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.kernels.reference import rotary as reference
+from quire.kernels.triton.rotary import HeadNorms, LayerMemory, rotate_and_store
+from triton_cases import DEVICE, DTYPES, TOLERANCE, rand
+
+BLOCKS = torch.tensor([[5, 1, 7], [2, 0, 6]], dtype=torch.int32)
+
+
+def _table(dim: int, length: int = 64) -> torch.Tensor:
+    angles = torch.arange(length)[:, None] / 100.0 ** (torch.arange(0, dim, 2) / dim)
+    return torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE)
+
+
+def _step(block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and rows of a chunk of row 1, a padding token and a decode token of row 0."""
+    positions = torch.tensor([0, 1, 2, 0, 3 * block_size - 1], device=DEVICE)
+    return positions, torch.tensor([1, 1, 1, -1, 0], dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "dim", "block_size"), [((4, 2), 64, 4), ((9, 3), 80, 16), ((1, 1), 96, 1)])
+def test_queries_turn_and_keys_and_values_reach_their_slots(
+    heads: tuple[int, int], dim: int, block_size: int, normed: bool, dtype: torch.dtype
+) -> None:
+    queries, keys = heads
+    qkv = rand(5, queries + 2 * keys, dim, dtype=dtype)
+    positions, rows = _step(block_size)
+    if block_size == 1:
+        positions = positions.clamp(max=2)
+    weights = rand(2, dim, dtype=dtype, seed=3)
+    caches = tuple(rand(8, keys, block_size, dim, dtype=dtype, seed=i) for i in (1, 2))
+    wanted_caches = tuple(cache.clone() for cache in caches)
+    query, key = reference.rotate_and_store(
+        qkv, _table(dim), positions, rows, BLOCKS, wanted_caches, norms=(*weights, 1e-6) if normed else None
+    )
+    found = qkv.clone().flatten(1)
+    rotate_and_store(
+        found, _table(dim), positions, rows, BLOCKS.to(DEVICE), LayerMemory(*caches),
+        norms=HeadNorms(*weights, 1e-6) if normed else None, keep_keys=True,
+    )  # fmt: skip
+    found = found.view(5, -1, dim)
+    near = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    torch.testing.assert_close(found[:, :queries], query, **near)
+    torch.testing.assert_close(found[:, queries : queries + keys], key, **near)
+    torch.testing.assert_close(found[:, queries + keys :], qkv[:, queries + keys :], rtol=0, atol=0)
+    for cache, wanted in zip(caches, wanted_caches, strict=True):
+        torch.testing.assert_close(cache, wanted, **near)
+
+
+def test_queries_go_to_a_buffer_of_their_own_and_keys_stay() -> None:
+    qkv = rand(5, 4 * 64)
+    caches = torch.zeros(2, 8, 1, 4, 64, device=DEVICE)
+    positions, rows = _step(4)
+    before, out = qkv.clone(), torch.zeros(5, 2 * 64, device=DEVICE)
+    rotate_and_store(qkv, _table(64), positions, rows, BLOCKS.to(DEVICE), LayerMemory(*caches), query=out)
+    query, _ = reference.rotate_and_store(
+        before.view(5, 4, 64), _table(64), positions, rows, BLOCKS, (caches[0].clone(), caches[1].clone())
+    )
+    torch.testing.assert_close(qkv, before, rtol=0, atol=0)
+    live = rows >= 0
+    torch.testing.assert_close(out.view(5, 2, 64)[live], query[live])
+    assert not out[~live].any()
+
+
+def test_a_float8_cache_holds_numbers_over_its_scales() -> None:
+    qkv = rand(5, 4, 64, scale=3.0)
+    positions, rows = _step(4)
+    caches = tuple(torch.zeros(8, 1, 4, 64, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
+    wanted = tuple(cache.clone() for cache in caches)
+    reference.rotate_and_store(qkv, _table(64), positions, rows, BLOCKS, wanted, scales=(0.01, 0.5))
+    memory = LayerMemory(*caches, key_scale=0.01, value_scale=0.5)
+    rotate_and_store(qkv.flatten(1), _table(64), positions, rows, BLOCKS.to(DEVICE), memory)
+    for found, want in zip(caches, wanted, strict=True):
+        torch.testing.assert_close(found.float(), want.float(), rtol=0.13, atol=2.0**-8)
+
+
+def test_angles_may_be_others_than_positions() -> None:
+    qkv, caches = rand(5, 4 * 64), torch.zeros(2, 8, 1, 4, 64, device=DEVICE)
+    positions, rows = _step(4)
+    other = qkv.clone()
+    rotate_and_store(qkv, _table(64), positions, rows, BLOCKS.to(DEVICE), LayerMemory(*caches))
+    own_lines = torch.arange(5, device=DEVICE)
+    rotate_and_store(
+        other, _table(64)[positions], positions, rows, BLOCKS.to(DEVICE), LayerMemory(*caches), angles=own_lines
+    )
+    torch.testing.assert_close(qkv, other, rtol=0, atol=0)
+
+
+def test_a_token_past_its_line_of_blocks_is_stored_nowhere() -> None:
+    """Position i of row i, a block of 4 for each row: most lie past the end, where the table's memory holds traps."""
+    rows, trap = 12, 12
+    lines = torch.full((rows + 4, 1), trap, dtype=torch.int32, device=DEVICE)
+    lines[:rows, 0] = torch.arange(rows, dtype=torch.int32)
+    caches = torch.zeros(2, trap + 1, 1, 4, 64, device=DEVICE)
+    qkv, numbers = rand(rows, 4 * 64), torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    rotate_and_store(qkv, _table(64), numbers, numbers, lines[:rows], LayerMemory(*caches))
+    written = caches.any(dim=-1).any(dim=0)[:, 0]  # [blocks, block]
+    assert written.nonzero().tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]

@@ -1,0 +1,105 @@
+"""Norms, gates, quantization and embeddings against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.kernels.reference import activation as reference_activation
+from quire.kernels.reference import elementwise, embedding, norm, quantize
+from quire.kernels.triton.activation import gate
+from quire.kernels.triton.embedding import embed, embed_newest
+from quire.kernels.triton.norm import add_rms_norm, rms_norm
+from quire.kernels.triton.quantize import quantize_rows
+from triton_cases import DEVICE, DTYPES, TOLERANCE, rand
+
+SHAPES = [(1, 64), (3, 80), (5, 576)]
+
+
+def _same_quantized(found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Scales agree, and numbers to one float8 step: a last bit of the input may fall on the other side."""
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-2, atol=0)
+    torch.testing.assert_close(found[0].float(), wanted[0].float(), rtol=0.13, atol=2.0**-8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_a_norm_is_that_of_torch(rows: int, size: int, dtype: torch.dtype) -> None:
+    x, weight = rand(rows, size, dtype=dtype), rand(size, dtype=dtype, seed=1)
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-5), elementwise.rms_norm(x, weight, 1e-5), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_a_norm_with_residual_leaves_the_sum_behind(rows: int, size: int, dtype: torch.dtype) -> None:
+    x, residual, weight = (rand(rows, size, dtype=dtype, seed=i) for i in (0, 1, 2))
+    found_sum, wanted_sum, weight = residual.clone(), residual.clone(), weight[0]
+    found = add_rms_norm(x, found_sum, weight, 1e-6)
+    wanted = norm.add_rms_norm(x, wanted_sum, weight, 1e-6)
+    torch.testing.assert_close(found_sum, wanted_sum, rtol=0, atol=0)
+    torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_a_norm_writes_float8_with_a_scale_per_row() -> None:
+    x, weight = rand(4, 192, scale=3.0), rand(192, seed=1)
+    out, scale = torch.empty(4, 192, dtype=torch.float8_e4m3fn, device=DEVICE), torch.empty(4, device=DEVICE)
+    rms_norm(x, weight, 1e-5, out, scale)
+    _same_quantized((out, scale), quantize.quantize_rows(elementwise.rms_norm(x, weight, 1e-5)))
+
+
+def test_a_norm_reads_rows_that_lie_apart() -> None:
+    wide, weight = rand(3, 200), rand(64, seed=1)
+    torch.testing.assert_close(rms_norm(wide[:, :64], weight, 1e-5), elementwise.rms_norm(wide[:, :64], weight, 1e-5))
+
+
+def test_a_float8_norm_without_a_scale_is_refused() -> None:
+    x = rand(1, 64)
+    with pytest.raises(ValueError, match="come together"):
+        rms_norm(x, x[0], 1e-5, torch.empty(1, 64, dtype=torch.float8_e4m3fn, device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize(("rows", "size"), [(1, 32), (3, 1100)])
+def test_a_gate_is_that_of_torch(rows: int, size: int, activation: str, dtype: torch.dtype) -> None:
+    x = rand(rows, 2 * size, dtype=dtype, scale=2.0)
+    torch.testing.assert_close(
+        gate(x, activation), reference_activation.gate(x, activation), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
+
+
+def test_a_gate_writes_float8_with_a_scale_per_row() -> None:
+    x = rand(2, 2 * 300)
+    out, scale = torch.empty(2, 300, dtype=torch.float8_e4m3fn, device=DEVICE), torch.empty(2, device=DEVICE)
+    gate(x, "silu", out, scale)
+    _same_quantized((out, scale), quantize.quantize_rows(reference_activation.gate(x, "silu")))
+
+
+@pytest.mark.parametrize("size", [48, 9000])
+def test_rows_are_quantized_by_their_own_largest_number(size: int) -> None:
+    x = rand(3, size) * torch.tensor([[1.0], [100.0], [0.0]], device=DEVICE)
+    found, scale = quantize_rows(x)
+    wanted, wanted_scale = quantize.quantize_rows(x)
+    torch.testing.assert_close(scale, wanted_scale, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embeddings_are_lines_of_the_table_and_zero_outside(dtype: torch.dtype) -> None:
+    table = rand(10, 48, dtype=dtype)
+    ids = torch.tensor([3, 9, -1, 10, 0], device=DEVICE)
+    torch.testing.assert_close(embed(ids, table), embedding.embed(ids, table), rtol=0, atol=0)
+
+
+def test_a_decode_step_starts_from_the_newest_token_of_each_row() -> None:
+    table, tokens = rand(32, 40), torch.randint(0, 32, (4, 7), dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([3, 0, 7, 1], device=DEVICE)
+    rows = torch.tensor([2, 0, -1, 3, 1], dtype=torch.int32, device=DEVICE)
+    out = torch.full((5, 40), 9.0, device=DEVICE)
+    positions = torch.full((5,), 9, dtype=torch.int32, device=DEVICE)
+    embed_newest(rows, tokens, lengths, table, out, positions)
+    ids, wanted_positions = embedding.newest_tokens(rows, tokens, lengths)
+    torch.testing.assert_close(out, embedding.embed(ids, table), rtol=0, atol=0)
+    assert positions.tolist() == wanted_positions.tolist() == [6, 2, 0, 0, 0]

@@ -1,0 +1,75 @@
+"""The GPU benchmarks, as far as they can be held without one: their requests, floors and arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import floor, workloads
+from benchmarks.gpu.models import MODELS, BenchModel
+from benchmarks.gpu.profile_step import busy_share
+
+TINY = BenchModel(
+    {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "hidden_act": "silu", "vocab_size": 12_000, "max_position_embeddings": 4_096, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+)  # fmt: skip
+
+
+def test_requests_are_the_same_in_every_run_and_others_in_every_repeat() -> None:
+    for make in (workloads.nano, workloads.chat512, workloads.prefill, workloads.shared, workloads.n8):
+        first = make(0)
+        assert make(0) == first
+        assert make(1).prompts != first.prompts
+        assert list(map(len, make(1).prompts)) == list(map(len, first.prompts))
+        assert all(1 <= token < 11_000 for token in make(1).prompts[0])
+
+
+def test_a_staircase_decodes_at_every_number_of_rows() -> None:
+    work = workloads.staircase([8, 4, 1])
+    assert work.outputs == [2] * 4 + [4] * 3 + [6]
+    live = [sum(count > step for count in work.outputs) for step in range(max(work.outputs))]
+    assert live == [8, 8, 4, 4, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "nano", "chat", "prefill", "tpot"),
+    [("qwen3-0.6b", 36_000, 68_000, 708_000, 0.284), ("llama-3.1-8b", 13_290, 14_250, 54_500, 3.50)],
+)
+def test_floors_follow_from_the_shapes(name: str, nano: float, chat: float, prefill: float, tpot: float) -> None:
+    model = MODELS[name]
+    for make, wanted in ((workloads.nano, nano), (workloads.chat512, chat)):
+        work = make(0)
+        assert work.num_output_tokens / floor.total_seconds(model, work) == pytest.approx(wanted, rel=0.01)
+    work = workloads.prefill(0)
+    assert work.num_prompt_tokens / floor.total_seconds(model, work) == pytest.approx(prefill, rel=0.01)
+    assert floor.step_seconds(model, 1, 256) * 1e3 == pytest.approx(tpot, rel=0.01)
+
+
+def test_a_bench_runs_requests_and_says_how_far_they_are_from_the_floor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(MODELS, "qwen3-0.6b", TINY)
+    monkeypatch.setattr(gpu, "WARM_UP", [4, 1])
+    monkeypatch.setitem(gpu.WHOLE, "nano", lambda repeat: workloads.Workload([[5, 6 + repeat]] * 3, [4, 2, 3]))
+    bench = gpu.Bench("qwen3-0.6b", {"device": "cpu", "num_kv_blocks": 600, "threads": 1, "max_num_seqs": 8})
+    bench.start()
+    bench.warm_up()
+    bench.run("nano", 0)
+    bench.run("nano", 1)
+    lines = {line[0]: line for line in bench.summary()}
+    assert lines["nano"][2] == "out tok/s"
+    assert lines["nano"][4].endswith("%")
+    assert len(bench.found["nano"]) == 2
+    assert capsys.readouterr().out.count("RESULT ") == 4
+    bench.llm.close()
+
+
+def test_overlapping_work_keeps_the_device_busy_once() -> None:
+    events = [{"ts": 0, "dur": 10}, {"ts": 5, "dur": 10}, {"ts": 25, "dur": 5}]
+    assert busy_share(events) == pytest.approx((20e-6, 30e-6))

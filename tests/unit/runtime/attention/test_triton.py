@@ -1,0 +1,72 @@
+"""The Triton backend against the reference, over mixed batches of decodes, chunks and padding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire.config.model import Heads
+from quire.runtime.attention.backend import LayerCache
+from quire.runtime.attention.reference import ReferenceAttention
+from quire.runtime.attention.registry import make_backend, resolve_backend
+from quire.runtime.layers.weights import Placement
+from quire.types.errors import ConfigError
+from tests.unit.runtime.attention.test_backends import batch_of
+from tiny_models import DEVICE
+
+pytest.importorskip("triton")
+
+HEADS = Heads(num_query=4, num_kv=2, dim=16)
+PLACEMENT = Placement(torch.float32, torch.device(DEVICE))
+
+
+@pytest.mark.parametrize("size", [1, 16])
+@pytest.mark.parametrize(
+    ("decodes", "chunks"),
+    [([40, 9, 1], []), ([], [(7, 5), (0, 1)]), ([40, 2], [(0, 6), (16, 16)])],
+)
+def test_it_gives_what_the_reference_gives(decodes: list[int], chunks: list[tuple[int, int]], size: int) -> None:
+    batch, cache, tensors = batch_of(decodes, chunks, size, HEADS)
+    reference = ReferenceAttention(HEADS, HEADS.dim**-0.5)
+    expected = reference.attend(*tensors, cache, reference.prepare(batch))
+
+    held = [*batch.block_ids, *(chunk.block_ids for chunk in batch.chunks)]
+    tables = torch.nn.utils.rnn.pad_sequence(held, batch_first=True).int()
+    spans = [(each.begin, each.start, each.num_tokens, len(decodes) + i) for i, each in enumerate(batch.chunks)]
+    rows = [*range(len(decodes)), *(row for *_, tokens, row in spans for _ in range(tokens))]
+    positions = [int(length) - 1 for length in batch.lengths] + [s + i for _, s, n, _ in spans for i in range(n)]
+    backend = make_backend("triton", HEADS, torch.float32, PLACEMENT, size)
+    key, value = cache.key.to(DEVICE), cache.value.to(DEVICE)
+    backend.reserve(LayerCache.of(key, value), 8)
+    plan = backend.plan(
+        torch.tensor(rows, dtype=torch.int32, device=DEVICE),
+        torch.tensor(positions, device=DEVICE),
+        torch.from_numpy(batch.lengths).to(DEVICE),
+        tables.to(DEVICE),
+        backend.tiles(spans).to(DEVICE) if spans else None,
+    )
+    found = backend.attend(*(tensor.to(DEVICE) for tensor in tensors), LayerCache.of(key, value), plan)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_its_kernels_do_not_know_is_refused_and_auto_takes_another() -> None:
+    assert resolve_backend("triton", HEADS, PLACEMENT, 16) == "triton"
+    for heads, size, reason in ((Heads(2, 1, 320), 16, "320 numbers"), (HEADS, 24, "no power of two")):
+        with pytest.raises(ConfigError, match=reason):
+            resolve_backend("triton", heads, PLACEMENT, size)
+        assert resolve_backend("auto", heads, PLACEMENT, size) != "triton"
+
+
+def test_a_cpu_is_never_given_triton_unasked() -> None:
+    cpu = Placement(torch.float32, torch.device("cpu"))
+    assert resolve_backend("auto", HEADS, cpu, 16) in ("native", "gather")
+
+
+def test_no_decode_rows_and_no_chunks_make_an_empty_plan() -> None:
+    backend = make_backend("triton", HEADS, torch.float32, PLACEMENT)
+    nothing = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    plan = backend.plan(nothing.int(), nothing, nothing, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), None)
+    assert (plan.split, plan.prefill, plan.num_decodes) == (None, None, 0)
+    assert backend.tiles([]).shape == (0, 8)
+    assert np.asarray(backend.tiles([(0, 0, 3, 1)])).shape == (1, 8)

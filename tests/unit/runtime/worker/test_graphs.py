@@ -1,0 +1,185 @@
+"""Decode steps as graphs: captured on a GPU, repeated as functions elsewhere, with the same logic around them."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from quire.config.model import Heads
+from quire.runtime.sampling.make import make_sampler
+from quire.runtime.worker.capture import Launch
+from quire.runtime.worker.graphs import DecodeGraphs, buckets_up_to
+from quire.runtime.worker.parts import NoGraphs
+from quire.types.step import Chunk
+from tiny_models import DEVICE, VOCAB, Bench, MemoryCheckpoint, engine_config, random_checkpoint, tiny_config
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # uint64, modulo 2**64
+ROWS = 6
+PROMPTS = {0: [5, 6, 7], 1: [11, 12], 2: [9], 4: [1, 2, 3, 4]}
+WAYS = {
+    0: {},
+    1: {"temperature": 0.8, "seed": 3},
+    2: {"temperature": 1.1, "top_p": 0.8, "min_p": 0.02, "seed": 4},
+    4: {"temperature": 1.0, "top_k": 7, "seed": 5},
+}
+
+
+@cache
+def checkpoint() -> MemoryCheckpoint:
+    sizes = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 32, "heads": Heads(2, 1, 16)}
+    return random_checkpoint(tiny_config("qwen3", **sizes, tie_word_embeddings=True))
+
+
+def bench(attention: str) -> Bench:
+    """With the sampler that an executor gives it."""
+    config = engine_config(rows=ROWS, num_blocks=64, max_len=64)
+    kernels = "triton" if attention == "triton" else "torch"
+    sampler = make_sampler(ROWS, VOCAB, torch.device(config.device.device), kernels)
+    return Bench(checkpoint(), config, attention=attention, sampler=sampler)
+
+
+class Recorder:
+    """A Capture that counts; `launch` is what would be captured."""
+
+    def __init__(self, inner: object) -> None:
+        self.inner, self.recorded, self.replayed = inner, 0, 0
+
+    def record(self, launch: Launch) -> Launch:
+        self.recorded += 1
+        return partial(self._replay, self.inner.record(launch))  # type: ignore[attr-defined]
+
+    def _replay(self, launch: Launch) -> None:
+        self.replayed += 1
+        launch()
+
+
+def graphs_of(made: Bench) -> tuple[DecodeGraphs, Recorder]:
+    graphs = made.worker._graphs
+    assert isinstance(graphs, DecodeGraphs)
+    recorder = Recorder(graphs._capture)
+    graphs._capture = recorder
+    return graphs, recorder
+
+
+def start(made: Bench, rows: list[int], **more: object) -> None:
+    for row in rows:
+        made.add(row, PROMPTS[row], **{**WAYS[row], **more})
+    made.run(chunks=[Chunk(row, 0, len(PROMPTS[row]), (row,)) for row in rows])
+
+
+def test_graphs_of_padded_steps_choose_what_the_reference_chooses() -> None:
+    plain, triton = bench("reference"), bench("triton")
+    _, recorder = graphs_of(triton)
+    for made in (plain, triton):
+        start(made, [0, 1, 4])
+        made.run(decode=[1, 0, 4])  # three of four, with filters
+        made.run(decode=[1, 0])  # two, without
+        made.add(2, PROMPTS[2], **WAYS[2])
+        made.run(decode=[1, 0, 4], chunks=[Chunk(2, 0, 1, (2,))])  # no graph
+        made.release(0)
+        made.run(decode=[2, 4, 1])
+        made.run(decode=[4])
+    assert triton.tokens == plain.tokens
+    assert recorder.recorded == 3  # four rows and one row with filters, two without
+    assert recorder.replayed == 4
+
+
+def test_capturing_changes_no_row_and_no_block() -> None:
+    made = bench("triton")
+    graphs, _ = graphs_of(made)
+    start(made, [0, 1])
+    rows, memory = made.worker.rows, made.worker.cache._memory
+    before = [each.clone() for each in (rows.tokens, rows.history.lengths, memory)]
+    with torch.inference_mode():
+        for bucket, narrow in ((1, False), (4, True)):
+            graphs._make(bucket, narrow)
+    for was, each in zip(before, (rows.tokens, rows.history.lengths, memory), strict=True):
+        assert torch.equal(was, each)
+    made.worker.check()
+
+
+def test_padding_writes_nothing_anywhere() -> None:
+    made = bench("triton")
+    start(made, [0, 1, 2])
+    memory = made.worker.cache._memory
+    made.reserve(0, 8)
+    made.reserve(1, 8)
+    made.reserve(2, 8)
+    held = {block for row in (0, 1, 2) for block in made.tables[row]}
+    free = [block for block in range(64) if block not in held]
+    memory[:, :, free] = 7.0
+    made.run(decode=[2, 0, 1])
+    assert (memory[:, :, free] == 7.0).all()
+
+
+def test_rows_are_written_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench("triton")
+    graphs, _ = graphs_of(made)
+    start(made, [0, 1])
+    sent: list[list[int]] = []
+    courier = made.worker.rows.courier
+    send_into = courier.send_into
+
+    def spy(target: torch.Tensor, array: np.ndarray) -> None:
+        sent.append(array.tolist())
+        send_into(target, array)
+
+    monkeypatch.setattr(courier, "send_into", spy)
+    made.run(decode=[0, 1])
+    sent.clear()
+    made.run(decode=[0, 1])
+    assert sent == []
+    made.run(decode=[1, 0])
+    assert sent == [[1, 0], [1, 0]]
+    assert graphs._entries[:2].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("special", [{"presence_penalty": 0.5, "logit_bias": {5: 3.0}}, {"logprobs": 2}])
+def test_rows_that_ask_for_more_than_a_choice_go_without_a_graph(special: dict[str, object]) -> None:
+    plain, triton = bench("reference"), bench("triton")
+    _, recorder = graphs_of(triton)
+    for made in (plain, triton):
+        start(made, [0])
+        made.add(1, PROMPTS[1], **{**WAYS[1], **special})
+        made.run(decode=[0], chunks=[Chunk(1, 0, 2, (1,))])
+        for _ in range(2):
+            made.run(decode=[0, 1])
+    assert triton.tokens == plain.tokens
+    assert recorder.recorded == 0
+    assert len(triton.output.logprobs) == len(plain.output.logprobs)
+    triton.release(1)
+    triton.run(decode=[0])
+    assert recorder.replayed == 1
+
+
+def test_a_failed_row_keeps_its_steps_out_of_graphs() -> None:
+    made = bench("triton")
+    _, recorder = graphs_of(made)
+    start(made, [0])
+    made.add(1, [1, VOCAB + 4])
+    made.run(decode=[0], chunks=[Chunk(1, 0, 2, (1,))])
+    made.run(decode=[0, 1])
+    assert recorder.recorded == 0
+    made.release(1)
+    made.run(decode=[0])
+    assert recorder.replayed == 1
+
+
+def test_eager_is_enforced() -> None:
+    config = engine_config(rows=ROWS, num_blocks=64, max_len=64)
+    eager = type(config.device)(config.device.device, "float32", "float32", enforce_eager=True)
+    sampler = make_sampler(ROWS, VOCAB, torch.device(DEVICE), "triton")
+    made = Bench(checkpoint(), type(config)(config.cache, config.scheduler, eager), attention="triton", sampler=sampler)
+    assert isinstance(made.worker._graphs, NoGraphs)
+
+
+def test_buckets_end_with_the_number_of_rows() -> None:
+    assert buckets_up_to(1) == (1,)
+    assert buckets_up_to(6) == (1, 2, 4, 6)
+    assert buckets_up_to(256)[-2:] == (192, 256)
+    assert buckets_up_to(5_000)[-1] == 1_024
