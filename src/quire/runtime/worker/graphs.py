@@ -97,7 +97,7 @@ class DecodeGraphs:
 
     def _write(self, rows: Ints, bucket: int) -> None:
         """Say which rows the next step is about. Costs nothing while they stay the same."""
-        if rows is self._written or (len(rows) and np.array_equal(rows, self._written)):
+        if len(rows) and (rows is self._written or np.array_equal(rows, self._written)):
             return
         entries = np.full(bucket, PADDING, dtype=np.int32)
         places = np.full(bucket, self._rows.spare, dtype=np.int64)
