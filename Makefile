@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 RUN_STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
+TRITON := triton==3.6.0# for the tests in its interpreter, where torch's build has not brought its own
 MODEL_STAMP := $(VENV)/.model
 CODE := setup.py src tests benchmarks examples
 BUILT_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/quire/kernels/native/*.cpp src/quire/kernels/native/*.h)
@@ -68,6 +69,7 @@ $(RUN_STAMP): $(BUILT_FROM) | $(BIN)/python
 
 $(DEV_STAMP): $(BUILT_FROM) | $(BIN)/python
 	$(INSTALL) -e '.[dev]'
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(INSTALL) $(TRITON)
 	@touch $@ $(RUN_STAMP)
 
 $(MODEL_STAMP): $(RUN_STAMP)

@@ -44,6 +44,7 @@ def export_hugging_face(model: str | None, folder: Path, dtype: str) -> Path:
 
 def hugging_face_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The config.json that describes the model."""
+    assert not config.rope.frequency_factors, "transformers has no spelling for explicit frequency factors"
     rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta, **dict(config.rope.scaling)}
     return {
         "architectures": [CLASSES[config.architecture]],
@@ -63,6 +64,7 @@ def hugging_face_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
+        "sliding_window": None,
         "bos_token_id": config.bos_id,
         "eos_token_id": list(config.eos_ids),
         "torch_dtype": dtype,

@@ -10,17 +10,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from quire.config.model import ModelConfig
+from benchmarks.cpu.export import hugging_face_config
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.runtime.loading.gguf.reader import GgufFile
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 
 
 def gguf_to_hf(
@@ -30,7 +23,7 @@ def gguf_to_hf(
     directory.mkdir(parents=True, exist_ok=True)
     checkpoint = open_checkpoint(files_at(source))
     try:
-        config = hf_config(checkpoint.config, dtype)
+        config = hugging_face_config(checkpoint.config, str(dtype).removeprefix("torch."))
         tensors = {name: checkpoint.read(name).to(dtype).contiguous() for name in sorted(checkpoint.names)}
     finally:
         checkpoint.close()
@@ -57,37 +50,6 @@ def tokenizer_config(source: Path) -> dict[str, object]:
             result[f"{role}_token"] = tokens[int(str(token))]
     if "tokenizer.chat_template" in metadata:
         result["chat_template"] = metadata["tokenizer.chat_template"]
-    return result
-
-
-def hf_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
-    assert not config.rope.frequency_factors, "transformers has no spelling for explicit frequency factors"
-    eos = list(config.eos_ids)
-    result: dict[str, object] = {
-        "architectures": [ARCHITECTURES[config.architecture]],
-        "model_type": config.architecture,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.heads.num_query,
-        "num_key_value_heads": config.heads.num_kv,
-        "head_dim": config.heads.dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.rope.max_position,
-        "rope_theta": config.rope.theta,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "bos_token_id": config.bos_id,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-    if config.rope.kind != "default":
-        result["rope_scaling"] = {"rope_type": config.rope.kind, **dict(config.rope.scaling)}
-    if config.architecture == "llama":
-        result |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
-    if config.architecture == "mistral":
-        result["sliding_window"] = None
     return result
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.runtime.loading.gguf.bits import nibbles
 from quire.runtime.loading.gguf.simple_quants import five_bits
-from quire.runtime.loading.gguf.types import GgmlType
+from quire.runtime.loading.gguf.types import LEVEL_TYPES, GgmlType
 from quire.runtime.loading.threads import threads_for
 from quire.runtime.quantization.levels import LevelWeight
 
@@ -18,7 +18,7 @@ Parts = tuple[Tensor, Tensor, Tensor]  # levels [n, 32], scales [n], offsets [n]
 
 def read_levels(raw: Tensor, kind: GgmlType, shape: tuple[int, ...]) -> LevelWeight | None:
     """The matrix stored in `raw` (uint8, [bytes]); None for other types and for scales that leave float16's range."""
-    if kind.name not in _READERS or len(shape) != 2:
+    if kind.name not in LEVEL_TYPES or len(shape) != 2:
         return None
     with threads_for(shape[0] * shape[1]):
         levels, scales, offsets = _READERS[kind.name](raw.view(-1, kind.block_bytes))
