@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts
+from quire.config.graphs import GRAPH_ROWS, token_buckets
 from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.config.sizes import MIB, at_least, at_most, format_size
 from quire.types.errors import DoesNotFit
@@ -16,8 +17,8 @@ GATHERED_BYTES = {"cpu": 2 * MIB, "cuda": 256 * MIB}  # keys that attention gath
 NATIVE_BYTES = 16 * MIB  # partial results of the compiled attention
 SPLIT_BYTES = 64 * MIB  # work list and partial results of attention and products by Triton
 GRAPH_BYTES = 16 * MIB  # a captured graph, its launches and the kernels they need
+TOKEN_GRAPH_BYTES = 8 * MIB  # the graphs for a number of tokens: prompts, decoding rows, or both
 NUM_GRAPHS = 24  # of different numbers of rows, some with and without top_k or top_p
-GRAPH_ROWS = 1024  # of the largest
 PROMPT_POSITIONS = 128  # prompt logprobs are made for that many positions at a time ...
 PROMPT_BYTES_PER_LOGIT = 24  # ... from their logits, in float32, normalised and compared
 
@@ -188,7 +189,9 @@ def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
     if not captured or _attention(config, facts) != "triton":
         return 0
     rows, value_bytes = min(config.scheduler.num_rows, GRAPH_ROWS), DTYPE_BYTES[config.device.dtype]
-    return NUM_GRAPHS * GRAPH_BYTES + 2 * rows * (_widest(model) + model.vocab_size) * value_bytes
+    tokens = token_buckets(model, config)
+    choosing = NUM_GRAPHS * GRAPH_BYTES + 2 * rows * (_widest(model) + model.vocab_size) * value_bytes
+    return choosing + len(tokens) * TOKEN_GRAPH_BYTES + 2 * max(tokens, default=0) * _widest(model) * value_bytes
 
 
 def _rows(scheduler: SchedulerConfig, block_size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,17 +31,17 @@ class Courier:
         self._device = device
         self._slots: deque[_Slot] = deque()
 
-    def send(self, *arrays: npt.NDArray[Any]) -> tuple[Tensor, ...]:
-        """Each array as a tensor on the device. On a CPU, tensors over the arrays' own memory."""
-        if self._device.type == "cpu":
+    def send(self, *arrays: npt.NDArray[Any], into: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Each array as a tensor on the device. On a CPU, tensors over the arrays' own memory.
+
+        `into` is memory [bytes] to put them in: arrays of the same sizes always come to lie in the same places there.
+        """
+        if self._device.type == "cpu" and into is None:
             return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
         ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]).tolist()
         begins = [0, *ends[:-1]]
-        slot = self._free_slot(ends[-1])
-        for begin, array in zip(begins, arrays, strict=True):
-            slot.fill(begin, array)
-        memory = torch.empty(ends[-1], dtype=torch.uint8, device=self._device)
-        slot.leave(memory)
+        memory = torch.empty(ends[-1], dtype=torch.uint8, device=self._device) if into is None else into[: ends[-1]]
+        self._bring(arrays, begins, memory)
         return tuple(
             memory[begin : begin + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
             for begin, array in zip(begins, arrays, strict=True)
@@ -48,12 +49,18 @@ class Courier:
 
     def send_into(self, target: Tensor, array: npt.NDArray[Any]) -> None:
         """Overwrite `target`, a contiguous tensor that a captured graph may read, by an array of its dtype and size."""
+        self._bring((array,), (0,), target.view(-1).view(torch.uint8))
+
+    def _bring(self, arrays: Sequence[npt.NDArray[Any]], begins: Sequence[int], memory: Tensor) -> None:
+        """Put arrays into `memory` [bytes] on the device, each where it begins."""
         if self._device.type == "cpu":
-            target.copy_(torch.from_numpy(array))
+            for begin, array in zip(begins, arrays, strict=True):
+                _fill(memory.numpy(), begin, array)
             return
-        slot = self._free_slot(array.nbytes)
-        slot.fill(0, array)
-        slot.leave(target.view(-1).view(torch.uint8))
+        slot = self._free_slot(memory.numel())
+        for begin, array in zip(begins, arrays, strict=True):
+            _fill(slot.bytes, begin, array)
+        slot.leave(memory)
 
     def _free_slot(self, num_bytes: int) -> _Slot:
         """The slot that left longest ago if it has arrived, else a new one while there may be more."""
@@ -71,7 +78,7 @@ class _Slot:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._bytes = self._memory.numpy()
+        self.bytes = self._memory.numpy()
         self._gone: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @property
@@ -84,15 +91,16 @@ class _Slot:
         if self._memory.numel() < num_bytes:
             size = max(_SMALLEST_SLOT, 1 << (num_bytes - 1).bit_length())
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            self._bytes = self._memory.numpy()
-
-    def fill(self, begin: int, array: npt.NDArray[Any]) -> None:
-        self._bytes[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            self.bytes = self._memory.numpy()
 
     def leave(self, target: Tensor) -> None:
         """Copy to the device memory `target`, as many bytes as it has."""
         target.copy_(self._memory[: target.numel()], non_blocking=True)
         self._gone.record()
+
+
+def _fill(memory: npt.NDArray[np.uint8], begin: int, array: npt.NDArray[Any]) -> None:
+    memory[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 _DTYPES = {

@@ -20,6 +20,7 @@ from quire.kernels.triton.attention_rule import AttentionRule
 from quire.kernels.triton.attention_schedule import SplitPlan, allocate_split_plan, fill_split_plan
 from quire.runtime.attention.backend import Kernels, LayerCache
 
+SPARE_TILES = 48  # that are not full, one at most of each chunk
 Span = tuple[int, int, int, int]  # of a chunk: first token in the batch, its position, tokens, row
 
 
@@ -56,9 +57,19 @@ class TritonAttention:
         """Allocate the work list for steps of up to `max_rows` decode rows over caches like this one."""
         self._split = allocate_split_plan(cache.key, self._heads.num_query, max_rows)
 
-    def tiles(self, chunks: Sequence[Span]) -> Tensor:
-        """The tile list of a step's chunks, on the host."""
-        return lay_out_tiles(chunks, self._heads.num_query // self._heads.num_kv, self._prefill.block_m)
+    def num_tiles(self, chunks: Sequence[Span]) -> int:
+        """Tiles that these chunks take."""
+        group, block_m = self._heads.num_query // self._heads.num_kv, self._prefill.block_m
+        return sum(-(-num_tokens * group // block_m) for _, _, num_tokens, _ in chunks)
+
+    def tile_room(self, num_tokens: int) -> int:
+        """Tiles to have room for where chunks are `num_tokens` long together and not more than a few dozen."""
+        group, block_m = self._heads.num_query // self._heads.num_kv, self._prefill.block_m
+        return -(-num_tokens * group // block_m) + min(num_tokens, SPARE_TILES)
+
+    def tiles(self, chunks: Sequence[Span], room: int | None = None) -> Tensor:
+        """The tile list of a step's chunks, on the host, padded to `room`."""
+        return lay_out_tiles(chunks, self._heads.num_query // self._heads.num_kv, self._prefill.block_m, room)
 
     def plan(
         self,

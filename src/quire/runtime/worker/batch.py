@@ -27,6 +27,7 @@ class Batch:
     rows_on_device: Tensor  # [samples]
     wanted: Tensor  # [positions]: batch tokens whose logits are needed; equal to `rows` but for forks
     spread: Tensor | None  # [samples] into `wanted`, when several rows sample from one position
+    shape: tuple[int, bool, bool] | None = None  # tokens with padding, are there decodes, chunks; None: not padded
 
 
 class BatchBuilder:

@@ -2,64 +2,108 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.runtime.attention.triton import TritonAttention
+from quire.runtime.attention.triton import Span, TritonAttention
 from quire.runtime.layers.step import ForwardStep
-from quire.runtime.worker.batch import Batch, find_samples, find_tokens, slots_of
+from quire.runtime.worker.batch import Batch, Longs, find_samples, find_tokens, slots_of
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.device_rows import DeviceRows
 from quire.types.step import StepPlan
+
+PADDING = -1  # the row of a token that nobody asked for
+_BYTES_PER_TOKEN = 80  # of what the host says of one, its share of a tile included
+_BYTES_BESIDE = 1 << 14  # tiles that are not full, and alignment
 
 
 class DeviceBatchBuilder:
     """Builds batches without reading the device; blocks are not cleared, as no kernel reads an unwritten slot.
 
-    `plain`: the layers run one by one, and want the slots that tokens are written to.
+    A step of at most buckets[-1] tokens is padded to the next bucket, and its numbers always lie in the same place for
+    the same shape, so that a graph can be captured over them: they hold until the next batch is built. No buckets: the
+    layers run one by one, and want the slots that tokens are written to.
     """
 
-    def __init__(self, rows: DeviceRows, cache: KVCache, attention: TritonAttention, *, plain: bool) -> None:
+    def __init__(
+        self, rows: DeviceRows, cache: KVCache, attention: TritonAttention, buckets: Sequence[int], *, plain: bool
+    ) -> None:
         self._rows, self._cache, self._attention, self._plain = rows, cache, attention, plain
+        self._buckets = () if plain else tuple(buckets)
         self._kv_heads = torch.arange(cache.layers[0].key.shape[1], device=rows.device)
+        most = self._buckets[-1] if self._buckets else 0
+        self._memory = torch.empty(most * _BYTES_PER_TOKEN + _BYTES_BESIDE, dtype=torch.uint8, device=rows.device)
+        self._token_ids = torch.zeros(most, dtype=torch.int32, device=rows.device)
 
     def build(self, plan: StepPlan) -> Batch:
         rows, decodes = self._rows, plan.decode_rows.astype(np.int64)
         token_rows, positions = find_tokens(plan, decodes, rows.lengths)
-        lengths = rows.lengths[token_rows]
         samples, wanted, spread = find_samples(plan, np.arange(len(decodes)))
-        where, position, row, length, sample, want, tiles, spreads = rows.courier.send(
-            token_rows * rows.capacity + positions,
+        sample, want, spreads = rows.courier.send(
+            samples.astype(np.int32), wanted, np.empty(0, dtype=np.int64) if spread is None else spread
+        )
+        spans = _spans(plan)
+        room = self._room(len(positions), spans)
+        if room is None:
+            step, shape = self._step(token_rows, positions, len(decodes), spans, None), None
+        else:
+            shape = (room, len(decodes) > 0, len(spans) > 0)
+            step = self._step(*self._pad(token_rows, positions, room), min(room, rows.spare) * shape[1], spans, room)
+        return Batch(step, samples, sample, want, None if spread is None else spreads, shape)
+
+    def _room(self, num_tokens: int, spans: Sequence[Span]) -> int | None:
+        """The bucket of a step; None for one that is larger, or cut into more pieces, than any has room for."""
+        place = bisect_left(self._buckets, num_tokens)
+        if place == len(self._buckets):
+            return None
+        room = self._buckets[place]
+        return room if self._attention.num_tiles(spans) <= self._attention.tile_room(room) else None
+
+    def _pad(self, token_rows: Longs, positions: Longs, room: int) -> tuple[Longs, Longs]:
+        count = len(positions)
+        padded = np.full(room, PADDING, dtype=np.int64), np.zeros(room, dtype=np.int64)
+        padded[0][:count], padded[1][:count] = token_rows, positions
+        return padded
+
+    def _step(
+        self,
+        token_rows: Longs,
+        positions: Longs,
+        num_decodes: int,  # the tokens that are looked at for rows that decode: all of those, and chunks and padding
+        spans: Sequence[Span],
+        room: int | None,
+    ) -> ForwardStep:
+        rows = self._rows
+        places = np.where(token_rows == PADDING, rows.spare, token_rows)  # the spare row is empty
+        lengths = rows.lengths[places]
+        decoded = lengths[:num_decodes].copy()
+        if spans:
+            decoded[spans[0][0] :] = 0
+        tiles = self._attention.tiles(spans, None if room is None else self._attention.tile_room(room))
+        where, position, row, length, decode, tile = rows.courier.send(
+            places * rows.capacity + positions,
             positions,
             token_rows.astype(np.int32),
             lengths,
-            samples.astype(np.int32),
-            wanted,
-            self._tiles(plan),
-            np.empty(0, dtype=np.int64) if spread is None else spread,
+            decoded,
+            tiles.numpy() if spans else np.empty(0, dtype=np.int32),
+            into=None if room is None else self._memory,
         )
-        attention = self._attention.plan(
-            row, position, length[: len(decodes)], rows.tables, tiles if plan.chunks else None
-        )
-        step = ForwardStep(
-            token_ids=rows.tokens.view(-1).index_select(0, where),
+        token_ids = torch.empty_like(where, dtype=torch.int32) if room is None else self._token_ids[:room]
+        torch.index_select(rows.tokens.view(-1), 0, where, out=token_ids)
+        return ForwardStep(
+            token_ids=token_ids,
             positions=position,
             lengths=length,
             max_length=int(lengths.max()),
             slots=self._slots(row, position),
             caches=self._cache.layers,
-            attention=attention,
+            attention=self._attention.plan(row, position, decode, rows.tables, tile if spans else None),
         )
-        return Batch(step, samples, sample, want, None if spread is None else spreads)
-
-    def _tiles(self, plan: StepPlan) -> npt.NDArray[np.int32]:
-        spans, begin = [], len(plan.decode_rows)
-        for chunk in plan.chunks:
-            spans.append((begin, chunk.start, chunk.num_tokens, chunk.row))
-            begin += chunk.num_tokens
-        return self._attention.tiles(spans).numpy()  # [tiles, numbers of a tile]
 
     def _slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         if not self._plain:
@@ -67,3 +111,12 @@ class DeviceBatchBuilder:
         size = self._rows.block_size
         blocks = self._rows.tables[rows.long(), positions // size]
         return slots_of(blocks, positions, self._kv_heads, size)
+
+
+def _spans(plan: StepPlan) -> list[Span]:
+    """Where the chunks lie in the batch."""
+    spans, begin = [], len(plan.decode_rows)
+    for chunk in plan.chunks:
+        spans.append((begin, chunk.start, chunk.num_tokens, chunk.row))
+        begin += chunk.num_tokens
+    return spans

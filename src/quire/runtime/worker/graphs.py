@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from quire.config.graphs import row_buckets
 from quire.runtime.attention.triton import TritonAttention
 from quire.runtime.models.registry import Model
 from quire.runtime.models.triton_stack import TritonStack
@@ -25,7 +26,6 @@ from quire.types.step import NO_ROWS, Ints, StepPlan
 
 logger = logging.getLogger("quire.runtime")
 
-_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 PADDING = -1
 
 
@@ -55,7 +55,7 @@ class DecodeGraphs:
     ) -> None:
         self._model, self._stack, self._rows, self._cache, self._attention = model, stack, rows, cache, attention
         self._sampling, self._choice, self._capture = sampling, choice, capture
-        self._buckets = buckets_up_to(rows.spare)
+        self._buckets = row_buckets(rows.spare)
         most, device = self._buckets[-1], rows.device
         self._entries = torch.full((most,), PADDING, dtype=torch.int32, device=device)  # rows of the step
         self._places = torch.full((most,), rows.spare, dtype=torch.int64, device=device)  # the same, padding is spare
@@ -64,7 +64,6 @@ class DecodeGraphs:
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._written = NO_ROWS  # what entries and places hold
         self._graphs: dict[tuple[int, bool], Launch] = {}
-        stack.reserve(rows.capacity)
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether the step can go by a graph: nothing but decoding, and of every row only a choice is asked."""
@@ -115,8 +114,3 @@ class DecodeGraphs:
         hidden = self._stack.run(self._stack.newest(entries, history, positions), plan, self._cache.layers)
         self._choice.choose_into(token_ids, self._model.logits(hidden), entries, history, narrow=narrow)
         self._rows.append_on_device(entries, token_ids)
-
-
-def buckets_up_to(num_rows: int) -> tuple[int, ...]:
-    """The numbers of rows that graphs are made for, where there are never more than `num_rows`."""
-    return (*(bucket for bucket in _BUCKETS if bucket < num_rows), min(num_rows, _BUCKETS[-1]))

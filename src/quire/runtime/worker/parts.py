@@ -6,15 +6,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from quire.config.engine import EngineConfig
-from quire.config.model import ModelConfig
+from quire.config.engine import CacheConfig, EngineConfig
+from quire.config.graphs import token_buckets
+from quire.config.model import Heads, ModelConfig
 from quire.runtime.layers.builder import TORCH_DTYPES
 from quire.runtime.models.registry import Model
-from quire.runtime.worker.batch import BatchBuilder
+from quire.runtime.worker.batch import Batch, BatchBuilder
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.rows import Rows
-from quire.runtime.worker.runner import Batches, RowSampler, StepOutput
+from quire.runtime.worker.runner import Batches, Forward, RowSampler, StepOutput
 from quire.types.step import StepPlan
 
 
@@ -38,11 +40,22 @@ class NoGraphs:
         raise AssertionError(f"step {plan.step} was not taken")
 
 
+class PlainForward:
+    """The model over every batch as it comes."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self._model(batch.step)
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     rows: Rows
     cache: KVCache
     batches: Batches
+    forward: Forward
     graphs: Graphs
 
 
@@ -55,33 +68,47 @@ def make_parts(
     row_shape = (config.scheduler.num_rows, capacity, config.cache.block_size, device)
     kv_dtype = TORCH_DTYPES[config.device.kv_dtype]
     cache_shape = (config.cache, model_config.heads, model_config.num_layers, kv_dtype, device)
-    if backend.kernels != "triton":
-        rows, cache = Rows(*row_shape), KVCache(*cache_shape)
-        return Parts(rows, cache, BatchBuilder(rows, cache, backend), NoGraphs())
+    if backend.kernels == "triton":
+        return _device_parts(model, backend, sampler, row_shape, cache_shape, model_config, config)
+    rows, cache = Rows(*row_shape), KVCache(*cache_shape)
+    return Parts(rows, cache, BatchBuilder(rows, cache, backend), PlainForward(model), NoGraphs())
+
+
+def _device_parts(
+    model: Model,
+    backend: Any,
+    sampler: RowSampler,
+    row_shape: tuple[int, int, int, torch.device],
+    cache_shape: tuple[CacheConfig, Heads, int, torch.dtype, torch.device],
+    model_config: ModelConfig,
+    config: EngineConfig,
+) -> Parts:
+    from quire.runtime.models.triton_stack import TritonStack
+    from quire.runtime.worker.capture import CudaCapture, NoCapture
     from quire.runtime.worker.device_batch import DeviceBatchBuilder
     from quire.runtime.worker.device_cache import DeviceCache
     from quire.runtime.worker.device_rows import DeviceRows
-
-    device_rows, device_cache = DeviceRows(*row_shape), DeviceCache(*cache_shape)
-    backend.reserve(device_cache.layers[0], config.scheduler.num_rows)
-    batches = DeviceBatchBuilder(device_rows, device_cache, backend, plain=model.fused is None)
-    graphs = _make_graphs(model, backend, sampler, device_rows, device_cache, config)
-    return Parts(device_rows, device_cache, batches, graphs)
-
-
-def _make_graphs(
-    model: Model, backend: Any, sampler: RowSampler, rows: Any, cache: KVCache, config: EngineConfig
-) -> Graphs:
-    from quire.runtime.models.triton_stack import TritonStack
-    from quire.runtime.sampling.sampler import Sampler
-    from quire.runtime.sampling.triton_choice import TritonChoice
-    from quire.runtime.worker.capture import CudaCapture, NoCapture
+    from quire.runtime.worker.forward_graphs import ForwardGraphs
     from quire.runtime.worker.graphs import DecodeGraphs
 
-    stack = model.fused
-    if config.device.enforce_eager or not isinstance(stack, TritonStack) or not isinstance(sampler, Sampler):
-        return NoGraphs()
-    if not isinstance(sampler.choice, TritonChoice):
-        return NoGraphs()
+    rows, cache, stack = DeviceRows(*row_shape), DeviceCache(*cache_shape), model.fused
+    backend.reserve(cache.layers[0], config.scheduler.num_rows)
+    if config.device.enforce_eager or not isinstance(stack, TritonStack):
+        batches = DeviceBatchBuilder(rows, cache, backend, (), plain=stack is None)
+        return Parts(rows, cache, batches, PlainForward(model), NoGraphs())
+    stack.reserve(rows.capacity)
     capture = CudaCapture(rows.device) if rows.device.type == "cuda" else NoCapture()
-    return DecodeGraphs(model, stack, rows, cache, backend, sampler, sampler.choice, capture)
+    batches = DeviceBatchBuilder(rows, cache, backend, token_buckets(model_config, config), plain=False)
+    choice = _device_choice(sampler)
+    graphs = NoGraphs() if choice is None else DecodeGraphs(model, stack, rows, cache, backend, *choice, capture)
+    return Parts(rows, cache, batches, ForwardGraphs(model, capture), graphs)
+
+
+def _device_choice(sampler: RowSampler) -> tuple[Any, Any] | None:
+    """The sampler and its choice, where that runs on the device alone."""
+    from quire.runtime.sampling.sampler import Sampler
+    from quire.runtime.sampling.triton_choice import TritonChoice
+
+    return (
+        (sampler, sampler.choice) if isinstance(sampler, Sampler) and isinstance(sampler.choice, TritonChoice) else None
+    )

@@ -46,6 +46,11 @@ class Batches(Protocol):
         """The tensors of the plan's forward pass."""
 
 
+class Forward(Protocol):
+    def __call__(self, batch: Batch) -> Tensor:
+        """All layers: hidden states [tokens, hidden], padding included; fills the cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """A step's result while its tokens are still on the device."""
@@ -67,13 +72,14 @@ class StepOutput:
 class Runner:
     """Forward, logits of the positions needed, sample, row update."""
 
-    def __init__(self, model: Model, rows: Rows, batches: Batches, sampler: RowSampler) -> None:
-        self._model, self._rows, self._batches, self._sampler = model, rows, batches, sampler
+    def __init__(self, model: Model, rows: Rows, batches: Batches, forward: Forward, sampler: RowSampler) -> None:
+        self._model, self._rows, self._batches, self._forward = model, rows, batches, forward
+        self._sampler = sampler
 
     def run(self, plan: StepPlan, failed: frozenset[int]) -> StepOutput:
         """`failed` rows are computed but never handed to the sampler; their token is 0."""
         batch = self._batches.build(plan)
-        hidden = self._model(batch.step)  # [tokens, hidden]
+        hidden = self._forward(batch)  # [tokens, hidden]
         failures: list[RowFailure] = []
         prompt_logprobs = self._prompt_logprobs(plan, hidden, failed, failures)
         token_ids, logprobs = self._sample(hidden, batch, failed)

@@ -31,7 +31,7 @@ class Worker:
         parts = make_parts(model, backend, sampler, model_config, config)
         self.rows, self.cache, self._graphs = parts.rows, parts.cache, parts.graphs
         self._sampler, self._vocab_size = sampler, model_config.vocab_size
-        self._runner = Runner(model, self.rows, parts.batches, sampler)
+        self._runner = Runner(model, self.rows, parts.batches, parts.forward, sampler)
         self._failed: set[int] = set()  # live rows whose own code raised when they were added
 
     @torch.inference_mode()

@@ -10,10 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from quire.config.graphs import row_buckets
 from quire.config.model import Heads
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.worker.capture import Launch
-from quire.runtime.worker.graphs import DecodeGraphs, buckets_up_to
+from quire.runtime.worker.graphs import DecodeGraphs
 from quire.runtime.worker.parts import NoGraphs
 from quire.types.step import Chunk
 from tiny_models import DEVICE, VOCAB, Bench, MemoryCheckpoint, engine_config, random_checkpoint, tiny_config
@@ -179,7 +180,7 @@ def test_eager_is_enforced() -> None:
 
 
 def test_buckets_end_with_the_number_of_rows() -> None:
-    assert buckets_up_to(1) == (1,)
-    assert buckets_up_to(6) == (1, 2, 4, 6)
-    assert buckets_up_to(256)[-2:] == (192, 256)
-    assert buckets_up_to(5_000)[-1] == 1_024
+    assert row_buckets(1) == (1,)
+    assert row_buckets(6) == (1, 2, 4, 6)
+    assert row_buckets(256)[-2:] == (192, 256)
+    assert row_buckets(5_000)[-1] == 1_024

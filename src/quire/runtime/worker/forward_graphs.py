@@ -1,0 +1,57 @@
+"""The layers of steps that are more than decoding, as captured graphs: one for each padded shape of a step."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from torch import Tensor
+
+from quire.runtime.models.registry import Model
+from quire.runtime.worker.batch import Batch
+from quire.runtime.worker.capture import Capture, Launch
+
+logger = logging.getLogger("quire.runtime")
+
+
+class ForwardGraphs:
+    """Runs the layers over a batch: by a graph, captured when a shape is first met, where the batch has a shape.
+
+    The numbers of batches of one shape lie in the same place. What a graph leaves is overwritten by the next graph.
+    """
+
+    def __init__(self, model: Model, capture: Capture) -> None:
+        self._model, self._capture = model, capture
+        self._graphs: dict[tuple[int, bool, bool], _Graph] = {}
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Hidden states [tokens, hidden], those of padding included; fills the cache."""
+        if batch.shape is None:
+            return self._model(batch.step)
+        graph = self._graphs.get(batch.shape) or self._make(batch, batch.shape)
+        graph.launch()
+        return graph.layers.hidden
+
+    def _make(self, batch: Batch, shape: tuple[int, bool, bool]) -> _Graph:
+        """Computing a batch again while capturing writes the same keys and values where they belong."""
+        start = time.perf_counter()
+        layers = _Layers(self._model, batch)
+        graph = self._graphs[shape] = _Graph(self._capture.record(layers), layers)
+        logger.info("captured a step of %d tokens in %.2f s", shape[0], time.perf_counter() - start)
+        return graph
+
+
+class _Layers:
+    """One forward pass, and where it leaves its hidden states."""
+
+    def __init__(self, model: Model, batch: Batch) -> None:
+        self._model, self._step = model, batch.step
+        self.hidden: Tensor
+
+    def __call__(self) -> None:
+        self.hidden = self._model(self._step)
+
+
+class _Graph:
+    def __init__(self, launch: Launch, layers: _Layers) -> None:
+        self.launch, self.layers = launch, layers

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire.config.graphs import token_buckets
+from quire.config.model import Heads
+from tiny_models import engine_config, tiny_config
+
+
+def test_small_models_are_captured_up_to_the_token_budget_and_large_ones_for_short_steps() -> None:
+    config = engine_config()
+    tiny = token_buckets(tiny_config(), config)
+    assert tiny[:5] == (16, 32, 48, 64, 128)
+    assert tiny[-2:] == (1920, 2048)
+    sizes = {"hidden_size": 4096, "intermediate_size": 14_336, "num_layers": 32, "vocab_size": 128_256}
+    large = token_buckets(tiny_config("llama", **sizes, heads=Heads(32, 8, 128)), config)
+    assert 256 <= large[-1] <= 512
+
+
+def test_the_largest_bucket_holds_a_step_of_the_whole_budget_that_is_not_a_bucket() -> None:
+    config = engine_config()
+    uneven = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=1_000))
+    assert token_buckets(tiny_config(), uneven)[-1] == 1_024

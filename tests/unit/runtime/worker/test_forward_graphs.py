@@ -1,0 +1,97 @@
+"""Steps with chunks as graphs: captured on a GPU, repeated as functions elsewhere, with the same logic around them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from quire.config.model import Heads
+from quire.runtime.attention import triton as backend
+from quire.runtime.worker.forward_graphs import ForwardGraphs
+from quire.types.step import Chunk
+from tiny_models import Bench, GreedySampler, MemoryCheckpoint, engine_config, random_checkpoint, tiny_config
+
+LONG = list(range(3, 27))
+
+
+@cache
+def checkpoint() -> MemoryCheckpoint:
+    sizes = {"num_layers": 2, "hidden_size": 32, "intermediate_size": 32, "heads": Heads(4, 2, 16)}
+    return random_checkpoint(tiny_config("qwen3", **sizes, tie_word_embeddings=True))
+
+
+def both(**sampler: object) -> tuple[Bench, Bench, ForwardGraphs]:
+    """A worker over the reference, one over graphs, and those."""
+    made = [
+        Bench(checkpoint(), engine_config(max_len=64), attention=kind, sampler=GreedySampler(**sampler))  # type: ignore[arg-type]
+        for kind in ("reference", "triton")
+    ]
+    graphs = made[1].worker._runner._forward
+    assert isinstance(graphs, ForwardGraphs)
+    return made[0], made[1], graphs
+
+
+def assert_same(plain: Bench, graphed: Bench) -> None:
+    assert graphed.tokens == plain.tokens
+    for row, seen in plain.sampler.seen.items():
+        torch.testing.assert_close(torch.stack(graphed.sampler.seen[row]), torch.stack(seen), rtol=1e-4, atol=1e-4)
+
+
+def test_steps_of_one_shape_run_by_one_graph_whatever_their_rows_and_lengths() -> None:
+    plain, graphed, graphs = both()
+    for made in (plain, graphed):
+        made.add(0, LONG[:5])
+        made.add(1, LONG[:9])
+        made.run(chunks=[Chunk(0, 0, 5, (0,)), Chunk(1, 0, 6)])
+        made.run(decode=[0], chunks=[Chunk(1, 6, 3, (1,))])
+        made.add(4, LONG)
+        made.run(decode=[1, 0], chunks=[Chunk(4, 0, 7)])
+        made.run(decode=[0, 1], chunks=[Chunk(4, 7, 1)])
+        made.run(decode=[1], chunks=[Chunk(4, 8, 15)])
+        made.run(chunks=[Chunk(4, 23, 1, (4,))])
+        made.run(decode=[4, 0, 1])
+    assert_same(plain, graphed)
+    assert set(graphs._graphs) == {(16, False, True), (16, True, True), (16, True, False)}
+
+
+def test_a_step_beyond_the_largest_bucket_runs_as_it_is() -> None:
+    plain, graphed, graphs = both()
+    graphed.worker._runner._batches._buckets = (16,)  # type: ignore[attr-defined]
+    for made in (plain, graphed):
+        made.add(0, LONG)
+        made.run(chunks=[Chunk(0, 0, 17)])
+        made.run(chunks=[Chunk(0, 17, 7, (0,))])
+    assert_same(plain, graphed)
+    assert set(graphs._graphs) == {(16, False, True)}
+
+
+def test_a_step_of_more_pieces_than_there_is_room_for_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "SPARE_TILES", 1)
+    plain, graphed, graphs = both()
+    for made in (plain, graphed):
+        for row in range(3):
+            made.add(row, LONG[row : row + 4])
+        made.run(chunks=[Chunk(row, 0, 4, (row,)) for row in range(3)])
+        made.run(decode=[2, 0, 1])
+    assert_same(plain, graphed)
+    assert set(graphs._graphs) == {(16, True, False)}
+
+
+def test_prompt_logprobs_and_forks_take_their_positions_of_a_padded_step() -> None:
+    plain, graphed, _ = both(prompt_rows=(0,))
+    found: list[list[float]] = []
+    for made in (plain, graphed):
+        made.add(0, LONG[:10])
+        made.run(chunks=[Chunk(0, 0, 6)])
+        found.append([entry.logprobs[0] for each in made.output.prompt_logprobs for entry in each.entries])
+        made.add(1, LONG[:10])
+        made.add(2, LONG[:10])
+        made.run(chunks=[Chunk(0, 6, 4, (0, 1, 2))])
+    assert_same(plain, graphed)
+    assert plain.tokens[1] == plain.tokens[0]
+    assert len(found[0]) == 6
+    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-4)
