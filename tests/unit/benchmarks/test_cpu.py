@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,11 +10,14 @@ import pytest
 
 from benchmarks.cpu import worker
 from benchmarks.cpu.compare import Contestant, Runs, agreement, compare, summarise
-from benchmarks.cpu.export import hugging_face_config
+from benchmarks.cpu.export import CLASSES, hugging_face_config
 from benchmarks.cpu.job import Ask, Job, load_workload
 from benchmarks.cpu.workloads import workloads
 from benchmarks.report import table
 from quire.config.model import Heads, ModelConfig, Rope
+from quire.runtime.loading.model_config import read_model_config
+from quire.runtime.loading.resolve import ModelFiles
+from tiny_models import tiny_config
 
 
 class Echo:
@@ -128,6 +132,13 @@ def test_the_exported_config_is_read_back_by_transformers_as_the_same_model() ->
     assert read.rope_parameters["rope_type"] == "llama3"
     assert read.rope_parameters["rope_theta"] == 5e5
     assert read.eos_token_id == [2, 3]
+
+
+@pytest.mark.parametrize("architecture", CLASSES)
+def test_the_exported_config_is_read_back_by_quire_as_the_same_model(tmp_path: Path, architecture: str) -> None:
+    config = tiny_config(architecture, tie_word_embeddings=True, bos_id=1, eos_ids=(2, 3))
+    (tmp_path / "config.json").write_text(json.dumps(hugging_face_config(config, "float32")))
+    assert read_model_config(ModelFiles("tiny", tmp_path, "hf")) == config
 
 
 def test_a_table_is_aligned_markdown() -> None:

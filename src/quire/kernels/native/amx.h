@@ -1,5 +1,5 @@
-// Products of bfloat16 rows with tiled weights on the tile units of x86 (AMX). Every result is the sum over the inputs, 32
-// at a time, in order, in float32: the same whatever other rows share the product.
+// Products of bfloat16 rows with tiled weights on the tile units of x86 (AMX). Every result is the sum over the inputs,
+// 32 at a time, in order, in float32: the same whatever other rows share the product.
 #pragma once
 
 #include "tiles.h"
@@ -21,12 +21,13 @@ inline bool request_tiles() {
     return granted;
 }
 
-// Tiles 0-3 hold sums (two blocks of 16 rows x two of 16 outputs), 4-5 rows, 6-7 weights.
+// Tiles 0-3 hold sums (two tiles of rows x two of 16 outputs), 4-5 rows, 6-7 weights. A tile of rows has `rows` lines:
+// 16, zeros past the last row, or fewer for a product that is shorter than one tile and leaves 2, 3 and 5 alone.
 struct alignas(64) TileShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t line_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t lines[16] = {};
-    explicit TileShapes(int64_t rows) {  // in a block of at most 16; sums of the second block are only used when it is full
+    explicit TileShapes(int64_t rows) {
         lines[0] = lines[1] = lines[2] = lines[3] = lines[4] = lines[5] = static_cast<uint8_t>(rows);
         lines[6] = lines[7] = LINES;
     }
@@ -60,8 +61,8 @@ template <Format FORMAT> inline void unpack_tile(const uint8_t* tile, uint8_t* t
     }
 }
 
-// Rows in the order the tile units read them: blocks of 32, and in a block, per 32 inputs, two tiles of 16 rows. Rows past
-// the last are zeros.
+// Rows in the order the tile units read them: blocks of 32, and in a block, per 32 inputs, two tiles of 16 rows. Rows
+// past the last are zeros.
 inline void pack_rows(const bf16* x, int64_t rows, int64_t inputs, int64_t block, uint8_t* to) {
     uint8_t* tile = to + block * ROW_BLOCK * inputs * 2;
     for (int64_t t = 0; t < inputs / TILE_INPUTS; ++t)
@@ -124,7 +125,8 @@ inline void give_sums(const float* sums, int64_t rows, int64_t outputs, const bf
 }
 
 // Plain tiles of a pair of panels: where they lie, or unpacked into `room`.
-template <Format FORMAT> inline const uint8_t* plain_pair(const uint8_t* weight, int64_t pair, int64_t tiles, uint8_t* room) {
+template <Format FORMAT>
+inline const uint8_t* plain_pair(const uint8_t* weight, int64_t pair, int64_t tiles, uint8_t* room) {
     const uint8_t* from = weight + 2 * pair * tiles * tile_bytes(FORMAT);
     if constexpr (FORMAT == PLAIN) {
         return from;

@@ -1,7 +1,7 @@
-// Paged attention. A span is a run of tokens of one sequence: a decode row (one token) or a prompt chunk. Its i-th token
-// sees the first `visible + i` keys. Tokens of a span are taken in blocks; a block's rows are its tokens x the heads that
-// share a key head. Keys are read in pieces of PIECE positions, each summed by itself and then folded in order,
-// whether by one thread or by several.
+// Paged attention. A span is a run of tokens of one sequence: a decode row (one token) or a prompt chunk. Its i-th
+// token sees the first `visible + i` keys. Tokens of a span are taken in blocks; a block's rows are its tokens x the
+// heads that share a key head. Keys are read in pieces of PIECE positions, each summed by itself and then folded in
+// order, whether by one thread or by several.
 #pragma once
 
 #include "simd.h"
@@ -98,7 +98,8 @@ template <typename T> struct Keys {
     const T *keys, *values;
     const int64_t* tables;
     // Where each of `count` positions from `begin` lies in `cache` (the keys or the values).
-    void locate(const T* cache, const Work& work, const Shape& shape, int64_t begin, int64_t count, const T** rows) const {
+    void locate(const T* cache, const Work& work, const Shape& shape, int64_t begin, int64_t count,
+                const T** rows) const {
         const int64_t size = shape.block_size, *table = tables + work.table + begin / size;
         for (int64_t t = 0, slot = begin % size; t < count; ++table, slot = 0) {
             const T* row = cache + ((*table * shape.kv_heads + work.head) * size + slot) * shape.dim;

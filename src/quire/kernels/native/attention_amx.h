@@ -1,5 +1,5 @@
-// Attention of bfloat16 on the tile units of x86 (AMX): keys are read in place as tiles of 16 positions; scores and sums
-// are float32, softmax weights are rounded to bfloat16 before they meet the values.
+// Attention of bfloat16 on the tile units of x86 (AMX): keys are read in place as tiles of 16 positions; scores and
+// sums are float32, softmax weights are rounded to bfloat16 before they meet the values.
 #pragma once
 
 #include "amx.h"
@@ -92,11 +92,13 @@ class TiledAttention {
                 const int64_t seen = std::clamp<int64_t>(work.visible + row / group - tile, 0, count);
                 float* scores = scores_ + row * KEYS_AT_ONCE;
                 soften<KEYS_AT_ONCE>(scores, seen, state, row, dim);
-                for (int64_t t = 0; t < KEYS_AT_ONCE; t += LANES) store(weights_ + row * KEYS_AT_ONCE + t, load(scores + t));
+                for (int64_t t = 0; t < KEYS_AT_ONCE; t += LANES)
+                    store(weights_ + row * KEYS_AT_ONCE + t, load(scores + t));
             }
             weave_values(work, tile, count);
             weigh((count + 31) / 32);
-            for (int64_t i = 0; i < rows * dim; i += LANES) store(state.out + i, load(state.out + i) + load(added_ + i));
+            for (int64_t i = 0; i < rows * dim; i += LANES)
+                store(state.out + i, load(state.out + i) + load(added_ + i));
         }
     }
 

@@ -72,7 +72,8 @@ template <typename T> class PlainAttention {
         const int64_t group = shape_.group(), width = shape_.width();
         std::fill(query_.begin(), query_.end(), 0.0f);
         for (int64_t row = 0; row < work.count * group; ++row) {
-            const T* from = query + (work.token + row / group) * stride + (work.head * group + row % group) * shape_.dim;
+            const int64_t head = work.head * group + row % group;
+            const T* from = query + (work.token + row / group) * stride + head * shape_.dim;
             float* to = query_.data() + row * width;
             in_pieces(shape_.dim, [&](int64_t i, int64_t n) { store(to + i, fetch(from + i, n) * scale_); });
         }

@@ -1,10 +1,9 @@
 // All layers of a plain decoder in one call: what is small between the products must not go through an interpreter.
 #pragma once
 
-#include "amx.h"
+#include "multiply.h"
 #include "paged_attention.h"
 #include "rowwise.h"
-#include "tiles.h"
 
 namespace {
 
@@ -45,29 +44,27 @@ template <typename T> void add_rows_to(T* x, const T* more, int64_t count) {
         });
 }
 
-template <typename T> void multiply(const T* x, int64_t rows, const TiledLinear& linear, T* out) {
-    const Product product{rows, linear.inputs, linear.outputs, linear.outputs};
-    const T* bias = static_cast<const T*>(linear.bias);
-    if constexpr (std::is_same_v<T, float>) {
-        linear.format == NIBBLES ? multiply_few<NIBBLES>(x, linear.tiles, product, out)
-                                 : multiply_few<BYTES>(x, linear.tiles, product, out);
-        for (int64_t row = 0; bias != nullptr && row < rows; ++row) add_rows_to(out + row * linear.outputs, bias, linear.outputs);
-    } else {
-#ifdef __AMX_BF16__
-        linear.format == PLAIN     ? multiply_tiles<PLAIN>(x, linear.tiles, bias, product, out)
-        : linear.format == NIBBLES ? multiply_tiles<NIBBLES>(x, linear.tiles, bias, product, out)
-                                   : multiply_tiles<BYTES>(x, linear.tiles, bias, product, out);
-#endif
-    }
+// Whether every linear of the layer has a kernel for rows of T: asked once, before any layer runs.
+template <typename T> bool can_multiply(const DecoderLayer& layer) {
+    for (const TiledLinear* linear : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})
+        if (multiply_for<T>(linear->format) == nullptr) return false;
+    return true;
 }
 
-template <typename T> void norm_heads(T* heads, int64_t stride, const T* scales, const DecoderSizes& sizes, int64_t tokens) {
+template <typename T> void multiply(const T* x, int64_t rows, const TiledLinear& linear, T* out) {
+    const Product product{rows, linear.inputs, linear.outputs, linear.outputs};
+    multiply_for<T>(linear.format)(x, linear.tiles, static_cast<const T*>(linear.bias), product, out);
+}
+
+template <typename T>
+void norm_heads(T* heads, int64_t stride, const T* scales, const DecoderSizes& sizes, int64_t tokens) {
     for (int64_t head = 0; head < sizes.query_heads + sizes.kv_heads; ++head) {
         T* own = heads + head * sizes.dim;
         rms_norm(own, stride, scales + head * sizes.dim, own, stride, tokens, sizes.dim, static_cast<float>(sizes.eps));
     }
 }
 
+// Needs can_multiply<T>(layer).
 template <typename T> void run_layer(const DecoderLayer& layer, const DecoderSizes& sizes, const DecoderStep& step) {
     const int64_t tokens = step.tokens, hidden = sizes.hidden, dim = sizes.dim, width = layer.qkv.outputs;
     const int64_t rotated = sizes.query_heads + sizes.kv_heads, query = sizes.query_heads * dim;
@@ -83,9 +80,10 @@ template <typename T> void run_layer(const DecoderLayer& layer, const DecoderSiz
     rms_norm(x, hidden, static_cast<const T*>(layer.input_norm), normed, hidden, tokens, hidden, eps);
     multiply(normed, tokens, layer.qkv, qkv);
     if (layer.head_scales != nullptr) norm_heads(qkv, width, static_cast<const T*>(layer.head_scales), sizes, tokens);
-    rotate(qkv, width, static_cast<const T*>(step.cos), static_cast<const T*>(step.sin), step.angle_stride, tokens, rotated, dim);
-    write_cache(qkv + query, width, qkv + rotated * dim, width, static_cast<T*>(layer.keys), static_cast<T*>(layer.values),
-                step.slots, tokens, sizes.kv_heads, dim);
+    rotate(qkv, width, static_cast<const T*>(step.cos), static_cast<const T*>(step.sin), step.angle_stride, tokens,
+           rotated, dim);
+    write_cache(qkv + query, width, qkv + rotated * dim, width, static_cast<T*>(layer.keys),
+                static_cast<T*>(layer.values), step.slots, tokens, sizes.kv_heads, dim);
     paged_attention(qkv, width, static_cast<const T*>(layer.keys), static_cast<const T*>(layer.values), step.tables,
                     reinterpret_cast<const Span*>(step.spans), step.num_spans, attended,
                     Shape{sizes.query_heads, sizes.kv_heads, dim, sizes.block_size}, static_cast<float>(sizes.scale));

@@ -89,7 +89,10 @@ class NativeDecoder:
         self._room = torch.empty(0, dtype=dtype)  # kept between steps; numpy asks for huge pages where torch does not
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, tables: Tensor, spans: Tensor) -> Tensor:
-        """Embeddings [tokens, hidden] through all layers, in place; the rest as the functions of `ops` take it."""
+        """Embeddings [tokens, hidden] through all layers, in place; the rest as the functions of `ops` take it.
+
+        Raises ValueError and leaves `x` alone when a weight has no kernel for this dtype on this CPU.
+        """
         assert x.is_contiguous()
         assert x.dtype == cos.dtype == sin.dtype == self._dtype
         assert cos.stride(0) == sin.stride(0)
@@ -104,9 +107,11 @@ class NativeDecoder:
             x.shape[0], spans.shape[0], cos.stride(0), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
             tables.data_ptr(), spans.data_ptr(), self._room.data_ptr(),
         )  # fmt: skip
-        self._library.quire_decoder(
+        done = self._library.quire_decoder(
             TYPES[self._dtype], ctypes.cast(self._layers, c_void_p), byref(self._sizes), byref(step)
         )
+        if not done:
+            raise ValueError(f"weights of a format this CPU's native kernels do not multiply {self._dtype} rows by")
         return x
 
 

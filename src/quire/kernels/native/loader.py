@@ -20,7 +20,7 @@ _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
     "quire_vector_product": [None, c_void_p, c_void_p, c_void_p, c_int64, c_int64],
     "quire_has_tile_units": [c_int64],
     "quire_multiply_tiles": [c_int64, c_int64, c_int64, *[c_void_p] * 4, *[c_int64] * 4],
-    "quire_decoder": [None, c_int64, *[c_void_p] * 3],
+    "quire_decoder": [c_int64, c_int64, *[c_void_p] * 3],
     "quire_decoder_scratch": [c_int64, c_void_p],
     "quire_silu_mul": [None, c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "quire_write_cache": [None, c_int64, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],

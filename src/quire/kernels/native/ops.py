@@ -43,7 +43,7 @@ def has_tile_units() -> bool:
 def multiply_tiles(x: Tensor, weight: TiledWeight, bias: Tensor | None = None) -> Tensor:
     """x [rows, inputs] times a tiled weight, transposed -> [rows, outputs].
 
-    bfloat16 on tile units, by any format; float32 by levels only, without a bias, made for one or a few rows.
+    bfloat16 on tile units, by any format; float32 by levels only, made for one or a few rows.
     """
     _check(x.is_contiguous() and x.shape[1] == weight.inputs and x.dtype in TYPES)
     _check(bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and bias.shape == (weight.outputs,)))

@@ -3,12 +3,11 @@
 // A result never depends on what else is in the batch: work is cut by position and sums run in a fixed order.
 // `type`: 0 float32, 1 bfloat16. All pointers are to memory of that type unless said otherwise.
 
-#include "amx.h"
-#include "paged_attention.h"
 #include "decoder.h"
 #include "dense.h"
+#include "multiply.h"
+#include "paged_attention.h"
 #include "rowwise.h"
-#include "tiles.h"
 
 #define DISPATCH(type, CALL)   \
     if ((type) == 0) {         \
@@ -28,7 +27,8 @@ extern "C" {
 // A digest of these sources, given by the build: tells a library that was built from other sources.
 const char* quire_source() { return QUIRE_SOURCE; }
 
-// The instruction sets these sources were compiled for, by their /proc/cpuinfo names: a CPU without one must not run it.
+// The instruction sets these sources were compiled for, by their /proc/cpuinfo names: a CPU without one must not run
+// them.
 const char* quire_isa() {
     return ""
 #ifdef __AVX2__
@@ -73,9 +73,12 @@ void quire_rotate(int64_t type, void* x, int64_t stride, const void* cos, const 
                              angle_stride, rows, heads, dim))
 }
 
-// Every layer of a decoder on step.x, in place. float32: made for a few rows, weights in levels; bfloat16: on tile units.
-void quire_decoder(int64_t type, const DecoderLayer* layers, const DecoderSizes* sizes, const DecoderStep* step) {
+// Every layer of a decoder on step.x, in place. float32: made for a few rows, weights in levels; bfloat16: on tile
+// units. False, and nothing done, when a weight has no kernel here.
+int64_t quire_decoder(int64_t type, const DecoderLayer* layers, const DecoderSizes* sizes, const DecoderStep* step) {
+    for (int64_t i = 0; i < sizes->layers; ++i) DISPATCH(type, if (!can_multiply<T>(layers[i])) return 0)
     for (int64_t i = 0; i < sizes->layers; ++i) DISPATCH(type, run_layer<T>(layers[i], *sizes, *step))
+    return 1;
 }
 
 // Values of scratch memory that quire_decoder needs per token.
@@ -90,29 +93,17 @@ int64_t quire_has_tile_units() {
 #endif
 }
 
-// x [rows, inputs] times a tiled weight of `format` (see tiles.h), float32 for a few rows or bfloat16 on tile units, plus a
-// bias [outputs] or null (bfloat16 only). False when this build has no kernel for it.
+// x [rows, inputs] times a tiled weight of `format` (see tiles.h), float32 for a few rows or bfloat16 on tile units,
+// plus a bias [outputs] or null. False, and nothing done, when there is no kernel for it here.
 int64_t quire_multiply_tiles(int64_t type, int64_t format, const void* x, const uint8_t* weight, const void* bias,
                              void* out, int64_t rows, int64_t inputs, int64_t outputs, int64_t out_stride) {
     const Product product{rows, inputs, outputs, out_stride};
-    if (type == 0 && bias == nullptr && format != PLAIN) {
-        const float* from = static_cast<const float*>(x);
-        float* to = static_cast<float*>(out);
-        format == NIBBLES ? multiply_few<NIBBLES>(from, weight, product, to)
-                          : multiply_few<BYTES>(from, weight, product, to);
-        return 1;
-    }
-#ifdef __AMX_BF16__
-    if (type == 1) {
-        const bf16 *from = static_cast<const bf16*>(x), *add = static_cast<const bf16*>(bias);
-        bf16* to = static_cast<bf16*>(out);
-        format == PLAIN     ? multiply_tiles<PLAIN>(from, weight, add, product, to)
-        : format == NIBBLES ? multiply_tiles<NIBBLES>(from, weight, add, product, to)
-                            : multiply_tiles<BYTES>(from, weight, add, product, to);
-        return 1;
-    }
-#endif
-    return 0;
+    DISPATCH(type, {
+        const Multiply<T> multiply = multiply_for<T>(format);
+        if (multiply == nullptr) return 0;
+        multiply(static_cast<const T*>(x), weight, static_cast<const T*>(bias), product, static_cast<T*>(out));
+    })
+    return 1;
 }
 
 // All float32.

@@ -1,7 +1,7 @@
 // Weights [outputs, inputs] cut into tiles of 16 outputs x 32 inputs, as the tile units of recent CPUs take them.
 //
-// A tile has 16 lines of 32 lanes; lane j of line r belongs to output j / 2 and input 2 r + j % 2. Tiles follow each other
-// along the inputs, then along the outputs, which are padded with zeros to a multiple of 32. In memory a tile is
+// A tile has 16 lines of 32 lanes; lane j of line r belongs to output j / 2 and input 2 r + j % 2. Tiles follow each
+// other along the inputs, then along the outputs, which are padded with zeros to a multiple of 32. In memory a tile is
 //   PLAIN    16 x 32 bfloat16;
 //   NIBBLES  16 scales, 16 offsets (float16, one per output), then 16 x 16 bytes: lane j in the low half of byte j for
 //            j < 16, in the high half of byte j - 16 above; a weight is level * scale + offset;
@@ -42,15 +42,15 @@ inline Floats load_float16(const uint8_t* from) {
     Halves halves;
     std::memcpy(&halves, from, sizeof halves);
     const Words bits = __builtin_convertvector(halves, Words);
-    const Floats magnitude = (Floats)((bits & 0x7FFFu) << 13) * 5.192296858534828e33f;  // 2^112: the exponents' distance
+    const Floats magnitude = (Floats)((bits & 0x7FFFu) << 13) * 5.192296858534828e33f;  // 2^112: exponents' distance
     return (Floats)((Words)magnitude | (bits & 0x8000u) << 16);
 #endif
 }
 
 // --------------------------------------------------------------------------------------------- a few float32 rows
 // Lanes are summed as they lie, even and odd inputs apart, and folded at the end. A level is first brought to a float
-// (level - ZERO) / UNIT that is cheap to make; then per tile and lane: sum(weight * x) = scale * UNIT * sum(float * x) +
-// (offset + scale * ZERO) * sum(x).
+// (level - ZERO) / UNIT that is cheap to make; then per tile and lane:
+// sum(weight * x) = scale * UNIT * sum(float * x) + (offset + scale * ZERO) * sum(x).
 
 constexpr int64_t PIECES = TILE_LANES / LANES;
 typedef int64_t Longs __attribute__((vector_size(4 * LANES)));
@@ -163,7 +163,8 @@ void few_rows_panel(const float* x, const float* sums, const uint8_t* tiles, con
 }
 
 template <Format FORMAT, int ROWS>
-void few_rows(const float* x, const float* sums, const uint8_t* tiles, const Product& product, float* out) {
+void few_rows(const float* x, const float* sums, const uint8_t* tiles, const float* bias, const Product& product,
+              float* out) {
     const int64_t panels = (product.outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
 #pragma omp parallel for schedule(static)
     for (int64_t panel = 0; panel < panels; ++panel) {
@@ -171,21 +172,27 @@ void few_rows(const float* x, const float* sums, const uint8_t* tiles, const Pro
         const int64_t begin = panel * TILE_OUTPUTS, count = std::min(TILE_OUTPUTS, product.outputs - begin);
         few_rows_panel<FORMAT, ROWS>(x, sums, tiles + panel * product.tiles() * tile_bytes(FORMAT), product, found);
         for (int row = 0; row < ROWS; ++row)
-            std::memcpy(out + row * product.out_stride + begin, found + row * TILE_OUTPUTS, count * sizeof(float));
+            in_pieces(count, [&](int64_t i, int64_t n) {
+                const Floats value = fetch(found + row * TILE_OUTPUTS + i, n);
+                put(out + row * product.out_stride + begin + i,
+                    bias == nullptr ? value : value + fetch(bias + begin + i, n), n);
+            });
     }
 }
 
-// x [rows, inputs] times the weight, transposed -> out [rows, outputs]. Costs a reading of the weight per two rows.
-template <Format FORMAT> void multiply_few(const float* x, const uint8_t* tiles, const Product& product, float* out) {
+// x [rows, inputs] times the weight, transposed, plus a bias [outputs] or none -> out [rows, outputs]. Costs a reading
+// of the weight per two rows.
+template <Format FORMAT>
+void multiply_few(const float* x, const uint8_t* tiles, const float* bias, const Product& product, float* out) {
     std::vector<float> sums(product.rows * product.tiles() * 2);
     for (int64_t i = 0; i < product.rows * product.tiles(); ++i)
         for (int64_t k = 0; k < TILE_INPUTS; ++k) sums[2 * i + k % 2] += x[i * TILE_INPUTS + k];
     int64_t row = 0;
     for (; row + 2 <= product.rows; row += 2)
-        few_rows<FORMAT, 2>(x + row * product.inputs, sums.data() + row * product.tiles() * 2, tiles, product,
+        few_rows<FORMAT, 2>(x + row * product.inputs, sums.data() + row * product.tiles() * 2, tiles, bias, product,
                             out + row * product.out_stride);
     if (row < product.rows)
-        few_rows<FORMAT, 1>(x + row * product.inputs, sums.data() + row * product.tiles() * 2, tiles, product,
+        few_rows<FORMAT, 1>(x + row * product.inputs, sums.data() + row * product.tiles() * 2, tiles, bias, product,
                             out + row * product.out_stride);
 }
 

@@ -37,8 +37,7 @@ class FewRowsMultiply:
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] > FEW_ROWS:
             return self.many(x)
-        product = multiply_tiles(x.contiguous(), self.tiles)
-        return product if self.bias is None else product.add_(self.bias)
+        return multiply_tiles(x.contiguous(), self.tiles, self.bias)
 
 
 class TileProduct(NumbersProduct):

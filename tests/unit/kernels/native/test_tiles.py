@@ -46,7 +46,10 @@ def test_a_few_float_rows_are_multiplied_by_levels(rows: int, shape: tuple[int, 
     tiles, values = random_levels(*shape, nibbles=nibbles)
     x = torch.randn(rows, shape[1])
     exact = F.linear(x.double(), values.double())
-    torch.testing.assert_close(ops.multiply_tiles(x, tiles).double(), exact, rtol=1e-5, atol=1e-4)
+    product = ops.multiply_tiles(x, tiles)
+    torch.testing.assert_close(product.double(), exact, rtol=1e-5, atol=1e-4)
+    bias = torch.randn(shape[0])
+    assert torch.equal(ops.multiply_tiles(x, tiles, bias), product + bias)
 
 
 def test_a_row_of_floats_gives_the_same_alone_and_among_others() -> None:
@@ -62,6 +65,23 @@ def test_plain_tiles_are_refused_for_floats() -> None:
 
     with pytest.raises(ValueError, match="do not take"):
         ops.multiply_tiles(torch.ones(1, 32), tile_plain(torch.ones(16, 32, dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_format_that_does_not_exist_is_refused(dtype: torch.dtype) -> None:
+    from quire.kernels.native import ops
+
+    with pytest.raises(ValueError, match="do not take"):
+        ops.multiply_tiles(torch.ones(1, 32, dtype=dtype), TiledWeight(3, 16, 32, torch.zeros(4096, dtype=torch.uint8)))
+
+
+@pytest.mark.skipif(has_tile_units(), reason="the CPU has tile units")
+def test_bfloat16_rows_are_refused_without_tile_units() -> None:
+    from quire.kernels.native import ops
+
+    tiles = tile_plain(torch.ones(32, 32, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="do not take"):
+        ops.multiply_tiles(torch.ones(1, 32, dtype=torch.bfloat16), tiles)
 
 
 @needs_tile_units

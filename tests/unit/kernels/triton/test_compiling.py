@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from interpreter import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+DRILL = Path(__file__).parents[3] / "support/compile_drill.py"
+
+
+@pytest.fixture(scope="module")
+def drill(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the drill saw, with an empty compilation cache."""
+    variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    variables["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    done = subprocess.run(
+        [sys.executable, str(DRILL)], env=variables, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_each_kernel_of_a_step_is_compiled_and_none_launched(drill: dict[str, Any]) -> None:
+    assert drill["ahead"] == 2
+    assert [only for is_main, only in drill["asked"] if is_main] == [True] * 6
+
+
+def test_a_step_compiled_ahead_compiles_nothing_when_it_comes(drill: dict[str, Any]) -> None:
+    assert drill["again"] == 0
+
+
+def test_other_threads_launch_as_ever(drill: dict[str, Any]) -> None:
+    assert [only for is_main, only in drill["asked"] if not is_main] == [False] * 2
+
+
+def test_launches_are_as_before_afterwards(drill: dict[str, Any]) -> None:
+    assert drill["restored"]
