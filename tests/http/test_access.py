@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import socket
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from http_server import TestServer, digests
 from quire.config.server import AccessConfig
+from quire.observability.logging import set_up_logging
 from tests.http.conftest import Serve
 
 KEY, ADMIN = "sk-user", "sk-admin"
@@ -196,3 +199,24 @@ def test_an_unforeseen_exception_is_an_error_without_details(serve: Serve, caplo
     assert "secret" not in answer.text
     assert "secret" in caplog.text
     assert server.get("/health").status_code == 200
+
+
+def test_noise_on_the_port_does_not_fill_the_log(serve: Serve) -> None:
+    server, log = serve(), io.StringIO()
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        set_up_logging("info", "text", "edge 1", log)
+        for number in range(60):
+            with socket.create_connection(("127.0.0.1", server.port)) as connection:
+                if number % 2:
+                    connection.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
+                else:
+                    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+                    connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + upgrade + b"\r\n")
+                assert connection.recv(4_096).startswith(b"HTTP/1.1 ")
+    finally:
+        root.handlers, root.level = handlers, level
+    lines = log.getvalue().splitlines()
+    assert 0 < len(lines) <= 20, lines[:30]
+    assert any("left out" in line for line in lines)

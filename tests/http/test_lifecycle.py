@@ -7,6 +7,7 @@ import random
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from quire.config.engine import SchedulerConfig
 from tests.http.conftest import Serve
 from tests.unit.serving.scripted import ids
 
+HI = [{"role": "user", "content": "hi"}]
 ENDLESS = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
 
 
@@ -197,6 +199,87 @@ def test_streams_in_a_dying_engine_end_with_an_error_event(serve: Serve) -> None
     assert rest[-2]["error"]["type"] == "server_error"
 
 
+def test_every_client_of_a_failed_executor_is_told_the_same(serve: Serve) -> None:
+    """Whole or streamed, with tokens or before the first: one body, and a status where there still can be one."""
+    server = serve(endless, step_seconds=0.005)
+    whole = [Ask(server, **ENDLESS) for _ in range(2)]
+    with (
+        server.client() as client,
+        client.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as answer,
+    ):
+        events = read_events(answer)
+        next(events)
+        server.fail_executor()
+        rest = list(events)
+    answers = [one.result() for one in whole]
+    assert {(one.status_code, one.headers["retry-after"]) for one in answers} == {(503, "1")}
+    body = answers[0].json()
+    assert body["error"] == {**body["error"], "type": "server_error", "code": "engine_restarted"}
+    assert rest[-2:] == [body, "[DONE]"]
+    assert answers[1].json() == body
+
+
+def test_a_stream_in_line_gets_its_headers_at_once_and_a_comment_while_it_waits(serve: Serve) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=512)
+    server = serve(scheduler=scheduler, limits={"ping_seconds": 1})
+    server.link.gate.clear()
+    ahead = [Ask(server, max_tokens=4) for _ in range(2)]  # the window
+    server.wait(lambda: server.call(lambda: server.desk.num_inside) == 2)
+    with (
+        server.client() as client,
+        client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer,
+    ):
+        assert answer.status_code == 200
+        lines = answer.iter_lines()
+        assert [next(lines) for _ in range(4)] == [": queued", "", ": queued", ""]
+        server.link.gate.set()
+        server.link.settle()
+        rest = [line for line in lines if line.startswith("data: ")]
+    assert rest[-1] == "data: [DONE]"
+    assert {one.result().status_code for one in ahead} == {200}
+
+
+def test_a_stream_that_is_let_in_at_once_may_still_fail_with_a_status(serve: Serve) -> None:
+    server = serve(endless)
+    server.link.gate.clear()
+    asked = Ask(server, **ENDLESS, stream=True)
+    server.wait(lambda: server.call(lambda: server.desk.num_inside) == 1)
+    server.link.kill()
+    assert (asked.result().status_code, asked.result().json()["error"]["code"]) == (503, "engine_restarted")
+
+
+def test_a_stream_whose_engine_is_silent_for_long_hears_that_it_is_not_forgotten(serve: Serve) -> None:
+    server = serve(limits={"ping_seconds": 1})
+    server.link.gate.clear()
+    with (
+        server.client() as client,
+        client.stream("POST", "/v1/chat/completions", json={"messages": HI, "stream": True}) as answer,
+    ):
+        lines = answer.iter_lines()
+        assert next(lines) == ": working"
+        server.link.gate.set()
+        server.link.settle()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+
+
+def test_a_queued_stream_that_fails_ends_with_the_error_a_whole_answer_would_be(serve: Serve) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=512)
+    server = serve(endless, scheduler=scheduler)
+    server.link.gate.clear()
+    ahead = [Ask(server, **ENDLESS) for _ in range(2)]
+    server.wait(lambda: server.call(lambda: server.desk.num_inside) == 2)
+    with (
+        server.client() as client,
+        client.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as answer,
+    ):
+        server.start_drain(0.05)
+        events = list(read_events(answer))
+    assert [events[0]["error"]["code"], events[1]] == ["shutting_down", "[DONE]"]
+    assert {one.result().status_code for one in ahead} == {503}
+    server.join_drain()
+
+
 def test_a_client_that_sends_a_second_request_and_hangs_up_is_aborted_too(serve: Serve) -> None:
     server = serve(endless, step_seconds=0.01)
     connection = open_request(server, ENDLESS)
@@ -206,6 +289,7 @@ def test_a_client_that_sends_a_second_request_and_hangs_up_is_aborted_too(serve:
     connection.close()
     server.wait(lambda: bool(server.link.aborts))
     server.wait(server.is_idle)
+    assert [abort.request_id for abort in server.link.aborts] == [each.request_id for each in server.link.submitted]
 
 
 def test_a_client_that_reads_nothing_of_a_whole_answer_is_cut_off(serve: Serve) -> None:
@@ -219,10 +303,34 @@ def test_a_client_that_reads_nothing_of_a_whole_answer_is_cut_off(serve: Serve) 
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         server.wait(lambda: len(server.server.server_state.connections) == 1)
         server.wait(lambda: not server.server.server_state.connections)
+        received = 0
+        with suppress(ConnectionResetError):
+            while part := connection.recv(2**20):
+                received += len(part)
+        assert received < 6 * 2**21  # the whole answer never left
 
 
 def test_one_of_several_edges_can_fill_the_engine_alone(serve: Serve) -> None:
     server = serve(endless, api_workers=4, step_seconds=0.002)
     asked = [Ask(server, **ENDLESS) for _ in range(server.scheduler.max_num_seqs)]
     server.wait(lambda: len(server.link.submitted) == len(asked))
+    assert {one.result().status_code for one in asked} == {200}
+
+
+def test_the_queue_bound_is_one_for_all_edges(serve: Serve) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=512)
+    server = serve(scheduler=scheduler, api_workers=4, limits={"queue_requests": 4})
+    server.link.gate.clear()
+    asked = []
+    for count in range(1, 5):  # one in the engine, three in line
+        asked.append(Ask(server))
+        server.wait(lambda count=count: server.call(lambda: len(server.desk.tickets())) == count)  # type: ignore[misc]
+    server.elsewhere = (1, 1)
+    refused = server.post("/v1/completions", {"prompt": "x"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+    server.elsewhere = (0, 0)
+    asked.append(Ask(server))
+    server.wait(lambda: server.call(lambda: len(server.desk.tickets())) == 5)
+    server.link.gate.set()
+    server.link.settle()
     assert {one.result().status_code for one in asked} == {200}

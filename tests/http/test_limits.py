@@ -43,6 +43,11 @@ OVER: dict[str, tuple[str, str, Callable[[int], dict[str, Any]]]] = {
         "logit_bias",
         lambda size: {"prompt": "x", "logit_bias": dict.fromkeys(_names(size), 1)},
     ),
+    "pattern_tokens": (
+        COMPLETIONS,
+        "repetition_detection.max_pattern_size",
+        lambda size: {"prompt": "x", "repetition_detection": {"max_pattern_size": size}},
+    ),
     "token_ids": (COMPLETIONS, "allowed_token_ids", lambda size: {"prompt": "x", "allowed_token_ids": [1] * size}),
     "logprob_token_ids": (
         COMPLETIONS,
@@ -60,7 +65,8 @@ OVER: dict[str, tuple[str, str, Callable[[int], dict[str, Any]]]] = {
 }
 ELSEWHERE = {
     "body_bytes", "queue_requests", "queue_tokens", "bodies_bytes", "stream_bytes", "connections", "header_bytes",
-    "header_seconds", "body_seconds", "idle_seconds", "stall_seconds", "coalesce_streams", "coalesce_ms",
+    "header_seconds", "body_seconds", "idle_seconds", "stall_seconds", "ping_seconds",
+    "coalesce_streams", "coalesce_ms",
 }  # fmt: skip
 
 

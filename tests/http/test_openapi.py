@@ -45,7 +45,8 @@ def test_every_parameter_of_the_table_is_in_the_document(document: Any) -> None:
         (COMPLETIONS, {"prompt": ["x", "y"], "n": 2, "logprobs": 2, "echo": True, "return_token_ids": True}),
         (COMPLETIONS, {"prompt": [1, 2], "prompt_logprobs": 1, "stop": "w"}),
         (CHATS, {"messages": CHAT, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 0}),
-        (CHATS, {"messages": CHAT, "return_token_ids": True}),
+        (CHATS, {"messages": CHAT, "return_token_ids": True, "return_prompt_text": True}),
+        (COMPLETIONS, {"prompt": "x", "repetition_detection": {"max_pattern_size": 3, "min_count": 3}}),
         (CHATS, {"messages": CHAT, "n": 2, "stop_token_ids": [5]}),
         ("/tokenize", {"prompt": "x", "return_token_strs": True}),
         ("/detokenize", {"tokens": [1, 2]}),
@@ -61,11 +62,14 @@ def test_requests_and_answers_fit_their_schemas(server: TestServer, document: An
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/capabilities", "/health", "/ready", "/version"])
 def test_pages_fit_their_schemas(server: TestServer, document: Any, path: str) -> None:
-    validate(document, answer_schema(document, path, 200, "get"), server.get(path).json())
+    answer = server.get(path)
+    assert answer.status_code == 200, answer.text
+    validate(document, answer_schema(document, path, 200, "get"), answer.json())
 
 
 def test_errors_fit_their_schema(server: TestServer, document: Any) -> None:
     answer = server.post(COMPLETIONS, {"prompt": "x", "n": -1})
+    assert answer.status_code == 400, answer.text
     validate(document, answer_schema(document, COMPLETIONS, 400), answer.json())
 
 
@@ -73,13 +77,17 @@ def test_errors_fit_their_schema(server: TestServer, document: Any) -> None:
     ("path", "chunk", "body"),
     [
         (CHATS, "ChatChunk", {"messages": CHAT, "logprobs": True, "n": 2, "return_token_ids": True}),
+        (CHATS, "ChatChunk", {"messages": CHAT, "return_prompt_text": True}),
         (COMPLETIONS, "CompletionChunk", {"prompt": ["x", "y"], "logprobs": 1, "return_token_ids": True}),
         (COMPLETIONS, "CompletionChunk", {"prompt": "x", "stream_options": {"include_usage": True}, "echo": True}),
     ],
 )
 def test_chunks_fit_their_schema(server: TestServer, document: Any, path: str, chunk: str, body: Any) -> None:
     schema = {"$ref": f"#/components/schemas/{chunk}"}
-    for event in server.events(path, body, params={"explain": "1"})[:-1]:
+    *events, last = server.events(path, body, params={"explain": "1"})
+    assert last == "[DONE]"
+    assert events
+    for event in events:
         validate(document, schema, event)
 
 

@@ -18,7 +18,8 @@ SMALL = ("--max-model-len", "96", "--max-num-seqs", "16", "--max-num-batched-tok
 CANARY = {"prompt": "The three primary colours are", "max_tokens": 24, "temperature": 0}
 
 
-def attack(server: RealServer, note: Note) -> None:
+def attack(server: RealServer, note: Note) -> int:
+    """Send all the bodies and show that the server stood; how many of them were answered."""
     processes = sorted(server.processes())
     (edge,) = server.processes("quire.serving.process.edge_main")
     canary, before = Canary(server.url, CANARY), resident_bytes(edge)
@@ -39,15 +40,16 @@ def attack(server: RealServer, note: Note) -> None:
     assert sorted(server.processes()) == processes  # nothing was restarted
     server.wait(server.is_idle)
     assert not [line for line in server.lines if "Traceback" in line]
+    return sum(seen.statuses.values())
 
 
 @pytest.mark.model
 def test_hostile_bodies_beside_a_stream_of_the_default_model(start_default: Start, note: Note) -> None:
-    attack(start_default("--threads", "2", *SMALL), note)
+    assert attack(start_default("--threads", "2", *SMALL), note) == BODIES
 
 
 def test_hostile_bodies_beside_a_stream_of_the_tiny_model(start_tiny: Start, note: Note) -> None:
-    attack(start_tiny(*SMALL), note)
+    assert attack(start_tiny(*SMALL), note) == BODIES
 
 
 def test_schemathesis_finds_no_server_error_and_no_answer_that_breaks_its_schema(

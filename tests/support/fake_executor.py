@@ -88,6 +88,9 @@ class FakeExecutor:
 
     def _forward(self, plan: StepPlan) -> StepResult:
         assert len(set(plan.decode_rows.tolist())) == len(plan.decode_rows)
+        for chunk in plan.chunks:
+            row = self.rows[chunk.row]
+            assert self._read(row, chunk.start) == row.tokens[: chunk.start], "a chunk begins before what it builds on"
         for number in plan.decode_rows.tolist():
             self._write(number, len(self.rows[number].tokens) - 1, 1)
         for chunk in plan.chunks:

@@ -15,17 +15,21 @@ _SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 5
 
 
 class Harness:
-    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, depth: int = 1, **settings: int) -> None:
+    def __init__(
+        self, *, num_blocks: int = 64, block_size: int = 4, depth: int = 1, caching: bool = True, **settings: int
+    ) -> None:
         self.executor = FakeExecutor(num_blocks, block_size, depth)
         scheduler = SchedulerConfig(**{**_SETTINGS, **settings})  # type: ignore[arg-type]
-        self.core = EngineCore(self.executor, CacheConfig(block_size, num_blocks), scheduler, VOCAB)
+        self.core = EngineCore(self.executor, CacheConfig(block_size, num_blocks, caching), scheduler, VOCAB)
         self.finished: dict[str, Finished] = {}
         self.streams: dict[int, list[int]] = {}  # sample handle -> tokens as they came
         self.handles: dict[str, int] = {}
 
-    def submit(self, request_id: str, prompt: list[int], *, end_ids: tuple[int, ...] = (), **params: object) -> None:
+    def submit(
+        self, request_id: str, prompt: list[int], *, end_ids: tuple[int, ...] = (), salt: str = "", **params: object
+    ) -> None:
         sampling = SamplingParams(**{"max_tokens": 8, **params})  # type: ignore[arg-type]
-        request = Submit(request_id, tuple(prompt), sampling, TokenRules(end_ids=end_ids))
+        request = Submit(request_id, tuple(prompt), sampling, TokenRules(end_ids=end_ids), cache_salt=salt)
         self.handles[request_id] = self.core.submit(request)
 
     def step(self) -> None:

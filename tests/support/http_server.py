@@ -19,13 +19,16 @@ from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.resolve import EngineArguments
 from quire.config.server import ModelSource, ServerConfig
 from quire.engine.core import EngineCore
+from quire.serving.desk.board import Board
 from quire.serving.desk.desk import Desk
 from quire.serving.desk.observer import NullObserver, Observer
 from quire.serving.http.app import build_app
 from quire.serving.http.limits import Limits
 from quire.serving.http.service import Service, TextWorks
+from quire.serving.process.control import ControlMessage
 from quire.serving.process.edge_main import EdgeServer, http_config
 from quire.serving.process.link import EngineReady
+from quire.serving.process.peers import Peers
 from tests.unit.serving.scripted import EOS_ID, TOKENIZER, VOCAB, Script, ScriptedExecutor
 
 MODEL = "scripted"
@@ -67,8 +70,10 @@ class TestServer:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        self.executor: ScriptedExecutor | None = None
         self.drains_asked = 0
-        self.aborts_asked: list[str | None] = []  # of other edges
+        self.elsewhere = (0, 0)  # requests and tokens that wait at other edges
+        self.told: list[ControlMessage] = []  # to the supervisor
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="test-server")
         self._thread.start()
@@ -78,7 +83,7 @@ class TestServer:
 
     # ------------------------------------------------------------------------------------------------------ engine
     def _make_core(self) -> tuple[EngineCore, EngineReady]:
-        executor = ScriptedExecutor(self._script, fails=self._fails)
+        self.executor = executor = ScriptedExecutor(self._script, fails=self._fails)
         if self._step_seconds:
             executor.on_launch = lambda: time.sleep(self._step_seconds)
         core = EngineCore(executor, self.cache, self.scheduler, VOCAB)
@@ -104,7 +109,8 @@ class TestServer:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         limits = Limits(self.config.limits)
-        self.desk = Desk(self.link, TOKENIZER, limits, self._observer, self.config.api_workers)
+        self.desk = Desk(self.link, TOKENIZER, limits, self._observer, self.config.api_workers, _SharedBoard(self))
+        self.peers = Peers(self.told.append, 1, self.config.api_workers - 1)
         self.service = Service(
             config=self.config,
             limits=limits,
@@ -115,7 +121,7 @@ class TestServer:
             version="0.0.0",
             render_metrics=_no_metrics,
             ask_drain=self._ask_drain,
-            ask_abort=self.aborts_asked.append,
+            peers=self.peers,
         )
         app = build_app(self.service, PLAYGROUND)
         self.server = EdgeServer(http_config(app, limits), self._started.set)
@@ -126,6 +132,11 @@ class TestServer:
 
     def _ask_drain(self) -> None:
         self.drains_asked += 1
+
+    def fail_executor(self) -> None:
+        """The device is lost: the next step fails for everybody."""
+        assert self.executor is not None
+        self.executor.on_launch = _fail
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Run something on the server's event loop and return what it returns."""
@@ -188,6 +199,21 @@ def read_events(answer: httpx.Response) -> Iterator[Any]:
         if line.startswith("data: "):
             data = line.removeprefix("data: ")
             yield data if data == "[DONE]" else json.loads(data)
+
+
+class _SharedBoard(Board):
+    """As if other edges had put `server.elsewhere` on it."""
+
+    def __init__(self, server: TestServer) -> None:
+        super().__init__()
+        self._server = server
+
+    def elsewhere(self) -> tuple[int, int]:
+        return self._server.elsewhere
+
+
+def _fail() -> None:
+    raise RuntimeError("device lost")
 
 
 async def _no_metrics() -> tuple[bytes, str]:

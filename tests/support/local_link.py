@@ -100,6 +100,10 @@ class LocalLink:
         assert self._listener is not None
         out = self._core.step()
         self.num_steps += 1
+        if self._core.dead is not None:
+            reason, self._core = self._core.dead, None
+            self._listener.engine_down(reason)
+            return
         if len(out.samples) or out.finished:
             self._listener.tokens(out)
 

@@ -1,7 +1,7 @@
 """An edge without HTTP, for tests of the supervisor: `python -m stub_edge FD`. One JSON object per line and answer.
 
-{"prompt": [...], "max_tokens": n} answers with the tokens or an error; {"ask": "state" | "stats" | "drain" | "abort"}
-with facts.
+{"prompt": [...], "max_tokens": n} answers with the tokens or an error; {"ask": "state" | "stats" | "drain" | "abort" |
+"peers"} with facts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from quire.serving.process.child import enter_child
 from quire.serving.process.control import (
     AskAbort,
     AskDrain,
+    AskEdges,
     ControlChannel,
     ControlMessage,
     Drain,
     Drained,
+    EdgeAnswer,
     EdgeReady,
     EdgeStart,
     Fatal,
+    RequestRow,
 )
 from quire.serving.process.link import EngineReady
+from quire.serving.process.peers import Peers
 from quire.serving.process.remote_link import RemoteLink
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.output import TokensOut
@@ -37,13 +41,14 @@ Answer = dict[str, object]
 
 
 class StubEdge:
-    def __init__(self, loop: asyncio.AbstractEventLoop, edge: int) -> None:
-        self.loop, self.edge = loop, edge
+    def __init__(self, loop: asyncio.AbstractEventLoop, channel: ControlChannel, start: EdgeStart) -> None:
+        self.loop, self.channel, self.edge = loop, channel, start.edge
+        self.peers = Peers(channel.send, start.edge, start.config.api_workers - 1)
         self.ready: EngineReady | None = None
         self.live: dict[str, asyncio.Future[Answer]] = {}
         self.drained = asyncio.Event()
         self.draining = False
-        self.aborts: list[str | None] = []  # asked for by other edges
+        self.aborts: list[tuple[str, ...] | None] = []  # asked for by other edges
 
     # what the link says, on its thread
     def engine_up(self, ready: EngineReady) -> None:
@@ -66,7 +71,12 @@ class StubEdge:
         if isinstance(message, Drain):
             self.loop.call_soon_threadsafe(self._drain)
         elif isinstance(message, AskAbort):
-            self.aborts.append(message.name)
+            self.aborts.append(message.request_ids)
+        elif isinstance(message, AskEdges):
+            row = RequestRow(f"{self.edge}-0", "", "", self.edge, "chat", "queued", 0.0, 1, 1, False)
+            self.channel.send(EdgeAnswer(message.asker, message.number, (row,)))
+        elif isinstance(message, EdgeAnswer):
+            self.loop.call_soon_threadsafe(self.peers.take, message)
 
     # on the loop
     def _finish(self, request_id: str, answer: Answer) -> None:
@@ -90,7 +100,7 @@ class StubEdge:
 
 
 async def serve(channel: ControlChannel, start: EdgeStart) -> None:
-    edge = StubEdge(asyncio.get_running_loop(), start.edge)
+    edge = StubEdge(asyncio.get_running_loop(), channel, start)
     link = RemoteLink(channel, start.edge, on_control=edge.control)
     link.start(edge)
     numbers = itertools.count()
@@ -108,8 +118,11 @@ async def serve(channel: ControlChannel, start: EdgeStart) -> None:
         if asked.get("ask") == "drain":
             channel.send(AskDrain())
             return {"asked": True}
+        if asked.get("ask") == "peers":
+            rows, missing = await edge.peers.requests()
+            return {"edge": start.edge, "others": sorted(row.edge for row in rows), "missing": missing}
         if asked.get("ask") == "abort":
-            channel.send(AskAbort(asked["name"]))
+            channel.send(AskAbort(asked["ids"]))
             return {"asked": start.edge}
         request_id = f"{start.edge}-{next(numbers)}"
         edge.live[request_id] = asyncio.get_running_loop().create_future()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.config.model import Dtype
+from quire.config.model import CacheDtype, Dtype, Quantization
 from quire.types.errors import ConfigError
 
 MAX_BLOCK_SIZE = 256
@@ -17,6 +17,7 @@ class CacheConfig:
 
     block_size: int
     num_blocks: int
+    enable_prefix_caching: bool = True  # blocks outlive their sequences and serve prompts that begin alike
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
@@ -60,10 +61,11 @@ class DeviceConfig:
 
     device: str  # "cpu", "cuda", "cuda:1"
     dtype: Dtype
-    kv_dtype: Dtype
+    kv_dtype: CacheDtype
     threads: int | None = None  # CPU threads; None: all
     attention_backend: str = "auto"
     enforce_eager: bool = False  # never capture a step as a graph
+    quantization: Quantization | None = None  # of the layers' weights, made at load
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 class Environment:
     """What the surroundings say, read once where it is needed."""
 
-    cache: Path  # QUIRE_CACHE: where downloaded models are kept; default $XDG_CACHE_HOME/quire or ~/.cache/quire
+    cache: Path  # QUIRE_CACHE: where models and tuning tables are kept; default $XDG_CACHE_HOME/quire or ~/.cache/quire
     offline: bool  # QUIRE_OFFLINE: never reach for the network
     api_key: str | None = field(default=None, repr=False)  # QUIRE_API_KEY: asked of clients, or sent by them
 

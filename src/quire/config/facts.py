@@ -20,6 +20,10 @@ class CudaDevice:
     def supports_bf16(self) -> bool:
         return self.capability >= (8, 0)
 
+    @property
+    def supports_fp8(self) -> bool:
+        return self.capability >= (8, 9)
+
 
 @dataclass(frozen=True, slots=True)
 class HardwareFacts:

@@ -138,14 +138,18 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
 
 def _weights(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, weight_bytes: int) -> int:
     """On a CPU, half-type weights are repacked, so a tied head has its own copy beside the embedding table; levels are
-    kept as they are stored, on tile units instead of numbers, elsewhere beside float32 for steps of a few rows."""
+    kept as they are stored, on tile units instead of numbers, elsewhere beside float32 for steps of a few rows.
+    Quantized weights are small where Triton multiplies by them; elsewhere they are rounded numbers of the run dtype."""
+    quantized = config.device.quantization is not None
     head = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
     if config.device.device != "cpu":
-        return model.num_parameters * weight_bytes
+        small, outputs = model.layer_weights if quantized and _attention(config, facts) == "triton" else (0, 0)
+        scales = outputs * DTYPE_BYTES["float32"]
+        return (model.num_parameters - small) * weight_bytes + small * DTYPE_BYTES["float8"] + scales
     native, levels = facts.native_refusal is None, model.levels
     if weight_bytes == DTYPE_BYTES["float32"]:
         return model.num_parameters * weight_bytes + (levels.num_bytes if native else 0)
-    if facts.tile_units and levels.parameters:
+    if facts.tile_units and levels.parameters and not quantized:
         return (model.num_parameters - levels.parameters) * weight_bytes + levels.num_bytes + head
     return (model.num_parameters + head) * weight_bytes
 
@@ -157,7 +161,8 @@ def _attention(config: EngineConfig, facts: HardwareFacts) -> str:
         return device.attention_backend
     if device.device != "cpu":
         return "triton" if facts.triton else "gather"
-    return "native" if device.dtype != "float16" and facts.native_refusal is None else "gather"
+    native = device.kv_dtype != "float8" and device.dtype != "float16" and facts.native_refusal is None
+    return "native" if native else "gather"
 
 
 def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:

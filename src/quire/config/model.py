@@ -7,7 +7,9 @@ from typing import Literal
 
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+CacheDtype = Literal["float32", "bfloat16", "float16", "float8"]  # float8 is e4m3, finite numbers only
+Quantization = Literal["fp8"]
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,13 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = field(default=())
     levels: StoredLevels = field(default_factory=StoredLevels)
+
+    @property
+    def layer_weights(self) -> tuple[int, int]:
+        """Numbers in the matrices of all layers, which quantization makes smaller, and how many outputs these have."""
+        h, q, kv, i = self.hidden_size, self.heads.query_size, self.heads.kv_size, self.intermediate_size
+        numbers, outputs = h * (q + 2 * kv) + q * h + 3 * h * i, (q + 2 * kv) + h + 2 * i + h
+        return self.num_layers * numbers, self.num_layers * outputs
 
     @property
     def num_parameters(self) -> int:

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 from quire.config.engine import MAX_BLOCK_SIZE, CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts, cuda_index
 from quire.config.memory import MemoryPlan, plan_memory
-from quire.config.model import Dtype, ModelConfig
+from quire.config.model import CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.sizes import GIB, format_size, parse_size
 from quire.types.errors import ConfigError, DoesNotFit
 
@@ -27,6 +27,7 @@ _DTYPES: dict[str, Dtype] = {
     "float16": "float16",
     "half": "float16",
 }
+_FLOAT8_NAMES = ("fp8", "fp8_e4m3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,9 @@ class EngineArguments:
     threads: int | None = None
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    enable_prefix_caching: bool | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
 
 
 class EngineSettings(TypedDict, total=False):
@@ -66,6 +70,9 @@ class EngineSettings(TypedDict, total=False):
     threads: int | None
     attention_backend: str
     enforce_eager: bool
+    enable_prefix_caching: bool | None
+    quantization: str | None
+    kv_cache_dtype: str
 
 
 def resolve_engine_config(
@@ -85,7 +92,8 @@ def resolve_engine_config(
         policy=_policy(args),
         seed=args.seed,
     )
-    draft = EngineConfig(CacheConfig(args.block_size, num_blocks=1), scheduler, device)
+    cache = CacheConfig(args.block_size, 1, _prefix_caching(args, model, scheduler.max_model_len))
+    draft = EngineConfig(cache, scheduler, device)
     config = _size_cache(args, facts, model, draft, capacity)
     plan = plan_memory(model, config, facts, capacity)
     plan.check()
@@ -122,8 +130,10 @@ def _check_types(args: EngineArguments) -> None:
     share: object = args.gpu_memory_utilization
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
         raise ConfigError("gpu_memory_utilization", f"must be a number, got {share!r}")
-    if not isinstance(args.enforce_eager, bool):
-        raise ConfigError("enforce_eager", f"must be true or false, got {args.enforce_eager!r}")
+    for switch in ("enforce_eager", "enable_prefix_caching"):
+        value = getattr(args, switch)
+        if not isinstance(value, bool) and (value is not None or switch == "enforce_eager"):
+            raise ConfigError(switch, f"must be true or false, got {value!r}")
     if args.num_kv_blocks is not None and args.kv_cache_memory is not None:
         raise ConfigError("num_kv_blocks", "cannot be given together with kv_cache_memory", "choose one of them")
 
@@ -134,6 +144,17 @@ def _policy(args: EngineArguments) -> Literal["fcfs", "priority"]:
     if args.scheduling_policy == "priority":
         return "priority"
     raise ConfigError("scheduling_policy", f"{args.scheduling_policy!r} is unknown", 'use "fcfs" or "priority"')
+
+
+def _prefix_caching(args: EngineArguments, model: ModelConfig, max_model_len: int) -> bool:
+    """On, unless a token's keys depend on more than the tokens before it: on the length of its sequence."""
+    rope = model.rope
+    if rope.kind != "dynamic" or max_model_len <= rope.max_position:
+        return args.enable_prefix_caching is not False
+    if args.enable_prefix_caching:
+        reason = f"cannot be exact: beyond {rope.max_position} tokens dynamic rope scaling depends on the whole length"
+        raise ConfigError("enable_prefix_caching", reason, f"leave it out, or set max_model_len to {rope.max_position}")
+    return False
 
 
 def _resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelConfig) -> DeviceConfig:
@@ -149,7 +170,39 @@ def _resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelCon
     dtype = _auto_dtype(facts, device, model) if args.dtype == "auto" else _DTYPES[args.dtype]
     if kind == "cuda" and not facts.computes(dtype, device):
         raise ConfigError("dtype", f"{dtype} needs compute capability 8.0 or newer", "use float16")
-    return DeviceConfig(device, dtype, dtype, args.threads, args.attention_backend, args.enforce_eager)
+    return DeviceConfig(
+        device,
+        dtype,
+        _kv_dtype(args, facts, device, dtype),
+        args.threads,
+        args.attention_backend,
+        args.enforce_eager,
+        _quantization(args, facts, device),
+    )
+
+
+def _quantization(args: EngineArguments, facts: HardwareFacts, device: str) -> Quantization | None:
+    if args.quantization is None:
+        return None
+    if args.quantization != "fp8":
+        raise ConfigError("quantization", f"{args.quantization!r} is unknown", 'use "fp8", or leave it out')
+    _check_float8("quantization", facts, device)
+    return "fp8"
+
+
+def _kv_dtype(args: EngineArguments, facts: HardwareFacts, device: str, dtype: Dtype) -> CacheDtype:
+    if args.kv_cache_dtype == "auto":
+        return dtype
+    if args.kv_cache_dtype not in _FLOAT8_NAMES:
+        names = " or ".join(f'"{name}"' for name in _FLOAT8_NAMES)
+        raise ConfigError("kv_cache_dtype", f"{args.kv_cache_dtype!r} is unknown", f'use "auto", {names}')
+    _check_float8("kv_cache_dtype", facts, device)
+    return "float8"
+
+
+def _check_float8(field: str, facts: HardwareFacts, device: str) -> None:
+    if device != "cpu" and not facts.cuda[cuda_index(device)].supports_fp8:
+        raise ConfigError(field, "fp8 needs compute capability 8.9 or newer", "leave it out")
 
 
 def _auto_dtype(facts: HardwareFacts, device: str, model: ModelConfig) -> Dtype:

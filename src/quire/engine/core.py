@@ -219,7 +219,7 @@ class EngineCore:
         if group.request.request_id not in self._groups:
             return
         for sequence in list(group.live):
-            group.end(sequence, self._scheduler.end(sequence), "error", None)
+            group.end(sequence, self._scheduler.end(sequence, keep=False), "error", None)
         try:
             message = group.farewell(self._clock(), reason)
         except Exception:  # noqa: BLE001 - the farewell itself may be what failed; the request must end all the same
@@ -249,6 +249,7 @@ class EngineCore:
             free=pool.num_free,
             slots_used=scheduler.slots_used(),
             slots_allocated=pool.num_used * self._cache.block_size,
+            cached=pool.num_idle,
         )
         return EngineStats(
             steps=self._steps,
@@ -263,16 +264,18 @@ class EngineCore:
             blocks=blocks,
             computed_tokens=self._computed_tokens,
             steps_by_size=tuple(self._steps_by_size),
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
         )
 
     def block_map(self) -> BlockMap:
         """Who holds which block now, waiting requests included."""
-        holders = self._scheduler.pool.all_holders()
-        return BlockMap(self._steps, self._cache.block_size, holders, self._scheduler.request_blocks())
+        pool, requests = self._scheduler.pool, self._scheduler.request_blocks()
+        return BlockMap(self._steps, self._cache.block_size, pool.all_holders(), requests, pool.idle_blocks())
 
     def reset_cache(self) -> int:
-        """Forget cached prefixes; returns how many blocks that freed: none, as no block outlives its sequences."""
-        return 0
+        """Forget cached prefixes, those of running requests too; returns how many blocks that freed."""
+        return self._scheduler.reset_cache()
 
     def check(self) -> None:
         """Assert that all owners agree; when idle, that nothing is held."""

@@ -110,8 +110,14 @@ class CacheReset(msgspec.Struct, frozen=True, tag="cache_reset"):
     num_freed: int  # blocks
 
 
+class Lost(msgspec.Struct, frozen=True, tag="lost"):
+    """The last word of an engine whose executor failed: all that it has not said is over will not be."""
+
+    reason: str
+
+
 ToEngine = SubmitRequest | AbortRequest | Ask | Goodbye
-FromEngine = Accepted | Refused | Tokens | StatsAnswer | BlockMapAnswer | CacheReset
+FromEngine = Accepted | Refused | Tokens | StatsAnswer | BlockMapAnswer | CacheReset | Lost
 
 
 class BadMessage(QuireError):

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NoReturn
 
 from quire.engine.answer_size import check_answer_size
 from quire.engine.core import EngineCore
@@ -20,6 +21,7 @@ from quire.engine.messages import (
     CacheReset,
     FromEngine,
     Goodbye,
+    Lost,
     Refused,
     StatsAnswer,
     SubmitRequest,
@@ -71,16 +73,17 @@ class EngineLoop:
 
     # -------------------------------------------------------------------------------------------------- the loop
     def run(self) -> None:
-        """Serve until `stop`. Raises EngineDead once every request was told that the executor is lost."""
+        """Serve until `stop`. Raises EngineDead once every edge with a request was told that the executor is lost."""
         core, progress = self._core, self._progress
         while not self._stopping:
             self._hear()
             if core.has_work:
                 progress.begin_step()
-                self._deliver(core.step())
+                out = core.step()
+                if core.dead is not None:
+                    self._give_up(out, core.dead)
+                self._deliver(out)
             self._flush()
-            if core.dead is not None:
-                raise EngineDead(core.dead)
             if not core.has_work:
                 progress.idle()
                 self._rest()
@@ -98,6 +101,15 @@ class EngineLoop:
         with self._waking:
             self._closed = True
             os.close(self._wake)
+
+    def _give_up(self, out: TokensOut, reason: str) -> NoReturn:
+        """Say what ended well before the executor failed, and that the rest is lost."""
+        edges = self._routes.edges()
+        self._deliver(replace(out, finished=tuple(end for end in out.finished if end.error is None)))
+        for edge in edges:
+            self._say(edge, Lost(reason))
+        self._flush()
+        raise EngineDead(reason)
 
     def _rest(self) -> None:
         """Sleep until an edge or another thread has something to say."""

@@ -34,6 +34,10 @@ class Routes:
     def edge_of(self, request_id: str) -> int | None:
         return self._edges.get(request_id)
 
+    def edges(self) -> list[int]:
+        """Who has a request here."""
+        return [edge for edge, requests in self._requests.items() if requests]
+
     def requests(self) -> list[str]:
         return list(self._edges)
 

@@ -40,8 +40,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("num_requests_waiting", "gauge", "Requests that wait, in the server's waiting room or in the engine."),
     Metric("kv_cache_usage_perc", "gauge", "Share of the KV cache's blocks in use; 1 is all.", "engine"),
     Metric("kv_cache_waste_perc", "gauge", "Share of the slots in blocks in use that hold no token.", "engine"),
-    Metric("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache; 0 while there is none."),
-    Metric("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache; 0 while there is none."),
+    Metric("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache.", "engine"),
+    Metric("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.", "engine"),
     Metric("num_preemptions", "counter", "Times a running request lost its blocks to another.", "engine"),
     Metric("prompt_tokens", "counter", "Prompt tokens computed, recomputation included.", "engine"),
     Metric("generation_tokens", "counter", "Tokens generated.", "engine"),
@@ -71,4 +71,4 @@ METRICS: tuple[Metric, ...] = (
     Metric("request_params_max_tokens", "histogram", "max_tokens asked for.", bounds=TOKENS),
     Metric("iteration_tokens_total", "histogram", "Tokens computed in one step.", "engine", bounds=STEP_SIZES),
 )
-FINISHED_REASONS = ("stop", "length", "abort", "error")
+FINISHED_REASONS = ("stop", "length", "repetition", "abort", "error")

@@ -28,6 +28,8 @@ def _values(stats: EngineStats) -> dict[str, float]:
         "num_requests_waiting": stats.waiting,
         "kv_cache_usage_perc": blocks.used / blocks.total if blocks.total else 0.0,
         "kv_cache_waste_perc": blocks.waste,
+        "prefix_cache_queries": stats.prefix_queries,
+        "prefix_cache_hits": stats.prefix_hits,
         "num_preemptions": stats.preemptions,
         "prompt_tokens": stats.prompt_tokens,
         "generation_tokens": stats.output_tokens,

@@ -8,6 +8,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Literal, TextIO
 
+from quire.observability.flood import FloodGuard
 from quire.types.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -17,13 +18,17 @@ _MAX_FIELD = 2_000  # characters; a longer text is cut
 
 
 def set_up_logging(level: str, kind: LogFormat, process: str, stream: TextIO | None = None) -> None:
-    """Send this process's logs to `stream` (stderr), replacing what was set up before. `process` names their source."""
+    """Send this process's logs to `stream` (stderr), replacing what was set up before. `process` names their source.
+
+    Lines that clients can cause at will are bounded: see FloodGuard.
+    """
     if level not in LEVELS:
         raise ConfigError("log_level", f"{level!r} is unknown", f"use one of {', '.join(LEVELS)}")
     if kind not in ("text", "json"):
         raise ConfigError("log_format", f"{kind!r} is unknown", "use text or json")
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines(process) if kind == "json" else TextLines(process))
+    handler.addFilter(FloodGuard())
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0  # the engine is asked for its numbers at most this often
 SHARE_SECONDS = 1.0  # and other edges see this one's counts at most this late
-_WORST_FIRST = ("error", "abort", "length", "stop")
+_WORST_FIRST = ("error", "abort", "repetition", "length", "stop")
 
 
 def server_metrics(config: ServerConfig, model_name: str, directory: str | None, edge: int) -> ServerMetrics:
@@ -100,7 +100,6 @@ class ServerMetrics:
         reason = next((reason for reason in _WORST_FIRST if reason in record.finish_reasons), "stop")
         with self._lock:
             self._tally.count("request_success", reason)
-            self._tally.count("prefix_cache_hits", amount=record.num_cached_tokens)
             self._tally.observe("request_generation_tokens", record.num_output_tokens)
             self._observe_times(record)
         self._tracer.ended(record)

@@ -119,6 +119,7 @@ def _attributes(record: Record, model_name: str, end: float) -> dict[str, str | 
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.usage.prompt_tokens": record.num_prompt_tokens,
         "gen_ai.usage.completion_tokens": record.num_output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
         "gen_ai.usage.num_sequences": sampling.n,
         "gen_ai.latency.e2e": end - record.received_at,
         "gen_ai.response.finish_reasons": record.finish_reasons,

@@ -26,8 +26,8 @@ class _Live:
 class Batch:
     """Submits requests, reads the engine's tokens and assembles outputs in the order of submission.
 
-    Only samples with stop strings (all of them with `follow_all`) are followed token by token. Text is made only where
-    there is a tokenizer and the request wants it.
+    Only samples that may end by their text (all of them with `follow_all`) are followed token by token. Text is made
+    only where there is a tokenizer and the request wants it.
     """
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, *, follow_all: bool = False) -> None:
@@ -55,7 +55,7 @@ class Batch:
     def submit(self, request: Submit, prompt: str | None) -> None:
         """Queue one request. Raises InvalidRequest and leaves the batch as it was."""
         sampling, texts = request.sampling, []
-        is_followed = self._follow_all or bool(sampling.stops)
+        is_followed = self._follow_all or sampling.ends_by_text
         if is_followed and self._tokenizer is not None and sampling.detokenize:
             texts = [SampleText(self._tokenizer, request) for _ in range(sampling.n)]
         handle = self._client.submit(request)

@@ -28,6 +28,9 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def reset_cache(self) -> int:
+        """Forget cached prefixes; returns how many blocks that freed."""
+
     def close(self) -> None:
         """Let go of the engine. Idempotent."""
 
@@ -53,6 +56,9 @@ class InProcessClient:
 
     def stats(self) -> EngineStats:
         return self._core.stats()
+
+    def reset_cache(self) -> int:
+        return self._core.reset_cache()
 
     def close(self) -> None:
         self._core.close()

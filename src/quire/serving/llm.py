@@ -146,8 +146,12 @@ class LLM:
         return self.tokenizer
 
     def stats(self) -> EngineStats:
-        """Blocks used, shared and free, waste, preemptions, tokens and step times since the start."""
+        """Blocks used, shared, cached and free, waste, preemptions, tokens and step times since the start."""
         return self._client.stats()
+
+    def reset_prefix_cache(self) -> int:
+        """Forget what is cached of prompts and answers; returns how many blocks that freed."""
+        return self._client.reset_cache()
 
     def close(self) -> None:
         """Give back weights, cache and devices. Idempotent."""

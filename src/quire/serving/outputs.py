@@ -24,7 +24,7 @@ class StreamPiece:
 
 
 def settled(end: SampleEnd, text: SampleText | None) -> SampleEnd:
-    """A sample as its user sees it: cut after the token that completed a stop string in its followed text."""
+    """A sample as its user sees it: cut after the token that ended its followed text."""
     if text is None or text.stopped_by is None:
         return end
     count = text.num_tokens
@@ -32,7 +32,7 @@ def settled(end: SampleEnd, text: SampleText | None) -> SampleEnd:
         end,
         token_ids=end.token_ids[:count],
         logprobs=end.logprobs[:count],
-        finish_reason="stop",
+        finish_reason="repetition" if text.is_loop else "stop",
         stop_reason=text.stopped_by,
     )
 

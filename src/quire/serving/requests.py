@@ -50,8 +50,8 @@ class RequestMaker:
     def rules(self, params: SamplingParams) -> TokenRules:
         """What a request's words mean in this vocabulary."""
         bad_words, stops = tuple(params.bad_words or ()), params.stops
-        if self._tokenizer is None and (bad_words or stops):
-            field = "stop" if stops else "bad_words"
+        if self._tokenizer is None and (bad_words or params.ends_by_text):
+            field = "stop" if stops else "bad_words" if bad_words else "repetition_detection"
             raise InvalidRequest(field, "needs text, but there is no tokenizer", "use stop_token_ids or logit_bias")
         eos_ids = () if params.ignore_eos else self._eos_ids
         banned = [ids for word in bad_words for ids in self._tokenizer.bad_word_ids(word)] if self._tokenizer else []

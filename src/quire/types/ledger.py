@@ -9,9 +9,10 @@ LedgerKind = Literal[
     "received",  # the server read it
     "queued",  # it entered the engine's queue
     "admitted",  # it was given rows and blocks
+    "cached",  # the first `amount` tokens it owes were found in the prefix cache
     "chunk",  # part of its prompt was planned: `amount` tokens
     "first_token",
-    "preempted",  # its blocks were taken: `amount` computed tokens are lost
+    "preempted",  # its blocks were taken: `amount` computed tokens are owed again
     "finished",
 ]
 

@@ -12,7 +12,7 @@ from quire.types.ledger import LedgerEntry
 from quire.types.sampling import SamplingParams
 from quire.types.step import Ints, TokenLogprobs
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,29 @@ MAX_STOP_TOKENS = 1_024
 MAX_BIASED_TOKENS = 1_024
 MAX_LOGIT_BIAS = 10_000.0
 MAX_SEED = 2**64 - 1
+MAX_PATTERN_SIZE = 4_096
+MAX_PATTERN_COUNT = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionDetection:
+    """When an answer counts as a loop: its last tokens are one pattern, `min_count` times over.
+
+    A pattern has `min_pattern_size` to `max_pattern_size` tokens. Raises InvalidRequest for values that make no sense.
+    """
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+    def __post_init__(self) -> None:
+        name = "repetition_detection"
+        _Whole(1, MAX_PATTERN_SIZE)(f"{name}.max_pattern_size", self.max_pattern_size)
+        _Whole(1, MAX_PATTERN_SIZE)(f"{name}.min_pattern_size", self.min_pattern_size)
+        _Whole(2, MAX_PATTERN_COUNT)(f"{name}.min_count", self.min_count)
+        if self.min_pattern_size > self.max_pattern_size:
+            reason = f"is {self.min_pattern_size}, above max_pattern_size={self.max_pattern_size}"
+            raise InvalidRequest(f"{name}.min_pattern_size", reason, "lower it or raise max_pattern_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +75,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    repetition_detection: RepetitionDetection | Mapping[str, int] | None = None  # answers that run in circles end
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -69,6 +93,17 @@ class SamplingParams:
         """`stop` as it is after validation."""
         assert isinstance(self.stop, tuple)
         return self.stop
+
+    @property
+    def loops(self) -> RepetitionDetection | None:
+        """`repetition_detection` as it is after validation."""
+        assert not isinstance(self.repetition_detection, Mapping)
+        return self.repetition_detection
+
+    @property
+    def ends_by_text(self) -> bool:
+        """Whether its answers must be read token by token to know when they end."""
+        return bool(self.stop) or self.repetition_detection is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +216,19 @@ def _logit_bias(name: str, value: object) -> dict[int, float] | None:
     return {_token_id(name, _from_json_key(token)): in_range(name, bias) for token, bias in value.items()}
 
 
+def _repetition_detection(name: str, value: object) -> RepetitionDetection | None:
+    """An object of vLLM's names; a max_pattern_size of 0 turns it off, a min_pattern_size of 0 is 1."""
+    if value is None or isinstance(value, RepetitionDetection):
+        return value
+    known = ("max_pattern_size", "min_pattern_size", "min_count")
+    if not isinstance(value, Mapping) or not set(value) <= set(known):
+        raise InvalidRequest(name, f"must be an object of {', '.join(known)}, got {_shown(value)}")
+    sizes = {key: _Whole(0, 2**31 - 1)(f"{name}.{key}", given) or 0 for key, given in value.items()}
+    if not sizes.get("max_pattern_size"):
+        return None
+    return RepetitionDetection(**{**sizes, "min_pattern_size": sizes.get("min_pattern_size") or 1})
+
+
 def _from_json_key(token: object) -> object:
     """JSON writes the keys of an object as strings."""
     return int(token) if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 20 else token
@@ -239,6 +287,7 @@ _CHECKS: dict[str, Any] = {
     "skip_special_tokens": _flag,
     "spaces_between_special_tokens": _flag,
     "include_stop_str_in_output": _flag,
+    "repetition_detection": _repetition_detection,
 }
 
 
@@ -248,6 +297,8 @@ def _check_together(params: SamplingParams) -> None:
         raise InvalidRequest("min_tokens", reason, "lower it or raise max_tokens")
     if params.stops and not params.detokenize:
         raise InvalidRequest("stop", "needs text, but detokenize is false", "use stop_token_ids or set detokenize=True")
+    if params.repetition_detection is not None and not params.detokenize:
+        raise InvalidRequest("repetition_detection", "needs detokenize=True", "set it or leave this out")
 
 
 def check_vocabulary(field: str, ids: Iterable[int], vocab_size: int) -> None:

@@ -9,7 +9,10 @@ STEP_SIZES = tuple(2**i for i in range(21))  # tokens; the bounds by which steps
 
 @dataclass(frozen=True, slots=True)
 class BlockStats:
-    """The paged cache. Waste is the share of allocated slots that hold no token."""
+    """The paged cache. Waste is the share of allocated slots that hold no token.
+
+    `used` blocks are held by a sequence; all others are `free`, even those `cached` for prompts to come.
+    """
 
     total: int
     used: int
@@ -17,6 +20,7 @@ class BlockStats:
     free: int
     slots_used: int
     slots_allocated: int
+    cached: int = 0
 
     @property
     def waste(self) -> float:
@@ -39,6 +43,8 @@ class EngineStats:
     blocks: BlockStats
     computed_tokens: int = 0  # by all steps, prompts and decodes
     steps_by_size: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # entry i: steps above bound i - 1, up to bound i
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # those that were found there
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +59,10 @@ class RequestBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """Every block at one moment: `holders[i]` counts the sequences that hold block i; 0 is free."""
+    """Every block at one moment: `holders[i]` counts the sequences that hold block i; 0 is free or cached."""
 
     step: int
     block_size: int
     holders: tuple[int, ...]
     requests: tuple[RequestBlocks, ...]
+    cached: tuple[int, ...] = ()  # blocks that nobody holds and a prompt may find, least recently used first

@@ -67,7 +67,7 @@ def test_a_request_that_found_no_blocks_says_so() -> None:
 
 
 def test_a_preempted_request_says_what_it_lost_and_computes_it_again() -> None:
-    harness = Harness(num_blocks=8, block_size=4)
+    harness = Harness(num_blocks=8, block_size=4, caching=False)
     harness.submit("a", [1] * 4, max_tokens=20)
     harness.submit("b", [2] * 4, max_tokens=20)
     harness.run()
@@ -135,6 +135,28 @@ def test_the_block_map_shows_who_holds_what() -> None:
     assert by_id["b"].num_tokens == 5
     harness.run()
     assert set(harness.core.block_map().holders) == {0}
+
+
+def test_a_request_says_what_it_found_in_the_cache() -> None:
+    harness = Harness(block_size=4)
+    harness.submit("a", [1] * 4 + [2] * 4, max_tokens=1)
+    harness.run()
+    harness.submit("b", [1] * 4 + [2] * 2 + [3] * 3, max_tokens=1)
+    harness.run()
+    assert events(harness, "b")[1:4] == [("admitted", 0, ""), ("cached", 6, ""), ("chunk", 3, "")]
+    assert [harness.finished[name].num_cached_tokens for name in "ab"] == [0, 6]
+
+
+def test_the_block_map_shows_what_is_cached() -> None:
+    harness = Harness(num_blocks=16, block_size=4)
+    harness.submit("a", [1] * 9, max_tokens=1)
+    harness.run()
+    found, stats = harness.core.block_map(), harness.core.stats().blocks
+    assert len(found.cached) == stats.cached == 2
+    assert (stats.used, stats.free) == (0, 16)
+    harness.submit("b", [1] * 9, max_tokens=4)
+    harness.step()
+    assert not set(harness.core.block_map().cached) & set(harness.core.block_map().requests[0].block_ids)
 
 
 def test_resetting_the_cache_frees_nothing_while_nothing_is_kept() -> None:

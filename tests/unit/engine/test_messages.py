@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire.engine import messages
@@ -19,10 +19,12 @@ from quire.engine.messages import (
     BadMessage,
     BlockMapAnswer,
     CacheReset,
+    FromEngine,
     Goodbye,
     Refused,
     StatsAnswer,
     SubmitRequest,
+    ToEngine,
     Tokens,
     decode_from_engine,
     decode_to_engine,
@@ -117,12 +119,15 @@ def test_a_refusal_becomes_the_same_error_on_the_other_side() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_bytes_that_are_no_message_are_told_apart_from_those_that_are(frame: bytes) -> None:
-    for decode in (decode_to_engine, decode_from_engine):
+@example(encode(Goodbye()))
+@example(encode(CacheReset(5, 0)))
+def test_bytes_are_a_message_of_that_direction_or_told_apart(frame: bytes) -> None:
+    for decode, kinds in ((decode_to_engine, ToEngine), (decode_from_engine, FromEngine)):
         try:
-            decode(frame)
+            message = decode(frame)
         except BadMessage:
             continue
+        assert isinstance(message, kinds)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from quire.engine.messages import (
     BlockMapAnswer,
     CacheReset,
     Goodbye,
+    Lost,
     StatsAnswer,
     SubmitRequest,
     Tokens,
@@ -184,6 +185,8 @@ def test_an_edge_that_says_goodbye_leaves_nothing_behind(start: Start, connect: 
     one.wait(lambda: bool(one.stream(0)))
     one.say(Goodbye())
     two.wait(lambda: blocks_used(two) == 0)
+    assert not engine.core.has_work
+    assert engine.stuck == []
 
 
 def test_an_edge_that_died_leaves_nothing_behind(start: Start, connect: Connect) -> None:
@@ -236,13 +239,16 @@ def test_noise_on_the_socket_is_logged_and_dropped(
     assert sum("dropped a message of edge 1" in record.message for record in caplog.records) == 3
 
 
-def test_a_lost_executor_ends_every_request_with_its_cause(start: Start, connect: Connect) -> None:
-    engine = start(crash_at=5)
-    edge = connect(engine)
-    edge.submit("a", [1], max_tokens=100)
-    edge.submit("b", [2], max_tokens=100)
-    edge.wait(lambda: len(edge.ends()) == 2)
-    assert {end.error for end in edge.ends().values()} == {"the engine stopped: RuntimeError('device lost')"}
+def test_an_engine_that_loses_its_executor_tells_every_edge_once_and_ends(start: Start, connect: Connect) -> None:
+    engine = start(crash_at=40, seconds=0.005)
+    edges = [connect(engine), connect(engine, 2)]
+    for number, edge in enumerate(edges):
+        edge.submit(f"a{number}", [1], max_tokens=100)
+        edge.submit(f"b{number}", [2], max_tokens=100)
+    for edge in edges:
+        edge.wait(lambda edge=edge: any(isinstance(said, Lost) for said in edge.heard))  # type: ignore[misc]
+        assert edge.ends() == {}
+        assert edge.heard[-1] == Lost("the engine stopped: RuntimeError('device lost')")
     engine.join()
     assert engine.death == "the engine stopped: RuntimeError('device lost')"
 

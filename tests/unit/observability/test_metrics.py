@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import subprocess
 import sys
 import threading
@@ -68,6 +69,8 @@ def stats(**changes: object) -> EngineStats:
         "blocks": BlockStats(total=8, used=2, shared=0, free=6, slots_used=24, slots_allocated=32),
         "computed_tokens": 90,
         "steps_by_size": (8, 0, 2) + (0,) * (len(STEP_SIZES) - 2),
+        "prefix_queries": 70,
+        "prefix_hits": 20,
         **changes,
     }
     return EngineStats(**values)  # type: ignore[arg-type]
@@ -102,9 +105,10 @@ def test_every_metric_is_shown_from_the_start() -> None:
     assert found["quire:engine_up"] == 0
 
 
-def test_an_observer_of_the_desk_it_is() -> None:
-    observer: Observer = ServerMetrics("tiny")
-    observer.received("chat")
+def test_every_call_of_the_desk_is_taken_as_the_protocol_names_it() -> None:
+    calls = {name: list(inspect.signature(call).parameters) for name, call in vars(Observer).items() if name[0] != "_"}
+    assert {"received", "refused", "finished", "aborted"} <= set(calls)
+    assert {name: list(inspect.signature(getattr(ServerMetrics, name)).parameters) for name in calls} == calls
 
 
 def test_a_request_is_counted_with_its_times_from_receipt_to_end() -> None:
@@ -189,6 +193,7 @@ def test_the_engine_is_asked_once_a_second_at_most_and_shown_as_it_answers() -> 
     assert (found["quire:num_requests_running"], found["quire:num_requests_waiting"]) == (3, 2)
     assert (found["quire:kv_cache_usage_perc"], found["quire:kv_cache_waste_perc"]) == (0.25, 0.25)
     assert (found["quire:prompt_tokens_total"], found["quire:generation_tokens_total"]) == (50, 40)
+    assert (found["quire:prefix_cache_queries_total"], found["quire:prefix_cache_hits_total"]) == (70, 20)
     assert (found["quire:iteration_tokens_total_sum"], found["quire:iteration_tokens_total_count"]) == (90, 10)
     assert found["quire:iteration_tokens_total_bucket{2.0}"] == 8
     assert found["quire:iteration_tokens_total_bucket{4.0}"] == 10

@@ -27,7 +27,9 @@ def test_a_second_interrupt_does_not_wait() -> None:
 
 def test_without_an_interrupt_nothing_happens() -> None:
     with DeferredInterrupt() as interrupt:
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
         interrupt.check()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_programs_own_handler_is_left_alone() -> None:

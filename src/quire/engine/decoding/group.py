@@ -38,6 +38,13 @@ class Sequence:
         """Tokens known on the host, exact only while the sequence has no row or has not begun to decode."""
         return self.group.num_prompt + len(self.outputs)
 
+    def known(self, start: int, stop: int) -> tuple[int, ...]:
+        """Known tokens `start` .. `stop`."""
+        prompt = self.group.request.prompt_token_ids
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        return (*prompt[start:], *self.outputs[max(start - len(prompt), 0) : stop - len(prompt)])
+
 
 @dataclass(slots=True, eq=False)
 class Group:
@@ -56,6 +63,7 @@ class Group:
     ledger: Ledger = field(default_factory=Ledger)
     queued_step: int = 0  # the scheduler's step when it last began to wait
     has_token: bool = False  # a generated token has come back
+    num_cached: int | None = None  # prompt tokens found in the prefix cache at first; None: not looked for yet
 
     @property
     def num_prompt(self) -> int:
@@ -78,4 +86,6 @@ class Group:
         num_outputs = sum(len(sample.token_ids) for sample in samples)
         reasons = "error" if error is not None else ", ".join(dict.fromkeys(sample.finish_reason for sample in samples))
         ledger = self.ledger.finish(at, num_outputs, reasons)
-        return Finished(self.request.request_id, samples, entries, error, 0, self.num_preemptions, ledger)
+        return Finished(
+            self.request.request_id, samples, entries, error, self.num_cached or 0, self.num_preemptions, ledger
+        )

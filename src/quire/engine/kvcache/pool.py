@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
 from quire.types.errors import OutOfBlocks
+
+
+def _nobody_asks(block: int) -> None:
+    """Who keeps nothing needs no word of an eviction."""
 
 
 class BlockPool:
     """Hands out physical block ids and counts their holders. Knows nothing of tokens.
 
-    What was freed last goes out first: its memory is warm, and memory that was never needed stays untouched.
+    What was freed last goes out first: its memory is warm, and memory that was never needed stays untouched. A block
+    marked by `keep` is idle, not free, once nobody holds it: only when nothing is free is the one that has been idle
+    longest taken back, after `on_evict` was told.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] = _nobody_asks) -> None:
         self._holders = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._kept = bytearray(num_blocks)
+        self._idle: OrderedDict[int, None] = OrderedDict()  # kept and not held, idle longest first
+        self._on_evict = on_evict
         self._num_shared = 0
+        self.num_free = num_blocks  # blocks that can be taken, idle ones included
 
     @property
     def num_blocks(self) -> int:
         return len(self._holders)
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_idle(self) -> int:
+        return len(self._idle)
 
     @property
     def num_used(self) -> int:
-        return len(self._holders) - len(self._free)
+        """Blocks that somebody holds."""
+        return len(self._holders) - self.num_free
 
     @property
     def num_shared(self) -> int:
@@ -34,16 +48,26 @@ class BlockPool:
         return self._num_shared
 
     def take(self) -> int:
-        if not self._free:
+        if self._free:
+            block = self._free.pop()
+        elif self._idle:
+            block, _ = self._idle.popitem(last=False)
+            self._kept[block] = False
+            self._on_evict(block)
+        else:
             raise OutOfBlocks(f"kv cache: all {len(self._holders)} blocks are in use")
-        block = self._free.pop()
         self._holders[block] = 1
+        self.num_free -= 1
         return block
 
     def share(self, block: int) -> int:
+        """One more holder of a block that is held or idle."""
         holders = self._holders[block]
         if holders == 0:
-            raise ValueError(f"block {block} is free and cannot be shared")
+            if block not in self._idle:
+                raise ValueError(f"block {block} is free and cannot be shared")
+            del self._idle[block]
+            self.num_free -= 1
         self._num_shared += holders == 1
         self._holders[block] = holders + 1
         return block
@@ -54,12 +78,35 @@ class BlockPool:
             raise ValueError(f"block {block} was released more often than it was held")
         self._holders[block] = holders
         if holders == 0:
-            self._free.append(block)
+            self.num_free += 1
+            if self._kept[block]:
+                self._idle[block] = None
+            else:
+                self._free.append(block)
         elif holders == 1:
             self._num_shared -= 1
 
-    def is_shared(self, block: int) -> bool:
-        return self._holders[block] > 1
+    def keep(self, blocks: Iterable[int]) -> None:
+        """From now on these held blocks outlive their holders, and nobody may write to them."""
+        for block in blocks:
+            if self._holders[block] == 0:
+                raise ValueError(f"block {block} is held by nobody and cannot be kept")
+            self._kept[block] = True
+
+    def forget_kept(self) -> int:
+        """Keep no block any longer; returns how many idle ones that freed."""
+        freed = len(self._idle)
+        self._free.extend(self._idle)
+        self._idle.clear()
+        self._kept = bytearray(len(self._kept))
+        return freed
+
+    def is_writable(self, block: int) -> bool:
+        """Whether its one holder may write to it."""
+        return self._holders[block] == 1 and not self._kept[block]
+
+    def is_kept(self, block: int) -> bool:
+        return bool(self._kept[block])
 
     def holders(self, block: int) -> int:
         return self._holders[block]
@@ -68,7 +115,14 @@ class BlockPool:
         """The number of holders of every block, by its id."""
         return tuple(self._holders)
 
+    def idle_blocks(self) -> tuple[int, ...]:
+        """Idle longest first."""
+        return tuple(self._idle)
+
     def check(self) -> None:
-        assert sorted(self._free) == [block for block, count in enumerate(self._holders) if count == 0]
+        assert sorted([*self._free, *self._idle]) == [block for block, count in enumerate(self._holders) if count == 0]
+        assert self.num_free == len(self._free) + len(self._idle)
+        assert all(self._kept[block] for block in self._idle)
+        assert not any(self._kept[block] for block in self._free)
         assert min(self._holders, default=0) >= 0
         assert self._num_shared == sum(count > 1 for count in self._holders)

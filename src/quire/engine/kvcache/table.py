@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quire.engine.kvcache.pool import BlockPool
+from quire.engine.kvcache.radix import Node
 from quire.types.errors import OutOfBlocks
 from quire.types.step import BlockCopy
 
 
 class BlockTable:
-    """The blocks of one sequence, in order. A shared partial tail is copied before its first write."""
+    """The blocks of one sequence, in order. A partial tail that is shared or kept is copied before its first write.
 
-    __slots__ = ("_block_size", "_pool", "blocks", "num_tokens")
+    `trail` is the deepest of its blocks that the prefix tree knows, or the root; None: it leaves no prefix behind.
+    """
+
+    __slots__ = ("_block_size", "_pool", "blocks", "num_tokens", "trail")
 
     def __init__(self, pool: BlockPool, block_size: int, *, blocks: Iterable[int] = (), num_tokens: int = 0) -> None:
         self._pool, self._block_size = pool, block_size
         self.blocks, self.num_tokens = list(blocks), num_tokens
+        self.trail: Node | None = None
 
     @property
     def capacity(self) -> int:
@@ -26,7 +31,20 @@ class BlockTable:
     def fork(self) -> BlockTable:
         """A second holder of every block; copies nothing."""
         shared = [self._pool.share(block) for block in self.blocks]
-        return BlockTable(self._pool, self._block_size, blocks=shared, num_tokens=self.num_tokens)
+        forked = BlockTable(self._pool, self._block_size, blocks=shared, num_tokens=self.num_tokens)
+        forked.trail = self.trail
+        return forked
+
+    def adopt(self, blocks: Iterable[int], num_tokens: int, trail: Node) -> None:
+        """Begin an empty table with blocks that are held or idle already."""
+        assert not self.blocks
+        self.blocks = [self._pool.share(block) for block in blocks]
+        self.num_tokens, self.trail = num_tokens, trail
+
+    def replace(self, slot: int, block: int) -> None:
+        """Hold another block in a slot, which has the same content."""
+        own, self.blocks[slot] = self.blocks[slot], self._pool.share(block)
+        self._pool.release(own)
 
     def append(self, num_tokens: int = 1) -> list[BlockCopy]:
         """Make room for more tokens; return the copies to run before the next forward.
@@ -35,7 +53,7 @@ class BlockTable:
         """
         pool, blocks = self._pool, self.blocks
         total = self.num_tokens + num_tokens
-        unshare = num_tokens > 0 and self._tail_is_shared()
+        unshare = num_tokens > 0 and self._must_copy_tail()
         missing = -(-total // self._block_size) - len(blocks)
         if missing + unshare > pool.num_free:
             raise OutOfBlocks(f"kv cache: {missing + unshare} blocks needed, {pool.num_free} free")
@@ -57,10 +75,10 @@ class BlockTable:
         """Give every block back, tail first, so that the next table gets them in the order they had."""
         while self.blocks:
             self._pool.release(self.blocks.pop())
-        self.num_tokens = 0
+        self.num_tokens, self.trail = 0, None
 
-    def _tail_is_shared(self) -> bool:
-        return self.num_tokens % self._block_size != 0 and self._pool.is_shared(self.blocks[-1])
+    def _must_copy_tail(self) -> bool:
+        return self.num_tokens % self._block_size != 0 and not self._pool.is_writable(self.blocks[-1])
 
     def _unshare_tail(self) -> BlockCopy:
         source, target = self.blocks[-1], self._pool.take()

@@ -64,12 +64,16 @@ class PlanDraft:
         self._chunks.append(chunk)
         self.budget -= chunk.num_tokens
 
-    def drop(self, rows: Iterable[int]) -> None:
+    def drop(self, rows: Iterable[int]) -> dict[int, int]:
+        """Returns, for rows of which this step was to compute or introduce something, how far they were before it."""
         gone = set(rows)
+        before = {new.row: 0 for new in self._new_rows if new.row in gone}
+        before |= {chunk.row: chunk.start for chunk in self._chunks if chunk.row in gone and chunk.row not in before}
         self._chunks = [chunk for chunk in self._chunks if chunk.row not in gone]
         self._new_rows = [new for new in self._new_rows if new.row not in gone]
         self._grants = [grant for grant in self._grants if grant[0] not in gone]
         self._copies = [(row, copy) for row, copy in self._copies if row not in gone]
+        return before
 
     def finish(self, step: int, decode_rows: Ints, released: tuple[int, ...]) -> StepPlan:
         rows = slots = blocks = NO_ROWS

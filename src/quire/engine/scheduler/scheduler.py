@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.decoding.group import Group, Sequence
-from quire.engine.kvcache.pool import BlockPool
+from quire.engine.kvcache.prefixes import NO_MATCH, Match, make_prefixes
 from quire.engine.kvcache.table import BlockTable
 from quire.engine.scheduler.draft import PlanDraft
 from quire.engine.scheduler.policies.registry import find_policy
@@ -27,11 +27,13 @@ class Scheduler:
 
     def __init__(self, cache: CacheConfig, config: SchedulerConfig, preemption: Preemption | None = None) -> None:
         policy = self._policy = find_policy(config.policy)
-        self.pool = BlockPool(cache.num_blocks)
+        self.pool, self._prefixes = make_prefixes(
+            cache.num_blocks, cache.block_size, enabled=cache.enable_prefix_caching
+        )
         self.rows = RowBook(config.num_rows)
         self.waiting, self.running = GroupQueue(policy), GroupQueue(policy)
-        self.num_preemptions = 0
-        self._block_size = cache.block_size
+        self.num_preemptions = self.prefix_queries = self.prefix_hits = 0  # the latter two in prompt tokens
+        self._block_size, self._has_cache = cache.block_size, cache.enable_prefix_caching
         self._budget = config.max_num_batched_tokens
         self._preemption = preemption or Recompute()
         self._decoding = DecodeSet(config.num_rows)
@@ -51,10 +53,15 @@ class Scheduler:
         group.queued_step = self._step
         self.waiting.add(group)
 
-    def end(self, sequence: Sequence) -> list[int]:
-        """Free all that a sequence holds, row and blocks; return its outputs. The group is left to the caller."""
+    def end(self, sequence: Sequence, *, keep: bool = True) -> list[int]:
+        """Free all that a sequence holds, row and blocks; return its outputs. The group is left to the caller.
+
+        `keep`: what it generated can be found by later prompts.
+        """
         if sequence.row is not None:
             self._leave_row(sequence)
+            if keep:
+                self._keep(sequence, leaving=True)
         sequence.table.free()
         return sequence.outputs
 
@@ -63,6 +70,10 @@ class Scheduler:
         (self.running if group.running else self.waiting).remove(group)
         self._owing.pop(group, None)
         group.running = False
+
+    def reset_cache(self) -> int:
+        """Forget cached prefixes; returns how many blocks that freed. What is held now is not found again either."""
+        return self._prefixes.reset()
 
     # ------------------------------------------------------------------------------------------------- planning
     def plan(self, now: float = 0.0) -> StepPlan | None:
@@ -81,6 +92,10 @@ class Scheduler:
         self._released.clear()
         self._step += 1
         self._tick += 1
+        for chunk in plan.chunks:  # what this step computes, later ones may read
+            sequence = self.rows.sequences[chunk.row]
+            assert sequence is not None
+            self._keep(sequence)
         return plan
 
     def _serve_events(self, draft: PlanDraft) -> None:
@@ -107,10 +122,10 @@ class Scheduler:
 
     def _compute_owed(self, draft: PlanDraft, group: Group) -> None:
         """Hand a running group's owed tokens their share of the budget."""
+        if not group.forked and not group.leader.introduced:  # at admission, or when the leader before it was ended
+            self._introduce(draft, group)
         if not group.forked:
             leader = group.leader
-            if not leader.introduced:  # at admission, or when the leader before it was ended
-                draft.add_row(leader)
             target = leader.num_known if len(group.live) == 1 else group.num_prompt
             if not self._compute_chunk(draft, leader, target) or leader.computed < target:
                 return
@@ -122,6 +137,25 @@ class Scheduler:
                     return
         if all(sequence.computed == sequence.num_known for sequence in group.live):
             self._owing.pop(group)
+
+    def _introduce(self, draft: PlanDraft, group: Group) -> None:
+        """Tell the workers of a group's leader, or of all its samples where each finds its own prompt and more."""
+        samples, found = group.live, [NO_MATCH]
+        if len(samples) > 1 and all(sequence.outputs for sequence in samples):
+            found = [self._find(sequence, sequence.num_known - 1) for sequence in samples]
+            group.forked = all(match.num_tokens >= group.num_prompt for match in found)
+        if not group.forked:
+            samples, found = samples[:1], [self._find_first(group)]
+        for sequence, match in zip(samples, found, strict=True):
+            self._prefixes.adopt(sequence.table, match)
+            sequence.computed = match.num_tokens
+            draft.add_row(sequence)
+        if num_found := self._num_computed(group):
+            group.ledger.note("cached", self._now, num_found)
+        if group.num_cached is None:
+            group.num_cached = min(num_found, group.num_prompt)
+            self.prefix_hits += group.num_cached
+            self.prefix_queries += group.num_prompt if self._reads_cache(group) else 0
 
     def _compute_chunk(self, draft: PlanDraft, sequence: Sequence, target: int) -> bool:
         """False when the group had to give up its blocks."""
@@ -182,7 +216,31 @@ class Scheduler:
         size, prompt = self._block_size, group.num_prompt
         own = sum(-(-sequence.num_known // size) - prompt // size for sequence in group.live)
         headroom = len(self.rows.sequences) - self.rows.num_free
-        return prompt // size + own + headroom <= self.pool.num_free
+        missing = prompt // size + own + headroom - self.pool.num_free
+        if 0 < missing <= prompt // size:  # blocks it would share with those who run cost nothing
+            missing -= sum(self.pool.holders(node.block) > 0 for node in self._find_first(group).nodes)
+        return missing <= 0
+
+    # ------------------------------------------------------------------------------------------ the prefix cache
+    def _find_first(self, group: Group) -> Match:
+        """What is cached of the tokens that the leader computes first; the last of them is always computed anew."""
+        target = group.leader.num_known if len(group.live) == 1 else group.num_prompt
+        return self._find(group.leader, target - 1)
+
+    def _find(self, sequence: Sequence, limit: int) -> Match:
+        if not self._reads_cache(sequence.group):
+            return NO_MATCH
+        return self._prefixes.find(sequence.group.request.cache_salt, sequence.known, limit)
+
+    def _reads_cache(self, group: Group) -> bool:
+        """Where prompt logprobs are asked for, every position must be computed."""
+        return self._has_cache and group.request.sampling.prompt_logprobs is None
+
+    def _keep(self, sequence: Sequence, *, leaving: bool = False) -> None:
+        """Let others find the blocks whose tokens are known and computed by the steps planned so far."""
+        num_tokens = min(sequence.computed, sequence.num_known)
+        salt = sequence.group.request.cache_salt
+        self._prefixes.keep(sequence.table, salt, sequence.known, num_tokens, leaving=leaving)
 
     # --------------------------------------------------------------------------------------------- preempting
     def _grow(self, draft: PlanDraft, sequence: Sequence, num_tokens: int) -> bool:
@@ -199,11 +257,13 @@ class Scheduler:
                     return False
 
     def _preempt(self, draft: PlanDraft, group: Group) -> None:
-        draft.drop(sequence.row for sequence in group.live if sequence.row is not None)
+        dropped = draft.drop(sequence.row for sequence in group.live if sequence.row is not None)
         for sequence in group.live:
-            self._leave_row(sequence)
+            row = self._leave_row(sequence)
+            sequence.computed = dropped.get(row, sequence.computed)
         before = self._num_computed(group)
         for sequence in group.live:
+            self._keep(sequence, leaving=True)
             self._preemption.vacate(sequence)
         group.ledger.note("preempted", self._now, before - self._num_computed(group), "no free blocks")
         self.remove(group)
@@ -222,10 +282,12 @@ class Scheduler:
             sequence.computed, sequence.decoding = self._tick + sequence.base, False
             self._decoding.discard(sequence.row)
 
-    def _leave_row(self, sequence: Sequence) -> None:
+    def _leave_row(self, sequence: Sequence) -> int:
         self._stop_decoding(sequence)
         sequence.event, sequence.introduced = -1, False
-        self._released.append(self.rows.unseat(sequence))
+        row = self.rows.unseat(sequence)
+        self._released.append(row)
+        return row
 
     def _set_event(self, sequence: Sequence, tick: int) -> None:
         sequence.event = tick
@@ -234,16 +296,20 @@ class Scheduler:
     # ----------------------------------------------------------------------------------------------- accounts
     def slots_used(self) -> int:
         """Token slots that hold a computed token, shared ones counted once."""
-        used, filled = 0, defaultdict[int, int](int)
+        used, num_held = 0, 0
+        tails: defaultdict[int, list[int]] = defaultdict(list)  # partial tails that are shared -> tokens of each holder
         for group in self.running:
             for sequence in group.live:
                 computed = self._tick + sequence.base if sequence.decoding else sequence.computed
-                if len(group.live) == 1:
-                    used += computed
-                    continue
-                for slot, block in enumerate(sequence.table.blocks):
-                    filled[block] = max(filled[block], min(computed - slot * self._block_size, self._block_size))
-        return used + sum(filled.values())
+                blocks = sequence.table.blocks
+                used += computed
+                num_held += len(blocks)
+                if (filled := computed % self._block_size) and self.pool.holders(blocks[-1]) > 1:
+                    tails[blocks[-1]].append(filled)
+        counted_again = (num_held - self.pool.num_used) * self._block_size
+        for each in tails.values():
+            counted_again -= (len(each) - 1) * self._block_size - (sum(each) - max(each))
+        return used - counted_again
 
     def request_blocks(self) -> tuple[RequestBlocks, ...]:
         """What every live request holds, running ones first."""
@@ -268,7 +334,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Every block is held exactly by the tables that list it; rows, queues and decode set agree."""
-        for owner in (self.pool, self.rows, self.waiting, self.running, self._decoding):
+        for owner in (self.pool, self._prefixes, self.rows, self.waiting, self.running, self._decoding):
             owner.check()
         held: defaultdict[int, int] = defaultdict(int)
         for group in self.running:

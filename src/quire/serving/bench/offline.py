@@ -1,4 +1,7 @@
-"""`quire bench throughput` and `quire bench latency`: the engine alone, without a server."""
+"""`quire bench throughput` and `quire bench latency`: the engine alone, without a server.
+
+Nothing that is timed finds the run before it in the prefix cache.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ def run_bench_throughput(args: argparse.Namespace) -> int:
         llm.generate(prompts[0], sampling[0], use_tqdm=False)  # warm-up
         runs = []
         for _ in range(args.repeats):
+            llm.reset_prefix_cache()
             start = time.perf_counter()
             outputs = llm.generate(prompts, sampling)
             seconds = time.perf_counter() - start
@@ -81,6 +85,7 @@ def _times(llm: LLM, batches: list[list[str | tuple[int, ...]]], max_tokens: int
     clock: Callable[[], float] = time.perf_counter
     found = []
     for batch in batches:
+        llm.reset_prefix_cache()
         start = clock()
         llm.generate(batch, sampling, use_tqdm=False)
         found.append(clock() - start)

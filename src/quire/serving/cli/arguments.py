@@ -22,9 +22,12 @@ ENGINE_FLAGS = {
     "--max-num-seqs": (int, "sequences that run at once"),
     "--max-num-batched-tokens": (int, "tokens computed in one step"),
     "--threads": (int, "CPU threads (all cores)"),
+    "--quantization": (str, "fp8: the layers' weights as float8, quantized while they are loaded"),
+    "--kv-cache-dtype": (str, "auto: as --dtype; fp8 or fp8_e4m3: half the memory per token"),
     "--attention-backend": (str, "triton, native, gather, reference or auto"),
 }
 ENGINE_SWITCHES = {"--enforce-eager": "capture no step as a CUDA graph: slower, for finding faults"}
+ENGINE_CHOICES = {"--enable-prefix-caching": "keep computed prompts and answers for prompts that begin alike (on)"}
 SAMPLING_FLAGS = {
     "--temperature": (float, "0 picks the likeliest token"),
     "--top-p": (float, "keep the likeliest tokens up to this probability"),
@@ -130,16 +133,19 @@ def add_doctor(commands: Commands[OneLineParser]) -> None:
             {
                 "quire doctor": "with the default model's plan",
                 "quire doctor --model model.gguf --max-model-len 8192": "would this fit?",
+                "quire doctor --gpu": "how fast is this GPU, and how near to that are the kernels?",
             }
         ),
     )
+    parser.add_argument("--gpu", action="store_true", help="measure the GPU and every kernel on it instead")
+    parser.add_argument("--json", action="store_true", help="with --gpu: print JSON instead of tables")
     add_model(parser)
     add_engine(parser)
 
 
 def engine_settings(args: argparse.Namespace) -> EngineSettings:
     """The engine settings that were given; the rest keep their defaults. A seed of -1 means any: no setting."""
-    flags = (*ENGINE_FLAGS, *ENGINE_SWITCHES, "--scheduling-policy")
+    flags = (*ENGINE_FLAGS, *ENGINE_SWITCHES, *ENGINE_CHOICES, "--scheduling-policy")
     given = {name: getattr(args, name) for flag in flags if (name := field_of(flag)) in args}
     if "seed" in args and args.seed is not None and args.seed >= 0:
         given["seed"] = args.seed
@@ -177,6 +183,8 @@ def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         group.add_argument(flag, type=kind, help=text, default=argparse.SUPPRESS)
     for flag, text in ENGINE_SWITCHES.items():
         group.add_argument(flag, action="store_true", help=text, default=argparse.SUPPRESS)
+    for flag, text in ENGINE_CHOICES.items():
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text, default=argparse.SUPPRESS)
     return group
 
 

@@ -14,7 +14,7 @@ from quire.config.facts import HardwareFacts
 from quire.config.resolve import EngineArguments, resolve_engine_config
 from quire.config.sizes import GIB, format_size
 from quire.serving.cli.arguments import engine_settings
-from quire.types.errors import ModelLoadError, QuireError
+from quire.types.errors import ConfigError, ModelLoadError, QuireError
 
 REQUIRED = ("torch", "numpy", "tokenizers", "safetensors", "jinja2")
 OPTIONAL = (
@@ -51,6 +51,12 @@ class Finding:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
+    if args.gpu:
+        from quire.serving.cli.doctor_gpu import run_doctor_gpu
+
+        return run_doctor_gpu(args)
+    if args.json:
+        raise ConfigError("json", "is for what --gpu measures", "add --gpu or leave it out")
     from quire.runtime.hardware import detect_hardware
 
     facts = detect_hardware()

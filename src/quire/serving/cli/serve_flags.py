@@ -47,7 +47,9 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need an API key")
     group.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"port to listen on; 0 is any ({DEFAULT_PORT})")
-    group.add_argument("--api-workers", type=int, default=1, metavar="N", help="HTTP processes that share the port (1)")
+    group.add_argument(
+        "--api-workers", type=int, default=1, metavar="N", help="HTTP processes that share the port and the queue (1)"
+    )
     group.add_argument(
         "--drain-seconds",
         type=float,
@@ -60,7 +62,8 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=DEFAULT_STEP_TIMEOUT,
         metavar="S",
-        help=f"a step that takes longer counts as hung and the engine is restarted ({DEFAULT_STEP_TIMEOUT:g})",
+        help=f"a step that takes longer counts as hung, and the engine is restarted; above your slowest step "
+        f"({DEFAULT_STEP_TIMEOUT:g})",
     )
     group.add_argument(
         "--limit", action="append", default=[], metavar="NAME=VALUE", help="change a limit; repeatable, see the docs"

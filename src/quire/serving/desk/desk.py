@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal
 
+from quire.serving.desk.board import Board
 from quire.serving.desk.mailbox import Failure
 from quire.serving.desk.observer import Observer
 from quire.serving.desk.pace import Pace
@@ -53,11 +54,13 @@ class Desk:
         limits: Mapping[str, int],
         observer: Observer,
         num_workers: int = 1,
+        board: Board | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._link, self._observer, self._num_workers = link, observer, num_workers
-        self._max_waiting = -(-limits["queue_requests"] // num_workers)
-        self._room = WaitingRoom(self._max_waiting, -(-limits["queue_tokens"] // num_workers))
+        self.board = board or Board()
+        self._max_waiting = limits["queue_requests"]  # at all edges together, as is queue_tokens
+        self._room = WaitingRoom(self._max_waiting, limits["queue_tokens"])
         self._pace = Pace(self._loop, limits["coalesce_streams"], limits["coalesce_ms"] / 1_000)
         self._reader = LinkReader(link, tokenizer, self, observer, limits["stream_bytes"])
         self._inside: dict[str, Ticket] = {}  # in the engine, by the engine's request id
@@ -79,7 +82,7 @@ class Desk:
         """Around the whole handling of a request for generation. Raises QueueFull or Draining before any work."""
         if self.is_draining:
             raise Draining("the server is shutting down")
-        if self._num_preparing + len(self._room) >= self._max_waiting:
+        if self.num_waiting + self.board.elsewhere()[0] >= self._max_waiting:
             raise QueueFull(self._retry_after())
         self._num_visits += 1
         self._empty.clear()
@@ -94,15 +97,18 @@ class Desk:
     def preparing(self) -> Iterator[None]:
         """While a request is checked and tokenized: it counts as waiting. Reading it does not, which clients decide."""
         self._num_preparing += 1
+        self._publish()
         try:
             yield
         finally:
             self._num_preparing -= 1
+            self._publish()
 
     def enter(self, tickets: Sequence[Ticket]) -> None:
         """Queue the requests of one client and let in who may go. Raises QueueFull and queues none of them."""
         waiting = len(self._room) > 0 or not self._has_place(sum(ticket.n for ticket in tickets))
-        if waiting and not self._room.has_room(len(tickets), sum(ticket.weight for ticket in tickets)):
+        tokens = sum(ticket.weight for ticket in tickets)
+        if waiting and not self._room.has_room(len(tickets), tokens, self.board.elsewhere()):
             raise QueueFull(self._retry_after())
         now = time.monotonic()
         for ticket in tickets:
@@ -127,9 +133,10 @@ class Desk:
             self._observer.aborted(ticket.record, reason)
         self._let_in()
 
-    def abort(self, matches: str | None, kind: Literal["admin", "drain"] = "admin") -> int:
-        """End requests with an error: those whose id is or begins with `matches`, or all. Returns how many."""
-        found = [t for t in self.tickets() if matches is None or is_named(t.submit.request_id, matches)]
+    def abort(self, request_ids: Iterable[str] | None, kind: Literal["admin", "drain"] = "admin") -> int:
+        """End requests with an error: those of these engine's ids, or all. Returns how many."""
+        wanted = None if request_ids is None else set(request_ids)
+        found = [t for t in self.tickets() if wanted is None or t.submit.request_id in wanted]
         for ticket in found:
             ticket.mailbox.fail(Failure(kind))
         self.leave(found, kind)
@@ -142,6 +149,7 @@ class Desk:
     async def drain(self, seconds: float) -> None:
         """Take no new work; return when nothing is left. What is not done in time ends with an error."""
         self.is_draining = True
+        self._publish()
         try:
             await asyncio.wait_for(self._empty.wait(), seconds)
         except TimeoutError:
@@ -221,6 +229,7 @@ class Desk:
             self._end(ticket)
             self._observer.aborted(ticket.record, "engine_down")
             ticket.mailbox.fail(Failure("engine_down"))
+        self._publish()
 
     def _let_in(self) -> None:
         while self.engine is not None and (ticket := self._room.first()) is not None and self._has_place(ticket.n):
@@ -231,6 +240,10 @@ class Desk:
             self._reader.expect(ticket)
             self._link.submit(ticket.submit)
             self._observer.submitted(ticket.record)
+        self._publish()
+
+    def _publish(self) -> None:
+        self.board.put(self.num_waiting, self._room.num_tokens, len(self._inside), draining=self.is_draining)
 
     def _has_place(self, num_sequences: int) -> bool:
         if self.engine is None:
@@ -281,8 +294,3 @@ class Desk:
         if len(self._ends) < 2 or (span := self._ends[-1] - self._ends[0]) <= 0:
             return 1
         return max(1, min(LONGEST_RETRY, round((len(self._room) + 1) * span / (len(self._ends) - 1))))
-
-
-def is_named(request_id: str, name: str) -> bool:
-    """Whether an engine's request id is that of the client's request `name`: see prepare_job."""
-    return request_id == name or request_id.startswith((f"{name}~", f"{name}."))

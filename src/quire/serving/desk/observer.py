@@ -30,6 +30,7 @@ class RequestRecord:
     num_preemptions: int = 0
     finish_reasons: tuple[str, ...] = ()  # one per sample: "stop", "length", "abort", "error"
     ledger: tuple[LedgerEntry, ...] = ()
+    name: str = ""  # what its client calls it
     traceparent: str = ""  # the header of that name, which the request's trace continues
 
 

@@ -136,8 +136,8 @@ class LinkReader:
         ticket = follower.ticket
         delta = follower.push(token_id, entry)
         if ticket.streams:
-            ticket.mailbox.put(delta)
-            if follower.is_due():
+            if follower.hold(delta):
+                follower.release()
                 news.mailboxes.add(ticket.mailbox)
             if ticket.mailbox.pending_bytes > self._stream_bytes:
                 news.overflowed.append(ticket)

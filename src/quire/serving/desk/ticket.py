@@ -28,11 +28,11 @@ class Follower:
     index: int
     text: SampleText
     last_at: float | None = None
-    num_quiet: int = 0  # tokens since the last event was due
+    held: list[Delta] = field(default_factory=list)  # not due yet
     is_over: bool = False
 
     def push(self, token_id: int, entry: TokenLogprobs | None) -> Delta:
-        """The news that one token is; it carries the finish if the token completed a stop string."""
+        """The news that one token is; it carries the finish if the token completed a stop string or a loop."""
         text, ticket = self.text, self.ticket
         offset = text.num_characters
         new = text.push(token_id)
@@ -41,15 +41,19 @@ class Follower:
         if text.stopped_by is None:
             return Delta(choice, new, (token_id,), columns)
         self.is_over = True
-        return Delta(choice, new, (token_id,), columns, "stop", text.stopped_by)
+        reason = "repetition" if text.is_loop else "stop"
+        return Delta(choice, new, (token_id,), columns, reason, text.stopped_by)
 
-    def is_due(self) -> bool:
-        """Whether enough tokens came for an event; counts this one."""
-        self.num_quiet += 1
-        if self.num_quiet < self.ticket.interval and self.text.num_tokens > 1 and not self.is_over:
-            return False
-        self.num_quiet = 0
-        return True
+    def hold(self, delta: Delta) -> bool:
+        """Keep news until they are enough for an event; whether they are now."""
+        self.held.append(delta)
+        return len(self.held) >= self.ticket.interval or self.text.num_tokens == 1 or self.is_over
+
+    def release(self) -> None:
+        """Hand what was kept to the client."""
+        for delta in self.held:
+            self.ticket.mailbox.put(delta)
+        self.held.clear()
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +61,7 @@ class Ticket:
     """What was asked, who waits for it, and in the end what came of it.
 
     `streams`: every token is news for the mailbox; otherwise only the end is. Samples are followed token by token when
-    they stream or have stop strings.
+    they stream or may end by their text.
     """
 
     submit: Submit
@@ -84,7 +88,7 @@ class Ticket:
     def follow(self, tokenizer: Tokenizer, handle: int) -> list[Follower]:
         """Its followers, when the engine has accepted it."""
         self.handle = handle
-        if self.streams or self.submit.sampling.stops:
+        if self.streams or self.submit.sampling.ends_by_text:
             self.followers = [Follower(self, i, SampleText(tokenizer, self.submit)) for i in range(self.n)]
         return self.followers
 
@@ -98,6 +102,7 @@ class Ticket:
             follower.is_over = True
             rest = follower.text.finish()
             if self.streams:
+                follower.release()
                 end = settled(end, follower.text)
                 choice = self.first_choice + follower.index
                 self.mailbox.put(Delta(choice, rest, (), (), end.finish_reason, end.stop_reason))

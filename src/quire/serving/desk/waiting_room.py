@@ -25,10 +25,15 @@ class WaitingRoom:
     def __iter__(self) -> Iterator[Ticket]:
         return iter(list(self._inside))
 
-    def has_room(self, num_requests: int, num_tokens: int) -> bool:
-        if len(self) + num_requests > self._max_requests:
+    def has_room(self, num_requests: int, num_tokens: int, elsewhere: tuple[int, int] = (0, 0)) -> bool:
+        """Whether so many more fit, besides the requests and tokens that wait `elsewhere` under the same bound.
+
+        Where nothing waits, one client's requests fit however many tokens they have.
+        """
+        waiting, tokens = len(self) + elsewhere[0], self.num_tokens + elsewhere[1]
+        if waiting + num_requests > self._max_requests:
             return False
-        return self.num_tokens + num_tokens <= self._max_tokens or not self._inside
+        return tokens + num_tokens <= self._max_tokens or not waiting
 
     def add(self, ticket: Ticket) -> None:
         heapq.heappush(self._heap, (ticket.submit.priority, next(self._numbers), ticket))

@@ -9,18 +9,20 @@ from typing import Any
 
 import msgspec
 
-from quire.serving.desk.desk import is_named
+from quire.serving.desk.desk import Desk
 from quire.serving.desk.ticket import Ticket
-from quire.serving.http.errors import engine_unavailable
+from quire.serving.http.errors import ApiError, engine_unavailable
 from quire.serving.http.exchange import Exchange
 from quire.serving.http.json_body import decode_json
 from quire.serving.http.kinds import Flag, Options, Text
 from quire.serving.http.service import Service
+from quire.serving.process.control import RequestRow
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.stats import BlockMap, EngineStats
 
 MAP_SECONDS = 0.25
 MAX_WATCHERS = 16
+_MOST_SHOWN = 5
 _ABORT = Options({"request_id": Text("label", 1), "all": Flag()})
 
 
@@ -37,26 +39,24 @@ class Admin:
         await exchange.reply_json({"draining": True}, status=202)
 
     async def abort(self, exchange: Exchange) -> None:
-        """End one request by its id, or all, in every edge. What waits in other edges is ended but not counted."""
+        """End one client's request by any of its ids or the beginning of one, or all, at every edge."""
         service = self._service
         with service.metered() as meter:
             body = decode_json(await exchange.read_body(service.limits, meter.add), service.limits["nesting"])
         given = _ABORT.check("body", body, service.limits)
         if ("request_id" in given) == bool(given.get("all")):
             raise InvalidRequest("request_id", 'must be there, or "all": true, and not both', "send one of them")
-        name = given.get("request_id")
-        ended = service.desk.abort(name) + await self._count_others(name)
-        service.ask_abort(name)
-        await exchange.reply_json({"aborted": ended})
+        rows, missing = await self._all_requests()
+        wanted = None if "request_id" not in given else _named(rows, given["request_id"])
+        service.desk.abort(wanted)
+        service.peers.abort(wanted)
+        ended = len(rows if wanted is None else wanted)
+        await exchange.reply_json({"aborted": ended, "unheard_edges": missing})
 
-    async def _count_others(self, name: str | None) -> int:
-        """Requests in the engine that this edge did not send."""
-        own = {ticket.submit.request_id for ticket in self._service.desk.tickets()}
-        try:
-            inside = [request.request_id for request in (await self._service.link.block_map()).requests]
-        except EngineDead:
-            return 0
-        return sum(other not in own and (name is None or is_named(other, name)) for other in inside)
+    async def _all_requests(self) -> tuple[list[RequestRow], int]:
+        """What all edges look after, and how many of them did not say."""
+        others, missing = await self._service.peers.requests()
+        return [*live_requests(self._service.desk, self._service.peers.edge), *others], missing
 
     async def reset_cache(self, exchange: Exchange) -> None:
         try:
@@ -66,17 +66,17 @@ class Admin:
 
     async def stats(self, exchange: Exchange) -> None:
         stats = await self._engine_stats()
-        await exchange.reply_json({**asdict(stats), "edge": self._edge()})
+        await exchange.reply_json({**asdict(stats), **self._edges()})
 
     async def requests(self, exchange: Exchange) -> None:
-        """What this edge looks after, with the engine's view of it where there is one."""
+        """What all edges look after, with the engine's view of it where there is one."""
         try:
             states = {request.request_id: request.state for request in (await self._service.link.block_map()).requests}
         except EngineDead:
             states = {}
-        now = time.monotonic()
-        rows = [_row(ticket, states.get(ticket.submit.request_id), now) for ticket in self._service.desk.tickets()]
-        await exchange.reply_json({"requests": rows})
+        rows, missing = await self._all_requests()
+        shown = [{**msgspec.structs.asdict(row), "state": states.get(row.request_id, row.state)} for row in rows]
+        await exchange.reply_json({"requests": shown, "unheard_edges": missing})
 
     async def blocks(self, exchange: Exchange) -> None:
         """A stream of block maps, while somebody watches."""
@@ -99,7 +99,7 @@ class Admin:
         except EngineDead:
             is_busy = self._service.desk.engine is not None
             return b": in a long step\n\n" if is_busy else b'data: {"engine":"down"}\n\n'
-        return b"data: " + msgspec.json.encode(_as_map(block_map, stats, self._edge())) + b"\n\n"
+        return b"data: " + msgspec.json.encode(_as_map(block_map, stats, self._edges())) + b"\n\n"
 
     async def _engine_stats(self) -> EngineStats:
         try:
@@ -107,30 +107,66 @@ class Admin:
         except EngineDead:
             raise engine_unavailable("the engine is down or does not answer") from None
 
-    def _edge(self) -> dict[str, Any]:
-        desk = self._service.desk
-        return {"waiting": desk.num_waiting, "in_engine": desk.num_inside, "draining": desk.is_draining}
+    def _edges(self) -> dict[str, Any]:
+        """Every edge's counts, and their sums."""
+        loads = self._service.desk.board.loads()
+        total = {
+            "waiting": sum(load.waiting for load in loads),
+            "in_engine": sum(load.in_engine for load in loads),
+            "draining": self._service.desk.is_draining,
+        }
+        return {"edge": total, "edges": [asdict(load) for load in loads]}
 
 
-def _as_map(block_map: BlockMap, stats: EngineStats, edge: dict[str, Any]) -> dict[str, Any]:
+def _as_map(block_map: BlockMap, stats: EngineStats, edges: dict[str, Any]) -> dict[str, Any]:
     return {
         "step": block_map.step,
         "block_size": block_map.block_size,
         "total": len(block_map.holders),
         "holders": block_map.holders,
+        "cached": block_map.cached,
         "requests": [asdict(request) for request in block_map.requests],
-        "stats": {**asdict(stats), "edge": edge},
+        "stats": {**asdict(stats), **edges},
     }
 
 
-def _row(ticket: Ticket, engine_state: str | None, now: float) -> dict[str, Any]:
-    record = ticket.record
-    return {
-        "request_id": record.request_id,
-        "endpoint": record.endpoint,
-        "state": engine_state or ("waiting" if ticket.state == "submitted" else "queued"),
-        "age_seconds": round(now - record.received_at, 3),
-        "prompt_tokens": record.num_prompt_tokens,
-        "n": record.sampling.n,
-        "stream": record.streamed,
-    }
+def live_requests(desk: Desk, edge: int) -> list[RequestRow]:
+    """All that waits or runs at one edge."""
+    now = time.monotonic()
+    return [_row(ticket, edge, now) for ticket in desk.tickets()]
+
+
+def _row(ticket: Ticket, edge: int, now: float) -> RequestRow:
+    record, prefix = ticket.record, ticket.record.request_id.partition("-")[0]
+    return RequestRow(
+        request_id=record.request_id,
+        name=record.name,
+        answer_id=f"{prefix}-{record.name}",
+        edge=edge,
+        endpoint=record.endpoint,
+        state="waiting" if ticket.state == "submitted" else "queued",
+        age_seconds=round(now - record.received_at, 3),
+        prompt_tokens=record.num_prompt_tokens,
+        n=record.sampling.n,
+        stream=record.streamed,
+    )
+
+
+def _named(rows: list[RequestRow], name: str) -> tuple[str, ...]:
+    """The engine's ids of the request that is called `name` or alone begins with it. Raises ApiError (404, 409)."""
+    exact = tuple(row.request_id for row in rows if name in _ids(row))
+    if exact:
+        return exact
+    begun = [row for row in rows if any(one.startswith(name) for one in _ids(row))]
+    answers = sorted({row.answer_id for row in begun})
+    if not answers:
+        raise ApiError(404, "request_id: no live request is called so", code="request_not_found", param="request_id")
+    if len(answers) > 1:
+        shown = ", ".join(answers[:_MOST_SHOWN]) + (", ..." if len(answers) > _MOST_SHOWN else "")
+        message = f"request_id: {len(answers)} live requests begin so: {shown}; send more of the id"
+        raise ApiError(409, message, code="request_ambiguous", param="request_id")
+    return tuple(row.request_id for row in begun)
+
+
+def _ids(row: RequestRow) -> tuple[str, str, str]:
+    return row.request_id, row.answer_id, row.name

@@ -18,6 +18,7 @@ from quire.serving.http.kinds import (
     OneOf,
     Only,
     Options,
+    Prunable,
     Text,
     Texts,
     TokenIds,
@@ -25,7 +26,7 @@ from quire.serving.http.kinds import (
     Whole,
 )
 from quire.types.errors import InvalidRequest
-from quire.types.sampling import MAX_SEED
+from quire.types.sampling import MAX_PATTERN_COUNT, MAX_SEED
 
 Endpoint = Literal["chat", "completions", "tokenize", "detokenize"]
 Support = Literal["yes", "no effect", "no"]
@@ -73,7 +74,7 @@ _INPUT = (
     Field("continue_final_message", Flag(), ("chat", "tokenize"),
           "Continue the last message instead; needs add_generation_prompt=false.", False),
     Field("chat_template_kwargs", TemplateVariables(), ("chat", "tokenize"),
-          "Values for the variables that the model's chat template reads; others are refused."),
+          "Values for the variables that the model's chat template reads."),
     Field("documents", Documents(), _CHAT, "Passed to chat templates that read `documents`."),
     Field("reasoning_effort", Text("label", 1), _CHAT, "Passed to chat templates that read `reasoning_effort`."),
     Field("truncate_prompt_tokens", Whole(-1, "prompt_tokens"), _BOTH,
@@ -94,6 +95,11 @@ _LENGTH = (
     Field("include_stop_str_in_output", Flag(), _BOTH, "Keep the stop string or stop token in the text.", False),
 )  # fmt: skip
 
+_LOOPS: dict[str, Kind] = {
+    "max_pattern_size": Whole(0, "pattern_tokens"),
+    "min_pattern_size": Whole(0, "pattern_tokens"),
+    "min_count": Whole(2, MAX_PATTERN_COUNT),
+}
 _SAMPLING = (
     Field("n", Whole(1, "n"), _BOTH, "How many answers to each prompt.", 1),
     Field("temperature", Number(0.0, 100.0), _BOTH, "0 is greedy; higher is more random.", 1.0),
@@ -110,6 +116,9 @@ _SAMPLING = (
     Field("logit_bias", Bias(), _BOTH, "Added to the logits of these tokens."),
     Field("allowed_token_ids", TokenIds("token_ids", 1), _BOTH, "Only these tokens may be chosen."),
     Field("bad_words", Texts("bad_words", "stop_characters"), _BOTH, "Texts that must not be generated."),
+    Field("repetition_detection", Options(_LOOPS), _BOTH,
+          "End an answer whose last tokens are one pattern of `min_pattern_size` (1) to `max_pattern_size` tokens, "
+          "`min_count` (2) times over. Its `finish_reason` is \"repetition\"."),
 )  # fmt: skip
 
 _STREAM_OPTIONS: dict[str, Kind] = {
@@ -132,6 +141,9 @@ _OUTPUT = (
           "Join special tokens with spaces, where the tokenizer joins words so.", True),
     Field("return_tokens_as_token_ids", Flag(), _BOTH, "Write tokens in logprobs as `token_id:N`.", False),
     Field("return_token_ids", Flag(), _BOTH, "Also return `prompt_token_ids` and each choice's `token_ids`.", False),
+    Field("return_prompt_text", Flag(), _CHAT,
+          "Also return `prompt_text`, the conversation as the chat template wrote it; in a stream with the first "
+          "chunk.", False),
     Field("stream", Flag(), _BOTH, "Answer as server-sent events.", False),
     Field("stream_options", Options(_STREAM_OPTIONS), _BOTH,
           "`include_usage`: a last chunk with the usage; `continuous_usage_stats`: usage in every chunk. Needs "
@@ -154,6 +166,7 @@ _MANNERS = (
     Field("include_reasoning", Flag(), _CHAT, "Reasoning is part of the text.", support="no effect"),
 )  # fmt: skip
 
+_RENDER = "belongs to vLLM's render endpoints, which this server does not have"
 _MISSING = (
     _no("best_of", _BOTH, "Generate more answers than are returned.", 1),
     _no("use_beam_search", _BOTH, "Beam search.", False),
@@ -178,11 +191,10 @@ _MISSING = (
     _no("web_search_options", _CHAT, "Searching the web."),
     _no("store", _CHAT, "Keeping the answer.", False),
     _no("prompt_embeds", _COMPLETIONS, "Prompts as vectors."),
-    _no("thinking_token_budget", _BOTH, "A bound on reasoning."),
-    _no("repetition_detection", _BOTH, "Ending answers that repeat themselves."),
-    _no("return_token_offsets", _BOTH, "Where prompt tokens stand in the text.", False),
-    _no("return_prompt_text", _CHAT, "The rendered prompt; `/tokenize` and `/detokenize` give it.", False),
-    _no("return_assistant_tokens_mask", _CHAT, "Which prompt tokens an assistant wrote.", False),
+    _no("thinking_token_budget", _BOTH, "A bound on reasoning.",
+        why="needs a reasoning parser, which this server does not have"),
+    _no("return_token_offsets", _BOTH, "Where prompt tokens stand in the text.", False, why=_RENDER),
+    _no("return_assistant_tokens_mask", _CHAT, "Which prompt tokens an assistant wrote.", False, why=_RENDER),
     _no("media_io_kwargs", _CHAT, "Pictures and sound."),
     _no("mm_processor_kwargs", _CHAT, "Pictures and sound."),
     _no("kv_transfer_params", _BOTH, "Moving caches between servers."),
@@ -221,9 +233,9 @@ def check_body(endpoint: Endpoint, body: Any, limits: Bounds, *, lenient: bool) 
         try:
             if field is None:
                 raise UnknownParameter(name[:80], "is not a parameter of this endpoint", "leave it out")
-            if lenient and isinstance(field.kind, Options) and isinstance(value, dict):
-                warnings += map(str, field.kind.unknown(name, value))
-                value = {member: given for member, given in value.items() if member in field.kind.members}
+            if lenient and isinstance(field.kind, Prunable):
+                value, dropped = field.kind.prune(name, value, limits)
+                warnings += map(str, dropped)
             value = field.kind.check(name, value, limits)
         except InvalidRequest as error:
             if not lenient or (field is not None and field.support == "yes"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from quire.serving.http.json_body import check_numbers
-from quire.serving.http.kinds import MAX_KEY_CHARACTERS, Bounds, Schema, Text, TokenIds, shown
+from quire.serving.http.kinds import MAX_KEY_CHARACTERS, Bounds, Schema, Text, TokenIds, UnknownParameter, shown
 from quire.serving.prompts import Prompt
-from quire.serving.text.chat_messages import MAX_ROLE_CHARACTERS
+from quire.serving.text.chat_messages import MAX_ROLE_CHARACTERS, MESSAGE_FIELDS, PART_FIELDS
 from quire.types.errors import InvalidRequest
 
 _FORMS = "send text, a list of texts, a list of token ids or a list of such lists"
@@ -70,9 +71,18 @@ class Messages:
                 reason = f"has {len(content)} parts, limit {limits['content_parts']}"
                 raise InvalidRequest(f"{where}[{place}].content", reason, "join them")
             total += len(content) if isinstance(content, str) else 0
+        for _, _, error in _strangers(where, value):
+            raise error
         if total > limits["prompt_characters"]:
             raise InvalidRequest(where, f"has {total} characters, limit {limits['prompt_characters']}", "shorten it")
         return value
+
+    def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:  # noqa: ARG002
+        dropped: list[InvalidRequest] = []
+        for holder, name, error in list(_strangers(where, value)) if isinstance(value, list) else ():
+            del holder[name]
+            dropped.append(error)
+        return value, dropped
 
     def schema(self, limits: Bounds) -> Schema:
         text = {"type": "string", "maxLength": limits["prompt_characters"]}
@@ -80,6 +90,7 @@ class Messages:
             "type": "object",
             "properties": {"type": {"const": "text"}, "text": text},
             "required": ["type", "text"],
+            "additionalProperties": {"type": "null"},
         }
         parts = {"type": "array", "items": part, "maxItems": limits["content_parts"]}
         label = {"type": ["string", "null"]}
@@ -138,6 +149,27 @@ class Documents:
 
     def schema(self, limits: Bounds) -> Schema:
         return {"type": "array", "items": {"type": "object"}, "maxItems": limits["messages"]}
+
+
+def _strangers(where: str, messages: list[Any]) -> Iterator[tuple[dict[str, Any], str, UnknownParameter]]:
+    """Members of messages and their text parts that nobody reads: who holds them, their name, and what to say."""
+    for place, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        yield from _unknown(f"{where}[{place}]", message, MESSAGE_FIELDS)
+        content = message.get("content")
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and part.get("type") == "text":
+                yield from _unknown(f"{where}[{place}].content[{number}]", part, PART_FIELDS)
+
+
+def _unknown(
+    where: str, holder: dict[str, Any], known: frozenset[str]
+) -> Iterator[tuple[dict[str, Any], str, UnknownParameter]]:
+    for name, value in holder.items():
+        if name not in known and value is not None:
+            fix = f"known: {', '.join(sorted(known))}"
+            yield holder, name, UnknownParameter(f"{where}.{name[:80]}", "is not known", fix)
 
 
 def _bounded(where: str, prompts: list[Prompt], limits: Bounds) -> list[Prompt]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from quire.types.errors import InvalidRequest
 
@@ -28,6 +28,14 @@ class Kind(Protocol):
     def check(self, where: str, value: Any, limits: Bounds) -> Any: ...
 
     def schema(self, limits: Bounds) -> Schema: ...
+
+
+@runtime_checkable
+class Prunable(Protocol):
+    """A kind whose values have members. `prune` takes out, in place, what a lenient server can do without."""
+
+    def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:
+        """The value without members that are unknown or not supported, and what `check` would have said of them."""
 
 
 def shown(value: object) -> str:
@@ -252,6 +260,19 @@ class Options:
         known = f"known: {', '.join(self.members)}"
         names = [name for name in value if name not in self.members]
         return [UnknownParameter(f"{where}.{name[:80]}", "is not known", known) for name in names]
+
+    def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:
+        if not isinstance(value, dict):
+            return value, []
+        dropped: list[InvalidRequest] = list(self.unknown(where, value))
+        kept = {name: given for name, given in value.items() if name in self.members}
+        for name in [name for name in kept if kept[name] is not None and isinstance(self.members[name], Only)]:
+            try:
+                self.members[name].check(f"{where}.{name}", kept[name], limits)
+            except UnsupportedParameter as error:
+                dropped.append(error)
+                del kept[name]
+        return kept, dropped
 
     def schema(self, limits: Bounds) -> Schema:
         members = {name: nullable(kind.schema(limits)) for name, kind in self.members.items()}

@@ -52,6 +52,14 @@ LIMITS: tuple[Limit, ...] = (
     Limit("stop_tokens", 128, "ids", "`stop_token_ids`", _BAD, highest=sampling.MAX_STOP_TOKENS),
     Limit("bad_words", 128, "strings", "`bad_words`", _BAD, highest=sampling.MAX_BAD_WORDS),
     Limit("logit_bias", 300, "entries", "`logit_bias`", _BAD, highest=sampling.MAX_BIASED_TOKENS),
+    Limit(
+        "pattern_tokens",
+        128,
+        "tokens",
+        "`max_pattern_size` of `repetition_detection`",
+        _BAD,
+        highest=sampling.MAX_PATTERN_SIZE,
+    ),
     Limit("token_ids", 2**17, "ids", "`allowed_token_ids`", _BAD, highest=2**20),
     Limit("logprob_token_ids", 128, "ids", "`logprob_token_ids`", _BAD, highest=1_024),
     Limit("template_kwargs", 32, "entries", "`chat_template_kwargs`", _BAD, highest=1_024),
@@ -59,21 +67,35 @@ LIMITS: tuple[Limit, ...] = (
     Limit("identifier", 128, "characters", "`request_id` and the X-Request-Id header", _BAD, highest=512),
     Limit("label", 512, "characters", "`user`, `cache_salt`, `model` and other names", _BAD, highest=4_096),
     # what all requests together may hold
-    Limit("queue_requests", 1_024, "requests", "requests that wait for the engine", _BUSY),
-    Limit("queue_tokens", 2**20, "tokens", "prompt tokens that wait for the engine", _BUSY),
-    Limit("bodies_bytes", 256 * MIB, "bytes", "bodies that are being read or parsed", _BUSY, highest=2**40),
+    Limit("queue_requests", 1_024, "requests", "requests that wait for the engine, at all edges together", _BUSY),
+    Limit("queue_tokens", 2**20, "tokens", "their prompt tokens; alone, a request of any size fits", _BUSY),
+    Limit("bodies_bytes", 256 * MIB, "bytes", "bodies that one edge is reading or parsing", _BUSY, highest=2**40),
     Limit(
         "stream_bytes", MIB, "bytes", "text of one stream that its client has not read", "the stream ends with an error"
     ),
-    Limit("connections", 16_384, "connections", "open connections", "503 server_error, then closed"),
+    Limit("connections", 16_384, "connections", "open connections of one edge", "503 server_error, then closed"),
     # time
     Limit("header_bytes", 64 * 2**10, "bytes", "the head of a request", "431 invalid_request_error", highest=MIB),
     Limit("header_seconds", 15, "seconds", "from the first byte of a request to the end of its head", _CLOSE),
     Limit("body_seconds", 60, "seconds", "reading the body of a request", "408 invalid_request_error"),
     Limit("idle_seconds", 300, "seconds", "a connection without a request", _CLOSE),
     Limit("stall_seconds", 30, "seconds", "a client that reads nothing of its answer", _CLOSE),
+    Limit(
+        "ping_seconds",
+        10,
+        "seconds",
+        "a stream in which nothing is sent, also while it waits in line",
+        "a comment (`: queued`, `: working`) is sent",
+        highest=3_600,
+    ),
     # coalescing
-    Limit("coalesce_streams", 32, "streams", "live streams above which tokens share events", "fewer, larger events"),
+    Limit(
+        "coalesce_streams",
+        32,
+        "streams",
+        "live streams of one edge above which tokens share events",
+        "fewer, larger events",
+    ),
     Limit(
         "coalesce_ms",
         50,

@@ -22,8 +22,8 @@ This page is made from the tables that check requests (`python -m quire.serving.
 running server holds the same with its own limits.
 
 A parameter that is null counts as absent. A parameter that is unknown, or known and not supported, is answered with
-400 and its name. With `--lenient`, or the header `X-Quire-Lenient: 1`, it becomes an entry of `"warnings"` in the
-answer.
+400 and its name, with its path where it is a member (`messages[2].foo`). With `--lenient`, or the header
+`X-Quire-Lenient: 1`, it becomes an entry of `"warnings"` in the answer.
 Bodies are JSON (`Content-Type: application/json`); of a name that stands twice in an object, the last counts.
 
 `?explain=1` or the header `X-Quire-Explain: 1` adds `"quire": {"ledger": [...]}` to the answer (in a stream: to a last
@@ -31,14 +31,18 @@ chunk): what happened to the request, in milliseconds since it was received. `X-
 answer carries it.
 
 Errors look like OpenAI's: `{"error": {"message", "type", "param", "code"}}`. A stream that breaks after its first byte
-ends with `data: {"error": {...}}` and `data: [DONE]`.
+ends with `data: {"error": {...}}` and `data: [DONE]`. A stream that waits sends comments (`: queued`, `: working`).
 """
-_ROUTES = """\
+_ABORT = (
+    "end one client's request by any of its ids, or by the beginning of one (404: none begins so, 409: several do), or "
+    "all of them"
+)
+_ROUTES = f"""\
 ## Other routes
 
 | Route | Answer |
 |-|-|
-| `GET /v1/models`, `GET /v1/models/{id}` | the models served, with `max_model_len` |
+| `GET /v1/models`, `GET /v1/models/{{id}}` | the models served, with `max_model_len` |
 | `GET /v1/capabilities` | version, engine, limits in force, parameters with their support |
 | `GET /health` | 200 while the server and its engine are alive, else 503; needs no key |
 | `GET /ready` | 200 while new requests are welcome; 503 while loading, restarting or draining; needs no key |
@@ -52,10 +56,10 @@ Admin routes exist only where an admin key is set, and only that key opens them:
 | Route | Effect |
 |-|-|
 | `POST /admin/drain` | shut down as SIGTERM would |
-| `POST /admin/abort` `{"request_id": ...}` or `{"all": true}` | end requests with an error |
+| `POST /admin/abort` `{{"request_id": ...}}` or `{{"all": true}}` | {_ABORT} |
 | `POST /admin/reset_cache` | forget cached prompts |
-| `GET /admin/stats` | the engine's counters |
-| `GET /admin/requests` | live requests of this edge with their state |
+| `GET /admin/stats` | the engine's counters, and what waits at each edge |
+| `GET /admin/requests` | live requests of all edges with their state |
 | `GET /admin/blocks` | server-sent events: the block map, about four times a second |
 """
 
@@ -78,7 +82,7 @@ def _endpoint(endpoint: Endpoint, title: str, limits: Limits) -> str:
         lines += ["", "Accepted without effect: " + ", ".join(f"`{name}`" for name in quiet) + "."]
     missing = [_missing(field) for field in fields if field.support == "no"]
     if missing:
-        lines += ["", f"Not supported, but for the values in brackets, which ask for nothing: {', '.join(missing)}."]
+        lines += ["", f"Not supported, but for the values in brackets, which ask for nothing: {'; '.join(missing)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -90,7 +94,8 @@ def _row(field: Field, limits: Limits) -> str:
 def _missing(field: Field) -> str:
     harmless = field.kind.harmless if isinstance(field.kind, Only) else ()
     values = " (" + ", ".join(f"`{json.dumps(value)}`" for value in harmless) + ")" if harmless else ""
-    return f"`{field.name}`{values}"
+    why = f": {field.kind.why}" if isinstance(field.kind, Only) and field.kind.why != Only().why else ""
+    return f"`{field.name}`{values}{why}"
 
 
 def _value(schema: dict[str, object]) -> str:

@@ -11,7 +11,7 @@ WHOLE: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
 FLAG: Schema = {"type": "boolean"}
 IDS: Schema = {"type": "array", "items": WHOLE}
-FINISH: Schema = {"enum": ["stop", "length", None]}
+FINISH: Schema = {"enum": ["stop", "length", "repetition", None]}
 
 
 def record(required: dict[str, Schema], optional: dict[str, Schema] | None = None, *, is_open: bool = False) -> Schema:
@@ -66,7 +66,7 @@ _LEDGER = record(
 )
 _HEAD = {"id": TEXT, "created": WHOLE, "model": TEXT, "system_fingerprint": TEXT}
 _EXTRAS = {"quire": ref("Explanation"), "warnings": many(TEXT)}
-_CHAT_EXTRAS = {**_EXTRAS, "prompt_logprobs": ref("PromptLogprobs"), "prompt_token_ids": IDS}
+_CHAT_EXTRAS = {**_EXTRAS, "prompt_logprobs": ref("PromptLogprobs"), "prompt_token_ids": IDS, "prompt_text": TEXT}
 
 SCHEMAS: dict[str, Schema] = {
     "Error": record(
@@ -113,7 +113,7 @@ SCHEMAS: dict[str, Schema] = {
                 )
             ),
         },
-        {**_EXTRAS, "usage": or_null(ref("Usage")), "prompt_token_ids": IDS},
+        {**_EXTRAS, "usage": or_null(ref("Usage")), "prompt_token_ids": IDS, "prompt_text": TEXT},
     ),
     "CompletionAnswer": record(
         {

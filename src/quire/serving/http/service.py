@@ -20,6 +20,7 @@ from quire.serving.desk.observer import Observer
 from quire.serving.http.errors import engine_unavailable, model_not_found, too_busy
 from quire.serving.http.limits import Limits
 from quire.serving.process.link import EngineLink, EngineReady
+from quire.serving.process.peers import Peers
 from quire.serving.requests import RequestMaker
 from quire.serving.text.chat_template import ChatTemplate
 from quire.serving.text.tokenizer import Tokenizer
@@ -99,7 +100,7 @@ class Service:
     version: str
     render_metrics: Callable[[], Awaitable[tuple[bytes, str]]]
     ask_drain: Callable[[], None]  # an admin wants the whole server to shut down
-    ask_abort: Callable[[str | None], None]  # an admin wants the other edges to end requests of this name, or all
+    peers: Peers  # the other edges
     created: int = field(default_factory=lambda: int(datetime.now(UTC).timestamp()))
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "quire-text"))
     num_body_bytes: int = 0

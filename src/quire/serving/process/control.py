@@ -32,12 +32,16 @@ class EngineStart(msgspec.Struct, frozen=True, tag="engine_start"):
 
 
 class EdgeStart(msgspec.Struct, frozen=True, tag="edge_start"):
-    """To an edge, first: serve the inherited listening socket `listen_fd`. `edge` is never used twice."""
+    """To an edge, first: serve the inherited listening socket `listen_fd`.
+
+    `edge` is never used twice; `seat`, from 0, is that of the edge it replaces.
+    """
 
     config: ServerConfig
     edge: int
     listen_fd: int
     directory: str
+    seat: int = 0
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="load_progress"):
@@ -91,9 +95,39 @@ class AskDrain(msgspec.Struct, frozen=True, tag="ask_drain"):
 
 
 class AskAbort(msgspec.Struct, frozen=True, tag="ask_abort"):
-    """From an edge, for an admin, and passed on to all other edges: end the requests of this name, or all."""
+    """From an edge, for an admin, and passed on to all other edges: end these requests (the engine's ids), or all."""
 
-    name: str | None
+    request_ids: tuple[str, ...] | None
+
+
+class AskEdges(msgspec.Struct, frozen=True, tag="ask_edges"):
+    """From an edge, for an admin, and passed on to all other edges: what do you look after?"""
+
+    asker: int
+    number: int
+
+
+class RequestRow(msgspec.Struct, frozen=True):
+    """One live request at an edge. `name` is what its client calls it, `answer_id` what its answer is called."""
+
+    request_id: str
+    name: str
+    answer_id: str
+    edge: int
+    endpoint: str
+    state: str
+    age_seconds: float
+    prompt_tokens: int
+    n: int
+    stream: bool
+
+
+class EdgeAnswer(msgspec.Struct, frozen=True, tag="edge_answer"):
+    """From an edge, and passed on to the one that asked: all that waits or runs here."""
+
+    asker: int
+    number: int
+    requests: tuple[RequestRow, ...]
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -120,6 +154,8 @@ ControlMessage = (
     | Drained
     | AskDrain
     | AskAbort
+    | AskEdges
+    | EdgeAnswer
     | Stop
     | Fatal
 )

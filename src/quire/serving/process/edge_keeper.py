@@ -25,6 +25,7 @@ _EXIT_SECONDS = 2.0  # from Drained to the end of the process
 class _Seat:
     """One of the edges, through all its processes."""
 
+    place: int  # from 0
     listen_fd: int
     child: ChildProcess | None = None
     edge: int = 0
@@ -50,7 +51,7 @@ class EdgeKeeper:
     ) -> None:
         self._config, self._directory, self._module = config, directory, module
         self._on_start, self._on_gone = on_start, on_gone
-        self._seats = [_Seat(listener.fileno()) for listener in listeners]
+        self._seats = [_Seat(place, listener.fileno()) for place, listener in enumerate(listeners)]
         self._numbers = itertools.count(1)
         self.failure: str | None = None  # why no edge will be started any more
         self.draining = False
@@ -92,6 +93,12 @@ class EdgeKeeper:
             if child is not but:
                 child.send(message)
 
+    def tell(self, edge: int, message: ControlMessage) -> None:
+        """To one edge, if it is still there."""
+        for seat in self._seats:
+            if seat.edge == edge and seat.child is not None:
+                seat.child.send(message)
+
     def drain(self, now: float) -> None:
         """Every edge finishes its work and exits, or is killed when the time is over."""
         self.draining = True
@@ -117,7 +124,7 @@ class EdgeKeeper:
     def _start(self, seat: _Seat) -> None:
         seat.edge, seat.is_ready, seat.fatal = next(self._numbers), False, None
         seat.child = ChildProcess(self._module, inherit=(seat.listen_fd,))
-        seat.child.send(EdgeStart(self._config, seat.edge, seat.listen_fd, str(self._directory)))
+        seat.child.send(EdgeStart(self._config, seat.edge, seat.listen_fd, str(self._directory), seat.place))
         self._on_start(seat.child)
 
     def _bury(self, seat: _Seat) -> None:

@@ -9,6 +9,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -18,7 +19,9 @@ from quire.config.server import ServerConfig
 from quire.observability.logging import set_up_logging
 from quire.observability.metrics import ServerMetrics, server_metrics
 from quire.runtime.loading.resolve import resolve_model
+from quire.serving.desk.board import Board
 from quire.serving.desk.desk import Desk
+from quire.serving.http.admin import live_requests
 from quire.serving.http.app import build_app
 from quire.serving.http.limits import Limits
 from quire.serving.http.protocol import bounded_by
@@ -28,14 +31,17 @@ from quire.serving.process.child import EXIT_FAILED, EXIT_ORPHANED, enter_child
 from quire.serving.process.control import (
     AskAbort,
     AskDrain,
+    AskEdges,
     ControlChannel,
     ControlMessage,
     Drain,
     Drained,
+    EdgeAnswer,
     EdgeReady,
     EdgeStart,
     Fatal,
 )
+from quire.serving.process.peers import Peers
 from quire.serving.process.remote_link import RemoteLink
 from quire.serving.text.tokenizer import Tokenizer, load_tokenizer
 from quire.types.errors import QuireError
@@ -71,7 +77,9 @@ class Edge:
         self._loop = asyncio.get_running_loop()
         self._channel, self._listen_fd = channel, start.listen_fd
         self._link = RemoteLink(channel, start.edge, on_control=self._on_control)
-        self._desk = Desk(self._link, tokenizer, limits, metrics, config.api_workers)
+        board = Board(Path(start.directory) / "board", num_seats=config.api_workers, seat=start.seat, edge=start.edge)
+        self._desk = Desk(self._link, tokenizer, limits, metrics, config.api_workers, board)
+        self._peers = Peers(channel.send, start.edge, config.api_workers - 1)
         self._draining: asyncio.Task[None] | None = None
 
         async def render_metrics() -> tuple[bytes, str]:
@@ -87,7 +95,7 @@ class Edge:
             version=__version__,
             render_metrics=render_metrics,
             ask_drain=lambda: channel.send(AskDrain()),
-            ask_abort=lambda name: channel.send(AskAbort(name)),
+            peers=self._peers,
         )
         app = build_app(self._service, files())
         self._server = EdgeServer(http_config(app, limits), lambda: channel.send(EdgeReady()))
@@ -107,7 +115,15 @@ class Edge:
         if isinstance(message, Drain):
             self._loop.call_soon_threadsafe(self._drain, message.seconds)
         elif isinstance(message, AskAbort):
-            self._loop.call_soon_threadsafe(self._desk.abort, message.name)
+            self._loop.call_soon_threadsafe(self._desk.abort, message.request_ids)
+        elif isinstance(message, AskEdges):
+            self._loop.call_soon_threadsafe(self._report, message)
+        elif isinstance(message, EdgeAnswer):
+            self._loop.call_soon_threadsafe(self._peers.take, message)
+
+    def _report(self, ask: AskEdges) -> None:
+        rows = live_requests(self._desk, self._peers.edge)
+        self._channel.send(EdgeAnswer(ask.asker, ask.number, tuple(rows)))
 
     def _drain(self, seconds: float) -> None:
         if self._draining is None:

@@ -24,6 +24,7 @@ from quire.engine.messages import (
     BlockMapAnswer,
     FromEngine,
     Goodbye,
+    Lost,
     Question,
     Refused,
     StatsAnswer,
@@ -178,9 +179,12 @@ class RemoteLink:
             has_news = self._channel.has_pending or self._channel.fileno() in readable
             if has_news and not self._read_control(listener):
                 return
-            if self._engine is not None and self._engine.pollable in readable:
-                for message in self._engine.receive():
+            engine = self._engine
+            if engine is not None and engine.pollable in readable:
+                for message in engine.receive():
                     self._dispatch(listener, message)
+                    if isinstance(message, Lost):
+                        break
 
     def _send_outbox(self, listener: EngineListener) -> None:
         with self._lock:
@@ -212,10 +216,7 @@ class RemoteLink:
                 self._poller.register(self._engine.pollable, zmq.POLLIN)
                 listener.engine_up(message.ready)
             elif isinstance(message, EngineDown):
-                self._reason = message.reason
-                self._hang_up(flush=False)
-                self._fail_questions()
-                listener.engine_down(message.reason)
+                self._lose(listener, message.reason)
             else:
                 self._on_control(message)
             if not self._channel.has_pending:
@@ -232,8 +233,17 @@ class RemoteLink:
             self._answer(message.number, message.stats)
         elif isinstance(message, BlockMapAnswer):
             self._answer(message.number, message.block_map)
+        elif isinstance(message, Lost):
+            self._lose(listener, message.reason)
         else:
             self._answer(message.number, message.num_freed)
+
+    def _lose(self, listener: EngineListener, reason: str) -> None:
+        """The engine is gone, or says that it is going: the sooner its clients know, the better."""
+        self._reason = reason
+        self._hang_up(flush=False)
+        self._fail_questions()
+        listener.engine_down(reason)
 
     def _hang_up(self, *, flush: bool) -> None:
         """Leave the engine's line: whatever an ended engine had sent and is unread goes with it."""

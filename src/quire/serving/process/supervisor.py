@@ -21,7 +21,9 @@ from quire.serving.process.child_process import ChildProcess
 from quire.serving.process.control import (
     AskAbort,
     AskDrain,
+    AskEdges,
     ControlMessage,
+    EdgeAnswer,
     EdgeStuck,
     EngineDown,
     EngineUp,
@@ -163,8 +165,10 @@ class Supervisor:
         if child is not self._engine.child:
             if isinstance(message, AskDrain):
                 self._drain(time.monotonic(), "an admin asked for it")
-            elif isinstance(message, AskAbort):
+            elif isinstance(message, AskAbort | AskEdges):
                 self._edges.broadcast(message, but=child)
+            elif isinstance(message, EdgeAnswer):
+                self._edges.tell(message.asker, message)
             self._edges.obey(child, message)
             return
         self._engine.obey(message)

@@ -14,9 +14,10 @@ Message = dict[str, Any]
 
 MAX_ROLE_CHARACTERS = 64
 MAX_DEPTH = 64
-_FIELDS = frozenset(
+MESSAGE_FIELDS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking"}
 )
+PART_FIELDS = frozenset({"type", "text"})
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -82,11 +83,7 @@ def _check_message(where: str, message: Mapping[str, Any], data: PlainData) -> M
         raise InvalidRequest(
             where, f"must be an object, got {type(message).__name__}", 'send {"role": ..., "content": ...}'
         )
-    unknown = [name for name, value in message.items() if name not in _FIELDS and value is not None]
-    if unknown:
-        raise InvalidRequest(
-            f"{where}.{unknown[0]}", "is not a known message field", f"known: {', '.join(sorted(_FIELDS))}"
-        )
+    _check_members(where, message, MESSAGE_FIELDS)
     role = message.get("role")
     if not isinstance(role, str) or not role or len(role) > MAX_ROLE_CHARACTERS:
         raise InvalidRequest(
@@ -131,7 +128,14 @@ def _part(where: str, part: Any, data: PlainData) -> str:
         raise InvalidRequest(
             where, f"is {kind!r:.80}; this model takes text only", 'send {"type": "text", "text": ...}'
         )
+    _check_members(where, part, PART_FIELDS)
     return str(data.copy(where, part["text"]))
+
+
+def _check_members(where: str, holder: Mapping[str, Any], known: frozenset[str]) -> None:
+    unknown = [name for name, value in holder.items() if name not in known and value is not None]
+    if unknown:
+        raise InvalidRequest(f"{where}.{unknown[0]}", "is not known", f"known: {', '.join(sorted(known))}")
 
 
 def _tool_calls(where: str, calls: Any, data: PlainData) -> list[Any]:

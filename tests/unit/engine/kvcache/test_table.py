@@ -122,7 +122,7 @@ def _append(
         memory[copy.target] = list(memory[copy.source])
     for offset in range(count):
         block = table.blocks[(len(written)) // size]
-        assert not pool.is_shared(block), "a shared block was written"
+        assert pool.is_writable(block), "a shared block was written"
         memory[block][len(written) % size] = stamp * 1_000 + offset
         written.append(stamp * 1_000 + offset)
 

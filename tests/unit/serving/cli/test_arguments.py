@@ -20,3 +20,15 @@ def test_a_switch_is_off_unless_given() -> None:
     assert settings("--block-size", "32", "--enforce-eager") == {"block_size": 32, "enforce_eager": True}
     assert EngineArguments(**settings("--enforce-eager")).enforce_eager  # type: ignore[arg-type]
     assert not EngineArguments().enforce_eager
+
+
+def test_the_prefix_cache_is_left_to_the_engine_unless_it_is_turned_on_or_off() -> None:
+    assert settings() == {}
+    assert settings("--enable-prefix-caching") == {"enable_prefix_caching": True}
+    assert settings("--no-enable-prefix-caching") == {"enable_prefix_caching": False}
+
+
+def test_float8_is_asked_for_by_two_flags() -> None:
+    given = settings("--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3")
+    assert given == {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}
+    assert (EngineArguments().quantization, EngineArguments().kv_cache_dtype) == (None, "auto")

@@ -65,3 +65,13 @@ def test_whoever_leaves_in_whatever_order_the_count_is_right(moves: list[tuple[i
         assert len(room) == len(inside)
         first = room.first()
         assert first is None or first.submit.priority == min(one.submit.priority for one in inside)
+
+
+def test_what_waits_elsewhere_counts_against_the_same_bound() -> None:
+    room = WaitingRoom(10, 100)
+    assert room.has_room(4, 10, (6, 0))
+    assert not room.has_room(5, 10, (6, 0))
+    assert room.has_room(1, 40, (1, 60))
+    assert not room.has_room(1, 41, (1, 60))
+    assert room.has_room(1, 500)  # nothing waits anywhere
+    assert not room.has_room(1, 500, (1, 1))

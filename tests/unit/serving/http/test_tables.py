@@ -41,9 +41,10 @@ def test_names_are_unique() -> None:
 
 def test_every_default_passes_its_own_check() -> None:
     limits = Limits()
-    for field in FIELDS:
-        if field.default is not None:
-            field.kind.check(field.name, field.default, limits)
+    given = [field for field in FIELDS if field.default is not None]
+    assert given
+    for field in given:
+        assert field.kind.check(field.name, field.default, limits) == field.default
 
 
 def test_defaults_agree_with_the_engines() -> None:
@@ -62,11 +63,12 @@ def test_every_sampling_parameter_of_the_engine_can_be_asked_for() -> None:
 
 def test_the_highest_values_pass_the_engines_own_checks() -> None:
     limits = Limits({limit.name: limit.highest for limit in LIMITS})
-    for field in fields_of("completions").values():
-        schema = field.kind.schema(limits)
-        is_sampling = field.name in {one.name for one in dataclass_fields(SamplingParams)}
-        if is_sampling and "maximum" in schema and field.name not in ("max_tokens", "min_tokens"):
-            SamplingParams(**{field.name: schema["maximum"]})
+    sampling = {one.name for one in dataclass_fields(SamplingParams)} - {"max_tokens", "min_tokens"}
+    highest = {name: field.kind.schema(limits).get("maximum") for name, field in fields_of("completions").items()}
+    bounded = {name: value for name, value in highest.items() if name in sampling and value is not None}
+    assert {"n", "temperature", "top_p", "logprobs"} <= set(bounded)
+    for name, value in bounded.items():
+        assert getattr(SamplingParams(**{name: value}), name) == value
 
 
 @pytest.mark.parametrize("change", [{"nonsense": 1}, {"n": 0}, {"n": 2**40}, {"n": True}, {"n": "5"}])

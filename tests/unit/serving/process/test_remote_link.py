@@ -105,6 +105,20 @@ def edge(tmp_path: Path) -> Iterator[Edge]:
     made.close()
 
 
+def test_an_engine_that_says_it_is_lost_is_down_at_once_and_another_may_follow(edge: Edge) -> None:
+    edge.start_engine(crash_at=3)
+    edge.wait(lambda: edge.listener.ups == [1])
+    edge.submit("a", [1], max_tokens=100)
+    edge.wait(lambda: edge.listener.downs)
+    assert "device lost" in edge.listener.downs[0]
+    assert edge.listener.ends == {}
+    edge.tell(EngineDown("the engine process exited"))
+    edge.start_engine()
+    edge.wait(lambda: edge.listener.ups == [1, 2])
+    edge.submit("b", [1])
+    edge.wait(lambda: "b" in edge.listener.ends)
+
+
 def test_a_request_goes_down_and_its_tokens_come_up(edge: Edge) -> None:
     edge.start_engine()
     edge.wait(lambda: edge.listener.ups == [1])
@@ -138,6 +152,8 @@ def test_many_threads_may_submit_at_once(edge: Edge) -> None:
     for thread in threads:
         thread.join()
     edge.wait(lambda: set(edge.listener.ends) == set(names))
+    heard = {name: edge.listener.tokens_heard[edge.listener.handles[name]] for name in names}
+    assert heard == dict.fromkeys(names, continuation([5], 3))
 
 
 def test_a_refusal_carries_the_engines_reason(edge: Edge) -> None:
@@ -153,6 +169,8 @@ def test_a_request_that_cannot_travel_is_refused(edge: Edge) -> None:
     edge.wait(lambda: edge.listener.ups)
     edge.link.submit(Submit("a", (2**70,), SamplingParams()))
     edge.wait(lambda: "a" in edge.listener.refusals)
+    assert edge.listener.refusals["a"].field == "request"
+    assert edge.listener.handles == {}
 
 
 def test_an_abort_ends_a_request(edge: Edge) -> None:
@@ -257,7 +275,9 @@ def test_news_read_together_with_the_start_order_are_not_missed(tmp_path: Path) 
 
 def test_other_control_messages_are_passed_on(edge: Edge) -> None:
     edge.tell(Drain(3.0))
-    edge.wait(lambda: edge.control == [Drain(3.0)])
+    edge.wait(lambda: edge.control)
+    assert edge.control == [Drain(3.0)]
+    assert (edge.listener.ups, edge.listener.downs) == ([], [])
 
 
 def test_the_end_of_the_supervisor_is_noticed(edge: Edge) -> None:

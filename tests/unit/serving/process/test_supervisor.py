@@ -77,7 +77,7 @@ def test_a_killed_engine_ends_its_requests_and_is_replaced(server: StubServer) -
 
 def test_a_failed_executor_ends_its_requests_with_the_cause(server: StubServer) -> None:
     before = _generation(server)
-    assert server.ask(prompt=[CRASH], max_tokens=3)["error"] == "the engine stopped: RuntimeError('device lost')"
+    assert server.ask(prompt=[CRASH], max_tokens=3)["lost"] == "the engine stopped: RuntimeError('device lost')"
     server.wait(lambda: _generation(server) > before)
     assert f"engine {before} ended: the engine stopped: RuntimeError('device lost')" in server.output
 
@@ -147,7 +147,7 @@ def test_an_admin_may_ask_for_the_drain(serve: Serve) -> None:
 def test_an_admins_abort_reaches_the_other_edges_and_only_those(serve: Serve) -> None:
     server = serve(api_workers=2)
     server.wait_ready()
-    asked = server.ask(ask="abort", name="me")["asked"]
+    asked = server.ask(ask="abort", ids=["me"])["asked"]
     heard: dict[object, object] = {}
 
     def have_both_answered() -> bool:
@@ -157,7 +157,15 @@ def test_an_admins_abort_reaches_the_other_edges_and_only_those(serve: Serve) ->
 
     server.wait(have_both_answered)
     assert heard.pop(asked) == []
-    assert list(heard.values()) == [["me"]]
+    assert list(heard.values()) == [[["me"]]]
+
+
+def test_an_edge_can_ask_all_others_what_they_look_after(serve: Serve) -> None:
+    server = serve(api_workers=3)
+    server.wait_ready()
+    answer = server.ask(ask="peers")
+    assert answer["missing"] == 0
+    assert answer["others"] == sorted({1, 2, 3} - {answer["edge"]})
 
 
 def test_killing_the_supervisor_leaves_no_process(serve: Serve) -> None:

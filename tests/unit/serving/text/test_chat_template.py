@@ -233,7 +233,7 @@ def test_tool_arguments_sent_as_json_text_are_read() -> None:
         ([{"role": "r" * 65, "content": "x"}], r"messages\[0\].role"),
         ([{"role": "user"}], r"messages\[0\].content: is missing"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content: must be text or a list of parts, got int"),
-        ([{"role": "user", "content": "x", "mood": 1}], r"messages\[0\].mood: is not a known message field"),
+        ([{"role": "user", "content": "x", "mood": 1}], r"messages\[0\].mood: is not known"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], r"content\[0\]: is 'image_url'"),
         ([{"role": "user", "content": ["x"]}], r"content\[0\]: is 'str'"),
         ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\]"),

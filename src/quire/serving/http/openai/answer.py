@@ -58,6 +58,8 @@ class AnswerBuilder:
         }
         if wishes.endpoint == "chat":
             body |= self._prompt_extras(wishes, tickets[0])
+            if wishes.prompt_text is not None:
+                body["prompt_text"] = wishes.prompt_text
         return msgspec.json.encode(body | extras(wishes, tickets))
 
     # -------------------------------------------------------------------------------------------------- choices

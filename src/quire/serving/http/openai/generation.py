@@ -8,25 +8,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 
-from quire.serving.desk.desk import Draining, QueueFull
-from quire.serving.desk.mailbox import Failure, Mailbox
+from quire.serving.desk.mailbox import Mailbox
 from quire.serving.desk.observer import RequestRecord
 from quire.serving.desk.ticket import Ticket
-from quire.serving.http.errors import ApiError, as_api_error, too_busy
 from quire.serving.http.exchange import ClientGone, Exchange
 from quire.serving.http.openai.answer import AnswerBuilder
+from quire.serving.http.openai.event_stream import EventStream
+from quire.serving.http.openai.failures import as_failure, as_refusal
 from quire.serving.http.openai.job import Caller, GenerationEndpoint, Job, prepare_job
 from quire.serving.http.openai.stream import EventWriter
 from quire.serving.http.service import Service
 from quire.types.errors import QuireError
-
-_FAILURES = {
-    "engine_down": (503, "the engine was restarted while it worked on this request; send it again", "engine_restarted"),
-    "engine_error": (500, "the request failed inside the engine; the cause is in the server's log", "engine_error"),
-    "admin": (503, "the request was ended by an administrator", "aborted"),
-    "slow_reader": (503, "the stream was read too slowly", "slow_reader"),
-    "drain": (503, "the server shut down before the request was done", "shutting_down"),
-}
 
 
 class Generation:
@@ -55,7 +47,7 @@ class Generation:
         try:
             yield
         except QuireError as error:
-            refusal = _as_refusal(error)
+            refusal = as_refusal(error)
             self._service.observer.refused(self._endpoint, refusal.status, refusal.code)
             raise refusal from None
 
@@ -65,7 +57,7 @@ class Generation:
         watch.add_done_callback(lambda _: mailbox.hang_up())
         try:
             if job.wishes.stream:
-                await self._stream(exchange, job, tickets, mailbox)
+                await EventStream(exchange, EventWriter(job.wishes, tickets), tickets, self._service.limits).run()
             else:
                 await self._answer(exchange, job, tickets, mailbox)
         finally:
@@ -105,6 +97,7 @@ class Generation:
                 submit.sampling,
                 wishes.stream,
                 received_at,
+                name=job.request_id,
                 traceparent=traceparent,
             )
             first = len(tickets) * submit.sampling.n
@@ -118,47 +111,6 @@ class Generation:
         if mailbox.is_gone:
             raise ClientGone
         if mailbox.failure is not None:
-            raise _failed(mailbox.failure)
+            raise as_failure(mailbox.failure)
         body = await self._service.in_thread(self._builder.build, job.wishes, tickets)
         await exchange.reply(200, body)
-
-    async def _stream(self, exchange: Exchange, job: Job, tickets: Sequence[Ticket], mailbox: Mailbox) -> None:
-        """Nothing is sent before the first news, so that an early failure still has a status of its own."""
-        stall, writer = self._service.limits["stall_seconds"], EventWriter(job.wishes, tickets)
-        while True:
-            await mailbox.wait()
-            if mailbox.is_gone:
-                raise ClientGone
-            is_over = mailbox.is_over
-            data = writer.events(mailbox.take())
-            if mailbox.failure is not None:
-                if not exchange.has_started:
-                    raise _failed(mailbox.failure)
-                broken = data + writer.failure(_failed(mailbox.failure))
-                await exchange.write(broken, is_last=True, stall_seconds=stall)
-                return
-            if not data and not is_over:
-                continue
-            if not exchange.has_started:
-                await exchange.start_stream()
-                data = writer.opening() + data
-            if is_over:
-                data += writer.closing()
-            await exchange.write(data, is_last=is_over, stall_seconds=stall)
-            if is_over:
-                return
-
-
-def _as_refusal(error: QuireError) -> ApiError:
-    if isinstance(error, QueueFull):
-        return too_busy(str(error), error.retry_after)
-    if isinstance(error, Draining):
-        return ApiError(503, str(error), code="shutting_down", headers=((b"retry-after", b"1"),))
-    return as_api_error(error)
-
-
-def _failed(failure: Failure) -> ApiError:
-    if failure.error is not None:
-        return as_api_error(failure.error)
-    status, message, code = _FAILURES[failure.kind]
-    return ApiError(status, message, code=code)

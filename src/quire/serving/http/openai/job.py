@@ -11,6 +11,8 @@ from typing import Any, Literal
 from quire.serving.http.fields import check_body
 from quire.serving.http.json_body import decode_json
 from quire.serving.http.kinds import UnsupportedParameter
+from quire.serving.http.openai.conversation import render_messages, unread_values
+from quire.serving.http.openai.door import check_door
 from quire.serving.http.service import Service
 from quire.serving.process.link import EngineReady
 from quire.serving.prompts import Prompt
@@ -26,7 +28,7 @@ _AS_THEY_ARE = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "ignore_eos", "min_tokens",
     "prompt_logprobs", "logprob_token_ids", "skip_special_tokens", "spaces_between_special_tokens",
-    "include_stop_str_in_output",
+    "include_stop_str_in_output", "repetition_detection",
 )  # fmt: skip
 
 
@@ -64,6 +66,7 @@ class Wishes:
     return_token_ids: bool
     explain: bool
     warnings: tuple[str, ...]
+    prompt_text: str | None  # the rendered conversation, where it is to be returned
     prefaces: tuple[str, ...]  # echoed text, one per prompt; all empty without echo
     echoes_prompt: bool
     drops_answer: bool  # max_tokens=0: only the prompt is wanted
@@ -84,8 +87,8 @@ def prepare_job(service: Service, endpoint: GenerationEndpoint, body: bytes, cal
     limits, engine = service.limits, service.engine()
     given, warnings = check_body(endpoint, decode_json(body, limits["nesting"]), limits, lenient=caller.lenient)
     model = service.served_name(given.get("model"))
-    _check_together(endpoint, given)
     warnings = [*caller.warnings, *warnings, *_drop_useless(service, engine, given, lenient=caller.lenient)]
+    _check_together(endpoint, given)
     sampling, drops_answer = _sampling(endpoint, given)
     prompts, prefaces = _prompts(service, endpoint, given)
     if sampling.n * len(prompts) > limits["choices"]:
@@ -110,6 +113,7 @@ def prepare_job(service: Service, endpoint: GenerationEndpoint, body: bytes, cal
         return_token_ids=given.get("return_token_ids", False),
         explain=caller.explain,
         warnings=tuple(warnings),
+        prompt_text=prompts[0].text if given.get("return_prompt_text") else None,
         prefaces=tuple(prefaces),
         echoes_prompt=bool(given.get("echo")) and endpoint == "completions",
         drops_answer=drops_answer,
@@ -118,28 +122,24 @@ def prepare_job(service: Service, endpoint: GenerationEndpoint, body: bytes, cal
 
 
 def _drop_useless(service: Service, engine: EngineReady, given: dict[str, Any], *, lenient: bool) -> list[str]:
-    """Take out what this model or server can make no use of; says what. Raises UnsupportedParameter unless lenient."""
-    useless = {}
+    """Take out what this request, model or server can make no use of; says what. Raises the first unless lenient."""
+    useless: list[InvalidRequest] = []
     if given.get("priority") and engine.policy != "priority":
-        useless["priority"] = f"means nothing to the {engine.policy!r} policy of this server"
-    for name in ("documents", "reasoning_effort"):
-        if name in given and name not in service.texts.template.variables:
-            useless[name] = "is not read by this model's chat template"
-    warnings = []
-    for name, reason in useless.items():
-        error = UnsupportedParameter(name, reason, "leave it out")
-        if not lenient:
-            raise error
-        del given[name]
-        warnings.append(str(error))
-    return warnings
+        reason = f"means nothing to the {engine.policy!r} policy of this server"
+        useless.append(UnsupportedParameter("priority", reason, "leave it out"))
+        del given["priority"]
+    if "stream_options" in given and not given.get("stream"):
+        useless.append(InvalidRequest("stream_options", "needs stream=true", "set stream or leave it out"))
+        del given["stream_options"]
+    useless += unread_values(service, given)
+    if useless and not lenient:
+        raise useless[0]
+    return list(map(str, useless))
 
 
 def _check_together(endpoint: GenerationEndpoint, given: dict[str, Any]) -> None:
     """Parameters that depend on others."""
     streams = given.get("stream", False)
-    if "stream_options" in given and not streams:
-        raise InvalidRequest("stream_options", "needs stream=true", "set stream or leave it out")
     if "prompt_logprobs" in given and streams:
         raise InvalidRequest("prompt_logprobs", "cannot be streamed", "set stream=false")
     if given.get("top_logprobs") and not given.get("logprobs"):
@@ -174,21 +174,6 @@ def _prompts(service: Service, endpoint: GenerationEndpoint, given: dict[str, An
     return [Prompt(text=text)], [message_text(last) if is_echoed else ""]
 
 
-def render_messages(service: Service, given: dict[str, Any]) -> str:
-    """A conversation as the text its model was trained on."""
-    variables = dict(given.get("chat_template_kwargs", {}))
-    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
-        if name in variables:
-            raise InvalidRequest(f"chat_template_kwargs.{name}", "is no variable of templates", "send it by itself")
-    variables |= {name: given[name] for name in ("documents", "reasoning_effort") if name in given}
-    return service.texts.template.render(
-        given["messages"],
-        add_generation_prompt=given.get("add_generation_prompt", True),
-        continue_final_message=given.get("continue_final_message", False),
-        **variables,
-    )
-
-
 def _submits(
     service: Service,
     engine: EngineReady,
@@ -217,7 +202,9 @@ def _submits(
         base += f"~{secrets.token_hex(3)}"
     names = [base] if len(token_ids) == 1 else [f"{base}.{place}" for place in range(len(token_ids))]
     priority = given.get("priority", 0)
-    return [Submit(name, ids, sampling, rules, priority, salt) for name, ids in zip(names, token_ids, strict=True)]
+    submits = [Submit(name, ids, sampling, rules, priority, salt) for name, ids in zip(names, token_ids, strict=True)]
+    check_door(engine, submits)
+    return submits
 
 
 def _cut(

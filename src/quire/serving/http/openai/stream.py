@@ -108,6 +108,8 @@ class EventWriter:
             choice["text"] = preface
         choice |= {"logprobs": None, "finish_reason": None}
         more: dict[str, Any] = {"warnings": self._wishes.warnings} if is_first and self._wishes.warnings else {}
+        if is_first and self._wishes.prompt_text is not None:
+            more["prompt_text"] = self._wishes.prompt_text
         if self._wishes.return_token_ids:
             home = more if self._is_chat else choice
             home["prompt_token_ids"] = ticket.submit.prompt_token_ids

@@ -10,7 +10,7 @@ import msgspec
 from quire.serving.http.exchange import Exchange
 from quire.serving.http.fields import Endpoint, check_body
 from quire.serving.http.json_body import decode_json
-from quire.serving.http.openai.job import render_messages
+from quire.serving.http.openai.conversation import render_messages, unread_values
 from quire.serving.http.service import Service
 from quire.types.errors import InvalidRequest
 from quire.types.sampling import check_vocabulary
@@ -35,8 +35,11 @@ class TextEndpoint:
         service, limits = self._service, self._service.limits
         given, warnings = check_body(self._endpoint, decode_json(body, limits["nesting"]), limits, lenient=lenient)
         service.served_name(given.get("model"))
+        unread = unread_values(service, given)
+        if unread and not lenient:
+            raise unread[0]
         answer = self._work(service, given)
-        warnings = [*query, *warnings]
+        warnings = [*query, *warnings, *map(str, unread)]
         return msgspec.json.encode({**answer, "warnings": warnings} if warnings else answer)
 
 

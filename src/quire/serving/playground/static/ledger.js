@@ -9,6 +9,7 @@ const PHASE_AFTER = {
   received: "arriving",
   queued: "waiting",
   admitted: "prompt",
+  cached: "prompt",
   chunk: "prompt",
   first_token: "writing",
   preempted: "preempted",
@@ -33,12 +34,14 @@ function sentence(entry) {
       return "It entered the engine's queue.";
     case "admitted":
       return "It was given rows and blocks.";
+    case "cached":
+      return `${plural(entry.amount, "token")} ${entry.amount === 1 ? "was" : "were"} found in the prefix cache.`;
     case "chunk":
       return `${plural(entry.amount, "prompt token")} ${entry.amount === 1 ? "was" : "were"} planned.`;
     case "first_token":
       return "The first token came.";
     case "preempted":
-      return `Its blocks were taken; ${plural(entry.amount, "computed token")} ${entry.amount === 1 ? "is" : "are"} lost.`;
+      return `Its blocks were taken; ${plural(entry.amount, "computed token")} ${entry.amount === 1 ? "is" : "are"} owed again.`;
     case "finished":
       return `It finished${entry.amount ? ` with ${plural(entry.amount, "token")}` : ""}.`;
     default:

@@ -1,0 +1,148 @@
+"""Parameters beyond OpenAI's, and what a lenient server does with those it does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from http_server import TestServer
+from quire.config.server import ModelSource
+from tests.http.conftest import Serve
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+LOOP = {"max_pattern_size": 4, "min_pattern_size": 2, "min_count": 3}
+LENIENT = {"X-Quire-Lenient": "1"}
+
+
+def names(warnings: list[str]) -> list[str]:
+    return [warning.partition(":")[0] for warning in warnings]
+
+
+def refusal(server: TestServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = server.post(path, body)
+    assert answer.status_code == 400, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+# ------------------------------------------------------------------------------------------------------- repetition
+@pytest.fixture(scope="module")
+def looping() -> Any:
+    server = TestServer(lambda prompt, index: "so: " + "ab" * 40 if prompt == "loop" else "all is well")
+    yield server
+    server.close()
+
+
+def test_an_answer_that_runs_in_circles_ends_and_says_so(looping: TestServer) -> None:
+    body = {"prompt": "loop", "max_tokens": 60, "repetition_detection": LOOP, "return_token_ids": True}
+    whole = looping.post(COMPLETIONS, body).json()
+    (choice,) = whole["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("so: ababab", "repetition")
+    assert choice["stop_reason"] == "repetition_detected"
+    assert whole["usage"]["completion_tokens"] == len(choice["token_ids"]) == 10
+    events = looping.events(COMPLETIONS, body)
+    streamed = [choice for event in events[:-1] for choice in event["choices"]]
+    assert "".join(choice["text"] for choice in streamed) == "so: ababab"
+    assert streamed[-1]["finish_reason"] == "repetition"
+    looping.wait(looping.is_idle)
+
+
+def test_an_answer_that_does_not_is_left_alone(looping: TestServer) -> None:
+    body = {"prompt": "x", "max_tokens": 60, "repetition_detection": LOOP}
+    assert looping.post(COMPLETIONS, body).json()["choices"][0]["finish_reason"] == "stop"
+    off = {"prompt": "loop", "max_tokens": 60, "repetition_detection": {"max_pattern_size": 0}}
+    assert looping.post(COMPLETIONS, off).json()["choices"][0]["finish_reason"] == "length"
+    late = {"prompt": "loop", "max_tokens": 60, "min_tokens": 30, "repetition_detection": LOOP}
+    assert looping.post(COMPLETIONS, late).json()["usage"]["completion_tokens"] == 31
+
+
+def test_a_stop_string_and_a_loop_live_together(looping: TestServer) -> None:
+    body = {"prompt": "loop", "max_tokens": 60, "repetition_detection": LOOP, "stop": ["abc"]}
+    assert looping.post(COMPLETIONS, body).json()["choices"][0]["text"] == "so: ababab"  # "ab" was held back
+    body["stop"] = ["bab"]
+    assert looping.post(COMPLETIONS, body).json()["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("rule", "param"),
+    [
+        ({"max_pattern_size": 2, "min_count": 1}, "repetition_detection.min_count"),
+        ({"max_pattern_size": 2, "min_pattern_size": 3}, "repetition_detection.min_pattern_size"),
+        ({"max_pattern_size": -1}, "repetition_detection.max_pattern_size"),
+        ({"max_size": 3}, "repetition_detection.max_size"),
+        ("yes", "repetition_detection"),
+    ],
+)
+def test_a_rule_that_makes_no_sense_is_refused_by_its_member(looping: TestServer, rule: Any, param: str) -> None:
+    assert refusal(looping, COMPLETIONS, {"prompt": "x", "repetition_detection": rule})["param"] == param
+
+
+# ------------------------------------------------------------------------------------------------------ prompt text
+def test_the_rendered_prompt_is_returned_when_asked_for(server: TestServer) -> None:
+    body = {"messages": HI, "return_prompt_text": True}
+    assert server.post(CHAT, body).json()["prompt_text"] == "user:hi\nbot:"
+    events = server.events(CHAT, {**body, "n": 2})
+    assert [event.get("prompt_text") for event in events[:-1]] == ["user:hi\nbot:"] + [None] * (len(events) - 2)
+    assert "prompt_text" not in server.post(CHAT, {"messages": HI}).json()
+
+
+@pytest.mark.parametrize("name", ["return_token_offsets", "return_assistant_tokens_mask", "thinking_token_budget"])
+def test_what_needs_parts_this_server_lacks_is_refused_with_the_reason(server: TestServer, name: str) -> None:
+    error = refusal(server, CHAT, {"messages": HI, name: 8 if "budget" in name else True})
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert "which this server does not have" in error["message"]
+
+
+# ---------------------------------------------------------------------------------------------------------- leniency
+NESTED = [
+    {"role": "system", "content": "be kind", "weight": 1},
+    {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
+]
+
+
+@pytest.mark.parametrize(("path", "key"), [(CHAT, "choices"), ("/tokenize", "tokens")])
+def test_unknown_members_of_messages_are_named_by_their_whole_path(server: TestServer, path: str, key: str) -> None:
+    error = refusal(server, path, {"messages": NESTED})
+    assert (error["param"], error["code"]) == ("messages[0].weight", "unknown_parameter")
+    error = refusal(server, path, {"messages": NESTED[1:]})
+    assert error["param"] == "messages[0].content[0].cache_control"
+    answer = server.post(path, {"messages": NESTED}, headers=LENIENT).json()
+    assert names(answer["warnings"]) == ["messages[0].weight", "messages[1].content[0].cache_control"]
+    assert answer[key]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_template_values_nobody_reads_are_refused_or_warned_of(serve: Serve, path: str) -> None:
+    source = ModelSource(model="m", chat_template="{% if loud %}LOUD {% endif %}{{ messages[0].content }}")
+    server = serve(source=source)
+    values = {"enable_thinking": False, "loud": True, "messages": []}
+    body = {"messages": HI, "chat_template_kwargs": values}
+    error = refusal(server, path, body)
+    assert (error["param"], error["code"]) == ("chat_template_kwargs.enable_thinking", "unsupported_parameter")
+    assert "it reads: loud" in error["message"]
+    answer = server.post(path, body, headers=LENIENT)
+    assert names(answer.json()["warnings"]) == ["chat_template_kwargs.enable_thinking", "chat_template_kwargs.messages"]
+    body["return_prompt_text"] = True
+    if path == CHAT:
+        assert server.post(path, body, headers=LENIENT).json()["prompt_text"] == "LOUD hi"
+
+
+def test_stream_options_without_a_stream_are_refused_or_warned_of(server: TestServer) -> None:
+    body = {"prompt": "x", "stream_options": {"include_usage": True, "include_obfuscation": True}}
+    assert refusal(server, COMPLETIONS, {**body, "stream_options": {}})["param"] == "stream_options"
+    answer = server.post(COMPLETIONS, body, headers=LENIENT).json()
+    assert names(answer["warnings"]) == ["stream_options.include_obfuscation", "stream_options"]
+
+
+def test_a_lenient_server_still_refuses_messages_it_cannot_read(server: TestServer) -> None:
+    for messages in ([{"role": "user", "content": 5, "x": 1}], [5], "hi", [{"role": "", "content": "x"}]):
+        assert server.post(CHAT, {"messages": messages}, headers=LENIENT).status_code == 400
+
+
+def test_what_the_engine_would_refuse_is_refused_before_it_waits(serve: Serve) -> None:
+    server = serve()
+    server.link.gate.clear()
+    error = refusal(server, COMPLETIONS, {"prompt": "x", "n": 9, "stream": True})
+    assert (error["param"], server.link.submitted) == ("n", [])
