@@ -62,7 +62,7 @@ class Load:
             self._executor,
             CacheConfig(BLOCK_SIZE, running * (max_model_len // BLOCK_SIZE + 2)),
             SchedulerConfig(running, max(8_192, running), max_model_len),
-            vocab_size=END_ID + 1,
+            vocab_size=2**30,
         )
         for _ in range(running):
             self._submit()
@@ -79,7 +79,7 @@ class Load:
         return own
 
     def _submit(self) -> None:
-        prompt = (0,) * self._rng.randint(1, LONGEST_PROMPT)
+        prompt = (self._number, *(0,) * self._rng.randrange(LONGEST_PROMPT))  # no two begin alike
         length = self._rng.randint(64, 192) if self._churn else self._length
         sampling = SamplingParams(temperature=0.0, max_tokens=length)
         self.core.submit(Submit(str(self._number), prompt, sampling, TokenRules((END_ID,), (), (END_ID,))))

@@ -69,7 +69,8 @@ class Usage:
 def replay(lengths: list[Lengths], block_size: int, scheduler: SchedulerConfig, num_slots: int) -> Usage:
     """Run all requests to their ends, keeping the queue from running dry, and measure every step."""
     ledger = LedgerExecutor()
-    core = EngineCore(ledger, CacheConfig(block_size, num_slots // block_size), scheduler, vocab_size=1)
+    cache = CacheConfig(block_size, num_slots // block_size, enable_prefix_caching=False)  # all tokens are alike
+    core = EngineCore(ledger, cache, scheduler, vocab_size=1)
     usage, start = Usage(block_size, requests=len(lengths)), time.perf_counter()
     arrivals, waiting, submitted, finished = _requests(lengths), 0, 0, 0
     while submitted < len(lengths) or core.has_work:

@@ -30,6 +30,7 @@ class QuireEngine:
             )
             for ask in asks
         ]
+        self._llm.reset_prefix_cache()  # a repeat must not find the run before it
         outputs = self._llm.generate([ask.prompt_ids for ask in asks], sampling, use_tqdm=False)
         return [[sample.token_ids for sample in output.outputs] for output in outputs]
 

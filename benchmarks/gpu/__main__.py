@@ -1,5 +1,7 @@
 """The engine's speed on a GPU: python -m benchmarks.gpu --model qwen3-0.6b [--rows nano,chat512] [--json PATH]
 
+With float8: python -m benchmarks.gpu --model llama-3.1-8b --quantization fp8 --kv-cache-dtype fp8
+
 Every row is repeated with other token ids; a RESULT line per repeat, then a table of medians beside the physical floor
 and what vLLM 0.26.0 did on one H200 with the same requests. Tokens in, tokens out: no text is made.
 """
@@ -34,7 +36,7 @@ WHOLE: dict[str, Callable[[int], Workload]] = {
     "shared": workloads.shared,
     "n8": workloads.n8,
 }
-# What vLLM 0.26.0 did on one H200: bf16, prefix caching on, the same shapes and requests.
+# What vLLM 0.26.0 did on one H200: bf16 unless said, prefix caching on, the same shapes and requests.
 PEER = {
     "qwen3-0.6b": {
         "start": 79.0, "nano": 21_850, "chat512": 22_080, "batch1 tpot": 2.02, "batch1 ttft": 10.7,
@@ -44,7 +46,17 @@ PEER = {
         "start": 87.0, "nano": 9_490, "chat512": 9_680, "batch1 tpot": 4.96, "batch1 ttft": 13.2,
         "prefill": 41_600, "shared": 6_800, "n8": 16_400,
     },
+    "llama-3.1-8b fp8": {  # weights and cache
+        "start": 88.0, "nano": 12_260, "chat512": 12_640, "batch1 tpot": 3.56, "batch1 ttft": 13.9,
+        "prefill": 64_100, "shared": 8_300, "n8": 21_500,
+    },
 }  # fmt: skip
+TITLES = {
+    floor.Precision(2, 2): "",
+    floor.Precision(1, 2): " fp8 weights",
+    floor.Precision(2, 1): " fp8 cache",
+    floor.Precision(1, 1): " fp8",
+}
 UNITS = {"start": "s", "batch1 tpot": "ms", "batch1 ttft": "ms", "prefill": "in tok/s"}
 LOWER_IS_BETTER = ("start", "batch1 tpot", "batch1 ttft")
 WARM_UP = [512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1]
@@ -54,11 +66,13 @@ class Bench:
     """One engine, and the figures found with it."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
-        self._name, self._model = name, MODELS[name]
+        self._model = MODELS[name]
         with tempfile.TemporaryDirectory() as folder:
             path = self._model.write(Path(folder))
-            usual = {"dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 512}
+            usual: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 512}
             self.llm = LLM(path, load_format="dummy", skip_tokenizer_init=True, **(usual | settings))
+        self._precision = floor.Precision.of(settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))
+        self.title = name + TITLES[self._precision]
         self.found: dict[str, list[float]] = {}
         self.floors: dict[str, float] = {}
 
@@ -73,7 +87,8 @@ class Bench:
         steps = [rows for rows in WARM_UP if rows <= self.llm.config.scheduler.num_rows]
         self.seconds(workloads.staircase(steps))
         self.seconds(Workload([[5] * 2048, [6] * 700, [7] * 128], [2] * 3))
-        emit(model=self._name, work="warm up", s=round(time.perf_counter() - begin, 2))
+        self.seconds(workloads.batch1(99, 2))
+        emit(model=self.title, work="warm up", s=round(time.perf_counter() - begin, 2))
 
     def run(self, row: str, repeat: int) -> None:
         if row == "batch1":
@@ -81,10 +96,10 @@ class Bench:
             whole = self.seconds(workloads.batch1(repeat, 257))
             self._note("batch1 ttft", repeat, first * 1e3)
             self._note("batch1 tpot", repeat, (whole - first) / 256 * 1e3)
-            self.floors["batch1 tpot"] = floor.step_seconds(self._model, 1, 256) * 1e3
+            self.floors["batch1 tpot"] = floor.step_seconds(self._model, 1, 256, self._precision) * 1e3
             return
         work = WHOLE[row](repeat)
-        seconds, least = self.seconds(work), floor.total_seconds(self._model, work)
+        seconds, least = self.seconds(work), floor.total_seconds(self._model, work, self._precision)
         tokens = work.num_prompt_tokens if row == "prefill" else work.num_output_tokens
         self._note(row, repeat, tokens / seconds)
         if row in ("nano", "chat512", "prefill"):
@@ -96,6 +111,7 @@ class Bench:
             SamplingParams(temperature=work.temperature, n=work.n, max_tokens=count, ignore_eos=True, detokenize=False)
             for count in work.outputs
         ]
+        self.llm.reset_prefix_cache()  # only what requests of one round share may be found
         begin = time.perf_counter()
         answers = self.llm.generate(work.prompts, sampling, use_tqdm=False)
         taken = time.perf_counter() - begin
@@ -106,12 +122,13 @@ class Bench:
 
     def _note(self, figure: str, repeat: int, value: float) -> None:
         self.found.setdefault(figure, []).append(value)
-        emit(model=self._name, work=figure, rep=repeat, value=round(value, 3), unit=UNITS.get(figure, "out tok/s"))
+        emit(model=self.title, work=figure, rep=repeat, value=round(value, 3), unit=UNITS.get(figure, "out tok/s"))
 
     def summary(self) -> list[list[str]]:
         lines = []
         for figure, values in self.found.items():
-            value, least, peer = statistics.median(values), self.floors.get(figure), PEER[self._name].get(figure)
+            value, least = statistics.median(values), self.floors.get(figure)
+            peer = PEER.get(self.title, {}).get(figure)
             best = None if least is None else (least / value if figure in LOWER_IS_BETTER else value / least)
             ahead = None if peer is None else (peer / value if figure in LOWER_IS_BETTER else value / peer)
             lines.append(
@@ -139,6 +156,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further repeat after this long")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--quantization", choices=("fp8",), default=None)
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--max-num-batched-tokens", type=int, default=None)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--json", type=Path, help="write all figures here")
@@ -147,6 +166,7 @@ def main() -> None:
     if unknown := [row for row in rows if row not in ROWS]:
         parser.error(f"unknown rows {', '.join(unknown)}; choose from {', '.join(ROWS)}")
     settings = {"enforce_eager": options.enforce_eager, "block_size": options.block_size}
+    settings |= {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
     if options.max_num_batched_tokens is not None:
         settings["max_num_batched_tokens"] = options.max_num_batched_tokens
     bench = Bench(options.model, settings)
@@ -159,11 +179,11 @@ def main() -> None:
                 bench.run(row, repeat)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    print(f"\n{options.model} on {where}, peak {memory / 2**30:.1f} GiB, {options.repeats} repeats\n")
+    print(f"\n{bench.title} on {where}, peak {memory / 2**30:.1f} GiB, {options.repeats} repeats\n")
     header = ["row", "median", "unit", "floor", "of floor", "vLLM 0.26.0", "ahead"]
     print(table(header, bench.summary()))
     if options.json is not None:
-        figures = {"facts": facts(), "model": options.model, "found": bench.found, "floors": bench.floors}
+        figures = {"facts": facts(), "model": bench.title, "found": bench.found, "floors": bench.floors}
         options.json.write_text(json.dumps(figures, indent=1))
 
 

@@ -13,7 +13,8 @@ from quire.kernels.triton.attention_cascade import (
     SharedPrefix,
     allocate_cascade_plan,
     attend_prefixes,
-    set_groups,
+    lay_out_groups,
+    share_out_groups,
 )
 from quire.kernels.triton.attention_config import PrefillConfig, SplitConfig, prefill_config
 from quire.kernels.triton.attention_decode import paged_decode
@@ -170,9 +171,11 @@ class Bench:
     def _cascade(self) -> Callable[[Tensor, Tensor], None]:
         case, rows = self.case, len(self.case.sequences)
         cache = self.layers[0][0]
-        cascade = allocate_cascade_plan(cache, case.heads[0], rows, rows, usual_group=case.group, config=case.split)
+        cascade = allocate_cascade_plan(cache, case.heads[0], rows, rows, config=case.split)
         starts = range(0, rows, case.group)
-        set_groups(cascade, [SharedPrefix(tuple(range(i, i + case.group)), case.prefix, i) for i in starts])
+        groups = [SharedPrefix(tuple(range(i, i + case.group)), case.prefix, i) for i in starts]
+        cascade.numbers.copy_(torch.from_numpy(lay_out_groups(cascade, groups)))
+        share_out_groups(cascade)
         plan = allocate_split_plan(cache, case.heads[0], rows)
         fill_split_plan(plan, torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE), begins=cascade.begins)
         torch.cuda.synchronize()

@@ -1,18 +1,15 @@
-"""Times kernels inside CUDA graphs, over buffers larger than the L2 cache, and says how near the ceiling they come."""
+"""Times kernels beside a library's, checks them against the truth, and says how near the ceiling they come."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from quire.kernels.triton.gauge import graph_us
+
 READ_CEILING = 4.68e12  # bytes/s, a read-only stream on one H200
-COLD_BYTES = 256 << 20  # several times the L2 cache
-_CALLS = 24  # in one graph
-_REPLAYS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,37 +52,7 @@ def measure(case: Case) -> Result:
     return Result(case.name, error, us, rate / 1e9, 100 * rate / READ_CEILING, baseline)
 
 
-def graph_us(calls: Sequence[Callable[[], object]]) -> float:
-    """Microseconds per call: the median over replays of a graph that holds the calls in turn."""
-    count = -(-_CALLS // len(calls)) * len(calls)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(count):
-            calls[index % len(calls)]()
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(_REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / count)
-    return statistics.median(times)
-
-
 def relative_error(found: Tensor, wanted: Tensor) -> float:
     """Norm of the difference over the norm of the truth; NaN counts as infinite."""
     difference = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
     return float(difference) if bool(difference.isfinite()) else float("inf")
-
-
-def num_copies(num_bytes: int, most: int = 32) -> int:
-    """How many buffers of this size it takes to be cold in the cache."""
-    return max(1, min(most, -(-COLD_BYTES // num_bytes)))

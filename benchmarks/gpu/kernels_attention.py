@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.attention_cases import HEADS, Bench, Case
-from quire.kernels.triton.attention_config import SplitConfig, split_config
+from benchmarks.gpu.attention_tuning import decodes, show_best, skewed, tuning_cases
+from quire.kernels.triton.attention_config import SplitConfig, decode_configs
 from quire.kernels.triton.attention_schedule import fill_split_plan
 
 READ_BANDWIDTH = 4.68e12  # bytes a second, measured on an H200
@@ -30,15 +31,6 @@ LARGEST_ERROR = {"bf16": 0.04, "fp16": 0.04, "fp8": 0.08}  # of outputs near 1, 
 REPEATS = 7
 LAUNCHES = 48  # in a graph
 WORKERS = 8
-
-
-def decodes(rows: int, context: int) -> tuple[tuple[int, int], ...]:
-    return tuple((context - 1, 1) for _ in range(rows))
-
-
-def skewed(rows: int) -> tuple[tuple[int, int], ...]:
-    """A few long sequences among many short ones."""
-    return tuple((16383 if row % 16 == 0 else 100 + 37 * (row % 11), 1) for row in range(rows))
 
 
 def feature_cases() -> list[Case]:
@@ -59,6 +51,17 @@ def feature_cases() -> list[Case]:
         )
     cases.append(Case("prefill fresh", "prefill", chunks, (8, 2), fresh=True))
     cases.append(Case("prefill fresh fp8", "prefill", chunks, (8, 2), dtype="fp8", fresh=True))
+    cases += [
+        Case(f"decode lanes dim {dim} block {block} {dtype}", "decode", few, (8, 2), dim, block, dtype, split=lanes)
+        for dim, block, dtype in (
+            (64, 1, "bf16"),
+            (80, 16, "fp16"),
+            (128, 64, "bf16"),
+            (128, 16, "fp8"),
+            (96, 64, "fp8"),
+        )
+        for lanes in (SplitConfig(8, 64, 4, 3, 264, 4, lanes=4),)
+    ]
     for group in (2, 5, 16):
         rows = tuple((320 + 7 * row, 1) for row in range(6 * group))
         cases.append(Case(f"cascade groups of {group}", "cascade", rows, (12, 4), group=group, prefix=256))
@@ -100,46 +103,6 @@ def timed_cases() -> list[Case]:
             cases.append(Case(name, "cascade", rows, heads, group=group, prefix=prefix))
             cases.append(Case(f"  without: {name[8:]}", "decode", rows, heads, group=group, prefix=prefix))
     return cases
-
-
-TUNED = {  # keys of a tile, warps, stages, programs per processor, tiles that a merge costs
-    "bf16": (
-        (64, 4, 3, 3, 1), (64, 4, 3, 3, 0), (64, 4, 3, 3, 3), (64, 4, 4, 2, 1), (64, 8, 3, 3, 1), (128, 8, 3, 1, 2),
-        (128, 4, 3, 1, 2), (32, 4, 4, 3, 2), (32, 4, 5, 3, 2), (32, 4, 4, 4, 2),
-    ),
-    "fp8": (
-        (64, 4, 4, 3, 1), (64, 4, 3, 3, 1), (64, 4, 5, 2, 1), (128, 8, 3, 2, 1), (128, 4, 3, 2, 1), (32, 4, 5, 4, 2),
-    ),
-}  # fmt: skip
-TUNED_SHAPES = {"1x8192": decodes(1, 8192), "16x1024": decodes(16, 1024), "64x1024": decodes(64, 1024),
-                "256x1024": decodes(256, 1024), "64 skewed": skewed(64)}  # fmt: skip
-
-
-def tuning_cases() -> list[Case]:
-    """Other ways to run split attention, to choose the tables of attention_config from."""
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    cases = []
-    for dtype, ways in TUNED.items():
-        for n, warps, stages, each, merge in ways:
-            config = SplitConfig(16, n, warps, stages, each * processors, 256 // n, merge)
-            for shape, rows in TUNED_SHAPES.items():
-                name = f"{dtype} {shape}: keys {n} warps {warps} stages {stages} x{each} merge {merge}"
-                cases.append(Case(name, "decode", rows, dtype=dtype, split=config))
-    for least in (1, 2, 8):
-        config = SplitConfig(16, 64, 4, 3, 3 * processors, least)
-        for context in (300, 8192):
-            cases.append(Case(f"bf16 1x{context}: least {least}", "decode", decodes(1, context), split=config))
-    return cases
-
-
-def show_best(rows: list[dict[str, object]]) -> None:
-    """The fastest way for each shape, and what the first one, which is in use, takes."""
-    ways: dict[str, list[tuple[float, str]]] = {}
-    for row in rows:
-        shape, way = str(row["case"]).split(": ")
-        ways.setdefault(shape, []).append((float(str(row["us"])), way))
-    for shape, found in ways.items():
-        print(f"best of {shape:<18} {min(found)[0]:8.1f} us by {min(found)[1]}; in use {found[0][0]:8.1f} us")
 
 
 def small(case: Case) -> Case:
@@ -246,10 +209,12 @@ def main() -> None:
     options = parser.parse_args()
     began = time.perf_counter()
     torch.backends.cuda.matmul.allow_tf32 = False
-    timed = [case for case in (tuning_cases() if options.tune else timed_cases()) if options.only in case.name]
+    found = tuning_cases() if options.tune else timed_cases()
+    timed = [case for case in found if options.only in case.name]
     wanted = [] if options.tune else [case for case in feature_cases() if options.only in case.name]
     results: dict[str, object] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    results["split_config"] = asdict(split_config(4, 128, torch.bfloat16, torch.device("cuda")))
+    used = decode_configs(HEADS["8B"], 128, torch.bfloat16, torch.device("cuda"), 1024)
+    results["decode_configs"] = [(most, asdict(config)) for most, config in used]
     kernels = {replace(case, name="", sequences=()): case for case in map(small, timed)}  # one case of each
     checks = check_all(wanted + list(kernels.values()))
     limits = {case.name: LARGEST_ERROR[case.dtype] for case in wanted + timed}

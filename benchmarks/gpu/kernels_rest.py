@@ -2,7 +2,7 @@
 
 A line per case: error against plain torch, time inside a CUDA graph, bandwidth, percent of the read ceiling. Kernels
 are first compiled by several processes at once into the cache that Triton keeps on disk. With --tune, tilings of the
-products are searched instead.
+products are searched instead, in a workspace like the engine's.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ LARGEST_FLOAT8_ERROR = 0.05
 def main() -> None:
     options = _options()
     begin = time.perf_counter()
-    workspace = Workspace.make(torch.device("cuda"), numbers=1 << 24)
+    workspace = Workspace.make(torch.device("cuda"))
     if options.warm:
         _warm(options, workspace)
         return
     print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    _compile_ahead(options)
+    if not options.tune:
+        _compile_ahead(options)
     print(f"# compiled after {time.perf_counter() - begin:.0f} s", flush=True)
     found: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__}
     if options.tune:
@@ -79,9 +80,6 @@ def _compile_ahead(options: argparse.Namespace) -> None:
 
 def _warm(options: argparse.Namespace, workspace: Workspace) -> None:
     index, count = map(int, options.warm.split("/"))
-    if options.tune:
-        _warm_tilings(options, workspace, index, count)
-        return
     for maker in _makers(workspace)[index::count]:
         case = maker()
         if options.only in case.name:
@@ -92,23 +90,6 @@ def _warm(options: argparse.Namespace, workspace: Workspace) -> None:
         chain.run(False)
         chain.run(True)
         torch.cuda.synchronize()
-
-
-def _warm_tilings(options: argparse.Namespace, workspace: Workspace, index: int, count: int) -> None:
-    jobs = [
-        (shape, rows, kind, tiling)
-        for shape in rest_products.SHAPES
-        for rows in options.rows
-        for kind in options.kinds
-        for tiling in rest_products.candidates(rows, shape, kind)
-    ]
-    for shape, rows, kind, tiling in jobs[index::count]:
-        operands = rest_products.Operands.make(shape, rows, kind)
-        try:
-            operands.call(shape, 0, workspace, tiling, False)
-            torch.cuda.synchronize()
-        except Exception as error:  # noqa: BLE001  it will be reported when tuned
-            print(f"# {tiling}: {error}")
 
 
 def _measure(options: argparse.Namespace, workspace: Workspace, begin: float) -> dict[str, Any]:
@@ -158,11 +139,12 @@ def _measure_layers(
 def _tune(options: argparse.Namespace, workspace: Workspace) -> list[dict[str, object]]:
     """Prints the best tilings as entries of `products_plan.MEASURED`."""
     found = []
-    for line in rest_products.tune(workspace, tuple(options.rows), tuple(options.kinds)):
-        found.append(line)
+    for trial in rest_products.tune(workspace, tuple(options.rows), tuple(options.kinds)):
+        key = trial.layer.shape(trial.rows, trial.kind)
+        found.append({"key": key, **trial._asdict(), "layer": trial.layer.name})
         print(
-            f"{line['key']}: {line['best']},  # {line['name']}: {line['best_us']:.2f} us, default"
-            f" {line['default_us']:.2f} us, library {line['library_us'] or math.nan:.2f} us",
+            f"{key}: {trial.best},  # {trial.layer.name} M={trial.rows} {trial.kind}: {trial.best_us:.2f} us, before"
+            f" {trial.present_us:.2f} us, library {trial.library_us or math.nan:.2f} us",
             flush=True,
         )
     return found

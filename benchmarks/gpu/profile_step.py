@@ -65,6 +65,7 @@ def steady_engine(options: argparse.Namespace) -> tuple[EngineCore, TimedExecuto
         arguments = EngineArguments(
             dtype="bfloat16", max_model_len=longest, max_num_seqs=max(8, options.batch),
             block_size=options.block_size, enforce_eager=options.enforce_eager,
+            quantization=options.quantization, kv_cache_dtype=options.kv_cache_dtype,
         )  # fmt: skip
         planned = plan_engine(files, arguments)
         executor = SingleExecutor(files, planned.model, planned.config, load_format="dummy")
@@ -112,6 +113,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--quantization", choices=("fp8",), default=None)
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--top", type=int, default=14, help="kernels to list")
     parser.add_argument("--trace", type=Path, help="keep the trace here")
     options = parser.parse_args()
@@ -121,7 +124,9 @@ def main() -> None:
     for _ in range(options.steps):
         core.step()
     wall, steps = time.perf_counter() - begin, options.steps
-    least = floor.step_seconds(MODELS[options.model], options.batch, options.batch * (options.context + 40))
+    precision = floor.Precision.of(options.quantization, options.kv_cache_dtype)
+    cached = options.batch * (options.context + 40)
+    least = floor.step_seconds(MODELS[options.model], options.batch, cached, precision)
     print(
         f"{options.model}, batch {options.batch}, context {options.context}: step {wall / steps * 1e6:.0f} us, "
         f"floor {least * 1e6:.0f} us ({100 * least * steps / wall:.0f} %)\n"

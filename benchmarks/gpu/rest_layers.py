@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.kernel_timing import READ_CEILING, graph_us
+from benchmarks.gpu.kernel_timing import READ_CEILING
+from quire.kernels.triton.gauge import graph_us
 from quire.kernels.triton.norm import rms_norm
 from quire.kernels.triton.products import Norm, Workspace, skinny_product
 from quire.kernels.triton.quantize import quantize_rows

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.kernel_timing import Case, num_copies, relative_error
+from benchmarks.gpu.kernel_timing import Case, relative_error
 from quire.kernels.reference import activation as reference_activation
 from quire.kernels.reference import norm as reference_norm
 from quire.kernels.reference import quantize
@@ -18,6 +18,7 @@ from quire.kernels.reference import sampling as reference_sampling
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.copy import copy_blocks, gather_blocks, scatter_blocks
 from quire.kernels.triton.embedding import embed, embed_newest
+from quire.kernels.triton.gauge import num_copies
 from quire.kernels.triton.logprobs import Logprobs, LogprobSpace, logprobs
 from quire.kernels.triton.norm import add_rms_norm
 from quire.kernels.triton.penalties import RowPenalties, penalize

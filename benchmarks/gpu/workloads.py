@@ -37,14 +37,30 @@ def nano(repeat: int) -> Workload:
 
 
 def chat512(repeat: int) -> Workload:
-    """512 requests of log-normal lengths, near those of chats."""
-    rng = random.Random(1)
+    """512 requests of chat-like lengths."""
+    return chat(512, seed=1, shift=100 * repeat)
+
+
+def chat(count: int, seed: int, shift: int) -> Workload:
+    """Requests of log-normal lengths, near those of chats; `shift` is added to every id."""
+    rng = random.Random(seed)
     prompts, outputs = [], []
-    for _ in range(512):
+    for _ in range(count):
         length = min(2048, max(8, int(rng.lognormvariate(4.9, 1.0))))
         outputs.append(min(1024, max(8, int(rng.lognormvariate(5.0, 0.8)))))
-        prompts.append([rng.randint(10, VOCABULARY) + 100 * repeat for _ in range(length)])
+        prompts.append([rng.randint(10, VOCABULARY) + shift for _ in range(length)])
     return Workload(prompts, outputs)
+
+
+def arrivals(count: int, rate: float | None) -> list[float]:
+    """Seconds at which requests are sent: at random, `rate` a second; None: one every 2 ms, more than is served."""
+    if rate is None:
+        return [0.002 * (place + 1) for place in range(count)]
+    rng, now, moments = random.Random(9), 0.0, []
+    for _ in range(count):
+        now += rng.expovariate(rate)
+        moments.append(now)
+    return moments
 
 
 def prefill(repeat: int) -> Workload:

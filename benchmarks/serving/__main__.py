@@ -34,7 +34,7 @@ from quire.serving.bench.workload import Job, read_jobs
 from quire.types.errors import QuireError
 
 SEED = 1
-FLAGS = "--dtype float32 --max-model-len 2048"
+FLAGS = "--dtype float32 --max-model-len 2048 --no-enable-prefix-caching"
 # what a row shows: (key of the medians, factor, digits)
 _ONCE: dict[str, tuple[str, float, int]] = {
     "boot to ready s": ("boot_seconds", 1.0, 1),

@@ -11,7 +11,8 @@ from quire.kernels.triton.attention_cascade import (
     SharedPrefix,
     allocate_cascade_plan,
     attend_prefixes,
-    set_groups,
+    lay_out_groups,
+    share_out_groups,
 )
 from quire.kernels.triton.attention_config import SplitConfig
 from quire.kernels.triton.attention_decode import paged_decode
@@ -22,7 +23,12 @@ from triton_cases import DEVICE, ON_GPU
 
 def cascade_for(cache: torch.Tensor, heads: Heads, rows: int, units: int = 8) -> CascadePlan:
     config = None if ON_GPU else SplitConfig(16, 16, 4, 3, 5, 1)
-    return allocate_cascade_plan(cache, heads.query, rows, units, usual_group=16, config=config)
+    return allocate_cascade_plan(cache, heads.query, rows, units, config=config)
+
+
+def set_groups(plan: CascadePlan, groups: list[SharedPrefix]) -> None:
+    plan.numbers.copy_(torch.from_numpy(lay_out_groups(plan, groups)))
+    share_out_groups(plan)
 
 
 def check(

@@ -17,8 +17,10 @@ from triton_cases import DEVICE, ON_GPU
 UNTOUCHED = 7.0
 
 
-def plan_for(case: Paged, programs: int = 5, block_n: int = 16) -> SplitPlan:
-    config = None if ON_GPU else SplitConfig(16, block_n, 4, 3, programs, 1)
+def plan_for(case: Paged, programs: int = 5, block_n: int = 16, lanes: int = 1) -> SplitPlan:
+    config = (
+        None if ON_GPU and lanes == 1 else SplitConfig(16 if lanes == 1 else 8, block_n, 4, 3, programs, 1, lanes=lanes)
+    )
     return allocate_split_plan(case.key_cache, case.heads.query, len(case.lengths) + 1, config=config)
 
 
@@ -84,6 +86,19 @@ def test_a_float8_cache_is_read_with_its_scales(block_size: int) -> None:
 def test_a_step_of_padding_alone_writes_nothing() -> None:
     heads = Heads(4, 2, 16)
     check(paged([0, 0, 0], heads, 4, DTYPES[0]), rule_for(heads))
+
+
+@pytest.mark.parametrize(
+    ("dim", "block_size", "dtype"), [(32, 16, DTYPES[1]), (24, 1, DTYPES[1]), (32, 64, FLOAT8), (24, 4, FLOAT8)]
+)
+@pytest.mark.parametrize("features", [{}, {"window": 50, "softcap": 5.0, "sinks": True}])
+def test_tiles_cut_into_lanes_match_the_reference(
+    dim: int, block_size: int, dtype: torch.dtype, features: dict[str, object]
+) -> None:
+    heads = Heads(6, 2, dim)
+    scales = {"key_scale": 0.5, "value_scale": 1.5} if dtype == FLOAT8 else {}
+    case = paged([170, 0, 9, 65], heads, block_size, dtype)
+    check(case, rule_for(heads, **features, **scales), plan_for(case, block_n=64, lanes=4))
 
 
 @pytest.mark.parametrize("programs", [1, 7, 40])

@@ -16,7 +16,7 @@ from triton_cases import DEVICE, DTYPES, TOLERANCE, rand
 SHAPES = [(1, 64), (3, 80), (5, 576)]
 
 
-def _same_quantized(found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
+def assert_same_quantized(found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Scales agree, and numbers to one float8 step: a last bit of the input may fall on the other side."""
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-2, atol=0)
     torch.testing.assert_close(found[0].float(), wanted[0].float(), rtol=0.13, atol=2.0**-8)
@@ -46,7 +46,7 @@ def test_a_norm_writes_float8_with_a_scale_per_row() -> None:
     x, weight = rand(4, 192, scale=3.0), rand(192, seed=1)
     out, scale = torch.empty(4, 192, dtype=torch.float8_e4m3fn, device=DEVICE), torch.empty(4, device=DEVICE)
     rms_norm(x, weight, 1e-5, out, scale)
-    _same_quantized((out, scale), quantize.quantize_rows(elementwise.rms_norm(x, weight, 1e-5)))
+    assert_same_quantized((out, scale), quantize.quantize_rows(elementwise.rms_norm(x, weight, 1e-5)))
 
 
 def test_a_norm_reads_rows_that_lie_apart() -> None:
@@ -74,7 +74,7 @@ def test_a_gate_writes_float8_with_a_scale_per_row() -> None:
     x = rand(2, 2 * 300)
     out, scale = torch.empty(2, 300, dtype=torch.float8_e4m3fn, device=DEVICE), torch.empty(2, device=DEVICE)
     gate(x, "silu", out, scale)
-    _same_quantized((out, scale), quantize.quantize_rows(reference_activation.gate(x, "silu")))
+    assert_same_quantized((out, scale), quantize.quantize_rows(reference_activation.gate(x, "silu")))
 
 
 @pytest.mark.parametrize("size", [48, 9000])

@@ -37,6 +37,18 @@ def test_a_staircase_decodes_at_every_number_of_rows() -> None:
     assert live == [8, 8, 4, 4, 1, 1]
 
 
+def test_float8_halves_what_is_read_of_layers_and_cache_but_not_of_the_head() -> None:
+    model, small = MODELS["llama-3.1-8b"], floor.Precision.of("fp8", "fp8")
+    assert small == floor.Precision(1, 1)
+    assert floor.step_seconds(model, 1, 256, small) * 1e3 == pytest.approx(1.87, rel=0.01)
+    saved = floor.step_seconds(model, 1, 256) - floor.step_seconds(model, 1, 256, small)
+    assert saved == pytest.approx((model.layer_parameters + 256 * model.kv_numbers) / floor.BANDWIDTH)
+    work = workloads.prefill(0)
+    rate = work.num_prompt_tokens / floor.total_seconds(model, work, small)
+    assert rate == pytest.approx(93_500, rel=0.01)
+    assert set(gpu.PEER) <= {name + title for name in MODELS for title in gpu.TITLES.values()}
+
+
 @pytest.mark.parametrize(
     ("name", "nano", "chat", "prefill", "tpot"),
     [("qwen3-0.6b", 36_000, 68_000, 708_000, 0.284), ("llama-3.1-8b", 13_290, 14_250, 54_500, 3.50)],

@@ -41,6 +41,27 @@ def test_a_tied_embedding_counts_twice_where_the_head_is_repacked() -> None:
     assert repacked.weights == 2 * (SMALL.num_parameters + SMALL.vocab_size * SMALL.hidden_size)
 
 
+@pytest.mark.parametrize("triton", [True, False])
+def test_quantized_weights_are_small_where_triton_multiplies_by_them(triton: bool) -> None:
+    device = DeviceConfig("cuda", "bfloat16", "float8", quantization="fp8")
+    config = EngineConfig(CacheConfig(16, 10), SchedulerConfig(), device)
+    found = plan_memory(LARGE, config, replace(SERVER, triton=triton), 80 * GIB).weights
+    numbers, outputs = LARGE.layer_weights
+    rest = LARGE.num_parameters - numbers
+    assert numbers == 32 * (4_096 * (6_144 + 4_096) + 3 * 4_096 * 14_336)
+    assert outputs == 32 * (6_144 + 4_096 + 28_672 + 4_096)
+    assert found == (numbers + 4 * outputs + 2 * rest if triton else 2 * LARGE.num_parameters)
+
+
+def test_a_float8_cache_is_gathered_on_a_cpu() -> None:
+    plans = []
+    for kv_dtype in ("float32", "float8"):
+        device = DeviceConfig("cpu", "float32", kv_dtype)  # type: ignore[arg-type]
+        plans.append(plan_memory(SMALL, EngineConfig(CacheConfig(16, 10), SchedulerConfig(), device), LAPTOP, GIB))
+    assert plans[0].block_bytes == 4 * plans[1].block_bytes
+    assert plans[1].activations > plans[0].activations
+
+
 def test_the_plan_counts_with_the_runtimes_own_limits() -> None:
     from quire.runtime.attention.gather import GROUP_BYTES
     from quire.runtime.worker.runner import _PROMPT_LOGPROBS_AT_ONCE

@@ -103,6 +103,9 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens"),
         ({"threads": 0}, "threads"),
         ({"enforce_eager": 1}, "enforce_eager"),
+        ({"enable_prefix_caching": "yes"}, "enable_prefix_caching"),
+        ({"quantization": "int3"}, "quantization.*fp8"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype.*fp8_e4m3"),
         ({"seed": -1}, "seed"),
         ({"seed": None}, "seed"),
         ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization.*CPU"),
@@ -115,6 +118,22 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_an_impossible_setting_is_refused_by_name(arguments: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=f"^{named}"):
         resolve_engine_config(EngineArguments(**arguments), LAPTOP, SMALL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+def test_float8_is_asked_for_by_the_names_vllm_has(name: str) -> None:
+    config, small = resolve_engine_config(EngineArguments(quantization="fp8", kv_cache_dtype=name), SERVER, LARGE)
+    assert (config.device.dtype, config.device.quantization, config.device.kv_dtype) == ("bfloat16", "fp8", "float8")
+    plain, large = resolve_engine_config(EngineArguments(), SERVER, LARGE)
+    assert (plain.device.quantization, plain.device.kv_dtype) == (None, "bfloat16")
+    assert small.block_bytes == large.block_bytes / 2
+
+
+@pytest.mark.parametrize("setting", ["quantization", "kv_cache_dtype"])
+def test_a_gpu_that_knows_no_float8_refuses_it(setting: str) -> None:
+    arguments = EngineArguments(device="cuda:1", **{setting: "fp8"})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"^{setting}.*8.9"):
+        resolve_engine_config(arguments, SERVER, SMALL)
 
 
 @pytest.mark.parametrize(
@@ -173,3 +192,18 @@ def test_the_size_a_refusal_names_is_enough() -> None:
     size = refusal.value.fix.partition("kv_cache_memory=")[2].rstrip(")")
     config, _ = resolve_engine_config(EngineArguments(max_model_len=2_000, kv_cache_memory=size), LAPTOP, SMALL)
     assert config.cache.num_slots >= 2_000
+
+
+@pytest.mark.parametrize(("asked", "caches"), [(None, True), (True, True), (False, False)])
+def test_prefixes_are_cached_unless_it_is_turned_off(asked: bool | None, caches: bool) -> None:
+    config, _ = resolve_engine_config(EngineArguments(enable_prefix_caching=asked), LAPTOP, SMALL)
+    assert config.cache.enable_prefix_caching is caches
+
+
+def test_prefixes_are_not_cached_where_keys_depend_on_the_length_of_a_sequence() -> None:
+    scaled = replace(SMALL, rope=Rope(max_position=2_048, kind="dynamic", scaling=(("factor", 2.0),)))
+    assert not resolve_engine_config(EngineArguments(), LAPTOP, scaled)[0].cache.enable_prefix_caching
+    short = EngineArguments(enable_prefix_caching=True, max_model_len=2_048)
+    assert resolve_engine_config(short, LAPTOP, scaled)[0].cache.enable_prefix_caching
+    with pytest.raises(ConfigError, match=r"^enable_prefix_caching.*max_model_len to 2048"):
+        resolve_engine_config(EngineArguments(enable_prefix_caching=True), LAPTOP, scaled)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from quire.kernels.triton.attention_config import SplitConfig, split_config
 from quire.kernels.triton.attention_decode import PrefixPart, paged_prefix
 from quire.kernels.triton.attention_rule import AttentionRule
 from quire.kernels.triton.attention_schedule import SplitPlan, allocate_split_plan, fill_split_plan
+
+UNIT_ROWS = 64  # packed query rows: small groups leave some of them empty, large ones are cut, and both run well
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +47,12 @@ class CascadePlan:
 
 
 def allocate_cascade_plan(
-    key_cache: Tensor,
-    query_heads: int,
-    max_rows: int,
-    max_units: int,
-    *,
-    usual_group: int = 32,
-    config: SplitConfig | None = None,
+    key_cache: Tensor, query_heads: int, max_rows: int, max_units: int, *, config: SplitConfig | None = None
 ) -> CascadePlan:
-    """Memory for the groups of up to `max_rows` rows, in up to `max_units` units; no groups yet.
-
-    Groups of `usual_group` rows fill a unit well; larger ones are cut, smaller ones waste some of it.
-    """
+    """Memory for the groups of up to `max_rows` rows, in up to `max_units` units; no groups yet."""
     _, kv_heads, _, dim = key_cache.shape
     group, device = query_heads // kv_heads, key_cache.device
-    config = config or split_config(usual_group * group, dim, key_cache.dtype, device)
+    config = config or split_config(max(UNIT_ROWS, group), dim, key_cache.dtype, device)
     rows_per_unit = config.block_m // group
     split = allocate_split_plan(key_cache, query_heads, max_units, rows=rows_per_unit * group, config=config)
     numbers = torch.zeros(2 * max_rows + 4 * max_units, dtype=torch.int32, device=device)
@@ -72,25 +66,30 @@ def allocate_cascade_plan(
     )
 
 
-def set_groups(plan: CascadePlan, groups: Sequence[SharedPrefix]) -> None:
-    """Replace the groups; a row may be in one at most. Must not run inside a graph, which goes on with the new ones."""
-    max_rows, max_units = len(plan.begins), len(plan.lengths)
-    begins, members = np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32)
+def lay_out_groups(plan: CascadePlan, groups: Sequence[SharedPrefix]) -> npt.NDArray[np.int32]:
+    """What `plan.numbers` must hold for these groups, on the host. A row may be in one at most."""
+    max_rows, max_units, most = len(plan.begins), len(plan.lengths), plan.rows_per_unit
+    rows = [row for shared in groups for row in shared.rows]
+    sizes = [len(shared.rows) for shared in groups]
     units: list[tuple[int, int, int, int]] = []  # prefix tokens, table row, first member, members
     placed = 0
-    for shared in groups:
-        members[placed : placed + len(shared.rows)] = shared.rows
-        begins[list(shared.rows)] = shared.num_tokens
-        for first in range(0, len(shared.rows), plan.rows_per_unit):
-            count = min(plan.rows_per_unit, len(shared.rows) - first)
-            units.append((shared.num_tokens, shared.table_row, placed + first, count))
-        placed += len(shared.rows)
+    for shared, size in zip(groups, sizes, strict=True):
+        for first in range(0, size, most):
+            units.append((shared.num_tokens, shared.table_row, placed + first, min(most, size - first)))
+        placed += size
     if len(units) > max_units:
         raise ValueError(f"the groups need {len(units)} units, but the plan has room for {max_units}")
+    numbers = np.zeros(2 * max_rows + 4 * max_units, np.int32)
+    numbers[rows] = np.repeat([shared.num_tokens for shared in groups], sizes)
+    numbers[max_rows : max_rows + len(rows)] = rows
     table = np.zeros((max_units, 4), np.int32)
     table[: len(units)] = np.asarray(units, np.int32).reshape(-1, 4)
-    flat = np.concatenate((begins, members, table[:, 0], table[:, 1], table[:, 2:].reshape(-1)))
-    plan.numbers.copy_(torch.from_numpy(flat))
+    numbers[2 * max_rows :] = np.concatenate((table[:, 0], table[:, 1], table[:, 2:].reshape(-1)))
+    return numbers
+
+
+def share_out_groups(plan: CascadePlan) -> None:
+    """Follow new numbers in the plan. One launch, not inside a graph: graphs go on with the new groups."""
     fill_split_plan(plan.split, plan.lengths, table_rows=plan.table_rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,8 @@ _REGISTERS = 65536  # of a processor
 class SplitConfig:
     """How split attention runs: `programs` are launched, each takes at least `least_tiles` tiles of `block_n` keys.
 
-    To merge the parts of what was cut takes about as long as `merge_tiles` tiles.
+    To merge the parts of what was cut takes about as long as `merge_tiles` tiles. A tile is cut into `lanes`: one, or
+    one for each warp, of at least 16 keys.
     """
 
     block_m: int
@@ -26,6 +28,7 @@ class SplitConfig:
     programs: int
     least_tiles: int
     merge_tiles: int = 1
+    lanes: int = 1
 
     def most_registers(self, device: torch.device) -> int | None:
         """Of a thread, so that all programs run at once: shares are equal, and one that waits would double the time."""
@@ -35,25 +38,77 @@ class SplitConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """How a tile of `block_m` packed query rows runs over tiles of `block_n` keys."""
+    """How a tile of `block_m` packed query rows runs over tiles of `block_n` keys, by at most `registers` a thread."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
-def split_config(rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> SplitConfig:
-    """For units of up to `rows` packed query rows over a cache of `dtype`; beyond MOST_ROWS a unit must be cut."""
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How decode rows run while there are at most `pairs` (row, key/value head) pairs for each processor."""
+
+    pairs: float
+    keys: int  # of a tile, where a key has 128 numbers
+    stages: int
+    per_processor: int  # programs
+    merge_tiles: int
+    lanes: int = 1
+
+
+_ALL = math.inf
+# One pair for each program, as long as programs fit: nothing is cut. With more pairs than that, three programs hide
+# each other's beginnings. Measured on an H200 for up to one, four and very many pairs; what lies between follows.
+_DECODE_WAYS = {  # by the bytes of a cached number
+    1: (_Way(2, 128, 3, 2, 1), _Way(3, 64, 3, 3, 1), _Way(4, 32, 5, 4, 2), _Way(_ALL, 64, 3, 3, 1)),
+    2: (
+        _Way(1, 128, 3, 1, 2),
+        _Way(2, 64, 4, 2, 2),
+        _Way(3, 64, 3, 3, 1),
+        _Way(4, 32, 4, 4, 2),
+        _Way(_ALL, 64, 3, 3, 1),
+    ),
+    4: (_Way(_ALL, 64, 3, 2, 1),),
+}
+
+
+def split_config(
+    rows: int, dim: int, dtype: torch.dtype, device: torch.device, pairs: int | None = None
+) -> SplitConfig:
+    """For units of up to `rows` packed query rows over a cache of `dtype`; beyond MOST_ROWS a unit must be cut.
+
+    `pairs` is how many (unit, key/value head) pairs a step has at most: very many by default.
+    """
     block_m = min(MOST_ROWS, max(16, power_of_two(rows)))
     wide, processors = power_of_two(dim), num_processors(device)
-    if block_m < 64:  # bound by memory: several programs per processor keep its loads in flight
+    if block_m == 16:  # decode rows, bound by memory: enough must be in flight, and little be cut
+        each = math.inf if pairs is None else pairs / processors
+        way = next(way for way in _DECODE_WAYS[dtype.itemsize] if each <= way.pairs)
+        block_n = max(16 * way.lanes, min(256, way.keys * 128 // wide))
+        block_m = 8 if rows <= 8 and way.lanes > 1 else 16
+        stages = way.stages if wide <= 128 else min(3, way.stages)
+        programs, least = way.per_processor * processors, 256 // block_n
+        return SplitConfig(block_m, block_n, 4, stages, programs, least, way.merge_tiles, way.lanes)
+    if block_m == 32:
         block_n = min(128, 8192 // wide)
-        per_processor = 3 if dtype.itemsize < 4 and block_m == 16 else 2
-        stages = 4 if dtype.itemsize == 1 else 3
-        return SplitConfig(block_m, block_n, 4, stages, per_processor * processors, 256 // block_n)
+        return SplitConfig(block_m, block_n, 4, 4 if dtype.itemsize == 1 else 3, 2 * processors, 256 // block_n)
     per_processor = 2 if block_m == 64 and wide <= 128 else 1
     return SplitConfig(block_m, 64 if wide <= 128 else 32, block_m // 16, 3, per_processor * processors, 4)
+
+
+def decode_configs(
+    heads: tuple[int, int], dim: int, dtype: torch.dtype, device: torch.device, max_rows: int
+) -> tuple[tuple[int, SplitConfig], ...]:
+    """Every config that steps of up to `max_rows` decode rows run by, with the most rows each is for, ascending."""
+    query, kv = heads
+    limits = {max_rows}
+    for way in _DECODE_WAYS[dtype.itemsize][:-1]:
+        limits.add(min(max_rows, int(way.pairs * num_processors(device)) // kv))
+    found = [(limit, split_config(query // kv, dim, dtype, device, limit * kv)) for limit in sorted(limits) if limit]
+    return tuple(found)
 
 
 def prefill_config(dim: int) -> PrefillConfig:

@@ -14,15 +14,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.attention_lanes import attend_lanes
 from quire.kernels.triton.attention_rule import AttentionRule, check_cache, check_heads
 from quire.kernels.triton.attention_schedule import SplitPlan
-from quire.kernels.triton.attention_split import attend_tiles, base_of, leave_part, merge_parts, part_slot, program_of
+from quire.kernels.triton.attention_split import (
+    ask_for_tile,
+    attend_tiles,
+    base_of,
+    leave_part,
+    merge_parts,
+    part_slot,
+    program_of,
+)
 from quire.kernels.triton.attention_tile import EMPTY, LOG2_E, take_in
 from quire.kernels.triton.launch import FLOAT8, await_inputs, power_of_two
 
 COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, FLOAT8: tl.float16}
 _MERGE_STAGES = 3  # parts are read ahead of their merge, where they are small
-_MERGED_AT_ONCE = 4096  # numbers of parts that a merging program holds
+_MERGED_AT_ONCE = 4096  # numbers of parts that a merging program holds, and twice as many where it may
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +56,7 @@ def paged_decode(
 ) -> Tensor:
     """Attention of every row over its cached keys, its own included; rows of length 0 are left as they were.
 
-    A dependent launch may read the plan while the kernel before still runs: that one must not be filling it.
+    A dependent launch may read plan and tables while the kernel before still runs: that one must not be writing them.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     check_heads(out, "out")
@@ -83,6 +92,8 @@ def _launch(
     _, query_heads, dim = query.shape
     group, rows, config = query_heads // plan.kv_heads, plan.parts.shape[1], plan.config
     rows_pad, dim_pad = power_of_two(rows), power_of_two(dim)
+    registers = config.most_registers(query.device)
+    at_once = _MERGED_AT_ONCE if registers is not None else 2 * _MERGED_AT_ONCE
     _split_attention[(config.programs,)](
         query, out, key_cache, value_cache, tables, plan.programs, plan.units, plan.arrivals, plan.parts, plan.extremes,
         members, spans, None if part is None else part.out, None if part is None else part.log_sums,
@@ -91,10 +102,10 @@ def _launch(
         rule.factor, rule.softcap, rule.value_scale,
         GROUP=group, KV_HEADS=plan.kv_heads, ROWS=rows, ROWS_PAD=rows_pad, DIM=dim, DIM_PAD=dim_pad,
         BLOCK_SIZE=plan.block_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        MERGED=max(1, _MERGED_AT_ONCE // (rows_pad * dim_pad)), MERGED_WIDE=max(1, 128 // rows_pad),
+        MERGED=max(1, at_once // (rows_pad * dim_pad)),
         MERGE_STAGES=_MERGE_STAGES if rows_pad * dim_pad <= _MERGED_AT_ONCE else 1, COMPUTE=COMPUTE[key_cache.dtype],
-        PRECISION="ieee" if key_cache.dtype == torch.float32 else "tf32", DEPENDENT=dependent,
-        num_warps=config.warps, num_stages=config.stages, maxnreg=config.most_registers(query.device),
+        PRECISION="ieee" if key_cache.dtype == torch.float32 else "tf32", LANES=config.lanes, DEPENDENT=dependent,
+        num_warps=config.warps, num_stages=config.stages, maxnreg=registers,
         launch_pdl=dependent,
     )  # fmt: skip
 
@@ -106,8 +117,8 @@ def _split_attention(
     query_stride, out_stride, table_stride, factor, cap, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MERGED: tl.constexpr, MERGED_WIDE: tl.constexpr, MERGE_STAGES: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    MERGED: tl.constexpr, MERGE_STAGES: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: its share of the line of tiles, pair after pair."""
     me = tl.program_id(0)
@@ -116,6 +127,10 @@ def _split_attention(
     low, high, row = _kept(record + 3), _kept(record + 4), _kept(record + 5)
     line, active = _kept(record + 6), _kept(record + 7)
     place = (me.to(tl.int64) * line // active).to(tl.int32)  # in the line
+    STRIDE: tl.constexpr = KV_HEADS * BLOCK_SIZE * DIM  # of a block
+    if DEPENDENT and left > 0:
+        table = tables + row.to(tl.int64) * table_stride
+        ask_for_tile(keys, values, table, low, high, offset, BLOCK_N, BLOCK_SIZE, STRIDE, DIM)
     await_inputs(DEPENDENT)
     while left > 0:
         tiles = tl.cdiv(high - base_of(low, BLOCK_N, BLOCK_SIZE), BLOCK_N)
@@ -124,10 +139,10 @@ def _split_attention(
         count = tl.minimum(tiles - first, left)
         token, lane, real = _query_rows(unit, members, spans, GROUP, BLOCK_M)
         q = _load_queries(query, token, head * GROUP + lane, real, query_stride, DIM, DIM_PAD).to(COMPUTE)
-        inside = head * (BLOCK_SIZE * DIM)
-        acc, top, total = attend_tiles(
-            q, keys + inside, values + inside, tables + row.to(tl.int64) * table_stride, low, high, first, count,
-            factor, cap, BLOCK_N, BLOCK_SIZE, KV_HEADS * BLOCK_SIZE * DIM, DIM, PRECISION,
+        inside, table = head * (BLOCK_SIZE * DIM), tables + row.to(tl.int64) * table_stride
+        acc, top, total = _attend(
+            q, keys + inside, values + inside, table, low, high, first, count, factor, cap,
+            BLOCK_N, BLOCK_SIZE, STRIDE, DIM, PRECISION, LANES,
         )  # fmt: skip
         if count == tiles:
             _write(
@@ -143,7 +158,7 @@ def _split_attention(
             if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == ended - begun:
                 tl.store(arrival, 0)
                 whole, peak, sum_ = merge_parts(
-                    parts, extremes, begun, ended, ROWS, ROWS_PAD, DIM, DIM_PAD, MERGED, MERGED_WIDE, MERGE_STAGES
+                    parts, extremes, begun, ended, ROWS, ROWS_PAD, DIM, DIM_PAD, MERGED, MERGE_STAGES
                 )
                 _write(
                     out, whole, peak, sum_, unit, head, low, members, spans, prefix_out, prefix_log_sums, sinks,
@@ -155,6 +170,25 @@ def _split_attention(
         if (offset == tiles * KV_HEADS) & (left > 0):
             unit, low, high, row = _next_unit(units, unit)
             offset = 0
+
+
+@triton.jit
+def _attend(
+    query, keys, values, table, low, high, first, count, factor, cap,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    DIM: tl.constexpr, PRECISION: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    if LANES == 1:
+        acc, top, total = attend_tiles(
+            query, keys, values, table, low, high, first, count, factor, cap,
+            BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, PRECISION,
+        )  # fmt: skip
+    else:
+        acc, top, total = attend_lanes(
+            query, keys, values, table, low, high, first, count, factor, cap,
+            BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, PRECISION, LANES,
+        )  # fmt: skip
+    return acc, top, total
 
 
 @triton.jit

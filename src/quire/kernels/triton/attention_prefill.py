@@ -1,6 +1,6 @@
 """Paged attention of prompt chunks: tiles of packed (token, query head of the group) rows over their cached keys.
 
-Keys that every row of a tile sees are read without a mask, the rest, at the diagonal and at a window's edge, with one.
+One loop runs over all tiles of keys; those at the diagonal and at a window's edge are masked, the others are not.
 A chunk's own keys come from the cache as well, or from where the layer just made them.
 """
 
@@ -88,7 +88,7 @@ def paged_prefill(
         GROUP=query_heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=power_of_two(dim), BLOCK_SIZE=block_size,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, COMPUTE=COMPUTE[key_cache.dtype],
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", DEPENDENT=dependent,
-        num_warps=config.warps, num_stages=config.stages, launch_pdl=dependent,
+        num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers, launch_pdl=dependent,
     )  # fmt: skip
     return out
 
@@ -110,6 +110,11 @@ def _prefill(
     await_inputs(DEPENDENT)
     if count == 0:
         return
+    lowest, highest = first // GROUP, tl.minimum((first + BLOCK_M - 1) // GROUP, count - 1)  # tokens of the tile
+    table = tables + row.to(tl.int64) * table_stride
+    end = start if fresh_keys is not None else start + highest + 1  # of the keys in the cache
+    begin_at = _first_key(start + lowest, window, BLOCK_N)
+    ids = block_ids(table, begin_at, tl.maximum(end, 1), BLOCK_N, BLOCK_SIZE)  # asked for before the queries are
     packed = first + tl.arange(0, BLOCK_M)
     token, columns = packed // GROUP, tl.arange(0, DIM_PAD)
     query_head = head * GROUP + packed % GROUP
@@ -121,26 +126,18 @@ def _prefill(
     acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
     top = tl.full([BLOCK_M], EMPTY, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    lowest, highest = first // GROUP, tl.minimum((first + BLOCK_M - 1) // GROUP, count - 1)  # tokens of the tile
     inside = head * (BLOCK_SIZE * DIM)
-    table = tables + row.to(tl.int64) * table_stride
-    STRIDE: tl.constexpr = KV_HEADS * BLOCK_SIZE * DIM
-    if fresh_keys is None:
-        acc, top, total = _attend(
-            acc, top, total, q.to(COMPUTE), keys + inside, values + inside, table, start + token, start + lowest,
-            start + highest, start + highest + 1, 0, 0, factor, cap, window,
-            BLOCK_N, BLOCK_SIZE, STRIDE, DIM, PRECISION,
-        )  # fmt: skip
-        acc *= value_scale
-    else:
-        acc, top, total = _attend(
-            acc, top, total, q.to(COMPUTE), keys + inside, values + inside, table, start + token, start + lowest,
-            start + highest, start, 0, 0, factor, cap, window, BLOCK_N, BLOCK_SIZE, STRIDE, DIM, PRECISION,
-        )  # fmt: skip
+    acc, top, total = _attend(
+        acc, top, total, q.to(COMPUTE), keys + inside, values + inside, table, ids, start + token, start + lowest,
+        start + highest, end, 0, 0, factor, cap, window,
+        BLOCK_N, BLOCK_SIZE, KV_HEADS * BLOCK_SIZE * DIM, DIM, PRECISION,
+    )  # fmt: skip
+    acc *= value_scale
+    if fresh_keys is not None:
         own_keys = fresh_keys + begin.to(tl.int64) * fresh_key_stride + head * DIM
         own_values = fresh_values + begin.to(tl.int64) * fresh_value_stride + head * DIM
         acc, top, total = _attend(
-            acc * value_scale, top, total, q, own_keys, own_values, None, token, lowest, highest, highest + 1,
+            acc, top, total, q, own_keys, own_values, None, None, token, lowest, highest, highest + 1,
             fresh_key_stride, fresh_value_stride, fresh_factor, cap, window, BLOCK_N, 1, 1, DIM, PRECISION,
         )  # fmt: skip
     if sinks is not None:
@@ -152,45 +149,30 @@ def _prefill(
 
 
 @triton.jit
+def _first_key(lowest, window, BLOCK_N: tl.constexpr):
+    """Where the tiles of keys begin for rows from position `lowest` on."""
+    begin = 0
+    if window is not None:
+        begin = tl.maximum(lowest + 1 - window, 0) // BLOCK_N * BLOCK_N
+    return begin
+
+
+@triton.jit
 def _attend(
-    acc, top, total, query, keys, values, table, place, lowest, highest, end, key_stride, value_stride,
+    acc, top, total, query, keys, values, table, ids, place, lowest, highest, end, key_stride, value_stride,
     factor, cap, window, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     DIM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys before `end` into rows at positions `place` [M], which lie in lowest .. highest.
 
-    Three runs of tiles: those that a window hides from some rows, those that all rows see whole, and the rest.
+    With a table keys are in the cache, the first ones in the blocks `ids`; without one they follow each other. Tiles
+    that all rows see whole take no mask.
     """
-    seen = tl.minimum(lowest + 1, end) // BLOCK_N * BLOCK_N
-    clear = 0
-    if window is not None:
-        low = tl.maximum(lowest + 1 - window, 0) // BLOCK_N * BLOCK_N
-        clear = tl.cdiv(tl.maximum(highest + 1 - window, 0), BLOCK_N) * BLOCK_N
-        acc, top, total = _run(
-            acc, top, total, query, keys, values, table, place, low, tl.minimum(clear, end), end, key_stride,
-            value_stride, factor, cap, window, True, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, PRECISION,
-        )  # fmt: skip
-    acc, top, total = _run(
-        acc, top, total, query, keys, values, table, place, clear, seen, end, key_stride,
-        value_stride, factor, cap, window, False, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, PRECISION,
-    )  # fmt: skip
-    return _run(
-        acc, top, total, query, keys, values, table, place, tl.maximum(clear, seen), end, end, key_stride,
-        value_stride, factor, cap, window, True, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, PRECISION,
-    )  # fmt: skip
-
-
-@triton.jit
-def _run(
-    acc, top, total, query, keys, values, table, place, begin, stop, end, key_stride, value_stride,
-    factor, cap, window, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Fold the tiles from begin up to stop; with a table keys are in the cache, without one they follow each other."""
     DIM_PAD: tl.constexpr = query.shape[1]
-    if table is not None:
-        ids = block_ids(table, begin, end, BLOCK_N, BLOCK_SIZE)
-    for first in tl.range(begin, stop, BLOCK_N):
+    seen_by_all, clear = tl.minimum(lowest + 1, end), 0
+    if window is not None:
+        clear = highest + 1 - window  # from here on no row's window begins
+    for first in tl.range(_first_key(lowest, window, BLOCK_N), end, BLOCK_N):
         seen = first + tl.arange(0, BLOCK_N)
         if table is not None:
             key_offsets = slots(ids, first, end, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
@@ -201,7 +183,7 @@ def _run(
             key_offsets, value_offsets = inside * key_stride, inside * value_stride
         k = load_rows(keys, key_offsets, query.dtype, DIM, DIM_PAD)
         scores, unit = score(query, k, factor, cap, PRECISION)
-        if MASKED:
+        if (first + BLOCK_N > seen_by_all) | (first < clear):
             visible = (seen[None, :] <= place[:, None]) & (seen < end)[None, :]
             if window is not None:
                 visible &= seen[None, :] > place[:, None] - window

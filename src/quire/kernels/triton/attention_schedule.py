@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -44,7 +44,7 @@ def allocate_split_plan(
     _, kv_heads, block_size, dim = key_cache.shape
     rows = rows or query_heads // kv_heads
     device = key_cache.device
-    config = config or split_config(rows, dim, key_cache.dtype, device)
+    config = config or split_config(rows, dim, key_cache.dtype, device, max_units * kv_heads)
     if rows > config.block_m:
         raise ValueError(f"{rows} query heads share a key/value head, but a unit holds at most {config.block_m}")
     return SplitPlan(
@@ -57,6 +57,15 @@ def allocate_split_plan(
         parts=torch.empty(2 * config.programs, rows, dim, dtype=torch.float32, device=device),
         extremes=torch.empty(2 * config.programs, 2, rows, dtype=torch.float32, device=device),
     )
+
+
+def with_config(plan: SplitPlan, config: SplitConfig) -> SplitPlan:
+    """The same memory, run another way; `plan` is of at least as many programs. Only one of them holds a step."""
+    count = config.programs
+    if count > plan.config.programs or config.block_m < plan.parts.shape[1]:
+        raise ValueError(f"a plan of {plan.config.programs} programs has no room for {config}")
+    programs, parts, extremes = plan.programs[:count], plan.parts[: 2 * count], plan.extremes[: 2 * count]
+    return replace(plan, config=config, programs=programs, parts=parts, extremes=extremes)
 
 
 def fill_split_plan(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.attention_tile import EMPTY, block_ids, fold, load_rows, score, slots, widened
+from quire.kernels.triton.attention_tile import EMPTY, block_ids, fold, load_rows, prefetch, score, slots, widened
 
 
 @triton.jit
@@ -48,6 +48,27 @@ def attend_tiles(
 
 
 @triton.jit
+def ask_for_tile(
+    keys, values, table, low, high, offset, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Have the tile at `offset` of a unit's line brought into the L2 cache, and wait for nothing.
+
+    May run while the kernel before still writes new keys: writes go through the same cache.
+    """
+    LINE: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth  # numbers of a line of the cache
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(DIM, LINE))
+    base = base_of(low, BLOCK_N, BLOCK_SIZE)
+    tiles = tl.cdiv(high - base, BLOCK_N)
+    begin, inside = base + offset % tiles * BLOCK_N, offset // tiles * (BLOCK_SIZE * DIM)
+    ids = block_ids(table, begin, high, BLOCK_N, BLOCK_SIZE, True)
+    offsets = inside + slots(ids, begin, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
+    where = offsets[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, DIM - 1)[None, :]
+    prefetch(keys + where)
+    prefetch(values + where)
+
+
+@triton.jit
 def base_of(low, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Where the first tile begins: `low`, moved down so that no tile crosses a block at least as large."""
     ALIGN: tl.constexpr = BLOCK_N if BLOCK_SIZE >= BLOCK_N else 1
@@ -74,31 +95,28 @@ def leave_part(acc, top, total, parts, extremes, slot, ROWS: tl.constexpr, DIM: 
 @triton.jit
 def merge_parts(
     parts, extremes, first, last, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, AT_ONCE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, AT_ONCE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Fold the parts of programs first .. last into one: output [ROWS_PAD, D], maximum and sum [ROWS_PAD]."""
     rows, columns = tl.arange(0, ROWS_PAD), tl.arange(0, DIM_PAD)
-    real = rows < ROWS
-    top = tl.full([ROWS_PAD], EMPTY, tl.float32)
-    for begin in range(first, last + 1, WIDE):
-        program = begin + tl.arange(0, WIDE)
-        held = (program <= last)[:, None] & real[None, :]
-        where = extremes + part_slot(program, first)[:, None] * (2 * ROWS) + rows[None, :]
-        top = tl.maximum(top, tl.max(tl.load(where, mask=held, other=EMPTY, cache_modifier=".cg"), 0))
     acc = tl.zeros([ROWS_PAD, DIM_PAD], tl.float32)
+    top = tl.full([ROWS_PAD], EMPTY, tl.float32)
     total = tl.zeros([ROWS_PAD], tl.float32)
     for begin in tl.range(first, last + 1, AT_ONCE, num_stages=STAGES):
         program = begin + tl.arange(0, AT_ONCE)
         slot = part_slot(program, first)
-        held = (program <= last)[:, None] & real[None, :]  # [AT_ONCE, ROWS_PAD]
+        held = (program <= last)[:, None] & (rows < ROWS)[None, :]  # [AT_ONCE, ROWS_PAD]
         where = extremes + slot[:, None] * (2 * ROWS) + rows[None, :]
-        weight = tl.exp2(tl.load(where, mask=held, other=EMPTY, cache_modifier=".cg") - top[None, :])
+        tops = tl.load(where, mask=held, other=EMPTY, cache_modifier=".cg")
         totals = tl.load(where + ROWS, mask=held, other=0.0, cache_modifier=".cg")
         places = slot.to(tl.int64)[:, None, None] * (ROWS * DIM) + rows[None, :, None] * DIM + columns[None, None, :]
         inside = held[:, :, None] & (columns < DIM)[None, None, :]
         some = tl.load(parts + places, mask=inside, other=0.0, cache_modifier=".cg")
-        acc += tl.sum(some * weight[:, :, None], 0)
-        total += tl.sum(totals * weight, 0)
+        higher = tl.maximum(top, tl.max(tops, 0))
+        fade, weight = tl.exp2(top - higher), tl.exp2(tops - higher[None, :])
+        acc = acc * fade[:, None] + tl.sum(some * weight[:, :, None], 0)
+        total = total * fade + tl.sum(totals * weight, 0)
+        top = higher
     return acc, top, total
 
 

@@ -22,7 +22,12 @@ def score(query, keys, factor, cap, PRECISION: tl.constexpr):
 
     `factor` is log2(e) times the scale. With a cap, scores are squashed to tanh(scale * product / cap).
     """
-    product = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+    return squash(tl.dot(query, tl.trans(keys), input_precision=PRECISION), factor, cap)
+
+
+@triton.jit
+def squash(product, factor, cap):
+    """Products as scores, and their unit."""
     if cap is None:
         unit = factor
     else:
@@ -34,12 +39,18 @@ def score(query, keys, factor, cap, PRECISION: tl.constexpr):
 @triton.jit
 def fold(acc, top, total, scores, unit, values, PRECISION: tl.constexpr):
     """Running output [M, D], maximum exponent [M] and sum [M] after another tile; hidden scores are minus infinity."""
-    higher = tl.maximum(top, tl.max(scores, 1) * unit)
-    weights = tl.exp2(scores * unit - higher[:, None])
-    fade = tl.exp2(top - higher)
-    total = total * fade + tl.sum(weights, 1)
+    weights, fade, higher, total = weigh(top, total, scores, unit, 1)
     acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
     return acc, higher, total
+
+
+@triton.jit
+def weigh(top, total, scores, unit, KEYS: tl.constexpr):
+    """The weights of a tile's scores, how what came before fades, and the new maximum and sum. KEYS: their axis."""
+    higher = tl.maximum(top, tl.max(scores, KEYS) * unit)
+    weights = tl.exp2(scores * unit - tl.expand_dims(higher, KEYS))
+    fade = tl.exp2(top - higher)
+    return weights, fade, higher, total * fade + tl.sum(weights, KEYS)
 
 
 @triton.jit
@@ -103,6 +114,16 @@ def widened(rows, dtype: tl.constexpr):
             "=r,=r,r", [rows], dtype=tl.float16, is_pure=False, pack=4,
         )  # fmt: skip
     return wide
+
+
+@triton.jit
+def prefetch(places):
+    """Ask for the cache lines of these addresses."""
+    if not _PYTHON:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.triton.activation import ACTIVATIONS, activate
 from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows
-from quire.kernels.triton.products_plan import MOST_ROWS, Tiling, choose_tiling
+from quire.kernels.triton.products_plan import MOST_ROWS, PARTIAL_SUMS, TILE_COUNTERS, Tiling, choose_tiling
 
 
 class Workspace(NamedTuple):
@@ -27,7 +27,7 @@ class Workspace(NamedTuple):
     counters: Tensor  # [tiles] int32: zero between products
 
     @classmethod
-    def make(cls, device: torch.device, numbers: int = 1 << 22, tiles: int = 4096) -> Workspace:
+    def make(cls, device: torch.device, numbers: int = PARTIAL_SUMS, tiles: int = TILE_COUNTERS) -> Workspace:
         counters = torch.zeros(tiles, dtype=torch.int32, device=device)
         return cls(torch.empty(numbers, dtype=torch.float32, device=device), counters)
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 Counts = npt.NDArray[np.int64]
@@ -15,7 +16,10 @@ Kernels = Literal["torch", "native", "triton"]
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys and values, K and V apart, and the same memory seen flat; owned by the worker's KVCache."""
+    """One layer's keys and values, K and V apart, and the same memory seen flat; owned by the worker's KVCache.
+
+    Flat, a float8 cache is seen as bytes: torch does not index float8 on every device.
+    """
 
     key: Tensor  # [blocks, kv heads, block, dim]
     value: Tensor  # [blocks, kv heads, block, dim]
@@ -28,7 +32,13 @@ class LayerCache:
     def of(cls, key: Tensor, value: Tensor) -> LayerCache:
         blocks, kv_heads, size, dim = key.shape
         slots, whole = (-1, dim), (blocks * kv_heads, size * dim)
-        return cls(key, value, key.view(slots), value.view(slots), key.view(whole), value.view(whole))
+        keys, values = indexable(key), indexable(value)
+        return cls(key, value, keys.view(slots), values.view(slots), keys.view(whole), values.view(whole))
+
+
+def indexable(memory: Tensor) -> Tensor:
+    """The same memory, as bytes if it holds float8."""
+    return memory.view(torch.uint8) if memory.dtype == torch.float8_e4m3fn else memory
 
 
 @dataclass(frozen=True, slots=True)

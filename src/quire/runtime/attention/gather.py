@@ -82,7 +82,7 @@ class GatherAttention:
         return DecodeGroup(begin, end, self._scratch.gather(blocks, longest, batch.cache), mask)
 
     def _tiles(self, chunk: ChunkSpan, batch: AttentionBatch) -> list[ChunkTile]:
-        if chunk.start == 0:
+        if chunk.start == 0 and batch.cache.key.dtype != torch.float8_e4m3fn:  # what was rounded is read back
             return [ChunkTile(chunk.begin, chunk.begin + chunk.num_tokens, None, None)]
         device, tiles = chunk.block_ids.device, []
         step = max(1, MASK_ELEMENTS // chunk.length)

@@ -6,7 +6,7 @@ import torch
 
 from quire.config.model import Heads
 from quire.kernels.native.loader import why_not_native
-from quire.runtime.accelerator import launches_dependently, why_not_triton
+from quire.runtime.accelerator import dependent_rows, why_not_triton
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.gather import GatherAttention
 from quire.runtime.attention.reference import ReferenceAttention
@@ -17,20 +17,27 @@ NAMES = ("auto", "triton", "native", "gather", "reference")
 USUAL_BLOCK_SIZE = 16
 
 
-def resolve_backend(name: str, heads: Heads, placement: Placement, block_size: int = USUAL_BLOCK_SIZE) -> str:
+def resolve_backend(
+    name: str,
+    heads: Heads,
+    placement: Placement,
+    block_size: int = USUAL_BLOCK_SIZE,
+    kv_dtype: torch.dtype | None = None,
+) -> str:
     """The name itself if that backend can run here, else ConfigError; for "auto" the fastest that can.
 
-    "auto" takes Triton on a GPU, the compiled kernels on a CPU, and torch where those cannot run.
+    "auto" takes Triton on a GPU, the compiled kernels on a CPU, and torch where those cannot run. `kv_dtype` is that of
+    the cache, by default the model's.
     """
     if name not in NAMES:
         raise ConfigError("attention_backend", f"{name!r} is unknown", f"choose one of {', '.join(NAMES)}")
     if name == "auto":
         if placement.device.type != "cpu" and why_not_triton(placement.device, heads, block_size) is None:
             return "triton"
-        return "native" if why_not_native(placement.dtype, placement.device) is None else "gather"
+        return "native" if _why_not_native(placement, kv_dtype) is None else "gather"
     reason = None
     if name == "native":
-        reason = why_not_native(placement.dtype, placement.device)
+        reason = _why_not_native(placement, kv_dtype)
     elif name == "triton":
         reason = why_not_triton(placement.device, heads, block_size)
     if reason is not None:
@@ -38,12 +45,23 @@ def resolve_backend(name: str, heads: Heads, placement: Placement, block_size: i
     return name
 
 
+def _why_not_native(placement: Placement, kv_dtype: torch.dtype | None) -> str | None:
+    if kv_dtype is not None and kv_dtype != placement.dtype:
+        return "its kernels read a cache of the run dtype only"
+    return why_not_native(placement.dtype, placement.device)
+
+
 def make_backend(
-    name: str, heads: Heads, compute: torch.dtype, placement: Placement, block_size: int = USUAL_BLOCK_SIZE
+    name: str,
+    heads: Heads,
+    compute: torch.dtype,
+    placement: Placement,
+    block_size: int = USUAL_BLOCK_SIZE,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
     """Build the backend called `name`; `compute` is the precision in which it may multiply."""
     scale = heads.dim**-0.5
-    chosen = resolve_backend(name, heads, placement, block_size)
+    chosen = resolve_backend(name, heads, placement, block_size, kv_dtype)
     if chosen == "reference":
         return ReferenceAttention(heads, scale)
     if chosen == "gather":
@@ -54,4 +72,4 @@ def make_backend(
         return NativeAttention(scale)
     from quire.runtime.attention.triton import TritonAttention
 
-    return TritonAttention(heads, scale, dependent=launches_dependently(placement.device))
+    return TritonAttention(heads, scale, dependent_rows=dependent_rows(placement.device))

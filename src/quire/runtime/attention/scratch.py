@@ -39,9 +39,11 @@ class Scratch:
         heads = torch.arange(kv_heads, device=block_ids.device)
         index = (block_ids[:, None, :] * kv_heads + heads[None, :, None]).reshape(-1).int()
         needed = len(index) * numbers
-        if self._memory.shape[1] < needed or self._memory.dtype != cache.key.dtype:
+        flat = cache.key_blocks
+        if self._memory.shape[1] < needed or self._memory.dtype != flat.dtype:
             size = 1 << (needed - 1).bit_length()
-            self._memory = torch.empty(2, size, dtype=cache.key.dtype, device=cache.key.device)
+            self._memory = torch.empty(2, size, dtype=flat.dtype, device=flat.device)
         key_blocks, value_blocks = self._memory[:, :needed].view(2, len(index), numbers)
         keys, values = self._memory[:, :needed].view(2, rows, kv_heads, -1, dim)[:, :, :, :length]
-        return Gather(index, key_blocks, value_blocks, keys, values)
+        dtype = cache.key.dtype
+        return Gather(index, key_blocks, value_blocks, keys.view(dtype), values.view(dtype))

@@ -13,14 +13,24 @@ import torch
 from torch import Tensor
 
 from quire.config.model import Heads
-from quire.kernels.triton.attention_config import prefill_config
+from quire.kernels.triton.attention_cascade import (
+    CascadePlan,
+    SharedPrefix,
+    allocate_cascade_plan,
+    attend_prefixes,
+    lay_out_groups,
+    share_out_groups,
+)
+from quire.kernels.triton.attention_config import decode_configs, prefill_config
 from quire.kernels.triton.attention_decode import paged_decode
 from quire.kernels.triton.attention_prefill import PrefillPlan, lay_out_tiles, paged_prefill
 from quire.kernels.triton.attention_rule import AttentionRule
-from quire.kernels.triton.attention_schedule import SplitPlan, allocate_split_plan, fill_split_plan
+from quire.kernels.triton.attention_schedule import SplitPlan, allocate_split_plan, fill_split_plan, with_config
 from quire.runtime.attention.backend import Kernels, LayerCache
+from quire.runtime.transfer import Courier
 
 SPARE_TILES = 48  # that are not full, one at most of each chunk
+_CASCADE_BYTES = 40 << 20  # of keys and values that are read while a cascade's second launch ramps up and down
 Span = tuple[int, int, int, int]  # of a chunk: first token in the batch, its position, tokens, row
 
 
@@ -36,26 +46,46 @@ class TritonPlan:
     tables: Tensor  # [all rows, max blocks], int32
     num_decodes: int
     split: SplitPlan | None  # of the decode rows
+    cascade: CascadePlan | None  # of their shared prefixes
     prefill: PrefillPlan | None  # of the chunks
 
 
 class TritonAttention:
     """CUDA, or any device under Triton's interpreter. Reads no slot of the cache that was not written.
 
-    `dependent`: kernels are launched while the ones before them still run.
+    `dependent_rows`: tokens of a step from which kernels are launched while the ones before them still run.
     """
 
     kernels: Kernels = "triton"
 
-    def __init__(self, heads: Heads, scale: float, *, dependent: bool) -> None:
-        self._heads, self.dependent = heads, dependent
+    def __init__(self, heads: Heads, scale: float, *, dependent_rows: int) -> None:
+        self._heads, self.dependent_rows = heads, dependent_rows
         self._rule = AttentionRule(scale)
         self._prefill = prefill_config(heads.dim)
-        self._split: SplitPlan | None = None
+        self._reserved: _Reserved | None = None
 
     def reserve(self, cache: LayerCache, max_rows: int) -> None:
-        """Allocate the work list for steps of up to `max_rows` decode rows over caches like this one."""
-        self._split = allocate_split_plan(cache.key, self._heads.num_query, max_rows)
+        """Allocate the work lists for steps of up to `max_rows` decode rows over caches like this one."""
+        self._reserved = _Reserved.of(cache, self._heads, max_rows)
+
+    @property
+    def rows_per_unit(self) -> int:
+        """How many rows of a group read their prefix together."""
+        return self._memory.cascade.rows_per_unit
+
+    @property
+    def least_saved(self) -> int:
+        """Tokens that groups must save a layer from reading for a cascade to take less time than it costs."""
+        return self._memory.least_saved
+
+    def set_groups(self, groups: Sequence[SharedPrefix]) -> None:
+        """What plans with a cascade mean from the next launch on, captured ones too. Only enqueues; not in a capture.
+
+        Groups name decode rows by their places in the step, all below the `lengths` that the step is planned with.
+        """
+        plan = self._memory.cascade
+        self._memory.courier.send_into(plan.numbers, lay_out_groups(plan, groups))
+        share_out_groups(plan)
 
     def num_tiles(self, chunks: Sequence[Span]) -> int:
         """Tiles that these chunks take."""
@@ -78,27 +108,68 @@ class TritonAttention:
         lengths: Tensor,  # [decodes]: keys each decode row sees, its own included; 0: padding
         tables: Tensor,  # [all rows, max blocks], int32
         tiles: Tensor | None,  # what `tiles` made, on the device
+        *,
+        cascade: bool = False,  # prefixes are read once for each of the groups that are set
     ) -> TritonPlan:
-        """The plan of a step, by one launch at most. Holds until the next one is made."""
-        split = self._split if len(lengths) else None
-        assert len(lengths) == 0 or split is not None, "reserve() was not called"
+        """The plan of a step, by one launch at most. Holds until the next one is made.
+
+        How decode rows are run depends on how many `lengths` there are, padding included, and on nothing else.
+        """
+        count = len(lengths)
+        split = self._memory.split_for(count) if count else None
+        prefixes = self._memory.cascade if count and cascade else None
         if split is not None:
-            fill_split_plan(split, lengths, table_rows=rows[: len(lengths)])
+            begins = None if prefixes is None else prefixes.begins[:count]
+            fill_split_plan(split, lengths, begins=begins, table_rows=rows[:count])
         prefill = None if tiles is None else PrefillPlan(self._prefill, tiles)
-        return TritonPlan(rows, positions, tables, len(lengths), split, prefill)
+        return TritonPlan(rows, positions, tables, count, split, prefixes, prefill)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: TritonPlan) -> Tensor:  # noqa: ARG002
         """Chunks read their own keys from the cache too: measured on an H200, that is no slower than `key` itself."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [tokens, query heads, dim]
+        dependent = len(query) >= self.dependent_rows
         if plan.split is not None:
-            count = plan.num_decodes
+            count, prefix = plan.num_decodes, None
+            memory = (query[:count], cache.key, cache.value, plan.tables)
+            if plan.cascade is not None:
+                prefix = attend_prefixes(*memory, plan.cascade, self._rule, dependent=dependent)
             paged_decode(
-                query[:count], cache.key, cache.value, plan.tables, plan.split, self._rule,
-                out=out[:count], dependent=self.dependent,
+                *memory, plan.split, self._rule, out=out[:count], prefix=prefix, dependent=dependent,
             )  # fmt: skip
         if plan.prefill is not None:
             paged_prefill(
                 query, cache.key, cache.value, plan.tables, plan.prefill, self._rule,
-                out=out, dependent=self.dependent,
+                out=out, dependent=dependent,
             )  # fmt: skip
         return out.flatten(1)
+
+    @property
+    def _memory(self) -> _Reserved:
+        assert self._reserved is not None, "reserve() was not called"
+        return self._reserved
+
+
+@dataclass(frozen=True, slots=True)
+class _Reserved:
+    """Work lists in memory of their own: those of decode rows, all in one place, and that of their prefixes."""
+
+    splits: tuple[tuple[int, SplitPlan], ...]  # ascending: the most rows that each is for
+    cascade: CascadePlan
+    least_saved: int
+    courier: Courier
+
+    @classmethod
+    def of(cls, cache: LayerCache, heads: Heads, max_rows: int) -> _Reserved:
+        key = cache.key
+        configs = decode_configs((heads.num_query, heads.num_kv), key.shape[3], key.dtype, key.device, max_rows)
+        largest = max((config for _, config in configs), key=lambda config: config.programs)
+        memory = allocate_split_plan(key, heads.num_query, max_rows, config=largest)
+        splits = tuple((most, with_config(memory, config)) for most, config in configs)
+        token_bytes = 2 * key.shape[1] * key.shape[3] * key.element_size()
+        cascade = allocate_cascade_plan(key, heads.num_query, max_rows, max_rows)
+        return cls(splits, cascade, -(-_CASCADE_BYTES // token_bytes), Courier(key.device))
+
+    def split_for(self, rows: int) -> SplitPlan:
+        if rows > self.splits[-1][0]:
+            raise ValueError(f"{rows} decode rows, but {self.splits[-1][0]} were reserved for")
+        return next(split for most, split in self.splits if rows <= most)

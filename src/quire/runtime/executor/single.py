@@ -20,6 +20,7 @@ from quire.runtime.loading.weights import load_weights, randomize_weights
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.registry import build_model
 from quire.runtime.sampling.make import make_sampler
+from quire.runtime.tuned import adopt_tuned
 from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.worker import Worker
 from quire.types.errors import EngineDead
@@ -58,6 +59,12 @@ class SingleExecutor:
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each
         self._depth = depth or DEPTHS[self._device.type]
         builder = LayerBuilder(config.device, model_config.heads, config.cache.block_size)
+        self._compiles = self._device.type == "cuda" and builder.backend.kernels == "triton"
+        if self._compiles:
+            from quire.kernels.triton.compiling import begin_early
+
+            begin_early()  # goes on while the weights are loaded
+            adopt_tuned(self._device)
         if load_format == "dummy":
             model = _noise(model_config, builder, config.scheduler.seed)
         else:
@@ -69,6 +76,8 @@ class SingleExecutor:
         self._worker: Worker | None = Worker(model, builder.backend, sampler, model_config, config)
         self._launched: deque[StepResult | _Launched] = deque()
         self._ring = TokenRing(config.scheduler.num_rows)
+        if self._compiles:
+            self._worker.prepare()
 
     @property
     def depth(self) -> int:
@@ -99,6 +108,10 @@ class SingleExecutor:
     def close(self) -> None:
         self._worker = None
         self._launched.clear()
+        if self._compiles:
+            from quire.kernels.triton.compiling import stop_background
+
+            stop_background()
 
 
 def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progress: Progress | None) -> Decoder:

@@ -10,7 +10,7 @@ from quire.config.model import Heads, Rope
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention
-from quire.runtime.layers.choice import choose_product
+from quire.runtime.layers.choice import choose_float8_product, choose_product
 from quire.runtime.layers.embedding import Embedding, TiedHead
 from quire.runtime.layers.linear import Linear, QKVLinear
 from quire.runtime.layers.mlp import GatedMLP
@@ -20,7 +20,12 @@ from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.weights import Placement
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8": torch.float8_e4m3fn,
+}
 
 
 class LayerBuilder:
@@ -31,11 +36,14 @@ class LayerBuilder:
         dtype, device = self._placement.dtype, self._placement.device
         compute = dtype if multiplies_natively(dtype, device) else torch.float32
         self.backend: AttentionBackend = make_backend(
-            config.attention_backend, heads, compute, self._placement, block_size
+            config.attention_backend, heads, compute, self._placement, block_size, TORCH_DTYPES[config.kv_dtype]
         )
         triton = self.backend.kernels == "triton"
-        self._product = choose_product(dtype, device, triton=triton)
-        self._head_product = self._product if triton else choose_product(dtype, device, keeps_weight=True)
+        self._table_product = choose_product(dtype, device, triton=triton)  # of embedding and head: never quantized
+        self._product = self._table_product
+        if config.quantization == "fp8":
+            self._product = choose_float8_product(dtype, device, triton=triton)
+        self._head_product = self._table_product if triton else choose_product(dtype, device, keeps_weight=True)
         self._ops = choose_ops(dtype, device, triton=triton)
 
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
@@ -62,9 +70,9 @@ class LayerBuilder:
         return Attention(heads, layer, self.backend, self._ops)
 
     def embedding(self, name: str, vocab_size: int, size: int) -> Embedding:
-        return Embedding(name, vocab_size, size, self._product, self._placement)
+        return Embedding(name, vocab_size, size, self._table_product, self._placement)
 
     def lm_head(self, name: str, embedding: Embedding, vocab_size: int, size: int, *, tied: bool) -> nn.Module:
         if not tied:
-            return self.linear(name, size, vocab_size, bias=False)
+            return Linear(size, {name: vocab_size}, False, self._table_product, self._placement)
         return TiedHead(embedding, self._head_product)

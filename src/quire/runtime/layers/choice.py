@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.native.loader import why_not_native
-from quire.runtime.accelerator import launches_dependently
+from quire.runtime.accelerator import dependent_rows
 from quire.runtime.layers.product import (
     DenseProduct,
     PackedProduct,
@@ -14,6 +14,16 @@ from quire.runtime.layers.product import (
     UpcastProduct,
     multiplies_natively,
 )
+from quire.runtime.layers.rounded import RoundedProduct
+
+
+def choose_float8_product(dtype: torch.dtype, device: torch.device, *, triton: bool) -> Product:
+    """The product of weights in float8, or without Triton as if they were."""
+    if not triton:
+        return RoundedProduct(choose_product(dtype, device))
+    from quire.runtime.layers.skinny_fp8 import Float8Product
+
+    return Float8Product(dtype, device, dependent_rows=dependent_rows(device))
 
 
 def choose_product(
@@ -26,7 +36,7 @@ def choose_product(
     if triton:
         from quire.runtime.layers.skinny import TritonProduct
 
-        return TritonProduct(dtype, device, dependent=launches_dependently(device))
+        return TritonProduct(dtype, device, dependent_rows=dependent_rows(device))
     if not multiplies_natively(dtype, device):
         return UpcastProduct(dtype, choose_product(torch.float32, device, keeps_weight=keeps_weight))
     if device.type != "cpu":

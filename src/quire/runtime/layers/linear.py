@@ -14,18 +14,21 @@ from quire.runtime.quantization.levels import LevelWeight, stack
 
 
 class Linear(WeightLayer):
-    """x @ W.T (+ b), where W is the named checkpoint matrices stacked by rows. Usable after `finish`."""
+    """x @ W.T (+ b), where W is the named checkpoint matrices stacked by rows. Usable after `finish`.
+
+    Takes no memory before its first part comes, so that a model whose weights are repacked never holds them all twice.
+    """
 
     def __init__(
         self, inputs: int, outputs: Mapping[str, int], bias: bool, product: Product, placement: Placement
     ) -> None:
         super().__init__()
         rows = sum(outputs.values())
-        self.weight = placement.empty(rows, inputs, dtype=product.held)
-        self.bias = placement.empty(rows, dtype=product.held) if bias else None
+        self.weight = placement.promise(rows, inputs, dtype=product.held)
+        self.bias = placement.promise(rows, dtype=product.held) if bias else None
         kinds = ("weight", "bias") if bias else ("weight",)
         self.parts = tuple(f"{name}.{kind}" for name in outputs for kind in kinds)
-        self._product, self._dtype = product, placement.dtype
+        self._product, self._placement, self._dtype = product, placement, placement.dtype
         self._spans: dict[str, slice] = {}
         begin = 0
         for name, count in outputs.items():
@@ -35,6 +38,7 @@ class Linear(WeightLayer):
         self.multiply: Multiply | None = None  # how the finished weight is multiplied by
 
     def load(self, part: str, tensor: Tensor) -> None:
+        self._hold()
         self._part(part).copy_(tensor.to(self._dtype))  # rounded to the run dtype even when held wider
 
     def takes_levels(self, part: str) -> bool:
@@ -44,26 +48,33 @@ class Linear(WeightLayer):
         self._levels[part.removesuffix(".weight")] = weight
 
     def randomize(self, part: str, generator: torch.Generator) -> None:
+        self._hold()
         super().randomize(part, generator)
         if self.weight.dtype != self._dtype:
             self._part(part).copy_(self._part(part).to(self._dtype))
 
     def finish(self) -> None:
-        bias = None if self.bias is None else self.bias.data
         is_complete = self._levels.keys() == self._spans.keys()
         whole = stack([self._levels[name] for name in self._spans]) if is_complete else None
-        if whole is not None:
-            self.multiply = self._product.pack_levels(whole, bias)
-        else:
+        if whole is None:
             for name, levels in self._levels.items():
                 self.load(f"{name}.weight", levels.values())
+        bias = None if self.bias is None else self.bias.data
+        if whole is None:
             self.multiply = self._product.pack(self.weight.data, bias)
+        else:
+            self.multiply = self._product.pack_levels(whole, bias)
         self._levels.clear()
         del self.weight, self.bias
 
     def forward(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, out]
         assert self.multiply is not None, "finish() was not called"
         return self.multiply(x)
+
+    def _hold(self) -> None:
+        self.weight = self._placement.keep(self.weight)
+        if self.bias is not None:
+            self.bias = self._placement.keep(self.bias)
 
     def _part(self, part: str) -> Tensor:
         name, kind = part.rsplit(".", 1)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.native.loader import why_not_native
-from quire.runtime.attention.backend import LayerCache
+from quire.kernels.reference.quantize import to_float8
+from quire.runtime.attention.backend import LayerCache, indexable
 
 GELU = {"gelu": "none", "gelu_tanh": "tanh"}
 
@@ -45,8 +46,8 @@ class TorchOps:
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         dim, dtype = key.shape[-1], cache.key.dtype
-        cache.key_slots.index_copy_(0, slots, key.reshape(-1, dim).to(dtype))
-        cache.value_slots.index_copy_(0, slots, value.reshape(-1, dim).to(dtype))
+        for memory, new in ((cache.key_slots, key), (cache.value_slots, value)):
+            memory.index_copy_(0, slots, indexable(_held(new.reshape(-1, dim), dtype)))
 
 
 class NativeOps(TorchOps):
@@ -87,6 +88,10 @@ class TritonOps(TorchOps):
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         return self._activation.gate(gate_up, activation)
+
+
+def _held(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    return to_float8(numbers.float()) if dtype == torch.float8_e4m3fn else numbers.to(dtype)
 
 
 def choose_ops(dtype: torch.dtype, device: torch.device, *, triton: bool = False) -> LayerOps:

@@ -7,6 +7,7 @@ residual stream. Each method means the same for any number of rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,19 @@ from quire.kernels.triton.products_plan import own_rows
 from quire.runtime.layers.product import Multiply, NumbersProduct
 
 
+class FusedMultiply(Protocol):
+    """A product and what it takes along, for rows [tokens, in] by a weight [out, in]."""
+
+    def after_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """The product of x over its root mean square."""
+
+    def gated(self, x: Tensor, norm: Norm, activation: str) -> Any:
+        """activation(gate) * up of that product, in a form that `add_to` of the next one takes."""
+
+    def add_to(self, target: Tensor, x: Any) -> None:
+        """Add the product to `target` [tokens, out] in place. x: rows of numbers, or what `gated` gave."""
+
+
 @dataclass(frozen=True, slots=True)
 class TritonMultiply:
     """Multiplies rows [tokens, in] by a weight [out, in]."""
@@ -26,27 +40,29 @@ class TritonMultiply:
     bias: Tensor | None
     workspace: Workspace
     few: int  # rows up to which our own kernel runs
-    dependent: bool  # launched while the kernel before still runs
+    dependent_rows: int  # rows from which a kernel is launched while the one before still runs
 
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, out]
         if self._is_few(x):
-            return skinny_product(x, self.weight, self.workspace, bias=self.bias, dependent=self.dependent)
+            return skinny_product(x, self.weight, self.workspace, bias=self.bias, dependent=self._is_dependent(x))
         return self._by_library(x)
 
     def after_norm(self, x: Tensor, norm: Norm) -> Tensor:  # [tokens, out]
         """The product of x over its root mean square."""
         if x.shape[0] == 1 and self._is_few(x):
-            return skinny_product(x, self.weight, self.workspace, bias=self.bias, norm=norm, dependent=self.dependent)
+            return skinny_product(
+                x, self.weight, self.workspace, bias=self.bias, norm=norm, dependent=self._is_dependent(x)
+            )
         return self(self._normed(x, norm))
 
     def gated(self, x: Tensor, norm: Norm, activation: str) -> Tensor:  # [tokens, out / 2]
         """activation(gate) * up, for a weight of gate rows, then up rows, of x over its root mean square."""
         if not self._is_few(x):
-            return gate(self._by_library(self._normed(x, norm)), activation, dependent=self.dependent)
+            return gate(self._by_library(self._normed(x, norm)), activation, dependent=self._is_dependent(x))
         within = norm if x.shape[0] == 1 else None
         return skinny_product(
             x if within else self._normed(x, norm), self.weight, self.workspace,
-            bias=self.bias, activation=activation, norm=within, dependent=self.dependent,
+            bias=self.bias, activation=activation, norm=within, dependent=self._is_dependent(x),
         )  # fmt: skip
 
     def add_to(self, target: Tensor, x: Tensor) -> None:
@@ -54,7 +70,7 @@ class TritonMultiply:
         if self._is_few(x):
             skinny_product(
                 x, self.weight, self.workspace,
-                bias=self.bias, residual=target, out=target, dependent=self.dependent,
+                bias=self.bias, residual=target, out=target, dependent=self._is_dependent(x),
             )  # fmt: skip
             return
         target.addmm_(x, self.weight.t())
@@ -64,8 +80,11 @@ class TritonMultiply:
     def _is_few(self, x: Tensor) -> bool:
         return x.shape[0] <= self.few
 
+    def _is_dependent(self, x: Tensor) -> bool:
+        return x.shape[0] >= self.dependent_rows
+
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
-        return rms_norm(x, norm.weight, norm.eps, dependent=self.dependent)
+        return rms_norm(x, norm.weight, norm.eps, dependent=self._is_dependent(x))
 
     def _by_library(self, x: Tensor) -> Tensor:
         turned = self.weight.t()
@@ -75,9 +94,9 @@ class TritonMultiply:
 class TritonProduct(NumbersProduct):
     """The weight as it is; all weights of a model share one workspace."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, *, dependent: bool) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, dependent_rows: int) -> None:
         super().__init__(dtype)
-        self._workspace, self._dependent = Workspace.make(device), dependent
+        self._workspace, self._dependent_rows = Workspace.make(device), dependent_rows
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
-        return TritonMultiply(weight, bias, self._workspace, own_rows(*weight.shape), self._dependent)
+        return TritonMultiply(weight, bias, self._workspace, own_rows(*weight.shape), self._dependent_rows)

@@ -22,6 +22,14 @@ class Placement:
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
 
+    def promise(self, *shape: int, dtype: torch.dtype) -> nn.Parameter:
+        """A shape without memory, until `keep` gives it some."""
+        return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+
+    def keep(self, promised: nn.Parameter) -> nn.Parameter:
+        """The promised memory, or the same parameter where it has it already."""
+        return self.empty(*promised.shape, dtype=promised.dtype) if promised.is_meta else promised
+
 
 class WeightLayer(nn.Module):
     """A layer filled part by part, then finished once.

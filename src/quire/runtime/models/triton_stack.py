@@ -22,7 +22,7 @@ from quire.kernels.triton.rotary import HeadNorms, LayerMemory, rotate_and_store
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.attention.triton import TritonAttention, TritonPlan
 from quire.runtime.layers.rotary import Rotary
-from quire.runtime.layers.skinny import TritonMultiply
+from quire.runtime.layers.skinny import FusedMultiply
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.sampling.history import TokenHistory
 
@@ -32,12 +32,12 @@ class TritonLayer:
     """One block's weights."""
 
     input_norm: Norm
-    qkv: TritonMultiply
+    qkv: FusedMultiply
     head_norms: HeadNorms | None
-    output: TritonMultiply
+    output: FusedMultiply
     post_norm: Norm
-    gate_up: TritonMultiply
-    down: TritonMultiply
+    gate_up: FusedMultiply
+    down: FusedMultiply
 
 
 class TritonStack:
@@ -54,7 +54,7 @@ class TritonStack:
         activation: str,
     ) -> None:
         self._layers, self._embedding, self._rotary, self._attention = layers, embedding, rotary, attention
-        self._heads, self._activation, self._dependent = heads, activation, attention.dependent
+        self._heads, self._activation = heads, activation
         self._angles = torch.empty(0)  # [positions, dim]: cos of dim / 2 frequencies, then sin
 
     def reserve(self, max_length: int) -> None:
@@ -87,7 +87,7 @@ class TritonStack:
         qkv = layer.qkv.after_norm(x, layer.input_norm)  # [tokens, (query + 2 * kv heads) * dim]
         rotate_and_store(
             qkv, self._angles, plan.positions, plan.rows, plan.tables, LayerMemory(cache.key, cache.value),
-            norms=layer.head_norms, dependent=self._dependent,
+            norms=layer.head_norms, dependent=len(x) >= self._attention.dependent_rows,
         )  # fmt: skip
         heads = self._heads
         by_head = qkv.view(len(x), -1, heads.dim)

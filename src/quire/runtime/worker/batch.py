@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,15 @@ from quire.types.step import StepPlan
 Longs = npt.NDArray[np.int64]
 
 
+class StepShape(NamedTuple):
+    """All that makes the launches of one padded step differ from those of another."""
+
+    tokens: int
+    decodes: bool
+    chunks: bool
+    cascade: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A forward pass and which of its positions are wanted, in the order of the plan's sample_rows."""
@@ -27,7 +37,7 @@ class Batch:
     rows_on_device: Tensor  # [samples]
     wanted: Tensor  # [positions]: batch tokens whose logits are needed; equal to `rows` but for forks
     spread: Tensor | None  # [samples] into `wanted`, when several rows sample from one position
-    shape: tuple[int, bool, bool] | None = None  # tokens with padding, are there decodes, chunks; None: not padded
+    shape: StepShape | None = None  # of a padded step
 
 
 class BatchBuilder:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.config.engine import CacheConfig
 from quire.config.model import Heads
-from quire.runtime.attention.backend import LayerCache
+from quire.runtime.attention.backend import LayerCache, indexable
 from quire.types.step import BlockCopy
 
 _ALIGNMENT = 64  # bytes, one cache line
@@ -25,7 +25,7 @@ class KVCache:
     ) -> None:
         shape = (num_layers, 2, config.num_blocks, heads.num_kv, config.block_size, heads.dim)
         self._memory = _zeros(shape, dtype, device)
-        self._blocks = self._memory.view(num_layers * 2, config.num_blocks, -1)  # [layers * 2, blocks, numbers]
+        self._blocks = indexable(self._memory).view(num_layers * 2, config.num_blocks, -1)
         self.layers = tuple(LayerCache.of(layer[0], layer[1]) for layer in self._memory)
         self.num_blocks, self.block_size = config.num_blocks, config.block_size
 

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from quire.kernels.triton.compiling import compiling_only
+
 Launch = Callable[[], None]
 
 
@@ -25,10 +27,12 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, launch: Launch) -> Launch:
-        """Waits for the device. The first run compiles kernels and makes libraries set themselves up."""
+        """Waits for the device. The first run only compiles kernels, the second makes libraries set themselves up."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
+            with compiling_only():
+                launch()
             launch()
             self._stream.synchronize()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

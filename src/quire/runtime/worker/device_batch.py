@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.runtime.attention.triton import Span, TritonAttention
+from quire.runtime.attention.triton import Span
 from quire.runtime.layers.step import ForwardStep
-from quire.runtime.worker.batch import Batch, Longs, find_samples, find_tokens, slots_of
-from quire.runtime.worker.cache import KVCache
-from quire.runtime.worker.device_rows import DeviceRows
+from quire.runtime.worker.batch import Batch, Longs, StepShape, find_samples, find_tokens, slots_of
+from quire.runtime.worker.device_state import DeviceState
 from quire.types.step import StepPlan
 
 PADDING = -1  # the row of a token that nobody asked for
@@ -29,10 +28,10 @@ class DeviceBatchBuilder:
     layers run one by one, and want the slots that tokens are written to.
     """
 
-    def __init__(
-        self, rows: DeviceRows, cache: KVCache, attention: TritonAttention, buckets: Sequence[int], *, plain: bool
-    ) -> None:
-        self._rows, self._cache, self._attention, self._plain = rows, cache, attention, plain
+    def __init__(self, state: DeviceState, buckets: Sequence[int], *, plain: bool) -> None:
+        rows, cache = state.rows, state.cache
+        self._rows, self._cache, self._attention, self._shared = rows, cache, state.attention, state.shared
+        self._plain = plain
         self._buckets = () if plain else tuple(buckets)
         self._kv_heads = torch.arange(cache.layers[0].key.shape[1], device=rows.device)
         most = self._buckets[-1] if self._buckets else 0
@@ -46,13 +45,15 @@ class DeviceBatchBuilder:
         sample, want, spreads = rows.courier.send(
             samples.astype(np.int32), wanted, np.empty(0, dtype=np.int64) if spread is None else spread
         )
-        spans = _spans(plan)
+        spans, cascade = _spans(plan), self._shared.announce(plan.decode_rows)
         room = self._room(len(positions), spans)
         if room is None:
-            step, shape = self._step(token_rows, positions, len(decodes), spans, None), None
+            step, shape = self._step(token_rows, positions, len(decodes), spans, None, cascade=cascade), None
         else:
-            shape = (room, len(decodes) > 0, len(spans) > 0)
-            step = self._step(*self._pad(token_rows, positions, room), min(room, rows.spare) * shape[1], spans, room)
+            shape = StepShape(room, len(decodes) > 0, len(spans) > 0, cascade)
+            looked_at = min(room, rows.spare) if shape.decodes else 0
+            padded = self._pad(token_rows, positions, room)
+            step = self._step(*padded, looked_at, spans, room, cascade=cascade)
         return Batch(step, samples, sample, want, None if spread is None else spreads, shape)
 
     def _room(self, num_tokens: int, spans: Sequence[Span]) -> int | None:
@@ -76,6 +77,8 @@ class DeviceBatchBuilder:
         num_decodes: int,  # the tokens that are looked at for rows that decode: all of those, and chunks and padding
         spans: Sequence[Span],
         room: int | None,
+        *,
+        cascade: bool,
     ) -> ForwardStep:
         rows = self._rows
         places = np.where(token_rows == PADDING, rows.spare, token_rows)  # the spare row is empty
@@ -102,7 +105,9 @@ class DeviceBatchBuilder:
             max_length=int(lengths.max()),
             slots=self._slots(row, position),
             caches=self._cache.layers,
-            attention=self._attention.plan(row, position, decode, rows.tables, tile if spans else None),
+            attention=self._attention.plan(
+                row, position, decode, rows.tables, tile if spans else None, cascade=cascade
+            ),
         )
 
     def _slots(self, rows: Tensor, positions: Tensor) -> Tensor:

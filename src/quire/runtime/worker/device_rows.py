@@ -17,12 +17,17 @@ from quire.types.step import Ints, NewRow
 
 
 class DeviceRows(Rows):
-    """Has one row more than the engine knows of, `spare`: always empty, the row that padding stands on."""
+    """Has one row more than the engine knows of, `spare`: always empty, the row that padding stands on.
+
+    `host_tables` mirrors the block tables on the host, and `num_placed` tells that rows were placed since.
+    """
 
     def __init__(self, num_rows: int, capacity: int, block_size: int, device: torch.device) -> None:
         super().__init__(num_rows + 1, capacity, block_size, device)
         self.spare = num_rows
         self.courier = Courier(device)
+        self.host_tables: Ints = np.zeros((self.num_rows, self.max_blocks), dtype=np.int32)
+        self.num_placed = 0
         self._row_tokens = RowTokens(self.history.tokens, self.history.lengths, self.history.num_prompt)
 
     def place(self, news: Sequence[NewRow]) -> None:
@@ -34,6 +39,7 @@ class DeviceRows(Rows):
         assert lengths.min() > 0
         assert lengths.max() <= self.capacity
         self.lengths[rows], self.num_prompt[rows], self.live[rows] = lengths, num_prompt, True
+        self.num_placed += len(news)
         tokens = np.concatenate([new.token_ids for new in news]).astype(np.int32)
         blocks = np.array([block for new in news for block in new.block_ids], dtype=np.int32)
         token_places = _places(rows, lengths, self.capacity)
@@ -44,11 +50,13 @@ class DeviceRows(Rows):
         self.history.num_prompt.index_copy_(0, where, on_device[1])
         self.tokens.view(-1).index_copy_(0, on_device[2], on_device[3])
         if len(blocks):
+            self.host_tables.reshape(-1)[block_places] = blocks
             self.tables.view(-1).index_copy_(0, on_device[4], on_device[5])
 
     def grant(self, rows: Ints, slots: Ints, blocks: Ints) -> None:
         if len(rows) == 0:
             return
+        self.host_tables[rows, slots] = blocks
         where, granted = self.courier.send(rows.astype(np.int64) * self.max_blocks + slots, blocks)
         self.tables.view(-1).index_copy_(0, where, granted)
 
@@ -67,6 +75,8 @@ class DeviceRows(Rows):
         super().check()
         assert int(self.history.lengths[self.spare]) == 0
         assert not self.live[self.spare]
+        live = np.flatnonzero(self.live)
+        assert (self.tables[torch.from_numpy(live).to(self.device)].cpu().numpy() == self.host_tables[live]).all()
 
 
 def _places(rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:

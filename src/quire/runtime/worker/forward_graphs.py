@@ -8,7 +8,7 @@ import time
 from torch import Tensor
 
 from quire.runtime.models.registry import Model
-from quire.runtime.worker.batch import Batch
+from quire.runtime.worker.batch import Batch, StepShape
 from quire.runtime.worker.capture import Capture, Launch
 
 logger = logging.getLogger("quire.runtime")
@@ -22,7 +22,7 @@ class ForwardGraphs:
 
     def __init__(self, model: Model, capture: Capture) -> None:
         self._model, self._capture = model, capture
-        self._graphs: dict[tuple[int, bool, bool], _Graph] = {}
+        self._graphs: dict[StepShape, _Graph] = {}
 
     def __call__(self, batch: Batch) -> Tensor:
         """Hidden states [tokens, hidden], those of padding included; fills the cache."""
@@ -32,12 +32,12 @@ class ForwardGraphs:
         graph.launch()
         return graph.layers.hidden
 
-    def _make(self, batch: Batch, shape: tuple[int, bool, bool]) -> _Graph:
+    def _make(self, batch: Batch, shape: StepShape) -> _Graph:
         """Computing a batch again while capturing writes the same keys and values where they belong."""
         start = time.perf_counter()
         layers = _Layers(self._model, batch)
         graph = self._graphs[shape] = _Graph(self._capture.record(layers), layers)
-        logger.info("captured a step of %d tokens in %.2f s", shape[0], time.perf_counter() - start)
+        logger.info("captured a step of %d tokens in %.2f s", shape.tokens, time.perf_counter() - start)
         return graph
 
 

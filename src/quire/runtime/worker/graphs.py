@@ -14,13 +14,12 @@ import numpy as np
 import torch
 
 from quire.config.graphs import row_buckets
-from quire.runtime.attention.triton import TritonAttention
+from quire.kernels.triton.compiling import compiling_only
 from quire.runtime.models.registry import Model
 from quire.runtime.models.triton_stack import TritonStack
 from quire.runtime.sampling.triton_choice import TritonChoice
-from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.capture import Capture, Launch
-from quire.runtime.worker.device_rows import DeviceRows
+from quire.runtime.worker.device_state import DeviceState
 from quire.runtime.worker.runner import StepOutput
 from quire.types.step import NO_ROWS, Ints, StepPlan
 
@@ -46,15 +45,14 @@ class DecodeGraphs:
         self,
         model: Model,
         stack: TritonStack,
-        rows: DeviceRows,
-        cache: KVCache,
-        attention: TritonAttention,
+        state: DeviceState,
         sampling: Sampling,
         choice: TritonChoice,
         capture: Capture,
     ) -> None:
-        self._model, self._stack, self._rows, self._cache, self._attention = model, stack, rows, cache, attention
+        self._model, self._stack, self._state, self._rows = model, stack, state, state.rows
         self._sampling, self._choice, self._capture = sampling, choice, capture
+        rows = state.rows
         self._buckets = row_buckets(rows.spare)
         most, device = self._buckets[-1], rows.device
         self._entries = torch.full((most,), PADDING, dtype=torch.int32, device=device)  # rows of the step
@@ -63,7 +61,15 @@ class DecodeGraphs:
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._written = NO_ROWS  # what entries and places hold
-        self._graphs: dict[tuple[int, bool], Launch] = {}
+        self._graphs: dict[tuple[int, bool, bool], Launch] = {}
+
+    def prepare(self) -> None:
+        """Capture the decoding of one row, and have the kernels of more rows compiled in the background."""
+        self._make(self._buckets[0], narrow=False, cascade=False)
+        with compiling_only(wait=False):
+            for bucket in self._buckets[1:]:
+                self._write(NO_ROWS, bucket)
+                self._step(bucket, narrow=False, cascade=False)
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether the step can go by a graph: nothing but decoding, and of every row only a choice is asked."""
@@ -73,7 +79,7 @@ class DecodeGraphs:
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute and sample the plan's rows, which grow by a token each. Only enqueues, unless it must capture."""
         rows = plan.decode_rows
-        key = (self._bucket(len(rows)), self._choice.is_narrow(rows))
+        key = (self._bucket(len(rows)), self._choice.is_narrow(rows), self._state.shared.announce(rows))
         launch = self._graphs.get(key) or self._make(*key)
         self._write(rows, key[0])
         self._choice.settle()
@@ -84,13 +90,13 @@ class DecodeGraphs:
     def _bucket(self, count: int) -> int:
         return next(bucket for bucket in self._buckets if bucket >= count)
 
-    def _make(self, bucket: int, narrow: bool) -> Launch:
+    def _make(self, bucket: int, narrow: bool, cascade: bool) -> Launch:
         """Capture over nothing but padding, which changes no row."""
         start = time.perf_counter()
         self._write(NO_ROWS, bucket)
-        launch = self._capture.record(lambda: self._step(bucket, narrow=narrow))
-        self._graphs[bucket, narrow] = launch
-        kind = " with top_k or top_p" if narrow else ""
+        launch = self._capture.record(lambda: self._step(bucket, narrow=narrow, cascade=cascade))
+        self._graphs[bucket, narrow, cascade] = launch
+        kind = (" with top_k or top_p" if narrow else "") + (" that share prefixes" if cascade else "")
         logger.info("captured decoding of %d rows%s in %.2f s", bucket, kind, time.perf_counter() - start)
         return launch
 
@@ -105,12 +111,12 @@ class DecodeGraphs:
         self._rows.courier.send_into(self._places[:bucket], places)
         self._written = rows
 
-    def _step(self, bucket: int, *, narrow: bool) -> None:
+    def _step(self, bucket: int, *, narrow: bool, cascade: bool) -> None:
         """What a graph holds."""
         entries, lengths, positions = self._entries[:bucket], self._lengths[:bucket], self._positions[:bucket]
         token_ids, history = self._token_ids[:bucket], self._rows.history
         torch.index_select(history.lengths, 0, self._places[:bucket], out=lengths)
-        plan = self._attention.plan(entries, positions, lengths, self._rows.tables, None)
-        hidden = self._stack.run(self._stack.newest(entries, history, positions), plan, self._cache.layers)
+        plan = self._state.attention.plan(entries, positions, lengths, self._rows.tables, None, cascade=cascade)
+        hidden = self._stack.run(self._stack.newest(entries, history, positions), plan, self._state.cache.layers)
         self._choice.choose_into(token_ids, self._model.logits(hidden), entries, history, narrow=narrow)
         self._rows.append_on_device(entries, token_ids)

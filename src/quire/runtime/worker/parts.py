@@ -23,6 +23,9 @@ from quire.types.step import StepPlan
 class Graphs(Protocol):
     """Steps that are captured."""
 
+    def prepare(self) -> None:
+        """Do before the first request what it would wait for."""
+
     def takes(self, plan: StepPlan) -> bool:
         """Whether this step can run by a graph."""
 
@@ -32,6 +35,9 @@ class Graphs(Protocol):
 
 class NoGraphs:
     """Nothing is captured."""
+
+    def prepare(self) -> None:
+        """There is nothing to prepare."""
 
     def takes(self, plan: StepPlan) -> bool:  # noqa: ARG002
         return False
@@ -88,19 +94,22 @@ def _device_parts(
     from quire.runtime.worker.device_batch import DeviceBatchBuilder
     from quire.runtime.worker.device_cache import DeviceCache
     from quire.runtime.worker.device_rows import DeviceRows
+    from quire.runtime.worker.device_state import DeviceState
     from quire.runtime.worker.forward_graphs import ForwardGraphs
     from quire.runtime.worker.graphs import DecodeGraphs
+    from quire.runtime.worker.shared_runs import SharedRuns
 
     rows, cache, stack = DeviceRows(*row_shape), DeviceCache(*cache_shape), model.fused
     backend.reserve(cache.layers[0], config.scheduler.num_rows)
+    state = DeviceState(rows, cache, backend, SharedRuns(rows, backend))
     if config.device.enforce_eager or not isinstance(stack, TritonStack):
-        batches = DeviceBatchBuilder(rows, cache, backend, (), plain=stack is None)
+        batches = DeviceBatchBuilder(state, (), plain=stack is None)
         return Parts(rows, cache, batches, PlainForward(model), NoGraphs())
     stack.reserve(rows.capacity)
     capture = CudaCapture(rows.device) if rows.device.type == "cuda" else NoCapture()
-    batches = DeviceBatchBuilder(rows, cache, backend, token_buckets(model_config, config), plain=False)
+    batches = DeviceBatchBuilder(state, token_buckets(model_config, config), plain=False)
     choice = _device_choice(sampler)
-    graphs = NoGraphs() if choice is None else DecodeGraphs(model, stack, rows, cache, backend, *choice, capture)
+    graphs = NoGraphs() if choice is None else DecodeGraphs(model, stack, state, *choice, capture)
     return Parts(rows, cache, batches, ForwardGraphs(model, capture), graphs)
 
 

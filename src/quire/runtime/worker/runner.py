@@ -76,6 +76,10 @@ class Runner:
         self._model, self._rows, self._batches, self._forward = model, rows, batches, forward
         self._sampler = sampler
 
+    def rehearse(self, plan: StepPlan) -> None:
+        """Run a plan's layers and nothing else."""
+        self._model(self._batches.build(plan).step)
+
     def run(self, plan: StepPlan, failed: frozenset[int]) -> StepOutput:
         """`failed` rows are computed but never handed to the sampler; their token is 0."""
         batch = self._batches.build(plan)

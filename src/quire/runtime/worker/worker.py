@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.models.registry import Model
-from quire.runtime.worker.parts import make_parts
+from quire.runtime.worker.parts import NoGraphs, make_parts
 from quire.runtime.worker.runner import RowSampler, Runner, StepOutput
 from quire.types.errors import InvalidRequest
-from quire.types.step import Ints, NewRow, RowFailure, StepPlan
+from quire.types.step import Chunk, Ints, NewRow, RowFailure, StepPlan
+
+PREPARED_TOKENS = (1, 32, 64, 128)  # of prompts: each takes other kernels, longer ones those of the last
 
 
 class Worker:
@@ -33,6 +34,22 @@ class Worker:
         self._sampler, self._vocab_size = sampler, model_config.vocab_size
         self._runner = Runner(model, self.rows, parts.batches, parts.forward, sampler)
         self._failed: set[int] = set()  # live rows whose own code raised when they were added
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """On a GPU: compile and capture ahead of the first plan what it would wait for. Changes no row.
+
+        Layers that run one by one, and those that are never captured, are left to compile when they are needed.
+        """
+        if isinstance(self._graphs, NoGraphs):
+            return
+        from quire.kernels.triton.compiling import compiling_only
+
+        with compiling_only(wait=False):
+            for num_tokens in PREPARED_TOKENS:
+                if num_tokens < self.rows.capacity:
+                    self._runner.rehearse(StepPlan(step=0, chunks=(Chunk(0, 0, num_tokens),)))
+        self._graphs.prepare()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -63,7 +80,8 @@ class Worker:
             self._sampler.remove(row)
 
     def _add(self, news: tuple[NewRow, ...]) -> tuple[RowFailure, ...]:
-        """A row that fails is placed all the same, with zeros for tokens: its share of the plan stays computable."""
+        """A row that fails is placed all the same, with tokens the model knows: its share of the plan is computed, as
+        others may read the blocks of a prompt it shares with them."""
         placed, failures = [], []
         for new in news:
             try:
@@ -72,7 +90,7 @@ class Worker:
             except Exception as error:  # noqa: BLE001  this row's own code: only its request ends
                 self._failed.add(new.row)
                 failures.append(RowFailure(new.row, str(error) or type(error).__name__))
-                new = replace(new, token_ids=np.zeros_like(new.token_ids))
+                new = replace(new, token_ids=new.token_ids.clip(0, self._vocab_size - 1))
             placed.append(new)
         self.rows.place(placed)
         return tuple(failures)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from quire.config.model import Heads
 from quire.runtime.attention.backend import LayerCache
@@ -16,6 +17,8 @@ from tests.unit.runtime.attention.test_backends import batch_of
 from tiny_models import DEVICE
 
 pytest.importorskip("triton")
+
+from quire.kernels.triton.attention_cascade import SharedPrefix
 
 HEADS = Heads(num_query=4, num_kv=2, dim=16)
 PLACEMENT = Placement(torch.float32, torch.device(DEVICE))
@@ -48,6 +51,40 @@ def test_it_gives_what_the_reference_gives(decodes: list[int], chunks: list[tupl
     )
     found = backend.attend(*(tensor.to(DEVICE) for tensor in tensors), LayerCache.of(key, value), plan)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cascade_over_shared_blocks_gives_what_plain_decoding_gives() -> None:
+    generator = torch.Generator().manual_seed(0)
+    size, lengths, entries = 4, [40, 37, 0, 26, 33, 0], [5, 2, -1, 0, 4, -1]  # of which two are padding
+    key, value = (torch.randn(60, HEADS.num_kv, size, HEADS.dim, generator=generator).to(DEVICE) for _ in range(2))
+    tables = torch.randperm(60, generator=generator).int().view(6, 10).to(DEVICE)
+    tables[2, :8] = tables[5, :8]
+    tables[4, :5] = tables[0, :5]
+    cache = LayerCache.of(key, value)
+    backend = make_backend("triton", HEADS, torch.float32, PLACEMENT, size)
+    backend.reserve(cache, 8)
+    query, own = torch.randn(6, HEADS.num_query, HEADS.dim, generator=generator).to(DEVICE), key[:6, :, 0]
+    rows = torch.tensor(entries, dtype=torch.int32, device=DEVICE)
+    seen = torch.tensor(lengths, device=DEVICE)
+
+    def attend(groups: list[SharedPrefix], *, cascade: bool) -> Tensor:
+        backend.set_groups(groups)
+        plan = backend.plan(rows, seen - 1, seen, tables, None, cascade=cascade)
+        return backend.attend(query, own, own, cache, plan)[seen > 0]
+
+    plain = attend([], cascade=False)
+    both = [SharedPrefix((0, 1), 32, 5), SharedPrefix((3, 4), 20, 4)]
+    for groups in (both, both[1:], []):  # groups vanish as their rows end
+        torch.testing.assert_close(attend(groups, cascade=True), plain, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attend(both, cascade=False), plain)
+
+
+def test_decode_rows_beyond_what_was_reserved_are_refused() -> None:
+    backend = make_backend("triton", HEADS, torch.float32, PLACEMENT)
+    backend.reserve(LayerCache.of(*(torch.zeros(1, 2, 16, 16, device=DEVICE) for _ in range(2))), 2)
+    rows = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="3 decode rows, but 2 were reserved"):
+        backend.plan(rows, rows.long(), rows.long(), rows[None], None)
 
 
 def test_what_its_kernels_do_not_know_is_refused_and_auto_takes_another() -> None:

@@ -43,6 +43,14 @@ def test_stacked_matrices_give_their_results_side_by_side(product: Product, toke
     torch.testing.assert_close(layer(x), torch.cat(expected, dim=1))
 
 
+def test_a_linear_takes_no_memory_before_its_first_part_comes() -> None:
+    layer = Linear(24, {"a": 16, "b": 8}, True, DENSE, CPU)
+    assert layer.part_shape("b.weight") == (8, 24)
+    assert layer.weight.is_meta
+    filled(layer)
+    assert layer(torch.randn(3, 24)).shape == (3, 24)
+
+
 def test_an_upcast_weight_keeps_the_values_of_the_run_dtype() -> None:
     half = Placement(torch.bfloat16, torch.device("cpu"))
     layer = Linear(24, {"a": 16}, False, UpcastProduct(torch.bfloat16, DENSE), half)

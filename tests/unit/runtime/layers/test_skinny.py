@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +25,7 @@ def multiply(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator).to(DEVICE)
     bias = torch.randn(OUTPUTS, generator=generator).to(DEVICE) if request.param else None
-    packed = TritonProduct(torch.float32, torch.device(DEVICE), dependent=False).pack(weight, bias)
+    packed = TritonProduct(torch.float32, torch.device(DEVICE), dependent_rows=sys.maxsize).pack(weight, bias)
     assert isinstance(packed, TritonMultiply)
     assert packed.few == FEW
     return packed

@@ -15,7 +15,6 @@ from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import NewRow
 from tiny_models import DEVICE
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # uint64, modulo 2**64
 VOCAB, ROWS = 150, 6
 ASKED = [
     {"temperature": 0.0},

@@ -41,6 +41,7 @@ def test_rows_hold_the_same_on_either_way() -> None:
     assert device.history.num_prompt[:4].tolist() == plain.history.num_prompt.tolist()
     assert torch.equal(device.tokens[:4], plain.tokens)
     assert torch.equal(device.tables[:4], plain.tables)
+    assert (device.host_tables[:4] == plain.tables.cpu().numpy()).all()
     assert (device.lengths[:4] == plain.lengths).all()
 
 

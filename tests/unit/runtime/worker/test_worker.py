@@ -10,6 +10,7 @@ import torch
 
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.weights import load_weights, randomize_weights
+from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.registry import build_model
 from quire.types.errors import ModelLoadError
 from quire.types.step import Chunk, StepPlan
@@ -85,6 +86,14 @@ def test_a_row_whose_own_code_raises_fails_alone() -> None:
     assert group.output.failures == ()
     assert group.tokens[0][3:] == alone([1, 2, 3], 4)
     assert group.tokens[1][2:] == alone([4, 5], 1)
+
+
+def test_a_row_that_fails_is_computed_all_the_same_as_others_may_share_its_blocks() -> None:
+    group = bench(sampler=GreedySampler(broken=[13]))
+    group.add(1, [4, 5, 6, 7, 8], seed=13)
+    group.run(chunks=[Chunk(1, 0, 5, (1,))])
+    assert len(group.output.failures) == 1
+    assert group.worker.rows.tokens[1, :5].tolist() == [4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB])
@@ -224,10 +233,11 @@ def test_random_weights_are_repeatable_and_sane() -> None:
     assert outs[0].isfinite().all()
 
 
-def _load(tensors: dict[str, torch.Tensor]) -> None:
+def _load(tensors: dict[str, torch.Tensor]) -> Decoder:
     config = checkpoint().config
     model = build_model(config, LayerBuilder(engine_config().device, config.heads))
     load_weights(model, MemoryCheckpoint(config, tensors, file="weights.bin"))
+    return model
 
 
 def test_loading_reports_progress_and_reads_each_tensor_once() -> None:
@@ -263,7 +273,8 @@ def test_a_tensor_of_a_wrong_shape_is_named_with_both_shapes() -> None:
 def test_stored_rotary_buffers_and_a_head_equal_to_the_tied_embedding_are_harmless() -> None:
     embedding = checkpoint().tensors["model.embed_tokens.weight"]
     extra = {"lm_head.weight": embedding.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
-    _load(checkpoint().tensors | extra)
+    hidden = torch.ones(1, 48, device=DEVICE)
+    assert torch.equal(_load(checkpoint().tensors | extra).logits(hidden), _load(checkpoint().tensors).logits(hidden))
 
 
 def test_a_head_unlike_the_tied_embedding_is_refused() -> None:

@@ -1,0 +1,126 @@
+"""Other ways to run the attention kernels than the tables of attention_config say, to choose those tables from.
+
+A case is named "shape: way"; the first way of a shape is the one in use.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.gpu.attention_cases import DEVICE, DTYPES, HEADS, Case
+from quire.kernels.triton.attention_cascade import UNIT_ROWS
+from quire.kernels.triton.attention_config import PrefillConfig, SplitConfig, prefill_config, split_config
+from quire.kernels.triton.launch import num_processors
+
+Rows = tuple[tuple[int, int], ...]
+
+# Keys of a tile, stages, programs per processor, tiles that a merge costs; by four warps.
+WHOLE = {  # the warps share a tile
+    "bf16": ((64, 3, 3, 1), (128, 3, 1, 2), (32, 4, 4, 2), (64, 4, 2, 2), (128, 3, 1, 4)),
+    "fp8": ((64, 3, 3, 1), (128, 3, 2, 1), (32, 5, 4, 2)),
+}
+LANES = {  # every warp has a lane
+    "bf16": (
+        (64, 3, 3, 1), (64, 3, 3, 3), (64, 2, 4, 2), (64, 3, 2, 2), (64, 4, 2, 2), (128, 3, 1, 2), (128, 3, 1, 4),
+        (128, 2, 2, 2), (64, 5, 1, 2),
+    ),
+    "fp8": (
+        (64, 3, 3, 1), (64, 4, 3, 2), (64, 3, 4, 2), (64, 4, 4, 2), (128, 3, 2, 1), (128, 3, 3, 1), (128, 3, 1, 2),
+        (128, 4, 1, 2), (64, 5, 2, 2),
+    ),
+}  # fmt: skip
+PREFILL = (  # packed rows, keys, warps, stages, registers of a thread
+    (128, 64, 8, 2, None), (128, 128, 8, 2, None), (64, 64, 4, 3, None), (64, 64, 4, 2, None), (128, 64, 8, 2, 128),
+    (128, 32, 4, 3, None), (128, 32, 8, 4, 128), (64, 128, 4, 2, None),
+)  # fmt: skip
+CASCADE = ((32, 64, 4, 3, 2), (64, 64, 4, 2, 2), (64, 128, 4, 2, 1), (128, 64, 8, 3, 1))  # ..., programs per processor
+
+
+def decodes(rows: int, context: int) -> Rows:
+    return tuple((context - 1, 1) for _ in range(rows))
+
+
+def skewed(rows: int) -> Rows:
+    """A few long sequences among many short ones."""
+    return tuple((16383 if row % 16 == 0 else 100 + 37 * (row % 11), 1) for row in range(rows))
+
+
+def uneven(rows: int) -> Rows:
+    """Lengths as they come, from some hundred to two thousand."""
+    return tuple((200 + 613 * row % 1800, 1) for row in range(rows))
+
+
+DECODE_SHAPES = {
+    "1x8192": decodes(1, 8192), "4x2048": decodes(4, 2048), "16x1024": decodes(16, 1024), "16x4096": decodes(16, 4096),
+    "32x1024": decodes(32, 1024), "64x1024": decodes(64, 1024), "128x1024": decodes(128, 1024),
+    "256x1024": decodes(256, 1024), "16 uneven": uneven(16), "64 uneven": uneven(64), "256 uneven": uneven(256),
+    "64 skewed": skewed(64),
+}  # fmt: skip
+PREFILL_SHAPES: dict[str, Rows] = {
+    "64x128": ((0, 128),) * 64, "16x512": ((0, 512),) * 16, "4x2048": ((0, 2048),) * 4, "1x8192": ((0, 8192),),
+    "2048 after 6144": ((6144, 2048),),
+}  # fmt: skip
+
+
+def tuning_cases() -> list[Case]:
+    return [*_decode_cases(), *_prefill_cases(), *_cascade_cases()]
+
+
+def _decode_cases() -> list[Case]:
+    processors, cases = num_processors(DEVICE), []
+    for dtype, whole in WHOLE.items():
+        ways = [SplitConfig(16, n, 4, stages, each * processors, 256 // n, merge) for n, stages, each, merge in whole]
+        for n, stages, each, merge in LANES[dtype]:
+            ways.append(SplitConfig(8, n, 4, stages, each * processors, 256 // n, merge, lanes=4))
+        for shape, rows in DECODE_SHAPES.items():
+            used = split_config(4, 128, DTYPES[dtype], DEVICE, len(rows) * HEADS["8B"][1])
+            for config in [used, *(way for way in ways if way != used)]:
+                cases.append(
+                    Case(f"decode {dtype} {shape}: {_named(config)}", "decode", rows, dtype=dtype, split=config)
+                )
+    return cases
+
+
+def _prefill_cases() -> list[Case]:
+    used, cases = prefill_config(128), []
+    ways = [used, *(PrefillConfig(*way) for way in PREFILL if PrefillConfig(*way) != used)]
+    for shape, rows in PREFILL_SHAPES.items():
+        for way in ways:
+            name = (
+                f"rows {way.block_m} keys {way.block_n} warps {way.warps} stages {way.stages} registers {way.registers}"
+            )
+            cases.append(Case(f"prefill {shape}: {name}", "prefill", rows, tile=way))
+    return cases
+
+
+def _cascade_cases() -> list[Case]:
+    processors, cases = num_processors(DEVICE), []
+    used = split_config(UNIT_ROWS, 128, torch.bfloat16, DEVICE)
+    ways = [SplitConfig(m, n, warps, stages, each * processors, 4) for m, n, warps, stages, each in CASCADE]
+    for groups, group, prefix, suffix in ((1, 256, 2048, 160), (64, 8, 512, 64)):
+        rows = decodes(groups * group, prefix + suffix)
+        for model, heads in HEADS.items():
+            for config in [used, *(way for way in ways if way != used)]:
+                name = f"cascade {model} {groups}x{group}: unit {config.block_m} {_named(config)}"
+                cases.append(Case(name, "cascade", rows, heads, group=group, prefix=prefix, split=config))
+    return cases
+
+
+def _named(config: SplitConfig) -> str:
+    each = config.programs // num_processors(DEVICE)
+    lanes = " lanes" if config.lanes > 1 else ""
+    return (
+        f"keys {config.block_n} warps {config.warps} stages {config.stages} x{each} merge {config.merge_tiles}{lanes}"
+    )
+
+
+def show_best(rows: list[dict[str, object]]) -> None:
+    """The three fastest ways for each shape, and what the one in use takes."""
+    ways: dict[str, list[tuple[float, str]]] = {}
+    for row in rows:
+        shape, way = str(row["case"]).split(": ")
+        ways.setdefault(shape, []).append((float(str(row["us"])), way))
+    for shape, found in ways.items():
+        print(f"best of {shape}; in use {found[0][0]:.1f} us by {found[0][1]}")
+        for us, way in sorted(found)[:3]:
+            print(f"    {us:8.1f} us by {way}")

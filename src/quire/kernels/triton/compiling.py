@@ -1,0 +1,113 @@
+"""Kernels compiled before they are launched, many at once.
+
+Triton compiles a kernel when it is first launched, for the very types, alignments and constants of that launch. So a
+step is run once without launching anything: what it would have launched is what gets compiled, and nothing else.
+Most of a compilation holds no interpreter lock, so threads share the work.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from triton import AsyncCompileMode
+from triton.runtime._async_compile import FutureKernel
+from triton.runtime.cache import triton_key
+from triton.runtime.jit import JITFunction
+
+from quire.kernels.triton.launch import INTERPRETED
+
+MOST_THREADS = 16
+_lock = threading.RLock()
+_begun: dict[str, Future[Any]] = {}  # by Triton's own key of a compilation
+_here = threading.local()  # .inside: this thread is inside `compiling_only`
+
+
+def begin_early() -> None:
+    """Start what the first compilation waits for: Triton digests its own files once in a process. Returns at once."""
+    if not INTERPRETED:
+        _pool().submit(triton_key)
+
+
+@contextmanager
+def compiling_only(*, wait: bool = True) -> Iterator[None]:
+    """Inside, in this thread, a launched kernel does nothing but get compiled; its outputs stay as they were.
+
+    Leaving waits for the compilations; without `wait` they go on in the background. One that fails does so again when
+    its kernel is launched, and says why there. Changes nothing under the interpreter, which compiles nothing, nor
+    inside another one in the same thread, which waits or not for both.
+    """
+    if INTERPRETED or getattr(_here, "inside", False):
+        yield
+        return
+    with _launches_skipped(), _Mode(wait=wait):
+        yield
+
+
+def stop_background() -> None:
+    """Begin no more compilations: a process that ends would have to finish them all."""
+    for future in list(_begun.values()):
+        future.cancel()
+
+
+class _Mode(AsyncCompileMode):  # type: ignore[misc]
+    """A kernel that is being compiled already is not compiled twice, whoever asked first."""
+
+    def __init__(self, *, wait: bool) -> None:
+        super().__init__(_pool(), ignore_errors=True)
+        self._wait = wait
+
+    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+        if key not in self.future_kernels:
+            future = _begun.get(key) or _begin(key, compile_fn, finalize_fn)
+            self.raw_futures.append(future)
+            self.future_kernels[key] = FutureKernel(finalize_fn, future)
+        return self.future_kernels[key]
+
+    def __exit__(self, *error: object) -> None:
+        if not self._wait:
+            self.raw_futures.clear()
+        super().__exit__(*error)
+
+
+def _begin(key: str, compile_fn: Callable[[], Any], finalize: Callable[[Any], None]) -> Future[Any]:
+    """The kernel is put where launches find it by the thread that compiled it, so that nobody need wait."""
+
+    def keep(future: Future[Any]) -> None:
+        _begun.pop(key, None)
+        if not future.cancelled() and future.exception() is None:
+            finalize(future.result())
+
+    future = _pool().submit(compile_fn)
+    future._key = key  # type: ignore[attr-defined]  # by which Triton finds the kernel of a future
+    _begun[key] = future
+    future.add_done_callback(keep)
+    return future
+
+
+@contextmanager
+def _launches_skipped() -> Iterator[None]:
+    """Other threads launch as ever."""
+    with _lock:
+        launch = JITFunction.run
+
+        def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            only = getattr(_here, "inside", False)
+            return launch(self, *args, grid=grid, warmup=warmup or only, **kwargs)
+
+        JITFunction.run, _here.inside = run, True
+        try:
+            yield
+        finally:
+            JITFunction.run, _here.inside = launch, False
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ThreadPoolExecutor(max(1, min(cores, MOST_THREADS)), thread_name_prefix="quire-compile")

@@ -1,0 +1,129 @@
+"""A skinny product with everything it needs in memory, to be run with one tiling or another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quire.kernels.reference.products import product
+from quire.kernels.triton.activation import gate
+from quire.kernels.triton.gauge import num_copies
+from quire.kernels.triton.launch import num_processors
+from quire.kernels.triton.norm import rms_norm
+from quire.kernels.triton.products import Norm, Workspace, skinny_product
+from quire.kernels.triton.products_plan import Shape, Tiling, choose_tiling, rows_held
+from quire.kernels.triton.quantize import quantize_rows
+
+Kind = Literal["bf16", "w8", "w8a8"]  # all two bytes; float8 weights; float8 activations too
+BYTES: dict[Kind, tuple[int, int]] = {"bf16": (2, 2), "w8": (2, 1), "w8a8": (1, 1)}  # of x and of the weight
+_ONE_ROW = ((2, 2048, 1), (4, 1024, 1), (4, 2048, 1), (8, 1024, 1), (16, 1024, 1), (4, 1024, 4), (8, 1024, 3))
+_ROWS = ((64, 256, 4), (64, 128, 6), (128, 128, 4), (128, 256, 3))  # outputs, bytes of a line of K, stages
+_MOST_SPLITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A linear layer: what its product takes along as well."""
+
+    name: str
+    outputs: int  # after the gate, if there is one
+    inputs: int
+    activation: str | None = None
+    residual: bool = False
+    norm: bool = False  # fused when there is one row
+
+    @property
+    def weight_rows(self) -> int:
+        return self.outputs * (1 if self.activation is None else 2)
+
+    def shape(self, rows: int, kind: Kind) -> Shape:
+        return Shape(rows_held(rows), self.outputs, self.inputs, *BYTES[kind], self.activation is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Inputs of one layer's product, with as many weights as it takes to find none in the cache."""
+
+    x: Tensor
+    x_scale: Tensor | None
+    weights: list[tuple[Tensor, Tensor | None]]
+    residual: Tensor | None
+    norm: Norm | None
+    out: Tensor
+
+    @classmethod
+    def make(cls, layer: Layer, rows: int, kind: Kind, device: torch.device) -> Operands:
+        x = torch.randn(rows, layer.inputs, device=device).bfloat16()
+        norm = Norm(torch.rand(layer.inputs, device=device).bfloat16(), 1e-5) if layer.norm and rows == 1 else None
+        weights: list[tuple[Tensor, Tensor | None]] = []
+        for _ in range(num_copies(layer.weight_rows * layer.inputs * BYTES[kind][1])):
+            weight = torch.empty(layer.weight_rows, layer.inputs, dtype=torch.bfloat16, device=device)
+            weight.normal_(0.0, layer.inputs**-0.5)
+            weights.append((weight, None) if kind == "bf16" else quantize_rows(weight))
+        small, scale = quantize_rows(x) if kind == "w8a8" else (x, None)
+        residual = torch.randn(rows, layer.outputs, device=device).bfloat16() if layer.residual else None
+        out = torch.empty(rows, layer.outputs, dtype=torch.bfloat16, device=device)
+        return cls(small, scale, weights, residual, norm, out)
+
+    def call(
+        self, layer: Layer, index: int, workspace: Workspace, tiling: Tiling | None = None, dependent: bool = False
+    ) -> None:
+        weight, weight_scale = self.weights[index]
+        skinny_product(
+            self.x, weight, workspace, residual=self.residual, x_scale=self.x_scale, weight_scale=weight_scale,
+            activation=layer.activation, norm=self.norm, out=self.out, tiling=tiling, dependent=dependent,
+        )  # fmt: skip
+
+    def calls(self, layer: Layer, workspace: Workspace, tiling: Tiling | None = None) -> list[Callable[[], None]]:
+        return [partial(self.call, layer, index, workspace, tiling) for index in range(len(self.weights))]
+
+    def library_calls(self, layer: Layer) -> list[Callable[[], None]]:
+        """The same by the library, the norm before it and the gate after it by kernels. For bfloat16 weights."""
+        return [partial(self._by_library, layer, index) for index in range(len(self.weights))]
+
+    def error(self, layer: Layer, workspace: Workspace, tiling: Tiling | None = None) -> float:
+        """Norm of the difference from the truth over the norm of the truth; what is not a number counts as infinite."""
+        self.out.fill_(float("nan"))
+        self.call(layer, 0, workspace, tiling)
+        weight, weight_scale = self.weights[0]
+        wanted = product(
+            self.x, weight, residual=self.residual, x_scale=self.x_scale, weight_scale=weight_scale,
+            activation=layer.activation, norm=self.norm and (self.norm.weight, self.norm.eps),
+        ).double()  # fmt: skip
+        difference = (self.out.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
+        return float(difference) if bool(difference.isfinite()) else float("inf")
+
+    def _by_library(self, layer: Layer, index: int) -> None:
+        turned = self.weights[index][0].t()
+        x = self.x if self.norm is None else rms_norm(self.x, *self.norm)
+        if layer.activation is not None:
+            gate(torch.mm(x, turned), layer.activation, self.out)
+        elif self.residual is not None:
+            self.residual.addmm_(x, turned)
+        else:
+            torch.mm(x, turned, out=self.out)
+
+
+def candidates(layer: Layer, rows: int, kind: Kind, device: torch.device) -> list[Tiling]:
+    """Tilings worth a trial, the present choice first."""
+    x_bytes, weight_bytes = BYTES[kind]
+    gated = layer.activation is not None
+    present = choose_tiling(rows, layer.outputs, layer.inputs, x_bytes, weight_bytes, gated, device)
+    if rows == 1:
+        return list(dict.fromkeys([present, *(Tiling(1, n, k, 1, 4, stages) for n, k, stages in _ONE_ROW)]))
+    found, processors = [present], num_processors(device)
+    for block_n, line, stages in _ROWS:
+        if gated and block_n == 128:
+            continue
+        block_k = line // x_bytes
+        steps, tiles = -(-layer.inputs // block_k), -(-layer.outputs // block_n)
+        for programs in (processors, 2 * processors, 4 * processors):
+            splits = max(1, min(_MOST_SPLITS, round(programs / tiles), steps // 2))
+            splits = -(-steps // -(-steps // splits))
+            found.append(Tiling(present.block_m, block_n, block_k, splits, 4, stages))
+    return list(dict.fromkeys(found))

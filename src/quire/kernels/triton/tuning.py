@@ -1,0 +1,162 @@
+"""The fastest tilings of products on one device: found by trials, kept as JSON, read back with every number checked."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.kernels.triton.compiling import compiling_only
+from quire.kernels.triton.gauge import Timer
+from quire.kernels.triton.product_trials import Kind, Layer, Operands, candidates
+from quire.kernels.triton.products import Workspace
+from quire.kernels.triton.products_plan import MOST_ROWS, Found, Shape, Tiling, fits_workspace, rows_held
+
+logger = logging.getLogger("quire.kernels")
+
+ROWS = (1, 16, 32, 64)  # one for each number that tilings are made for
+LARGEST_ERROR = 0.05
+FORMAT = 1
+_LIMITS = Tiling(MOST_ROWS, 512, 16384, 64, 32, 16)  # no tiling goes beyond
+
+
+class Trial(NamedTuple):
+    """What came of one layer with so many rows. Microseconds; infinite: none could be run."""
+
+    layer: Layer
+    rows: int
+    kind: Kind
+    present: Tiling  # what was chosen before
+    present_us: float
+    best: Tiling
+    best_us: float
+    library_us: float | None  # None: the library has no such product
+
+
+Run = Callable[[Layer, int, Kind], Trial]
+
+
+def run_trial(device: torch.device, workspace: Workspace, timer: Timer) -> Run:
+    """Trials on a device. The workspace must be like the engine's: what does not fit in it is no choice."""
+
+    def run(layer: Layer, rows: int, kind: Kind) -> Trial:
+        operands, tilings = Operands.make(layer, rows, kind, device), candidates(layer, rows, kind, device)
+        with compiling_only():
+            for tiling in tilings:
+                _attempt(lambda tiling=tiling: operands.call(layer, 0, workspace, tiling))  # type: ignore[misc]
+        times = {tiling: _time(operands, layer, workspace, tiling, timer) for tiling in tilings}
+        best = min(times, key=times.__getitem__)
+        library = timer(operands.library_calls(layer)) if kind == "bf16" else None
+        return Trial(layer, rows, kind, tilings[0], times[tilings[0]], best, times[best], library)
+
+    return run
+
+
+def tune(layers: Sequence[Layer], run: Run, *, float8: bool) -> Iterator[Trial]:
+    """A trial of every layer with every number of rows. `float8`: of all weights but the head's, and of activations
+    where there are several rows."""
+    for layer in layers:
+        for rows in ROWS:
+            small: Kind = "w8" if rows == 1 else "w8a8"
+            yield run(layer, rows, small if float8 and layer.name != "head" else "bf16")
+
+
+def found_by(trials: Sequence[Trial]) -> Found:
+    """The best tilings, and for every bfloat16 weight up to how many rows they beat the library."""
+    tilings = {
+        trial.layer.shape(trial.rows, trial.kind): trial.best for trial in trials if trial.best_us < float("inf")
+    }
+    own_rows: dict[tuple[int, int], int] = {}
+    lost: set[tuple[int, int]] = set()
+    for trial in sorted(trials, key=lambda trial: trial.rows):
+        weight = trial.layer.weight_rows, trial.layer.inputs
+        if trial.library_us is None or weight in lost:
+            continue
+        if trial.best_us <= trial.library_us:
+            own_rows[weight] = trial.rows
+        else:
+            lost.add(weight)
+            own_rows.setdefault(weight, 0)
+    return Found(tilings, own_rows)
+
+
+def to_json(found: Found, gpu: str, version: str) -> str:
+    tilings = [[list(shape), list(tiling)] for shape, tiling in found.tilings.items()]
+    own_rows = [[*weight, rows] for weight, rows in found.own_rows.items()]
+    table = {"format": FORMAT, "gpu": gpu, "triton": version, "tilings": tilings, "own_rows": own_rows}
+    return json.dumps(table, indent=1)
+
+
+def from_json(text: str, gpu: str, version: str) -> Found:
+    """Raises ValueError for anything but a table of this device and version that `to_json` could have written."""
+    table = json.loads(text)
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        raise ValueError(f"it is no tuning table of format {FORMAT}")
+    if (table.get("gpu"), table.get("triton")) != (gpu, version):
+        raise ValueError(f"it was made for {table.get('gpu')} with triton {table.get('triton')}")
+    tilings = {}
+    for shape, tiling in _lines(table, "tilings", 2):
+        read = _shape(shape), Tiling(*_whole(tiling, len(Tiling._fields)))
+        _check(*read)
+        tilings[read[0]] = read[1]
+    own_rows = {}
+    for line in _lines(table, "own_rows", 3):
+        outputs, inputs, rows = _whole(line, 3)
+        if rows > MOST_ROWS:
+            raise ValueError(f"{rows} rows are more than {MOST_ROWS}")
+        own_rows[outputs, inputs] = rows
+    return Found(tilings, own_rows)
+
+
+def _attempt(call: Callable[[], None]) -> bool:
+    """Whether a tiling can be run at all: some take more shared memory, registers or workspace than there is."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  (the compiler and the driver raise what they like)
+        logger.debug("a tiling cannot be run: %s", error)
+        return False
+    return True
+
+
+def _time(operands: Operands, layer: Layer, workspace: Workspace, tiling: Tiling, timer: Timer) -> float:
+    if not _attempt(lambda: operands.call(layer, 0, workspace, tiling)):
+        return float("inf")
+    right = operands.error(layer, workspace, tiling) <= LARGEST_ERROR
+    return timer(operands.calls(layer, workspace, tiling)) if right else float("inf")
+
+
+def _lines(table: dict[str, Any], name: str, width: int) -> list[list[Any]]:
+    lines = table.get(name)
+    if not isinstance(lines, list) or not all(isinstance(line, list) and len(line) == width for line in lines):
+        raise ValueError(f"{name} must be a list of lists of {width}")
+    return lines
+
+
+def _whole(values: Any, count: int) -> list[int]:
+    fits = isinstance(values, list) and len(values) == count
+    if not fits or not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{values!r:.80} is not a list of {count} whole numbers")
+    return list(values)
+
+
+def _shape(values: Any) -> Shape:
+    if not isinstance(values, list) or not values or type(values[-1]) is not bool:
+        raise ValueError(f"{values!r:.80} is no shape")
+    rows, outputs, inputs, x_bytes, weight_bytes = _whole(values[:-1], 5)
+    return Shape(rows, outputs, inputs, x_bytes, weight_bytes, values[-1])
+
+
+def _check(shape: Shape, tiling: Tiling) -> None:
+    """That launching it is safe: its blocks hold the rows, and no number is beyond what kernels are made for."""
+    blocks = (tiling.block_m, tiling.block_n, tiling.block_k, tiling.warps)
+    if any(size < 1 or size & (size - 1) for size in blocks) or tiling.splits < 1 or tiling.stages < 1:
+        raise ValueError(f"{tiling} has a block that is no power of two")
+    if tiling.block_m != shape.rows or rows_held(shape.rows) != shape.rows:
+        raise ValueError(f"{tiling} is not for {shape.rows} rows")
+    if not fits_workspace(shape, tiling) or (tiling.block_m == 1 and tiling.splits > 1):
+        raise ValueError(f"{tiling} is split too often for {shape.outputs} outputs")
+    if any(size > most for size, most in zip(tiling, _LIMITS, strict=True)):
+        raise ValueError(f"{tiling} is larger than any kernel")

@@ -1,0 +1,82 @@
+"""What a GPU can do and what the kernels get of it, and the search for their best tilings: for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from quire.config.model import ModelConfig
+from quire.runtime.accelerator import LEAST_CAPABILITY
+from quire.runtime.tuned import add_to_table
+from quire.types.errors import QuireError
+
+FLOAT8_CAPABILITY = (8, 9)
+
+
+def find_gpu() -> torch.device:
+    """The GPU that is measured: the current one. Raises QuireError where the kernels cannot run."""
+    if not torch.cuda.is_available():
+        raise QuireError(f"no CUDA device is seen by torch {torch.__version__}; `quire doctor` says what is here")
+    device = torch.device("cuda", torch.cuda.current_device())
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        raise QuireError(f"{torch.cuda.get_device_name(device)} is too old for the Triton kernels")
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        raise QuireError("triton is not installed; install it beside torch") from None
+    return device
+
+
+def measure_ceilings(device: torch.device) -> dict[str, float]:
+    """Bytes or operations a second, by name."""
+    from quire.kernels.triton import gauge
+
+    return gauge.measure_ceilings(device)._asdict()
+
+
+def measure_kernels(device: torch.device, ceilings: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """A reading of every kernel, or its name and the error that kept it from being read."""
+    from quire.kernels.triton.compiling import compiling_only
+    from quire.kernels.triton.gauge import Ceilings, gauge, graph_us
+    from quire.kernels.triton.gauge_cases import Sizes, cases
+
+    has_float8 = torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
+    for make in cases(Sizes(), device, float8=has_float8):
+        case = make()
+        try:
+            with compiling_only():
+                case.calls[0]()
+            yield gauge(case, Ceilings(**ceilings), graph_us)._asdict()
+        except Exception as error:  # noqa: BLE001  (one kernel must not hide the others)
+            yield {"name": case.name, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+
+
+def tune_products(
+    device: torch.device, model: ModelConfig, *, float8: bool, report: Callable[[dict[str, Any]], None]
+) -> str:
+    """Try tilings of every product of the model, keep the best for later engines, and return the file they are in."""
+    import triton
+
+    from quire.kernels.triton.gauge import graph_us
+    from quire.kernels.triton.gauge_cases import Sizes
+    from quire.kernels.triton.products import Workspace
+    from quire.kernels.triton.tuning import found_by, run_trial, tune
+
+    heads = model.heads
+    sizes = Sizes(
+        model.hidden_size, model.intermediate_size, heads.num_query, heads.num_kv, heads.dim, model.vocab_size
+    )
+    trials = []
+    for trial in tune(sizes.layers(), run_trial(device, Workspace.make(device), graph_us), float8=float8):
+        trials.append(trial)
+        report(
+            {
+                "layer": trial.layer.name, "rows": trial.rows, "kind": trial.kind, "present_us": trial.present_us,
+                "best_us": trial.best_us, "library_us": trial.library_us, "tiling": list(trial.best),
+            }
+        )  # fmt: skip
+    gpu = torch.cuda.get_device_name(device)
+    return str(add_to_table(found_by(trials), gpu, triton.__version__))

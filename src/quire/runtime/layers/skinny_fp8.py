@@ -1,0 +1,119 @@
+"""Products by float8 weights on a GPU: the same work as `skinny`, rows in float8 too unless there is one alone.
+
+One row is bound by reading the weight, so it stays in the run dtype. More rows are quantized on the way: inside the
+norm or the gate before the product where there is one, else by a kernel of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.triton.activation import gate
+from quire.kernels.triton.launch import FLOAT8
+from quire.kernels.triton.norm import rms_norm
+from quire.kernels.triton.products import Norm, Workspace, skinny_product
+from quire.kernels.triton.products_plan import own_rows
+from quire.kernels.triton.quantize import quantize_rows
+from quire.runtime.layers.product import Multiply, NumbersProduct
+from quire.runtime.quantization.fp8 import Float8Rows, multiply_scaled
+
+Rows = Tensor | Float8Rows  # [tokens, in]
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Multiply:
+    """Multiplies rows [tokens, in] by a float8 weight [out, in]; results are in `dtype`."""
+
+    weight: Float8Rows
+    bias: Tensor | None
+    dtype: torch.dtype
+    workspace: Workspace
+    few: int  # rows up to which our own kernel runs, at least one
+    dependent_rows: int  # rows from which a kernel is launched while the one before still runs
+
+    def __call__(self, x: Tensor) -> Tensor:  # [tokens, out]
+        return self._by_kernel(x) if len(x) == 1 else self._product(self._quantized(x))
+
+    def after_norm(self, x: Tensor, norm: Norm) -> Tensor:  # [tokens, out]
+        """The product of x over its root mean square."""
+        if len(x) == 1:
+            return self._by_kernel(x, norm=norm)
+        return self._product(self._normed(x, norm))
+
+    def gated(self, x: Tensor, norm: Norm, activation: str) -> Rows:  # [tokens, out / 2]
+        """activation(gate) * up, for a weight of gate rows, then up rows, of x over its root mean square."""
+        if len(x) == 1:
+            return self._by_kernel(x, norm=norm, activation=activation)
+        normed = self._normed(x, norm)
+        if len(x) <= self.few:
+            return self._by_kernel(normed, activation=activation)
+        out = self._small(len(x), len(self.weight.scale) // 2)
+        gate(self._by_library(normed), activation, out.numbers, out.scale, dependent=self._is_dependent(len(x)))
+        return out
+
+    def add_to(self, target: Tensor, x: Rows) -> None:
+        """Add the product to `target` [tokens, out] in place."""
+        if len(target) == 1:
+            self._by_kernel(x, residual=target)
+            return
+        small = x if isinstance(x, Float8Rows) else self._quantized(x)
+        if len(target) <= self.few:
+            self._by_kernel(small, residual=target)
+        else:
+            target.add_(self._by_library(small))
+
+    def _product(self, x: Float8Rows) -> Tensor:
+        return self._by_kernel(x) if len(x.numbers) <= self.few else self._by_library(x)
+
+    def _by_kernel(
+        self, x: Rows, *, norm: Norm | None = None, activation: str | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        numbers, scale = x if isinstance(x, Float8Rows) else (x, None)
+        outputs = len(self.weight.scale) // (1 if activation is None else 2)
+        out = residual
+        if out is None:
+            out = torch.empty(len(numbers), outputs, dtype=self.dtype, device=numbers.device)
+        return skinny_product(
+            numbers, self.weight.numbers, self.workspace,
+            bias=self.bias, residual=residual, x_scale=scale, weight_scale=self.weight.scale,
+            activation=activation, norm=norm, out=out, dependent=self._is_dependent(len(numbers)),
+        )  # fmt: skip
+
+    def _by_library(self, x: Float8Rows) -> Tensor:
+        product = multiply_scaled(x, self.weight, self.dtype)
+        return product if self.bias is None else product.add_(self.bias)
+
+    def _normed(self, x: Tensor, norm: Norm) -> Float8Rows:
+        out = self._small(*x.shape)
+        rms_norm(x, norm.weight, norm.eps, out.numbers, out.scale, dependent=self._is_dependent(len(x)))
+        return out
+
+    def _quantized(self, x: Tensor) -> Float8Rows:
+        out = self._small(*x.shape)
+        quantize_rows(x, out.numbers, out.scale, dependent=self._is_dependent(len(x)))
+        return out
+
+    def _is_dependent(self, rows: int) -> bool:
+        return rows >= self.dependent_rows
+
+    def _small(self, rows: int, size: int) -> Float8Rows:
+        device = self.weight.numbers.device
+        numbers = torch.empty(rows, size, dtype=FLOAT8, device=device)
+        return Float8Rows(numbers, torch.empty(rows, dtype=torch.float32, device=device))
+
+
+class Float8Product(NumbersProduct):
+    """Weights become float8 when they are packed; all of a model share one workspace."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, dependent_rows: int) -> None:
+        super().__init__(dtype)
+        self._workspace, self._dependent_rows = Workspace.make(device), dependent_rows
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
+        small = Float8Rows(*quantize_rows(weight))
+        outputs, inputs = weight.shape
+        few = own_rows(outputs, inputs, "fp8")
+        return Float8Multiply(small, bias, self.held, self._workspace, few, self._dependent_rows)

@@ -1,0 +1,48 @@
+"""Float8 (e4m3) numbers with a scale per row: weights by output, quantized once, and activations by token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels.reference.quantize import quantize_rows
+
+LIBRARY_MULTIPLE = 16  # inputs and outputs the library's product must be a multiple of
+_NUMBERS_AT_ONCE = 1 << 22  # quantized at once by plain torch, which needs them in float32
+
+
+class Float8Rows(NamedTuple):
+    """Rows that are numbers * scale."""
+
+    numbers: Tensor  # [rows, size] float8
+    scale: Tensor  # [rows] float32
+
+    def values(self, dtype: torch.dtype) -> Tensor:  # [rows, size]
+        return (self.numbers.float() * self.scale[:, None]).to(dtype)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """What is left of rows [rows, size] after float8, in x's dtype. By plain torch, a part at a time."""
+    parts = torch.split(x, max(1, _NUMBERS_AT_ONCE // x.shape[1]))
+    return torch.cat([Float8Rows(*quantize_rows(part)).values(x.dtype) for part in parts])
+
+
+def multiply_scaled(x: Float8Rows, weight: Float8Rows, dtype: torch.dtype) -> Tensor:
+    """x @ weight.T by the library on a GPU, [rows, outputs] in `dtype`; it sums fast and itself rounds to bfloat16.
+
+    What it cannot take, and tensors on a CPU, are multiplied as plain numbers.
+    """
+    outputs, inputs = weight.numbers.shape
+    if not x.numbers.is_cuda or inputs % LIBRARY_MULTIPLE or outputs % LIBRARY_MULTIPLE:
+        return torch.mm(x.values(dtype), weight.values(dtype).t())
+    product: Tensor = torch._scaled_mm(
+        x.numbers,
+        weight.numbers.t(),
+        scale_a=x.scale[:, None],
+        scale_b=weight.scale[None],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    return product.to(dtype)

@@ -1,0 +1,65 @@
+"""Where tuned tilings are kept on disk, and their use by an engine that starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from quire.config.environment import read_environment
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.products_plan import Found
+
+logger = logging.getLogger("quire.runtime")
+
+
+def adopt_tuned(device: torch.device) -> None:
+    """Choose tilings from now on by this GPU's table, if there is one that can be used."""
+    import triton
+
+    from quire.kernels.triton.products_plan import adopt
+
+    found = read_table(torch.cuda.get_device_name(device), triton.__version__)
+    if found is not None:
+        adopt(found)
+
+
+def table_path(gpu: str, version: str) -> Path:
+    """The file of one kind of GPU and one version of Triton, under the cache folder. It may not exist."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", f"{gpu} triton {version}").strip("-").lower()
+    return read_environment().cache / "tuning" / f"{name}.json"
+
+
+def read_table(gpu: str, version: str) -> Found | None:
+    """None where there is no table. One that cannot be used is ignored, and named in a warning."""
+    from quire.kernels.triton.tuning import from_json
+
+    path = table_path(gpu, version)
+    if not path.is_file():
+        return None
+    try:
+        found = from_json(path.read_text(encoding="utf-8"), gpu, version)
+    except (OSError, ValueError) as error:
+        logger.warning("the tuning table %s is ignored: %s; run `quire tune` again or remove it", path, error)
+        return None
+    logger.info("products are tiled as tuned in %s", path)
+    return found
+
+
+def add_to_table(found: Found, gpu: str, version: str) -> Path:
+    """Keep what was found beside what is known of other shapes. An engine that starts never reads half a table."""
+    from quire.kernels.triton.tuning import to_json
+
+    path, known = table_path(gpu, version), read_table(gpu, version)
+    if known is not None:
+        found = type(found)(known.tilings | found.tilings, known.own_rows | found.own_rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(to_json(found, gpu, version), encoding="utf-8")
+    part.replace(path)
+    return path

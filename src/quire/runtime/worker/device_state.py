@@ -1,0 +1,20 @@
+"""What all steps on a GPU share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.runtime.attention.triton import TritonAttention
+from quire.runtime.worker.cache import KVCache
+from quire.runtime.worker.device_rows import DeviceRows
+from quire.runtime.worker.shared_runs import SharedRuns
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """Rows, cache, the attention that reads both, and the groups of rows it was told of."""
+
+    rows: DeviceRows
+    cache: KVCache
+    attention: TritonAttention
+    shared: SharedRuns

@@ -1,0 +1,50 @@
+"""How decode attention is run, by the size of a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention_cases import DTYPES, FLOAT8, Heads, close, paged, rule_for
+from quire.kernels.triton.attention_config import SplitConfig, decode_configs, split_config
+from quire.kernels.triton.attention_decode import paged_decode
+from quire.kernels.triton.attention_schedule import allocate_split_plan, fill_split_plan, with_config
+from triton_cases import DEVICE
+
+CPU = torch.device("cpu")  # counts as four processors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, FLOAT8])
+@pytest.mark.parametrize("kv", [1, 2, 8])
+@pytest.mark.parametrize("most", [1, 3, 64])
+def test_configs_cover_every_number_of_rows_in_order(dtype: torch.dtype, kv: int, most: int) -> None:
+    found = decode_configs((4 * kv, kv), 128, dtype, CPU, most)
+    limits = [limit for limit, _ in found]
+    assert limits == sorted(set(limits))
+    assert limits[-1] == most
+    for rows in range(1, most + 1):
+        config = next(config for limit, config in found if rows <= limit)
+        assert config == split_config(4, 128, dtype, CPU, rows * kv)
+
+
+def test_few_pairs_take_larger_tiles_by_fewer_programs() -> None:
+    (few, small), *_, (_, large) = decode_configs((4, 1), 128, torch.bfloat16, CPU, 64)
+    assert few == 4
+    assert small.programs < large.programs
+    assert small.block_n > large.block_n
+
+
+def test_plans_of_several_configs_share_their_memory() -> None:
+    heads = Heads(4, 2, 16)
+    case = paged([70, 9, 33], heads, 4, DTYPES[0])
+    memory = allocate_split_plan(case.key_cache, heads.query, 4, config=SplitConfig(16, 16, 4, 3, 9, 1))
+    query, rule, lengths = case.queries(3), rule_for(heads), torch.tensor(case.lengths, device=DEVICE)
+    for config in (memory.config, SplitConfig(16, 32, 4, 2, 3, 1), memory.config):
+        plan = with_config(memory, config)
+        assert plan.parts.data_ptr() == memory.parts.data_ptr()
+        fill_split_plan(plan, lengths)
+        out = paged_decode(query, case.key_cache, case.value_cache, case.tables, plan, rule)
+        for row, length in enumerate(case.lengths):
+            close(out[row : row + 1], case.expected(query[row : row + 1], row, length - 1, rule))
+    with pytest.raises(ValueError, match="no room"):
+        with_config(memory, SplitConfig(16, 16, 4, 3, 10, 1))

@@ -1,0 +1,72 @@
+"""Compiles kernels for an H200 on any machine, ahead of their launch, and prints what happened as JSON.
+
+A process of its own: the tests around it run kernels in Triton's interpreter, which is chosen when triton is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from quire.kernels.triton.activation import gate
+from quire.kernels.triton.compiling import compiling_only, stop_background
+from quire.kernels.triton.norm import rms_norm
+
+
+class H200:
+    """What Triton asks of a device when it compiles for it."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def step(rows: int) -> None:
+    x, out = torch.ones(rows, 64, dtype=torch.bfloat16), torch.zeros(rows, 64, dtype=torch.bfloat16)
+    rms_norm(x, x[0], 1e-6, out)
+    gate(torch.ones(rows, 128, dtype=torch.bfloat16), "silu", out)
+    assert not out.any(), "a kernel was launched"
+
+
+def main() -> None:
+    driver.set_active(H200())
+    compiled: list[str] = []
+    asked: list[tuple[bool, bool]] = []  # of every launch: is it the main thread's, is it only compiled
+    knobs.compilation.listener = lambda *, src, **_: compiled.append(src.name)
+    run = JITFunction.run
+
+    def watch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        asked.append((threading.current_thread() is threading.main_thread(), warmup))
+        return run(self, *args, grid=grid, warmup=True, **kwargs) if warmup else None
+
+    JITFunction.run = watch
+    with compiling_only():
+        step(3)
+        other = threading.Thread(target=step, args=(3,))
+        other.start()
+        other.join()
+    ahead = len(compiled)
+    with compiling_only():
+        step(3)
+    again = len(compiled) - ahead
+    with compiling_only(wait=False):
+        step(1)
+    stop_background()
+    found = {"ahead": ahead, "again": again, "asked": asked, "restored": JITFunction.run is watch}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

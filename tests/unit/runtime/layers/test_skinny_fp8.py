@@ -1,0 +1,81 @@
+"""Float8 products that take norm, gate and addition along mean the same for one row, for a few and for many."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from quire.kernels.reference.elementwise import rms_norm
+from quire.kernels.triton.products import Norm
+from quire.runtime.layers import skinny_fp8
+from quire.runtime.layers.skinny_fp8 import Float8Multiply, Float8Product
+from quire.runtime.quantization.fp8 import Float8Rows, rounded
+from triton_cases import DEVICE, ON_GPU, rand
+
+INPUTS, OUTPUTS, FEW = 32, 48, 3
+NEAR = {torch.float32: 2e-4, torch.float16: 1e-2}
+LIBRARY = 2e-2 if ON_GPU else 1e-3  # there it rounds to bfloat16
+
+
+def packed(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, biased: bool) -> Float8Multiply:
+    monkeypatch.setattr(skinny_fp8, "own_rows", lambda *_: FEW)
+    weight = rand(OUTPUTS, INPUTS, dtype=dtype, scale=INPUTS**-0.5)
+    bias = rand(OUTPUTS, dtype=dtype, seed=1) if biased else None
+    made = Float8Product(dtype, DEVICE, dependent_rows=sys.maxsize).pack(weight, bias)
+    assert isinstance(made, Float8Multiply)
+    torch.testing.assert_close(made.weight.values(dtype), rounded(weight))
+    return made
+
+
+@pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_way_is_the_plain_formula_over_rounded_numbers(
+    rows: int, biased: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply = packed(monkeypatch, dtype, biased=biased)
+    x, norm = rand(rows, INPUTS, dtype=dtype, seed=2), Norm(rand(INPUTS, dtype=dtype, seed=3), 1e-5)
+    bias = None if multiply.bias is None else multiply.bias.float()
+
+    def plain(of: torch.Tensor) -> torch.Tensor:
+        of = of if rows == 1 else rounded(of)
+        return F.linear(of.float(), multiply.weight.values(torch.float32), bias)
+
+    def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+        assert found.dtype == dtype
+        bound = max(NEAR[dtype], LIBRARY) if rows > FEW else NEAR[dtype]
+        torch.testing.assert_close(found.float(), wanted, rtol=bound, atol=bound)
+
+    near(multiply(x), plain(x))
+    normed = plain(rms_norm(x, norm.weight, norm.eps))
+    near(multiply.after_norm(x, norm), normed)
+    stream = rand(rows, OUTPUTS, dtype=dtype, seed=4)
+    wanted = stream.float() + plain(x)
+    multiply.add_to(stream, x)
+    near(stream, wanted)
+
+
+@pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
+def test_the_gate_hands_its_rows_to_the_next_product(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up = packed(monkeypatch, torch.float32, biased=True)
+    product = Float8Product(torch.float32, DEVICE, dependent_rows=sys.maxsize)
+    down = product.pack(rand(INPUTS, OUTPUTS // 2, seed=5), None)
+    assert isinstance(down, Float8Multiply)
+    x, norm = rand(rows, INPUTS, seed=2), Norm(rand(INPUTS, seed=3), 1e-5)
+    gated = gate_up.gated(x, norm, "silu")
+    assert isinstance(gated, Float8Rows) == (rows > FEW)
+    found = gated.values(torch.float32) if isinstance(gated, Float8Rows) else gated
+    normed = rms_norm(x, norm.weight, norm.eps)
+    numbers = normed if rows == 1 else rounded(normed)
+    gate, up = F.linear(numbers, gate_up.weight.values(torch.float32), gate_up.bias).chunk(2, dim=-1)
+    wanted = F.silu(gate) * up
+    torch.testing.assert_close(found, rounded(wanted) if rows > FEW else wanted, rtol=0.07, atol=LIBRARY)
+    stream = torch.zeros(rows, INPUTS, device=DEVICE)
+    down.add_to(stream, gated)
+    numbers = found if rows == 1 else rounded(found)
+    torch.testing.assert_close(stream, F.linear(numbers, down.weight.values(torch.float32)), rtol=LIBRARY, atol=LIBRARY)
