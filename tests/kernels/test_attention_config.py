@@ -29,7 +29,7 @@ def test_configs_cover_every_number_of_rows_in_order(dtype: torch.dtype, kv: int
 
 def test_few_pairs_take_larger_tiles_by_fewer_programs() -> None:
     (few, small), *_, (_, large) = decode_configs((4, 1), 128, torch.bfloat16, CPU, 64)
-    assert few == 4
+    assert few == 1  # of four processors, a quarter of a pair each
     assert small.programs < large.programs
     assert small.block_n > large.block_n
 

@@ -56,7 +56,8 @@ def test_rows_of_one_length_are_cut_alike() -> None:
 
 def test_rows_are_not_cut_where_that_ends_as_soon() -> None:
     assert shares(plan_of([160] * 3, 7, kv_heads=2)) == [10] * 6  # by 7 programs, 9 tiles and the merge
-    assert len(shares(plan_of([160] * 3, 11, kv_heads=2))) == 11  # 6 tiles and the merge
+    assert shares(plan_of([160] * 3, 11, kv_heads=2)) == [10] * 6  # 3 a processor would each take 6 tiles and the merge
+    assert len(shares(plan_of([160] * 5, 8, kv_heads=1))) == 8  # 2 a processor either way, 7 tiles and the merge or 10
 
 
 def test_short_rows_are_not_cut() -> None:

@@ -129,6 +129,8 @@ class PrefixTree:
         node.parent.discard(node)
 
     def clear(self) -> None:
+        for node in self._nodes.values():
+            node.parent, node.children = None, []  # nothing is left in a ring for the garbage collector to find
         self._nodes.clear()
         self.root = Node(-1, b"", None)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.kernels.triton.attention_config import SplitConfig, split_config
 from quire.kernels.triton.attention_split import base_of
+from quire.kernels.triton.launch import num_processors
 
 PROGRAM_NUMBERS = 8  # unit, tile in the unit, tiles, low, high, table row, tiles of all, programs with work
 UNIT_NUMBERS = 4  # low, high, table row, unused
@@ -82,18 +83,18 @@ def fill_split_plan(
         raise ValueError(f"{count} units, but the plan has room for {plan.units.shape[0]}")
     padded = triton.next_power_of_2(count)
     at_once = max(1, min(32, _COMPARED_AT_ONCE // padded))
-    num_programs = plan.programs.shape[0]
+    num_programs, processors = plan.programs.shape[0], num_processors(lengths.device)
     _share_out[(triton.cdiv(num_programs, at_once),)](
-        lengths, begins, table_rows, plan.units, plan.programs, count, num_programs, window,
+        lengths, begins, table_rows, plan.units, plan.programs, count, num_programs, processors, window,
         KV_HEADS=plan.kv_heads, BLOCK_N=plan.config.block_n, BLOCK_SIZE=plan.block_size,
         LEAST_TILES=plan.config.least_tiles, MERGE_TILES=plan.config.merge_tiles, UNITS_PAD=padded, AT_ONCE=at_once,
         num_warps=4,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_units", "num_programs"])
+@triton.jit(do_not_specialize=["num_units", "num_programs", "processors"])
 def _share_out(
-    lengths, begins, table_rows, units, programs, num_units, num_programs, window,
+    lengths, begins, table_rows, units, programs, num_units, num_programs, processors, window,
     KV_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     LEAST_TILES: tl.constexpr, MERGE_TILES: tl.constexpr, UNITS_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +113,7 @@ def _share_out(
 
     program = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     pairs = tl.sum((tiles > 0).to(tl.int32), 0) * KV_HEADS
-    active = _active(total, pairs, num_programs, LEAST_TILES, MERGE_TILES)
+    active = _active(total, pairs, num_programs, processors, LEAST_TILES, MERGE_TILES)
     start = (program.to(tl.int64) * total // active).to(tl.int32)
     stop = ((program + 1).to(tl.int64) * total // active).to(tl.int32)
     before = end[None, :] <= start[:, None]  # [AT_ONCE, UNITS_PAD]
@@ -132,12 +133,12 @@ def _share_out(
 
 
 @triton.jit
-def _active(total, pairs, num_programs, LEAST_TILES: tl.constexpr, MERGE_TILES: tl.constexpr):
+def _active(total, pairs, num_programs, processors, LEAST_TILES: tl.constexpr, MERGE_TILES: tl.constexpr):
     """How many programs to share `total` tiles of `pairs` (unit, head) pairs out to.
 
     Either as many as are useful, shares below LEAST_TILES being not; or the same whole number for every pair, so that
-    pairs of one length are never cut across, and with one program each not at all. Whichever ends first: a cut costs
-    as much time as MERGE_TILES tiles.
+    pairs of one length are never cut across, and with one program each not at all. Whichever ends first: programs of
+    one processor share what it can read, and a cut costs each of them as much as MERGE_TILES tiles.
     """
     pairs = tl.maximum(pairs, 1)
     useful = tl.maximum(tl.minimum(num_programs, total // LEAST_TILES), 1)
@@ -145,8 +146,9 @@ def _active(total, pairs, num_programs, LEAST_TILES: tl.constexpr, MERGE_TILES: 
     if even > num_programs:
         found = num_programs
     else:
-        if_even = tl.cdiv(total, even) + tl.where(even > pairs, MERGE_TILES, 0)
-        found = tl.where(if_even <= tl.cdiv(total, useful) + MERGE_TILES, even, useful)
+        if_even = tl.cdiv(even, processors) * (tl.cdiv(total, even) + tl.where(even > pairs, MERGE_TILES, 0))
+        if_cut = tl.cdiv(useful, processors) * (tl.cdiv(total, useful) + MERGE_TILES)
+        found = tl.where(if_even <= if_cut, even, useful)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,6 +79,8 @@ class SingleExecutor:
         self._ring = TokenRing(config.scheduler.num_rows)
         if self._compiles:
             self._worker.prepare()
+        gc.collect()
+        gc.freeze()  # what there is now stays: collections while serving need not look at it
 
     @property
     def depth(self) -> int:
@@ -108,6 +111,7 @@ class SingleExecutor:
     def close(self) -> None:
         self._worker = None
         self._launched.clear()
+        gc.unfreeze()
         if self._compiles:
             from quire.kernels.triton.compiling import stop_background
 

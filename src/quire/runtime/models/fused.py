@@ -31,6 +31,9 @@ class Fused(Protocol):
     def __call__(self, step: ForwardStep) -> Tensor:
         """Hidden states [tokens, hidden]; fills the step's slots of every layer's cache."""
 
+    def rehearse(self, step: ForwardStep) -> None:
+        """Launch each kernel of such a step once, where kernels are compiled by their first launch."""
+
 
 class CompiledLayers:
     """Bit for bit the kernels of the plain blocks, without an interpreter between them."""
@@ -53,6 +56,9 @@ class CompiledLayers:
             self._decoder, self._caches = NativeDecoder(self._shape, self._layers, caches, x.dtype), step.caches
         plan: NativePlan = step.attention
         return self._decoder.run(x, rotation.cos, rotation.sin, step.slots, plan.tables, plan.spans)
+
+    def rehearse(self, step: ForwardStep) -> None:
+        """Compiled ahead."""
 
 
 def fuse(stack: Any, config: ModelConfig, backend: AttentionBackend) -> Fused | None:

@@ -76,11 +76,14 @@ class TritonStack:
         embed_newest(rows, history.tokens, history.lengths, self._embedding, x, positions)
         return x
 
-    def run(self, x: Tensor, plan: TritonPlan, caches: Sequence[LayerCache]) -> Tensor:  # [tokens, hidden]
-        """All layers over embedded tokens; overwrites x."""
-        for layer, cache in zip(self._layers, caches, strict=True):
+    def run(self, x: Tensor, plan: TritonPlan, caches: Sequence[LayerCache], layers: int | None = None) -> Tensor:
+        """All layers, or only the first `layers`, over embedded tokens [tokens, hidden]; overwrites x."""
+        for layer, cache in zip(self._layers[:layers], caches[:layers], strict=True):
             self._block(x, layer, cache, plan)
         return x
+
+    def rehearse(self, step: ForwardStep) -> None:
+        self.run(F.embedding(step.token_ids, self._embedding), step.attention, step.caches, layers=1)
 
     def _block(self, x: Tensor, layer: TritonLayer, cache: LayerCache, plan: TritonPlan) -> None:
         """One layer, added to the residual stream x [tokens, hidden] in place."""

@@ -64,12 +64,13 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, bool, bool], Launch] = {}
 
     def prepare(self) -> None:
-        """Capture the decoding of one row, and have the kernels of more rows compiled in the background."""
+        """Capture the decoding of one row, and have all other kernels of decoding compiled in the background."""
         self._make(self._buckets[0], narrow=False, cascade=False)
         with compiling_only(wait=False):
-            for bucket in self._buckets[1:]:
+            for bucket in self._buckets:
                 self._write(NO_ROWS, bucket)
-                self._step(bucket, narrow=False, cascade=False)
+                for narrow, cascade in ((False, False), (True, False), (False, True)):
+                    self._step(bucket, narrow=narrow, cascade=cascade, layers=1)
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether the step can go by a graph: nothing but decoding, and of every row only a choice is asked."""
@@ -111,12 +112,13 @@ class DecodeGraphs:
         self._rows.courier.send_into(self._places[:bucket], places)
         self._written = rows
 
-    def _step(self, bucket: int, *, narrow: bool, cascade: bool) -> None:
-        """What a graph holds."""
+    def _step(self, bucket: int, *, narrow: bool, cascade: bool, layers: int | None = None) -> None:
+        """What a graph holds; fewer `layers` launch the same kernels less often."""
         entries, lengths, positions = self._entries[:bucket], self._lengths[:bucket], self._positions[:bucket]
         token_ids, history = self._token_ids[:bucket], self._rows.history
         torch.index_select(history.lengths, 0, self._places[:bucket], out=lengths)
         plan = self._state.attention.plan(entries, positions, lengths, self._rows.tables, None, cascade=cascade)
-        hidden = self._stack.run(self._stack.newest(entries, history, positions), plan, self._state.cache.layers)
+        embedded = self._stack.newest(entries, history, positions)
+        hidden = self._stack.run(embedded, plan, self._state.cache.layers, layers)
         self._choice.choose_into(token_ids, self._model.logits(hidden), entries, history, narrow=narrow)
         self._rows.append_on_device(entries, token_ids)

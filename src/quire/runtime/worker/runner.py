@@ -77,8 +77,9 @@ class Runner:
         self._sampler = sampler
 
     def rehearse(self, plan: StepPlan) -> None:
-        """Run a plan's layers and nothing else."""
-        self._model(self._batches.build(plan).step)
+        """Launch the kernels of a plan's layers, each once, and nothing else."""
+        if self._model.fused is not None:
+            self._model.fused.rehearse(self._batches.build(plan).step)
 
     def run(self, plan: StepPlan, failed: frozenset[int]) -> StepOutput:
         """`failed` rows are computed but never handed to the sampler; their token is 0."""
