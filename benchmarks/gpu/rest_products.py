@@ -29,9 +29,9 @@ def kinds(rows: int) -> tuple[Kind, ...]:
 def cases(workspace: Workspace) -> Iterator[Callable[[], Case]]:
     """Makers of cases: each takes its memory only when called."""
     for layer in LAYERS:
-        for rows in (1, 16, 64):
+        for rows in (1, 16, 64, 128, 256):
             for kind in kinds(rows):
-                if kind == "bf16" or layer.name.startswith("8b"):
+                if layer.name.startswith("8b") if kind != "bf16" else rows <= 64:
                     yield partial(_case, layer, rows, kind, workspace)
 
 
@@ -40,7 +40,7 @@ def _case(layer: Layer, rows: int, kind: Kind, workspace: Workspace) -> Case:
     size = layer.weight_rows * layer.inputs * BYTES[kind][1]
     return Case(
         f"product {layer.name} M={rows} {kind}", operands.calls(layer, workspace),
-        partial(operands.error, layer, workspace), size, operands.library_calls(layer) if kind == "bf16" else [],
+        partial(operands.error, layer, workspace), size, operands.library_calls(layer),
     )  # fmt: skip
 
 

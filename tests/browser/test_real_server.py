@@ -76,12 +76,12 @@ def test_a_question_is_answered_with_probabilities_and_a_ledger(
     keep(page, "playground-chat")
 
 
-def test_load_shows_in_the_block_map_and_leaves_no_block_behind(
+def test_load_shows_in_the_block_map_and_leaves_no_block_held(
     open_page: Callable[..., Page], server: str, keep: Keep
 ) -> None:
     page = open_page(f"{server}/#admin={ADMIN_KEY}", color_scheme="dark")
     page.set_default_timeout(PATIENCE)
-    expect(page.locator(".block-map-view .legend")).to_contain_text("free96")
+    expect(page.locator(".block-map-view .legend")).to_contain_text("held0shared0")
     page.fill("#setting-max_tokens", "60")
     ask(page, "What does a librarian do all day?")
     wait_for_answer(page)
@@ -94,18 +94,18 @@ def test_load_shows_in_the_block_map_and_leaves_no_block_behind(
     keep(page, "playground-blocks")
     if page.locator("text=Stop load").count():
         page.click("text=Stop load")
-    expect(page.locator(".block-map-view .legend")).to_contain_text("free96", timeout=PATIENCE)
+    expect(page.locator(".block-map-view .legend")).to_contain_text("held0shared0", timeout=PATIENCE)
 
 
 def test_stopping_an_answer_frees_its_blocks(open_page: Callable[..., Page], server: str) -> None:
     page = open_page(f"{server}/#admin={ADMIN_KEY}")
     page.fill("#setting-max_tokens", "400")
     ask(page, "Tell me a very long story about a lighthouse.")
-    expect(page.locator(".block-map-view .legend")).not_to_contain_text("free96", timeout=PATIENCE)
+    expect(page.locator(".block-map-view .legend")).not_to_contain_text("held0shared0", timeout=PATIENCE)
     expect(page.locator(".reply .token").nth(3)).to_be_attached(timeout=PATIENCE)
     page.keyboard.press("Escape")
     expect(page.locator(".answer-note")).to_have_text("Stopped.")
-    expect(page.locator(".block-map-view .legend")).to_contain_text("free96", timeout=PATIENCE)
+    expect(page.locator(".block-map-view .legend")).to_contain_text("held0shared0", timeout=PATIENCE)
 
 
 def test_two_answers_on_a_phone(open_page: Callable[..., Page], server: str, keep: Keep) -> None:

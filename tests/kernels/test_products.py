@@ -8,15 +8,31 @@ import torch
 from quire.kernels.reference import quantize
 from quire.kernels.reference.products import product
 from quire.kernels.triton.products import Norm, Workspace, skinny_product
-from quire.kernels.triton.products_plan import MOST_ROWS, OWN_ROWS, Tiling, choose_tiling, own_rows
+from quire.kernels.triton.products_plan import (
+    FLOAT8_OWN_ROWS,
+    MOST_ROWS,
+    OWN_ROWS,
+    Shape,
+    Tiling,
+    choose_tiling,
+    fits_workspace,
+    own_rows,
+    rows_held,
+)  # fmt: skip
 from triton_cases import DEVICE, DTYPES, TOLERANCE, rand
 
 TILINGS = {
     "vector": Tiling(1, 4, 64, 1, 4, 1),
     "whole": Tiling(16, 32, 32, 1, 4, 2),
     "split": Tiling(16, 32, 32, 3, 4, 2),
+    "wide": Tiling(128, 32, 32, 1, 8, 2),
+    "wide and split": Tiling(128, 32, 32, 2, 8, 2),
+    "widest": Tiling(256, 64, 64, 2, 8, 2),
 }
-SHAPES = [("vector", 1, 50, 96), ("whole", 3, 64, 96), ("split", 5, 50, 104), ("split", 16, 40, 96)]
+SHAPES = [
+    ("vector", 1, 50, 96), ("whole", 3, 64, 96), ("split", 5, 50, 104), ("split", 16, 40, 96), ("split", 40, 50, 104),
+    ("wide", 100, 40, 96), ("wide and split", 128, 40, 104), ("wide and split", 200, 50, 96), ("widest", 200, 50, 104),
+]  # fmt: skip
 
 
 def _workspace() -> Workspace:
@@ -35,7 +51,7 @@ def test_a_product_is_that_of_torch(tiling: str, rows: int, outputs: int, inputs
     assert torch.equal(skinny_product(x, weight, workspace, tiling=TILINGS[tiling]), found)
 
 
-@pytest.mark.parametrize(("tiling", "rows"), [("vector", 1), ("whole", 2), ("split", 2)])
+@pytest.mark.parametrize(("tiling", "rows"), [("vector", 1), ("whole", 2), ("split", 2), ("wide and split", 130)])
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
 def test_bias_gate_and_residual_are_part_of_the_product(tiling: str, rows: int, activation: str | None) -> None:
     outputs = 48
@@ -67,6 +83,20 @@ def test_float8_weights_are_multiplied_with_their_scales(
     torch.testing.assert_close(out, product(x, weight, **scales), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("rows", [65, 100, 128, 200])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_many_float8_rows_take_scales_gate_and_residual_along(rows: int, activation: str | None) -> None:
+    x, x_scale = quantize.quantize_rows(rand(rows, 160))
+    weight, weight_scale = quantize.quantize_rows(rand(96, 160, seed=1, scale=0.1))
+    outputs = 96 if activation is None else 48
+    epilogue = {
+        "x_scale": x_scale, "weight_scale": weight_scale, "activation": activation,
+        "bias": rand(96, seed=2), "residual": rand(rows, outputs, seed=3),
+    }  # fmt: skip
+    found = skinny_product(x, weight, _workspace(), **epilogue)
+    torch.testing.assert_close(found, product(x, weight, **epilogue), rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_one_row_is_normed_on_the_way(activation: str | None) -> None:
     x, weight, norm_weight = rand(1, 100, scale=4.0), rand(40, 100, seed=1, scale=0.1), rand(100, seed=2)
@@ -91,7 +121,7 @@ def test_a_workspace_that_is_too_small_is_refused() -> None:
         skinny_product(rand(2, 96), rand(32, 96), small, tiling=TILINGS["split"])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 65, 192, 256])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (1024, 2048), (128256, 4096), (576, 576), (64, 32)])
 @pytest.mark.parametrize(("x_bytes", "weight_bytes"), [(1, 1), (2, 1), (2, 2), (4, 4)])
 @pytest.mark.parametrize("gated", [False, True])
@@ -103,6 +133,7 @@ def test_every_shape_gets_a_tiling_whose_splits_all_have_work(
     steps = -(-inputs // tiling.block_k)
     per_split = -(-steps // tiling.splits)
     assert (tiling.splits - 1) * per_split < steps
+    assert fits_workspace(Shape(rows_held(rows), outputs, inputs, x_bytes, weight_bytes, gated), tiling)
 
 
 def test_the_default_tiling_multiplies_too() -> None:
@@ -110,7 +141,7 @@ def test_the_default_tiling_multiplies_too() -> None:
     torch.testing.assert_close(skinny_product(x, weight, _workspace()), product(x, weight), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [*OWN_ROWS, (576, 576), (49152, 576)])
-def test_one_row_is_never_left_to_the_library_and_float8_never_while_it_fits(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [*OWN_ROWS, *FLOAT8_OWN_ROWS, (576, 576), (49152, 576)])
+def test_one_row_is_never_left_to_the_library_and_few_of_float8_neither(shape: tuple[int, int]) -> None:
     assert 1 <= own_rows(*shape) <= MOST_ROWS
-    assert own_rows(*shape, "w8a8") == MOST_ROWS
+    assert 64 <= own_rows(*shape, "w8a8") <= MOST_ROWS

@@ -14,8 +14,8 @@ from quire.kernels.triton.products_plan import Found, Shape, Tiling
 from quire.runtime.tuned import add_to_table, read_table, table_path
 
 GPU = ("NVIDIA H200", "3.6.0")
-ONE = Found({Shape(16, 64, 128, 2, 2, False): Tiling(16, 64, 64, 2, 4, 4)}, {(64, 128): 16})
-OTHER = Found({Shape(1, 64, 128, 2, 2, True): Tiling(1, 4, 1024, 1, 4, 1)}, {(128, 128): 1})
+ONE = Found({Shape(16, 64, 128, 2, 2, False): Tiling(16, 64, 64, 2, 4, 4)}, {(64, 128, 2): 16})
+OTHER = Found({Shape(1, 64, 128, 2, 2, True): Tiling(1, 4, 1024, 1, 4, 1)}, {(128, 128, 1): 1})
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def test_another_model_is_added_to_the_table() -> None:
     assert [path.name for path in table_path(*GPU).parent.iterdir()] == ["nvidia-h200-triton-3-6-0.json"]
 
 
-@pytest.mark.parametrize("text", [b"", b"{}", b"\xff", b'{"format": 1}'])
+@pytest.mark.parametrize("text", [b"", b"{}", b"\xff", b'{"format": 2}'])
 def test_a_broken_table_is_named_in_a_warning_and_ignored(text: bytes, caplog: pytest.LogCaptureFixture) -> None:
     path = table_path(*GPU)
     path.parent.mkdir(parents=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -10,13 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from quire.kernels.library import FLOAT8_MULTIPLE, multiply_float8
 from quire.kernels.reference.products import product
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.gauge import num_copies
 from quire.kernels.triton.launch import num_processors
 from quire.kernels.triton.norm import rms_norm
 from quire.kernels.triton.products import Norm, Workspace, skinny_product
-from quire.kernels.triton.products_plan import Shape, Tiling, choose_tiling, rows_held
+from quire.kernels.triton.products_plan import Shape, Tiling, choose_tiling, fits_workspace, rows_held
 from quire.kernels.triton.quantize import quantize_rows
 
 Kind = Literal["bf16", "w8", "w8a8"]  # all two bytes; float8 weights; float8 activations too
@@ -24,6 +25,18 @@ BYTES: dict[Kind, tuple[int, int]] = {"bf16": (2, 2), "w8": (2, 1), "w8a8": (1, 
 _ONE_ROW = ((2, 2048, 1), (4, 1024, 1), (4, 2048, 1), (8, 1024, 1), (16, 1024, 1), (4, 1024, 4), (8, 1024, 3))
 _ROWS = ((64, 256, 4), (64, 128, 6), (128, 128, 4), (128, 256, 3))  # outputs, bytes of a line of K, stages
 _MOST_SPLITS = 16
+# Of more than 64 rows: rows, outputs, bytes of a line of K, warps, stages. Stages fill half a multiprocessor's memory
+# where registers let two programs share it, else all of it.
+_SQUARE = ((128, 128, 128, 4, 3), (128, 128, 128, 8, 6))
+_WIDE = {
+    128: (*_SQUARE, (128, 64, 128, 4, 4), (128, 64, 256, 4, 2), (64, 128, 128, 4, 4)),
+    256: (*_SQUARE, (256, 128, 128, 8, 4), (256, 64, 128, 8, 5), (128, 256, 128, 8, 4)),
+}
+_WIDE_GATED = {
+    128: ((128, 64, 128, 4, 3), (128, 64, 128, 8, 3), (128, 128, 128, 8, 4), (64, 64, 128, 4, 4)),
+    256: ((256, 64, 128, 8, 4), (128, 64, 128, 4, 3), (128, 64, 128, 8, 3), (128, 128, 128, 8, 4)),
+}
+_WIDE_SPLITS = (1, 2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +96,12 @@ class Operands:
         return [partial(self.call, layer, index, workspace, tiling) for index in range(len(self.weights))]
 
     def library_calls(self, layer: Layer) -> list[Callable[[], None]]:
-        """The same by the library, the norm before it and the gate after it by kernels. For bfloat16 weights."""
+        """The same by the library, the norm before it and the gate after it by kernels. None where it has no such
+        product: float8 weights alone, odd sizes of float8, float8 on a CPU."""
+        if self.weights[0][1] is not None:
+            even = layer.inputs % FLOAT8_MULTIPLE == layer.weight_rows % FLOAT8_MULTIPLE == 0
+            if self.x_scale is None or not even or not self.x.is_cuda:
+                return []
         return [partial(self._by_library, layer, index) for index in range(len(self.weights))]
 
     def error(self, layer: Layer, workspace: Workspace, tiling: Tiling | None = None) -> float:
@@ -99,7 +117,11 @@ class Operands:
         return float(difference) if bool(difference.isfinite()) else float("inf")
 
     def _by_library(self, layer: Layer, index: int) -> None:
-        turned = self.weights[index][0].t()
+        weight, weight_scale = self.weights[index]
+        if self.x_scale is not None and weight_scale is not None:
+            self._by_float8_library(layer, multiply_float8(self.x, self.x_scale, weight, weight_scale))
+            return
+        turned = weight.t()
         x = self.x if self.norm is None else rms_norm(self.x, *self.norm)
         if layer.activation is not None:
             gate(torch.mm(x, turned), layer.activation, self.out)
@@ -107,6 +129,13 @@ class Operands:
             self.residual.addmm_(x, turned)
         else:
             torch.mm(x, turned, out=self.out)
+
+    def _by_float8_library(self, layer: Layer, made: Tensor) -> None:
+        """What the library's float8 product leaves to be done; `made` is all of it where there is nothing."""
+        if layer.activation is not None:
+            gate(made, layer.activation, self.out)
+        elif self.residual is not None:
+            self.residual.add_(made)
 
 
 def candidates(layer: Layer, rows: int, kind: Kind, device: torch.device) -> list[Tiling]:
@@ -116,6 +145,8 @@ def candidates(layer: Layer, rows: int, kind: Kind, device: torch.device) -> lis
     present = choose_tiling(rows, layer.outputs, layer.inputs, x_bytes, weight_bytes, gated, device)
     if rows == 1:
         return list(dict.fromkeys([present, *(Tiling(1, n, k, 1, 4, stages) for n, k, stages in _ONE_ROW)]))
+    if rows > 64:
+        return list(dict.fromkeys([present, *_wide_candidates(layer, rows, kind, num_processors(device))]))
     found, processors = [present], num_processors(device)
     for block_n, line, stages in _ROWS:
         if gated and block_n == 128:
@@ -127,3 +158,17 @@ def candidates(layer: Layer, rows: int, kind: Kind, device: torch.device) -> lis
             splits = -(-steps // -(-steps // splits))
             found.append(Tiling(present.block_m, block_n, block_k, splits, 4, stages))
     return list(dict.fromkeys(found))
+
+
+def _wide_candidates(layer: Layer, rows: int, kind: Kind, processors: int) -> Iterator[Tiling]:
+    """With a program for half the multiprocessors at least, and splits that make no more than three for each."""
+    shape = layer.shape(rows, kind)
+    for block_m, block_n, line, warps, stages in (_WIDE_GATED if shape.gated else _WIDE)[shape.rows]:
+        block_k = line // shape.x_bytes
+        tiles = -(-shape.outputs // block_n) * (shape.rows // block_m)
+        steps = -(-shape.inputs // block_k)
+        for splits in _WIDE_SPLITS:
+            tiling = Tiling(block_m, block_n, block_k, -(-steps // -(-steps // splits)), warps, stages)
+            enough, few = 2 * tiles * splits >= processors, splits == 1 or tiles * splits <= 3 * processors
+            if enough and few and fits_workspace(shape, tiling):
+                yield tiling

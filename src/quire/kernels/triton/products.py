@@ -1,9 +1,10 @@
-"""Products of few rows by a weight, bound by reading the weight once: decode steps of up to 64 rows.
+"""Products of few rows by a weight, bound by reading the weight once: decode steps of up to 256 rows.
 
 One row is multiplied without tensor cores, a few weight rows per program. More rows take the tensor cores with the
 weight as the left operand (its rows fill the tile, not the few tokens), and K is split over programs where the weight
 has too few rows to occupy the chip. Splits are added in the order of K by whichever program of a tile comes last, so
-the result never depends on timing.
+the result never depends on timing. Rows that do not fit in one tile are cut, and the programs that need the same
+weights launched side by side, so that all but one find them in the cache.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 from quire.kernels.triton.activation import ACTIVATIONS, activate
 from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows
 from quire.kernels.triton.products_plan import MOST_ROWS, PARTIAL_SUMS, TILE_COUNTERS, Tiling, choose_tiling
+
+FAST_ROWS = 64
 
 
 class Workspace(NamedTuple):
@@ -116,7 +119,9 @@ def _skinny_kernel(
     EXACT: tl.constexpr, W_BYTES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
-    m, n = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_tiles = tl.cdiv(M, BLOCK_M)
+    m = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     w_row = tl.minimum(n, N - 1).to(tl.int64)
     x_row = tl.minimum(m, M - 1).to(tl.int64)
     begin = split * steps * BLOCK_K
@@ -137,7 +142,7 @@ def _skinny_kernel(
     if SPLITS > 1:
         PARTS: tl.constexpr = 2 if GATED else 1
         SIZE: tl.constexpr = BLOCK_N * BLOCK_M
-        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         mine = partial_ptr + (tile * SPLITS + split) * (PARTS * SIZE) + place
         tl.store(mine, acc)
         if GATED:
@@ -228,7 +233,8 @@ def skinny_product(
     tiling: Tiling | None = None,  # by default chosen for the shape
     dependent: bool = False,
 ) -> Tensor:
-    """x @ weight.T with its epilogue, summed and finished in float32, rounded once.
+    """x @ weight.T with its epilogue, summed and finished in float32, rounded once. Float8 rows in tiles of more than
+    FAST_ROWS are summed as the library does: the tensor cores' own sums, of fewer bits, are not taken out in between.
 
     The same inputs give the same bits every time. The weight must not be written by the kernel launched just before
     a `dependent` product: it is read ahead of that kernel's end.
@@ -275,7 +281,8 @@ def _launch_vector(operands, norm: Norm | None, outputs: int, tiling: Tiling, fl
 def _launch_tiles(operands, workspace: Workspace, outputs: int, tiling: Tiling, flags) -> None:
     x, weight, out, _, residual = operands[:5]
     rows, inputs = x.shape
-    tiles, steps = triton.cdiv(outputs, tiling.block_n), triton.cdiv(inputs, tiling.block_k)
+    tiles = triton.cdiv(outputs, tiling.block_n) * triton.cdiv(rows, tiling.block_m)
+    steps = triton.cdiv(inputs, tiling.block_k)
     needed = tiles * tiling.splits * tiling.block_n * tiling.block_m * (2 if flags["GATED"] else 1)
     fits = tiling.splits == 1 or (needed <= workspace.partials.numel() and tiles <= workspace.counters.numel())
     check(fits, f"the workspace is too small: {needed} partial sums, {tiles} counters")
@@ -285,8 +292,15 @@ def _launch_tiles(operands, workspace: Workspace, outputs: int, tiling: Tiling, 
         triton.cdiv(steps, tiling.splits),
         BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, SPLITS=tiling.splits,
         EVEN_K=inputs % tiling.block_k == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        EXACT=tiling.block_k if x.dtype == FLOAT8 else 0, **flags,
+        EXACT=_exact(x, tiling), **flags,
     )  # fmt: skip
+
+
+def _exact(x: Tensor, tiling: Tiling) -> int | None:
+    """Numbers of K after which the tensor cores' sums go into float32; None: at the end."""
+    if x.dtype != FLOAT8:
+        return 0
+    return tiling.block_k if tiling.block_m <= FAST_ROWS else None
 
 
 def _check_product(

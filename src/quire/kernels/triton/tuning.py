@@ -11,15 +11,16 @@ import torch
 
 from quire.kernels.triton.compiling import compiling_only
 from quire.kernels.triton.gauge import Timer
-from quire.kernels.triton.product_trials import Kind, Layer, Operands, candidates
+from quire.kernels.triton.product_trials import BYTES, Kind, Layer, Operands, candidates
 from quire.kernels.triton.products import Workspace
 from quire.kernels.triton.products_plan import MOST_ROWS, Found, Shape, Tiling, fits_workspace, rows_held
 
 logger = logging.getLogger("quire.kernels")
 
 ROWS = (1, 16, 32, 64)  # one for each number that tilings are made for
+FLOAT8_ROWS = (*ROWS, 128, 256)  # the library is further behind with these
 LARGEST_ERROR = 0.05
-FORMAT = 1
+FORMAT = 2
 _LIMITS = Tiling(MOST_ROWS, 512, 16384, 64, 32, 16)  # no tiling goes beyond
 
 
@@ -49,8 +50,9 @@ def run_trial(device: torch.device, workspace: Workspace, timer: Timer) -> Run:
                 _attempt(lambda tiling=tiling: operands.call(layer, 0, workspace, tiling))  # type: ignore[misc]
         times = {tiling: _time(operands, layer, workspace, tiling, timer) for tiling in tilings}
         best = min(times, key=times.__getitem__)
-        library = timer(operands.library_calls(layer)) if kind == "bf16" else None
-        return Trial(layer, rows, kind, tilings[0], times[tilings[0]], best, times[best], library)
+        library = operands.library_calls(layer)
+        library_us = timer(library) if library else None
+        return Trial(layer, rows, kind, tilings[0], times[tilings[0]], best, times[best], library_us)
 
     return run
 
@@ -59,20 +61,21 @@ def tune(layers: Sequence[Layer], run: Run, *, float8: bool) -> Iterator[Trial]:
     """A trial of every layer with every number of rows. `float8`: of all weights but the head's, and of activations
     where there are several rows."""
     for layer in layers:
-        for rows in ROWS:
+        is_small = float8 and layer.name != "head"
+        for rows in FLOAT8_ROWS if is_small else ROWS:
             small: Kind = "w8" if rows == 1 else "w8a8"
-            yield run(layer, rows, small if float8 and layer.name != "head" else "bf16")
+            yield run(layer, rows, small if is_small else "bf16")
 
 
 def found_by(trials: Sequence[Trial]) -> Found:
-    """The best tilings, and for every bfloat16 weight up to how many rows they beat the library."""
+    """The best tilings, and for every weight up to how many rows they beat the library, where it has the product."""
     tilings = {
         trial.layer.shape(trial.rows, trial.kind): trial.best for trial in trials if trial.best_us < float("inf")
     }
-    own_rows: dict[tuple[int, int], int] = {}
-    lost: set[tuple[int, int]] = set()
+    own_rows: dict[tuple[int, int, int], int] = {}
+    lost: set[tuple[int, int, int]] = set()
     for trial in sorted(trials, key=lambda trial: trial.rows):
-        weight = trial.layer.weight_rows, trial.layer.inputs
+        weight = trial.layer.weight_rows, trial.layer.inputs, BYTES[trial.kind][1]
         if trial.library_us is None or weight in lost:
             continue
         if trial.best_us <= trial.library_us:
@@ -103,11 +106,11 @@ def from_json(text: str, gpu: str, version: str) -> Found:
         _check(*read)
         tilings[read[0]] = read[1]
     own_rows = {}
-    for line in _lines(table, "own_rows", 3):
-        outputs, inputs, rows = _whole(line, 3)
+    for line in _lines(table, "own_rows", 4):
+        outputs, inputs, weight_bytes, rows = _whole(line, 4)
         if rows > MOST_ROWS:
             raise ValueError(f"{rows} rows are more than {MOST_ROWS}")
-        own_rows[outputs, inputs] = rows
+        own_rows[outputs, inputs, weight_bytes] = rows
     return Found(tilings, own_rows)
 
 
@@ -154,9 +157,10 @@ def _check(shape: Shape, tiling: Tiling) -> None:
     blocks = (tiling.block_m, tiling.block_n, tiling.block_k, tiling.warps)
     if any(size < 1 or size & (size - 1) for size in blocks) or tiling.splits < 1 or tiling.stages < 1:
         raise ValueError(f"{tiling} has a block that is no power of two")
-    if tiling.block_m != shape.rows or rows_held(shape.rows) != shape.rows:
+    one, holds = shape.rows == 1, tiling.block_m <= shape.rows
+    if (tiling.block_m == 1) != one or not holds or rows_held(shape.rows) != shape.rows:
         raise ValueError(f"{tiling} is not for {shape.rows} rows")
-    if not fits_workspace(shape, tiling) or (tiling.block_m == 1 and tiling.splits > 1):
+    if not fits_workspace(shape, tiling) or (one and tiling.splits > 1):
         raise ValueError(f"{tiling} is split too often for {shape.outputs} outputs")
     if any(size > most for size, most in zip(tiling, _LIMITS, strict=True)):
         raise ValueError(f"{tiling} is larger than any kernel")

@@ -1,7 +1,8 @@
 """Products on a GPU: a few rows by kernels that read the weight once and finish the layer's work, more by cuBLAS.
 
 What a product can take along is said here as methods: the norm before it, the gate after it, the addition to the
-residual stream. Each method means the same for any number of rows.
+residual stream. Each method means the same for any number of rows. An addition may be left pending for the next norm,
+which reads the stream anyway.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.triton.activation import gate
-from quire.kernels.triton.norm import rms_norm
+from quire.kernels.triton.norm import add_rms_norm, rms_norm
 from quire.kernels.triton.products import Norm, Workspace, skinny_product
 from quire.kernels.triton.products_plan import own_rows
 from quire.runtime.layers.product import Multiply, NumbersProduct
@@ -22,14 +23,15 @@ from quire.runtime.layers.product import Multiply, NumbersProduct
 class FusedMultiply(Protocol):
     """A product and what it takes along, for rows [tokens, in] by a weight [out, in]."""
 
-    def after_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """The product of x over its root mean square."""
+    def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:
+        """The product of x over its root mean square. `pending` [tokens, in] is first added to x in place."""
 
-    def gated(self, x: Tensor, norm: Norm, activation: str) -> Any:
+    def gated(self, x: Tensor, norm: Norm, activation: str, pending: Tensor | None = None) -> Any:
         """activation(gate) * up of that product, in a form that `add_to` of the next one takes."""
 
-    def add_to(self, target: Tensor, x: Any) -> None:
-        """Add the product to `target` [tokens, out] in place. x: rows of numbers, or what `gated` gave."""
+    def add_to(self, target: Tensor, x: Any) -> Tensor | None:
+        """Add the product to `target` [tokens, out] in place, or leave it pending: what is returned has yet to be
+        added. x: rows of numbers, or what `gated` gave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +49,28 @@ class TritonMultiply:
             return skinny_product(x, self.weight, self.workspace, bias=self.bias, dependent=self._is_dependent(x))
         return self._by_library(x)
 
-    def after_norm(self, x: Tensor, norm: Norm) -> Tensor:  # [tokens, out]
-        """The product of x over its root mean square."""
-        if x.shape[0] == 1 and self._is_few(x):
+    def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:  # [tokens, out]
+        """The product of x over its root mean square, after `pending` was added to x."""
+        if self._norms_within(x, pending):
             return skinny_product(
                 x, self.weight, self.workspace, bias=self.bias, norm=norm, dependent=self._is_dependent(x)
             )
-        return self(self._normed(x, norm))
+        return self(self._normed(x, norm, pending))
 
-    def gated(self, x: Tensor, norm: Norm, activation: str) -> Tensor:  # [tokens, out / 2]
+    def gated(
+        self, x: Tensor, norm: Norm, activation: str, pending: Tensor | None = None
+    ) -> Tensor:  # [tokens, out / 2]
         """activation(gate) * up, for a weight of gate rows, then up rows, of x over its root mean square."""
         if not self._is_few(x):
-            return gate(self._by_library(self._normed(x, norm)), activation, dependent=self._is_dependent(x))
-        within = norm if x.shape[0] == 1 else None
+            return gate(self._by_library(self._normed(x, norm, pending)), activation, dependent=self._is_dependent(x))
+        within = norm if self._norms_within(x, pending) else None
         return skinny_product(
-            x if within else self._normed(x, norm), self.weight, self.workspace,
+            x if within else self._normed(x, norm, pending), self.weight, self.workspace,
             bias=self.bias, activation=activation, norm=within, dependent=self._is_dependent(x),
         )  # fmt: skip
 
     def add_to(self, target: Tensor, x: Tensor) -> None:
-        """Add the product to `target` [tokens, out] in place."""
+        """Add the product to `target` [tokens, out] in place; nothing is left pending."""
         if self._is_few(x):
             skinny_product(
                 x, self.weight, self.workspace,
@@ -83,8 +87,14 @@ class TritonMultiply:
     def _is_dependent(self, x: Tensor) -> bool:
         return x.shape[0] >= self.dependent_rows
 
-    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
-        return rms_norm(x, norm.weight, norm.eps, dependent=self._is_dependent(x))
+    def _norms_within(self, x: Tensor, pending: Tensor | None) -> bool:
+        """Whether our own kernel takes the norm along."""
+        return x.shape[0] == 1 and pending is None and self._is_few(x)
+
+    def _normed(self, x: Tensor, norm: Norm, pending: Tensor | None) -> Tensor:
+        if pending is None:
+            return rms_norm(x, *norm, dependent=self._is_dependent(x))
+        return add_rms_norm(pending, x, *norm, dependent=self._is_dependent(x))
 
     def _by_library(self, x: Tensor) -> Tensor:
         turned = self.weight.t()

@@ -1,7 +1,8 @@
 """Products by float8 weights on a GPU: the same work as `skinny`, rows in float8 too unless there is one alone.
 
 One row is bound by reading the weight, so it stays in the run dtype. More rows are quantized on the way: inside the
-norm or the gate before the product where there is one, else by a kernel of their own.
+norm or the gate before the product where there is one, else by a kernel of their own. What the library multiplies is
+added to the residual stream by the next norm.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.launch import FLOAT8
-from quire.kernels.triton.norm import rms_norm
+from quire.kernels.triton.norm import add_rms_norm, rms_norm
 from quire.kernels.triton.products import Norm, Workspace, skinny_product
 from quire.kernels.triton.products_plan import own_rows
 from quire.kernels.triton.quantize import quantize_rows
@@ -37,33 +38,33 @@ class Float8Multiply:
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, out]
         return self._by_kernel(x) if len(x) == 1 else self._product(self._quantized(x))
 
-    def after_norm(self, x: Tensor, norm: Norm) -> Tensor:  # [tokens, out]
-        """The product of x over its root mean square."""
-        if len(x) == 1:
+    def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:  # [tokens, out]
+        """The product of x over its root mean square, after `pending` was added to x."""
+        if len(x) == 1 and pending is None:
             return self._by_kernel(x, norm=norm)
-        return self._product(self._normed(x, norm))
+        return self._product(self._normed(x, norm, pending))
 
-    def gated(self, x: Tensor, norm: Norm, activation: str) -> Rows:  # [tokens, out / 2]
+    def gated(self, x: Tensor, norm: Norm, activation: str, pending: Tensor | None = None) -> Rows:  # [tokens, out / 2]
         """activation(gate) * up, for a weight of gate rows, then up rows, of x over its root mean square."""
-        if len(x) == 1:
+        if len(x) == 1 and pending is None:
             return self._by_kernel(x, norm=norm, activation=activation)
-        normed = self._normed(x, norm)
+        normed = self._normed(x, norm, pending)
         if len(x) <= self.few:
             return self._by_kernel(normed, activation=activation)
         out = self._small(len(x), len(self.weight.scale) // 2)
         gate(self._by_library(normed), activation, out.numbers, out.scale, dependent=self._is_dependent(len(x)))
         return out
 
-    def add_to(self, target: Tensor, x: Rows) -> None:
-        """Add the product to `target` [tokens, out] in place."""
+    def add_to(self, target: Tensor, x: Rows) -> Tensor | None:
+        """Add the product to `target` [tokens, out] in place; or return it, to be added with the next norm."""
         if len(target) == 1:
             self._by_kernel(x, residual=target)
-            return
+            return None
         small = x if isinstance(x, Float8Rows) else self._quantized(x)
-        if len(target) <= self.few:
-            self._by_kernel(small, residual=target)
-        else:
-            target.add_(self._by_library(small))
+        if len(target) > self.few:
+            return self._by_library(small)
+        self._by_kernel(small, residual=target)
+        return None
 
     def _product(self, x: Float8Rows) -> Tensor:
         return self._by_kernel(x) if len(x.numbers) <= self.few else self._by_library(x)
@@ -86,9 +87,12 @@ class Float8Multiply:
         product = multiply_scaled(x, self.weight, self.dtype)
         return product if self.bias is None else product.add_(self.bias)
 
-    def _normed(self, x: Tensor, norm: Norm) -> Float8Rows:
-        out = self._small(*x.shape)
-        rms_norm(x, norm.weight, norm.eps, out.numbers, out.scale, dependent=self._is_dependent(len(x)))
+    def _normed(self, x: Tensor, norm: Norm, pending: Tensor | None) -> Float8Rows:
+        out, dependent = self._small(*x.shape), self._is_dependent(len(x))
+        if pending is None:
+            rms_norm(x, *norm, *out, dependent=dependent)
+        else:
+            add_rms_norm(pending, x, *norm, *out, dependent=dependent)
         return out
 
     def _quantized(self, x: Tensor) -> Float8Rows:

@@ -78,25 +78,29 @@ class TritonStack:
 
     def run(self, x: Tensor, plan: TritonPlan, caches: Sequence[LayerCache], layers: int | None = None) -> Tensor:
         """All layers, or only the first `layers`, over embedded tokens [tokens, hidden]; overwrites x."""
+        pending: Tensor | None = None
         for layer, cache in zip(self._layers[:layers], caches[:layers], strict=True):
-            self._block(x, layer, cache, plan)
-        return x
+            pending = self._block(x, pending, layer, cache, plan)
+        return x if pending is None else x.add_(pending)
 
     def rehearse(self, step: ForwardStep) -> None:
         self.run(F.embedding(step.token_ids, self._embedding), step.attention, step.caches, layers=1)
 
-    def _block(self, x: Tensor, layer: TritonLayer, cache: LayerCache, plan: TritonPlan) -> None:
-        """One layer, added to the residual stream x [tokens, hidden] in place."""
-        qkv = layer.qkv.after_norm(x, layer.input_norm)  # [tokens, (query + 2 * kv heads) * dim]
+    def _block(
+        self, x: Tensor, pending: Tensor | None, layer: TritonLayer, cache: LayerCache, plan: TritonPlan
+    ) -> Tensor | None:  # [tokens, hidden]
+        """One layer, added to the residual stream x [tokens, hidden] in place, after what is pending from the layer
+        before; what it returns is pending for the next."""
+        qkv = layer.qkv.after_norm(x, layer.input_norm, pending)  # [tokens, (query + 2 * kv heads) * dim]
         rotate_and_store(
             qkv, self._angles, plan.positions, plan.rows, plan.tables, LayerMemory(cache.key, cache.value),
-            norms=layer.head_norms, dependent=len(x) >= self._attention.dependent_rows,
+            norms=layer.head_norms, keep_keys=plan.fresh, dependent=len(x) >= self._attention.dependent_rows,
         )  # fmt: skip
         heads = self._heads
         by_head = qkv.view(len(x), -1, heads.dim)
         query, key, value = torch.split(by_head, [heads.num_query, heads.num_kv, heads.num_kv], dim=1)
-        layer.output.add_to(x, self._attention.attend(query, key, value, cache, plan))
-        layer.down.add_to(x, layer.gate_up.gated(x, layer.post_norm, self._activation))
+        pending = layer.output.add_to(x, self._attention.attend(query, key, value, cache, plan))
+        return layer.down.add_to(x, layer.gate_up.gated(x, layer.post_norm, self._activation, pending))
 
 
 def join(stack: Any, config: ModelConfig, attention: Any) -> TritonStack | None:

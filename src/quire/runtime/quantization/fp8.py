@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.kernels.library import FLOAT8_MULTIPLE, multiply_float8
 from quire.kernels.reference.quantize import quantize_rows
 
-LIBRARY_MULTIPLE = 16  # inputs and outputs the library's product must be a multiple of
 _NUMBERS_AT_ONCE = 1 << 22  # quantized at once by plain torch, which needs them in float32
 
 
@@ -35,14 +35,6 @@ def multiply_scaled(x: Float8Rows, weight: Float8Rows, dtype: torch.dtype) -> Te
     What it cannot take, and tensors on a CPU, are multiplied as plain numbers.
     """
     outputs, inputs = weight.numbers.shape
-    if not x.numbers.is_cuda or inputs % LIBRARY_MULTIPLE or outputs % LIBRARY_MULTIPLE:
+    if not x.numbers.is_cuda or inputs % FLOAT8_MULTIPLE or outputs % FLOAT8_MULTIPLE:
         return torch.mm(x.values(dtype), weight.values(dtype).t())
-    product: Tensor = torch._scaled_mm(
-        x.numbers,
-        weight.numbers.t(),
-        scale_a=x.scale[:, None],
-        scale_b=weight.scale[None],
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
-    )
-    return product.to(dtype)
+    return multiply_float8(*x, *weight).to(dtype)

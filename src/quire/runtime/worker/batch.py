@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from quire.runtime.worker.rows import Rows
 from quire.types.step import StepPlan
 
 Longs = npt.NDArray[np.int64]
+Chunks = Literal["none", "some", "alone"]  # of a step; alone: one fresh prompt and nothing beside it
 
 
 class StepShape(NamedTuple):
@@ -24,7 +25,7 @@ class StepShape(NamedTuple):
 
     tokens: int
     decodes: bool
-    chunks: bool
+    chunks: Chunks
     cascade: bool
 
 

@@ -15,7 +15,7 @@ from quire.runtime.worker.runner import RowSampler, Runner, StepOutput
 from quire.types.errors import InvalidRequest
 from quire.types.step import Chunk, Ints, NewRow, RowFailure, StepPlan
 
-PREPARED_TOKENS = (1, 32, 64, 128)  # of prompts: each takes other kernels, longer ones those of the last
+PREPARED_TOKENS = (1, 32, 64, 128, 512)  # of prompts: each takes other kernels, longer ones those of the last
 
 
 class Worker:

@@ -13,10 +13,11 @@ if not HAS_TRITON:
 
 import torch
 
+from quire.kernels.triton import product_trials
 from quire.kernels.triton import products_plan as plan
 from quire.kernels.triton.product_trials import Kind, Layer, candidates
 from quire.kernels.triton.products import Workspace
-from quire.kernels.triton.tuning import ROWS, Run, Trial, found_by, from_json, run_trial, to_json, tune
+from quire.kernels.triton.tuning import FLOAT8_ROWS, ROWS, Run, Trial, found_by, from_json, run_trial, to_json, tune
 
 CPU = torch.device("cpu")
 OUTPUT, HEAD = Layer("output", 64, 128, residual=True), Layer("head", 640, 128)
@@ -35,7 +36,7 @@ def pretend(faster_than_library: dict[str, int]) -> Run:
     def run(layer: Layer, rows: int, kind: Kind) -> Trial:
         tilings = candidates(layer, rows, kind, CPU)
         library = 2.0 if rows <= faster_than_library[layer.name] else 0.5
-        return Trial(layer, rows, kind, tilings[0], 3.0, tilings[-1], 1.0, library if kind == "bf16" else None)
+        return Trial(layer, rows, kind, tilings[0], 3.0, tilings[-1], 1.0, library if kind != "w8" else None)
 
     return run
 
@@ -48,7 +49,8 @@ def test_every_layer_is_tried_with_every_number_of_rows() -> None:
 
 def test_float8_is_tried_as_the_engine_runs_it_and_never_for_the_head() -> None:
     trials = list(tune([OUTPUT, HEAD], pretend({"output": 64, "head": 64}), float8=True))
-    assert [trial.kind for trial in trials] == ["w8", "w8a8", "w8a8", "w8a8"] + ["bf16"] * 4
+    assert [trial.kind for trial in trials] == ["w8"] + ["w8a8"] * 5 + ["bf16"] * 4
+    assert [trial.rows for trial in trials] == [*FLOAT8_ROWS, *ROWS]
 
 
 def test_the_best_tiling_is_chosen_once_it_was_adopted() -> None:
@@ -64,7 +66,36 @@ def test_the_best_tiling_is_chosen_once_it_was_adopted() -> None:
 
 def test_a_product_that_never_beats_the_library_is_left_to_it() -> None:
     found = found_by(list(tune([OUTPUT], pretend({"output": 0}), float8=False)))
-    assert found.own_rows == {(64, 128): 0}
+    assert found.own_rows == {(64, 128, 2): 0}
+
+
+def test_float8_weights_have_rows_of_their_own() -> None:
+    plan.adopt(found_by(list(tune([OUTPUT], pretend({"output": 128}), float8=True))))
+    assert plan.own_rows(64, 128, "fp8") == 128
+    assert plan.own_rows(64, 128) == 16
+    plan.adopt(found_by(list(tune([OUTPUT], pretend({"output": 0}), float8=True))))
+    assert plan.own_rows(64, 128, "fp8") == 1
+
+
+@pytest.mark.parametrize("rows", [128, 256])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_every_candidate_for_many_rows_fits_the_workspace_and_wastes_no_split(
+    rows: int, activation: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product_trials, "num_processors", lambda _: 132)
+    layer = Layer("large", 4096, 14336, activation)
+    tilings = candidates(layer, rows, "w8a8", CPU)
+    assert len(tilings) > 3
+    for tiling in tilings:
+        steps = -(-14336 // tiling.block_k)
+        assert plan.fits_workspace(layer.shape(rows, "w8a8"), tiling)
+        assert (tiling.splits - 1) * -(-steps // tiling.splits) < steps
+
+
+def test_float8_has_no_library_product_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_trials, "num_copies", lambda _: 1)
+    for rows, kind in ((1, "w8"), (3, "w8a8")):
+        assert product_trials.Operands.make(OUTPUT, rows, kind, CPU).library_calls(OUTPUT) == []
 
 
 def test_a_tiling_that_could_not_be_run_is_never_kept() -> None:
@@ -93,14 +124,14 @@ def test_a_table_comes_back_as_it_was_written() -> None:
 
 def _table(**changes: Any) -> str:
     table = {
-        "format": 1, "gpu": GPU[0], "triton": GPU[1], "own_rows": [[64, 128, 16]],
+        "format": 2, "gpu": GPU[0], "triton": GPU[1], "own_rows": [[64, 128, 2, 16]],
         "tilings": [[[16, 64, 128, 2, 2, False], [16, 64, 64, 2, 4, 4]]],
     }  # fmt: skip
     return json.dumps(table | changes)
 
 
 def test_a_table_of_the_same_device_and_version_is_read() -> None:
-    assert from_json(_table(), *GPU).own_rows == {(64, 128): 16}
+    assert from_json(_table(), *GPU).own_rows == {(64, 128, 2): 16}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +140,7 @@ def test_a_table_of_the_same_device_and_version_is_read() -> None:
         "",
         "[]",
         "{",
-        _table(format=2),
+        _table(format=1),
         _table(gpu="NVIDIA A100"),
         _table(triton="3.7.0"),
         _table(tilings=None),
@@ -120,8 +151,10 @@ def test_a_table_of_the_same_device_and_version_is_read() -> None:
         _table(tilings=[[[16, 64, 128, 2, 2, False], [16, 64, 64, 2.0, 4, 4]]]),
         _table(tilings=[[[64, 100_000, 128, 2, 2, False], [64, 64, 64, 16, 4, 4]]]),
         _table(tilings=[[[1, 64, 128, 2, 2, False], [1, 64, 1024, 2, 4, 1]]]),
-        _table(own_rows=[[64, 128, 65]]),
-        _table(own_rows=[[64, -128, 1]]),
+        _table(tilings=[[[16, 64, 128, 2, 2, False], [1, 64, 1024, 1, 4, 1]]]),
+        _table(own_rows=[[64, 128, 16]]),
+        _table(own_rows=[[64, 128, 1, 257]]),
+        _table(own_rows=[[64, -128, 2, 1]]),
     ],
 )
 def test_anything_else_is_refused(text: str) -> None:

@@ -51,3 +51,17 @@ def test_every_way_is_the_plain_formula(multiply: TritonMultiply, rows: int) -> 
     wanted = stream + plain(x)
     multiply.add_to(stream, x)
     torch.testing.assert_close(stream, wanted, **near)
+
+
+@pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
+@pytest.mark.parametrize("multiply", [True], indirect=True)
+def test_what_is_pending_is_added_before_the_norm(multiply: TritonMultiply, rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x, pending = (torch.randn(rows, INPUTS, generator=generator).to(DEVICE) for _ in range(2))
+    norm, whole = Norm(torch.randn(INPUTS, generator=generator).to(DEVICE), 1e-5), x + pending
+    stream = x.clone()
+    torch.testing.assert_close(multiply.after_norm(stream, norm, pending), multiply.after_norm(whole, norm))
+    torch.testing.assert_close(stream, whole)
+    found = multiply.gated(x, norm, "silu", pending)
+    torch.testing.assert_close(found, multiply.gated(whole, norm, "silu"))
+    torch.testing.assert_close(x, whole)

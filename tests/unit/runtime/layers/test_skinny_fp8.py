@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from quire.kernels.reference.elementwise import rms_norm
 from quire.kernels.triton.products import Norm
 from quire.runtime.layers import skinny_fp8
-from quire.runtime.layers.skinny_fp8 import Float8Multiply, Float8Product
+from quire.runtime.layers.skinny_fp8 import Float8Multiply, Float8Product, Rows
 from quire.runtime.quantization.fp8 import Float8Rows, rounded
 from triton_cases import DEVICE, ON_GPU, rand
 
@@ -30,6 +30,13 @@ def packed(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, biased: bool)
     assert isinstance(made, Float8Multiply)
     torch.testing.assert_close(made.weight.values(dtype), rounded(weight))
     return made
+
+
+def added(multiply: Float8Multiply, stream: torch.Tensor, x: Rows) -> torch.Tensor:
+    """The stream after the product was added to it, at once or later."""
+    pending = multiply.add_to(stream, x)
+    assert (pending is None) == (len(stream) <= multiply.few)
+    return stream if pending is None else stream + pending
 
 
 @pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
@@ -56,8 +63,7 @@ def test_every_way_is_the_plain_formula_over_rounded_numbers(
     near(multiply.after_norm(x, norm), normed)
     stream = rand(rows, OUTPUTS, dtype=dtype, seed=4)
     wanted = stream.float() + plain(x)
-    multiply.add_to(stream, x)
-    near(stream, wanted)
+    near(added(multiply, stream, x), wanted)
 
 
 @pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
@@ -75,7 +81,20 @@ def test_the_gate_hands_its_rows_to_the_next_product(rows: int, monkeypatch: pyt
     gate, up = F.linear(numbers, gate_up.weight.values(torch.float32), gate_up.bias).chunk(2, dim=-1)
     wanted = F.silu(gate) * up
     torch.testing.assert_close(found, rounded(wanted) if rows > FEW else wanted, rtol=0.07, atol=LIBRARY)
-    stream = torch.zeros(rows, INPUTS, device=DEVICE)
-    down.add_to(stream, gated)
+    stream = added(down, torch.zeros(rows, INPUTS, device=DEVICE), gated)
     numbers = found if rows == 1 else rounded(found)
     torch.testing.assert_close(stream, F.linear(numbers, down.weight.values(torch.float32)), rtol=LIBRARY, atol=LIBRARY)
+
+
+@pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
+def test_what_is_pending_is_added_before_the_norm(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = packed(monkeypatch, torch.float32, biased=False)
+    x, pending, norm = rand(rows, INPUTS, seed=2), rand(rows, INPUTS, seed=4), Norm(rand(INPUTS, seed=3), 1e-5)
+    whole, stream = x + pending, x.clone()
+    found = multiply.after_norm(stream, norm, pending)
+    torch.testing.assert_close(found, multiply.after_norm(whole, norm), rtol=0.1, atol=0.1 if rows == 1 else 1e-5)
+    torch.testing.assert_close(stream, whole)
+    gated = [multiply.gated(x, norm, "silu", pending), multiply.gated(whole, norm, "silu")]
+    values = [rows.values(torch.float32) if isinstance(rows, Float8Rows) else rows for rows in gated]
+    torch.testing.assert_close(*values, rtol=0.1, atol=0.1 if len(x) == 1 else 1e-5)
+    torch.testing.assert_close(x, whole)
