@@ -14,7 +14,9 @@ from quire.types.errors import ConfigError, DoesNotFit
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
-DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2_048}  # a CPU gains nothing from more, and answers late
+CPU_BATCHED_TOKENS = 512  # a CPU gains nothing from more, and answers late
+GPU_BATCHED_TOKENS, SMALL_MODEL_TOKENS = 2_048, 4_096  # some ten milliseconds of a large GPU
+SMALL_MODEL = 2_000_000_000  # parameters, below which a step of more tokens is as short
 DEFAULT_GPU_UTILIZATION = 0.9
 SHORTEST_MODEL_LEN = 256  # below this an engine that chose its own length is of no use
 CPU_CACHE_LIMIT, CPU_CACHE_SHARE = GIB, 4  # at most 1 GiB and at most a quarter of what is available
@@ -86,7 +88,7 @@ def resolve_engine_config(
     scheduler = SchedulerConfig(
         max_num_seqs=args.max_num_seqs if args.max_num_seqs is not None else DEFAULT_NUM_SEQS[kind],
         max_num_batched_tokens=(
-            args.max_num_batched_tokens if args.max_num_batched_tokens is not None else DEFAULT_BATCHED_TOKENS[kind]
+            args.max_num_batched_tokens if args.max_num_batched_tokens is not None else _batched_tokens(kind, model)
         ),
         max_model_len=_wanted_model_len(args, model),
         policy=_policy(args),
@@ -155,6 +157,13 @@ def _prefix_caching(args: EngineArguments, model: ModelConfig, max_model_len: in
         reason = f"cannot be exact: beyond {rope.max_position} tokens dynamic rope scaling depends on the whole length"
         raise ConfigError("enable_prefix_caching", reason, f"leave it out, or set max_model_len to {rope.max_position}")
     return False
+
+
+def _batched_tokens(kind: str, model: ModelConfig) -> int:
+    """Enough tokens to fill the device, few enough that those who decode do not wait long for a step."""
+    if kind == "cpu":
+        return CPU_BATCHED_TOKENS
+    return SMALL_MODEL_TOKENS if model.num_parameters < SMALL_MODEL else GPU_BATCHED_TOKENS
 
 
 def _resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelConfig) -> DeviceConfig:

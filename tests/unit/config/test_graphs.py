@@ -14,7 +14,7 @@ def test_small_models_are_captured_up_to_the_token_budget_and_large_ones_for_sho
     assert tiny[-2:] == (1920, 2048)
     sizes = {"hidden_size": 4096, "intermediate_size": 14_336, "num_layers": 32, "vocab_size": 128_256}
     large = token_buckets(tiny_config("llama", **sizes, heads=Heads(32, 8, 128)), config)
-    assert 256 <= large[-1] <= 512
+    assert 512 <= large[-1] <= 1024
 
 
 def test_the_largest_bucket_holds_a_step_of_the_whole_budget_that_is_not_a_bucket() -> None:

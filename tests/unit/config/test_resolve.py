@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from quire.config.facts import HardwareFacts
 from quire.config.model import Heads, ModelConfig, Rope
 from quire.config.resolve import EngineArguments, EngineSettings, model_length, resolve_engine_config
 from quire.config.sizes import GIB, MIB
@@ -23,6 +24,13 @@ def test_with_nothing_given_a_gpu_gets_what_its_share_of_memory_leaves() -> None
     assert (config.device.device, config.device.dtype, config.scheduler.max_num_seqs) == ("cuda", "bfloat16", 256)
     assert plan.capacity == int(80 * GIB * 0.9)
     assert 0.97 * plan.capacity < plan.total <= plan.capacity
+
+
+def test_a_step_is_given_as_many_tokens_as_keep_it_short_on_the_device() -> None:
+    def tokens(machine: HardwareFacts, model: ModelConfig) -> int:
+        return resolve_engine_config(EngineArguments(), machine, model)[0].scheduler.max_num_batched_tokens
+
+    assert (tokens(LAPTOP, SMALL), tokens(SERVER, SMALL), tokens(SERVER, LARGE)) == (512, 4_096, 2_048)
 
 
 def test_the_gpu_share_is_never_more_than_what_is_free() -> None:

@@ -38,9 +38,9 @@ def begin_early() -> None:
 def compiling_only(*, wait: bool = True) -> Iterator[None]:
     """Inside, in this thread, a launched kernel does nothing but get compiled; its outputs stay as they were.
 
-    Leaving waits for the compilations; without `wait` they go on in the background. One that fails does so again when
-    its kernel is launched, and says why there. Changes nothing under the interpreter, which compiles nothing, nor
-    inside another one in the same thread, which waits or not for both.
+    Leaving waits for the compilations; without `wait` they are done one by one in the background. One that fails does
+    so again when its kernel is launched, and says why there. Changes nothing under the interpreter, which compiles
+    nothing, nor inside another one in the same thread, which waits or not for both.
     """
     if INTERPRETED or getattr(_here, "inside", False):
         yield
@@ -59,12 +59,15 @@ class _Mode(AsyncCompileMode):  # type: ignore[misc]
     """A kernel that is being compiled already is not compiled twice, whoever asked first."""
 
     def __init__(self, *, wait: bool) -> None:
-        super().__init__(_pool(), ignore_errors=True)
+        self._pool = _pool() if wait else _background()
+        super().__init__(self._pool, ignore_errors=True)
         self._wait = wait
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
         if key not in self.future_kernels:
-            future = _begun.get(key) or _begin(key, compile_fn, finalize_fn)
+            future = _begun.get(key)
+            if future is None or (self._wait and future.cancel()):  # one that has not begun need not be waited for
+                future = _begin(self._pool, key, compile_fn, finalize_fn)
             self.raw_futures.append(future)
             self.future_kernels[key] = FutureKernel(finalize_fn, future)
         return self.future_kernels[key]
@@ -75,15 +78,18 @@ class _Mode(AsyncCompileMode):  # type: ignore[misc]
         super().__exit__(*error)
 
 
-def _begin(key: str, compile_fn: Callable[[], Any], finalize: Callable[[Any], None]) -> Future[Any]:
+def _begin(
+    pool: ThreadPoolExecutor, key: str, compile_fn: Callable[[], Any], finalize: Callable[[Any], None]
+) -> Future[Any]:
     """The kernel is put where launches find it by the thread that compiled it, so that nobody need wait."""
 
     def keep(future: Future[Any]) -> None:
-        _begun.pop(key, None)
+        if _begun.get(key) is future:
+            del _begun[key]
         if not future.cancelled() and future.exception() is None:
             finalize(future.result())
 
-    future = _pool().submit(compile_fn)
+    future = pool.submit(compile_fn)
     future._key = key  # type: ignore[attr-defined]  # by which Triton finds the kernel of a future
     _begun[key] = future
     future.add_done_callback(keep)
@@ -111,3 +117,9 @@ def _launches_skipped() -> Iterator[None]:
 def _pool() -> ThreadPoolExecutor:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return ThreadPoolExecutor(max(1, min(cores, MOST_THREADS)), thread_name_prefix="quire-compile")
+
+
+@cache
+def _background() -> ThreadPoolExecutor:
+    """One thread: what it does in Python is taken from the requests that are served meanwhile."""
+    return ThreadPoolExecutor(1, thread_name_prefix="quire-compile-later")

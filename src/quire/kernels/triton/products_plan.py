@@ -53,7 +53,10 @@ class Found(NamedTuple):
     own_rows: dict[tuple[int, int, int], int]
 
 
-MEASURED: dict[Shape, Tiling] = {}  # the fastest on an H200; other shapes follow a rule
+MEASURED: dict[Shape, Tiling] = {  # the fastest on an H200; other shapes follow a rule
+    Shape(64, 6144, 4096, 1, 1, gated=False): Tiling(64, 64, 256, 1, 4, 4),
+    Shape(64, 4096, 4096, 1, 1, gated=False): Tiling(64, 64, 256, 2, 4, 4),
+}
 _FEW, _MANY = 16, 64
 # Rows up to which a skinny product was not slower than the library on an H200, both in bfloat16, by rows and columns of
 # the weight. A gated product is held against the library's and the kernel of the gate after it.
@@ -62,8 +65,8 @@ OWN_ROWS: dict[tuple[int, int], int] = {
     (4096, 1024): 1, (1024, 2048): _FEW, (6144, 1024): _FEW, (1024, 3072): _FEW, (151936, 1024): _MANY,
 }  # fmt: skip
 # The same for float8 weights and rows, against the library's product with a scale per row.
-FLOAT8_OWN_ROWS: dict[tuple[int, int], int] = {}
-_USUAL_FLOAT8 = 128
+FLOAT8_OWN_ROWS: dict[tuple[int, int], int] = {(6144, 4096): 64, (4096, 4096): 64}
+_USUAL_FLOAT8 = 64
 _tuned = Found({}, {})  # by `adopt`: goes before the shipped tables
 _MANY_WEIGHT_ROWS = 16384  # as many need no split of K to occupy the chip
 

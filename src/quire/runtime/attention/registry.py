@@ -70,8 +70,6 @@ def make_backend(
         from quire.runtime.attention.native import NativeAttention
 
         return NativeAttention(scale)
-    from quire.runtime.attention.fresh import choose_fresh
     from quire.runtime.attention.triton import TritonAttention
 
-    fresh = choose_fresh(heads, scale, placement)
-    return TritonAttention(heads, scale, dependent_rows=dependent_rows(placement.device), fresh=fresh)
+    return TritonAttention(heads, scale, dependent_rows=dependent_rows(placement.device))

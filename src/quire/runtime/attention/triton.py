@@ -1,8 +1,7 @@
-"""The GPU backend: decode rows by split attention over a shared work list, prompt chunks by packed tiles, and a prompt
-that is a step of its own by a library, where that is faster.
+"""The GPU backend: decode rows by split attention over a shared work list, prompt chunks by packed tiles.
 
-The kernels read the block tables of the persistent rows in place, so a step gathers no tables; its plan is made once
-and read by every layer.
+Both read the block tables of the persistent rows in place, so a step gathers no tables; its plan is made once and
+read by every layer.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from quire.kernels.triton.attention_prefill import PrefillPlan, lay_out_tiles, p
 from quire.kernels.triton.attention_rule import AttentionRule
 from quire.kernels.triton.attention_schedule import SplitPlan, allocate_split_plan, fill_split_plan, with_config
 from quire.runtime.attention.backend import Kernels, LayerCache
-from quire.runtime.attention.fresh import FreshAttention, NoFresh
 from quire.runtime.transfer import Courier
 
 SPARE_TILES = 48  # that are not full, one at most of each chunk
@@ -50,21 +48,18 @@ class TritonPlan:
     split: SplitPlan | None  # of the decode rows
     cascade: CascadePlan | None  # of their shared prefixes
     prefill: PrefillPlan | None  # of the chunks
-    fresh: bool = False  # the tokens are one sequence from its beginning on, then padding: they see only each other
 
 
 class TritonAttention:
     """CUDA, or any device under Triton's interpreter. Reads no slot of the cache that was not written.
 
-    `dependent_rows`: tokens of a step from which kernels are launched while the ones before them still run. `fresh`:
-    what computes prompts that are steps of their own.
+    `dependent_rows`: tokens of a step from which kernels are launched while the ones before them still run.
     """
 
     kernels: Kernels = "triton"
 
-    def __init__(self, heads: Heads, scale: float, *, dependent_rows: int, fresh: FreshAttention | None = None) -> None:
+    def __init__(self, heads: Heads, scale: float, *, dependent_rows: int) -> None:
         self._heads, self.dependent_rows = heads, dependent_rows
-        self._fresh: FreshAttention = fresh or NoFresh()
         self._rule = AttentionRule(scale)
         self._prefill = prefill_config(heads.dim)
         self._reserved: _Reserved | None = None
@@ -82,11 +77,6 @@ class TritonAttention:
     def least_saved(self) -> int:
         """Tokens that groups must save a layer from reading for a cascade to take less time than it costs."""
         return self._memory.least_saved
-
-    @property
-    def least_fresh(self) -> int:
-        """Tokens of a prompt from which a step of its own is to be planned as a fresh one."""
-        return self._fresh.least_tokens
 
     def set_groups(self, groups: Sequence[SharedPrefix]) -> None:
         """What plans with a cascade mean from the next launch on, captured ones too. Only enqueues; not in a capture.
@@ -120,7 +110,6 @@ class TritonAttention:
         tiles: Tensor | None,  # what `tiles` made, on the device
         *,
         cascade: bool = False,  # prefixes are read once for each of the groups that are set
-        fresh: bool = False,  # there are no `lengths` and no `tiles`: the tokens are one sequence from its beginning on
     ) -> TritonPlan:
         """The plan of a step, by one launch at most. Holds until the next one is made.
 
@@ -133,15 +122,10 @@ class TritonAttention:
             begins = None if prefixes is None else prefixes.begins[:count]
             fill_split_plan(split, lengths, begins=begins, table_rows=rows[:count])
         prefill = None if tiles is None else PrefillPlan(self._prefill, tiles)
-        return TritonPlan(rows, positions, tables, count, split, prefixes, prefill, fresh)
+        return TritonPlan(rows, positions, tables, count, split, prefixes, prefill)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: TritonPlan) -> Tensor:
-        """Reads `key` and `value` in fresh steps only, padding too, whose tokens follow all others: no other sees them.
-
-        Elsewhere chunks read their own keys from the cache: measured on an H200, that is no slower than `key` itself.
-        """
-        if plan.fresh:
-            return self._fresh(query, key, value).flatten(1)  # not rounded to float8 first, as a cache may be
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: TritonPlan) -> Tensor:  # noqa: ARG002
+        """Chunks read their own keys from the cache too: measured on an H200, that is no slower than `key` itself."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [tokens, query heads, dim]
         dependent = len(query) >= self.dependent_rows
         if plan.split is not None:

@@ -29,6 +29,7 @@ from quire.types.step import StepPlan, StepResult
 
 Progress = Callable[[str, int, int], None]
 DEPTHS = {"cpu": 1, "cuda": 2}
+PREPARING_SECONDS = 4.0  # in which a GPU compiles and captures ahead of the first request
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class SingleExecutor:
         self._launched: deque[StepResult | _Launched] = deque()
         self._ring = TokenRing(config.scheduler.num_rows)
         if self._compiles:
-            self._worker.prepare()
+            self._worker.prepare(PREPARING_SECONDS)
         gc.collect()
         gc.freeze()  # what there is now stays: collections while serving need not look at it
 

@@ -94,7 +94,7 @@ class TritonStack:
         qkv = layer.qkv.after_norm(x, layer.input_norm, pending)  # [tokens, (query + 2 * kv heads) * dim]
         rotate_and_store(
             qkv, self._angles, plan.positions, plan.rows, plan.tables, LayerMemory(cache.key, cache.value),
-            norms=layer.head_norms, keep_keys=plan.fresh, dependent=len(x) >= self._attention.dependent_rows,
+            norms=layer.head_norms, dependent=len(x) >= self._attention.dependent_rows,
         )  # fmt: skip
         heads = self._heads
         by_head = qkv.view(len(x), -1, heads.dim)

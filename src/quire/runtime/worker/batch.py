@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ from quire.runtime.worker.rows import Rows
 from quire.types.step import StepPlan
 
 Longs = npt.NDArray[np.int64]
-Chunks = Literal["none", "some", "alone"]  # of a step; alone: one fresh prompt and nothing beside it
 
 
 class StepShape(NamedTuple):
@@ -25,7 +24,7 @@ class StepShape(NamedTuple):
 
     tokens: int
     decodes: bool
-    chunks: Chunks
+    chunks: bool
     cascade: bool
 
 

@@ -6,28 +6,27 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.runtime.attention.triton import Span
 from quire.runtime.layers.step import ForwardStep
-from quire.runtime.worker.batch import Batch, Chunks, Longs, StepShape, find_samples, find_tokens, slots_of
+from quire.runtime.worker.batch import Batch, Longs, StepShape, find_samples, find_tokens, slots_of
 from quire.runtime.worker.device_state import DeviceState
 from quire.types.step import StepPlan
 
 PADDING = -1  # the row of a token that nobody asked for
 _BYTES_PER_TOKEN = 80  # of what the host says of one, its share of a tile included
 _BYTES_BESIDE = 1 << 14  # tiles that are not full, and alignment
-_PRODUCT_ROWS = 128  # that matrix products compute together: to fill them up with padding costs next to nothing
 
 
 class DeviceBatchBuilder:
     """Builds batches without reading the device; blocks are not cleared, as no kernel reads an unwritten slot.
 
     A step of at most buckets[-1] tokens is padded to the next bucket, and its numbers always lie in the same place for
-    the same shape, so that a graph can be captured over them: they hold until the next batch is built. A fresh prompt
-    that is a step of its own is padded beyond the buckets too, as what computes it is set up for each number of tokens.
-    Without buckets nothing is padded; `plain`: the layers run one by one, and want the slots that tokens go to.
+    the same shape, so that a graph can be captured over them: they hold until the next batch is built. No buckets: the
+    layers run one by one, and want the slots that tokens are written to.
     """
 
     def __init__(self, state: DeviceState, buckets: Sequence[int], *, plain: bool) -> None:
@@ -48,26 +47,37 @@ class DeviceBatchBuilder:
             samples.astype(np.int32), wanted, np.empty(0, dtype=np.int64) if spread is None else spread
         )
         spans, cascade = _spans(plan), self._shared.announce(plan.decode_rows)
-        chunks = self._chunks(spans, len(decodes))
-        room = self._room(len(positions), spans)
-        shape = None if room is None else StepShape(room, len(decodes) > 0, chunks, cascade)
-        looked_at = len(decodes)
+        room, decoded = self._room(len(positions), spans), rows.lengths[decodes]
+        shape = None if room is None else StepShape(room, len(decodes) > 0, len(spans) > 0, cascade)
+        tiles = self._tiles(spans, shape) if spans else None
         if shape is not None:
-            token_rows, positions = _pad(token_rows, positions, shape.tokens)
-            looked_at = min(shape.tokens, rows.spare) if shape.decodes else 0
-        elif chunks == "alone":
-            room = -(-len(positions) // _PRODUCT_ROWS) * _PRODUCT_ROWS
-            token_rows, positions = _pad(token_rows, positions, room)
-        step = self._step(token_rows, positions, looked_at, spans, shape, alone=chunks == "alone", cascade=cascade)
+            token_rows, positions = _pad(token_rows, shape.tokens, PADDING), _pad(positions, shape.tokens, 0)
+            decoded = _pad(decoded, self._looked_at(shape), 0)
+        step = self._step(token_rows, positions, decoded, tiles, shape, cascade=cascade)
         return Batch(step, samples, sample, want, None if spread is None else spreads, shape)
 
-    def _chunks(self, spans: Sequence[Span], num_decodes: int) -> Chunks:
-        """Of which kind a step is; a prompt is only alone if it is long enough to be computed as a fresh one."""
-        if not spans:
-            return "none"
-        _, start, num_tokens, _ = spans[0]
-        alone = len(spans) == 1 and num_decodes == 0 and start == 0 and len(self._buckets) > 0
-        return "alone" if alone and num_tokens >= self._attention.least_fresh else "some"
+    def usual_shapes(self) -> list[StepShape]:
+        """Those that most steps have: chunks alone, and chunks beside decodes."""
+        return [StepShape(tokens, decodes, True, False) for tokens in self._buckets for decodes in (False, True)]
+
+    def blank(self, shape: StepShape) -> Batch:
+        """A step of that shape that is nothing but padding: it changes no row and no block."""
+        padding = np.full(shape.tokens, PADDING, dtype=np.int64)
+        nothing = np.zeros(0, dtype=np.int64)
+        decoded = np.zeros(self._looked_at(shape), dtype=np.int64)
+        tiles = self._tiles((), shape) if shape.chunks else None
+        step = self._step(padding, np.zeros_like(padding), decoded, tiles, shape, cascade=shape.cascade)
+        where = torch.from_numpy(nothing).to(self._rows.device)
+        return Batch(step, nothing, where.int(), where, None, shape)
+
+    def _looked_at(self, shape: StepShape) -> int:
+        """How many tokens of a padded step are looked at for rows that decode: all those, then chunks and padding."""
+        return min(shape.tokens, self._rows.spare) if shape.decodes else 0
+
+    def _tiles(self, spans: Sequence[Span], shape: StepShape | None) -> npt.NDArray[np.int32]:
+        room = None if shape is None else self._attention.tile_room(shape.tokens)
+        tiles: npt.NDArray[np.int32] = self._attention.tiles(spans, room).numpy()
+        return tiles
 
     def _room(self, num_tokens: int, spans: Sequence[Span]) -> int | None:
         """The bucket of a step; None for one that is larger, or cut into more pieces, than any has room for."""
@@ -81,28 +91,22 @@ class DeviceBatchBuilder:
         self,
         token_rows: Longs,
         positions: Longs,
-        num_decodes: int,  # the tokens that are looked at for rows that decode: all of those, and chunks and padding
-        spans: Sequence[Span],
+        decoded: Longs,  # lengths of the rows that decode, the first tokens; 0: not one of them
+        tiles: npt.NDArray[np.int32] | None,
         shape: StepShape | None,
         *,
-        alone: bool,
         cascade: bool,
     ) -> ForwardStep:
         rows = self._rows
         places = np.where(token_rows == PADDING, rows.spare, token_rows)  # the spare row is empty
         lengths = rows.lengths[places]
-        decoded = lengths[:num_decodes].copy()
-        if spans:
-            decoded[spans[0][0] :] = 0
-        tiled = len(spans) > 0 and not alone
-        room = None if shape is None else self._attention.tile_room(shape.tokens)
         where, position, row, length, decode, tile = rows.courier.send(
             places * rows.capacity + positions,
             positions,
             token_rows.astype(np.int32),
             lengths,
             decoded,
-            self._attention.tiles(spans, room).numpy() if tiled else np.empty(0, dtype=np.int32),
+            np.empty(0, dtype=np.int32) if tiles is None else tiles,
             into=None if shape is None else self._memory,
         )
         token_ids = torch.empty_like(where, dtype=torch.int32) if shape is None else self._token_ids[: shape.tokens]
@@ -115,7 +119,7 @@ class DeviceBatchBuilder:
             slots=self._slots(row, position),
             caches=self._cache.layers,
             attention=self._attention.plan(
-                row, position, decode, rows.tables, tile if tiled else None, cascade=cascade, fresh=alone
+                row, position, decode, rows.tables, None if tiles is None else tile, cascade=cascade
             ),
         )
 
@@ -136,8 +140,7 @@ def _spans(plan: StepPlan) -> list[Span]:
     return spans
 
 
-def _pad(token_rows: Longs, positions: Longs, room: int) -> tuple[Longs, Longs]:
-    count = len(positions)
-    padded = np.full(room, PADDING, dtype=np.int64), np.zeros(room, dtype=np.int64)
-    padded[0][:count], padded[1][:count] = token_rows, positions
+def _pad(numbers: Longs, room: int, filler: int) -> Longs:
+    padded = np.full(room, filler, dtype=np.int64)
+    padded[: len(numbers)] = numbers
     return padded

@@ -32,6 +32,16 @@ class ForwardGraphs:
         graph.launch()
         return graph.layers.hidden
 
+    def rehearse(self, batch: Batch) -> None:
+        """Launch the kernels of a batch, each once."""
+        if self._model.fused is not None:
+            self._model.fused.rehearse(batch.step)
+
+    def capture(self, batch: Batch) -> None:
+        """Capture the batch's shape now, if it was not yet."""
+        if batch.shape is not None and batch.shape not in self._graphs:
+            self._make(batch, batch.shape)
+
     def _make(self, batch: Batch, shape: StepShape) -> _Graph:
         """Computing a batch again while capturing writes the same keys and values where they belong."""
         start = time.perf_counter()

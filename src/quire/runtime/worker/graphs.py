@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from quire.config.graphs import row_buckets
-from quire.kernels.triton.compiling import compiling_only
 from quire.runtime.models.registry import Model
 from quire.runtime.models.triton_stack import TritonStack
 from quire.runtime.sampling.triton_choice import TritonChoice
@@ -63,14 +62,19 @@ class DecodeGraphs:
         self._written = NO_ROWS  # what entries and places hold
         self._graphs: dict[tuple[int, bool, bool], Launch] = {}
 
-    def prepare(self) -> None:
-        """Capture the decoding of one row, and have all other kernels of decoding compiled in the background."""
-        self._make(self._buckets[0], narrow=False, cascade=False)
-        with compiling_only(wait=False):
-            for bucket in self._buckets:
-                self._write(NO_ROWS, bucket)
-                for narrow, cascade in ((False, False), (True, False), (False, True)):
-                    self._step(bucket, narrow=narrow, cascade=cascade, layers=1)
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return self._buckets
+
+    def rehearse(self, bucket: int, *, narrow: bool = False, cascade: bool = False) -> None:
+        """Launch the kernels of a graph, each once, over nothing but padding."""
+        self._write(NO_ROWS, bucket)
+        self._step(bucket, narrow=narrow, cascade=cascade, layers=1)
+
+    def capture(self, bucket: int) -> None:
+        """Capture plain decoding of so many rows now, if it was not yet."""
+        if (bucket, False, False) not in self._graphs:
+            self._make(bucket, narrow=False, cascade=False)
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether the step can go by a graph: nothing but decoding, and of every row only a choice is asked."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +24,6 @@ from quire.types.step import StepPlan
 class Graphs(Protocol):
     """Steps that are captured."""
 
-    def prepare(self) -> None:
-        """Do before the first request what it would wait for."""
-
     def takes(self, plan: StepPlan) -> bool:
         """Whether this step can run by a graph."""
 
@@ -35,9 +33,6 @@ class Graphs(Protocol):
 
 class NoGraphs:
     """Nothing is captured."""
-
-    def prepare(self) -> None:
-        """There is nothing to prepare."""
 
     def takes(self, plan: StepPlan) -> bool:  # noqa: ARG002
         return False
@@ -56,6 +51,15 @@ class PlainForward:
         return self._model(batch.step)
 
 
+class Preparing(Protocol):
+    def __call__(self, seconds: float) -> None:
+        """Do for about so long what the first requests would wait for. Changes no row and no block."""
+
+
+def nothing_to_prepare(seconds: float) -> None:
+    """Nothing is compiled or captured here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     rows: Rows
@@ -63,6 +67,7 @@ class Parts:
     batches: Batches
     forward: Forward
     graphs: Graphs
+    prepare: Preparing = nothing_to_prepare
 
 
 def make_parts(
@@ -97,6 +102,7 @@ def _device_parts(
     from quire.runtime.worker.device_state import DeviceState
     from quire.runtime.worker.forward_graphs import ForwardGraphs
     from quire.runtime.worker.graphs import DecodeGraphs
+    from quire.runtime.worker.prepare import prepare
     from quire.runtime.worker.shared_runs import SharedRuns
 
     rows, cache, stack = DeviceRows(*row_shape), DeviceCache(*cache_shape), model.fused
@@ -108,9 +114,11 @@ def _device_parts(
     stack.reserve(rows.capacity)
     capture = CudaCapture(rows.device) if rows.device.type == "cuda" else NoCapture()
     batches = DeviceBatchBuilder(state, token_buckets(model_config, config), plain=False)
-    choice = _device_choice(sampler)
-    graphs = NoGraphs() if choice is None else DecodeGraphs(model, stack, state, *choice, capture)
-    return Parts(rows, cache, batches, ForwardGraphs(model, capture), graphs)
+    choice, forward = _device_choice(sampler), ForwardGraphs(model, capture)
+    if choice is None:
+        return Parts(rows, cache, batches, forward, NoGraphs())
+    graphs = DecodeGraphs(model, stack, state, *choice, capture)
+    return Parts(rows, cache, batches, forward, graphs, partial(prepare, batches, forward, graphs))
 
 
 def _device_choice(sampler: RowSampler) -> tuple[Any, Any] | None:

@@ -76,11 +76,6 @@ class Runner:
         self._model, self._rows, self._batches, self._forward = model, rows, batches, forward
         self._sampler = sampler
 
-    def rehearse(self, plan: StepPlan) -> None:
-        """Launch the kernels of a plan's layers, each once, and nothing else."""
-        if self._model.fused is not None:
-            self._model.fused.rehearse(self._batches.build(plan).step)
-
     def run(self, plan: StepPlan, failed: frozenset[int]) -> StepOutput:
         """`failed` rows are computed but never handed to the sampler; their token is 0."""
         batch = self._batches.build(plan)

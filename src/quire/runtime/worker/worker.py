@@ -10,12 +10,10 @@ from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.models.registry import Model
-from quire.runtime.worker.parts import NoGraphs, make_parts
+from quire.runtime.worker.parts import make_parts
 from quire.runtime.worker.runner import RowSampler, Runner, StepOutput
 from quire.types.errors import InvalidRequest
-from quire.types.step import Chunk, Ints, NewRow, RowFailure, StepPlan
-
-PREPARED_TOKENS = (1, 32, 64, 128, 512)  # of prompts: each takes other kernels, longer ones those of the last
+from quire.types.step import Ints, NewRow, RowFailure, StepPlan
 
 
 class Worker:
@@ -31,25 +29,14 @@ class Worker:
     ) -> None:
         parts = make_parts(model, backend, sampler, model_config, config)
         self.rows, self.cache, self._graphs = parts.rows, parts.cache, parts.graphs
-        self._sampler, self._vocab_size = sampler, model_config.vocab_size
+        self._sampler, self._vocab_size, self._prepare = sampler, model_config.vocab_size, parts.prepare
         self._runner = Runner(model, self.rows, parts.batches, parts.forward, sampler)
         self._failed: set[int] = set()  # live rows whose own code raised when they were added
 
     @torch.inference_mode()
-    def prepare(self) -> None:
-        """On a GPU: compile and capture ahead of the first plan what it would wait for. Changes no row.
-
-        Layers that run one by one, and those that are never captured, are left to compile when they are needed.
-        """
-        if isinstance(self._graphs, NoGraphs):
-            return
-        from quire.kernels.triton.compiling import compiling_only
-
-        with compiling_only(wait=False):
-            for num_tokens in PREPARED_TOKENS:
-                if num_tokens < self.rows.capacity:
-                    self._runner.rehearse(StepPlan(step=0, chunks=(Chunk(0, 0, num_tokens),)))
-        self._graphs.prepare()
+    def prepare(self, seconds: float) -> None:
+        """Do for about so long what the first requests would wait for. Changes no row and no block."""
+        self._prepare(seconds)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:

@@ -6,15 +6,11 @@ from functools import cache
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 pytest.importorskip("triton")
 
 from quire.config.model import Heads
-from quire.runtime.attention import fresh
 from quire.runtime.attention import triton as backend
-from quire.runtime.worker import device_batch
 from quire.runtime.worker.forward_graphs import ForwardGraphs
 from quire.types.step import Chunk
 from tiny_models import Bench, GreedySampler, MemoryCheckpoint, engine_config, random_checkpoint, tiny_config
@@ -45,27 +41,6 @@ def assert_same(plain: Bench, graphed: Bench) -> None:
         torch.testing.assert_close(torch.stack(graphed.sampler.seen[row]), torch.stack(seen), rtol=1e-4, atol=1e-4)
 
 
-class PlainFresh:
-    """In the place of a GPU's library: prompts of 8 tokens or more, by torch. Keeps how many it was given."""
-
-    least_tokens = 8
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.seen.append(len(query))
-        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(0, 1)
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> PlainFresh:
-    made = PlainFresh()
-    monkeypatch.setattr(fresh, "choose_fresh", lambda *_: made)
-    return made
-
-
 def test_steps_of_one_shape_run_by_one_graph_whatever_their_rows_and_lengths() -> None:
     plain, graphed, graphs = both()
     for made in (plain, graphed):
@@ -80,7 +55,7 @@ def test_steps_of_one_shape_run_by_one_graph_whatever_their_rows_and_lengths() -
         made.run(chunks=[Chunk(4, 23, 1, (4,))])
         made.run(decode=[4, 0, 1])
     assert_same(plain, graphed)
-    assert set(graphs._graphs) == {(16, False, "some", False), (16, True, "some", False), (16, True, "none", False)}
+    assert set(graphs._graphs) == {(16, False, True, False), (16, True, True, False), (16, True, False, False)}
 
 
 def test_a_step_beyond_the_largest_bucket_runs_as_it_is() -> None:
@@ -91,7 +66,7 @@ def test_a_step_beyond_the_largest_bucket_runs_as_it_is() -> None:
         made.run(chunks=[Chunk(0, 0, 17)])
         made.run(chunks=[Chunk(0, 17, 7, (0,))])
     assert_same(plain, graphed)
-    assert set(graphs._graphs) == {(16, False, "some", False)}
+    assert set(graphs._graphs) == {(16, False, True, False)}
 
 
 def test_a_step_of_more_pieces_than_there_is_room_for_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +78,7 @@ def test_a_step_of_more_pieces_than_there_is_room_for_runs_as_it_is(monkeypatch:
         made.run(chunks=[Chunk(row, 0, 4, (row,)) for row in range(3)])
         made.run(decode=[2, 0, 1])
     assert_same(plain, graphed)
-    assert set(graphs._graphs) == {(16, True, "none", False)}
+    assert set(graphs._graphs) == {(16, True, False, False)}
 
 
 def test_prompt_logprobs_and_forks_take_their_positions_of_a_padded_step() -> None:
@@ -120,59 +95,3 @@ def test_prompt_logprobs_and_forks_take_their_positions_of_a_padded_step() -> No
     assert plain.tokens[1] == plain.tokens[0]
     assert len(found[0]) == 6
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-4)
-
-
-def test_a_fresh_prompt_that_is_a_step_of_its_own_sees_its_keys_where_they_were_made(library: PlainFresh) -> None:
-    plain, graphed, graphs = both()
-    for made in (plain, graphed):
-        made.add(0, LONG[:13])
-        made.run(chunks=[Chunk(0, 0, 13, (0,))])
-        made.add(1, LONG[4:20])
-        made.run(chunks=[Chunk(1, 0, 9)])
-        made.run(decode=[0], chunks=[Chunk(1, 9, 7, (1,))])
-        made.run(decode=[1, 0])
-    assert_same(plain, graphed)
-    assert set(library.seen) == {16}
-    assert set(graphs._graphs) == {(16, False, "alone", False), (16, True, "some", False), (16, True, "none", False)}
-
-
-def test_prompts_that_are_short_or_not_alone_or_not_fresh_read_the_cache(library: PlainFresh) -> None:
-    plain, graphed, graphs = both()
-    for made in (plain, graphed):
-        made.add(0, LONG[:7])
-        made.run(chunks=[Chunk(0, 0, 7, (0,))])
-        made.add(1, LONG)
-        made.run(decode=[0], chunks=[Chunk(1, 0, 8)])
-        made.run(chunks=[Chunk(1, 8, 16, (1,))])
-        for row in (2, 3):
-            made.add(row, LONG[row : row + 8])
-        made.run(chunks=[Chunk(2, 0, 8, (2,)), Chunk(3, 0, 8, (3,))])
-    assert_same(plain, graphed)
-    assert library.seen == []
-    assert {shape.chunks for shape in graphs._graphs} == {"some"}
-
-
-def test_a_fresh_prompt_beyond_the_largest_bucket_is_padded_but_not_captured(
-    library: PlainFresh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_batch, "_PRODUCT_ROWS", 10)
-    plain, graphed, graphs = both()
-    graphed.worker._runner._batches._buckets = (16,)  # type: ignore[attr-defined]
-    for made in (plain, graphed):
-        made.add(0, LONG)
-        made.run(chunks=[Chunk(0, 0, 17)])
-        made.run(chunks=[Chunk(0, 17, 7, (0,))])
-        made.add(1, LONG)
-        made.run(chunks=[Chunk(1, 0, 24, (1,))])
-        made.run(decode=[0, 1])
-    assert_same(plain, graphed)
-    layers = checkpoint().config.num_layers
-    assert library.seen == [20] * layers + [30] * layers
-    assert set(graphs._graphs) == {(16, False, "some", False), (16, True, "none", False)}
-
-
-def test_layers_that_run_one_by_one_read_the_cache(library: PlainFresh) -> None:
-    made = Bench(checkpoint(), engine_config(max_len=64), attention="triton", joined=False)
-    made.add(0, LONG)
-    made.run(chunks=[Chunk(0, 0, 24, (0,))])
-    assert library.seen == []

@@ -1,0 +1,42 @@
+"""What a GPU does between loading a model and its first request: compile kernels, capture graphs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from quire.kernels.triton.compiling import compiling_only
+from quire.runtime.worker.batch import StepShape
+from quire.runtime.worker.device_batch import DeviceBatchBuilder
+from quire.runtime.worker.forward_graphs import ForwardGraphs
+from quire.runtime.worker.graphs import DecodeGraphs
+
+
+def prepare(batches: DeviceBatchBuilder, forward: ForwardGraphs, graphs: DecodeGraphs, seconds: float) -> None:
+    """What any first request needs, then more for as long as `seconds` last; the rest is captured when it is met.
+
+    Kernels that are left are compiled in the background, unless a request comes first.
+    """
+    deadline = time.monotonic() + seconds
+    shapes, (first, *others) = batches.usual_shapes(), graphs.buckets
+    with compiling_only():
+        graphs.rehearse(first)
+        for shape in shapes[:1]:
+            forward.rehearse(batches.blank(shape))
+    graphs.capture(first)
+    tasks: list[Callable[[], None]] = [partial(graphs.capture, bucket) for bucket in others]
+    tasks += [partial(_capture, batches, forward, shape) for shape in shapes]
+    while tasks and time.monotonic() < deadline:
+        tasks.pop(0)()
+    with compiling_only(wait=False):
+        for bucket in graphs.buckets:
+            graphs.rehearse(bucket)
+            graphs.rehearse(bucket, narrow=True)
+            graphs.rehearse(bucket, cascade=True)
+        for shape in shapes:
+            forward.rehearse(batches.blank(shape))
+
+
+def _capture(batches: DeviceBatchBuilder, forward: ForwardGraphs, shape: StepShape) -> None:
+    forward.capture(batches.blank(shape))
