@@ -74,21 +74,24 @@ def test_errors_fit_their_schema(server: TestServer, document: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "chunk", "body"),
+    ("path", "body"),
     [
-        (CHATS, "ChatChunk", {"messages": CHAT, "logprobs": True, "n": 2, "return_token_ids": True}),
-        (CHATS, "ChatChunk", {"messages": CHAT, "return_prompt_text": True}),
-        (COMPLETIONS, "CompletionChunk", {"prompt": ["x", "y"], "logprobs": 1, "return_token_ids": True}),
-        (COMPLETIONS, "CompletionChunk", {"prompt": "x", "stream_options": {"include_usage": True}, "echo": True}),
+        (CHATS, {"messages": CHAT, "logprobs": True, "n": 2, "return_token_ids": True}),
+        (CHATS, {"messages": CHAT, "return_prompt_text": True}),
+        (COMPLETIONS, {"prompt": ["x", "y"], "logprobs": 1, "return_token_ids": True}),
+        (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}, "echo": True}),
     ],
 )
-def test_chunks_fit_their_schema(server: TestServer, document: Any, path: str, chunk: str, body: Any) -> None:
-    schema = {"$ref": f"#/components/schemas/{chunk}"}
-    *events, last = server.events(path, body, params={"explain": "1"})
-    assert last == "[DONE]"
-    assert events
-    for event in events:
-        validate(document, schema, event)
+def test_events_fit_their_schema(server: TestServer, document: Any, path: str, body: Any) -> None:
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    event = content["text/event-stream"]["schema"]
+    ending, data = event["properties"]["data"]["anyOf"]
+    *chunks, last = server.events(path, body, params={"explain": "1"})
+    validate(document, ending, last)
+    assert chunks
+    for chunk in chunks:
+        validate(document, event, {"data": json.dumps(chunk)})
+        validate(document, data["contentSchema"], chunk)
 
 
 def test_the_document_is_json_that_names_its_version(document: Any) -> None:

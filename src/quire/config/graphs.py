@@ -6,7 +6,7 @@ from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 
 GRAPH_ROWS = 1024  # decode rows of the largest graph
-_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, GRAPH_ROWS)
+_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 768, GRAPH_ROWS)
 # Up to so many tokens, buckets lie so far apart: what padding wastes is small beside the step.
 _TOKEN_BUCKETS = ((64, 16), (512, 64), (2048, 128), (8192, 512))
 _LAUNCH_SECONDS = 600e-6  # of a layer that is launched kernel by kernel: twice what a quiet host beside an H200 takes

@@ -18,7 +18,7 @@ NATIVE_BYTES = 16 * MIB  # partial results of the compiled attention
 SPLIT_BYTES = 64 * MIB  # work list and partial results of attention and products by Triton
 GRAPH_BYTES = 16 * MIB  # a captured graph, its launches and the kernels they need
 TOKEN_GRAPH_BYTES = 8 * MIB  # the graphs for a number of tokens: prompts, decoding rows, or both
-NUM_GRAPHS = 24  # of different numbers of rows, some with and without top_k or top_p
+NUM_GRAPHS = 32  # of different numbers of rows, some with and without top_k or top_p
 PROMPT_POSITIONS = 128  # prompt logprobs are made for that many positions at a time ...
 PROMPT_BYTES_PER_LOGIT = 24  # ... from their logits, in float32, normalised and compared
 

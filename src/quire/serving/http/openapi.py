@@ -10,7 +10,7 @@ from quire.serving.http.exchange import FLAG_WORDS
 from quire.serving.http.fields import Endpoint, fields_of
 from quire.serving.http.kinds import nullable
 from quire.serving.http.limits import Limits
-from quire.serving.http.schemas import SCHEMAS, Schema, ref
+from quire.serving.http.schemas import SCHEMAS, Schema, record, ref
 
 _ERRORS = {
     "400": "A parameter is wrong, unknown or not supported; the message names it.",
@@ -77,8 +77,7 @@ def _post(path: str, limits: Limits) -> Schema:
     endpoint, summary, answer, chunk = _POSTS[path]
     content: dict[str, Any] = {"application/json": {"schema": ref(answer)}}
     if chunk is not None:
-        text = f"Events `data: {{...}}`, each a {chunk}, then `data: [DONE]`; in a broken stream an Error before it."
-        content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
+        content["text/event-stream"] = {"schema": _event(chunk)}
     parameters = []
     if chunk is not None:
         parameters = [
@@ -95,6 +94,14 @@ def _post(path: str, limits: Limits) -> Schema:
         "requestBody": {"required": True, "content": body},
         "responses": {"200": {"description": summary, "content": content}, **_errors(_ERRORS)},
     }
+
+
+def _event(chunk: str) -> Schema:
+    """One event of a stream, as a client's reader hands it over: comments are no events."""
+    inside = {"anyOf": [ref(chunk), ref("Error")]}
+    data = {"anyOf": [{"const": "[DONE]"}, {"contentMediaType": "application/json", "contentSchema": inside}]}
+    text = f"One event. Its data is a {chunk}; in a broken stream an Error comes last; `[DONE]` ends either."
+    return {**record({"data": {"type": "string", **data}}, is_open=True), "description": text}
 
 
 def _get(path: str, summary: str, name: str) -> Schema:

@@ -181,5 +181,5 @@ def test_eager_is_enforced() -> None:
 def test_buckets_end_with_the_number_of_rows() -> None:
     assert row_buckets(1) == (1,)
     assert row_buckets(6) == (1, 2, 4, 6)
-    assert row_buckets(256)[-2:] == (192, 256)
+    assert row_buckets(256)[-2:] == (224, 256)
     assert row_buckets(5_000)[-1] == 1_024
