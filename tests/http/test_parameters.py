@@ -88,6 +88,17 @@ def test_the_rendered_prompt_is_returned_when_asked_for(server: TestServer) -> N
     assert "prompt_text" not in server.post(CHAT, {"messages": HI}).json()
 
 
+def test_logprobs_of_named_tokens_come_with_an_echoed_prompt_too(server: TestServer) -> None:
+    body = {"prompt": "echo me", "echo": True, "max_tokens": 2, "logprob_token_ids": [5, 9]}
+    answer = server.post(COMPLETIONS, body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()["choices"][0]
+    assert found["text"].startswith("echo me")
+    assert len(found["logprobs"]["token_logprobs"]) == answer.json()["usage"]["total_tokens"]
+    assert found["logprobs"]["token_logprobs"][0] is None
+    assert refusal(server, COMPLETIONS, body | {"stream": True})["param"] == "echo"
+
+
 @pytest.mark.parametrize("name", ["return_token_offsets", "return_assistant_tokens_mask", "thinking_token_budget"])
 def test_what_needs_parts_this_server_lacks_is_refused_with_the_reason(server: TestServer, name: str) -> None:
     error = refusal(server, CHAT, {"messages": HI, name: 8 if "budget" in name else True})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quire.serving.http.fields import check_body
@@ -144,7 +144,8 @@ def _check_together(endpoint: GenerationEndpoint, given: dict[str, Any]) -> None
         raise InvalidRequest("prompt_logprobs", "cannot be streamed", "set stream=false")
     if given.get("top_logprobs") and not given.get("logprobs"):
         raise InvalidRequest("top_logprobs", "needs logprobs=true", "set logprobs or leave it out")
-    if endpoint == "completions" and given.get("echo") and streams and "logprobs" in given:
+    wants_logprobs = "logprobs" in given or given.get("logprob_token_ids")
+    if endpoint == "completions" and given.get("echo") and streams and wants_logprobs:
         raise InvalidRequest("echo", "with logprobs cannot be streamed", "set stream=false")
     if given.get("max_tokens") == 0 and "max_completion_tokens" not in given and not given.get("echo"):
         raise InvalidRequest("max_tokens", "is 0, which leaves nothing to answer", "set echo=true or raise it")
@@ -158,9 +159,10 @@ def _sampling(endpoint: GenerationEndpoint, given: dict[str, Any]) -> tuple[Samp
         chosen["logprobs"] = given.get("top_logprobs", 0) if given.get("logprobs") else None
     else:
         chosen["logprobs"] = given.get("logprobs")
-        if given.get("echo") and chosen["logprobs"] is not None:
-            chosen["prompt_logprobs"] = max(chosen["logprobs"], chosen.get("prompt_logprobs", 0))
-    return SamplingParams(**chosen, max_tokens=1 if wanted == 0 else wanted), wanted == 0
+    sampling = SamplingParams(**chosen, max_tokens=1 if wanted == 0 else wanted)
+    if endpoint == "completions" and given.get("echo") and sampling.logprobs is not None:  # the echo has them too
+        sampling = replace(sampling, prompt_logprobs=max(sampling.logprobs, sampling.prompt_logprobs or 0))
+    return sampling, wanted == 0
 
 
 def _prompts(service: Service, endpoint: GenerationEndpoint, given: dict[str, Any]) -> tuple[list[Prompt], list[str]]:
