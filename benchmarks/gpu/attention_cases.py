@@ -42,7 +42,6 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    fresh: bool = False
     dependent: bool = False
     group: int = 0  # cascade: rows that share a prefix
     prefix: int = 0  # cascade: its tokens
@@ -145,28 +144,8 @@ class Bench:
             begin += count
         config = case.tile or prefill_config(case.dim)
         tiles = lay_out_tiles(chunks, case.heads[0] // case.heads[1], config.block_m)
-        plan, own = PrefillPlan(config, tiles.to(DEVICE)), None
-        if case.fresh:
-            own = self._fresh(chunks)
-        return lambda keys, values: paged_prefill(
-            self.query, keys, values, self.tables, plan, self.rule, fresh=own, out=self.out
-        )  # type: ignore[func-returns-value]
-
-    def _fresh(self, chunks: list[tuple[int, int, int, int]]) -> tuple[Tensor, Tensor]:
-        """The chunks' own keys and values as the layer made them: what the caches, all alike then, hold."""
-        own = []
-        for side in range(2):
-            cache = self.layers[0][side]
-            for layer in self.layers[1:]:
-                layer[side].copy_(cache)
-            scale = (self.rule.key_scale, self.rule.value_scale)[side]
-            parts = []
-            for _, start, count, row in chunks:
-                places = torch.arange(start, start + count, device=DEVICE)
-                blocks = self.tables[row].long()[places // self.case.block]
-                parts.append(cache.float()[blocks, :, places % self.case.block] * scale)
-            own.append(torch.cat(parts).to(self.query.dtype))
-        return own[0], own[1]
+        plan = PrefillPlan(config, tiles.to(DEVICE))
+        return lambda keys, values: paged_prefill(self.query, keys, values, self.tables, plan, self.rule, out=self.out)  # type: ignore[func-returns-value]
 
     def _cascade(self) -> Callable[[Tensor, Tensor], None]:
         case, rows = self.case, len(self.case.sequences)

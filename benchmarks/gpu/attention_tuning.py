@@ -14,19 +14,24 @@ from quire.kernels.triton.launch import num_processors
 
 Rows = tuple[tuple[int, int], ...]
 
-# Keys of a tile, stages, programs per processor, tiles that a merge costs; by four warps.
+# Keys of a tile, warps, stages, programs per processor, tiles that a merge costs.
 WHOLE = {  # the warps share a tile
-    "bf16": ((64, 3, 3, 1), (128, 3, 1, 2), (32, 4, 4, 2), (64, 4, 2, 2), (128, 3, 1, 4)),
-    "fp8": ((64, 3, 3, 1), (128, 3, 2, 1), (32, 5, 4, 2)),
-}
-LANES = {  # every warp has a lane
     "bf16": (
-        (64, 3, 3, 1), (64, 3, 3, 3), (64, 2, 4, 2), (64, 3, 2, 2), (64, 4, 2, 2), (128, 3, 1, 2), (128, 3, 1, 4),
-        (128, 2, 2, 2), (64, 5, 1, 2),
+        (64, 4, 3, 3, 1),
+        (128, 4, 3, 1, 2),
+        (32, 4, 4, 4, 2),
+        (64, 4, 4, 2, 2),
+        (32, 2, 3, 6, 1),
+        (32, 2, 3, 6, 3),
+        (64, 2, 3, 3, 1),
     ),
+    "fp8": ((64, 4, 3, 3, 1), (64, 4, 3, 3, 3), (128, 4, 3, 2, 1), (128, 4, 3, 2, 3), (32, 4, 5, 4, 2)),
+}
+LANES = {  # keys, stages, programs per processor, merge: each of four warps has a lane
+    "bf16": ((64, 3, 3, 1), (128, 3, 1, 2), (128, 2, 2, 2), (64, 5, 1, 2)),
     "fp8": (
-        (64, 3, 3, 1), (64, 4, 3, 2), (64, 3, 4, 2), (64, 4, 4, 2), (128, 3, 2, 1), (128, 3, 3, 1), (128, 3, 1, 2),
-        (128, 4, 1, 2), (64, 5, 2, 2),
+        (64, 3, 3, 1), (64, 4, 3, 2), (64, 3, 4, 2), (64, 4, 4, 2), (128, 3, 2, 1), (128, 2, 3, 1), (128, 4, 1, 2),
+        (64, 5, 2, 2),
     ),
 }  # fmt: skip
 PREFILL = (  # packed rows, keys, warps, stages, registers of a thread
@@ -53,7 +58,8 @@ def uneven(rows: int) -> Rows:
 DECODE_SHAPES = {
     "1x8192": decodes(1, 8192), "4x2048": decodes(4, 2048), "16x1024": decodes(16, 1024), "16x4096": decodes(16, 4096),
     "32x1024": decodes(32, 1024), "64x1024": decodes(64, 1024), "128x1024": decodes(128, 1024),
-    "256x1024": decodes(256, 1024), "16 uneven": uneven(16), "64 uneven": uneven(64), "256 uneven": uneven(256),
+    "256x1024": decodes(256, 1024), "8 uneven": uneven(8), "32 uneven": uneven(32), "128 uneven": uneven(128),
+    "512 short": tuple((99 + 613 * row % 400, 1) for row in range(512)), "16 uneven": uneven(16), "64 uneven": uneven(64), "256 uneven": uneven(256),
     "64 skewed": skewed(64),
 }  # fmt: skip
 PREFILL_SHAPES: dict[str, Rows] = {
@@ -69,7 +75,10 @@ def tuning_cases() -> list[Case]:
 def _decode_cases() -> list[Case]:
     processors, cases = num_processors(DEVICE), []
     for dtype, whole in WHOLE.items():
-        ways = [SplitConfig(16, n, 4, stages, each * processors, 256 // n, merge) for n, stages, each, merge in whole]
+        ways = [
+            SplitConfig(16, n, warps, stages, each * processors, 256 // n, merge)
+            for n, warps, stages, each, merge in whole
+        ]
         for n, stages, each, merge in LANES[dtype]:
             ways.append(SplitConfig(8, n, 4, stages, each * processors, 256 // n, merge, lanes=4))
         for shape, rows in DECODE_SHAPES.items():

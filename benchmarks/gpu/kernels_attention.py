@@ -49,8 +49,6 @@ def feature_cases() -> list[Case]:
         cases.append(
             Case(f"{kind} window, cap, sinks", kind, rows, (6, 2), 128, 64, window=65, softcap=20.0, sinks=True)
         )
-    cases.append(Case("prefill fresh", "prefill", chunks, (8, 2), fresh=True))
-    cases.append(Case("prefill fresh fp8", "prefill", chunks, (8, 2), dtype="fp8", fresh=True))
     cases += [
         Case(f"decode lanes dim {dim} block {block} {dtype}", "decode", few, (8, 2), dim, block, dtype, split=lanes)
         for dim, block, dtype in (
@@ -92,7 +90,6 @@ def timed_cases() -> list[Case]:
             cases.append(Case(name, "prefill", ((0, tokens),) * count, eight, block=block))
     cases += [
         Case("prefill 0.6B block 16 4x2048", "prefill", ((0, 2048),) * 4, HEADS["0.6B"]),
-        Case("prefill 8B fresh 4x2048", "prefill", ((0, 2048),) * 4, eight, fresh=True),
         Case("prefill 8B 2048 after 6144", "prefill", ((6144, 2048),), eight),
         Case("prefill 8B 2048 after 6144 fp8", "prefill", ((6144, 2048),), eight, dtype="fp8"),
     ]

@@ -37,19 +37,18 @@ def test_queries_turn_and_keys_and_values_reach_their_slots(
     weights = rand(2, dim, dtype=dtype, seed=3)
     caches = tuple(rand(8, keys, block_size, dim, dtype=dtype, seed=i) for i in (1, 2))
     wanted_caches = tuple(cache.clone() for cache in caches)
-    query, key = reference.rotate_and_store(
+    query, _ = reference.rotate_and_store(
         qkv, _table(dim), positions, rows, BLOCKS, wanted_caches, norms=(*weights, 1e-6) if normed else None
     )
     found = qkv.clone().flatten(1)
     rotate_and_store(
         found, _table(dim), positions, rows, BLOCKS.to(DEVICE), LayerMemory(*caches),
-        norms=HeadNorms(*weights, 1e-6) if normed else None, keep_keys=True,
+        norms=HeadNorms(*weights, 1e-6) if normed else None,
     )  # fmt: skip
     found = found.view(5, -1, dim)
     near = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     torch.testing.assert_close(found[:, :queries], query, **near)
-    torch.testing.assert_close(found[:, queries : queries + keys], key, **near)
-    torch.testing.assert_close(found[:, queries + keys :], qkv[:, queries + keys :], rtol=0, atol=0)
+    torch.testing.assert_close(found[:, queries:], qkv[:, queries:], rtol=0, atol=0)
     for cache, wanted in zip(caches, wanted_caches, strict=True):
         torch.testing.assert_close(cache, wanted, **near)
 

@@ -51,18 +51,6 @@ class Paged:
             key_scale=rule.key_scale, value_scale=rule.value_scale,
         )  # fmt: skip
 
-    def without(self, sequence: int, start: int) -> tuple[Tensor, Tensor]:
-        """Keys and values from `start` on, [tokens, kv heads, dim], float32, taken out of the cache: NaN is left."""
-        size, taken = self.key_cache.shape[2], []
-        for position in range(start, self.lengths[sequence]):
-            block, slot = int(self.tables[sequence, position // size]), position % size
-            sides = (self.key_cache[block, :, slot], self.value_cache[block, :, slot])
-            taken.append(tuple(side.to(torch.float32, copy=True) for side in sides))
-            for side in sides:
-                side.fill_(float("nan"))
-        keys, values = zip(*taken, strict=True)
-        return torch.stack(keys), torch.stack(values)
-
 
 def paged(
     lengths: Sequence[int],

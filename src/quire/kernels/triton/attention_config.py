@@ -61,7 +61,8 @@ class _Way:
 
 
 _ALL = math.inf
-# The fastest on an H200 for rows of different lengths, some hundred to two thousand tokens, at 8 key/value heads.
+# The fastest on an H200 for rows of different lengths, some hundred to two thousand tokens, at 8 key/value heads, like
+# the uneven shapes of `python -m benchmarks.gpu.kernels_attention --tune`.
 _DECODE_WAYS = {  # by the bytes of a cached number
     1: (_Way(0.5, 128, 4, 3, 2, 3), _Way(2, 64, 4, 3, 3, 3), _Way(16, 128, 4, 2, 3, 1, 4), _Way(_ALL, 64, 4, 3, 3, 1)),
     2: (_Way(0.25, 128, 4, 3, 1, 2), _Way(2, 64, 2, 3, 3, 1), _Way(_ALL, 32, 2, 3, 6, 1)),

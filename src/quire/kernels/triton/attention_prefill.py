@@ -1,7 +1,7 @@
 """Paged attention of prompt chunks: tiles of packed (token, query head of the group) rows over their cached keys.
 
 One loop runs over all tiles of keys; those at the diagonal and at a window's edge are masked, the others are not.
-A chunk's own keys come from the cache as well, or from where the layer just made them.
+A chunk's own keys come from the cache as well.
 """
 
 from __future__ import annotations
@@ -61,30 +61,23 @@ def paged_prefill(
     plan: PrefillPlan,
     rule: AttentionRule,
     *,
-    fresh: tuple[Tensor, Tensor] | None = None,  # keys and values of the batch, [tokens, kv heads, dim]
     out: Tensor | None = None,  # [tokens, query heads, dim]
     dependent: bool = False,
 ) -> Tensor:
-    """Causal attention of the plan's chunks over all their cached keys; other tokens of `out` are left as they were.
+    """Causal attention of the plan's chunks over all their cached keys, their own included, which are written already.
 
-    The chunks' own keys are read from `fresh` where given, and from the cache, already written, otherwise.
+    Other tokens of `out` are left as they were.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     check_heads(query, "query")
     check_heads(out, "out")
     check_cache(key_cache, value_cache)
-    fresh_keys, fresh_values = fresh or (None, None)
-    if fresh is not None:
-        check_heads(fresh[0], "fresh keys")
-        check_heads(fresh[1], "fresh values")
     _, query_heads, dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
     config = plan.config
     _prefill[(plan.tiles.shape[0] * kv_heads,)](
-        query, out, key_cache, value_cache, fresh_keys, fresh_values, tables, plan.tiles, rule.sinks,
-        query.stride(0), out.stride(0), 0 if fresh_keys is None else fresh_keys.stride(0),
-        0 if fresh_values is None else fresh_values.stride(0), tables.stride(0),
-        rule.factor, rule.factor / rule.key_scale, rule.softcap, rule.window, rule.value_scale,
+        query, out, key_cache, value_cache, tables, plan.tiles, rule.sinks,
+        query.stride(0), out.stride(0), tables.stride(0), rule.factor, rule.softcap, rule.window, rule.value_scale,
         GROUP=query_heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=power_of_two(dim), BLOCK_SIZE=block_size,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, COMPUTE=COMPUTE[key_cache.dtype],
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", DEPENDENT=dependent,
@@ -95,9 +88,8 @@ def paged_prefill(
 
 @triton.jit
 def _prefill(
-    query, out, keys, values, fresh_keys, fresh_values, tables, tiles, sinks,
-    query_stride, out_stride, fresh_key_stride, fresh_value_stride, table_stride,
-    factor, fresh_factor, cap, window, value_scale,
+    query, out, keys, values, tables, tiles, sinks,
+    query_stride, out_stride, table_stride, factor, cap, window, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -112,9 +104,9 @@ def _prefill(
         return
     lowest, highest = first // GROUP, tl.minimum((first + BLOCK_M - 1) // GROUP, count - 1)  # tokens of the tile
     table = tables + row.to(tl.int64) * table_stride
-    end = start if fresh_keys is not None else start + highest + 1  # of the keys in the cache
+    end = start + highest + 1  # of the keys
     begin_at = _first_key(start + lowest, window, BLOCK_N)
-    ids = block_ids(table, begin_at, tl.maximum(end, 1), BLOCK_N, BLOCK_SIZE)  # asked for before the queries are
+    ids = block_ids(table, begin_at, end, BLOCK_N, BLOCK_SIZE)  # asked for before the queries are
     packed = first + tl.arange(0, BLOCK_M)
     token, columns = packed // GROUP, tl.arange(0, DIM_PAD)
     query_head = head * GROUP + packed % GROUP
@@ -129,17 +121,10 @@ def _prefill(
     inside = head * (BLOCK_SIZE * DIM)
     acc, top, total = _attend(
         acc, top, total, q.to(COMPUTE), keys + inside, values + inside, table, ids, start + token, start + lowest,
-        start + highest, end, 0, 0, factor, cap, window,
+        start + highest, end, factor, cap, window,
         BLOCK_N, BLOCK_SIZE, KV_HEADS * BLOCK_SIZE * DIM, DIM, PRECISION,
     )  # fmt: skip
     acc *= value_scale
-    if fresh_keys is not None:
-        own_keys = fresh_keys + begin.to(tl.int64) * fresh_key_stride + head * DIM
-        own_values = fresh_values + begin.to(tl.int64) * fresh_value_stride + head * DIM
-        acc, top, total = _attend(
-            acc, top, total, q, own_keys, own_values, None, None, token, lowest, highest, highest + 1,
-            fresh_key_stride, fresh_value_stride, fresh_factor, cap, window, BLOCK_N, 1, 1, DIM, PRECISION,
-        )  # fmt: skip
     if sinks is not None:
         sink = tl.load(sinks + query_head).to(tl.float32) * LOG2_E
         acc, top, total = take_in(acc, top, total, sink)
@@ -159,35 +144,27 @@ def _first_key(lowest, window, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _attend(
-    acc, top, total, query, keys, values, table, ids, place, lowest, highest, end, key_stride, value_stride,
-    factor, cap, window, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    acc, top, total, query, keys, values, table, ids, place, lowest, highest, end, factor, cap, window,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     DIM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys before `end` into rows at positions `place` [M], which lie in lowest .. highest.
-
-    With a table keys are in the cache, the first ones in the blocks `ids`; without one they follow each other. Tiles
-    that all rows see whole take no mask.
-    """
+    """Fold the keys before `end`, the first of them in blocks `ids`, into rows at positions `place` [M], which lie in
+    lowest .. highest. Tiles that all rows see whole take no mask."""
     DIM_PAD: tl.constexpr = query.shape[1]
     seen_by_all, clear = tl.minimum(lowest + 1, end), 0
     if window is not None:
         clear = highest + 1 - window  # from here on no row's window begins
     for first in tl.range(_first_key(lowest, window, BLOCK_N), end, BLOCK_N):
         seen = first + tl.arange(0, BLOCK_N)
-        if table is not None:
-            key_offsets = slots(ids, first, end, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
-            value_offsets = key_offsets
-            ids = block_ids(table, first + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)  # used a turn later
-        else:
-            inside = tl.minimum(seen, end - 1).to(tl.int64)
-            key_offsets, value_offsets = inside * key_stride, inside * value_stride
-        k = load_rows(keys, key_offsets, query.dtype, DIM, DIM_PAD)
+        offsets = slots(ids, first, end, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
+        ids = block_ids(table, first + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)  # used a turn later
+        k = load_rows(keys, offsets, query.dtype, DIM, DIM_PAD)
         scores, unit = score(query, k, factor, cap, PRECISION)
         if (first + BLOCK_N > seen_by_all) | (first < clear):
             visible = (seen[None, :] <= place[:, None]) & (seen < end)[None, :]
             if window is not None:
                 visible &= seen[None, :] > place[:, None] - window
             scores = tl.where(visible, scores, float("-inf"))
-        v = load_rows(values, value_offsets, query.dtype, DIM, DIM_PAD)
+        v = load_rows(values, offsets, query.dtype, DIM, DIM_PAD)
         acc, top, total = fold(acc, top, total, scores, unit, v, PRECISION)
     return acc, top, total

@@ -60,7 +60,7 @@ def _rotary_kernel(
     qkv_ptr, query_ptr, table_ptr, angle_ptr, position_ptr, row_ptr, blocks_ptr, key_ptr, value_ptr,
     query_norm_ptr, key_norm_ptr, eps, key_scale, value_scale, qkv_stride, query_stride, blocks_stride, max_blocks,
     half, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    HAS_NORM: tl.constexpr, KEEP_KEYS: tl.constexpr, FLOAT8_CACHE: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_NORM: tl.constexpr, FLOAT8_CACHE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -92,9 +92,6 @@ def _rotary_kernel(
         block = tl.load(blocks_ptr + row * blocks_stride + position // BLOCK_SIZE, mask=has_block, other=0).to(tl.int64)
         slot = block * KEYS * BLOCK_SIZE + position % BLOCK_SIZE
         is_key = inside & ((head >= QUERIES) & (head < QUERIES + KEYS))[:, None]
-        if KEEP_KEYS:
-            tl.store(at, turned_1, mask=is_key)
-            tl.store(at + half, turned_2, mask=is_key)
         is_key &= has_block
         to = key_ptr + (slot + (head - QUERIES)[:, None] * BLOCK_SIZE) * dim + place[None, :]
         tl.store(to, _to_cache(turned_1, key_scale, key_ptr, FLOAT8_CACHE), mask=is_key)
@@ -115,7 +112,6 @@ def rotate_and_store(
     norms: HeadNorms | None = None,
     query: Tensor | None = None,  # [tokens, query heads * dim]: where queries go; None: they stay in qkv
     angles: Tensor | None = None,  # [tokens] int: line of `table` of each token; None: its position
-    keep_keys: bool = False,  # leave the turned keys in qkv too, for attention over a contiguous chunk
     dependent: bool = False,
 ) -> None:
     """Norm (if given) and turn queries and keys, leave queries in `query`, put keys and values in the paged cache.
@@ -144,6 +140,6 @@ def rotate_and_store(
         norms and norms.query, norms and norms.key, norms.eps if norms else 0.0, memory.key_scale, memory.value_scale,
         qkv.stride(0), query.stride(0), blocks.stride(0), blocks.shape[1], dim // 2,
         QUERIES=query_heads, KEYS=kv_heads, BLOCK_SIZE=block_size, HALF=half, HEADS=heads_at_once,
-        HAS_NORM=norms is not None, KEEP_KEYS=keep_keys, FLOAT8_CACHE=memory.key.dtype == FLOAT8, DEPENDENT=dependent,
+        HAS_NORM=norms is not None, FLOAT8_CACHE=memory.key.dtype == FLOAT8, DEPENDENT=dependent,
         num_warps=max(1, heads_at_once * half // 256), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
