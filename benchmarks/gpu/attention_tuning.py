@@ -59,7 +59,8 @@ DECODE_SHAPES = {
     "1x8192": decodes(1, 8192), "4x2048": decodes(4, 2048), "16x1024": decodes(16, 1024), "16x4096": decodes(16, 4096),
     "32x1024": decodes(32, 1024), "64x1024": decodes(64, 1024), "128x1024": decodes(128, 1024),
     "256x1024": decodes(256, 1024), "8 uneven": uneven(8), "32 uneven": uneven(32), "128 uneven": uneven(128),
-    "512 short": tuple((99 + 613 * row % 400, 1) for row in range(512)), "16 uneven": uneven(16), "64 uneven": uneven(64), "256 uneven": uneven(256),
+    "512 short": tuple((99 + 613 * row % 400, 1) for row in range(512)),
+    "16 uneven": uneven(16), "64 uneven": uneven(64), "256 uneven": uneven(256),
     "64 skewed": skewed(64),
 }  # fmt: skip
 PREFILL_SHAPES: dict[str, Rows] = {
