@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quire.types.decoding import BeamRules
 from quire.types.sampling import SamplingParams, TokenRules
 
 
@@ -17,6 +18,17 @@ class Submit:
     rules: TokenRules = field(default_factory=TokenRules)
     priority: int = 0
     cache_salt: str = ""  # prompts share cached blocks only with prompts of the same salt
+    beam: BeamRules | None = None  # search with so many beams; sampling.n of the best are returned
+    source: Branch | None = None  # where it goes on from, if that is still to be had: then nothing is computed again
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A place in another request's sequence: right after the first `num_tokens` of its prompt and output."""
+
+    request_id: str
+    index: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

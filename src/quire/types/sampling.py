@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+from quire.types.decoding import StructuredOutputsParams, read_structured_outputs
 from quire.types.errors import InvalidRequest
 
 MAX_N = 16_384
@@ -76,6 +77,9 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     repetition_detection: RepetitionDetection | Mapping[str, int] | None = None  # answers that run in circles end
+    best_of: int | None = None  # generate so many and return the n best; None: n
+    rank_by: str = "mean"  # what best_of compares, of the tokens' logprobs: "mean" or "sum"
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -101,6 +105,17 @@ class SamplingParams:
         return self.repetition_detection
 
     @property
+    def num_sequences(self) -> int:
+        """How many are generated: best_of, or n."""
+        return self.best_of or self.n
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        """`structured_outputs` as it is after validation."""
+        assert not isinstance(self.structured_outputs, Mapping)
+        return self.structured_outputs
+
+    @property
     def ends_by_text(self) -> bool:
         """Whether its answers must be read token by token to know when they end."""
         return bool(self.stop) or self.repetition_detection is not None
@@ -113,6 +128,7 @@ class TokenRules:
     end_ids: tuple[int, ...] = ()  # ids that end a sequence: eos (unless ignored) and stop_token_ids
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     eos_ids: tuple[int, ...] = field(default=())  # the subset of end_ids that is the model's own end of text
+    grammar: str = ""  # what the answer must match, as llguidance reads it; empty: anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +245,12 @@ def _repetition_detection(name: str, value: object) -> RepetitionDetection | Non
     return RepetitionDetection(**{**sizes, "min_pattern_size": sizes.get("min_pattern_size") or 1})
 
 
+def _rank_by(name: str, value: object) -> str:
+    if value not in ("mean", "sum"):
+        raise InvalidRequest(name, f'must be "mean" or "sum", got {_shown(value)}')
+    return str(value)
+
+
 def _from_json_key(token: object) -> object:
     """JSON writes the keys of an object as strings."""
     return int(token) if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 20 else token
@@ -288,6 +310,9 @@ _CHECKS: dict[str, Any] = {
     "spaces_between_special_tokens": _flag,
     "include_stop_str_in_output": _flag,
     "repetition_detection": _repetition_detection,
+    "best_of": _Whole(1, MAX_N, optional=True),
+    "rank_by": _rank_by,
+    "structured_outputs": read_structured_outputs,
 }
 
 
@@ -295,6 +320,8 @@ def _check_together(params: SamplingParams) -> None:
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         reason = f"is {params.min_tokens}, above max_tokens={params.max_tokens}"
         raise InvalidRequest("min_tokens", reason, "lower it or raise max_tokens")
+    if params.best_of is not None and params.best_of < params.n:
+        raise InvalidRequest("best_of", f"is {params.best_of}, below n={params.n}", "raise it or lower n")
     if params.stops and not params.detokenize:
         raise InvalidRequest("stop", "needs text, but detokenize is false", "use stop_token_ids or set detokenize=True")
     if params.repetition_detection is not None and not params.detokenize:

@@ -2,6 +2,10 @@
 
 The engine numbers rows; a row is a live sequence's place in every worker's persistent state. A plan carries what
 changed since the plan before it: rows that only decode appear as numbers in one shared array.
+
+Most rows run ahead: their sampled tokens feed the next step on the device, before the engine has seen them. Rows whose
+next step depends on values (a beam, a grammar, a draft to verify) are paced: the engine waits for their results, and
+the plan that computes their next tokens also says which they are.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from quire.types.sampling import SamplingParams, TokenRules
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+Bits = npt.NDArray[np.uint32]
 
 NO_ROWS: Ints = np.empty(0, dtype=np.int32)
 NO_ROWS.setflags(write=False)
@@ -40,23 +45,59 @@ class NewRow:
     rules: TokenRules
     sample_index: int  # which of the request's n samples
     seed: int  # always set: the user's, or one the engine derived
+    num_candidates: int = 0  # how many likeliest next tokens its samples report; 0: it only chooses one
+
+
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """From position `start` on, a row's tokens are these and no others: its length becomes start + len(token_ids)."""
+
+    row: int
+    start: int
+    token_ids: Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute known tokens `start` .. `start + num_tokens` of a row (a prompt, or a preempted sequence again)."""
+    """Compute known tokens `start` .. `start + num_tokens` of a row: a prompt, a preempted sequence again, a draft.
+
+    A row whose draft is verified samples from each of the last `num_sampled` positions; it does not grow by that.
+    """
 
     row: int
     start: int
     num_tokens: int
     sample_rows: tuple[int, ...] = ()  # rows that sample from the chunk's last position; several after a fork
+    num_sampled: int = 1  # above 1 only with one sampling row, the chunk's own
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """The row of each of the chunk's samples, in the order of positions."""
+        return self.sample_rows * self.num_sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Which tokens some samples may choose: bit t % 32 of word t // 32 is set where token t is allowed."""
+
+    samples: Ints  # [masked], places in StepPlan.sample_rows
+    bits: Bits  # [masked, words]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOrder:
+    """After this step, propose up to `num_tokens` tokens that may follow what the row sampled in it."""
+
+    row: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One forward pass, decided by the scheduler and obeyed by every worker.
 
-    Order of execution: released, new_rows, grants, copies, forward over decode_rows then chunks, sampling.
+    Order of execution: released, new_rows, writes, grants, copies, forward over decode_rows then chunks, sampling,
+    drafting.
     """
 
     step: int
@@ -70,6 +111,9 @@ class StepPlan:
     grant_blocks: Ints = field(default_factory=lambda: NO_ROWS)
     copies: tuple[BlockCopy, ...] = ()
     released: tuple[int, ...] = ()  # rows the workers may forget
+    writes: tuple[RowTokens, ...] = ()  # tokens of paced rows
+    masks: Masks | None = None
+    drafts: tuple[DraftOrder, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -77,8 +121,8 @@ class StepPlan:
 
     @property
     def sample_rows(self) -> Ints:
-        """Rows that sample, in the order of StepResult.token_ids."""
-        sampled = [row for chunk in self.chunks for row in chunk.sample_rows]
+        """The row of every sample, in the order of StepResult.token_ids; one that verifies a draft comes repeatedly."""
+        sampled = [row for chunk in self.chunks for row in chunk.samples]
         if not sampled:
             return self.decode_rows
         return np.concatenate([self.decode_rows, np.asarray(sampled, dtype=np.int32)])
@@ -110,6 +154,24 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidates:
+    """The likeliest next tokens of some samples, best first: log-softmax of the raw logits, then changed by the row's
+    masks, bans, biases and penalties, not normed again. A token that is not allowed scores minus infinity."""
+
+    samples: Ints  # [m], places in StepPlan.sample_rows
+    token_ids: Ints  # [m, k]; k is the largest num_candidates among them
+    scores: Floats  # [m, k]
+
+
+@dataclass(frozen=True, slots=True)
+class RowDraft:
+    """What may follow, by a model of the runtime's own: a guess, to be verified."""
+
+    row: int
+    token_ids: Ints
+
+
+@dataclass(frozen=True, slots=True)
 class RowFailure:
     """One row's own code raised; only its request ends."""
 
@@ -119,10 +181,15 @@ class RowFailure:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step produced. `token_ids[i]` belongs to the plan's `sample_rows[i]`."""
+    """What one step produced. `token_ids[i]` belongs to the plan's `sample_rows[i]`.
+
+    A row's `logprobs` come in the order of its samples.
+    """
 
     step: int
     token_ids: Ints
     logprobs: tuple[RowLogprobs, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     failures: tuple[RowFailure, ...] = ()
+    candidates: Candidates | None = None
+    drafts: tuple[RowDraft, ...] = ()

@@ -1,0 +1,106 @@
+"""Decoding beyond one sample after another: what is asked of beam search and of structured output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from quire.types.errors import InvalidRequest
+
+MAX_BEAM_WIDTH = 256
+MAX_CHOICES = 1_024
+MAX_GRAMMAR_CHARACTERS = 256 * 1024
+
+EarlyStopping = bool | Literal["never"]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamRules:
+    """How the hypotheses of a beam search are kept and ranked, in transformers' meaning of the words.
+
+    A finished hypothesis scores its summed logprob / (generated tokens ** length_penalty).
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False  # True: stop at `width` finished ones; "never": only when none can be better
+
+    def __post_init__(self) -> None:
+        width: object = self.width  # whatever came: annotations check nothing
+        penalty: object = self.length_penalty
+        if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= MAX_BEAM_WIDTH:
+            raise InvalidRequest("beam_width", f"must be in [1, {MAX_BEAM_WIDTH}], got {width!r}")
+        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not -100.0 <= penalty <= 100.0:
+            raise InvalidRequest("length_penalty", f"must be a number in [-100, 100], got {penalty!r}")
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidRequest("early_stopping", f'must be true, false or "never", got {self.early_stopping!r}')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an answer must match: exactly one of these, in the names vLLM's users know."""
+
+    json: str | Mapping[str, Any] | None = None  # a JSON schema, or its text
+    regex: str | None = None
+    choice: Iterable[str] | None = None
+    grammar: str | None = None  # EBNF or Lark
+    json_object: bool | None = None  # any JSON object
+
+    def __post_init__(self) -> None:
+        given = [item.name for item in fields(self) if getattr(self, item.name) not in (None, False)]
+        if len(given) != 1:
+            named = " and ".join(given) or "none"
+            kinds = ", ".join(item.name for item in fields(self))
+            raise InvalidRequest("structured_outputs", f"needs exactly one of {kinds}, got {named}")
+        name = given[0]
+        if name == "json":
+            object.__setattr__(self, "json", _schema_text(self.json))
+        elif name == "choice":
+            object.__setattr__(self, "choice", _choices(self.choice))
+        elif name == "json_object":
+            if self.json_object is not True:
+                raise InvalidRequest("structured_outputs.json_object", "must be true or left out")
+        elif not isinstance(getattr(self, name), str) or not getattr(self, name):
+            raise InvalidRequest(f"structured_outputs.{name}", "must be a non-empty string")
+        size = sum(len(part) for part in _texts(getattr(self, name)))
+        if size > MAX_GRAMMAR_CHARACTERS:
+            limit = f"has {size} characters, limit {MAX_GRAMMAR_CHARACTERS}"
+            raise InvalidRequest(f"structured_outputs.{name}", limit, "send a smaller one")
+
+
+def read_structured_outputs(name: str, value: object) -> StructuredOutputsParams | None:
+    """The params as they are, or made of an object of their fields."""
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    known = [item.name for item in fields(StructuredOutputsParams)]
+    if not isinstance(value, Mapping) or not set(value) <= set(known):
+        raise InvalidRequest(name, f"must be an object of {', '.join(known)}")
+    return StructuredOutputsParams(**value)
+
+
+def _schema_text(schema: object) -> str:
+    """JSON text, its keys in their order: a schema's order is the order of an answer's members."""
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidRequest("structured_outputs.json", f"is no JSON: {error}", "send a JSON schema") from None
+    if not isinstance(parsed, Mapping | bool):
+        raise InvalidRequest("structured_outputs.json", "must be a JSON schema: an object, true or false")
+    return text
+
+
+def _choices(value: object) -> tuple[str, ...]:
+    choices = () if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    if not choices or not all(isinstance(choice, str) and choice for choice in choices):
+        raise InvalidRequest("structured_outputs.choice", "must be a list of non-empty strings")
+    if len(choices) > MAX_CHOICES:
+        reason = f"has {len(choices)} entries, limit {MAX_CHOICES}"
+        raise InvalidRequest("structured_outputs.choice", reason, "send fewer")
+    return tuple(dict.fromkeys(choices))
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ()
