@@ -56,6 +56,14 @@ class Found(NamedTuple):
 MEASURED: dict[Shape, Tiling] = {  # the fastest on an H200; other shapes follow a rule
     Shape(64, 6144, 4096, 1, 1, gated=False): Tiling(64, 64, 256, 1, 4, 4),
     Shape(64, 4096, 4096, 1, 1, gated=False): Tiling(64, 64, 256, 2, 4, 4),
+    Shape(64, 14336, 4096, 1, 1, gated=True): Tiling(64, 64, 128, 1, 4, 4),
+    Shape(64, 4096, 14336, 1, 1, gated=False): Tiling(64, 64, 256, 2, 4, 4),
+    Shape(128, 6144, 4096, 1, 1, gated=False): Tiling(128, 64, 128, 1, 4, 4),
+    Shape(128, 4096, 4096, 1, 1, gated=False): Tiling(64, 128, 128, 2, 4, 4),
+    Shape(128, 14336, 4096, 1, 1, gated=True): Tiling(128, 128, 128, 1, 8, 4),
+    Shape(128, 4096, 14336, 1, 1, gated=False): Tiling(64, 128, 128, 4, 4, 4),
+    Shape(256, 4096, 4096, 1, 1, gated=False): Tiling(256, 64, 128, 2, 8, 5),
+    Shape(256, 4096, 14336, 1, 1, gated=False): Tiling(256, 128, 128, 4, 8, 4),
 }
 _FEW, _MANY = 16, 64
 # Rows up to which a skinny product was not slower than the library on an H200, both in bfloat16, by rows and columns of
@@ -65,7 +73,9 @@ OWN_ROWS: dict[tuple[int, int], int] = {
     (4096, 1024): 1, (1024, 2048): _FEW, (6144, 1024): _FEW, (1024, 3072): _FEW, (151936, 1024): _MANY,
 }  # fmt: skip
 # The same for float8 weights and rows, against the library's product with a scale per row.
-FLOAT8_OWN_ROWS: dict[tuple[int, int], int] = {(6144, 4096): 64, (4096, 4096): 64}
+FLOAT8_OWN_ROWS: dict[tuple[int, int], int] = {
+    (6144, 4096): 128, (4096, 4096): 256, (28672, 4096): 128, (4096, 14336): 256,
+}  # fmt: skip
 _USUAL_FLOAT8 = 64
 _tuned = Found({}, {})  # by `adopt`: goes before the shipped tables
 _MANY_WEIGHT_ROWS = 16384  # as many need no split of K to occupy the chip
