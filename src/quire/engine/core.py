@@ -56,7 +56,7 @@ class EngineCore:
     ) -> None:
         self._executor, self._cache, self._config, self._vocab_size = executor, cache, scheduler, vocab_size
         self._scheduler = Scheduler(cache, scheduler)
-        self._pipeline = Pipeline(executor, depth or executor.depth)
+        self._pipeline = Pipeline(executor, depth or executor.depth, clock)
         self._clock = clock
         self._groups: dict[str, Group] = {}
         self._gathered = Gathered(NO_ROWS, -1, _NOTHING[0], _NOTHING[0], NO_ROWS, NO_ROWS)
@@ -114,6 +114,10 @@ class EngineCore:
     def has_work(self) -> bool:
         """True while a request is live, a message is unsaid or a step is in flight."""
         return bool(self._groups or self._finished or len(self._pipeline))
+
+    def leisure(self) -> float:
+        """Seconds for which `step` need not be called: who submits until then is computed as soon as by calling now."""
+        return 0.0 if self._finished else self._pipeline.leisure()
 
     # ---------------------------------------------------------------------------------------------------- steps
     def step(self) -> TokensOut:

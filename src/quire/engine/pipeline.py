@@ -7,6 +7,7 @@ the row's, and the result is dropped.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ import numpy.typing as npt
 
 from quire.engine.executor import Executor
 from quire.types.step import Ints, StepPlan, StepResult
+
+_LEAD_SECONDS, _LEAD_SHARE = 0.8e-3, 0.15  # how long before the end of a step the next one is planned, at least
+_DRIFT = 1.02  # a step may be expected to take so much longer than the last of its size
+_SIZE_STEP = 8  # rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +45,13 @@ class Flight:
 class Pipeline:
     """Up to `depth` launched steps in front of an Executor, collected in order."""
 
-    def __init__(self, executor: Executor, depth: int) -> None:
+    def __init__(self, executor: Executor, depth: int, clock: Callable[[], float] = time.monotonic) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
-        self._executor, self._depth = executor, depth
+        self._executor, self._depth, self._clock = executor, depth, clock
         self._flights: deque[Flight] = deque()
+        self._collected = 0.0  # when the step before the oldest in flight was done
+        self._durations: dict[int, float] = {}  # the least that decode steps took lately, by size
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -59,10 +66,32 @@ class Pipeline:
         """Wait for the oldest step."""
         result = self._executor.collect()
         flight = self._flights.popleft()
+        self._note_duration(flight)
         if result.step != flight.plan.step or len(result.token_ids) != len(flight.rows):
             answer = f"step {result.step} with {len(result.token_ids)} tokens"
             raise RuntimeError(f"step {flight.plan.step} of {len(flight.rows)} rows was answered by {answer}")
         return flight, result
 
+    def leisure(self) -> float:
+        """Seconds for which the next step need not be planned, as the one in flight will keep the device busy: whoever
+        comes until then is in the next step, and not in the one after it. 0 where that is not foreseen."""
+        if len(self._flights) != 1 or self._depth == 1 or (size := _decode_size(self._flights[0])) is None:
+            return 0.0
+        duration = self._durations.get(size, 0.0)
+        begun = max(self._flights[0].launched, self._collected)
+        return max(0.0, begun + duration - max(_LEAD_SECONDS, _LEAD_SHARE * duration) - self._clock())
+
     def clear(self) -> None:
         self._flights.clear()
+
+    def _note_duration(self, flight: Flight) -> None:
+        now, before = self._clock(), self._collected
+        self._collected = now
+        if (size := _decode_size(flight)) is not None:
+            taken = now - max(flight.launched, before)
+            self._durations[size] = min(taken, _DRIFT * self._durations.get(size, taken))
+
+
+def _decode_size(flight: Flight) -> int | None:
+    """Decode steps of one size take about as long; None for steps that also compute chunks."""
+    return None if flight.plan.chunks else -(-len(flight.plan.decode_rows) // _SIZE_STEP)

@@ -77,6 +77,7 @@ class EngineLoop:
         core, progress = self._core, self._progress
         while not self._stopping:
             self._hear()
+            self._linger()
             if core.has_work:
                 progress.begin_step()
                 out = core.step()
@@ -116,6 +117,15 @@ class EngineLoop:
         self._edges.wait(self._wake)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
+
+    def _linger(self) -> None:
+        """Hear who comes before the next step must be planned."""
+        while (
+            not self._stopping and (seconds := self._core.leisure()) >= 1e-3 and self._edges.wait(self._wake, seconds)
+        ):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+            self._hear()
 
     def _hear(self) -> None:
         while self._gone:

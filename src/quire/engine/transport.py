@@ -41,11 +41,15 @@ class EngineSocket:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
 
-    def wait(self, wake_fd: int) -> None:
-        """Block until an edge says something or `wake_fd` becomes readable."""
+    def wait(self, wake_fd: int, seconds: float | None = None) -> bool:
+        """Block until an edge says something or `wake_fd` becomes readable, at most so long in whole milliseconds.
+
+        False when nothing came.
+        """
         self._poller.register(wake_fd, zmq.POLLIN)
-        self._poller.poll()
+        came = self._poller.poll(None if seconds is None else int(seconds * 1e3))
         self._poller.unregister(wake_fd)
+        return bool(came)
 
     def receive(self) -> Iterator[tuple[int, ToEngine]]:
         """All that has arrived, as (edge, message). Never blocks; what is malformed is logged and skipped."""
