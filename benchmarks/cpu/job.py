@@ -10,12 +10,14 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request of a workload: token ids in, exactly `max_tokens` out for each of `n` samples."""
+    """One request of a workload: token ids in, exactly `max_tokens` out for each of `n` samples, or for the best of
+    `beam_width` beams."""
 
     prompt_ids: list[int]
     max_tokens: int
     n: int = 1
     temperature: float = 0.0
+    beam_width: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Engine(Protocol):
 
 
 def load_workload(path: Path) -> list[Ask]:
-    """Read a workload file: a JSON list of objects with `prompt_ids`, `max_tokens`, perhaps `n`, `temperature`."""
-    known = {"prompt_ids", "max_tokens", "n", "temperature"}
+    """Read a workload file: a JSON list of objects with `prompt_ids`, `max_tokens`, perhaps `n`, `temperature`,
+    `beam_width`."""
+    known = {"prompt_ids", "max_tokens", "n", "temperature", "beam_width"}
     return [Ask(**{key: value for key, value in item.items() if key in known}) for item in json.loads(path.read_text())]

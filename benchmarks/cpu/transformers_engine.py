@@ -18,8 +18,8 @@ class TransformersEngine:
         answers: list[list[list[int]]] = []
         batch: list[Ask] = []
         for ask in asks:
-            full = sum(other.n for other in batch) + ask.n > self._batch_size
-            if batch and (full or (ask.n, ask.temperature) != (batch[0].n, batch[0].temperature)):
+            full = sum(_rows(other) for other in batch) + _rows(ask) > self._batch_size
+            if batch and (full or _kind(ask) != _kind(batch[0])):
                 answers += self._run(batch)
                 batch = []
             batch.append(ask)
@@ -34,7 +34,7 @@ class TransformersEngine:
         for row, ask in enumerate(batch):
             ids[row, width - len(ask.prompt_ids) :] = torch.tensor(ask.prompt_ids)
             mask[row, width - len(ask.prompt_ids) :] = 1
-        sampling: dict[str, Any] = {"do_sample": False}
+        sampling: dict[str, Any] = {"do_sample": False, "num_beams": batch[0].beam_width or 1}
         if batch[0].temperature > 0.0:
             sampling = {"do_sample": True, "temperature": batch[0].temperature, "top_k": 0, "top_p": 1.0}
         with torch.inference_mode():
@@ -43,6 +43,16 @@ class TransformersEngine:
             )
         new = out[:, width:].tolist()  # [requests * n, longest]
         return [[new[row * n + i][: ask.max_tokens] for i in range(n)] for row, ask in enumerate(batch)]
+
+
+def _rows(ask: Ask) -> int:
+    """How many a request takes of a batch."""
+    return max(ask.n, ask.beam_width)
+
+
+def _kind(ask: Ask) -> tuple[int, float, int]:
+    """Requests of one kind can share a batch."""
+    return ask.n, ask.temperature, ask.beam_width
 
 
 def open_engine(job: Job) -> Engine:

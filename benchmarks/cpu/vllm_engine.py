@@ -10,12 +10,15 @@ from benchmarks.cpu.job import Ask, Engine, Job
 
 
 class VllmEngine:
-    def __init__(self, llm: Any, sampling_class: Any, versions: dict[str, str]) -> None:
-        self._llm, self._sampling, self.versions = llm, sampling_class, versions
+    def __init__(self, llm: Any, vllm: Any, versions: dict[str, str]) -> None:
+        self._llm, self._sampling, self.versions = llm, vllm.SamplingParams, versions
+        self._beams = importlib.import_module("vllm.sampling_params").BeamSearchParams
 
     def generate(self, asks: list[Ask]) -> list[list[list[int]]]:
         self._llm.reset_prefix_cache()  # a repeat must not find the run before it
         prompts = [{"prompt_token_ids": ask.prompt_ids} for ask in asks]
+        if asks[0].beam_width:
+            return self._search(prompts, asks[0])
         sampling = [
             self._sampling(
                 n=ask.n,
@@ -29,6 +32,13 @@ class VllmEngine:
         ]
         outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
         return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
+
+    def _search(self, prompts: list[dict[str, Any]], ask: Ask) -> list[list[list[int]]]:
+        """Its searches have one width and one length for all prompts."""
+        beams = self._beams(beam_width=ask.beam_width, max_tokens=ask.max_tokens, ignore_eos=True)
+        best = [output.sequences[0].tokens for output in self._llm.beam_search(prompts, beams)]
+        pairs = zip(best, prompts, strict=True)
+        return [[list(tokens[len(prompt["prompt_token_ids"]) :])] for tokens, prompt in pairs]
 
 
 def open_engine(job: Job) -> Engine:
@@ -50,4 +60,4 @@ def open_engine(job: Job) -> Engine:
         disable_log_stats=True,
         seed=0,
     )
-    return VllmEngine(llm, vllm.SamplingParams, {"vllm": vllm.__version__, "torch": torch.__version__})
+    return VllmEngine(llm, vllm, {"vllm": vllm.__version__, "torch": torch.__version__})

@@ -1,4 +1,4 @@
-"""The four workloads: read from a folder, or made here from a seed with the same shapes."""
+"""The workloads: read from a folder, or made here from a seed with the same shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.cpu.job import Ask, load_workload
 
-FILES = {"W1": "W1.json", "single": "single.json", "W2": "W2_prefix.json", "n8": "n8.json"}
+FILES = {"W1": "W1.json", "single": "single.json", "W2": "W2_prefix.json", "n8": "n8.json", "beam": "beam.json"}
 VOCABULARY = range(100, 49_000)
 
 
@@ -22,7 +22,8 @@ def workloads(names: list[str], folder: Path | None, *, quick: bool, seed: int =
 
 
 def synthetic(name: str, seed: int) -> list[Ask]:
-    """W1: mixed lengths. single: one stream. W2: a long shared prefix. n8: eight samples of each prompt."""
+    """W1: mixed lengths. single: one stream. W2: a long shared prefix. n8: eight samples of each prompt.
+    beam: four beams."""
     rng = random.Random(f"{name} {seed}")
     if name == "W1":
         return [Ask(_ids(rng, rng.randint(32, 512)), rng.randint(16, 256)) for _ in range(64)]
@@ -31,6 +32,8 @@ def synthetic(name: str, seed: int) -> list[Ask]:
     if name == "W2":
         shared = _ids(rng, 768)
         return [Ask(shared + _ids(rng, 32), 32) for _ in range(32)]
+    if name == "beam":
+        return [Ask(_ids(rng, 128), 64, beam_width=4) for _ in range(8)]
     return [Ask(_ids(rng, 256), 64, n=8, temperature=1.0) for _ in range(4)]
 
 

@@ -26,25 +26,26 @@ from benchmarks.gpu import floor, workloads  # noqa: E402
 from benchmarks.gpu.models import MODELS  # noqa: E402
 from benchmarks.gpu.workloads import Workload  # noqa: E402
 from benchmarks.report import facts, table  # noqa: E402
-from quire import LLM, SamplingParams  # noqa: E402
+from quire import LLM, BeamSearchParams, SamplingParams  # noqa: E402
 
-ROWS = ("start", "nano", "chat512", "batch1", "prefill", "shared", "n8")
+ROWS = ("start", "nano", "chat512", "batch1", "prefill", "shared", "n8", "beam")
 WHOLE: dict[str, Callable[[int], Workload]] = {
     "nano": workloads.nano,
     "chat512": workloads.chat512,
     "prefill": workloads.prefill,
     "shared": workloads.shared,
     "n8": workloads.n8,
+    "beam": workloads.beam,
 }
 # What vLLM 0.26.0 did on one H200: bf16 unless said, prefix caching on, the same shapes and requests.
 PEER = {
     "qwen3-0.6b": {
         "start": 79.0, "nano": 21_850, "chat512": 22_080, "batch1 tpot": 2.02, "batch1 ttft": 10.7,
-        "prefill": 349_000, "shared": 13_700, "n8": 36_000,
+        "prefill": 349_000, "shared": 13_700, "n8": 36_000, "beam": 5.0,
     },
     "llama-3.1-8b": {
         "start": 87.0, "nano": 9_490, "chat512": 9_680, "batch1 tpot": 4.96, "batch1 ttft": 13.2,
-        "prefill": 41_600, "shared": 6_800, "n8": 16_400,
+        "prefill": 41_600, "shared": 6_800, "n8": 16_400, "beam": 3.9,
     },
     "llama-3.1-8b fp8": {  # weights and cache
         "start": 88.0, "nano": 12_260, "chat512": 12_640, "batch1 tpot": 3.56, "batch1 ttft": 13.9,
@@ -57,7 +58,7 @@ TITLES = {
     floor.Precision(2, 1): " fp8 cache",
     floor.Precision(1, 1): " fp8",
 }
-UNITS = {"start": "s", "batch1 tpot": "ms", "batch1 ttft": "ms", "prefill": "in tok/s"}
+UNITS = {"start": "s", "batch1 tpot": "ms", "batch1 ttft": "ms", "prefill": "in tok/s", "beam": "requests/s"}
 LOWER_IS_BETTER = ("start", "batch1 tpot", "batch1 ttft")
 WARM_UP = [512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1]
 
@@ -101,24 +102,32 @@ class Bench:
         work = WHOLE[row](repeat)
         seconds, least = self.seconds(work), floor.total_seconds(self._model, work, self._precision)
         tokens = work.num_prompt_tokens if row == "prefill" else work.num_output_tokens
-        self._note(row, repeat, tokens / seconds)
+        self._note(row, repeat, (len(work.prompts) if row == "beam" else tokens) / seconds)
         if row in ("nano", "chat512", "prefill"):
             self.floors[row] = tokens / least
 
     def seconds(self, work: Workload) -> float:
         """Run the requests all at once; raises if one of them is not answered in full."""
+        self.llm.reset_prefix_cache()  # only what requests of one round share may be found
+        begin = time.perf_counter()
+        found = self._search(work) if work.beam_width else self._sample(work)
+        taken = time.perf_counter() - begin
+        if found != work.num_output_tokens:
+            raise SystemExit(f"{found} tokens came back, {work.num_output_tokens} were asked for")
+        return taken
+
+    def _sample(self, work: Workload) -> int:
         sampling = [
             SamplingParams(temperature=work.temperature, n=work.n, max_tokens=count, ignore_eos=True, detokenize=False)
             for count in work.outputs
         ]
-        self.llm.reset_prefix_cache()  # only what requests of one round share may be found
-        begin = time.perf_counter()
         answers = self.llm.generate(work.prompts, sampling, use_tqdm=False)
-        taken = time.perf_counter() - begin
-        found = sum(len(sample.token_ids) for answer in answers for sample in answer.outputs)
-        if found != work.num_output_tokens:
-            raise SystemExit(f"{found} tokens came back, {work.num_output_tokens} were asked for")
-        return taken
+        return sum(len(sample.token_ids) for answer in answers for sample in answer.outputs)
+
+    def _search(self, work: Workload) -> int:
+        beams = [BeamSearchParams(work.beam_width, count, n=1, ignore_eos=True) for count in work.outputs]
+        answers = self.llm.beam_search(work.prompts, beams)
+        return sum(len(answer.sequences[0].output_token_ids) for answer in answers)
 
     def _note(self, figure: str, repeat: int, value: float) -> None:
         self.found.setdefault(figure, []).append(value)

@@ -27,13 +27,10 @@ WHOLE = {  # the warps share a tile
     ),
     "fp8": ((64, 4, 3, 3, 1), (64, 4, 3, 3, 3), (128, 4, 3, 2, 1), (128, 4, 3, 2, 3), (32, 4, 5, 4, 2)),
 }
-LANES = {  # keys, stages, programs per processor, merge: each of four warps has a lane
-    "bf16": ((64, 3, 3, 1), (128, 3, 1, 2), (128, 2, 2, 2), (64, 5, 1, 2)),
-    "fp8": (
-        (64, 3, 3, 1), (64, 4, 3, 2), (64, 3, 4, 2), (64, 4, 4, 2), (128, 3, 2, 1), (128, 2, 3, 1), (128, 4, 1, 2),
-        (64, 5, 2, 2),
-    ),
-}  # fmt: skip
+TURNED = {  # keys down, eight queries across: by one warp
+    "bf16": ((32, 3, 6, 1), (32, 4, 4, 1), (32, 2, 6, 1), (64, 3, 3, 1), (64, 2, 4, 1), (16, 4, 8, 1), (32, 3, 6, 3)),
+    "fp8": ((64, 3, 6, 1), (64, 4, 4, 1), (64, 2, 8, 1), (32, 3, 10, 1), (128, 3, 3, 1), (64, 3, 6, 3)),
+}  # keys, stages, programs per processor, merge
 PREFILL = (  # packed rows, keys, warps, stages, registers of a thread
     (128, 64, 8, 2, None), (128, 128, 8, 2, None), (64, 64, 4, 3, None), (64, 64, 4, 2, None), (128, 64, 8, 2, 128),
     (128, 32, 4, 3, None), (128, 32, 8, 4, 128), (64, 128, 4, 2, None),
@@ -80,8 +77,8 @@ def _decode_cases() -> list[Case]:
             SplitConfig(16, n, warps, stages, each * processors, 256 // n, merge)
             for n, warps, stages, each, merge in whole
         ]
-        for n, stages, each, merge in LANES[dtype]:
-            ways.append(SplitConfig(8, n, 4, stages, each * processors, 256 // n, merge, lanes=4))
+        for n, stages, each, merge in TURNED[dtype]:
+            ways.append(SplitConfig(8, n, 1, stages, each * processors, 256 // n, merge, turned=True))
         for shape, rows in DECODE_SHAPES.items():
             used = split_config(4, 128, DTYPES[dtype], DEVICE, len(rows) * HEADS["8B"][1])
             for config in [used, *(way for way in ways if way != used)]:
@@ -118,10 +115,8 @@ def _cascade_cases() -> list[Case]:
 
 def _named(config: SplitConfig) -> str:
     each = config.programs // num_processors(DEVICE)
-    lanes = " lanes" if config.lanes > 1 else ""
-    return (
-        f"keys {config.block_n} warps {config.warps} stages {config.stages} x{each} merge {config.merge_tiles}{lanes}"
-    )
+    kind = " turned" if config.turned else ""
+    return f"keys {config.block_n} warps {config.warps} stages {config.stages} x{each} merge {config.merge_tiles}{kind}"
 
 
 def show_best(rows: list[dict[str, object]]) -> None:

@@ -49,8 +49,12 @@ def feature_cases() -> list[Case]:
         cases.append(
             Case(f"{kind} window, cap, sinks", kind, rows, (6, 2), 128, 64, window=65, softcap=20.0, sinks=True)
         )
+    ways = {
+        "turned": SplitConfig(8, 32, 1, 3, 792, 8, turned=True),
+        "whole": SplitConfig(16, 64, 2, 3, 396, 4),
+    }
     cases += [
-        Case(f"decode lanes dim {dim} block {block} {dtype}", "decode", few, (8, 2), dim, block, dtype, split=lanes)
+        Case(f"decode {way} dim {dim} block {block} {dtype}", "decode", few, (8, 2), dim, block, dtype, split=split)
         for dim, block, dtype in (
             (64, 1, "bf16"),
             (80, 16, "fp16"),
@@ -58,8 +62,15 @@ def feature_cases() -> list[Case]:
             (128, 16, "fp8"),
             (96, 64, "fp8"),
         )
-        for lanes in (SplitConfig(8, 64, 4, 3, 264, 4, lanes=4),)
+        for way, split in ways.items()
     ]
+    cases += [
+        Case(
+            f"decode {way} window, cap, sinks", "decode", few, (6, 2), 128, 64, window=65, softcap=20.0, sinks=True,
+            split=split,
+        )
+        for way, split in ways.items()
+    ]  # fmt: skip
     for group in (2, 5, 16):
         rows = tuple((320 + 7 * row, 1) for row in range(6 * group))
         cases.append(Case(f"cascade groups of {group}", "cascade", rows, (12, 4), group=group, prefix=256))

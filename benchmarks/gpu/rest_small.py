@@ -219,7 +219,7 @@ def _sample(entries: int, vocab_size: int, name: str, dependent: bool) -> Case:
     out = torch.empty(entries, dtype=torch.int64, device=CUDA)
 
     def error() -> float:
-        sample(logits[0], rows, parameters, history, space, out)
+        sample(logits[0], rows, history.lengths, parameters, history.num_prompt, space, out)
         streams, num_outputs = parameters.stream.tolist(), (history.lengths - history.num_prompt).tolist()
         few = min(entries, 64)
         wanted = [
@@ -231,7 +231,7 @@ def _sample(entries: int, vocab_size: int, name: str, dependent: bool) -> Case:
     grown = RowTokens(history.tokens, history.lengths.clone(), history.num_prompt)
 
     def run(line: Tensor) -> None:
-        sample(line, rows, parameters, history, space, out, dependent=dependent)
+        sample(line, rows, history.lengths, parameters, history.num_prompt, space, out, dependent=dependent)
         append_tokens(rows, out, grown, dependent=dependent)
 
     title = f"sample {entries}x{vocab_size} {name}{' dependent' if dependent else ''}"

@@ -16,6 +16,7 @@ class Workload:
     outputs: list[int]
     temperature: float = 0.0
     n: int = 1
+    beam_width: int = 0  # above 0: the best answer of so many beams
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -78,6 +79,11 @@ def shared(repeat: int) -> Workload:
 def n8(repeat: int) -> Workload:
     """64 prompts of 512 tokens, eight samples of 128 tokens each, at temperature 1."""
     return Workload(_random_prompts(64, 512, 60 + repeat), [128] * 64, temperature=1.0, n=8)
+
+
+def beam(repeat: int) -> Workload:
+    """32 prompts of 256 tokens, the best of four beams, 64 tokens long."""
+    return Workload(_random_prompts(32, 256, 70 + repeat), [64] * 32, beam_width=4)
 
 
 def batch1(repeat: int, outputs: int) -> Workload:

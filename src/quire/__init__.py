@@ -6,7 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from quire.serving.live import LiveRequest as LiveRequest
     from quire.serving.llm import LLM as LLM
+    from quire.types.beam import BeamSearchOutput as BeamSearchOutput
+    from quire.types.beam import BeamSearchParams as BeamSearchParams
+    from quire.types.beam import BeamSearchSequence as BeamSearchSequence
+    from quire.types.decoding import StructuredOutputsParams as StructuredOutputsParams
     from quire.types.errors import ConfigError as ConfigError
     from quire.types.errors import DoesNotFit as DoesNotFit
     from quire.types.errors import EngineDead as EngineDead
@@ -23,7 +28,12 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "quire.serving.llm",
+    "LiveRequest": "quire.serving.live",
     "SamplingParams": "quire.types.sampling",
+    "BeamSearchParams": "quire.types.beam",
+    "BeamSearchOutput": "quire.types.beam",
+    "BeamSearchSequence": "quire.types.beam",
+    "StructuredOutputsParams": "quire.types.decoding",
     "RequestOutput": "quire.types.output",
     "CompletionOutput": "quire.types.output",
     "Logprob": "quire.types.output",
@@ -38,17 +48,22 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "ConfigError",
     "DoesNotFit",
     "EngineDead",
     "EngineStats",
     "InvalidRequest",
+    "LiveRequest",
     "Logprob",
     "ModelLoadError",
     "QuireError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 

@@ -39,8 +39,11 @@ SERVER_MODULES = (
 )
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "aiohttp": (),
+    "cuda": (),
     "fastapi": SERVER_MODULES,
+    "flashinfer": (),
     "huggingface_hub": (),
+    "llguidance": (),
     "msgspec": SERVER_MODULES,
     "opentelemetry": (),
     "prometheus_client": (),

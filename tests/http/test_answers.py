@@ -224,9 +224,9 @@ def test_an_explained_answer_tells_what_happened_when(server: TestServer) -> Non
 
 
 def test_a_lenient_answer_lists_what_was_left_out(server: TestServer) -> None:
-    body = {"prompt": "abc", "nonsense": 1, "best_of": 3}
+    body = {"prompt": "abc", "nonsense": 1, "suffix": "x"}
     answer = server.post("/v1/completions", body, headers={"X-Quire-Lenient": "1"}).json()
-    assert [warning.partition(":")[0] for warning in answer["warnings"]] == ["nonsense", "best_of"]
+    assert [warning.partition(":")[0] for warning in answer["warnings"]] == ["nonsense", "suffix"]
 
 
 def test_a_lenient_server_still_refuses_what_it_supports_and_cannot_read(serve: Serve) -> None:
@@ -363,4 +363,4 @@ def test_the_server_says_what_it_can_do(server: TestServer) -> None:
     body = server.get("/v1/capabilities").json()
     assert body["engine"]["max_model_len"] == 512
     assert body["limits"]["n"] == 128
-    assert body["parameters"]["chat"]["tools"] == "no"
+    assert body["parameters"]["chat"]["functions"] == "no"

@@ -30,6 +30,7 @@ OVER: dict[str, tuple[str, str, Callable[[int], dict[str, Any]]]] = {
         "messages[0].content",
         lambda size: {"messages": [{"role": "user", "content": [PART] * size}]},
     ),
+    "tools": (CHAT, "tools", lambda size: {"messages": [USER], "tools": _tools(size)}),
     "n": (COMPLETIONS, "n", lambda size: {"prompt": "x", "n": size}),
     "choices": (COMPLETIONS, "n", lambda size: {"prompt": ["x"] * size}),
     "max_tokens": (COMPLETIONS, "max_tokens", lambda size: {"prompt": "x", "max_tokens": size}),
@@ -66,12 +67,16 @@ OVER: dict[str, tuple[str, str, Callable[[int], dict[str, Any]]]] = {
 ELSEWHERE = {
     "body_bytes", "queue_requests", "queue_tokens", "bodies_bytes", "stream_bytes", "connections", "header_bytes",
     "header_seconds", "body_seconds", "idle_seconds", "stall_seconds", "ping_seconds",
-    "coalesce_streams", "coalesce_ms",
+    "coalesce_streams", "coalesce_ms", "fork_requests", "fork_tokens", "fork_seconds",
 }  # fmt: skip
 
 
 def _names(size: int) -> list[str]:
     return [str(number) for number in range(size)]
+
+
+def _tools(size: int) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": f"f{name}"}} for name in _names(size)]
 
 
 def _nested(size: int) -> Any:

@@ -151,8 +151,8 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     ("extra", "param", "code"),
     [
         ({"temperature": -1}, "temperature", "invalid_value"),
-        ({"best_of": 4}, "best_of", "unsupported_parameter"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+        ({"suffix": "x"}, "suffix", "unknown_parameter"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type", "invalid_value"),
         ({"nonsense": True}, "nonsense", "unknown_parameter"),
     ],
 )

@@ -30,7 +30,13 @@ def answer_schema(document: Any, path: str, status: int, method: str = "post") -
 
 
 def test_every_parameter_of_the_table_is_in_the_document(document: Any) -> None:
-    paths = {"chat": CHATS, "completions": COMPLETIONS, "tokenize": "/tokenize", "detokenize": "/detokenize"}
+    paths = {
+        "chat": CHATS,
+        "completions": COMPLETIONS,
+        "fork": "/v1/fork",
+        "tokenize": "/tokenize",
+        "detokenize": "/detokenize",
+    }
     for field in FIELDS:
         for endpoint in field.endpoints:
             body = document["paths"][paths[endpoint]]["post"]["requestBody"]["content"]["application/json"]["schema"]

@@ -34,6 +34,14 @@ def test_few_pairs_take_larger_tiles_by_fewer_programs() -> None:
     assert small.block_n > large.block_n
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, FLOAT8])
+@pytest.mark.parametrize("group", [1, 8, 9, 16])
+def test_a_tile_holds_all_query_heads_of_a_group(dtype: torch.dtype, group: int) -> None:
+    for _, config in decode_configs((2 * group, 2), 128, dtype, CPU, 64):
+        assert group <= config.block_m
+        assert config.turned or config.block_m == 16  # products that are not turned have sixteen rows at least
+
+
 def test_plans_of_several_configs_share_their_memory() -> None:
     heads = Heads(4, 2, 16)
     case = paged([70, 9, 33], heads, 4, DTYPES[0])

@@ -17,10 +17,8 @@ from triton_cases import DEVICE, ON_GPU
 UNTOUCHED = 7.0
 
 
-def plan_for(case: Paged, programs: int = 5, block_n: int = 16, lanes: int = 1) -> SplitPlan:
-    config = (
-        None if ON_GPU and lanes == 1 else SplitConfig(16 if lanes == 1 else 8, block_n, 4, 3, programs, 1, lanes=lanes)
-    )
+def plan_for(case: Paged, programs: int = 5, config: SplitConfig | None = None) -> SplitPlan:
+    config = config or (None if ON_GPU else SplitConfig(16, 16, 4, 3, programs, 1))
     return allocate_split_plan(case.key_cache, case.heads.query, len(case.lengths) + 1, config=config)
 
 
@@ -88,24 +86,46 @@ def test_a_step_of_padding_alone_writes_nothing() -> None:
     check(paged([0, 0, 0], heads, 4, DTYPES[0]), rule_for(heads))
 
 
+WAYS = {
+    "turned, eight across": SplitConfig(8, 32, 1, 3, 5, 1, turned=True),
+    "turned, sixteen across": SplitConfig(16, 16, 2, 3, 7, 1, turned=True),
+    "not turned": SplitConfig(16, 32, 2, 3, 5, 1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("dim", "block_size", "dtype"), [(32, 16, DTYPES[1]), (24, 1, DTYPES[1]), (32, 64, FLOAT8), (24, 4, FLOAT8)]
 )
 @pytest.mark.parametrize("features", [{}, {"window": 50, "softcap": 5.0, "sinks": True}])
-def test_tiles_cut_into_lanes_match_the_reference(
-    dim: int, block_size: int, dtype: torch.dtype, features: dict[str, object]
+def test_every_way_to_run_matches_the_reference(
+    way: str, dim: int, block_size: int, dtype: torch.dtype, features: dict[str, object]
 ) -> None:
     heads = Heads(6, 2, dim)
     scales = {"key_scale": 0.5, "value_scale": 1.5} if dtype == FLOAT8 else {}
     case = paged([170, 0, 9, 65], heads, block_size, dtype)
-    check(case, rule_for(heads, **features, **scales), plan_for(case, block_n=64, lanes=4))
+    check(case, rule_for(heads, **features, **scales), plan_for(case, config=WAYS[way]))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_turned_rows_of_any_lengths_match_the_reference(seed: int) -> None:
+    rng = random.Random(seed)
+    group, kv = rng.choice([1, 2, 3, 4, 7, 12]), rng.choice([1, 2, 3])
+    heads = Heads(group * kv, kv, rng.choice([16, 24, 32]) if seed else 48)
+    lengths = [rng.choice([0, 1, 16, 17, rng.randrange(1, 120)]) for _ in range(rng.randrange(1, 7))]
+    dtype = FLOAT8 if seed == 0 else rng.choice(DTYPES)
+    case = paged(lengths, heads, rng.choice([1, 4, 16, 64]), dtype, seed=seed)
+    block_m, programs = 8 if group <= 8 else 16, rng.choice([1, 3, 9, 30])
+    config = SplitConfig(block_m, rng.choice([16, 32]), 1, 3, programs, 1, turned=True)
+    check(case, rule_for(heads, window=rng.choice([None, 33])), plan_for(case, config=config))
+
+
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("programs", [1, 7, 40])
-def test_any_number_of_programs_shares_the_work(programs: int) -> None:
+def test_any_number_of_programs_shares_the_work(programs: int, turned: bool) -> None:
     heads = Heads(3, 1, 16)
     case = paged([200, 20, 5], heads, 16, DTYPES[0])
-    check(case, rule_for(heads), plan_for(case, programs))
+    check(case, rule_for(heads), plan_for(case, config=SplitConfig(16, 16, 4, 3, programs, 1, turned=turned)))
 
 
 def test_a_plan_serves_step_after_step() -> None:
@@ -115,6 +135,15 @@ def test_a_plan_serves_step_after_step() -> None:
         case = paged(lengths, heads, 16, DTYPES[0], seed=seed)
         plan = plan or plan_for(case)
         check(case, rule_for(heads), plan)
+
+
+def test_what_a_row_holds_does_not_reach_the_next_one() -> None:
+    heads = Heads(2, 1, 16)
+    case = paged([40, 35], heads, 16, DTYPES[0])
+    case.value_cache[case.tables[0, 0].item()] = float("inf")
+    query, out = attend(case, rule_for(heads), plan_for(case, programs=1))
+    assert not out[0].isfinite().all()
+    close(out[1:2], case.expected(query[1:2], 1, 34, rule_for(heads)))
 
 
 def test_a_row_may_hold_its_table_anywhere() -> None:

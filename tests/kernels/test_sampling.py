@@ -18,6 +18,7 @@ from quire.kernels.triton.sampling_weights import RowParameters, RowTokens
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.rng import stream_start
 from quire.runtime.sampling.sampler import Sampler
+from quire.runtime.sampling.samples import Samples
 from quire.types.sampling import SamplingParams
 from quire.types.step import NewRow, TokenRules
 from triton_cases import DEVICE, DTYPES, ON_GPU, rand
@@ -74,7 +75,8 @@ def _sampled(
 ) -> list[int]:
     space = SampleSpace.make(len(rows), logits.shape[1], DEVICE, filtered=filtered)
     out = torch.full((len(rows),), 77, dtype=torch.int64, device=DEVICE)
-    sample(logits, torch.tensor(rows, dtype=torch.int32, device=DEVICE), parameters, history, space, out)
+    where = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+    sample(logits, where, history.lengths[where.long()], parameters, history.num_prompt, space, out)
     return out.tolist()
 
 
@@ -105,7 +107,8 @@ def test_a_row_with_too_many_candidates_is_searched_by_bins_and_then_as_a_whole(
     wanted = _wanted(logits, rows, how, history)
     space = SampleSpace.make(4, VOCAB, DEVICE, filtered=True)
     out = torch.empty(4, dtype=torch.int64, device=DEVICE)
-    sample(logits, torch.tensor(rows, device=DEVICE), parameters, history, space, out)
+    where = torch.tensor(rows, device=DEVICE)
+    sample(logits, where, history.lengths[where], parameters, history.num_prompt, space, out)
     assert out.tolist() == wanted
     assert space.filters is not None
     assert not any(memory.any() for memory in space.filters[:-1])
@@ -139,8 +142,24 @@ def test_the_runtime_sampler_and_the_kernels_draw_the_same_tokens() -> None:
         sampler.add(NewRow(row, known, prompt, (), params, TokenRules(), row, row * 1000))
         parameters.stream[row] = stream_start(row * 1000, row)
     rows = np.arange(len(how), dtype=np.int32)
-    wanted = sampler.sample(logits.clone(), rows, TokenHistory(*history)).token_ids
+    samples = Samples(rows, history.lengths.cpu().numpy(), history.lengths, np.arange(len(rows)))
+    wanted = sampler.sample(logits.clone(), samples, TokenHistory(*history)).token_ids
     assert _sampled(logits, rows.tolist(), parameters, history) == wanted.tolist()
+
+
+def test_a_row_that_comes_with_several_lengths_draws_what_it_would_after_so_many_tokens() -> None:
+    rows, lengths = [3, 3, 3, 1, 8, 8], [5, 6, 7, 4, 4, 9]
+    logits, history = rand(6, VOCAB, seed=5, scale=2.0), _history(len(HOW))
+    space = SampleSpace.make(6, VOCAB, DEVICE, filtered=True)
+    out = torch.empty(6, dtype=torch.int64, device=DEVICE)
+    known = torch.tensor(lengths, device=DEVICE)
+    sample(logits, torch.tensor(rows, device=DEVICE), known, _on_device(HOW), history.num_prompt, space, out)
+    num_prompt = history.num_prompt.tolist()
+    wanted = [
+        reference.sample(line, HOW[row], length - num_prompt[row])
+        for line, row, length in zip(logits, rows, lengths, strict=True)
+    ]
+    assert out.tolist() == wanted
 
 
 def test_a_batch_without_filters_needs_no_space_for_them() -> None:

@@ -4,35 +4,27 @@ exactly its own history through its block table. The next token is a hash of wha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from quire.types.step import NewRow, RowFailure, StepPlan, StepResult
+from quire.types.step import (
+    Candidates,
+    NewRow,
+    RowDraft,
+    RowFailure,
+    RowLogprobs,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from toy_model import VOCAB, all_logprobs, continuation, next_token
 
-VOCAB = 97
+__all__ = ["VOCAB", "FakeExecutor", "continuation", "next_token"]
+
 EMPTY = -1
-
-
-def next_token(history: Sequence[int], seed: int, index: int) -> int:
-    """What the pretend model says after `history`. Sample index and seed matter, as they would when sampling."""
-    value = seed % 1_000_003 + 31 * index
-    for token in history:
-        value = (value * 1_000_003 + token + 1) % (2**61 - 1)
-    return value % VOCAB
-
-
-def continuation(
-    prompt: Sequence[int], length: int, *, seed: int = 0, index: int = 0, end_ids: Sequence[int] = ()
-) -> list[int]:
-    """The answer any correct engine must give."""
-    history, start = list(prompt), len(prompt)
-    while len(history) - start < length:
-        history.append(next_token(history, seed, index))
-        if history[-1] in end_ids:
-            break
-    return history[start:]
+GUESSED = -2  # what a drafter leaves in the memory ahead of its row
 
 
 @dataclass
@@ -42,15 +34,25 @@ class FakeRow:
     blocks: list[int]
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One sample of a step: what follows the first `length` tokens of a row."""
+
+    row: int
+    length: int
+    verifies: bool = False  # several samples of one row: it does not grow by them
+
+
 @dataclass
 class FakeExecutor:
-    """Obeys plans in order. `depth` results may wait uncollected; `fail_rows` raises a row's own error once."""
+    """Obeys plans in order. `depth` results may wait uncollected; `poison` raises a row's own error."""
 
     num_blocks: int
     block_size: int
     depth: int = 1
     poison: set[int] = field(default_factory=set)  # prompts beginning with these tokens fail, alone
     crash_at: int | None = None
+    wrong_drafts: int = 3  # one in so many tokens of a draft is wrong
 
     def __post_init__(self) -> None:
         self.memory = np.full((self.num_blocks, self.block_size), EMPTY, dtype=np.int64)
@@ -69,6 +71,7 @@ class FakeExecutor:
         for new in plan.new_rows:
             assert new.row not in self.rows, "a seated row was given away"
             self.rows[new.row] = FakeRow(new, new.token_ids.tolist(), list(new.block_ids))
+        self._write_rows(plan)
         self._grant(plan)
         for copy in plan.copies:
             self.memory[copy.target] = self.memory[copy.source]
@@ -80,14 +83,50 @@ class FakeExecutor:
     def close(self) -> None:
         self.closed = True
 
+    def _write_rows(self, plan: StepPlan) -> None:
+        assert len({write.row for write in plan.writes}) == len(plan.writes)
+        for write in plan.writes:
+            tokens = self.rows[write.row].tokens
+            assert write.start <= len(tokens), "a write leaves a gap"
+            assert len(write.token_ids) > 0
+            tokens[write.start :] = write.token_ids.tolist()
+
     def _grant(self, plan: StepPlan) -> None:
+        grants = set(zip(plan.grant_rows.tolist(), plan.grant_slots.tolist(), plan.grant_blocks.tolist(), strict=True))
+        assert len({grant[:2] for grant in grants}) == len(grants), "a slot was given two blocks"
         for row, slot, block in zip(plan.grant_rows, plan.grant_slots, plan.grant_blocks, strict=True):
             blocks = self.rows[int(row)].blocks
             assert slot <= len(blocks)
             blocks[slot : slot + 1] = [int(block)]
 
+    # ------------------------------------------------------------------------------------------------ the forward
     def _forward(self, plan: StepPlan) -> StepResult:
-        assert len(set(plan.decode_rows.tolist())) == len(plan.decode_rows)
+        self._compute(plan)
+        samples = self._samples(plan)
+        assert [sample.row for sample in samples] == plan.sample_rows.tolist()
+        allowed = _allowed(plan)
+        tokens: list[int] = []
+        logprobs, failures = [], []
+        for place, sample in enumerate(samples):
+            row = self.rows[sample.row]
+            history = self._history(sample)
+            token = next_token(history, row.new.seed, row.new.sample_index, allowed.get(place))
+            tokens.append(token)
+            if row.new.sampling.logprobs is not None:
+                logprobs.append(RowLogprobs(sample.row, _entry(history, token)))
+            if row.tokens[0] in self.poison:
+                failures.append(RowFailure(sample.row, "poisoned"))
+        candidates = self._candidates(samples, allowed)
+        for sample, token in zip(samples, tokens, strict=True):
+            if not sample.verifies:
+                self.rows[sample.row].tokens.append(token)
+        drafts = self._draft(plan, samples, tokens)
+        result = np.array(tokens, dtype=np.int32)
+        return StepResult(plan.step, result, tuple(logprobs), (), tuple(failures), candidates, drafts)
+
+    def _compute(self, plan: StepPlan) -> None:
+        computed = plan.decode_rows.tolist() + [chunk.row for chunk in plan.chunks]
+        assert len(set(computed)) == len(computed)
         for chunk in plan.chunks:
             row = self.rows[chunk.row]
             assert self._read(row, chunk.start) == row.tokens[: chunk.start], "a chunk begins before what it builds on"
@@ -95,20 +134,60 @@ class FakeExecutor:
             self._write(number, len(self.rows[number].tokens) - 1, 1)
         for chunk in plan.chunks:
             self._write(chunk.row, chunk.start, chunk.num_tokens)
-        reads = [(row, len(self.rows[row].tokens)) for row in plan.decode_rows.tolist()]
-        reads += [(row, chunk.start + chunk.num_tokens) for chunk in plan.chunks for row in chunk.sample_rows]
-        sampled, failures = [], []
-        for number, length in reads:
-            row = self.rows[number]
-            assert length == len(row.tokens), "a row samples before all its tokens are computed"
-            history = self._read(row, length)
-            assert history == row.tokens, f"row {number} read another sequence's memory"
-            sampled.append(next_token(history, row.new.seed, row.new.sample_index))
-            if row.tokens[0] in self.poison:
-                failures.append(RowFailure(number, "poisoned"))
-        for (number, _), token in zip(reads, sampled, strict=True):
-            self.rows[number].tokens.append(token)
-        return StepResult(plan.step, np.array(sampled, dtype=np.int32), failures=tuple(failures))
+
+    def _samples(self, plan: StepPlan) -> list[Sample]:
+        samples = [Sample(row, len(self.rows[row].tokens)) for row in plan.decode_rows.tolist()]
+        for chunk in plan.chunks:
+            end = chunk.start + chunk.num_tokens
+            if chunk.num_sampled > 1:
+                assert chunk.sample_rows == (chunk.row,)
+                samples += [Sample(chunk.row, end - back, True) for back in range(chunk.num_sampled - 1, -1, -1)]
+                assert end == len(self.rows[chunk.row].tokens)
+            else:
+                samples += [Sample(row, end) for row in chunk.sample_rows]
+        return samples
+
+    def _history(self, sample: Sample) -> list[int]:
+        row = self.rows[sample.row]
+        assert sample.verifies or sample.length == len(row.tokens), "a row samples before all its tokens are computed"
+        history = self._read(row, sample.length)
+        assert history == row.tokens[: sample.length], f"row {sample.row} read another sequence's memory"
+        return history
+
+    def _candidates(self, samples: list[Sample], allowed: dict[int, npt.NDArray[np.bool_]]) -> Candidates | None:
+        found = [(place, self.rows[each.row].new.num_candidates) for place, each in enumerate(samples)]
+        found = [(place, count) for place, count in found if count]
+        if not found:
+            return None
+        width = max(count for _, count in found)
+        scores = np.stack([self._scores(samples[place], allowed.get(place)) for place, _ in found])
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :width]
+        places = np.array([place for place, _ in found], dtype=np.int32)
+        return Candidates(places, order.astype(np.int32), np.take_along_axis(scores, order, axis=1))
+
+    def _scores(self, sample: Sample, allowed: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.float32]:
+        scores = all_logprobs(self.rows[sample.row].tokens[: sample.length])
+        return scores if allowed is None else np.where(allowed, scores, np.float32(-np.inf))
+
+    # ---------------------------------------------------------------------------------------------------- drafting
+    def _draft(self, plan: StepPlan, samples: list[Sample], tokens: list[int]) -> tuple[RowDraft, ...]:
+        """Guesses that are right more often than not; on the way, memory ahead of the row is written to."""
+        drafts = []
+        for order in plan.drafts:
+            row = self.rows[order.row]
+            own = [(s.length, token) for s, token in zip(samples, tokens, strict=True) if s.row == order.row]
+            assert own, "nothing follows a row that sampled nothing"
+            history = row.tokens[: own[0][0]]
+            for length, token in own:
+                history.append(token)
+                if length < len(row.tokens) and row.tokens[length] != token:
+                    break
+            for position in range(len(history) - 1, len(history) - 1 + order.num_tokens):
+                self.memory[row.blocks[position // self.block_size], position % self.block_size] = GUESSED
+            guess = continuation(history, order.num_tokens, seed=row.new.seed, index=row.new.sample_index)
+            wrong = [(token + ((sum(history) + place) % self.wrong_drafts == 0)) for place, token in enumerate(guess)]
+            drafts.append(RowDraft(order.row, np.array(wrong, dtype=np.int32) % VOCAB))
+        return tuple(drafts)
 
     def _write(self, number: int, start: int, count: int) -> None:
         row = self.rows[number]
@@ -118,3 +197,18 @@ class FakeExecutor:
     def _read(self, row: FakeRow, length: int) -> list[int]:
         whole = self.memory[row.blocks].reshape(-1)
         return whole[:length].tolist()
+
+
+def _entry(history: list[int], token: int) -> TokenLogprobs:
+    scores = all_logprobs(history)
+    return TokenLogprobs(np.array([token], dtype=np.int32), scores[[token]], int((scores > scores[token]).sum()) + 1)
+
+
+def _allowed(plan: StepPlan) -> dict[int, npt.NDArray[np.bool_]]:
+    """Which tokens each masked sample may choose: [VOCAB], by its place."""
+    if plan.masks is None:
+        return {}
+    bits = np.unpackbits(plan.masks.bits.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB].astype(bool)
+    assert bits.any(axis=1).all()
+    assert len(set(plan.masks.samples.tolist())) == len(plan.masks.samples)
+    return dict(zip(plan.masks.samples.tolist(), bits, strict=True))

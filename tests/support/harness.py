@@ -7,35 +7,62 @@ from collections.abc import Callable
 from fake_executor import VOCAB, FakeExecutor
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
+from quire.engine.decoding.tools import DecodingTools
+from quire.engine.decoding.vocabulary import Vocabulary
+from quire.types.decoding import BeamRules
 from quire.types.output import Finished
-from quire.types.request import Submit
+from quire.types.request import Branch, Submit
 from quire.types.sampling import SamplingParams, TokenRules
+
+# every token is a letter, the last ones have none
+VOCABULARY = Vocabulary([bytes([97 + token % 26]) for token in range(90)], frozenset({1}), (3,), lambda text: [])
 
 _SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 512, "seed": 7}
 
 
 class Harness:
     def __init__(
-        self, *, num_blocks: int = 64, block_size: int = 4, depth: int = 1, caching: bool = True, **settings: int
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        depth: int = 1,
+        caching: bool = True,
+        tools: DecodingTools | None = None,
+        **settings: int,
     ) -> None:
         self.executor = FakeExecutor(num_blocks, block_size, depth)
         scheduler = SchedulerConfig(**{**_SETTINGS, **settings})  # type: ignore[arg-type]
-        self.core = EngineCore(self.executor, CacheConfig(block_size, num_blocks, caching), scheduler, VOCAB)
+        cache = CacheConfig(block_size, num_blocks, caching)
+        self.core = EngineCore(self.executor, cache, scheduler, VOCAB, tools=tools)
+        self.best: dict[int, list[list[int]]] = {}  # handle -> a beam search's best so far, as it was streamed
         self.finished: dict[str, Finished] = {}
         self.streams: dict[int, list[int]] = {}  # sample handle -> tokens as they came
         self.handles: dict[str, int] = {}
 
     def submit(
-        self, request_id: str, prompt: list[int], *, end_ids: tuple[int, ...] = (), salt: str = "", **params: object
+        self,
+        request_id: str,
+        prompt: list[int],
+        *,
+        end_ids: tuple[int, ...] = (),
+        salt: str = "",
+        grammar: str = "",
+        beam: BeamRules | None = None,
+        source: Branch | None = None,
+        **params: object,
     ) -> None:
         sampling = SamplingParams(**{"max_tokens": 8, **params})  # type: ignore[arg-type]
-        request = Submit(request_id, tuple(prompt), sampling, TokenRules(end_ids=end_ids), cache_salt=salt)
+        rules = TokenRules(end_ids=end_ids, grammar=grammar)
+        request = Submit(request_id, tuple(prompt), sampling, rules, cache_salt=salt, beam=beam, source=source)
         self.handles[request_id] = self.core.submit(request)
 
     def step(self) -> None:
         out = self.core.step()
         for handle, token in zip(out.samples.tolist(), out.token_ids.tolist(), strict=True):
             self.streams.setdefault(handle, []).append(token)
+        for handle, tokens in out.best:
+            self.best.setdefault(handle, []).append(tokens.tolist())
         for message in out.finished:
             assert message.request_id not in self.finished, "two terminal messages for one request"
             self.finished[message.request_id] = message

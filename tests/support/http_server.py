@@ -29,7 +29,7 @@ from quire.serving.process.control import ControlMessage
 from quire.serving.process.edge_main import EdgeServer, http_config
 from quire.serving.process.link import EngineReady
 from quire.serving.process.peers import Peers
-from tests.unit.serving.scripted import EOS_ID, TOKENIZER, VOCAB, Script, ScriptedExecutor
+from tests.unit.serving.scripted import EOS_ID, TOKENIZER, VOCAB, Script, ScriptedExecutor, make_tools
 
 MODEL = "scripted"
 PLAYGROUND = {"index.html": (b"<!doctype html><title>Quire</title>", "text/html; charset=utf-8")}
@@ -86,7 +86,7 @@ class TestServer:
         self.executor = executor = ScriptedExecutor(self._script, fails=self._fails)
         if self._step_seconds:
             executor.on_launch = lambda: time.sleep(self._step_seconds)
-        core = EngineCore(executor, self.cache, self.scheduler, VOCAB)
+        core = EngineCore(executor, self.cache, self.scheduler, VOCAB, tools=make_tools())
         ready = EngineReady(
             generation=1,
             max_model_len=self.scheduler.max_model_len,
@@ -116,7 +116,12 @@ class TestServer:
             limits=limits,
             desk=self.desk,
             link=self.link,
-            texts=TextWorks(TOKENIZER, self.config.source.chat_template),
+            texts=TextWorks(
+                TOKENIZER,
+                self.config.source.chat_template,
+                tool_call_parser=self.config.source.tool_call_parser,
+                reasoning_parser=self.config.source.reasoning_parser,
+            ),
             observer=self._observer,
             version="0.0.0",
             render_metrics=_no_metrics,

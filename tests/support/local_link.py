@@ -104,7 +104,7 @@ class LocalLink:
             reason, self._core = self._core.dead, None
             self._listener.engine_down(reason)
             return
-        if len(out.samples) or out.finished:
+        if len(out.samples) or out.finished or out.best:
             self._listener.tokens(out)
 
     def _submit(self, request: Submit) -> None:

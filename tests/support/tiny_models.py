@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,17 +17,20 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.weights import load_weights
 from quire.runtime.models.registry import build_model
 from quire.runtime.sampling.history import TokenHistory
+from quire.runtime.sampling.reports import NO_REPORT, Report
+from quire.runtime.sampling.samples import Samples
 from quire.runtime.worker.worker import Worker
 from quire.types.errors import InvalidRequest
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import (
     BlockCopy,
     Chunk,
-    Ints,
+    Masks,
     NewRow,
     PromptLogprobs,
-    RowLogprobs,
+    RowTokens,
     StepPlan,
+    StepResult,
     TokenLogprobs,
 )
 
@@ -159,9 +162,10 @@ def engine_config(
     max_len: int = 256,
     dtype: str = "float32",
     device: str = DEVICE,
+    layout: Literal["paged", "virtual"] = "paged",
 ) -> EngineConfig:
     return EngineConfig(
-        CacheConfig(block_size, num_blocks),
+        CacheConfig(block_size, num_blocks, layout=layout),
         SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=2_048, max_model_len=max_len),
         DeviceConfig(device, dtype, dtype),  # type: ignore[arg-type]
     )
@@ -170,7 +174,7 @@ def engine_config(
 @dataclass(frozen=True)
 class Greedy:
     token_ids: Tensor
-    logprobs: tuple[RowLogprobs, ...] = ()
+    report: Report = NO_REPORT
 
 
 class GreedySampler:
@@ -191,10 +195,11 @@ class GreedySampler:
     def remove(self, row: int) -> None:
         self.rows.discard(row)
 
-    def sample(self, logits: Tensor, rows: Ints, history: TokenHistory) -> Greedy:
-        assert set(rows.tolist()) <= self.rows
+    def sample(self, logits: Tensor, samples: Samples, history: TokenHistory) -> Greedy:
+        rows = samples.rows.tolist()
+        assert set(rows) <= self.rows
         assert logits.shape[0] == len(rows)
-        for row, line in zip(rows.tolist(), logits, strict=True):
+        for row, line in zip(rows, logits, strict=True):
             self.seen[row].append(line.float().cpu().clone())
         return Greedy(logits.argmax(dim=-1))
 
@@ -245,9 +250,19 @@ class Bench:
         self._grants: list[tuple[int, int, int]] = []
         self._copies: list[BlockCopy] = []
         self._released: list[int] = []
+        self._writes: list[RowTokens] = []
 
     def add(
-        self, row: int, tokens: Sequence[int], *, parent: int | None = None, seed: int = 0, **sampling: Any
+        self,
+        row: int,
+        tokens: Sequence[int],
+        *,
+        parent: int | None = None,
+        seed: int = 0,
+        num_candidates: int = 0,
+        num_prompt: int | None = None,
+        rules: TokenRules | None = None,
+        **sampling: Any,
     ) -> None:
         self.tokens[row] = list(tokens)
         self.tables[row] = list(self.tables[parent]) if parent is not None else []
@@ -255,14 +270,20 @@ class Bench:
             NewRow(
                 row=row,
                 token_ids=np.asarray(tokens, dtype=np.int32),
-                num_prompt_tokens=len(tokens),
+                num_prompt_tokens=len(tokens) if num_prompt is None else num_prompt,
                 block_ids=tuple(self.tables[row]),
                 sampling=SamplingParams(**{"temperature": 0.0, **sampling}),
-                rules=TokenRules(),
+                rules=rules or TokenRules(),
                 sample_index=0,
                 seed=seed,
+                num_candidates=num_candidates,
             )
         )
+
+    def write(self, row: int, start: int, tokens: Sequence[int]) -> None:
+        """Say what the row's tokens are from a position on."""
+        self.tokens[row][start:] = tokens
+        self._writes.append(RowTokens(row, start, np.asarray(tokens, dtype=np.int32)))
 
     def release(self, row: int, *, keep_blocks: bool = False) -> None:
         self._released.append(row)
@@ -282,8 +303,10 @@ class Bench:
         self._grant(row, slot)
         self._copies.append(BlockCopy(source, self.tables[row][slot]))
 
-    def run(self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = ()) -> dict[int, int]:
-        """Run one step, growing tables as needed; returns the token sampled by each row."""
+    def run(
+        self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = (), masks: Masks | None = None
+    ) -> dict[int, int]:
+        """Run one step, growing tables as needed; returns the token sampled by each row, its last one if several."""
         for row in decode:
             self.reserve(row, len(self.tokens[row]))
         for chunk in chunks:
@@ -299,15 +322,24 @@ class Bench:
             grant_blocks=grants[2],
             copies=tuple(self._copies),
             released=tuple(self._released),
+            writes=tuple(self._writes),
+            masks=masks,
         )
-        self._new, self._grants, self._copies, self._released = [], [], [], []
+        self._new, self._grants, self._copies, self._released, self._writes = [], [], [], [], []
         self.step += 1
         self.output = self.worker.execute(plan)
         self.worker.check()
         sampled = dict(zip(plan.sample_rows.tolist(), self.output.token_ids.tolist(), strict=True))
+        verified = {chunk.row for chunk in chunks if chunk.num_sampled > 1}
         for row, token in sampled.items():
-            self.tokens[row].append(token)
+            if row not in verified:
+                self.tokens[row].append(token)
         return sampled
+
+    @property
+    def result(self) -> StepResult:
+        """Of the newest step."""
+        return self.output.result([tensor.cpu() for tensor in self.output.tensors])
 
     def _grant(self, row: int, slot: int) -> None:
         block = self.free.pop()

@@ -6,18 +6,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.config.model import CacheDtype, Dtype, Quantization
+from quire.config.speculation import SpeculationConfig
 from quire.types.errors import ConfigError
 
 MAX_BLOCK_SIZE = 256
+LEAST_SAMPLES = 64  # positions sampled from at once even where fewer sequences are let in: drafts have several
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The paged KV cache: `num_blocks` blocks of `block_size` token slots."""
+    """The KV cache: `num_blocks` blocks of `block_size` token slots."""
 
     block_size: int
     num_blocks: int
     enable_prefix_caching: bool = True  # blocks outlive their sequences and serve prompts that begin alike
+    layout: Literal["paged", "virtual"] = "paged"  # virtual: a sequence's blocks are mapped side by side
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
@@ -54,6 +57,11 @@ class SchedulerConfig:
         """Every live sequence must be able to take one token a step, so rows never outnumber the token budget."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
+    @property
+    def num_samples(self) -> int:
+        """Positions that are sampled from at once; a step that verifies more does so bit by bit."""
+        return max(self.num_rows, LEAST_SAMPLES)
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
@@ -73,3 +81,4 @@ class EngineConfig:
     cache: CacheConfig
     scheduler: SchedulerConfig
     device: DeviceConfig
+    speculation: SpeculationConfig | None = None  # None: one token after the other

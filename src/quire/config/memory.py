@@ -14,8 +14,12 @@ from quire.types.errors import DoesNotFit
 PROCESS_BYTES = {"cpu": 320 * MIB, "cuda": 768 * MIB}  # interpreter, torch and its libraries; on CUDA the context
 SAMPLING_BYTES_PER_LOGIT = 64  # the logits, a float32 copy, weights, their sort and its running sum in float64
 GATHERED_BYTES = {"cpu": 2 * MIB, "cuda": 256 * MIB}  # keys that attention gathers at once; one sequence always fits
-NATIVE_BYTES = 16 * MIB  # partial results of the compiled attention
-SPLIT_BYTES = 64 * MIB  # work list and partial results of attention and products by Triton
+IN_PLACE_BYTES = {  # of attention that gathers nothing: work lists and partial results
+    "native": 16 * MIB,
+    "triton": 64 * MIB,  # those of products too
+    "flashinfer": 160 * MIB,
+    "virtual": 64 * MIB,  # masks
+}
 GRAPH_BYTES = 16 * MIB  # a captured graph, its launches and the kernels they need
 TOKEN_GRAPH_BYTES = 8 * MIB  # the graphs for a number of tokens: prompts, decoding rows, or both
 NUM_GRAPHS = 32  # of different numbers of rows, some with and without top_k or top_p
@@ -39,6 +43,7 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     max_model_len: int
+    draft: int = 0  # a draft model's weights, rows and sampling; its keys and values are part of the blocks
 
     @property
     def kv_cache(self) -> int:
@@ -51,7 +56,8 @@ class MemoryPlan:
     @property
     def fixed(self) -> int:
         """All but the KV cache."""
-        return self.process + self.weights + self.activations + self.sampling + self.rows + self.graphs
+        needed = self.process + self.weights + self.activations + self.sampling + self.rows + self.graphs
+        return needed + self.draft
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -94,6 +100,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         lines = [
             ("weights", format_size(self.weights), ""),
+            *([("drafting", format_size(self.draft), "weights and rows of its own")] if self.draft else []),
             ("activations", format_size(self.activations), "upper bound of one step"),
             ("logits, sampling", format_size(self.sampling), ""),
             ("rows", format_size(self.rows), ""),
@@ -118,22 +125,35 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
     """Count everything; allocate and refuse nothing."""
     device, kind = config.device.device, config.device.device.partition(":")[0]
     weight_bytes = facts.weight_bytes(config.device.dtype, device)
-    scheduler = config.scheduler
+    scheduler, block_size, kv_dtype = config.scheduler, config.cache.block_size, config.device.kv_dtype
+    drafting = config.speculation is not None and config.speculation.method != "ngram"
+    draft = None if config.speculation is None else config.speculation.draft
+    sampling, rows = _sampling(model, scheduler), _rows(scheduler, block_size)
+    drafted = sampling + rows + _graphs(draft or model, config, facts) if drafting else 0
+    block_bytes = kv_block_bytes(model, kv_dtype, block_size)
+    if draft is not None:
+        drafted += _weights(draft, config, facts, weight_bytes)
+        block_bytes += kv_block_bytes(draft, kv_dtype, block_size)
     return MemoryPlan(
         device=device,
         capacity=capacity,
         process=PROCESS_BYTES[kind],
         weights=_weights(model, config, facts, weight_bytes),
         activations=_activations(model, config, facts),
-        sampling=model.vocab_size
-        * max(scheduler.num_rows * SAMPLING_BYTES_PER_LOGIT, PROMPT_POSITIONS * PROMPT_BYTES_PER_LOGIT),
-        rows=_rows(scheduler, config.cache.block_size),
+        sampling=sampling,
+        rows=rows,
         graphs=_graphs(model, config, facts),
-        block_bytes=kv_block_bytes(model, config.device.kv_dtype, config.cache.block_size),
+        block_bytes=block_bytes,
         num_blocks=config.cache.num_blocks,
-        block_size=config.cache.block_size,
+        block_size=block_size,
         max_model_len=scheduler.max_model_len,
+        draft=drafted,
     )
+
+
+def _sampling(model: ModelConfig, scheduler: SchedulerConfig) -> int:
+    bytes_per_token = max(scheduler.num_samples * SAMPLING_BYTES_PER_LOGIT, PROMPT_POSITIONS * PROMPT_BYTES_PER_LOGIT)
+    return model.vocab_size * bytes_per_token
 
 
 def _weights(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, weight_bytes: int) -> int:
@@ -155,7 +175,7 @@ def _weights(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, wei
 
 
 def _attention(config: EngineConfig, facts: HardwareFacts) -> str:
-    """The backend that will most likely run: "native" and "triton" read the cache in place, the others gather."""
+    """The backend that will most likely run: those of IN_PLACE_BYTES read the cache in place, the others gather."""
     device = config.device
     if device.attention_backend != "auto":
         return device.attention_backend
@@ -172,8 +192,8 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     value_bytes = facts.weight_bytes(config.device.dtype, config.device.device)
     widest = scheduler.max_num_batched_tokens * _widest(model) * max(value_bytes, DTYPE_BYTES["float32"])
     attention = _attention(config, facts)
-    if attention in ("native", "triton"):
-        return widest + (NATIVE_BYTES if attention == "native" else SPLIT_BYTES)
+    if attention in IN_PLACE_BYTES:
+        return widest + IN_PLACE_BYTES[attention]
     longest = scheduler.max_model_len * heads.kv_size * kv_bytes
     gathered = 2 * max(GATHERED_BYTES[config.device.device.partition(":")[0]], longest)
     converted = 0 if value_bytes == kv_bytes else gathered * value_bytes // kv_bytes

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from quire.config.engine import MAX_BLOCK_SIZE, CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts, cuda_index
+from quire.config.layout import read_layout, settle_layout
 from quire.config.memory import MemoryPlan, plan_memory
 from quire.config.model import CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.sizes import GIB, format_size, parse_size
+from quire.config.speculation import SpeculationConfig, read_speculation, settle
 from quire.types.errors import ConfigError, DoesNotFit
 
 DEFAULT_BLOCK_SIZE = 16
@@ -53,6 +55,8 @@ class EngineArguments:
     enable_prefix_caching: bool | None = None
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    kv_layout: str = "paged"
+    speculative_config: dict[str, Any] | None = None
 
 
 class EngineSettings(TypedDict, total=False):
@@ -75,12 +79,17 @@ class EngineSettings(TypedDict, total=False):
     enable_prefix_caching: bool | None
     quantization: str | None
     kv_cache_dtype: str
+    kv_layout: str
+    speculative_config: dict[str, Any] | None
 
 
 def resolve_engine_config(
-    args: EngineArguments, facts: HardwareFacts, model: ModelConfig
+    args: EngineArguments, facts: HardwareFacts, model: ModelConfig, draft_model: ModelConfig | None = None
 ) -> tuple[EngineConfig, MemoryPlan]:
-    """The whole configuration, checked against the machine. Raises ConfigError or DoesNotFit; allocates nothing."""
+    """The whole configuration, checked against the machine. Raises ConfigError or DoesNotFit; allocates nothing.
+
+    `draft_model` is what `speculative_config` names, where it names one.
+    """
     _check_types(args)
     device = _resolve_device(args, facts, model)
     kind = device.device.partition(":")[0]
@@ -94,12 +103,19 @@ def resolve_engine_config(
         policy=_policy(args),
         seed=args.seed,
     )
-    cache = CacheConfig(args.block_size, 1, _prefix_caching(args, model, scheduler.max_model_len))
-    draft = EngineConfig(cache, scheduler, device)
+    caching = _prefix_caching(args, model, scheduler.max_model_len)
+    cache = CacheConfig(args.block_size, 1, caching, read_layout(args.kv_layout))
+    draft = EngineConfig(cache, scheduler, device, _speculation(args, model, draft_model))
+    draft = settle_layout(draft, facts, model)
     config = _size_cache(args, facts, model, draft, capacity)
     plan = plan_memory(model, config, facts, capacity)
     plan.check()
     return config, plan
+
+
+def _speculation(args: EngineArguments, model: ModelConfig, draft: ModelConfig | None) -> SpeculationConfig | None:
+    asked = read_speculation(args.speculative_config)
+    return None if asked is None else settle(asked, model, draft)
 
 
 def model_length(model: ModelConfig) -> int:

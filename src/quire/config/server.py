@@ -10,6 +10,8 @@ from quire.config.resolve import EngineArguments
 DEFAULT_PORT = 8000
 DEFAULT_DRAIN_SECONDS = 30.0
 DEFAULT_STEP_TIMEOUT = 30.0
+TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
+REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3", "mistral")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,8 @@ class ModelSource:
     load_format: Literal["auto", "dummy"] = "auto"
     served_names: tuple[str, ...] = ()  # the first is the one answers carry
     chat_template: str | None = None  # the template's text, from the operator; None: the model's own
+    tool_call_parser: str = "auto"  # how calls of tools are written; auto: as the chat template writes them
+    reasoning_parser: str = "auto"  # how reasoning is marked; auto: as the chat template marks it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

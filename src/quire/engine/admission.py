@@ -8,7 +8,9 @@ from quire.types.request import Submit
 from quire.types.sampling import check_vocabulary
 
 
-def admit(request: Submit, cache: CacheConfig, config: SchedulerConfig, vocab_size: int) -> int:
+def admit(
+    request: Submit, cache: CacheConfig, config: SchedulerConfig, vocab_size: int, *, has_text: bool = False
+) -> int:
     """How many tokens each sequence may reach, prompt included. Raises InvalidRequest naming field, limit and fix."""
     prompt, sampling = len(request.prompt_token_ids), request.sampling
     if prompt == 0:
@@ -19,10 +21,7 @@ def admit(request: Submit, cache: CacheConfig, config: SchedulerConfig, vocab_si
             f"has {prompt} tokens, which leaves no room in max_model_len={config.max_model_len}",
             f"shorten it to {config.max_model_len - 1} tokens or raise max_model_len",
         )
-    if sampling.n > config.num_rows:
-        raise InvalidRequest(
-            "n", f"is {sampling.n}, above the {config.num_rows} sequences of a step", "lower it or raise max_num_seqs"
-        )
+    _check_sequences(request, config, has_text=has_text)
     if request.priority and config.policy != "priority":
         reason = f"means nothing to the {config.policy!r} policy"
         raise InvalidRequest("priority", reason, 'leave it out or use policy="priority"')
@@ -34,8 +33,35 @@ def admit(request: Submit, cache: CacheConfig, config: SchedulerConfig, vocab_si
     check_vocabulary("logprob_token_ids", sampling.logprob_token_ids or (), vocab_size)
     room = config.max_model_len - prompt
     limit = prompt + (room if sampling.max_tokens is None else min(sampling.max_tokens, room))
-    _check_fits(prompt, limit, sampling.n, cache)
+    _check_fits(prompt, limit, num_sequences(request), cache)
     return limit
+
+
+def num_sequences(request: Submit) -> int:
+    """How many live at once, at most."""
+    return request.sampling.num_sequences if request.beam is None else request.beam.width
+
+
+def _check_sequences(request: Submit, config: SchedulerConfig, *, has_text: bool) -> None:
+    sampling, beam, count = request.sampling, request.beam, num_sequences(request)
+    field = "beam_width" if beam is not None else "best_of" if count > sampling.n else "n"
+    if count > config.num_rows:
+        reason = f"is {count}, above the {config.num_rows} sequences of a step"
+        raise InvalidRequest(field, reason, "lower it or raise max_num_seqs")
+    if beam is not None and sampling.n > beam.width:
+        raise InvalidRequest("n", f"is {sampling.n}, above beam_width={beam.width}", "lower it or raise beam_width")
+    if beam is not None and sampling.best_of is not None:
+        raise InvalidRequest("best_of", "means nothing to a beam search", "leave it out or set beam_width")
+    if beam is not None and sampling.logprobs is not None:
+        raise InvalidRequest("logprobs", "are not kept by a beam search", "read cumulative_logprob")
+    if field == "n":
+        return
+    if sampling.repetition_detection is not None:
+        raise InvalidRequest("repetition_detection", f"does not work with {field}", "leave one of them out")
+    if sampling.stops and not has_text:
+        raise InvalidRequest(
+            "stop", f"needs text with {field}, but this engine has no vocabulary", "use stop_token_ids"
+        )
 
 
 def blocks_at_most(prompt: int, limit: int, n: int, block_size: int) -> int:

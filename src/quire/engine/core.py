@@ -4,38 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.admission import admit
+from quire.engine.batch import NOBODY, NOTHING, Batch, Gathered, say
+from quire.engine.decoding.grammar import Compilation, GrammarError, Matcher
 from quire.engine.decoding.group import Group, Sequence
+from quire.engine.decoding.pace import Ending, fault_of
 from quire.engine.decoding.stopping import explain_end, find_ends
+from quire.engine.decoding.tools import DecodingTools
 from quire.engine.executor import Executor
-from quire.engine.pipeline import Flight, Pipeline
+from quire.engine.paced import Judged, PacedRows, beam_ends
+from quire.engine.pipeline import Flight, Pipeline, find_awaited
 from quire.engine.scheduler.scheduler import Scheduler
+from quire.engine.submission import add_sequences, find_origin, make_group, make_pacer
 from quire.types.errors import EngineDead, InvalidRequest
-from quire.types.output import Finished, FinishReason, TokensOut
+from quire.types.output import Finished, SampleEnd, TokensOut
 from quire.types.request import Abort, Submit
 from quire.types.stats import STEP_SIZES, BlockMap, BlockStats, EngineStats
-from quire.types.step import NO_ROWS, Ints, StepResult, TokenLogprobs
+from quire.types.step import Ints, StepPlan, StepResult, TokenLogprobs
 
-Batch = tuple[npt.NDArray[np.int64], Ints, tuple[tuple[int, TokenLogprobs], ...]]  # sample handles, tokens, logprobs
-_NOTHING: Batch = (np.empty(0, dtype=np.int64), NO_ROWS, ())
-_GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment
-
-
-class Gathered(NamedTuple):
-    """The row book's columns for some rows, as of one version of the book."""
-
-    rows: Ints
-    version: int
-    leases: npt.NDArray[np.int64]
-    handles: npt.NDArray[np.int64]
-    end_ids: Ints  # [rows, k]
-    limits: Ints
+_COMPILING_SECONDS = 0.02  # for a grammar, when there is nothing else to do
 
 
 class EngineCore:
@@ -51,22 +42,26 @@ class EngineCore:
         scheduler: SchedulerConfig,
         vocab_size: int,
         *,
+        tools: DecodingTools | None = None,
         depth: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor, self._cache, self._config, self._vocab_size = executor, cache, scheduler, vocab_size
+        self._tools = tools or DecodingTools()
         self._scheduler = Scheduler(cache, scheduler)
+        self._paced = PacedRows(self._scheduler, self._end, self._fail, self._close_search)
+        self._compiling: dict[Group, Compilation] = {}
         self._pipeline = Pipeline(executor, depth or executor.depth, clock)
         self._clock = clock
         self._groups: dict[str, Group] = {}
-        self._gathered = Gathered(NO_ROWS, -1, _NOTHING[0], _NOTHING[0], NO_ROWS, NO_ROWS)
+        self._gathered = NOBODY
         self._finished: list[Finished] = []
         self._next_handle = 0
         self._ordinal = 0
         self._dead: str | None = None
         self._steps = self._num_finished = self._prompt_tokens = self._output_tokens = self._computed_tokens = 0
         self._steps_by_size = [0] * (len(STEP_SIZES) + 1)
-        self._step_seconds = self._last_step_seconds = 0.0
+        self._step_seconds = self._last_step_seconds = self._last_commit = 0.0
 
     # ------------------------------------------------------------------------------------------------ requests
     def submit(self, request: Submit) -> int:
@@ -77,25 +72,39 @@ class EngineCore:
             raise InvalidRequest(
                 "request_id", f"{request.request_id!r} is in use", "choose another or wait for its end"
             )
-        limit = admit(request, self._cache, self._config, self._vocab_size)
-        handle, self._next_handle = self._next_handle, self._next_handle + request.sampling.n
-        group = Group(request, self._ordinal, limit, self._seed_for(request))
+        limit = admit(request, self._cache, self._config, self._vocab_size, has_text=self._tools.vocabulary is not None)
+        group = make_group(request, self._ordinal, limit, self._next_handle, self._vocab_size, self._config.seed)
+        group.origin = find_origin(request, self._groups, self._scheduler.rows)
+        if request.rules.grammar:
+            self._compiling[group] = self._tools.grammars.compile(request.rules.grammar)
+        else:
+            self._enqueue(group, None)
         group.ledger.note("queued", self._clock(), group.num_prompt)
         self._ordinal += 1
-        for index in range(request.sampling.n):
-            group.live.append(Sequence(group, index, handle + index, self._scheduler.new_table()))
+        self._next_handle += request.sampling.n
         self._groups[request.request_id] = group
+        return group.handle
+
+    def _enqueue(self, group: Group, matcher: Matcher | None) -> None:
+        pacer = make_pacer(group, self._tools, matcher)
+        add_sequences(group, self._scheduler.new_table, pacer)
         self._scheduler.add(group)
-        return handle
 
     def abort(self, abort: Abort) -> None:
-        """End a request, or one sample of it, now. The terminal message comes with the next step. Idempotent."""
+        """End a request, or one sample of it, now. The terminal message comes with the next step. Idempotent.
+
+        Samples that are ranked at the end have no index before: only the whole request can be ended.
+        """
         group = self._groups.get(abort.request_id)
         if group is None:
             return
-        reason: FinishReason = "abort" if abort.stop_reason is None else "stop"
-        for sequence in [s for s in group.live if abort.index in (None, s.index)]:
-            self._end(sequence, reason, abort.stop_reason)
+        ending: Ending = ("abort", None) if abort.stop_reason is None else ("stop", abort.stop_reason)
+        if group.search is not None or not group.live:
+            if abort.index is None:
+                self._close_search(group, ending)
+        elif abort.index is None or not group.is_ranked:
+            for sequence in [s for s in group.live if abort.index in (None, s.index)]:
+                self._end(sequence, ending)
 
     @property
     def config(self) -> SchedulerConfig:
@@ -122,38 +131,66 @@ class EngineCore:
     # ---------------------------------------------------------------------------------------------------- steps
     def step(self) -> TokensOut:
         """Advance by one step and return all there is to say. Blocks until the oldest step in flight is done."""
-        batch = _NOTHING
+        batch = NOTHING
         try:
+            if self._compiling:
+                self._take_compiled()
             self._pipeline.fill(self._prepare)
             if len(self._pipeline):
                 batch = self._commit(*self._pipeline.collect())
+            elif self._compiling:
+                self._tools.grammars.wait(_COMPILING_SECONDS)
             if not self._groups:
                 self._scheduler.check_idle()
         except Exception as error:  # noqa: BLE001 - whatever it was, every request must hear of it
             self._die(error)
         finished, self._finished = tuple(self._finished), []
-        return TokensOut(self._steps, *batch, finished)
+        best = self._paced.take_best() if self._paced.best else ()
+        return TokensOut(self._steps, *batch, finished, best)
+
+    def _take_compiled(self) -> None:
+        """Groups whose grammar is compiled join the queue."""
+        for group, compilation in list(self._compiling.items()):
+            if not compilation.is_ready:
+                continue
+            try:
+                self._enqueue(group, compilation.matcher(group.request.rules))
+            except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
+                is_its_own = isinstance(error, GrammarError | InvalidRequest)
+                self._fail(group, fault_of(error), refused="structured_outputs" if is_its_own else "")
+            else:
+                del self._compiling[group]
 
     def _prepare(self) -> Flight | None:
         plan = self._scheduler.plan(self._clock())
-        if plan is None:
-            return None
-        book, rows = self._scheduler.rows, plan.sample_rows
-        noted = [chunk.row for chunk in plan.chunks] + [new.row for new in plan.new_rows]
-        other_leases = {row: int(book.leases[row]) for row in noted}
+        flight = None if plan is None else self._make_flight(plan)
+        if self._scheduler.paced.faults:
+            for group, reason in self._scheduler.paced.take_faults():
+                self._fail(group, reason)
+        return flight
+
+    def _make_flight(self, plan: StepPlan) -> Flight:
+        """Count a step; note whose samples it will bring, and who waits for them."""
         num_tokens = plan.num_tokens
-        self._prompt_tokens += num_tokens - len(plan.decode_rows)
+        self._prompt_tokens += sum(chunk.num_known for chunk in plan.chunks) if plan.chunks else 0
         self._computed_tokens += num_tokens
         self._steps_by_size[min(max(num_tokens - 1, 0).bit_length(), len(STEP_SIZES))] += 1
-        return Flight(plan, rows, self._gather(rows).leases, book.version, other_leases, self._clock())
+        book, rows = self._scheduler.rows, self._scheduler.ahead_rows
+        if not plan.chunks and len(rows) == len(plan.decode_rows):
+            return Flight(plan, rows, self._gather(rows).leases, book.version, {}, self._clock())
+        paced, ahead, places = find_awaited(plan, len(rows), book)
+        if ahead:
+            rows = np.concatenate([rows, np.array(ahead, dtype=np.int32)])
+        noted = [chunk.row for chunk in plan.chunks] + [new.row for new in plan.new_rows]
+        other_leases = {row: int(book.leases[row]) for row in noted} | {each.row: each.lease for each in paced}
+        leases = self._gather(rows).leases
+        return Flight(plan, rows, leases, book.version, other_leases, self._clock(), places, paced)
 
     def _gather(self, rows: Ints) -> Gathered:
         """The book's entries for `rows`, kept while neither changes: the rule in steady decoding."""
         book = self._scheduler.rows
         if self._gathered.rows is not rows or self._gathered.version != book.version:
-            self._gathered = Gathered(
-                rows, book.version, book.leases[rows], book.handles[rows], book.end_ids[rows], book.limits[rows]
-            )
+            self._gathered = Gathered.of(rows, book)
         return self._gathered
 
     def _commit(self, flight: Flight, result: StepResult) -> Batch:
@@ -162,7 +199,7 @@ class EngineCore:
             if (sequence := self._awaited(flight.lease_of(failure.row), failure.row)) is not None:
                 self._fail(sequence.group, failure.reason)
         book = self._scheduler.rows
-        rows, tokens = flight.rows, result.token_ids
+        rows, tokens = flight.rows, result.token_ids if flight.places is None else result.token_ids[flight.places]
         if book.version != flight.version:
             awaited = book.leases[rows] == flight.leases
             if not awaited.all():
@@ -171,16 +208,25 @@ class EngineCore:
             self._note_first_tokens(flight)
         gathered = self._gather(rows)
         counts = book.record(rows, tokens)
-        logprobs = self._take_logprobs(flight, result) if result.logprobs or result.prompt_logprobs else ()
+        judged = self._paced.judge(flight, result) if flight.paced else []
+        logprobs = self._take_logprobs(flight, result, judged) if result.logprobs or result.prompt_logprobs else ()
+        is_plain = not judged and gathered.heard is None
+        batch = (gathered.handles, tokens, logprobs) if is_plain else say(gathered, tokens, judged, logprobs)
         for position in find_ends(tokens, gathered.end_ids, counts, gathered.limits).tolist():
             ended = book.sequences[rows[position]]
             if ended is not None:
-                self._end(ended, *explain_end(int(tokens[position]), ended.group.request.rules))
+                self._end(ended, explain_end(int(tokens[position]), ended.group.request.rules))
+        if judged or self._scheduler.paced.landing:
+            self._paced.settle(judged)
+            self._output_tokens += sum(len(verdict.tokens) for _, verdict in judged)
+        now = self._clock()
         self._steps += 1
         self._output_tokens += len(tokens)
-        self._last_step_seconds = self._clock() - flight.launched
+        self._last_step_seconds = now - flight.launched
         self._step_seconds += self._last_step_seconds
-        return gathered.handles, tokens, logprobs
+        since, self._last_commit = max(flight.launched, self._last_commit), now
+        self._tools.lookaheads.note_step(flight.plan.num_tokens, flight.num_samples, now - since)
+        return batch
 
     def _note_first_tokens(self, flight: Flight) -> None:
         now = self._clock()
@@ -190,12 +236,21 @@ class EngineCore:
                 sequence.group.has_token = True
                 sequence.group.ledger.note("first_token", now)
 
-    def _take_logprobs(self, flight: Flight, result: StepResult) -> tuple[tuple[int, TokenLogprobs], ...]:
+    def _take_logprobs(
+        self, flight: Flight, result: StepResult, judged: list[Judged]
+    ) -> tuple[tuple[int, TokenLogprobs], ...]:
         leases = dict(zip(flight.rows.tolist(), flight.leases.tolist(), strict=True)) | flight.other_leases
+        left = {sequence: len(verdict.tokens) for sequence, verdict in judged}  # of a draft only what was right counts
         taken = []
         for item in result.logprobs:
-            if (sequence := self._awaited(leases.get(item.row), item.row)) is not None:
-                sequence.logprobs.append(item.entry)
+            sequence = self._awaited(leases.get(item.row), item.row)
+            if sequence is None or sequence.group.search is not None or left.get(sequence) == 0:
+                continue
+            if sequence in left:
+                left[sequence] -= 1
+            sequence.logprobs.append(item.entry)
+            sequence.logprob_sum += float(item.entry.logprobs[0])
+            if not sequence.group.is_ranked:
                 taken.append((sequence.handle, item.entry))
         for prompt in result.prompt_logprobs:
             if (sequence := self._awaited(leases.get(prompt.row), prompt.row)) is not None:
@@ -208,30 +263,49 @@ class EngineCore:
         return book.sequences[row] if lease == book.leases[row] else None
 
     # ------------------------------------------------------------------------------------------------------ ends
-    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
+    def _end(self, sequence: Sequence, ending: Ending) -> None:
         """End one sample; with the last one, its request. What goes wrong here is that request's error alone."""
         group = sequence.group
         try:
-            group.end(sequence, self._scheduler.end(sequence), reason, stop_reason)
+            group.end(sequence, self._scheduler.end(sequence), *ending)
             if not group.live:
                 self._dismiss(group, group.farewell(self._clock()))
         except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
             self._fail(group, f"the request failed inside the engine: {error!r}")
 
-    def _fail(self, group: Group, reason: str) -> None:
+    def _close_search(self, group: Group, cut_off: Ending | None = None) -> None:
+        """End a beam search, or a group that has no sequences yet: `cut_off` says why, if it is not over by itself."""
+        if group.live:
+            group.ended.extend(beam_ends(group, cut_off))
+        elif cut_off is not None:
+            group.ended.extend(SampleEnd(index, (), *cut_off) for index in range(group.request.sampling.n))
+        self._clear(group)
+        self._dismiss(group, group.farewell(self._clock()))
+
+    def _fail(self, group: Group, reason: str, refused: str = "") -> None:
         """End a whole request with an error, keeping what it had generated."""
         if group.request.request_id not in self._groups:
             return
+        if group.search is not None and group.live:
+            group.ended.append(SampleEnd(0, tuple(group.leader.outputs), "error"))
+            self._clear(group)
         for sequence in list(group.live):
             group.end(sequence, self._scheduler.end(sequence, keep=False), "error", None)
         try:
-            message = group.farewell(self._clock(), reason)
+            message = group.farewell(self._clock(), reason, refused)
         except Exception:  # noqa: BLE001 - the farewell itself may be what failed; the request must end all the same
             message = Finished(group.request.request_id, tuple(group.ended), error=reason)
         self._dismiss(group, message)
 
+    def _clear(self, group: Group) -> None:
+        """End a search's beams: what they say is noted already."""
+        for sequence in group.live:
+            self._scheduler.end(sequence, keep=False)
+        group.live.clear()
+
     def _dismiss(self, group: Group, message: Finished) -> None:
-        self._scheduler.remove(group)
+        if self._compiling.pop(group, None) is None:
+            self._scheduler.remove(group)
         del self._groups[group.request.request_id]
         self._finished.append(message)
         self._num_finished += 1
@@ -262,7 +336,7 @@ class EngineCore:
             finished=self._num_finished,
             preemptions=scheduler.num_preemptions,
             prompt_tokens=self._prompt_tokens,
-            output_tokens=self._output_tokens,
+            output_tokens=self._output_tokens + self._paced.num_searched,
             step_seconds=self._step_seconds,
             last_step_seconds=self._last_step_seconds,
             blocks=blocks,
@@ -270,6 +344,9 @@ class EngineCore:
             steps_by_size=tuple(self._steps_by_size),
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
+            drafted_tokens=self._paced.num_drafted,
+            accepted_tokens=self._paced.num_accepted,
+            drafts=self._paced.num_drafts,
         )
 
     def block_map(self) -> BlockMap:
@@ -284,19 +361,11 @@ class EngineCore:
     def check(self) -> None:
         """Assert that all owners agree; when idle, that nothing is held."""
         self._scheduler.check()
-        assert set(self._groups.values()) == {*self._scheduler.running, *self._scheduler.waiting}
+        assert set(self._groups.values()) == {*self._scheduler.running, *self._scheduler.waiting, *self._compiling}
         if not self._groups:
             assert self._scheduler.pool.num_used == 0
 
     def close(self) -> None:
         """Give the executor's devices back. Idempotent."""
+        self._tools.grammars.close()
         self._executor.close()
-
-    def _seed_for(self, request: Submit) -> int:
-        """The user's seed, or one drawn from the engine's seed and the order of arrival (splitmix64)."""
-        if request.sampling.seed is not None:
-            return request.sampling.seed
-        mixed = (self._config.seed + (self._ordinal + 1) * _GOLDEN) % 2**64
-        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
-        return mixed ^ (mixed >> 31)

@@ -13,9 +13,10 @@ from typing import Any, Literal, get_args
 import msgspec
 import numpy as np
 
+from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest, QuireError
 from quire.types.output import TokensOut
-from quire.types.request import Abort, Submit
+from quire.types.request import Abort, Branch, Submit
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.stats import BlockMap, EngineStats
 
@@ -34,6 +35,8 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag="submit"):
     rules: TokenRules
     priority: int = 0
     cache_salt: str = ""
+    beam: BeamRules | None = None
+    source: Branch | None = None
 
     @classmethod
     def of(cls, request: Submit) -> SubmitRequest:
@@ -44,6 +47,8 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag="submit"):
             request.rules,
             request.priority,
             request.cache_salt,
+            request.beam,
+            request.source,
         )
 
     def request(self) -> Submit:
@@ -52,7 +57,16 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag="submit"):
         if unknown:
             raise InvalidRequest(unknown[0], "is no sampling parameter", "leave it out")
         sampling = SamplingParams(**self.sampling)
-        return Submit(self.request_id, self.prompt_token_ids, sampling, self.rules, self.priority, self.cache_salt)
+        return Submit(
+            self.request_id,
+            self.prompt_token_ids,
+            sampling,
+            self.rules,
+            self.priority,
+            self.cache_salt,
+            self.beam,
+            self.source,
+        )
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.engine.executor import Executor
+from quire.engine.scheduler.rows import RowBook
 from quire.types.step import Ints, StepPlan, StepResult
 
 _LEAD_SECONDS, _LEAD_SHARE = 0.8e-3, 0.15  # how long before the end of a step the next one is planned, at least
@@ -24,22 +25,42 @@ _SIZE_STEP = 8  # rows
 
 
 @dataclass(frozen=True, slots=True)
+class Awaited:
+    """A paced row's samples in a step: `count` of them from `place` on, and the lease it had."""
+
+    row: int
+    lease: int
+    place: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Flight:
-    """A launched step and the leases its rows had when it was planned, at that version of the row book."""
+    """A launched step and the leases its rows had when it was planned, at that version of the row book.
+
+    `rows` are those that do not wait for their results; the samples of `paced` ones are not among them.
+    """
 
     plan: StepPlan
-    rows: Ints  # [sampled], the order of StepResult.token_ids
-    leases: npt.NDArray[np.int64]  # [sampled]
+    rows: Ints  # [samples of rows that run ahead]
+    leases: npt.NDArray[np.int64]  # [rows]
     version: int
-    other_leases: dict[int, int]  # rows with a chunk or new in this step -> lease
+    other_leases: dict[int, int]  # rows with a chunk, new or paced in this step -> lease
     launched: float  # seconds, on the engine's clock
+    places: npt.NDArray[np.intp] | None = None  # [rows], where in StepResult.token_ids; None: all of it, in order
+    paced: tuple[Awaited, ...] = ()
+
+    @property
+    def num_samples(self) -> int:
+        ahead = len(self.rows)
+        return ahead + sum(awaited.count for awaited in self.paced) if self.paced else ahead
 
     def lease_of(self, row: int) -> int | None:
         """The lease a row had in this step; None when the step had nothing to do with it."""
         if row in self.other_leases:
             return self.other_leases[row]
-        (places,) = np.nonzero(self.rows == row)
-        return int(self.leases[places[0]]) if len(places) else None
+        (found,) = np.nonzero(self.rows == row)
+        return int(self.leases[found[0]]) if len(found) else None
 
 
 class Pipeline:
@@ -67,9 +88,9 @@ class Pipeline:
         result = self._executor.collect()
         flight = self._flights.popleft()
         self._note_duration(flight)
-        if result.step != flight.plan.step or len(result.token_ids) != len(flight.rows):
+        if result.step != flight.plan.step or len(result.token_ids) != flight.num_samples:
             answer = f"step {result.step} with {len(result.token_ids)} tokens"
-            raise RuntimeError(f"step {flight.plan.step} of {len(flight.rows)} rows was answered by {answer}")
+            raise RuntimeError(f"step {flight.plan.step} of {flight.num_samples} samples was answered by {answer}")
         return flight, result
 
     def leisure(self) -> float:
@@ -95,3 +116,29 @@ class Pipeline:
 def _decode_size(flight: Flight) -> int | None:
     """Decode steps of one size take about as long; None for steps that also compute chunks."""
     return None if flight.plan.chunks else -(-len(flight.plan.decode_rows) // _SIZE_STEP)
+
+
+def find_awaited(
+    plan: StepPlan, num_ahead: int, book: RowBook
+) -> tuple[tuple[Awaited, ...], list[int], npt.NDArray[np.intp] | None]:
+    """Who waits for the step's samples, and which chunks' rows do not; where the samples of all that run ahead are.
+
+    The first `num_ahead` samples are of rows that run ahead. The places are None when nobody waits.
+    """
+    samples = [(row, 1) for row in plan.decode_rows[num_ahead:].tolist()] if num_ahead < len(plan.decode_rows) else []
+    samples += [(row, chunk.num_sampled) for chunk in plan.chunks for row in chunk.sample_rows]
+    paced: list[Awaited] = []
+    ahead: list[int] = []
+    places: list[int] = []
+    place = num_ahead
+    for row, count in samples:
+        sequence = book.sequences[row]
+        if sequence is not None and sequence.paced:
+            paced.append(Awaited(row, int(book.leases[row]), place, count))
+        else:
+            ahead.append(row)
+            places.append(place)
+        place += count
+    if not paced:
+        return (), ahead, None
+    return tuple(paced), ahead, np.concatenate([np.arange(num_ahead), np.array(places, dtype=np.intp)])

@@ -56,7 +56,8 @@ class Routes:
             if edge is not None:
                 ended[edge].append(finished)
         places = self._find_places(out.samples)
-        for edge in {**places, **ended}:
+        best = {self._owners[handle]: None for handle, _ in out.best if handle in self._owners}
+        for edge in {**places, **ended, **best}:
             yield edge, self._part(out, edge, places.get(edge), tuple(ended.get(edge, ())))
         for finished in out.finished:
             self._forget(finished.request_id)
@@ -64,12 +65,13 @@ class Routes:
     def _part(
         self, out: TokensOut, edge: int, places: npt.NDArray[np.intp] | None, ended: tuple[Finished, ...]
     ) -> TokensOut:
+        best = tuple(entry for entry in out.best if self._owners.get(entry[0]) == edge)
         if places is None:
-            return TokensOut(out.step, out.samples[:0], out.token_ids[:0], finished=ended)
+            return TokensOut(out.step, out.samples[:0], out.token_ids[:0], (), ended, best)
         logprobs = tuple(entry for entry in out.logprobs if self._owners.get(entry[0]) == edge)
         if len(places) == len(out.samples):
-            return TokensOut(out.step, out.samples, out.token_ids, logprobs, ended)
-        return TokensOut(out.step, out.samples[places], out.token_ids[places], logprobs, ended)
+            return TokensOut(out.step, out.samples, out.token_ids, logprobs, ended, best)
+        return TokensOut(out.step, out.samples[places], out.token_ids[places], logprobs, ended, best)
 
     def _find_places(self, samples: Longs) -> dict[int, npt.NDArray[np.intp]]:
         """Where in the batch each edge's samples are. The engine hands out the same array while nothing changes."""

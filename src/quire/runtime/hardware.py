@@ -40,6 +40,7 @@ def _machine() -> HardwareFacts:
         torch_version=str(torch.__version__),
         native_refusal=why_not_native(torch.float32, torch.device("cpu")),
         triton=find_spec("triton") is not None,
+        page_size=os.sysconf("SC_PAGE_SIZE"),
         tile_units=_has_tile_units(),
     )
 

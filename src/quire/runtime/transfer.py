@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 64  # bytes between the arrays of a parcel; kernels are compiled for aligned addresses
-_SLOTS = 8  # parcels that may be on their way at once before a sender waits
+_SLOTS = 16  # parcels that may be on their way at once before a sender waits
 _SMALLEST_SLOT = 1 << 16  # bytes
 
 

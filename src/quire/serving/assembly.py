@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.config.engine import EngineConfig
 from quire.config.memory import MemoryPlan
 from quire.config.model import ModelConfig
 from quire.config.resolve import EngineArguments, resolve_engine_config
+from quire.config.speculation import read_speculation
 from quire.engine.core import EngineCore
+from quire.engine.decoding.grammar_compiler import GrammarCompiler
+from quire.engine.decoding.lookahead_registry import make_lookaheads
+from quire.engine.decoding.tools import DecodingTools
+from quire.engine.decoding.vocabulary import VocabularySource
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.hardware import detect_hardware
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.model_config import read_model_config
 from quire.runtime.loading.progress import Progress
+from quire.runtime.loading.resolve import resolve_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +31,49 @@ class PlannedEngine:
     model: ModelConfig
     config: EngineConfig
     memory: MemoryPlan
+    draft_files: ModelFiles | None = None  # of the model that guesses ahead, where there is one
 
-    def build(self, load_format: Literal["auto", "dummy"], progress: Progress) -> EngineCore:
+    def build(
+        self, load_format: Literal["auto", "dummy"], progress: Progress, tools: DecodingTools | None = None
+    ) -> EngineCore:
         """Load the weights and make the engine; its `close` gives the memory back."""
-        executor = SingleExecutor(self.files, self.model, self.config, load_format=load_format, progress=progress)
+        executor = SingleExecutor(
+            self.files,
+            self.model,
+            self.config,
+            load_format=load_format,
+            progress=progress,
+            draft_files=self.draft_files,
+        )
+        lookaheads = make_lookaheads(self.config.speculation, executor.depth)
+        tools = replace(tools or DecodingTools(), lookaheads=lookaheads)
         try:
-            return EngineCore(executor, self.config.cache, self.config.scheduler, self.model.vocab_size)
+            return EngineCore(executor, self.config.cache, self.config.scheduler, self.model.vocab_size, tools=tools)
         except BaseException:
             executor.close()
             raise
 
+    def tools(self, vocabulary: VocabularySource | None, *, warm: bool = False) -> DecodingTools:
+        """What the engine decodes with. `vocabulary` is asked for when it is first needed, or now if `warm`."""
+        if vocabulary is None:
+            return DecodingTools()
+        grammars = GrammarCompiler(vocabulary, self.model.vocab_size)
+        if warm:
+            grammars.warm()
+        return DecodingTools(grammars, vocabulary=vocabulary)
+
 
 def plan_engine(files: ModelFiles, arguments: EngineArguments) -> PlannedEngine:
     """Decide how a model runs on this machine. Raises ConfigError, DoesNotFit or ModelLoadError."""
-    model = read_model_config(files)
-    config, memory = resolve_engine_config(arguments, detect_hardware(), model)
-    return PlannedEngine(files, model, config, memory)
+    model, draft_files = read_model_config(files), find_draft(arguments)
+    draft = None if draft_files is None else read_model_config(draft_files)
+    config, memory = resolve_engine_config(arguments, detect_hardware(), model, draft)
+    return PlannedEngine(files, model, config, memory, draft_files)
+
+
+def find_draft(arguments: EngineArguments, *, offline: bool = False) -> ModelFiles | None:
+    """The draft model's files, downloaded unless `offline`; None where there is none. Raises as resolve_model does."""
+    speculation = read_speculation(arguments.speculative_config)
+    return (
+        None if speculation is None or speculation.model is None else resolve_model(speculation.model, offline=offline)
+    )

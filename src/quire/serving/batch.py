@@ -6,9 +6,10 @@ import time
 from dataclasses import dataclass
 
 from quire.serving.client import EngineClient
-from quire.serving.outputs import OutputBuilder, StreamPiece
-from quire.serving.sample_text import SampleText
+from quire.serving.outputs import OutputBuilder, StreamPiece, own_fault, read_whole
+from quire.serving.sample_text import SampleText, is_ranked
 from quire.serving.text.tokenizer import Tokenizer
+from quire.types.errors import QuireError
 from quire.types.output import Finished, RequestOutput, TokensOut
 from quire.types.request import Abort, Submit
 
@@ -36,7 +37,8 @@ class Batch:
         self._live: dict[str, _Live] = {}
         self._followed: dict[int, tuple[_Live, int]] = {}  # by sample handle
         self._outputs: list[RequestOutput | None] = []
-        self.errors: list[str] = []
+        self._ended: list[RequestOutput] = []
+        self.errors: list[QuireError] = []
         self.num_output_tokens = 0
 
     @property
@@ -55,7 +57,7 @@ class Batch:
     def submit(self, request: Submit, prompt: str | None) -> None:
         """Queue one request. Raises InvalidRequest and leaves the batch as it was."""
         sampling, texts = request.sampling, []
-        is_followed = self._follow_all or sampling.ends_by_text
+        is_followed = (self._follow_all or sampling.ends_by_text) and not is_ranked(request)
         if is_followed and self._tokenizer is not None and sampling.detokenize:
             texts = [SampleText(self._tokenizer, request) for _ in range(sampling.n)]
         handle = self._client.submit(request)
@@ -76,6 +78,11 @@ class Batch:
                 pieces.extend(self._end(live, finished))
         return pieces
 
+    def take_ended(self) -> list[RequestOutput]:
+        """The outputs that came since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
     def cancel(self) -> None:
         """Abort what is live and wait for its end, so that the engine is free again."""
         for request_id in self._live:
@@ -93,24 +100,37 @@ class Batch:
             sample = live.texts.get(index)
             text = "" if sample is None else sample.push(token_id)
             if self._follow_all:
-                pieces.append(StreamPiece(index, text, (token_id,)))
+                pieces.append(StreamPiece(index, text, (token_id,), request_id=live.request.request_id))
             if sample is not None and sample.stopped_by is not None:
                 del self._followed[handle]
                 self._client.abort(Abort(live.request.request_id, index, sample.stopped_by))
         return pieces
 
     def _end(self, live: _Live, finished: Finished) -> list[StreamPiece]:
-        rest = {index: sample.finish() for index, sample in live.texts.items()}
+        if is_ranked(live.request) and self._tokenizer is not None and live.request.sampling.detokenize:
+            live.texts = {end.index: read_whole(self._tokenizer, live.request, end) for end in finished.samples}
+            rest = {index: sample.text for index, sample in live.texts.items()}
+        else:
+            rest = {index: sample.finish() for index, sample in live.texts.items()}
         for index in range(live.request.sampling.n):
             self._followed.pop(live.handle + index, None)
         output = self._builder.build(live.request, live.prompt, finished, live.texts)
         output.metrics["latency_seconds"] = time.monotonic() - live.submitted_at
         self._outputs[live.place] = output
+        self._ended.append(output)
         if finished.error is not None:
-            self.errors.append(finished.error)
+            self.errors.append(own_fault(finished) or QuireError(finished.error))
         if not self._follow_all:
             return []
+        name, is_new = live.request.request_id, is_ranked(live.request)
         return [
-            StreamPiece(one.index, rest.get(one.index, ""), (), one.finish_reason, one.stop_reason)
+            StreamPiece(
+                one.index,
+                rest.get(one.index, ""),
+                tuple(one.token_ids) if is_new else (),
+                one.finish_reason,
+                one.stop_reason,
+                name,
+            )
             for one in output.outputs
         ]

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, Unpack
 
@@ -17,14 +17,28 @@ from quire.config.resolve import EngineArguments, EngineSettings
 from quire.runtime.loading.resolve import resolve_model
 from quire.serving.assembly import plan_engine
 from quire.serving.batch import Batch
+from quire.serving.beam_outputs import beam_output
 from quire.serving.client import EngineClient, InProcessClient
 from quire.serving.interrupts import DeferredInterrupt
+from quire.serving.live import LiveRequest, LiveRequests, branch_of
 from quire.serving.outputs import StreamPiece
+from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.progress import LoadingProgress, ProgressLine
-from quire.serving.prompts import Message, Prompt, PromptLike, pair_sampling, read_conversations, read_prompts
+from quire.serving.prompts import (
+    Message,
+    Prompt,
+    PromptLike,
+    pair_beams,
+    pair_sampling,
+    read_conversations,
+    read_prompts,
+)
 from quire.serving.requests import RequestMaker
 from quire.serving.text.chat_template import ChatTemplate
+from quire.serving.text.token_table import vocabulary_source
 from quire.serving.text.tokenizer import Tokenizer, load_tokenizer
+from quire.types.beam import BeamSearchOutput, BeamSearchParams
+from quire.types.decoding import BeamRules
 from quire.types.errors import ConfigError, InvalidRequest, QuireError
 from quire.types.output import RequestOutput
 from quire.types.request import Submit
@@ -71,9 +85,12 @@ class LLM:
             if not skip_tokenizer_init:
                 own = files if tokenizer is None else resolve_model(tokenizer, progress=progress)
                 self._tokenizer = load_tokenizer(own)
-            self._requests = RequestMaker(self._tokenizer, self.model_config.eos_ids)
-            core = planned.build(load_format, progress)
+            vocabulary = None if self._tokenizer is None else vocabulary_source(self._tokenizer)
+            self._checker = None if vocabulary is None else GrammarChecker(vocabulary)
+            self._requests = RequestMaker(self._tokenizer, self.model_config.eos_ids, self._checker)
+            core = planned.build(load_format, progress, planned.tools(vocabulary))
         self._client: EngineClient = InProcessClient(core)
+        self._live = LiveRequests(self._client, self._tokenizer)
         self._templates: dict[str, ChatTemplate] = {}
         self._busy = False
 
@@ -135,6 +152,53 @@ class LLM:
         sampling = pair_sampling(sampling_params, 1)
         return self._stream(self._requests.make(prompts, sampling, add_special_tokens=False), prompts)
 
+    def beam_search(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers to every prompt, best first. All searches run in one batch, each of its own width."""
+        read = read_prompts(prompts)
+        searches = pair_beams(params, len(read))
+        sampling, beams = [one.sampling for one in searches], [one.rules for one in searches]
+        outputs = self._run(read, sampling, use_tqdm, beams=beams)
+        return [beam_output(output, self._tokenizer) for output in outputs]
+
+    # -------------------------------------------------------------------------------------------------- branching
+    def start(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> LiveRequest:
+        """Begin to answer one prompt; `step` and the `wait` of any live request compute it.
+
+        While requests live, only they are computed: other calls are refused.
+        """
+        read = read_prompts(prompt)
+        (request,) = self._requests.make(read, pair_sampling(sampling_params, len(read)))
+        return self._start(request, read[0].text)
+
+    def fork(
+        self,
+        source: LiveRequest | RequestOutput,
+        at_token: int | None = None,
+        *,
+        index: int = 0,
+        sampling_params: SamplingParams | None = None,
+    ) -> LiveRequest:
+        """Go on from the middle of another request's sample `index`, after `at_token` tokens of its answer (None: all
+        so far), with sampling parameters of its own. What the source has computed is shared, not computed again."""
+        tokens, branch = branch_of(source, index, at_token)
+        (request,) = self._requests.make([Prompt(token_ids=tokens)], pair_sampling(sampling_params, 1))
+        return self._start(replace(request, source=branch), None)
+
+    def step(self) -> list[StreamPiece]:
+        """Compute one step of the live requests; what is new in them. Nothing when none lives."""
+        return self._live.step()
+
+    def _start(self, request: Submit, prompt: str | None) -> LiveRequest:
+        if self._busy:
+            raise QuireError("this LLM is in the middle of another call; finish or close its stream first")
+        return self._live.start(request, prompt)
+
     # ------------------------------------------------------------------------------------------------- condition
     @property
     def tokenizer(self) -> Tokenizer:
@@ -156,6 +220,8 @@ class LLM:
     def close(self) -> None:
         """Give back weights, cache and devices. Idempotent."""
         self._client.close()
+        if self._checker is not None:
+            self._checker.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -198,8 +264,11 @@ class LLM:
         *,
         add_special_tokens: bool = True,
         priority: Sequence[int] | None = None,
+        beams: Sequence[BeamRules] = (),
     ) -> list[RequestOutput]:
         requests = self._requests.make(prompts, sampling, add_special_tokens=add_special_tokens, priorities=priority)
+        if beams:
+            requests = [replace(request, beam=beam) for request, beam in zip(requests, beams, strict=True)]
         with self._exclusively(), DeferredInterrupt() as interrupt:
             batch = Batch(self._client, self._tokenizer)
             try:
@@ -216,7 +285,7 @@ class LLM:
                 batch.cancel()
                 raise
         if batch.errors and len(batch.errors) == len(requests):
-            raise QuireError(batch.errors[0])
+            raise batch.errors[0]
         for error in batch.errors:
             logger.error("%s", error)
         return batch.outputs
@@ -235,12 +304,12 @@ class LLM:
                 batch.cancel()
                 raise
         if batch.errors:
-            raise QuireError(batch.errors[0])
+            raise batch.errors[0]
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
-        if self._busy:
-            raise QuireError("this LLM is in the middle of another call; finish or close its stream first")
+        if self._busy or self._live.is_live:
+            raise QuireError("this LLM is in the middle of another call; finish, close or cancel what it runs first")
         self._busy = True
         try:
             yield

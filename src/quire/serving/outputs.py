@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from quire.serving.sample_text import SampleText, answer_detokenizer
 from quire.serving.text.tokenizer import Tokenizer
+from quire.types.errors import InvalidRequest
 from quire.types.output import CompletionOutput, Finished, FinishReason, Logprob, RequestOutput, SampleEnd
 from quire.types.request import Submit
 from quire.types.step import TokenLogprobs
@@ -21,6 +22,7 @@ class StreamPiece:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    request_id: str = ""
 
 
 def settled(end: SampleEnd, text: SampleText | None) -> SampleEnd:
@@ -37,10 +39,34 @@ def settled(end: SampleEnd, text: SampleText | None) -> SampleEnd:
     )
 
 
+def own_fault(finished: Finished) -> InvalidRequest | None:
+    """What was wrong with a request that was accepted and failed; None: nothing, the engine is at fault.
+
+    Grammars may turn out too costly only while they are followed; their errors name the field themselves.
+    """
+    field, _, reason = (finished.error or "").partition(": ")
+    if finished.refused and field != finished.refused:
+        return InvalidRequest(finished.refused, finished.error or "")
+    return InvalidRequest(field, reason) if field in (finished.refused, "structured_outputs") and reason else None
+
+
+def read_whole(tokenizer: Tokenizer, request: Submit, end: SampleEnd) -> SampleText:
+    """The text of a sample that nobody followed, read as if somebody had."""
+    text = SampleText(tokenizer, request)
+    for token in end.token_ids:
+        text.push(token)
+    text.finish()
+    return text
+
+
 def spoken_ids(request: Submit, token_ids: Sequence[int]) -> Sequence[int]:
     """The tokens of an answer that its text shows: all but a last one that ended it."""
     is_silent = token_ids and token_ids[-1] in request.rules.end_ids
     return token_ids[:-1] if is_silent and not request.sampling.include_stop_str_in_output else token_ids
+
+
+def _sum_of(logprobs: Sequence[TokenLogprobs]) -> float:
+    return sum(float(entry.logprobs[0]) for entry in logprobs)
 
 
 class OutputBuilder:
@@ -82,10 +108,11 @@ class OutputBuilder:
             index=end.index,
             text=self._decode(request, token_ids) if text is None else text.text,
             token_ids=list(token_ids),
-            cumulative_logprob=sum(float(entry.logprobs[0]) for entry in logprobs) if wants_logprobs else None,
+            cumulative_logprob=_sum_of(logprobs) if wants_logprobs else end.cumulative_logprob,
             logprobs=[self._logprobs(entry, num_named) for entry in logprobs] if wants_logprobs else None,
             finish_reason=end.finish_reason,
             stop_reason=stop_reason,
+            score=end.score,
         )
 
     def _decode(self, request: Submit, token_ids: Sequence[int]) -> str:

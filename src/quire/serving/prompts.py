@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypedDict
+from typing import TypeAlias, TypedDict, TypeVar
 
+from quire.types.beam import BeamSearchParams
 from quire.types.errors import InvalidRequest
 from quire.types.sampling import SamplingParams
 
@@ -20,6 +21,7 @@ class TokensPrompt(TypedDict):
 
 PromptLike: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt
 Message: TypeAlias = Mapping[str, object]
+_Params = TypeVar("_Params", SamplingParams, BeamSearchParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +45,26 @@ def pair_sampling(
     params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> Sequence[SamplingParams]:
     """One SamplingParams per prompt."""
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
+    return _pair("sampling_params", SamplingParams, SamplingParams() if params is None else params, num_prompts)
+
+
+def pair_beams(params: BeamSearchParams | Sequence[BeamSearchParams], num_prompts: int) -> Sequence[BeamSearchParams]:
+    """One BeamSearchParams per prompt."""
+    return _pair("params", BeamSearchParams, params, num_prompts)
+
+
+def _pair(name: str, kind: type[_Params], params: _Params | Sequence[_Params], num_prompts: int) -> Sequence[_Params]:
+    if isinstance(params, kind):
         return [params] * num_prompts
-    given: object = params
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        raise InvalidRequest(
-            "sampling_params", f"cannot be a {type(given).__name__}", "pass SamplingParams, or a list of them"
-        )
+    if isinstance(params, str) or not isinstance(params, Sequence):
+        reason = f"must be {kind.__name__}, got {type(params).__name__}"
+        raise InvalidRequest(name, reason, f"pass {kind.__name__}, or a list of them")
     if len(params) != num_prompts:
-        raise InvalidRequest(
-            "sampling_params", f"has {len(params)} entries for {num_prompts} prompts", "pass one, or one per prompt"
-        )
+        reason = f"has {len(params)} entries for {num_prompts} prompts"
+        raise InvalidRequest(name, reason, "pass one, or one per prompt")
     for i, one in enumerate(params):
-        if not isinstance(one, SamplingParams):
-            raise InvalidRequest(f"sampling_params[{i}]", f"must be SamplingParams, got {type(one).__name__}")
+        if not isinstance(one, kind):
+            raise InvalidRequest(f"{name}[{i}]", f"must be {kind.__name__}, got {type(one).__name__}")
     return params
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.prompts import Prompt
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest
@@ -13,10 +14,15 @@ from quire.types.sampling import SamplingParams, TokenRules
 
 
 class RequestMaker:
-    """Numbers and tokenizes requests. Without a tokenizer only token ids are taken and nothing may need text."""
+    """Numbers and tokenizes requests. Without a tokenizer only token ids are taken and nothing may need text.
 
-    def __init__(self, tokenizer: Tokenizer | None, model_eos_ids: tuple[int, ...]) -> None:
-        self._tokenizer = tokenizer
+    Structured outputs go through the checker; without one they are refused, unless they were checked before.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, model_eos_ids: tuple[int, ...], checker: GrammarChecker | None = None
+    ) -> None:
+        self._tokenizer, self._checker = tokenizer, checker
         own = () if tokenizer is None else tokenizer.eos_ids
         self._eos_ids = tuple(dict.fromkeys((*own, *model_eos_ids)))
         self._numbers = itertools.count()
@@ -47,8 +53,12 @@ class RequestMaker:
         encoded = iter(self._tokenizer.encode_batch(texts, add_special_tokens) if self._tokenizer and texts else ())
         return [tuple(next(encoded)) if prompt.token_ids is None else prompt.token_ids for prompt in prompts]
 
-    def rules(self, params: SamplingParams) -> TokenRules:
-        """What a request's words mean in this vocabulary."""
+    def rules(self, params: SamplingParams, grammar: str | None = None) -> TokenRules:
+        """What a request's words mean in this vocabulary.
+
+        `grammar` is that of its structured outputs, if the caller sees to it; else they are checked now, which may
+        take a second.
+        """
         bad_words, stops = tuple(params.bad_words or ()), params.stops
         if self._tokenizer is None and (bad_words or params.ends_by_text):
             field = "stop" if stops else "bad_words" if bad_words else "repetition_detection"
@@ -59,4 +69,12 @@ class RequestMaker:
             end_ids=tuple(dict.fromkeys((*eos_ids, *(params.stop_token_ids or ())))),
             bad_words=tuple(banned),
             eos_ids=eos_ids,
+            grammar=self._grammar(params) if grammar is None else grammar,
         )
+
+    def _grammar(self, params: SamplingParams) -> str:
+        if params.structure is None:
+            return ""
+        if self._checker is None:
+            raise InvalidRequest("structured_outputs", "needs text, but there is no tokenizer", "leave it out")
+        return self._checker.check(params.structure)

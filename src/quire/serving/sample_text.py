@@ -10,6 +10,11 @@ from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
 
 
+def is_ranked(request: Submit) -> bool:
+    """Whether its samples are known only at the end: the engine compares them, and finds their stop strings itself."""
+    return request.beam is not None or request.sampling.num_sequences > request.sampling.n
+
+
 def answer_detokenizer(tokenizer: Tokenizer, sampling: SamplingParams) -> Detokenizer:
     """A detokenizer for text that follows a prompt: its leading space is part of it."""
     return Detokenizer(tokenizer, sampling.skip_special_tokens, sampling.spaces_between_special_tokens, continues=True)

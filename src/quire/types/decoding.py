@@ -26,6 +26,7 @@ class BeamRules:
     width: int
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False  # True: stop at `width` finished ones; "never": only when none can be better
+    stream_best: bool = False  # TokensOut.best tells of every step
 
     def __post_init__(self) -> None:
         width: object = self.width  # whatever came: annotations check nothing
@@ -64,7 +65,9 @@ class StructuredOutputsParams:
                 raise InvalidRequest("structured_outputs.json_object", "must be true or left out")
         elif not isinstance(getattr(self, name), str) or not getattr(self, name):
             raise InvalidRequest(f"structured_outputs.{name}", "must be a non-empty string")
-        size = sum(len(part) for part in _texts(getattr(self, name)))
+        texts = _texts(getattr(self, name))
+        _check_unicode(f"structured_outputs.{name}", texts)
+        size = sum(map(len, texts))
         if size > MAX_GRAMMAR_CHARACTERS:
             limit = f"has {size} characters, limit {MAX_GRAMMAR_CHARACTERS}"
             raise InvalidRequest(f"structured_outputs.{name}", limit, "send a smaller one")
@@ -100,6 +103,14 @@ def _choices(value: object) -> tuple[str, ...]:
         reason = f"has {len(choices)} entries, limit {MAX_CHOICES}"
         raise InvalidRequest("structured_outputs.choice", reason, "send fewer")
     return tuple(dict.fromkeys(choices))
+
+
+def _check_unicode(name: str, texts: tuple[str, ...]) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(name, "holds a lone surrogate", "send valid Unicode") from None
 
 
 def _texts(value: object) -> tuple[str, ...]:

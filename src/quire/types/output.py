@@ -24,11 +24,16 @@ class SampleEnd:
     finish_reason: FinishReason
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it; None for eos and length
     logprobs: tuple[TokenLogprobs, ...] = ()
+    cumulative_logprob: float | None = None  # of its tokens; None where nobody needed their logprobs
+    score: float | None = None  # by which best_of or a beam search ranked it
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The one terminal message of a request."""
+    """The one terminal message of a request.
+
+    Samples stand in the order of their indices: best first where they were ranked. A beam search may find fewer than n.
+    """
 
     request_id: str
     samples: tuple[SampleEnd, ...]
@@ -37,13 +42,16 @@ class Finished:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     ledger: tuple[LedgerEntry, ...] = ()
+    refused: str = ""  # the field at fault, if the error is the request's own: it was accepted and then found invalid
 
 
 @dataclass(frozen=True, slots=True)
 class TokensOut:
     """All that one commit has to say: a batch of tokens, and the requests that ended with it.
 
-    `samples[i]` is the handle Submit was answered with plus the sample's index: see EngineCore.submit.
+    `samples[i]` is the handle Submit was answered with plus the sample's index: see EngineCore.submit. A sample that
+    verified a draft may stand in it several times, in the order of its tokens. Samples that are ranked at the end are
+    not in it.
     """
 
     step: int
@@ -51,6 +59,7 @@ class TokensOut:
     token_ids: Ints
     logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (sample handle, entry)
     finished: tuple[Finished, ...] = ()
+    best: tuple[tuple[int, Ints], ...] = ()  # (handle, all tokens so far of a beam search's best live hypothesis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    score: float | None = None  # by which best_of or a beam search ranked it
 
     def finished(self) -> bool:
         return self.finish_reason is not None

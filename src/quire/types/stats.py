@@ -45,6 +45,9 @@ class EngineStats:
     steps_by_size: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # entry i: steps above bound i - 1, up to bound i
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # those that were found there
+    drafted_tokens: int = 0  # guesses that were verified
+    accepted_tokens: int = 0  # those that turned out right
+    drafts: int = 0  # steps of a sequence in which there was something to verify
 
 
 @dataclass(frozen=True, slots=True)

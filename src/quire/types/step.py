@@ -71,6 +71,11 @@ class Chunk:
     num_sampled: int = 1  # above 1 only with one sampling row, the chunk's own
 
     @property
+    def num_known(self) -> int:
+        """How many of its tokens are no draft."""
+        return self.num_tokens - self.num_sampled + 1
+
+    @property
     def samples(self) -> tuple[int, ...]:
         """The row of each of the chunk's samples, in the order of positions."""
         return self.sample_rows * self.num_sampled
@@ -117,7 +122,8 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode_rows) + sum(chunk.num_tokens for chunk in self.chunks)
+        decoded = len(self.decode_rows)
+        return decoded + sum(chunk.num_tokens for chunk in self.chunks) if self.chunks else decoded
 
     @property
     def sample_rows(self) -> Ints:

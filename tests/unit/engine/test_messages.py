@@ -30,10 +30,11 @@ from quire.engine.messages import (
     decode_to_engine,
     encode,
 )
+from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
 from quire.types.ledger import LedgerEntry
 from quire.types.output import Finished, SampleEnd, TokensOut
-from quire.types.request import Abort, Submit
+from quire.types.request import Abort, Branch, Submit
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.stats import BlockMap, BlockStats, EngineStats, RequestBlocks
 from quire.types.step import TokenLogprobs
@@ -65,10 +66,17 @@ def same(one: Any, other: Any) -> bool:
         SamplingParams(
             logit_bias={3: -1.5}, allowed_token_ids=[1, 2], bad_words=["x"], logprobs=-1, logprob_token_ids=[4]
         ),
+        SamplingParams(best_of=4, rank_by="sum", structured_outputs={"json": {"type": "object"}}),
     ],
 )
-def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams) -> None:
-    request = Submit("r-1", (1, 2, 3), sampling, TokenRules((7,), ((1, 2), (3,)), (7,)), -5, "salt")
+@pytest.mark.parametrize(
+    ("beam", "source"), [(None, None), (BeamRules(4, 0.5, "never", stream_best=True), Branch("r-0", 1, 2))]
+)
+def test_a_request_arrives_as_it_was_sent(
+    sampling: SamplingParams, beam: BeamRules | None, source: Branch | None
+) -> None:
+    rules = TokenRules((7,), ((1, 2), (3,)), (7,), "start: /a+/")
+    request = Submit("r-1", (1, 2, 3), sampling, rules, -5, "salt", beam, source)
     message = decode_to_engine(encode(SubmitRequest.of(request)))
     assert isinstance(message, SubmitRequest)
     assert message.request() == request
@@ -101,12 +109,12 @@ def test_a_batch_of_tokens_arrives_with_its_arrays_logprobs_and_ends() -> None:
     ends = (
         SampleEnd(0, (5, 6), "stop", 6, (entry(5, 1), entry(6, 2))),
         SampleEnd(1, (), "stop", "\n\n"),
-        SampleEnd(2, (9,), "length"),
+        SampleEnd(2, (9,), "length", cumulative_logprob=-1.5, score=-0.75),
     )
     ledger = (LedgerEntry("queued", 1.5), LedgerEntry("finished", 2.5, 3, "stop"))
-    finished = Finished("a", ends, (None, entry(1)), "it broke", 4, 2, ledger)
+    finished = Finished("a", ends, (None, entry(1)), "it broke", 4, 2, ledger, "structured_outputs")
     handles, ids = np.array([2**40, 3], dtype=np.int64), np.array([7, 8], dtype=np.int32)
-    out = TokensOut(11, handles, ids, ((3, entry(8, 9)),), (finished,))
+    out = TokensOut(11, handles, ids, ((3, entry(8, 9)),), (finished,), ((3, np.array([7, 9], dtype=np.int32)),))
     message = decode_from_engine(encode(Tokens(out)))
     assert isinstance(message, Tokens)
     assert same(message.out, out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from quire.engine.routing import Routes
@@ -71,3 +73,17 @@ def test_an_edge_that_left_hears_nothing_even_of_the_same_batch() -> None:
 
 def test_an_end_without_tokens_is_heard() -> None:
     assert heard(two_edges(), batch([2], finished=("a",))) == {2: ([2], [], []), 1: ([], [], ["a"])}
+
+
+def test_the_best_of_a_search_is_told_to_its_own_edge_even_if_nothing_else_is() -> None:
+    tokens = np.array([5, 6], dtype=np.int32)
+    out = replace(batch([2]), best=((0, tokens), (9, tokens)))
+    parts = dict(two_edges().split(out))
+    assert [handle for handle, _ in parts[1].best] == [0]
+    assert parts[1].samples.tolist() == []
+    assert parts[2].best == ()
+
+
+def test_a_sample_that_verified_a_draft_keeps_the_order_of_its_tokens() -> None:
+    out = TokensOut(1, np.array([2, 0, 0, 0], dtype=np.int64), np.array([1, 7, 8, 9], dtype=np.int32))
+    assert dict(two_edges().split(out))[1].token_ids.tolist() == [7, 8, 9]

@@ -51,6 +51,9 @@ NAMES = [
     "quire:request_queue_time_seconds",
     "quire:request_success_total",
     "quire:request_time_per_output_token_seconds",
+    "quire:spec_decode_num_accepted_tokens_total",
+    "quire:spec_decode_num_draft_tokens_total",
+    "quire:spec_decode_num_drafts_total",
     "quire:time_to_first_token_seconds",
 ]
 
@@ -71,6 +74,9 @@ def stats(**changes: object) -> EngineStats:
         "steps_by_size": (8, 0, 2) + (0,) * (len(STEP_SIZES) - 2),
         "prefix_queries": 70,
         "prefix_hits": 20,
+        "drafts": 3,
+        "drafted_tokens": 12,
+        "accepted_tokens": 9,
         **changes,
     }
     return EngineStats(**values)  # type: ignore[arg-type]
@@ -194,6 +200,8 @@ def test_the_engine_is_asked_once_a_second_at_most_and_shown_as_it_answers() -> 
     assert (found["quire:kv_cache_usage_perc"], found["quire:kv_cache_waste_perc"]) == (0.25, 0.25)
     assert (found["quire:prompt_tokens_total"], found["quire:generation_tokens_total"]) == (50, 40)
     assert (found["quire:prefix_cache_queries_total"], found["quire:prefix_cache_hits_total"]) == (70, 20)
+    drafts = [found[f"quire:spec_decode_num_{name}_total"] for name in ("drafts", "draft_tokens", "accepted_tokens")]
+    assert drafts == [3, 12, 9]
     assert (found["quire:iteration_tokens_total_sum"], found["quire:iteration_tokens_total_count"]) == (90, 10)
     assert found["quire:iteration_tokens_total_bucket{2.0}"] == 8
     assert found["quire:iteration_tokens_total_bucket{4.0}"] == 10

@@ -41,11 +41,17 @@ def test_tokens_of_several_steps_in_flight_come_home_apart() -> None:
     from quire.runtime.executor.token_ring import TokenRing
 
     ring, buffer = TokenRing(8), torch.zeros(8, dtype=torch.int64, device="cuda")
+    scores = torch.zeros(40, 3, device="cuda")  # more than a landing has room for at first
     landings = []
     for step in range(3):
-        buffer.fill_(step)  # each step overwrites the tokens of the one before
-        landings.append(ring.send(buffer[: step + 1]))
+        buffer.fill_(step)  # each step overwrites the numbers of the one before
+        scores.fill_(step / 2)
+        landings.append(ring.send((buffer[: step + 1], scores)))
     for step, landing in enumerate(landings):
-        assert landing.read().tolist() == [step] * (step + 1)
+        token_ids, also = landing.read()
+        assert token_ids.tolist() == [step] * (step + 1)
+        assert also.tolist() == [[step / 2] * 3] * 40
         ring.give_back(landing)
-    assert ring.send(buffer) in landings
+    again = ring.send((buffer,))
+    assert again in landings
+    assert [tensor.tolist() for tensor in again.read()] == [[2] * 8]

@@ -7,15 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
+from quire.engine.decoding.grammar_compiler import GrammarCompiler
+from quire.engine.decoding.tools import DecodingTools
 from quire.serving.client import InProcessClient
 from quire.serving.text.special_tokens import SpecialTokens
+from quire.serving.text.token_table import vocabulary_source
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.step import (
+    Candidates,
     Chunk,
     NewRow,
     PromptLogprobs,
@@ -58,18 +63,27 @@ Script = Callable[[str, int], str]  # prompt, sample index -> what the model say
 @dataclass
 class _Row:
     script: list[int]
-    position: int
+    tokens: list[int]
     new: NewRow
+
+    def after(self, length: int) -> int:
+        """What the script has after the first `length` tokens."""
+        return self.script[min(length - self.new.num_prompt_tokens, len(self.script) - 1)]
 
 
 class ScriptedExecutor:
-    """Follows plans; knows rows only by their prompt. `fails` names prompts whose own code raises."""
+    """Follows plans; knows rows only by their prompt. `fails` names prompts whose own code raises.
+
+    A masked sample says the first token that is allowed where the script's is not. A row with candidates has the
+    script's token far ahead of all others.
+    """
 
     def __init__(self, script: Script, *, depth: int = 1, fails: frozenset[str] = frozenset()) -> None:
         self._script, self.depth, self._fails = script, depth, fails
         self._rows: dict[int, _Row] = {}
         self._results: deque[StepResult] = deque()
         self.on_launch: Callable[[], None] = lambda: None
+        self.logprob: Callable[[int], float] = lambda index: -1.5  # of every token of a sample
         self.num_launched = 0
 
     def launch(self, plan: StepPlan) -> None:
@@ -79,26 +93,64 @@ class ScriptedExecutor:
             self._rows.pop(row, None)
         for new in plan.new_rows:
             prompt = TOKENIZER.decode(new.token_ids[: new.num_prompt_tokens].tolist(), skip_special_tokens=False)
-            done = len(new.token_ids) - new.num_prompt_tokens
-            self._rows[new.row] = _Row([*ids(self._script(prompt, new.sample_index)), EOS_ID], done, new)
+            script = [*ids(self._script(prompt, new.sample_index)), EOS_ID]
+            self._rows[new.row] = _Row(script, new.token_ids.tolist(), new)
+        for write in plan.writes:
+            self._rows[write.row].tokens[write.start :] = write.token_ids.tolist()
+        self._results.append(self._forward(plan))
+
+    def _forward(self, plan: StepPlan) -> StepResult:
+        allowed, samples = _allowed(plan), self._samples(plan)
         tokens, logprobs, failures = [], [], []
-        for number in plan.sample_rows.tolist():
+        for place, (number, length, _) in enumerate(samples):
             row = self._rows[number]
-            tokens.append(row.script[min(row.position, len(row.script) - 1)])
-            row.position += 1
-            logprobs += self._logprobs(number, row, tokens[-1])
-            prompt = TOKENIZER.decode(row.new.token_ids[: row.new.num_prompt_tokens].tolist())
-            if prompt in self._fails:
+            token = row.after(length)
+            if place in allowed and not allowed[place][token]:
+                token = int(np.flatnonzero(allowed[place])[0])
+            tokens.append(token)
+            logprobs += self._logprobs(number, row, token)
+            if TOKENIZER.decode(row.tokens[: row.new.num_prompt_tokens]) in self._fails:
                 failures.append(RowFailure(number, "boom"))
+        candidates = self._candidates(samples, allowed)
+        for (number, _, grows), token in zip(samples, tokens, strict=True):
+            if grows:
+                self._rows[number].tokens.append(token)
         prompts = tuple(item for chunk in plan.chunks for item in self._prompt_logprobs(chunk))
         token_ids = np.array(tokens, dtype=np.int32)
-        self._results.append(StepResult(plan.step, token_ids, tuple(logprobs), prompts, tuple(failures)))
+        return StepResult(plan.step, token_ids, tuple(logprobs), prompts, tuple(failures), candidates)
+
+    def _samples(self, plan: StepPlan) -> list[tuple[int, int, bool]]:
+        """(row, tokens it follows, whether the row grows by it) of every sample."""
+        samples = [(row, len(self._rows[row].tokens), True) for row in plan.decode_rows.tolist()]
+        for chunk in plan.chunks:
+            end = chunk.start + chunk.num_tokens
+            if chunk.num_sampled > 1:
+                samples += [(chunk.row, end - back, False) for back in range(chunk.num_sampled - 1, -1, -1)]
+            else:
+                samples += [(row, end, True) for row in chunk.sample_rows]
+        return samples
+
+    def _candidates(
+        self, samples: list[tuple[int, int, bool]], allowed: dict[int, npt.NDArray[np.bool_]]
+    ) -> Candidates | None:
+        found = [place for place, (row, _, _) in enumerate(samples) if self._rows[row].new.num_candidates]
+        if not found:
+            return None
+        scores = np.tile(-2.0 - 0.01 * np.arange(VOCAB, dtype=np.float32), (len(found), 1))
+        for line, place in enumerate(found):
+            scores[line, self._rows[samples[place][0]].after(samples[place][1])] = -0.1
+            if place in allowed:
+                scores[line, ~allowed[place]] = -np.inf
+        width = max(self._rows[samples[place][0]].new.num_candidates for place in found)
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :width].astype(np.int32)
+        return Candidates(np.array(found, dtype=np.int32), order, np.take_along_axis(scores, order, axis=1))
 
     def _logprobs(self, number: int, row: _Row, token: int) -> list[RowLogprobs]:
         wanted = row.new.sampling.logprobs
         if wanted is None:
             return []
-        return [RowLogprobs(number, _entry(token, wanted, tuple(row.new.sampling.logprob_token_ids or ())))]
+        named = tuple(row.new.sampling.logprob_token_ids or ())
+        return [RowLogprobs(number, _entry(token, wanted, named, self.logprob(row.new.sample_index)))]
 
     def _prompt_logprobs(self, chunk: Chunk) -> list[PromptLogprobs]:
         new = self._rows[chunk.row].new
@@ -116,9 +168,17 @@ class ScriptedExecutor:
         self._rows.clear()
 
 
-def _entry(token: int, wanted: int, named: tuple[int, ...] = ()) -> TokenLogprobs:
+def _allowed(plan: StepPlan) -> dict[int, npt.NDArray[np.bool_]]:
+    """Which tokens each masked sample may say, by its place."""
+    if plan.masks is None:
+        return {}
+    bits = np.unpackbits(plan.masks.bits.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB].astype(bool)
+    return dict(zip(plan.masks.samples.tolist(), bits, strict=True))
+
+
+def _entry(token: int, wanted: int, named: tuple[int, ...] = (), value: float = -1.5) -> TokenLogprobs:
     others = [*((token + 1 + i) % VOCAB for i in range(wanted)), *named]
-    values = [-1.5, *(-0.5 - i for i in range(len(others)))]
+    values = [value, *(-0.5 - i for i in range(len(others)))]
     return TokenLogprobs(np.array([token, *others], dtype=np.int32), np.array(values, dtype=np.float32), rank=9)
 
 
@@ -126,5 +186,11 @@ CACHE = CacheConfig(block_size=4, num_blocks=512)
 SCHEDULER = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256)
 
 
+def make_tools() -> DecodingTools:
+    """What the engine needs for grammars and stop strings of beams."""
+    vocabulary = vocabulary_source(TOKENIZER)
+    return DecodingTools(GrammarCompiler(vocabulary, VOCAB), vocabulary=vocabulary)
+
+
 def make_client(executor: ScriptedExecutor) -> InProcessClient:
-    return InProcessClient(EngineCore(executor, CACHE, SCHEDULER, VOCAB))
+    return InProcessClient(EngineCore(executor, CACHE, SCHEDULER, VOCAB, tools=make_tools()))

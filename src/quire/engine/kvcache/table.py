@@ -28,12 +28,38 @@ class BlockTable:
         """Tokens the held blocks have room for."""
         return len(self.blocks) * self._block_size
 
-    def fork(self) -> BlockTable:
-        """A second holder of every block; copies nothing."""
-        shared = [self._pool.share(block) for block in self.blocks]
-        forked = BlockTable(self._pool, self._block_size, blocks=shared, num_tokens=self.num_tokens)
+    def fork(self, num_tokens: int | None = None) -> BlockTable:
+        """A second holder of every block, or of those that hold the first `num_tokens`; copies nothing."""
+        count = self.num_tokens if num_tokens is None else num_tokens
+        blocks = self.blocks if num_tokens is None else self.blocks[: -(-count // self._block_size)]
+        shared = [self._pool.share(block) for block in blocks]
+        forked = BlockTable(self._pool, self._block_size, blocks=shared, num_tokens=count)
         forked.trail = self.trail
+        while forked.trail is not None and forked.trail.depth * self._block_size > count:
+            forked.trail = forked.trail.parent
         return forked
+
+    def follow(self, other: BlockTable) -> int:
+        """Hold what another table holds instead; returns the first slot that changed. What is alike is kept."""
+        own, theirs = self.blocks, other.blocks
+        same = min(len(own), len(theirs))
+        while same and own[same - 1] != theirs[same - 1]:  # tables that came from one differ at the end
+            same -= 1
+        if own[:same] != theirs[:same]:
+            same = 0
+        for block in theirs[same:]:
+            self._pool.share(block)
+        while len(own) > same:
+            self._pool.release(own.pop())
+        own += theirs[same:]
+        self.num_tokens, self.trail = other.num_tokens, other.trail
+        return same
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget what is beyond the first `num_tokens`; blocks that held nothing else are given back."""
+        while (len(self.blocks) - 1) * self._block_size >= num_tokens and self.blocks:
+            self._pool.release(self.blocks.pop())
+        self.num_tokens = min(self.num_tokens, num_tokens)
 
     def adopt(self, blocks: Iterable[int], num_tokens: int, trail: Node) -> None:
         """Begin an empty table with blocks that are held or idle already."""

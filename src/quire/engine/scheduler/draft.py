@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.engine.decoding.group import Sequence
 from quire.engine.kvcache.table import BlockTable
-from quire.types.step import NO_ROWS, BlockCopy, Chunk, Ints, NewRow, StepPlan
+from quire.types.step import NO_ROWS, Bits, BlockCopy, Chunk, DraftOrder, Ints, Masks, NewRow, RowTokens, StepPlan
 
 
 class PlanDraft:
@@ -16,20 +16,24 @@ class PlanDraft:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget  # tokens that may still be handed out
+        self._paced: dict[int, int] = {}  # rows that compute one token and wait for what follows -> its position
         self._chunks: list[Chunk] = []
         self._new_rows: list[NewRow] = []
         self._grants: list[tuple[int, int, int]] = []  # row, slot, block
         self._copies: list[tuple[int, BlockCopy]] = []  # row, copy
+        self._writes: list[tuple[int, int, tuple[int, ...]]] = []  # row, start, tokens
+        self._masks: dict[int, tuple[Bits, ...]] = {}  # by row: one for each of its samples
+        self._orders: list[DraftOrder] = []
 
     @property
     def is_idle(self) -> bool:
-        return not self._chunks
+        return not self._chunks and not self._paced
 
     def add_row(self, sequence: Sequence) -> None:
         """Tell the workers of a seated sequence: all it knows, and the blocks it holds."""
         group, row = sequence.group, sequence.row
         assert row is not None
-        sequence.introduced = True
+        sequence.introduced, sequence.right, sequence.told = True, sequence.num_known, None
         tokens = np.array((*group.request.prompt_token_ids, *sequence.outputs), dtype=np.int32)
         self._new_rows.append(
             NewRow(
@@ -37,12 +41,21 @@ class PlanDraft:
                 token_ids=tokens,
                 num_prompt_tokens=group.num_prompt,
                 block_ids=tuple(sequence.table.blocks),
-                sampling=group.request.sampling,
+                sampling=group.sampling,
                 rules=group.request.rules,
                 sample_index=sequence.index,
                 seed=group.seed,
+                num_candidates=group.num_candidates,
             )
         )
+
+    def tell(self, sequence: Sequence) -> None:
+        """Tell the workers which blocks the sequence holds now, as far as they do not know."""
+        if sequence.told is not None:
+            assert sequence.row is not None
+            for slot, block in enumerate(sequence.table.blocks[sequence.told :], sequence.told):
+                self._grants.append((sequence.row, slot, block))
+            sequence.told = None
 
     def append(self, row: int, table: BlockTable, num_tokens: int) -> None:
         """Grow the row's table and note what the workers must learn of it. Raises OutOfBlocks and changes nothing."""
@@ -64,21 +77,54 @@ class PlanDraft:
         self._chunks.append(chunk)
         self.budget -= chunk.num_tokens
 
+    def compute_one(self, row: int, position: int) -> None:
+        """A paced row's one token, as a decode."""
+        self._paced[row] = position
+        self.budget -= 1
+
+    def write(self, sequence: Sequence, draft: tuple[int, ...] = ()) -> None:
+        """Set right what the sequence's row holds, and what it is guessed to hold next."""
+        assert sequence.row is not None
+        start, stop = sequence.right, sequence.num_known
+        if start < stop or draft:
+            self._writes.append((sequence.row, start, (*sequence.known(start, stop), *draft)))
+            sequence.right = stop
+
+    def mask(self, row: int, masks: tuple[Bits, ...]) -> None:
+        """Which tokens each of the row's samples may choose."""
+        if masks:
+            self._masks[row] = masks
+
+    def order(self, row: int, num_tokens: int) -> None:
+        """Let the runtime guess what follows the row."""
+        self._orders.append(DraftOrder(row, num_tokens))
+
+    def start_of(self, row: int) -> int | None:
+        """The first position of a row that this step computes, of those that do not run ahead."""
+        return self._paced.get(row, next((chunk.start for chunk in self._chunks if chunk.row == row), None))
+
     def drop(self, rows: Iterable[int]) -> dict[int, int]:
         """Returns, for rows of which this step was to compute or introduce something, how far they were before it."""
         gone = set(rows)
-        before = {new.row: 0 for new in self._new_rows if new.row in gone}
-        before |= {chunk.row: chunk.start for chunk in self._chunks if chunk.row in gone and chunk.row not in before}
+        before = {row: self._paced.pop(row) for row in gone if row in self._paced}
+        before |= {chunk.row: chunk.start for chunk in self._chunks if chunk.row in gone}
+        before |= {new.row: 0 for new in self._new_rows if new.row in gone}
         self._chunks = [chunk for chunk in self._chunks if chunk.row not in gone]
         self._new_rows = [new for new in self._new_rows if new.row not in gone]
         self._grants = [grant for grant in self._grants if grant[0] not in gone]
         self._copies = [(row, copy) for row, copy in self._copies if row not in gone]
+        self._writes = [write for write in self._writes if write[0] not in gone]
+        self._masks = {row: masks for row, masks in self._masks.items() if row not in gone}
+        self._orders = [order for order in self._orders if order.row not in gone]
         return before
 
     def finish(self, step: int, decode_rows: Ints, released: tuple[int, ...]) -> StepPlan:
+        """The plan; `decode_rows` are those that run ahead."""
         rows = slots = blocks = NO_ROWS
         if self._grants:
             rows, slots, blocks = np.array(self._grants, dtype=np.int32).T
+        if self._paced:
+            decode_rows = np.concatenate([decode_rows, np.array(list(self._paced), dtype=np.int32)])
         return StepPlan(
             step=step,
             decode_rows=decode_rows,
@@ -89,4 +135,30 @@ class PlanDraft:
             grant_blocks=blocks,
             copies=tuple(copy for _, copy in self._copies),
             released=released,
+            writes=self._row_tokens() if self._writes else (),
+            masks=self._place_masks(len(decode_rows) - len(self._paced)) if self._masks else None,
+            drafts=tuple(self._orders),
         )
+
+    def _row_tokens(self) -> tuple[RowTokens, ...]:
+        """All writes, as parts of one array."""
+        tokens = np.array([token for _, _, written in self._writes for token in written], dtype=np.int32)
+        writes, place = [], 0
+        for row, start, written in self._writes:
+            writes.append(RowTokens(row, start, tokens[place : place + len(written)]))
+            place += len(written)
+        return tuple(writes)
+
+    def _place_masks(self, num_ahead: int) -> Masks:
+        """The masks with the places of their samples: rows that run ahead have none."""
+        places: list[int] = []
+        bits: list[Bits] = []
+        place = num_ahead
+        samples = [(row, 1) for row in self._paced]
+        samples += [(row, chunk.num_sampled) for chunk in self._chunks for row in chunk.sample_rows]
+        for row, count in samples:
+            masks = self._masks.get(row, ())
+            places += range(place, place + len(masks))
+            bits += masks
+            place += count
+        return Masks(np.array(places, dtype=np.int32), np.stack(bits))

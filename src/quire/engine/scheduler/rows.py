@@ -19,6 +19,8 @@ class RowBook:
     def __init__(self, num_rows: int) -> None:
         self.sequences: list[Sequence | None] = [None] * num_rows
         self._free = list(range(num_rows - 1, -1, -1))
+        self._num_reserved = 0
+        self.num_unheard = 0  # rows whose outputs nobody hears before the end: their handle is negative
         self._next_lease = 1
         self.version = 0
         self.leases: Longs = np.zeros(num_rows, dtype=np.int64)  # 0: nobody
@@ -30,7 +32,18 @@ class RowBook:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Rows that anybody may take."""
+        return len(self._free) - self._num_reserved
+
+    @property
+    def num_taken(self) -> int:
+        """Rows that somebody sits in."""
+        return len(self.sequences) - len(self._free)
+
+    def reserve(self, num_rows: int) -> None:
+        """Hold so many more free rows back, or fewer: whoever asked for them takes one by reserving one less."""
+        self._num_reserved += num_rows
+        assert 0 <= self._num_reserved <= len(self._free)
 
     def seat(self, sequence: Sequence) -> int:
         """Give the sequence a row and a fresh lease; its outputs so far move into the book."""
@@ -44,6 +57,7 @@ class RowBook:
         self._next_lease += 1
         self.version += 1
         self.handles[row] = sequence.handle
+        self.num_unheard += sequence.handle < 0
         self.counts[row] = len(sequence.outputs)
         self.limits[row] = limit
         self._outputs[row, : len(sequence.outputs)] = sequence.outputs
@@ -55,10 +69,11 @@ class RowBook:
         """Free the sequence's row; its outputs move back into the sequence."""
         row = sequence.row
         assert row is not None
-        sequence.outputs = self._outputs[row, : self.counts[row]].tolist()
+        sequence.outputs = self.outputs(row)
         sequence.row = None
         self.sequences[row] = None
         self.leases[row] = 0
+        self.num_unheard -= sequence.handle < 0
         self.version += 1
         self._free.append(row)
         return row
@@ -70,6 +85,22 @@ class RowBook:
         counts += 1
         self.counts[rows] = counts
         return counts
+
+    def extend(self, row: int, tokens: tuple[int, ...]) -> None:
+        """More outputs for one row."""
+        count = int(self.counts[row])
+        self._outputs[row, count : count + len(tokens)] = tokens
+        self.counts[row] = count + len(tokens)
+
+    def rewrite(self, row: int, outputs: list[int]) -> None:
+        """Other outputs for one row."""
+        self._outputs[row, : len(outputs)] = outputs
+        self.counts[row] = len(outputs)
+
+    def outputs(self, row: int, start: int = 0) -> list[int]:
+        """What has come back for a row, from its `start`-th output on."""
+        outputs: list[int] = self._outputs[row, start : self.counts[row]].tolist()
+        return outputs
 
     def _make_room(self, outputs: int, end_ids: int) -> None:
         rows, capacity = self._outputs.shape
@@ -93,6 +124,8 @@ class RowBook:
             assert self.handles[row] == sequence.handle
             assert self.counts[row] < self.limits[row]
         assert all(self.leases[row] == 0 for row in self._free)
+        assert self.num_unheard == sum(sequence is not None and sequence.handle < 0 for sequence in self.sequences)
+        assert 0 <= self._num_reserved <= len(self._free)
 
 
 class DecodeSet:

@@ -1,4 +1,4 @@
-"""Tokens owed -> StepPlan. There are no phases: a prompt chunk, a decode and a recomputation are owed tokens alike."""
+"""Tokens owed -> StepPlan. There are no phases: prompt chunk, decode, draft and recomputation are owed tokens alike."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ from collections import defaultdict
 
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.decoding.group import Group, Sequence
-from quire.engine.kvcache.prefixes import NO_MATCH, Match, make_prefixes
+from quire.engine.decoding.pace import PLAIN
+from quire.engine.kvcache.prefixes import NO_MATCH, make_prefixes
 from quire.engine.kvcache.table import BlockTable
+from quire.engine.scheduler import accounts
 from quire.engine.scheduler.draft import PlanDraft
+from quire.engine.scheduler.inheritance import Inheritance
+from quire.engine.scheduler.paced import PacedSet
 from quire.engine.scheduler.policies.registry import find_policy
 from quire.engine.scheduler.preemption import Preemption, Recompute
 from quire.engine.scheduler.queue import GroupQueue
 from quire.engine.scheduler.rows import DecodeSet, RowBook
 from quire.types.errors import OutOfBlocks
 from quire.types.stats import RequestBlocks
-from quire.types.step import Chunk, StepPlan
+from quire.types.step import Chunk, Ints, StepPlan
 
 
 class Scheduler:
     """Decides every step anew which sequences compute how many tokens, and owns rows, blocks and queues for it.
 
     Steady decoding costs nothing per sequence: all members of the decode set advance by one token per tick, and
-    a sequence is looked at again only at the tick where it needs a block or has all its tokens.
+    a sequence is looked at again only at the tick where it needs a block or has all its tokens. A paced sequence is
+    planned when it is due: `paced` knows who is, and `go_on` makes it so.
     """
 
     def __init__(self, cache: CacheConfig, config: SchedulerConfig, preemption: Preemption | None = None) -> None:
@@ -30,11 +35,12 @@ class Scheduler:
         self.pool, self._prefixes = make_prefixes(
             cache.num_blocks, cache.block_size, enabled=cache.enable_prefix_caching
         )
+        self._inheritance = Inheritance(self._prefixes, has_cache=cache.enable_prefix_caching)
         self.rows = RowBook(config.num_rows)
+        self.paced = PacedSet(self.rows, self.pool, cache.block_size)
         self.waiting, self.running = GroupQueue(policy), GroupQueue(policy)
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0  # the latter two in prompt tokens
-        self._block_size, self._has_cache = cache.block_size, cache.enable_prefix_caching
-        self._budget = config.max_num_batched_tokens
+        self._block_size, self._budget = cache.block_size, config.max_num_batched_tokens
         self._preemption = preemption or Recompute()
         self._decoding = DecodeSet(config.num_rows)
         self._owing: dict[Group, None] = {}  # running groups with known tokens to compute, in no order
@@ -61,15 +67,16 @@ class Scheduler:
         if sequence.row is not None:
             self._leave_row(sequence)
             if keep:
-                self._keep(sequence, leaving=True)
+                self._inheritance.leave(sequence, leaving=True)
         sequence.table.free()
         return sequence.outputs
 
     def remove(self, group: Group) -> None:
-        """Forget a group that has no live sequences."""
+        """Forget a group whose sequences have left their rows."""
         (self.running if group.running else self.waiting).remove(group)
         self._owing.pop(group, None)
-        group.running = False
+        self.rows.reserve(-group.num_spare)
+        group.running, group.num_spare = False, 0
 
     def reset_cache(self) -> int:
         """Forget cached prefixes; returns how many blocks that freed. What is held now is not found again either."""
@@ -81,7 +88,12 @@ class Scheduler:
         self._now = now
         draft = PlanDraft(self._budget)
         self._serve_events(draft)
+        if self.paced.landing:
+            self.take_landed()
+            self._serve_events(draft)
         draft.budget -= len(self._decoding)
+        if self.paced.due:
+            self._compute_due(draft)
         for group in sorted(self._owing, key=self._policy):
             if group.running and draft.budget > 0:
                 self._compute_owed(draft, group)
@@ -95,30 +107,47 @@ class Scheduler:
         for chunk in plan.chunks:  # what this step computes, later ones may read
             sequence = self.rows.sequences[chunk.row]
             assert sequence is not None
-            self._keep(sequence)
+            self._inheritance.leave(sequence)
         return plan
 
     def _serve_events(self, draft: PlanDraft) -> None:
-        """Sequences that begin to decode, need a block, or have their last token on the way."""
+        """Sequences that begin to decode, need a block, or have run as far as they may."""
         tick, events, size = self._tick, self._events, self._block_size
         for sequence in events.pop(tick, ()):
             if sequence.event != tick or sequence.row is None:
                 continue  # it left since
-            last = sequence.group.limit - 1
-            position = tick + sequence.base if sequence.decoding else sequence.computed
+            if sequence.decoding:
+                position, last = tick + sequence.base, sequence.until
+            else:
+                position, last = sequence.computed, sequence.group.limit - 1
             if position >= last:
-                self._stop_decoding(sequence)
+                self._land(sequence)
                 continue
             if sequence.decoding and self.pool.num_free:  # its blocks are full: the rule in steady decoding
                 capacity = draft.append_block(sequence.row, sequence.table) * size
             elif self._grow(draft, sequence, position + 1 - sequence.table.num_tokens):
                 if not sequence.decoding:
-                    self._start_decoding(sequence)
+                    if sequence.pacer is not PLAIN:
+                        draft.write(sequence)
+                    last = self._start_decoding(sequence)
                 capacity = sequence.table.capacity
             else:
                 continue
             sequence.event = event = (capacity if capacity < last else last) - sequence.base
             events[event].append(sequence)
+
+    def _compute_due(self, draft: PlanDraft) -> None:
+        """The token that each paced sequence owes, for which there is always budget, and drafts with what is left."""
+        due = sorted(self.paced.due, key=lambda sequence: self._policy(sequence.group))
+        draft.budget -= len(due)
+        for sequence in due:
+            if sequence not in self.paced.due:
+                continue  # preempted for one before it
+            if not sequence.introduced:
+                draft.add_row(sequence)
+            if self._grow(draft, sequence, sequence.num_known - sequence.table.num_tokens):
+                draft.tell(sequence)
+                self.paced.compute(draft, sequence)
 
     def _compute_owed(self, draft: PlanDraft, group: Group) -> None:
         """Hand a running group's owed tokens their share of the budget."""
@@ -132,30 +161,39 @@ class Scheduler:
             self._fork(draft, group)  # its own tokens wait a step: a tail is copied before a forward, not within
         else:
             for sequence in group.live:
-                owes = sequence.computed < sequence.num_known and draft.budget > 0
-                if owes and not self._compute_chunk(draft, sequence, sequence.num_known):
+                target = self._target(sequence)
+                owes = not sequence.begun and sequence.computed < target and draft.budget > 0
+                if owes and not self._compute_chunk(draft, sequence, target):
                     return
-        if all(sequence.computed == sequence.num_known for sequence in group.live):
+        waiting = [sequence for sequence in group.live if not sequence.begun]
+        if all(sequence.computed == self._target(sequence) for sequence in waiting):
             self._owing.pop(group)
+            for sequence in waiting:
+                self.paced.add(sequence)
+
+    def _target(self, sequence: Sequence) -> int:
+        """How far a sequence computes before it is due: to its end, but beams all compute their last token together."""
+        group = sequence.group
+        return sequence.num_known - (group.search is not None and len(group.live) > 1)
 
     def _introduce(self, draft: PlanDraft, group: Group) -> None:
         """Tell the workers of a group's leader, or of all its samples where each finds its own prompt and more."""
         samples, found = group.live, [NO_MATCH]
         if len(samples) > 1 and all(sequence.outputs for sequence in samples):
-            found = [self._find(sequence, sequence.num_known - 1) for sequence in samples]
+            found = [self._inheritance.find(sequence, self._target(sequence) - 1) for sequence in samples]
             group.forked = all(match.num_tokens >= group.num_prompt for match in found)
         if not group.forked:
-            samples, found = samples[:1], [self._find_first(group)]
+            samples, found = samples[:1], [self._inheritance.find_first(group)]
         for sequence, match in zip(samples, found, strict=True):
-            self._prefixes.adopt(sequence.table, match)
-            sequence.computed = match.num_tokens
+            self._inheritance.take(sequence, match, draft, self._tick)
             draft.add_row(sequence)
-        if num_found := self._num_computed(group):
+        group.origin = None
+        if num_found := accounts.num_computed(group, self._tick):
             group.ledger.note("cached", self._now, num_found)
         if group.num_cached is None:
             group.num_cached = min(num_found, group.num_prompt)
             self.prefix_hits += group.num_cached
-            self.prefix_queries += group.num_prompt if self._reads_cache(group) else 0
+            self.prefix_queries += group.num_prompt if self._inheritance.reads_cache(group) else 0
 
     def _compute_chunk(self, draft: PlanDraft, sequence: Sequence, target: int) -> bool:
         """False when the group had to give up its blocks."""
@@ -165,15 +203,33 @@ class Scheduler:
             return False
         assert sequence.row is not None
         sequence.computed = start + count
+        sequence.group.ledger.note("chunk", self._now, count)
         samplers: tuple[Sequence, ...] = ()
         if sequence.computed == target:
             siblings = (sequence,) if sequence.group.forked else tuple(sequence.group.live)
             samplers = tuple(each for each in siblings if each.num_known == target)
-        sequence.group.ledger.note("chunk", self._now, count)
-        draft.compute(Chunk(sequence.row, start, count, tuple(each.row for each in samplers if each.row is not None)))
-        for each in samplers:
-            self._set_event(each, self._tick + 1)
+        guess = self._begin(draft, samplers, draft.budget - count)
+        sequence.computed += len(guess)
+        rows = tuple(each.row for each in samplers if each.row is not None)
+        draft.compute(Chunk(sequence.row, start, count + len(guess), rows, 1 + len(guess)))
         return True
+
+    def _begin(self, draft: PlanDraft, samplers: tuple[Sequence, ...], room: int) -> tuple[int, ...]:
+        """Sequences take their first sample. Returns what a lone one is guessed to say, for the same step to verify."""
+        guess: tuple[int, ...] = ()
+        for sequence in samplers:
+            group, sequence.begun = sequence.group, True
+            sequence.paced = not sequence.pacer.num_ahead
+            if not sequence.paced:
+                self._set_event(sequence, self._tick + 1)
+                continue
+            is_alone = group.forked or len(group.live) == 1
+            guess = self.paced.guess(
+                draft, sequence, room if is_alone and group.sampling.prompt_logprobs is None else 0
+            )
+        if guess:
+            draft.write(samplers[0], guess)
+        return guess
 
     def _fork(self, draft: PlanDraft, group: Group) -> None:
         """The prompt is computed: every other sequence shares its blocks."""
@@ -198,6 +254,8 @@ class Scheduler:
             group.running, group.forked = True, False
             for sequence in group.live:
                 self.rows.seat(sequence)
+            group.num_spare = group.num_beams_to_come
+            self.rows.reserve(group.num_spare)
             self._owing[group] = None
             self._compute_owed(draft, group)
 
@@ -205,7 +263,7 @@ class Scheduler:
         """What keeps a waiting group out of this step."""
         if draft.budget <= 0:
             return "token budget"
-        if len(group.live) > self.rows.num_free:
+        if len(group.live) + group.num_beams_to_come > self.rows.num_free:
             return "no free row"
         return None if self._has_blocks_for(group) else "no free blocks"
 
@@ -215,32 +273,11 @@ class Scheduler:
             return True
         size, prompt = self._block_size, group.num_prompt
         own = sum(-(-sequence.num_known // size) - prompt // size for sequence in group.live)
-        headroom = len(self.rows.sequences) - self.rows.num_free
+        headroom = self.rows.num_taken + group.num_beams_to_come
         missing = prompt // size + own + headroom - self.pool.num_free
         if 0 < missing <= prompt // size:  # blocks it would share with those who run cost nothing
-            missing -= sum(self.pool.holders(node.block) > 0 for node in self._find_first(group).nodes)
+            missing -= sum(self.pool.holders(node.block) > 0 for node in self._inheritance.find_first(group).nodes)
         return missing <= 0
-
-    # ------------------------------------------------------------------------------------------ the prefix cache
-    def _find_first(self, group: Group) -> Match:
-        """What is cached of the tokens that the leader computes first; the last of them is always computed anew."""
-        target = group.leader.num_known if len(group.live) == 1 else group.num_prompt
-        return self._find(group.leader, target - 1)
-
-    def _find(self, sequence: Sequence, limit: int) -> Match:
-        if not self._reads_cache(sequence.group):
-            return NO_MATCH
-        return self._prefixes.find(sequence.group.request.cache_salt, sequence.known, limit)
-
-    def _reads_cache(self, group: Group) -> bool:
-        """Where prompt logprobs are asked for, every position must be computed."""
-        return self._has_cache and group.request.sampling.prompt_logprobs is None
-
-    def _keep(self, sequence: Sequence, *, leaving: bool = False) -> None:
-        """Let others find the blocks whose tokens are known and computed by the steps planned so far."""
-        num_tokens = min(sequence.computed, sequence.num_known)
-        salt = sequence.group.request.cache_salt
-        self._prefixes.keep(sequence.table, salt, sequence.known, num_tokens, leaving=leaving)
 
     # --------------------------------------------------------------------------------------------- preempting
     def _grow(self, draft: PlanDraft, sequence: Sequence, num_tokens: int) -> bool:
@@ -261,30 +298,46 @@ class Scheduler:
         for sequence in group.live:
             row = self._leave_row(sequence)
             sequence.computed = dropped.get(row, sequence.computed)
-        before = self._num_computed(group)
+        before = accounts.num_computed(group, self._tick)
         for sequence in group.live:
-            self._keep(sequence, leaving=True)
+            self._inheritance.leave(sequence, leaving=True)
             self._preemption.vacate(sequence)
-        group.ledger.note("preempted", self._now, before - self._num_computed(group), "no free blocks")
+        group.ledger.note("preempted", self._now, before - accounts.num_computed(group, self._tick), "no free blocks")
         self.remove(group)
         group.num_preemptions += 1
         self.num_preemptions += 1
         self.add(group)
 
     # ----------------------------------------------------------------------------------------- the decode set
-    def _start_decoding(self, sequence: Sequence) -> None:
+    @property
+    def ahead_rows(self) -> Ints:
+        """Rows that run ahead, the first of a plan's decode_rows. The same object as long as nobody joins or leaves."""
+        return self._decoding.snapshot()
+
+    def _start_decoding(self, sequence: Sequence) -> int:
+        """Returns how many tokens it computes at most before it is looked at again."""
         assert sequence.row is not None
         sequence.base, sequence.decoding = sequence.computed - self._tick, True
+        sequence.until = min(sequence.group.limit - 1, sequence.computed + max(sequence.pacer.num_ahead, 1))
         self._decoding.add(sequence.row)
+        return sequence.until
 
     def _stop_decoding(self, sequence: Sequence) -> None:
         if sequence.decoding and sequence.row is not None:
             sequence.computed, sequence.decoding = self._tick + sequence.base, False
             self._decoding.discard(sequence.row)
 
+    def _land(self, sequence: Sequence) -> None:
+        """It has run as far as it may: to its limit, or to where its pacer must be asked again."""
+        self._stop_decoding(sequence)
+        if sequence.computed < sequence.group.limit - 1:
+            self.paced.landing[sequence] = None
+
     def _leave_row(self, sequence: Sequence) -> int:
         self._stop_decoding(sequence)
-        sequence.event, sequence.introduced = -1, False
+        if sequence.pacer is not PLAIN:
+            self.paced.discard(sequence)
+        sequence.event, sequence.introduced, sequence.begun = -1, False, False
         row = self.rows.unseat(sequence)
         self._released.append(row)
         return row
@@ -293,68 +346,55 @@ class Scheduler:
         sequence.event = tick
         self._events[tick].append(sequence)
 
+    # ---------------------------------------------------------------------------------------- paced sequences
+    def go_on(self, sequence: Sequence) -> None:
+        """A paced sequence that has grown computes again: it is due, or it runs ahead from here."""
+        if sequence.pacer.num_ahead:
+            sequence.paced = False
+            self._set_event(sequence, self._tick)
+        else:
+            self.paced.add(sequence)
+
+    def take_landed(self) -> None:
+        """Sequences that ran ahead go on as their pacers say, once all their results came."""
+        for sequence in self.paced.landed():
+            self.go_on(sequence)
+
+    def prune(self, sequence: Sequence) -> None:
+        """End a beam that does not go on; its row is held back for another."""
+        self.end(sequence, keep=False)
+        sequence.group.live.remove(sequence)
+        sequence.group.num_spare += 1
+        self.rows.reserve(1)
+
     # ----------------------------------------------------------------------------------------------- accounts
     def slots_used(self) -> int:
         """Token slots that hold a computed token, shared ones counted once."""
-        used, num_held = 0, 0
-        tails: defaultdict[int, list[int]] = defaultdict(list)  # partial tails that are shared -> tokens of each holder
-        for group in self.running:
-            for sequence in group.live:
-                computed = self._tick + sequence.base if sequence.decoding else sequence.computed
-                blocks = sequence.table.blocks
-                used += computed
-                num_held += len(blocks)
-                if (filled := computed % self._block_size) and self.pool.holders(blocks[-1]) > 1:
-                    tails[blocks[-1]].append(filled)
-        counted_again = (num_held - self.pool.num_used) * self._block_size
-        for each in tails.values():
-            counted_again -= (len(each) - 1) * self._block_size - (sum(each) - max(each))
-        return used - counted_again
+        return accounts.slots_used(self.running, self.pool, self._block_size, self._tick)
 
     def request_blocks(self) -> tuple[RequestBlocks, ...]:
         """What every live request holds, running ones first."""
-        found = []
-        for group in (*self.running, *self.waiting):
-            state = "running" if group.running else "preempted" if group.num_preemptions else "waiting"
-            blocks = tuple(dict.fromkeys(block for sequence in group.live for block in sequence.table.blocks))
-            found.append(RequestBlocks(group.request.request_id, state, self._num_computed(group), blocks))
-        return tuple(found)
-
-    def _num_computed(self, group: Group) -> int:
-        """Tokens a group has computed, a prompt that its sequences share counted once."""
-        each = [self._tick + one.base if one.decoding else one.computed for one in group.live]
-        shared = min(group.num_prompt, *each) * (len(each) - 1) if group.forked and len(each) > 1 else 0
-        return sum(each) - shared
+        return accounts.request_blocks((*self.running, *self.waiting), self._tick)
 
     def check_idle(self) -> None:
         """With no request left, nothing may be held; a leak is an error now, not a slow death. Costs nothing."""
-        rows = len(self.rows.sequences) - self.rows.num_free
-        if self.pool.num_used or rows:
-            raise RuntimeError(f"{self.pool.num_used} blocks and {rows} rows are held by nobody")
+        if self.pool.num_used or self.rows.num_taken:
+            raise RuntimeError(f"{self.pool.num_used} blocks and {self.rows.num_taken} rows are held by nobody")
 
     def check(self) -> None:
         """Every block is held exactly by the tables that list it; rows, queues and decode set agree."""
-        for owner in (self.pool, self._prefixes, self.rows, self.waiting, self.running, self._decoding):
+        for owner in (self.pool, self._prefixes, self.rows, self.waiting, self.running, self._decoding, self.paced):
             owner.check()
         held: defaultdict[int, int] = defaultdict(int)
         for group in self.running:
             assert group.running
             assert group.live
             for sequence in group.live:
-                self._check_sequence(sequence)
+                accounts.check_sequence(sequence, self.rows, self._decoding, self._tick)
                 for block in sequence.table.blocks:
                     held[block] += 1
         for group in self.waiting:
             assert not group.running
             assert all(s.row is None and not s.table.blocks for s in group.live)
         assert all(self.pool.holders(block) == held[block] for block in range(self.pool.num_blocks))
-        assert sum(s is not None for s in self.rows.sequences) == sum(len(group.live) for group in self.running)
-
-    def _check_sequence(self, sequence: Sequence) -> None:
-        sequence.table.check()
-        assert sequence.row is not None
-        assert self.rows.sequences[sequence.row] is sequence
-        assert sequence.decoding == (sequence.row in self._decoding)
-        computed = self._tick + sequence.base if sequence.decoding else sequence.computed
-        assert sequence.table.num_tokens <= computed <= sequence.table.capacity
-        assert computed < sequence.group.limit
+        assert self.rows.num_taken == sum(len(group.live) for group in self.running)

@@ -17,8 +17,8 @@ _REGISTERS = 65536  # of a processor
 class SplitConfig:
     """How split attention runs: `programs` are launched, each takes at least `least_tiles` tiles of `block_n` keys.
 
-    To merge the parts of what was cut takes about as long as `merge_tiles` tiles. A tile is cut into `lanes`: one, or
-    one for each warp, of at least 16 keys.
+    To merge the parts of what was cut takes about as long as `merge_tiles` tiles. `turned`: keys down and queries
+    across, of which `block_m` may then be 8.
     """
 
     block_m: int
@@ -28,7 +28,7 @@ class SplitConfig:
     programs: int
     least_tiles: int
     merge_tiles: int = 1
-    lanes: int = 1
+    turned: bool = False
 
     def most_registers(self, device: torch.device) -> int | None:
         """Of a thread, so that all programs run at once: shares are equal, and one that waits would double the time."""
@@ -56,18 +56,25 @@ class _Way:
     warps: int
     stages: int
     per_processor: int  # programs
-    merge_tiles: int
-    lanes: int = 1
+    least_keys: int = 256  # of a program's share
+    turned: bool = True
 
 
 _ALL = math.inf
 # The fastest on an H200 for rows of different lengths, some hundred to two thousand tokens, at 8 key/value heads, like
 # the uneven shapes of `python -m benchmarks.gpu.kernels_attention --tune`.
-_DECODE_WAYS = {  # by the bytes of a cached number
-    1: (_Way(0.5, 128, 4, 3, 2, 3), _Way(2, 64, 4, 3, 3, 3), _Way(16, 128, 4, 2, 3, 1, 4), _Way(_ALL, 64, 4, 3, 3, 1)),
-    2: (_Way(0.25, 128, 4, 3, 1, 2), _Way(2, 64, 2, 3, 3, 1), _Way(_ALL, 32, 2, 3, 6, 1)),
-    4: (_Way(_ALL, 64, 4, 3, 2, 1),),
+_Ways = dict[int, tuple[_Way, ...]]  # by the bytes of a cached number
+_DECODE_WAYS: _Ways = {  # at most 8 query heads share a key/value head
+    1: (_Way(0.25, 64, 1, 3, 5, 64), _Way(_ALL, 64, 1, 4, 4)),
+    2: (_Way(0.25, 64, 2, 3, 3, 64, turned=False), _Way(_ALL, 32, 1, 4, 4)),
+    4: (_Way(_ALL, 64, 4, 3, 2, turned=False),),
 }
+_WIDE_WAYS: _Ways = {  # more than 8, up to 16
+    1: (_Way(_ALL, 64, 2, 3, 5),),
+    2: (_Way(0.25, 64, 2, 3, 3, 64, turned=False), _Way(_ALL, 32, 1, 3, 6)),
+    4: (_Way(_ALL, 64, 4, 3, 2, turned=False),),
+}
+_LEAST_TURNED = 32  # numbers of a head: fewer would not fill a product of a half of them
 
 
 def split_config(
@@ -81,12 +88,13 @@ def split_config(
     wide, processors = power_of_two(dim), num_processors(device)
     if block_m == 16:  # decode rows, bound by memory: enough must be in flight, and little be cut
         each = math.inf if pairs is None else pairs / processors
-        way = next(way for way in _DECODE_WAYS[dtype.itemsize] if each <= way.pairs)
-        block_n = max(16 * way.lanes, min(256, way.keys * 128 // wide))
-        block_m = 8 if rows <= 8 and way.lanes > 1 else 16
+        way = next(way for way in _ways(rows, dtype) if each <= way.pairs)
+        block_n = max(16, min(256, way.keys * 128 // wide))
+        turned = way.turned and wide >= _LEAST_TURNED
+        block_m = 8 if rows <= 8 and turned else 16
         stages = way.stages if wide <= 128 else min(3, way.stages)
-        programs, least = way.per_processor * processors, 256 // block_n
-        return SplitConfig(block_m, block_n, way.warps, stages, programs, least, way.merge_tiles, way.lanes)
+        programs, least = way.per_processor * processors, max(1, way.least_keys // block_n)
+        return SplitConfig(block_m, block_n, way.warps, stages, programs, least, turned=turned)
     if block_m == 32:
         block_n = min(128, 8192 // wide)
         return SplitConfig(block_m, block_n, 4, 4 if dtype.itemsize == 1 else 3, 2 * processors, 256 // block_n)
@@ -100,10 +108,14 @@ def decode_configs(
     """Every config that steps of up to `max_rows` decode rows run by, with the most rows each is for, ascending."""
     query, kv = heads
     limits = {max_rows}
-    for way in _DECODE_WAYS[dtype.itemsize][:-1]:
+    for way in _ways(query // kv, dtype)[:-1]:
         limits.add(min(max_rows, int(way.pairs * num_processors(device)) // kv))
     found = [(limit, split_config(query // kv, dim, dtype, device, limit * kv)) for limit in sorted(limits) if limit]
     return tuple(found)
+
+
+def _ways(rows: int, dtype: torch.dtype) -> tuple[_Way, ...]:
+    return (_DECODE_WAYS if rows <= 8 else _WIDE_WAYS)[dtype.itemsize]
 
 
 def prefill_config(dim: int) -> PrefillConfig:

@@ -14,24 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.attention_lanes import attend_lanes
+from quire.kernels.triton.attention_pairs import arrive, kept, load_queries, unit_at, write_pair
 from quire.kernels.triton.attention_rule import AttentionRule, check_cache, check_heads
-from quire.kernels.triton.attention_schedule import SplitPlan
-from quire.kernels.triton.attention_split import (
-    ask_for_tile,
-    attend_tiles,
-    base_of,
-    leave_part,
-    merge_parts,
-    part_slot,
-    program_of,
-)
-from quire.kernels.triton.attention_tile import EMPTY, LOG2_E, take_in
+from quire.kernels.triton.attention_schedule import PROGRAM_NUMBERS, SplitPlan
+from quire.kernels.triton.attention_split import ask_for_tile, attend_tiles, base_of, leave_part, part_slot, program_of
+from quire.kernels.triton.attention_turned import attend_turned
 from quire.kernels.triton.launch import FLOAT8, await_inputs, power_of_two
 
 COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, FLOAT8: tl.float16}
 _MERGE_STAGES = 3  # parts are read ahead of their merge, where they are small
 _MERGED_AT_ONCE = 4096  # numbers of parts that a merging program holds, and twice as many where it may
+_MERGED_BY_WARP = 1024  # at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +87,18 @@ def _launch(
     rows_pad, dim_pad = power_of_two(rows), power_of_two(dim)
     registers = config.most_registers(query.device)
     at_once = _MERGED_AT_ONCE if registers is not None else 2 * _MERGED_AT_ONCE
+    at_once = min(at_once, _MERGED_BY_WARP * config.warps)
     _split_attention[(config.programs,)](
         query, out, key_cache, value_cache, tables, plan.programs, plan.units, plan.arrivals, plan.parts, plan.extremes,
         members, spans, None if part is None else part.out, None if part is None else part.log_sums,
         rule.sinks if members is None else None,
         query.stride(0), 0 if out is None else out.stride(0), tables.stride(0),
         rule.factor, rule.softcap, rule.value_scale,
-        GROUP=group, KV_HEADS=plan.kv_heads, ROWS=rows, ROWS_PAD=rows_pad, DIM=dim, DIM_PAD=dim_pad,
-        BLOCK_SIZE=plan.block_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        RECORD=PROGRAM_NUMBERS, GROUP=group, KV_HEADS=plan.kv_heads, ROWS=rows, ROWS_PAD=rows_pad,
+        DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=plan.block_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         MERGED=max(1, at_once // (rows_pad * dim_pad)),
         MERGE_STAGES=_MERGE_STAGES if rows_pad * dim_pad <= _MERGED_AT_ONCE else 1, COMPUTE=COMPUTE[key_cache.dtype],
-        PRECISION="ieee" if key_cache.dtype == torch.float32 else "tf32", LANES=config.lanes, DEPENDENT=dependent,
+        PRECISION="ieee" if key_cache.dtype == torch.float32 else "tf32", TURNED=config.turned, DEPENDENT=dependent,
         num_warps=config.warps, num_stages=config.stages, maxnreg=registers,
         launch_pdl=dependent,
     )  # fmt: skip
@@ -115,17 +109,17 @@ def _split_attention(
     query, out, keys, values, tables, programs, units, arrivals, parts, extremes,
     members, spans, prefix_out, prefix_log_sums, sinks,
     query_stride, out_stride, table_stride, factor, cap, value_scale,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
+    RECORD: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MERGED: tl.constexpr, MERGE_STAGES: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: its share of the line of tiles, pair after pair."""
     me = tl.program_id(0)
-    record = programs + me * 8
-    unit, offset, left = _kept(record), _kept(record + 1), _kept(record + 2)
-    low, high, row = _kept(record + 3), _kept(record + 4), _kept(record + 5)
-    line, active = _kept(record + 6), _kept(record + 7)
+    record = programs + me * RECORD
+    unit, offset, left = kept(record), kept(record + 1), kept(record + 2)
+    low, high, row = kept(record + 3), kept(record + 4), kept(record + 5)
+    line, active, number = kept(record + 6), kept(record + 7), kept(record + 8)
     place = (me.to(tl.int64) * line // active).to(tl.int32)  # in the line
     STRIDE: tl.constexpr = KV_HEADS * BLOCK_SIZE * DIM  # of a block
     if DEPENDENT and left > 0:
@@ -137,38 +131,33 @@ def _split_attention(
         head = offset // tiles
         first = offset - head * tiles
         count = tl.minimum(tiles - first, left)
-        token, lane, real = _query_rows(unit, members, spans, GROUP, BLOCK_M)
-        q = _load_queries(query, token, head * GROUP + lane, real, query_stride, DIM, DIM_PAD).to(COMPUTE)
+        q = load_queries(query, unit, head, members, spans, query_stride, GROUP, BLOCK_M, DIM, DIM_PAD).to(COMPUTE)
         inside, table = head * (BLOCK_SIZE * DIM), tables + row.to(tl.int64) * table_stride
         acc, top, total = _attend(
             q, keys + inside, values + inside, table, low, high, first, count, factor, cap,
-            BLOCK_N, BLOCK_SIZE, STRIDE, DIM, PRECISION, LANES,
+            BLOCK_N, BLOCK_SIZE, STRIDE, DIM, PRECISION, TURNED,
         )  # fmt: skip
         if count == tiles:
-            _write(
+            write_pair(
                 out, acc, top, total, unit, head, low, members, spans, prefix_out, prefix_log_sums, sinks,
                 out_stride, value_scale, GROUP, KV_HEADS, DIM,
             )  # fmt: skip
         else:
             origin = place - first
-            begun, ended = program_of(origin, line, active), program_of(origin + tiles - 1, line, active)
-            leave_part(acc, top, total, parts, extremes, part_slot(me, begun), ROWS, DIM)
+            slot = part_slot(me, program_of(origin, line, active))
+            leave_part(acc, top, total, parts, extremes, slot, ROWS, DIM)
             tl.debug_barrier()  # every thread's numbers are out before the arrival is announced
-            arrival = arrivals + unit * KV_HEADS + head
-            if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == ended - begun:
-                tl.store(arrival, 0)
-                whole, peak, sum_ = merge_parts(
-                    parts, extremes, begun, ended, ROWS, ROWS_PAD, DIM, DIM_PAD, MERGED, MERGE_STAGES
-                )
-                _write(
-                    out, whole, peak, sum_, unit, head, low, members, spans, prefix_out, prefix_log_sums, sinks,
-                    out_stride, value_scale, GROUP, KV_HEADS, DIM,
-                )  # fmt: skip
+            arrive(
+                out, unit, head, low, origin, tiles, line, active, arrivals, parts, extremes,
+                members, spans, prefix_out, prefix_log_sums, sinks, out_stride, value_scale,
+                GROUP, KV_HEADS, ROWS, ROWS_PAD, DIM, DIM_PAD, MERGED, MERGE_STAGES,
+            )  # fmt: skip
         place += count
         offset += count
         left -= count
         if (offset == tiles * KV_HEADS) & (left > 0):
-            unit, low, high, row = _next_unit(units, unit)
+            number += 1
+            low, high, row, unit = unit_at(units, number)
             offset = 0
 
 
@@ -176,82 +165,16 @@ def _split_attention(
 def _attend(
     query, keys, values, table, low, high, first, count, factor, cap,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
-    DIM: tl.constexpr, PRECISION: tl.constexpr, LANES: tl.constexpr,
+    DIM: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    if LANES == 1:
-        acc, top, total = attend_tiles(
+    if TURNED:
+        acc, top, total = attend_turned(
             query, keys, values, table, low, high, first, count, factor, cap,
             BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, PRECISION,
         )  # fmt: skip
     else:
-        acc, top, total = attend_lanes(
+        acc, top, total = attend_tiles(
             query, keys, values, table, low, high, first, count, factor, cap,
-            BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, PRECISION, LANES,
+            BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, PRECISION,
         )  # fmt: skip
     return acc, top, total
-
-
-@triton.jit
-def _kept(place):
-    """A number of the plan, which every layer reads again: it is worth its place in the cache more than keys are."""
-    return tl.load(place, eviction_policy="evict_last")
-
-
-@triton.jit
-def _next_unit(units, unit):
-    """The next unit that is not empty; there is one, because tiles are left."""
-    unit += 1
-    while tl.load(units + unit * 4 + 1) <= tl.load(units + unit * 4):
-        unit += 1
-    return unit, tl.load(units + unit * 4), tl.load(units + unit * 4 + 1), tl.load(units + unit * 4 + 2)
-
-
-@triton.jit
-def _query_rows(unit, members, spans, GROUP: tl.constexpr, M: tl.constexpr):
-    """For each packed row of a unit: its token, its query head within the group, and whether there is such a row."""
-    packed = tl.arange(0, M)
-    lane = packed % GROUP
-    if members is None:
-        token, real = tl.zeros_like(packed) + unit, packed < GROUP
-    else:
-        real = packed < tl.load(spans + unit * 2 + 1) * GROUP
-        token = tl.load(members + tl.load(spans + unit * 2) + packed // GROUP, mask=real, other=0)
-    return token, lane, real
-
-
-@triton.jit
-def _load_queries(query, token, head, real, stride, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    columns = tl.arange(0, DIM_PAD)
-    places = query + (token.to(tl.int64) * stride + head * DIM)[:, None] + columns[None, :]
-    return tl.load(places, mask=real[:, None] & (columns < DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def _write(
-    out, acc, top, total, unit, head, low, members, spans, prefix_out, prefix_log_sums, sinks,
-    out_stride, value_scale, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """Finish a pair: to the output, or to the prefix part that the decode pass takes in."""
-    columns = tl.arange(0, acc.shape[1])
-    token, lane, real = _query_rows(unit, members, spans, GROUP, acc.shape[0])
-    head = head * GROUP + lane
-    number = token * (GROUP * KV_HEADS) + head
-    mask = real[:, None] & (columns < DIM)[None, :]
-    places = number.to(tl.int64)[:, None] * DIM + columns[None, :]
-    total = tl.where(real, total, 1.0)
-    if members is not None:
-        tl.store(prefix_out + places, acc / total[:, None], mask=mask)
-        tl.store(prefix_log_sums + number, top + tl.log2(total), mask=real)
-    else:
-        if prefix_out is not None:
-            shared = real & (low > 0)
-            log_sum = tl.load(prefix_log_sums + number, mask=shared, other=EMPTY)
-            prior = tl.load(prefix_out + places, mask=mask & (low > 0), other=0.0)
-            acc, top, total = take_in(acc, top, total, log_sum)
-            acc += prior * tl.exp2(log_sum - top)[:, None]
-        if sinks is not None:
-            sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E
-            acc, top, total = take_in(acc, top, total, sink)
-        result = acc * (value_scale / total)[:, None]
-        places = (token.to(tl.int64) * out_stride + head * DIM)[:, None] + columns[None, :]
-        tl.store(out + places, result.to(out.dtype.element_ty), mask=mask)

@@ -156,15 +156,15 @@ def _attend(
         clear = highest + 1 - window  # from here on no row's window begins
     for first in tl.range(_first_key(lowest, window, BLOCK_N), end, BLOCK_N):
         seen = first + tl.arange(0, BLOCK_N)
-        offsets = slots(ids, first, end, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
+        rows = slots(ids, first, end, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
         ids = block_ids(table, first + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)  # used a turn later
-        k = load_rows(keys, offsets, query.dtype, DIM, DIM_PAD)
+        k = load_rows(keys, rows, query.dtype, DIM, DIM_PAD)
         scores, unit = score(query, k, factor, cap, PRECISION)
         if (first + BLOCK_N > seen_by_all) | (first < clear):
             visible = (seen[None, :] <= place[:, None]) & (seen < end)[None, :]
             if window is not None:
                 visible &= seen[None, :] > place[:, None] - window
             scores = tl.where(visible, scores, float("-inf"))
-        v = load_rows(values, offsets, query.dtype, DIM, DIM_PAD)
+        v = load_rows(values, rows, query.dtype, DIM, DIM_PAD)
         acc, top, total = fold(acc, top, total, scores, unit, v, PRECISION)
     return acc, top, total

@@ -13,8 +13,8 @@ from quire.kernels.triton.attention_config import SplitConfig, split_config
 from quire.kernels.triton.attention_split import base_of
 from quire.kernels.triton.launch import num_processors
 
-PROGRAM_NUMBERS = 8  # unit, tile in the unit, tiles, low, high, table row, tiles of all, programs with work
-UNIT_NUMBERS = 4  # low, high, table row, unused
+PROGRAM_NUMBERS = 9  # unit, tile in the unit, tiles, low, high, table row, tiles of all, programs with work, place
+UNIT_NUMBERS = 4  # low, high, table row, unit
 _COMPARED_AT_ONCE = 2048  # borders of programs against ends of units
 
 
@@ -29,7 +29,7 @@ class SplitPlan:
     kv_heads: int
     block_size: int
     programs: Tensor  # [programs, PROGRAM_NUMBERS], int32
-    units: Tensor  # [units, UNIT_NUMBERS], int32
+    units: Tensor  # [units, UNIT_NUMBERS], int32: those that are not empty, in order
     arrivals: Tensor  # [units * kv heads], int32
     parts: Tensor  # [2 * programs, rows, dim], float32
     extremes: Tensor  # [2 * programs, 2, rows], float32: maximum exponent, sum
@@ -79,24 +79,25 @@ def fill_split_plan(
 ) -> None:
     """Share the units' tiles out to the programs. One launch, nothing read by the host."""
     count = lengths.shape[0]
-    if count > plan.units.shape[0]:
-        raise ValueError(f"{count} units, but the plan has room for {plan.units.shape[0]}")
+    room = plan.units.shape[0]
+    if count > room:
+        raise ValueError(f"{count} units, but the plan has room for {room}")
     padded = triton.next_power_of_2(count)
     at_once = max(1, min(32, _COMPARED_AT_ONCE // padded))
     num_programs, processors = plan.programs.shape[0], num_processors(lengths.device)
     _share_out[(triton.cdiv(num_programs, at_once),)](
-        lengths, begins, table_rows, plan.units, plan.programs, count, num_programs, processors, window,
-        KV_HEADS=plan.kv_heads, BLOCK_N=plan.config.block_n, BLOCK_SIZE=plan.block_size,
-        LEAST_TILES=plan.config.least_tiles, MERGE_TILES=plan.config.merge_tiles, UNITS_PAD=padded, AT_ONCE=at_once,
-        num_warps=4,
+        lengths, begins, table_rows, plan.units, plan.programs, count, num_programs, processors,
+        plan.config.least_tiles, plan.config.merge_tiles, window,
+        RECORD=PROGRAM_NUMBERS, KV_HEADS=plan.kv_heads, BLOCK_N=plan.config.block_n, BLOCK_SIZE=plan.block_size,
+        UNITS_PAD=padded, AT_ONCE=at_once, num_warps=4,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_units", "num_programs", "processors"])
+@triton.jit(do_not_specialize=["num_units", "num_programs", "processors", "least_tiles", "merge_tiles"])
 def _share_out(
-    lengths, begins, table_rows, units, programs, num_units, num_programs, processors, window,
-    KV_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    LEAST_TILES: tl.constexpr, MERGE_TILES: tl.constexpr, UNITS_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
+    lengths, begins, table_rows, units, programs, num_units, num_programs, processors, least_tiles, merge_tiles, window,
+    RECORD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    UNITS_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Each launched block counts all tiles and writes AT_ONCE programs; the first one writes the units too."""
     unit = tl.arange(0, UNITS_PAD)
@@ -106,21 +107,23 @@ def _share_out(
     end = tl.cumsum(width, 0)
     total = tl.sum(width, 0)
     if tl.program_id(0) == 0:
-        real = unit < num_units
-        tl.store(units + unit * 4, low, mask=real)
-        tl.store(units + unit * 4 + 1, high, mask=real)
-        tl.store(units + unit * 4 + 2, row, mask=real)
+        place = tl.cumsum((tiles > 0).to(tl.int32), 0) - 1
+        tl.store(units + place * 4, low, mask=tiles > 0)
+        tl.store(units + place * 4 + 1, high, mask=tiles > 0)
+        tl.store(units + place * 4 + 2, row, mask=tiles > 0)
+        tl.store(units + place * 4 + 3, unit, mask=tiles > 0)
 
     program = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     pairs = tl.sum((tiles > 0).to(tl.int32), 0) * KV_HEADS
-    active = _active(total, pairs, num_programs, processors, LEAST_TILES, MERGE_TILES)
+    active = _active(total, pairs, num_programs, processors, least_tiles, merge_tiles)
     start = (program.to(tl.int64) * total // active).to(tl.int32)
     stop = ((program + 1).to(tl.int64) * total // active).to(tl.int32)
     before = end[None, :] <= start[:, None]  # [AT_ONCE, UNITS_PAD]
     first = tl.sum(before.to(tl.int32), 1)
     offset = start - tl.sum(tl.where(before, width[None, :], 0), 1)
     low, high, row = _read_units(lengths, begins, table_rows, first, num_units, window)
-    record = programs + program * 8
+    place = tl.sum((before & (tiles > 0)[None, :]).to(tl.int32), 1)
+    record = programs + program * RECORD
     kept = program < num_programs
     tl.store(record, first, mask=kept)
     tl.store(record + 1, offset, mask=kept)
@@ -130,24 +133,25 @@ def _share_out(
     tl.store(record + 5, row, mask=kept)
     tl.store(record + 6, tl.zeros_like(first) + total, mask=kept)
     tl.store(record + 7, tl.zeros_like(first) + active, mask=kept)
+    tl.store(record + 8, place, mask=kept)
 
 
 @triton.jit
-def _active(total, pairs, num_programs, processors, LEAST_TILES: tl.constexpr, MERGE_TILES: tl.constexpr):
+def _active(total, pairs, num_programs, processors, least_tiles, merge_tiles):
     """How many programs to share `total` tiles of `pairs` (unit, head) pairs out to.
 
-    Either as many as are useful, shares below LEAST_TILES being not; or the same whole number for every pair, so that
+    Either as many as are useful, shares below `least_tiles` being not; or the same whole number for every pair, so that
     pairs of one length are never cut across, and with one program each not at all. Whichever ends first: programs of
-    one processor share what it can read, and a cut costs each of them as much as MERGE_TILES tiles.
+    one processor share what it can read, and a cut costs each of them as much as `merge_tiles` tiles.
     """
     pairs = tl.maximum(pairs, 1)
-    useful = tl.maximum(tl.minimum(num_programs, total // LEAST_TILES), 1)
+    useful = tl.maximum(tl.minimum(num_programs, total // least_tiles), 1)
     even = tl.maximum(useful // pairs, 1) * pairs
     if even > num_programs:
         found = num_programs
     else:
-        if_even = tl.cdiv(even, processors) * (tl.cdiv(total, even) + tl.where(even > pairs, MERGE_TILES, 0))
-        if_cut = tl.cdiv(useful, processors) * (tl.cdiv(total, useful) + MERGE_TILES)
+        if_even = tl.cdiv(even, processors) * (tl.cdiv(total, even) + tl.where(even > pairs, merge_tiles, 0))
+        if_cut = tl.cdiv(useful, processors) * (tl.cdiv(total, useful) + merge_tiles)
         found = tl.where(if_even <= if_cut, even, useful)
     return found
 

@@ -33,14 +33,12 @@ def attend_tiles(
     begin = base_of(low, BLOCK_N, BLOCK_SIZE) + first * BLOCK_N
     end = begin + count * BLOCK_N
     ids = block_ids(table, begin, high, BLOCK_N, BLOCK_SIZE, True)
-    offsets = slots(ids, begin, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
-    ids = block_ids(table, begin + BLOCK_N, high, BLOCK_N, BLOCK_SIZE, True)
     for tile in tl.range(begin, end, BLOCK_N):
         place = tile + tl.arange(0, BLOCK_N)
-        k = load_rows(keys, offsets, query.dtype, DIM, DIM_PAD)
-        v = widened(load_rows(values, offsets, values.dtype.element_ty, DIM, DIM_PAD), query.dtype)
-        offsets = slots(ids, tile + BLOCK_N, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
-        ids = block_ids(table, tile + 2 * BLOCK_N, high, BLOCK_N, BLOCK_SIZE)  # used a turn later
+        rows = slots(ids, tile, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
+        k = load_rows(keys, rows, query.dtype, DIM, DIM_PAD)
+        v = widened(load_rows(values, rows, values.dtype.element_ty, DIM, DIM_PAD), query.dtype)
+        ids = block_ids(table, tile + BLOCK_N, high, BLOCK_N, BLOCK_SIZE)  # used a turn later
         scores, unit = score(query, k, factor, cap, PRECISION)
         scores = tl.where(((place >= low) & (place < high))[None, :], scores, float("-inf"))
         acc, top, total = fold(acc, top, total, scores, unit, v, PRECISION)
@@ -62,8 +60,8 @@ def ask_for_tile(
     tiles = tl.cdiv(high - base, BLOCK_N)
     begin, inside = base + offset % tiles * BLOCK_N, offset // tiles * (BLOCK_SIZE * DIM)
     ids = block_ids(table, begin, high, BLOCK_N, BLOCK_SIZE, True)
-    offsets = inside + slots(ids, begin, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
-    where = offsets[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, DIM - 1)[None, :]
+    rows = slots(ids, begin, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
+    where = (inside + rows.to(tl.int64) * DIM)[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, DIM - 1)[None, :]
     prefetch(keys + where)
     prefetch(values + where)
 

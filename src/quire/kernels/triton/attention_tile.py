@@ -75,21 +75,24 @@ def block_ids(table, begin, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr
 def slots(
     ids, begin, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, DIM: tl.constexpr
 ):
-    """Where the rows of a tile lie in the cache, given the ids of their blocks: [N], of one head."""
+    """Which rows of the cache, of DIM numbers each, are those of a tile, given the ids of their blocks: [N].
+
+    They are of one head. A row's number has 32 bits, its address is then a single instruction.
+    """
     place = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
-    return ids.to(tl.int64) * BLOCK_STRIDE + (place % BLOCK_SIZE) * DIM
+    return ids * (BLOCK_STRIDE // DIM) + place % BLOCK_SIZE
 
 
 @triton.jit
-def load_rows(memory, offsets, dtype: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Rows of `memory` that begin at `offsets` [N] -> [N, DIM_PAD] in `dtype`, zero past DIM."""
+def load_rows(memory, rows, dtype: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """These rows of `memory` [N] -> [N, DIM_PAD] in `dtype`, zero past DIM."""
     columns = tl.arange(0, DIM_PAD)
-    places = memory + offsets[:, None] + columns[None, :]
+    places = (memory + columns)[None, :] + (rows.to(tl.int64) * DIM)[:, None]
     if DIM == DIM_PAD:
-        rows = tl.load(places)
+        numbers = tl.load(places)
     else:
-        rows = tl.load(places, mask=(columns < DIM)[None, :], other=0.0)
-    return rows.to(dtype)
+        numbers = tl.load(places, mask=(columns < DIM)[None, :], other=0.0)
+    return numbers.to(dtype)
 
 
 @triton.jit

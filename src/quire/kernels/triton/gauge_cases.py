@@ -25,7 +25,7 @@ from quire.kernels.triton.products import Workspace
 from quire.kernels.triton.quantize import quantize_rows
 from quire.kernels.triton.rotary import LayerMemory, rotate_and_store
 from quire.kernels.triton.sampling import SampleSpace, sample
-from quire.kernels.triton.sampling_weights import RowParameters, RowTokens
+from quire.kernels.triton.sampling_weights import RowParameters
 
 EPS = 1e-5
 TOP_K, LISTED = 50, 20
@@ -176,11 +176,10 @@ def _sample(sizes: Sizes, device: torch.device, top_k: int = 0) -> Case:
     parameters.temperature.fill_(0.8)
     parameters.top_k.fill_(top_k)
     lengths = torch.full((sizes.rows,), 4, device=device)
-    history = RowTokens(torch.ones(sizes.rows, 8, dtype=torch.int32, device=device), lengths, lengths // 2)
     space = SampleSpace.make(sizes.rows, sizes.vocab, device, filtered=top_k > 0)
     rows, out = torch.arange(sizes.rows, dtype=torch.int32, device=device), torch.empty_like(lengths)
     logits = _sets(sizes, device, sizes.rows, sizes.vocab)
-    calls = [partial(sample, line, rows, parameters, history, space, out) for line in logits]
+    calls = [partial(sample, line, rows, lengths, parameters, lengths // 2, space, out) for line in logits]
     kind = f", top {top_k}" if top_k else ""
     return Case(f"sample {sizes.rows} x {sizes.vocab}{kind}", calls, logits[0].nbytes)
 

@@ -196,7 +196,7 @@ def _choose_kernel(
         elif temperature > 0.0:
             temperature = tl.maximum(temperature, COLDEST)
             best = divided(best, temperature)
-            number = uniform(tl.load(stream_ptr + row), tl.load(length_ptr + row) - tl.load(num_prompt_ptr + row))
+            number = uniform(tl.load(stream_ptr + row), tl.load(length_ptr + entry) - tl.load(num_prompt_ptr + row))
             logits, log_min_p = logits_ptr + entry * logits_stride, tl.load(log_min_p_ptr + row)
             narrow = row < 0
             if FILTERED:
@@ -237,8 +237,9 @@ def _append_kernel(
 def sample(
     logits: Tensor,  # [entries, vocab]: any float dtype; is not changed
     rows: Tensor,  # [entries] int: persistent row of each entry; negative: padding, its id is 0
+    lengths: Tensor,  # [entries] int64: tokens known of each entry's row; a row may come with several lengths
     parameters: RowParameters,
-    history: RowTokens,
+    num_prompt: Tensor,  # [all rows] int64: how many of those are prompt
     space: SampleSpace,
     out: Tensor,  # [entries] int64: token ids
     *,
@@ -255,6 +256,7 @@ def sample(
     check_rows(logits, "logits")
     check(space.best.shape == (entries, tiles), "the sample space was made for another batch or vocabulary")
     check(rows.shape == out.shape == (entries,) and out.dtype == torch.int64, "rows and out hold a number per entry")
+    check(lengths.shape == (entries,), "a length per entry")
     if entries == 0:
         return
     filters, place = space.filters, (logits.stride(0), vocab_size)
@@ -275,7 +277,7 @@ def sample(
             PART=min(TILE, _PART), **sizes, **lists, num_warps=_TILE_WARPS,
         )  # fmt: skip
     _choose_kernel[(entries,)](
-        rows, *parameters, history.lengths, history.num_prompt, logits, space.best, space.best_id, space.mass,
+        rows, *parameters, lengths, num_prompt, logits, space.best, space.best_id, space.mass,
         *memory, out, tiles, *place, unit, FEW=sampling_filters.FEW_CANDIDATES, CHUNK=_CHUNK,
         FILTERED=filters is not None, **sizes, **lists,
         num_warps=_ROW_WARPS if filters is None else _SEARCH_WARPS,

@@ -8,12 +8,15 @@ from quire.config.model import Heads
 from quire.kernels.native.loader import why_not_native
 from quire.runtime.accelerator import dependent_rows, why_not_triton
 from quire.runtime.attention.backend import AttentionBackend
+from quire.runtime.attention.flashinfer import NOT_INSTALLED, FlashInferAttention, why_not_flashinfer
 from quire.runtime.attention.gather import GatherAttention
 from quire.runtime.attention.reference import ReferenceAttention
+from quire.runtime.attention.virtual import VirtualAttention, check_virtual
+from quire.runtime.attention.virtual_flash import FlashVirtualAttention, can_flash
 from quire.runtime.layers.weights import Placement
 from quire.types.errors import ConfigError
 
-NAMES = ("auto", "triton", "native", "gather", "reference")
+NAMES = ("auto", "triton", "native", "flashinfer", "virtual", "gather", "reference")
 USUAL_BLOCK_SIZE = 16
 
 
@@ -26,8 +29,8 @@ def resolve_backend(
 ) -> str:
     """The name itself if that backend can run here, else ConfigError; for "auto" the fastest that can.
 
-    "auto" takes Triton on a GPU, the compiled kernels on a CPU, and torch where those cannot run. `kv_dtype` is that of
-    the cache, by default the model's.
+    "auto" takes Triton on a GPU, the compiled kernels on a CPU, and torch where those cannot run, never
+    FlashInfer. `kv_dtype` is that of the cache, by default the model's.
     """
     if name not in NAMES:
         raise ConfigError("attention_backend", f"{name!r} is unknown", f"choose one of {', '.join(NAMES)}")
@@ -40,8 +43,13 @@ def resolve_backend(
         reason = _why_not_native(placement, kv_dtype)
     elif name == "triton":
         reason = why_not_triton(placement.device, heads, block_size)
+    elif name == "flashinfer":
+        reason = why_not_flashinfer(placement, heads, kv_dtype)
+    elif name == "virtual":
+        check_virtual(placement.device)
     if reason is not None:
-        raise ConfigError("attention_backend", f"{name!r} cannot run here: {reason}", 'use "auto"')
+        install = "pip install 'quire[flashinfer]', or " if reason == NOT_INSTALLED else ""
+        raise ConfigError("attention_backend", f"{name!r} cannot run here: {reason}", f'{install}use "auto"')
     return name
 
 
@@ -66,10 +74,15 @@ def make_backend(
         return ReferenceAttention(heads, scale)
     if chosen == "gather":
         return GatherAttention(heads, scale, compute)
+    if chosen == "virtual":
+        flash = can_flash(heads, placement.dtype, placement.device)
+        return FlashVirtualAttention(scale, placement.device) if flash else VirtualAttention(heads, scale, compute)
     if chosen == "native":
         from quire.runtime.attention.native import NativeAttention
 
         return NativeAttention(scale)
+    if chosen == "flashinfer":
+        return FlashInferAttention(heads, scale, placement, block_size)
     from quire.runtime.attention.triton import TritonAttention
 
     return TritonAttention(heads, scale, dependent_rows=dependent_rows(placement.device))

@@ -6,6 +6,7 @@ import gc
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,8 +22,9 @@ from quire.runtime.loading.weights import load_weights, randomize_weights
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.registry import build_model
 from quire.runtime.sampling.make import make_sampler
+from quire.runtime.speculation.make import make_drafter
 from quire.runtime.tuned import adopt_tuned
-from quire.runtime.worker.runner import StepOutput
+from quire.runtime.worker.output import StepOutput
 from quire.runtime.worker.worker import Worker
 from quire.types.errors import EngineDead
 from quire.types.step import StepPlan, StepResult
@@ -34,7 +36,7 @@ PREPARING_SECONDS = 4.0  # in which a GPU compiles and captures ahead of the fir
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step whose tokens are on the way to the host."""
+    """A step whose numbers are on the way to the host."""
 
     output: StepOutput
     landing: Landing
@@ -51,6 +53,7 @@ class SingleExecutor:
         *,
         load_format: Literal["auto", "dummy"] = "auto",
         progress: Progress | None = None,
+        draft_files: ModelFiles | None = None,  # of the draft model, where the config has one
         depth: int | None = None,  # steps to keep in flight; None: what suits the device
     ) -> None:
         if config.device.threads is not None:
@@ -67,17 +70,20 @@ class SingleExecutor:
 
             begin_early()  # goes on while the weights are loaded
             adopt_tuned(self._device)
+        load = partial(_load, progress=progress)
         if load_format == "dummy":
-            model = _noise(model_config, builder, config.scheduler.seed)
-        else:
-            model = _load(files, model_config, builder, progress)
-        model.fuse()
+            load = partial(_noise, seed=config.scheduler.seed)
+        model = load(files, model_config, builder)
+        scheduler, kernels = config.scheduler, builder.backend.kernels
         sampler = make_sampler(
-            config.scheduler.num_rows, model_config.vocab_size, self._device, builder.backend.kernels
+            scheduler.num_rows, model_config.vocab_size, self._device, kernels, scheduler.num_samples
         )
         self._worker: Worker | None = Worker(model, builder.backend, sampler, model_config, config)
+        self._worker.drafter = make_drafter(
+            self._worker, model, model_config, config, partial(load, draft_files or files)
+        )
         self._launched: deque[StepResult | _Launched] = deque()
-        self._ring = TokenRing(config.scheduler.num_rows)
+        self._ring = TokenRing(scheduler.num_samples)
         if self._compiles:
             self._worker.prepare(PREPARING_SECONDS)
         gc.collect()
@@ -92,9 +98,9 @@ class SingleExecutor:
             raise EngineDead("the executor was closed")
         output = self._worker.execute(plan)
         if self._device.type == "cpu":
-            self._launched.append(output.result(output.token_ids))
+            self._launched.append(output.result(output.tensors))
         else:
-            self._launched.append(_Launched(output, self._ring.send(output.token_ids)))
+            self._launched.append(_Launched(output, self._ring.send(output.tensors)))
 
     def collect(self) -> StepResult:
         launched = self._launched.popleft()
@@ -125,13 +131,15 @@ def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progres
     try:
         model = build_model(config, builder)
         load_weights(model, checkpoint, progress=progress)
-        return model
     finally:
         checkpoint.close()
+    model.fuse()
+    return model
 
 
-def _noise(config: ModelConfig, builder: LayerBuilder, seed: int) -> Decoder:
+def _noise(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, seed: int) -> Decoder:  # noqa: ARG001
     """The model with random weights."""
     model = build_model(config, builder)
     randomize_weights(model, seed)
+    model.fuse()
     return model

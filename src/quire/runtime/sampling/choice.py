@@ -15,14 +15,14 @@ from quire.runtime.sampling.choosers.full import DrawFromAll
 from quire.runtime.sampling.choosers.top_k import DrawFromTopK
 from quire.runtime.sampling.choosers.top_p import DrawFromTopP
 from quire.runtime.sampling.failures import mark_failures
-from quire.runtime.sampling.history import TokenHistory
+from quire.runtime.sampling.masking import apply_masks
 from quire.runtime.sampling.members import Part, make_part
 from quire.runtime.sampling.rng import Streams
 from quire.runtime.sampling.tiles import best_token, tile_max
 from quire.runtime.sampling.transforms.min_p import MinP
 from quire.runtime.sampling.transforms.temperature import Temperature
 from quire.runtime.sampling.transforms.transform import Step, Transform
-from quire.types.step import Ints, NewRow
+from quire.types.step import Ints, Masks, NewRow
 
 _LINES_AT_ONCE = 64  # rows drawn together; bounds the scratch memory to a few dozen bytes per token of their vocabulary
 
@@ -42,6 +42,9 @@ class Choice(Protocol):
 
     def prepare(self, rows: Ints) -> Any:
         """What `choose` needs to know of a batch, worked out when its rows or their parameters change."""
+
+    def mask(self, logits: Tensor, masks: Masks) -> None:
+        """Ban what is not allowed in the masked samples of float32 logits [S, vocab], and ids past the masks' bits."""
 
     def choose(self, logits: Tensor, prepared: Any, step: Step) -> Tensor:
         """Token ids [S], int64, from logits [S, vocab], which may be overwritten; negative for rows that failed."""
@@ -90,11 +93,14 @@ class TorchChoice:
             self._greedy_part(rows),
         )
 
+    def mask(self, logits: Tensor, masks: Masks) -> None:
+        apply_masks(logits, masks)
+
     def choose(self, logits: Tensor, prepared: _Batch, step: Step) -> Tensor:  # [S]
         for transform, part in prepared.transforms:
             transform.apply(logits, part, step)
         tops = tile_max(logits)  # [S, tiles]
-        chosen = [(part, self._draw(chooser, part, logits, tops, step.history)) for chooser, part in prepared.choosers]
+        chosen = [(part, self._draw(chooser, part, logits, tops, step)) for chooser, part in prepared.choosers]
         if prepared.greedy is not None:
             chosen.append((prepared.greedy, best_token(prepared.greedy.take(logits), prepared.greedy.take(tops))))
         return mark_failures(_joined(chosen), tops.amax(dim=-1))
@@ -108,8 +114,8 @@ class TorchChoice:
         drawn = np.logical_or.reduce([chooser.members.among(rows) for chooser in self._choosers])
         return make_part(rows, ~drawn, no_slots, self._device)
 
-    def _draw(self, chooser: Chooser, part: Part, logits: Tensor, tops: Tensor, history: TokenHistory) -> Tensor:  # [G]
-        uniform = self._streams.uniform(part.rows, history)
+    def _draw(self, chooser: Chooser, part: Part, logits: Tensor, tops: Tensor, step: Step) -> Tensor:  # [G]
+        uniform = self._streams.uniform(part.rows, step.num_outputs(part))
         logits, tops = part.take(logits), part.take(tops)
         drawn = [
             chooser.choose(logits[lines], tops[lines], part.slots[lines], uniform[lines])

@@ -14,7 +14,3 @@ class TokenHistory:
     tokens: Tensor  # [num_rows, capacity] int32 or int64: prompt, then output
     lengths: Tensor  # [num_rows] int: tokens known of each row
     num_prompt: Tensor  # [num_rows] int: how many of those are prompt
-
-    def num_outputs(self, rows: Tensor) -> Tensor:  # [G] int64
-        """How many tokens each of `rows` has generated."""
-        return self.lengths.index_select(0, rows).long() - self.num_prompt.index_select(0, rows).long()

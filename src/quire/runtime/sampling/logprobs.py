@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,55 +19,79 @@ _Kind = TypeVar("_Kind", bound=np.generic)
 _LINES_AT_ONCE = 64  # bounds the scratch memory of a long prompt to this many times the vocabulary
 
 
+class Listing(NamedTuple):
+    """Log-probabilities at some positions, on the device or on the host."""
+
+    token_ids: Tensor  # [T] int64: the chosen tokens; negative: there is none
+    chosen: Tensor  # [T] float32: their log-probabilities
+    rank: Tensor  # [T] int: 1 + number of tokens with a higher logit
+    top_ids: Tensor  # [T, k] int: the likeliest tokens, best first
+    top_logprobs: Tensor  # [T, k] float32
+    named_ids: Tensor  # [T, m] int: tokens that were asked for by id, and padding
+    named_logprobs: Tensor  # [T, m] float32
+
+
 @dataclass(frozen=True, slots=True)
-class NamedTokens:
-    """Tokens that requests asked for by id: the first `counts[i]` of line i; the rest of it is padding."""
+class Wanted:
+    """How many likeliest tokens the entry of each position holds, -1 for all, and how many named ones."""
 
-    ids: Tensor  # [T, width] int64
-    counts: list[int]
+    top: Sequence[int]
+    named: Sequence[int]
 
-    def lines(self, part: slice) -> NamedTokens:
-        return NamedTokens(self.ids[part], self.counts[part])
+    def most(self, vocab_size: int) -> int:
+        """How many likeliest tokens a listing for all positions needs."""
+        return max(_count(count, vocab_size) for count in self.top)
 
 
-def token_logprobs(
-    logits: Tensor, chosen: Tensor, counts: list[int], named: NamedTokens | None = None
-) -> list[TokenLogprobs]:
-    """An entry per line of logits [T, vocab]: token `chosen` [T], the `counts` most likely ones (-1: all), the named.
-
-    Waits for the device.
-    """
-    entries: list[TokenLogprobs] = []
-    for start in range(0, len(counts), _LINES_AT_ONCE):
+def list_logprobs(logits: Tensor, chosen: Tensor, count: int, named: Tensor) -> Listing:
+    """Of logits [T, vocab]: tokens `chosen` [T], the `count` likeliest and the `named` [T, m], without waiting."""
+    parts = []
+    for start in range(0, len(chosen), _LINES_AT_ONCE):
         lines = slice(start, start + _LINES_AT_ONCE)
-        part = None if named is None else named.lines(lines)
-        entries += _entries(logits[lines].float(), chosen[lines], counts[lines], part)
-    return entries
+        parts.append(_listed(logits[lines].float(), chosen[lines], count, named[lines]))
+    return parts[0] if len(parts) == 1 else Listing._make(map(torch.cat, zip(*parts, strict=True)))
 
 
-def _entries(logits: Tensor, chosen: Tensor, counts: list[int], named: NamedTokens | None) -> list[TokenLogprobs]:
-    vocab_size = logits.shape[1]
-    wanted = [vocab_size if count == -1 else min(count, vocab_size) for count in counts]
-    own = logits.gather(1, chosen[:, None])  # [T, 1]
+def entries_of(listing: Listing, wanted: Wanted, vocab_size: int) -> list[TokenLogprobs]:
+    """An entry per position of a listing on the host, as much of it as is wanted there; copies what it takes."""
+    token_ids, chosen, rank, top_ids, top_logprobs, named_ids, named_logprobs = (part.numpy() for part in listing)
+    ids = np.concatenate([token_ids[:, None], top_ids, named_ids], axis=1, dtype=np.int32)
+    logprobs = np.concatenate([chosen[:, None], top_logprobs, named_logprobs], axis=1)
+    start = 1 + top_ids.shape[1]  # of the named ones
+    return [
+        TokenLogprobs(_joined(ids[i], top, start, named), _joined(logprobs[i], top, start, named), int(rank[i]))
+        for i, (top, named) in enumerate(
+            zip((_count(count, vocab_size) for count in wanted.top), wanted.named, strict=True)
+        )
+    ]
+
+
+def prompt_entries(logits: Tensor, token_ids: Tensor, count: int) -> list[TokenLogprobs]:
+    """An entry per line of logits [T, vocab] and token [T] of a prompt. Waits for the device."""
+    wanted = Wanted([count] * len(token_ids), [0] * len(token_ids))
+    vocab_size, nothing = logits.shape[1], token_ids.new_empty(len(token_ids), 0)
+    listing = list_logprobs(logits, token_ids, wanted.most(vocab_size), nothing)
+    return entries_of(Listing._make(part.cpu() for part in listing), wanted, vocab_size)
+
+
+def _listed(logits: Tensor, token_ids: Tensor, count: int, named: Tensor) -> Listing:
+    own = logits.gather(1, token_ids.clamp(min=0)[:, None])  # [T, 1]
     tops = tile_max(logits)
     better = torch.gt(logits, own, out=torch.empty_like(logits))  # 1 or 0: floats are faster than a mask on CPUs
-    ranks = (better.sum(dim=-1).long() + 1).cpu().numpy()
-    values, ids = own, chosen[:, None]
-    if max(wanted):
-        best_values, best_ids = head(logits, tops, max(wanted))
-        values, ids = torch.cat([values, best_values], dim=1), torch.cat([ids, best_ids], dim=1)
-    if named is not None:
-        values, ids = torch.cat([values, logits.gather(1, named.ids)], dim=1), torch.cat([ids, named.ids], dim=1)
+    rank = better.sum(dim=-1).long() + 1
+    if count:
+        top, top_ids = head(logits, tops, count)
+    else:
+        top, top_ids = own[:, :0], token_ids.new_empty(len(token_ids), 0)
     best = tops.amax(dim=-1, keepdim=True)
-    log_total = (logits - best).exp_().sum(dim=-1, keepdim=True).log_()
-    host_logprobs = (values - best - log_total).cpu().numpy()
-    host_ids = ids.to(torch.int32).cpu().numpy()
-    named_counts = [0] * len(wanted) if named is None else named.counts
-    start = 1 + max(wanted)  # of the named ones
-    return [
-        TokenLogprobs(_joined(host_ids[i], k, start, m), _joined(host_logprobs[i], k, start, m), int(ranks[i]))
-        for i, (k, m) in enumerate(zip(wanted, named_counts, strict=True))
-    ]
+    shift = best + (logits - best).exp_().sum(dim=-1, keepdim=True).log_()  # log of the sum of all
+    return Listing(
+        token_ids, (own - shift).squeeze(1), rank, top_ids, top - shift, named, logits.gather(1, named) - shift
+    )
+
+
+def _count(count: int, vocab_size: int) -> int:
+    return vocab_size if count == -1 else min(count, vocab_size)
 
 
 def _joined(line: npt.NDArray[_Kind], num_best: int, start: int, num_named: int) -> npt.NDArray[_Kind]:

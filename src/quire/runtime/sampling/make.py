@@ -8,10 +8,15 @@ from quire.runtime.attention.backend import Kernels
 from quire.runtime.sampling.sampler import Sampler
 
 
-def make_sampler(num_rows: int, vocab_size: int, device: torch.device, kernels: Kernels) -> Sampler:
-    """Where Triton runs the model, it chooses the tokens too: such steps can be captured."""
+def make_sampler(
+    num_rows: int, vocab_size: int, device: torch.device, kernels: Kernels, num_samples: int | None = None
+) -> Sampler:
+    """Where Triton runs the model, it chooses the tokens too: such steps can be captured.
+
+    `num_samples` is the most that are chosen at once, if rows that verify drafts choose more than one each.
+    """
     if kernels != "triton":
         return Sampler(num_rows, vocab_size, device)
     from quire.runtime.sampling.triton_choice import TritonChoice
 
-    return Sampler(num_rows, vocab_size, device, TritonChoice(num_rows, vocab_size, device))
+    return Sampler(num_rows, vocab_size, device, TritonChoice(num_rows, vocab_size, device, num_samples))

@@ -15,12 +15,12 @@ from quire.types.step import Ints
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The rows of one batch that use one feature, in the batch's order."""
+    """The samples of one batch whose rows use one feature, in the batch's order; a row may have several."""
 
     positions: Tensor  # [G] int64, their places in the batch
     rows: Tensor  # [G] int64, their places in the token history
     slots: Tensor  # [G] int64, their places in the feature's own columns
-    host_rows: npt.NDArray[np.int64]  # [G], `rows` as the host knows them
+    host_positions: npt.NDArray[np.int64]  # [G], `positions` as the host knows them
     whole: bool  # every row of the batch is in it
 
     def take(self, batch: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Members:
 
     def leave(self, row: int) -> None:
         """Forget a row. Idempotent."""
-        if row in self:
+        if self._count and row in self:
             self._free.append(self.slot(row))
             self._slots[row] = -1
             self._count -= 1
@@ -89,11 +89,10 @@ def make_part(
     (positions,) = np.nonzero(chosen)
     if not len(positions):
         return None
-    host_rows = rows[positions].astype(np.int64)
     return Part(
         positions=to_device(torch.from_numpy(positions), device),
-        rows=to_device(torch.from_numpy(host_rows), device),
+        rows=to_device(torch.from_numpy(rows[positions].astype(np.int64)), device),
         slots=to_device(torch.from_numpy(slots[positions]), device),
-        host_rows=host_rows,
+        host_positions=positions,
         whole=len(positions) == len(rows),
     )

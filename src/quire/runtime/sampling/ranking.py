@@ -7,6 +7,9 @@ from torch import Tensor
 
 from quire.runtime.sampling.tiles import TILE, tile_ids
 
+_LOW_WORD = 0xFFFFFFFF
+_MAGNITUDE = 0x7FFFFFFF
+
 
 def head(logits: Tensor, tops: Tensor, width: int) -> tuple[Tensor, Tensor]:  # [G, vocab], [G, tiles] -> 2 x [G, width]
     """The `width` highest logits, falling, and their token ids, rising among equal logits.
@@ -28,3 +31,30 @@ def head(logits: Tensor, tops: Tensor, width: int) -> tuple[Tensor, Tensor]:  # 
     ids = ids.sort(dim=-1).values
     values, order = torch.sort(logits.gather(1, ids), dim=-1, descending=True, stable=True)
     return values, ids.gather(1, order)
+
+
+def best_tokens(scores: Tensor, tops: Tensor, width: int) -> tuple[Tensor, Tensor]:  # -> 2 x [G, width]
+    """The `width` best of scores [G, vocab] float32, falling, and their ids: of equal scores the lowest ids, rising.
+
+    `tops` is `tile_max(scores)`. Lines that hold a NaN give any ids.
+    """
+    vocab_size = scores.shape[1]
+    if width * 4 <= tops.shape[1] and vocab_size % TILE == 0:
+        # The best `width` tokens lie in the best `width` tiles: each tile before another holds a token before its.
+        tiles = _numbers(_keys(tops, torch.arange(tops.shape[1], device=tops.device)).topk(width, sorted=False).values)
+        near = tile_ids(tiles, vocab_size)  # [G, width * TILE]
+        keys = _keys(scores.gather(1, near), near)
+    else:
+        keys = _keys(scores, torch.arange(vocab_size, device=scores.device))
+    ids = _numbers(keys.topk(width).values)
+    return scores.gather(1, ids), ids
+
+
+def _keys(scores: Tensor, numbers: Tensor) -> Tensor:  # [G, n] float32, [n] or [G, n] below 2**32 -> [G, n] int64
+    """Whole numbers that order by score, then lowest number first; all different where the numbers are."""
+    bits = (scores + 0.0).view(torch.int32)  # there is one zero
+    return ((bits ^ ((bits >> 31) & _MAGNITUDE)).long() << 32) | (_LOW_WORD - numbers)
+
+
+def _numbers(keys: Tensor) -> Tensor:
+    return _LOW_WORD - (keys & _LOW_WORD)

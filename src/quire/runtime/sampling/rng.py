@@ -6,10 +6,10 @@ else: not on the row, the batch, or what was preempted and computed again.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
-
-from quire.runtime.sampling.history import TokenHistory
 
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment and multipliers
@@ -26,15 +26,16 @@ class Streams:
     def put(self, row: int, seed: int, sample_index: int) -> None:
         self._starts[row].fill_(stream_start(seed, sample_index))
 
-    def uniform(self, rows: Tensor, history: TokenHistory) -> Tensor:  # [G] float64
-        """A number in (0, 1) with 52 random bits for the next token of each of `rows`."""
-        state = self._starts.index_select(0, rows) + (history.num_outputs(rows) + 1) * _signed(_GAMMA)
+    def uniform(self, rows: Tensor, num_outputs: Tensor) -> Tensor:  # [G], [G] -> [G] float64
+        """A number in (0, 1) with 52 random bits for the token of each of `rows` after so many generated ones."""
+        state = self._starts.index_select(0, rows) + (num_outputs + 1) * _signed(_GAMMA)
         state = (state ^ _shift_right(state, 30)) * _signed(_MIX_1)
         state = (state ^ _shift_right(state, 27)) * _signed(_MIX_2)
         state = state ^ _shift_right(state, 31)
         return (_shift_right(state, 12).double() + 0.5) * 2.0**-52
 
 
+@lru_cache(maxsize=1024)  # the beams of a request all have the same one, and are placed again and again
 def stream_start(seed: int, sample_index: int) -> int:
     """Where a row's stream starts, as an int64: a hash of both numbers."""
     return _signed(mix(mix(seed + _GAMMA) ^ (sample_index * _GAMMA)))

@@ -9,11 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.runtime.pending import Pending
 from quire.runtime.sampling.choice import Choice, TorchChoice
-from quire.runtime.sampling.column import Column
 from quire.runtime.sampling.history import TokenHistory
-from quire.runtime.sampling.logprobs import NamedTokens, token_logprobs
-from quire.runtime.sampling.members import Members, Part
+from quire.runtime.sampling.logprobs import Listing, list_logprobs, prompt_entries
+from quire.runtime.sampling.members import Part
+from quire.runtime.sampling.ranking import best_tokens
+from quire.runtime.sampling.reports import NO_CANDIDATES, NO_LOGPROBS, NO_REPORT, Report, Reports, all_candidates
+from quire.runtime.sampling.samples import Longs, Samples
+from quire.runtime.sampling.tiles import tile_max
 from quire.runtime.sampling.transforms.allowed_ids import AllowedIds
 from quire.runtime.sampling.transforms.bad_words import BadWords
 from quire.runtime.sampling.transforms.logit_bias import LogitBias
@@ -22,15 +26,15 @@ from quire.runtime.sampling.transforms.occurrence import OccurrencePenalty
 from quire.runtime.sampling.transforms.repetition import RepetitionPenalty
 from quire.runtime.sampling.transforms.transform import Step, Transform
 from quire.runtime.sampling.validation import check_ids
-from quire.types.step import Ints, NewRow, PromptLogprobs, RowLogprobs
+from quire.types.step import Candidates, Ints, NewRow, PromptLogprobs, RowLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token per row of a batch. An id below zero marks a row that failed: see `failures.row_failures`."""
+    """One token per sample of a batch. An id below zero marks one that failed: see `failures.row_failures`."""
 
     token_ids: Tensor  # [S] int64, on the device
-    logprobs: tuple[RowLogprobs, ...] = ()
+    report: Report = NO_REPORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +45,17 @@ class _Batch:
     transforms: tuple[tuple[Transform, Part], ...]
     choice: Any  # what the choice prepared
     logprobs: Part | None
+    candidates: Part | None
 
 
 class Sampler:
-    """Chooses the next token of every row, by parameters that are uploaded once when the row is added.
+    """Chooses the next token of every sample, by parameters that are uploaded once when its row is added.
 
-    Logits are changed in vLLM V1's order: allowed_token_ids, bad_words, min_tokens, logit_bias, repetition penalty,
-    frequency and presence penalty, temperature, min_p, top_k, top_p. A row's token depends on its own logits,
-    parameters, seed and history alone. A row that was never added is greedy. Only rows that asked for logprobs make
-    `sample` wait for the device.
+    Logits are changed in vLLM V1's order: masks, allowed_token_ids, bad_words, min_tokens, logit_bias, repetition
+    penalty, frequency and presence penalty, temperature, min_p, top_k, top_p. Where candidates are asked for, it is
+    their log-probabilities that are changed, as in transformers' beam search. A token depends on its own logits, and
+    on its row's parameters, seed and history so far, alone. A row that was never added is greedy. Nothing waits for
+    the device but prompt logprobs.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, choice: Choice | None = None) -> None:
@@ -63,13 +69,9 @@ class Sampler:
             RepetitionPenalty(num_rows, device),
             OccurrencePenalty(num_rows, device),
         )
-        self._logprobs = Members(num_rows)
-        self._num_logprobs: dict[int, int] = {}  # by row
-        self._named = Column(torch.int64, device, pad=0)  # logprob_token_ids, by slot of `_logprobs`
-        self._num_named: dict[int, int] = {}  # by row
+        self._reports = Reports(num_rows, vocab_size, device)
         self._num_prompt_logprobs: dict[int, int] = {}  # by row
-        self._num_tokens = np.zeros(num_rows, dtype=np.int64)
-        self._num_prompt = np.zeros(num_rows, dtype=np.int64)
+        self._num_prompt: Longs = np.zeros(num_rows, dtype=np.int64)
         self._batch: _Batch | None = None
 
     def add(self, new: NewRow) -> None:
@@ -78,15 +80,9 @@ class Sampler:
         for transform in self._transforms:
             transform.add(new)
         self.choice.add(new)
-        if new.sampling.logprobs is not None:
-            slot = self._logprobs.join(new.row)
-            self._num_logprobs[new.row] = new.sampling.logprobs
-            named = tuple(new.sampling.logprob_token_ids or ())
-            self._named.put(slot, named or (0,))  # every slot has a line, for `take`
-            self._num_named[new.row] = len(named)
+        self._reports.add(new)
         if new.sampling.prompt_logprobs is not None:
             self._num_prompt_logprobs[new.row] = new.sampling.prompt_logprobs
-        self._num_tokens[new.row] = len(new.token_ids)
         self._num_prompt[new.row] = new.num_prompt_tokens
         self._batch = None
 
@@ -95,34 +91,46 @@ class Sampler:
         for transform in self._transforms:
             transform.members.leave(row)
         self.choice.remove(row)
-        self._logprobs.leave(row)
-        self._num_logprobs.pop(row, None)
-        self._num_named.pop(row, None)
+        self._reports.remove(row)
         self._num_prompt_logprobs.pop(row, None)
         self._batch = None
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: Ints, history: TokenHistory) -> Sampled:
-        """Choose a token for each of `rows` from logits [S, vocab], which may be overwritten."""
-        if not len(rows):
+    def sample(self, logits: Tensor, samples: Samples, history: TokenHistory) -> Sampled:
+        """Choose a token for each of `samples` from logits [S, vocab], which may be overwritten."""
+        if not len(samples):
             return Sampled(torch.empty(0, dtype=torch.int64, device=self._device))
-        batch = self._batch_of(rows)
-        if batch.transforms or not self.choice.takes_any_dtype:
+        batch = self._batch_of(samples.rows)
+        is_changed = bool(batch.transforms or batch.candidates or samples.masks)
+        if is_changed or not self.choice.takes_any_dtype:
             logits = logits.float().contiguous()
         raw = None if batch.logprobs is None else logits.index_select(0, batch.logprobs.positions)
-        step = Step(history, self._num_tokens, self._num_prompt)
+        if batch.candidates is not None:
+            logits = _as_logprobs(logits, batch.candidates)
+        if samples.masks is not None:
+            self.choice.mask(logits, samples.masks)
+        step = Step(samples, history, self._num_prompt)
         for transform, part in batch.transforms:
             transform.apply(logits, part, step)
+        candidates, logprobs = NO_CANDIDATES, NO_LOGPROBS
+        if batch.candidates is not None:
+            candidates = self._candidates(logits, batch.candidates, samples)
         token_ids = self.choice.choose(logits, batch.choice, step)
-        self._num_tokens[rows] += 1
-        if raw is None or batch.logprobs is None:
-            return Sampled(token_ids)
-        return Sampled(token_ids, self._row_logprobs(raw, batch.logprobs, token_ids))
+        if batch.logprobs is not None and raw is not None:
+            logprobs = self._logprobs(raw, batch.logprobs, samples, token_ids)
+        return Sampled(token_ids, Report(logprobs, candidates))
 
     def only_chooses(self, rows: Ints) -> bool:
-        """Whether none of `rows` asks for more than a choice: no transform before it, no logprobs after it."""
-        special = (self._logprobs, *(transform.members for transform in self._transforms))
-        return not any(len(members) and members.among(rows).any() for members in special)
+        """Whether nothing changes the logits of any of `rows` before their tokens are chosen."""
+        return not any(len(each.members) and each.members.among(rows).any() for each in self._transforms)
+
+    def num_listed(self, rows: Ints) -> int | None:
+        """See `Reports.num_listed`."""
+        return self._reports.num_listed(rows)
+
+    def report(self, listing: Listing, rows: Ints) -> Report:
+        """See `Reports.read`."""
+        return self._reports.read(listing, rows)
 
     def wants_prompt_logprobs(self, row: int) -> bool:
         return row in self._num_prompt_logprobs
@@ -133,15 +141,14 @@ class Sampler:
 
         Waits for the device.
         """
-        counts = [self._num_prompt_logprobs[row]] * len(next_ids)
-        return PromptLogprobs(row, start, tuple(token_logprobs(logits, next_ids.long(), counts)))
+        count = self._num_prompt_logprobs[row]
+        return PromptLogprobs(row, start, tuple(prompt_entries(logits, next_ids.long(), count)))
 
     def check(self) -> None:
         for transform in self._transforms:
             transform.members.check()
         self.choice.check()
-        self._logprobs.check()
-        assert len(self._logprobs) == len(self._num_logprobs) == len(self._num_named)
+        self._reports.check()
 
     def _batch_of(self, rows: Ints) -> _Batch:
         if self._batch is None or not np.array_equal(self._batch.rows, rows):
@@ -154,19 +161,29 @@ class Sampler:
             rows,
             tuple((transform, part) for transform, part in transforms if part is not None),
             self.choice.prepare(rows),
-            self._logprobs.part(rows, self._device),
+            self._reports.logprobs.part(rows, self._device),
+            self._reports.candidates.part(rows, self._device),
         )
 
-    def _row_logprobs(self, raw: Tensor, part: Part, token_ids: Tensor) -> tuple[RowLogprobs, ...]:
-        chosen = part.take(token_ids)
-        rows = part.host_rows.tolist()
-        counts = [self._num_logprobs[row] for row in rows]
-        entries = token_logprobs(raw, chosen.clamp(min=0), counts, self._named_tokens(part, rows))
-        lines = zip(rows, chosen.tolist(), entries, strict=True)
-        return tuple(RowLogprobs(row, entry) for row, token, entry in lines if token >= 0)
+    def _candidates(self, scores: Tensor, part: Part, samples: Samples) -> Pending[Candidates | None]:
+        mine, rows = part.take(scores), samples.rows[part.host_positions]
+        best, ids = best_tokens(mine, tile_max(mine), self._reports.num_candidates(rows))
+        return all_candidates(ids, best, samples.places[part.host_positions])
 
-    def _named_tokens(self, part: Part, rows: list[int]) -> NamedTokens | None:
-        counts = [self._num_named[row] for row in rows]
-        if not any(counts):
-            return None
-        return NamedTokens(self._named.take(part.slots)[:, : max(counts)], counts)
+    def _logprobs(
+        self, raw: Tensor, part: Part, samples: Samples, token_ids: Tensor
+    ) -> Pending[tuple[RowLogprobs, ...]]:
+        rows = samples.rows[part.host_positions]
+        wanted = self._reports.wanted(rows)
+        named = self._reports.named(part, wanted)
+        listing = list_logprobs(raw, part.take(token_ids), wanted.most(self._vocab_size), named)
+        return self._reports.row_logprobs(listing, np.arange(len(rows)), rows)
+
+
+def _as_logprobs(logits: Tensor, part: Part) -> Tensor:
+    """The same logits, but for the part's lines: those become log-probabilities."""
+    logprobs = part.take(logits).log_softmax(dim=-1)
+    if part.whole:
+        return logprobs
+    part.put(logits, logprobs)
+    return logits

@@ -10,14 +10,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.kernels.triton.masks import apply_masks
 from quire.kernels.triton.sampling import SampleSpace, sample
 from quire.kernels.triton.sampling_filters import FilterSpace
-from quire.kernels.triton.sampling_weights import RowParameters, RowTokens
+from quire.kernels.triton.sampling_weights import RowParameters
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.rng import stream_start
 from quire.runtime.sampling.transforms.transform import Step
 from quire.runtime.transfer import Courier
-from quire.types.step import Ints, NewRow
+from quire.types.step import Ints, Masks, NewRow
 
 
 class _Parameters(NamedTuple):
@@ -46,21 +47,21 @@ class TritonChoice:
 
     takes_any_dtype = True
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size, self._device = vocab_size, device
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, num_samples: int | None = None) -> None:
+        self.vocab_size, self._device = vocab_size, device
         self._parameters = RowParameters.make(num_rows, device)
-        self._space = SampleSpace.make(num_rows, vocab_size, device, filtered=True)
+        self._space = SampleSpace.make(num_samples or num_rows, vocab_size, device, filtered=True)
         self._courier = Courier(device)
         self._waiting: dict[int, _Parameters] = {}
         self._narrow: npt.NDArray[np.bool_] = np.zeros(num_rows, dtype=np.bool_)  # rows with top_k or top_p
-        self._num_narrow = 0
+        self._narrow_rows: set[int] = set()  # the same: quicker to change
 
     def add(self, new: NewRow) -> None:
         sampling = new.sampling
         log_min_p = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
         start = stream_start(new.seed, new.sample_index)
         self._waiting[new.row] = _Parameters(sampling.temperature, sampling.top_k, sampling.top_p, log_min_p, start)
-        has_filter = sampling.top_p < 1.0 or 0 < sampling.top_k < self._vocab_size
+        has_filter = sampling.top_p < 1.0 or 0 < sampling.top_k < self.vocab_size
         self._set_narrow(new.row, has_filter and not sampling.is_greedy)
 
     def remove(self, row: int) -> None:
@@ -70,26 +71,31 @@ class TritonChoice:
     def prepare(self, rows: Ints) -> _Batch:
         return _Batch(self._courier.send(rows.astype(np.int32))[0], self.is_narrow(rows))
 
+    def mask(self, logits: Tensor, masks: Masks) -> None:
+        lines, bits = self._courier.send(masks.samples, masks.bits.view(np.int32))
+        apply_masks(logits, lines, bits)
+
     def choose(self, logits: Tensor, prepared: _Batch, step: Step) -> Tensor:  # [S]
         self.settle()
         token_ids = torch.empty(len(prepared.rows), dtype=torch.int64, device=self._device)
-        self.choose_into(token_ids, logits, prepared.rows, step.history, narrow=prepared.narrow)
+        lengths = step.samples.on_device
+        self.choose_into(token_ids, logits, prepared.rows, lengths, step.history, narrow=prepared.narrow)
         return token_ids
 
     def choose_into(
-        self, token_ids: Tensor, logits: Tensor, rows: Tensor, history: TokenHistory, *, narrow: bool
+        self, token_ids: Tensor, logits: Tensor, rows: Tensor, lengths: Tensor, history: TokenHistory, *, narrow: bool
     ) -> None:
-        """Fill token_ids [S] for `rows` [S]; negative rows are padding. Waits for nothing, so it can be captured.
+        """Fill token_ids [S] for `rows` [S] after `lengths` [S] tokens of each; negative rows are padding.
 
-        `narrow` must be true if any of the rows has top_k or top_p. New parameters must have been settled.
+        Waits for nothing, so it can be captured. `narrow` must be true if any of the rows has top_k or top_p. New
+        parameters must have been settled.
         """
         space = _first(self._space, len(rows), narrow=narrow)
-        tokens = RowTokens(history.tokens, history.lengths, history.num_prompt)
-        sample(logits, rows, self._parameters, tokens, space, token_ids)
+        sample(logits, rows, lengths, self._parameters, history.num_prompt, space, token_ids)
 
     def is_narrow(self, rows: Ints) -> bool:
         """Whether one of `rows` has top_k or top_p."""
-        return self._num_narrow > 0 and bool(self._narrow[rows].any())
+        return bool(self._narrow_rows) and bool(self._narrow[rows].any())
 
     def settle(self) -> None:
         """Bring the parameters of new rows to the device."""
@@ -104,10 +110,12 @@ class TritonChoice:
         self._waiting.clear()
 
     def check(self) -> None:
-        assert int(self._narrow.sum()) == self._num_narrow
+        assert set(np.flatnonzero(self._narrow).tolist()) == self._narrow_rows
 
     def _set_narrow(self, row: int, narrow: bool) -> None:
-        self._num_narrow += int(narrow) - int(self._narrow[row])
+        if narrow == (row in self._narrow_rows):
+            return
+        (self._narrow_rows.add if narrow else self._narrow_rows.remove)(row)
         self._narrow[row] = narrow
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.runtime.attention.backend import AttentionBatch, BatchBackend, ChunkSpan
 from quire.runtime.layers.step import ForwardStep
+from quire.runtime.sampling.samples import Longs, Samples
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.rows import Rows
 from quire.types.step import StepPlan
 
-Longs = npt.NDArray[np.int64]
+_NOTHING: Longs = np.empty(0, dtype=np.int64)
 
 
 class StepShape(NamedTuple):
@@ -33,11 +34,23 @@ class Batch:
     """A forward pass and which of its positions are wanted, in the order of the plan's sample_rows."""
 
     step: ForwardStep
-    rows: Longs  # [samples]: rows that sample
-    rows_on_device: Tensor  # [samples]
-    wanted: Tensor  # [positions]: batch tokens whose logits are needed; equal to `rows` but for forks
+    samples: Samples
+    rows: Tensor  # [samples]: the samples' rows
+    wanted: Tensor  # [positions]: batch tokens whose logits are needed; one for each sample but for forks
     spread: Tensor | None  # [samples] into `wanted`, when several rows sample from one position
+    grown: tuple[Longs, Tensor] | None  # samples [grown] that their rows grow by, twice; None: all of them
     shape: StepShape | None = None  # of a padded step
+
+
+class Places(NamedTuple):
+    """Where a plan samples."""
+
+    rows: Longs  # [samples]: rows that sample, in the order of the plan
+    lengths: Longs  # [samples]: tokens known of the row when it does
+    wanted: Longs  # [positions]: batch tokens whose logits are needed
+    spread: Longs  # [samples] into `wanted` after a fork; empty: a position per sample
+    grown: Longs  # [grown]: samples that their rows grow by; empty if that is all of them
+    verifies: bool  # some samples verify a draft: their rows do not grow
 
 
 class BatchBuilder:
@@ -55,18 +68,17 @@ class BatchBuilder:
         decodes = plan.decode_rows[order].astype(np.int64)
         token_rows, positions = find_tokens(plan, decodes, rows.lengths)
         lengths = rows.lengths[token_rows]
-        samples, wanted, spread = find_samples(plan, order)
+        places = find_samples(plan, order, rows.lengths)
         numbers = np.concatenate((
             token_rows * rows.capacity + positions,
             token_rows * rows.max_blocks + positions // rows.block_size,
             positions,
             lengths,
-            samples,
-            wanted,
+            *places[:5],
         ))  # fmt: skip
         count = len(positions)
-        where, blocks, position, length, sample, want = torch.split(
-            rows.upload(numbers), [count, count, count, count, len(samples), len(wanted)]
+        where, blocks, position, length, *chosen = torch.split(
+            rows.upload(numbers), [count, count, count, count, *map(len, places[:5])]
         )
         self._clear_entered(plan, decodes)
         step = ForwardStep(
@@ -78,7 +90,7 @@ class BatchBuilder:
             caches=self._cache.layers,
             attention=self._backend.prepare(self._attention(plan, decodes)),
         )
-        return Batch(step, samples, sample, want, None if spread is None else rows.upload(spread))
+        return make_batch(step, plan, places, chosen)
 
     def _attention(self, plan: StepPlan, decodes: Longs) -> AttentionBatch:
         rows, size = self._rows, self._rows.block_size
@@ -130,18 +142,51 @@ def slots_of(block_ids: Tensor, positions: Tensor, kv_heads: Tensor, size: int) 
     return (first * size + (positions % size)[:, None]).reshape(-1)
 
 
-def find_samples(plan: StepPlan, order: Longs) -> tuple[Longs, Longs, Longs | None]:
-    """Rows that sample in plan order, the batch tokens they need, and how tokens spread over rows after a fork."""
-    wanted = np.empty(len(order), dtype=np.int64)
-    wanted[order] = np.arange(len(order))
-    chunk_ends, counts, end = [], [], len(order)
+def find_samples(plan: StepPlan, order: Longs, lengths: Longs) -> Places:
+    """Where a plan samples, given the order in which its decodes are computed and how long each row is."""
+    first = np.empty(len(order), dtype=np.int64)
+    first[order] = np.arange(len(order))
+    rows = plan.sample_rows.astype(np.int64)
+    known = lengths[rows]
+    wanted, counts, grown = [first], [1] * len(order), np.ones(len(rows), dtype=np.bool_)
+    end, place = len(order), len(order)
     for chunk in plan.chunks:
         end += chunk.num_tokens
-        if chunk.sample_rows:
-            chunk_ends.append(end - 1)
+        if not chunk.sample_rows:
+            continue
+        wanted.append(np.arange(end - chunk.num_sampled, end))
+        if chunk.num_sampled > 1:
+            last = place + chunk.num_sampled
+            known[place:last] += np.arange(1 - chunk.num_sampled, 1)
+            grown[place:last] = False
+            counts += [1] * chunk.num_sampled
+        else:
             counts.append(len(chunk.sample_rows))
-    wanted = np.concatenate((wanted, np.asarray(chunk_ends, dtype=np.int64)))
-    spread = None
-    if any(count > 1 for count in counts):
-        spread = np.repeat(np.arange(len(wanted)), [1] * len(order) + counts)
-    return plan.sample_rows.astype(np.int64), wanted, spread
+        place += len(chunk.samples)
+    verifies = not bool(grown.all())
+    is_forked = len(rows) > len(counts)
+    return Places(
+        rows,
+        known,
+        np.concatenate(wanted),
+        np.repeat(np.arange(len(counts)), counts) if is_forked else _NOTHING,
+        np.flatnonzero(grown) if verifies else _NOTHING,
+        verifies,
+    )
+
+
+def make_batch(
+    step: ForwardStep, plan: StepPlan, places: Places, on_device: Sequence[Tensor], shape: StepShape | None = None
+) -> Batch:
+    """`on_device` holds the first five of `places`."""
+    rows, lengths, wanted, spread, grown = on_device
+    samples = Samples(places.rows.astype(np.int32), places.lengths, lengths, np.arange(len(places.rows)), plan.masks)
+    return Batch(
+        step,
+        samples,
+        rows,
+        wanted,
+        spread if len(places.spread) else None,
+        (places.grown, grown) if places.verifies else None,
+        shape,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy as copying
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,6 +29,13 @@ class KVCache:
         self._blocks = indexable(self._memory).view(num_layers * 2, config.num_blocks, -1)
         self.layers = tuple(LayerCache.of(layer[0], layer[1]) for layer in self._memory)
         self.num_blocks, self.block_size = config.num_blocks, config.block_size
+
+    def first(self, num_layers: int) -> KVCache:
+        """The same memory, as a model of so many of its layers sees it."""
+        other = copying.copy(self)
+        other._memory, other._blocks = self._memory[:num_layers], self._blocks[: 2 * num_layers]
+        other.layers = self.layers[:num_layers]
+        return other
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Carry copies out as if one after the other."""

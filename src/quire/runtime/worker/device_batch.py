@@ -12,7 +12,8 @@ from torch import Tensor
 
 from quire.runtime.attention.triton import Span
 from quire.runtime.layers.step import ForwardStep
-from quire.runtime.worker.batch import Batch, Longs, StepShape, find_samples, find_tokens, slots_of
+from quire.runtime.sampling.samples import Longs
+from quire.runtime.worker.batch import Batch, StepShape, find_samples, find_tokens, make_batch, slots_of
 from quire.runtime.worker.device_state import DeviceState
 from quire.types.step import StepPlan
 
@@ -42,10 +43,8 @@ class DeviceBatchBuilder:
     def build(self, plan: StepPlan) -> Batch:
         rows, decodes = self._rows, plan.decode_rows.astype(np.int64)
         token_rows, positions = find_tokens(plan, decodes, rows.lengths)
-        samples, wanted, spread = find_samples(plan, np.arange(len(decodes)))
-        sample, want, spreads = rows.courier.send(
-            samples.astype(np.int32), wanted, np.empty(0, dtype=np.int64) if spread is None else spread
-        )
+        found = find_samples(plan, np.arange(len(decodes)), rows.lengths)
+        chosen = rows.courier.send(found.rows.astype(np.int32), *found[1:5])
         spans, cascade = _spans(plan), self._shared.announce(plan.decode_rows)
         room, decoded = self._room(len(positions), spans), rows.lengths[decodes]
         shape = None if room is None else StepShape(room, len(decodes) > 0, len(spans) > 0, cascade)
@@ -54,7 +53,7 @@ class DeviceBatchBuilder:
             token_rows, positions = _pad(token_rows, shape.tokens, PADDING), _pad(positions, shape.tokens, 0)
             decoded = _pad(decoded, self._looked_at(shape), 0)
         step = self._step(token_rows, positions, decoded, tiles, shape, cascade=cascade)
-        return Batch(step, samples, sample, want, None if spread is None else spreads, shape)
+        return make_batch(step, plan, found, chosen, shape)
 
     def usual_shapes(self) -> list[StepShape]:
         """Those that most steps have: chunks alone, and chunks beside decodes."""
@@ -63,12 +62,12 @@ class DeviceBatchBuilder:
     def blank(self, shape: StepShape) -> Batch:
         """A step of that shape that is nothing but padding: it changes no row and no block."""
         padding = np.full(shape.tokens, PADDING, dtype=np.int64)
-        nothing = np.zeros(0, dtype=np.int64)
         decoded = np.zeros(self._looked_at(shape), dtype=np.int64)
         tiles = self._tiles((), shape) if shape.chunks else None
         step = self._step(padding, np.zeros_like(padding), decoded, tiles, shape, cascade=shape.cascade)
-        where = torch.from_numpy(nothing).to(self._rows.device)
-        return Batch(step, nothing, where.int(), where, None, shape)
+        found = find_samples(nothing := StepPlan(step=0), np.zeros(0, dtype=np.int64), self._rows.lengths)
+        chosen = self._rows.courier.send(found.rows.astype(np.int32), *found[1:5])
+        return make_batch(step, nothing, found, chosen, shape)
 
     def _looked_at(self, shape: StepShape) -> int:
         """How many tokens of a padded step are looked at for rows that decode: all those, then chunks and padding."""

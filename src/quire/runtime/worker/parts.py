@@ -9,15 +9,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quire.config.engine import CacheConfig, EngineConfig
+from quire.config.engine import EngineConfig
 from quire.config.graphs import token_buckets
-from quire.config.model import Heads, ModelConfig
+from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import TORCH_DTYPES
 from quire.runtime.models.registry import Model
 from quire.runtime.worker.batch import Batch, BatchBuilder
 from quire.runtime.worker.cache import KVCache
+from quire.runtime.worker.output import StepOutput
 from quire.runtime.worker.rows import Rows
-from quire.runtime.worker.runner import Batches, Forward, RowSampler, StepOutput
+from quire.runtime.worker.runner import Batches, Forward, RowSampler
+from quire.runtime.worker.virtual_batch import VirtualBatchBuilder
+from quire.runtime.worker.virtual_cache import VirtualCache
+from quire.runtime.worker.virtual_rows import VirtualRows
 from quire.types.step import StepPlan
 
 
@@ -71,18 +75,42 @@ class Parts:
 
 
 def make_parts(
-    model: Model, backend: Any, sampler: RowSampler, model_config: ModelConfig, config: EngineConfig
+    model: Model,
+    backend: Any,
+    sampler: RowSampler,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    cache: KVCache | None = None,
 ) -> Parts:
-    """Allocates the KV cache and all rows."""
+    """Allocates all rows and, unless one is given, the KV cache."""
     device = torch.device(config.device.device)
     capacity = config.scheduler.max_model_len + 1  # the token that ends a full sequence is kept too
     row_shape = (config.scheduler.num_rows, capacity, config.cache.block_size, device)
-    kv_dtype = TORCH_DTYPES[config.device.kv_dtype]
-    cache_shape = (config.cache, model_config.heads, model_config.num_layers, kv_dtype, device)
+    cache = cache or _make_cache(backend, model_config, config, row_shape)
     if backend.kernels == "triton":
-        return _device_parts(model, backend, sampler, row_shape, cache_shape, model_config, config)
-    rows, cache = Rows(*row_shape), KVCache(*cache_shape)
+        return _device_parts(model, backend, sampler, row_shape, cache, model_config, config)
+    if isinstance(cache, VirtualCache):
+        virtual = VirtualRows(*row_shape, cache.ranges)
+        batches = VirtualBatchBuilder(virtual, cache, backend)
+        return Parts(virtual, cache, batches, PlainForward(model), NoGraphs())
+    rows = Rows(*row_shape)
     return Parts(rows, cache, BatchBuilder(rows, cache, backend), PlainForward(model), NoGraphs())
+
+
+def _make_cache(
+    backend: Any, model_config: ModelConfig, config: EngineConfig, row_shape: tuple[int, int, int, torch.device]
+) -> KVCache:
+    make = KVCache
+    if backend.kernels == "triton":
+        from quire.runtime.worker.device_cache import DeviceCache
+
+        make = DeviceCache
+    kv_dtype, device = TORCH_DTYPES[config.device.kv_dtype], torch.device(config.device.device)
+    shape = (config.cache, model_config.heads, model_config.num_layers, kv_dtype, device)
+    if config.cache.layout == "virtual":
+        num_rows, capacity, block_size, _ = row_shape
+        return VirtualCache(*shape, (num_rows, -(-capacity // block_size)))
+    return make(*shape)
 
 
 def _device_parts(
@@ -90,14 +118,13 @@ def _device_parts(
     backend: Any,
     sampler: RowSampler,
     row_shape: tuple[int, int, int, torch.device],
-    cache_shape: tuple[CacheConfig, Heads, int, torch.dtype, torch.device],
+    cache: KVCache,
     model_config: ModelConfig,
     config: EngineConfig,
 ) -> Parts:
     from quire.runtime.models.triton_stack import TritonStack
     from quire.runtime.worker.capture import CudaCapture, NoCapture
     from quire.runtime.worker.device_batch import DeviceBatchBuilder
-    from quire.runtime.worker.device_cache import DeviceCache
     from quire.runtime.worker.device_rows import DeviceRows
     from quire.runtime.worker.device_state import DeviceState
     from quire.runtime.worker.forward_graphs import ForwardGraphs
@@ -105,7 +132,7 @@ def _device_parts(
     from quire.runtime.worker.prepare import prepare
     from quire.runtime.worker.shared_runs import SharedRuns
 
-    rows, cache, stack = DeviceRows(*row_shape), DeviceCache(*cache_shape), model.fused
+    rows, stack = DeviceRows(*row_shape), model.fused
     backend.reserve(cache.layers[0], config.scheduler.num_rows)
     state = DeviceState(rows, cache, backend, SharedRuns(rows, backend))
     if config.device.enforce_eager or not isinstance(stack, TritonStack):

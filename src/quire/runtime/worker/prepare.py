@@ -10,7 +10,7 @@ from quire.kernels.triton.compiling import compiling_only
 from quire.runtime.worker.batch import StepShape
 from quire.runtime.worker.device_batch import DeviceBatchBuilder
 from quire.runtime.worker.forward_graphs import ForwardGraphs
-from quire.runtime.worker.graphs import DecodeGraphs
+from quire.runtime.worker.graphs import DecodeGraphs, Kind
 
 
 def prepare(batches: DeviceBatchBuilder, forward: ForwardGraphs, graphs: DecodeGraphs, seconds: float) -> None:
@@ -21,7 +21,7 @@ def prepare(batches: DeviceBatchBuilder, forward: ForwardGraphs, graphs: DecodeG
     deadline = time.monotonic() + seconds
     shapes, (first, *others) = batches.usual_shapes(), graphs.buckets
     with compiling_only():
-        graphs.rehearse(first)
+        graphs.rehearse(Kind(first))
         for shape in shapes[:1]:
             forward.rehearse(batches.blank(shape))
     graphs.capture(first)
@@ -31,9 +31,11 @@ def prepare(batches: DeviceBatchBuilder, forward: ForwardGraphs, graphs: DecodeG
         tasks.pop(0)()
     with compiling_only(wait=False):
         for bucket in graphs.buckets:
-            graphs.rehearse(bucket)
-            graphs.rehearse(bucket, narrow=True)
-            graphs.rehearse(bucket, cascade=True)
+            graphs.rehearse(Kind(bucket))
+            graphs.rehearse(Kind(bucket, narrow=True))
+            graphs.rehearse(Kind(bucket, cascade=True))
+        for listed in (0, 8):
+            graphs.rehearse(Kind(first, listed=listed))
         for shape in shapes:
             forward.rehearse(batches.blank(shape))
 

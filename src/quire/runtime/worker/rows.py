@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.runtime.sampling.history import TokenHistory
-from quire.runtime.transfer import to_device
-from quire.types.step import Ints, NewRow
+from quire.runtime.sampling.samples import Longs
+from quire.runtime.transfer import Courier
+from quire.types.step import Ints, NewRow, RowTokens
 
 
 class Rows:
@@ -23,6 +23,7 @@ class Rows:
     def __init__(self, num_rows: int, capacity: int, block_size: int, device: torch.device) -> None:
         self.num_rows, self.capacity, self.block_size, self.device = num_rows, capacity, block_size, device
         self.max_blocks = -(-capacity // block_size)
+        self.courier = Courier(device)
         self.tokens = _zeros(num_rows, capacity, device)  # [rows, capacity]
         self.tables = _zeros(num_rows, self.max_blocks, device)  # [rows, max blocks]
         self.history = TokenHistory(
@@ -30,24 +31,48 @@ class Rows:
             lengths=torch.zeros(num_rows, dtype=torch.int64, device=device),
             num_prompt=torch.zeros(num_rows, dtype=torch.int64, device=device),
         )
-        self.lengths: npt.NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)  # host mirrors
-        self.num_prompt: npt.NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
-        self.live: npt.NDArray[np.bool_] = np.zeros(num_rows, dtype=np.bool_)
+        self.lengths: Longs = np.zeros(num_rows, dtype=np.int64)  # host mirrors
+        self.num_prompt: Longs = np.zeros(num_rows, dtype=np.int64)
+        self.live = np.zeros(num_rows, dtype=np.bool_)
 
     def place(self, news: Sequence[NewRow]) -> None:
         """Place sequences."""
-        for new in news:
-            self._place(new)
+        if not news:
+            return
+        rows = np.array([new.row for new in news], dtype=np.int64)
+        lengths = np.array([len(new.token_ids) for new in news], dtype=np.int64)
+        num_prompt = np.array([new.num_prompt_tokens for new in news], dtype=np.int64)
+        assert lengths.min() > 0
+        assert lengths.max() <= self.capacity
+        self.lengths[rows], self.num_prompt[rows], self.live[rows] = lengths, num_prompt, True
+        tokens = np.concatenate([new.token_ids for new in news]).astype(np.int32)
+        blocks = np.array([block for new in news for block in new.block_ids], dtype=np.int32)
+        num_blocks = np.array([len(new.block_ids) for new in news])
+        where, length, prompt, place, token, slot, block = self.courier.send(
+            rows, lengths, num_prompt, _places(rows, 0, lengths, self.capacity), tokens,
+            _places(rows, 0, num_blocks, self.max_blocks), blocks,
+        )  # fmt: skip
+        self.history.lengths.index_copy_(0, where, length)
+        self.history.num_prompt.index_copy_(0, where, prompt)
+        self.tokens.view(-1).index_copy_(0, place, token)
+        self.tables.view(-1).index_copy_(0, slot, block)
 
-    def _place(self, new: NewRow) -> None:
-        row, length = new.row, len(new.token_ids)
-        assert 0 < length <= self.capacity, f"row {row}: {length} tokens, capacity {self.capacity}"
-        self.lengths[row], self.num_prompt[row], self.live[row] = length, new.num_prompt_tokens, True
-        self.history.lengths[row] = length
-        self.history.num_prompt[row] = new.num_prompt_tokens
-        self.tokens[row, :length].copy_(torch.tensor(new.token_ids, dtype=torch.int32))
-        if new.block_ids:
-            self.tables[row, : len(new.block_ids)].copy_(torch.tensor(new.block_ids, dtype=torch.int32))
+    def write(self, writes: Sequence[RowTokens]) -> None:
+        """Say what tokens rows (all different) hold from a position on; they are as long as that afterwards."""
+        if not writes:
+            return
+        rows = np.array([write.row for write in writes], dtype=np.int64)
+        starts = np.array([write.start for write in writes], dtype=np.int64)
+        counts = np.array([len(write.token_ids) for write in writes], dtype=np.int64)
+        assert len(np.unique(rows)) == len(rows), "two writes to one row"
+        assert (starts + counts).max() <= self.capacity
+        self.lengths[rows] = starts + counts
+        tokens = np.concatenate([write.token_ids for write in writes]).astype(np.int32)
+        where, length, place, token = self.courier.send(
+            rows, self.lengths[rows], _places(rows, starts, counts, self.capacity), tokens
+        )
+        self.history.lengths.index_copy_(0, where, length)
+        self.tokens.view(-1).index_copy_(0, place, token)
 
     def release(self, rows: tuple[int, ...]) -> None:
         self.live[list(rows)] = False
@@ -56,11 +81,10 @@ class Rows:
         """Block blocks[i] becomes the slots[i]-th of row rows[i]."""
         if len(rows) == 0:
             return
-        where = rows.astype(np.int64) * self.max_blocks + slots
-        both = self.upload(np.stack((where, blocks)))
-        self.tables.view(-1).index_copy_(0, both[0], both[1].int())
+        where, granted = self.courier.send(rows.astype(np.int64) * self.max_blocks + slots, blocks)
+        self.tables.view(-1).index_copy_(0, where, granted)
 
-    def append(self, rows: npt.NDArray[np.int64], rows_on_device: Tensor, token_ids: Tensor) -> None:
+    def append(self, rows: Ints, rows_on_device: Tensor, token_ids: Tensor) -> None:
         """Each of `rows` (all different) grows by the token sampled for it; negative ids mark failures, kept as 0."""
         lengths = self.history.lengths
         where = rows_on_device * self.capacity + lengths.index_select(0, rows_on_device)
@@ -68,9 +92,9 @@ class Rows:
         lengths.index_add_(0, rows_on_device, torch.ones_like(rows_on_device))
         self.lengths[rows] += 1
 
-    def upload(self, numbers: npt.NDArray[np.int64]) -> Tensor:
+    def upload(self, numbers: Longs) -> Tensor:
         """Host numbers to the device, without waiting for it."""
-        return to_device(torch.from_numpy(numbers), self.device)
+        return self.courier.send(numbers)[0]
 
     def check(self) -> None:
         """Waits for the device."""
@@ -80,6 +104,12 @@ class Rows:
         assert (self.lengths[live] > 0).all()
         assert (self.lengths[live] <= self.capacity).all()
         assert (self.num_prompt[live] <= self.lengths[live]).all()
+
+
+def _places(rows: Longs, starts: Longs | int, counts: Longs, width: int) -> Longs:
+    """Where counts[i] entries of lines rows[i] lie in a flattened matrix of that width, from the starts[i]-th on."""
+    begins = np.cumsum(counts) - counts
+    return np.repeat(rows * width + starts - begins, counts) + np.arange(int(counts.sum()), dtype=np.int64)
 
 
 def _zeros(rows: int, columns: int, device: torch.device) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -10,11 +9,13 @@ import torch
 from torch import Tensor
 
 from quire.runtime.models.registry import Model
-from quire.runtime.sampling.failures import row_failures
 from quire.runtime.sampling.history import TokenHistory
+from quire.runtime.sampling.reports import NO_REPORT, Report, merged
+from quire.runtime.sampling.samples import Samples
 from quire.runtime.worker.batch import Batch
+from quire.runtime.worker.output import StepOutput
 from quire.runtime.worker.rows import Rows
-from quire.types.step import Chunk, Ints, NewRow, PromptLogprobs, RowFailure, RowLogprobs, StepPlan, StepResult
+from quire.types.step import Chunk, NewRow, PromptLogprobs, RowFailure, StepPlan
 
 _PROMPT_LOGPROBS_AT_ONCE = 128  # positions whose logits are held at a time
 
@@ -24,7 +25,7 @@ class Sampled(Protocol):
     def token_ids(self) -> Tensor: ...
 
     @property
-    def logprobs(self) -> tuple[RowLogprobs, ...]: ...
+    def report(self) -> Report: ...
 
 
 class RowSampler(Protocol):
@@ -34,7 +35,7 @@ class RowSampler(Protocol):
 
     def remove(self, row: int) -> None: ...
 
-    def sample(self, logits: Tensor, rows: Ints, history: TokenHistory) -> Sampled: ...
+    def sample(self, logits: Tensor, samples: Samples, history: TokenHistory) -> Sampled: ...
 
     def wants_prompt_logprobs(self, row: int) -> bool: ...
 
@@ -51,30 +52,20 @@ class Forward(Protocol):
         """All layers: hidden states [tokens, hidden], padding included; fills the cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """A step's result while its tokens are still on the device."""
-
-    step: int
-    rows: Ints  # [samples]
-    token_ids: Tensor  # [samples], int64; negative where the sampler failed a row
-    logprobs: tuple[RowLogprobs, ...]
-    prompt_logprobs: tuple[PromptLogprobs, ...]
-    failures: tuple[RowFailure, ...]
-
-    def result(self, token_ids: Tensor) -> StepResult:
-        """The result, given the token ids on the host."""
-        tokens = token_ids.numpy().astype(np.int32)
-        failures = self.failures + row_failures(self.rows, tokens)
-        return StepResult(self.step, tokens.clip(min=0), self.logprobs, self.prompt_logprobs, failures)
-
-
 class Runner:
     """Forward, logits of the positions needed, sample, row update."""
 
-    def __init__(self, model: Model, rows: Rows, batches: Batches, forward: Forward, sampler: RowSampler) -> None:
+    def __init__(
+        self,
+        model: Model,
+        rows: Rows,
+        batches: Batches,
+        forward: Forward,
+        sampler: RowSampler,
+        num_samples: int,  # that are chosen at once
+    ) -> None:
         self._model, self._rows, self._batches, self._forward = model, rows, batches, forward
-        self._sampler = sampler
+        self._sampler, self._num_samples = sampler, num_samples
 
     def run(self, plan: StepPlan, failed: frozenset[int]) -> StepOutput:
         """`failed` rows are computed but never handed to the sampler; their token is 0."""
@@ -82,27 +73,45 @@ class Runner:
         hidden = self._forward(batch)  # [tokens, hidden]
         failures: list[RowFailure] = []
         prompt_logprobs = self._prompt_logprobs(plan, hidden, failed, failures)
-        token_ids, logprobs = self._sample(hidden, batch, failed)
-        self._rows.append(batch.rows, batch.rows_on_device, token_ids)
-        return StepOutput(plan.step, plan.sample_rows, token_ids, logprobs, prompt_logprobs, tuple(failures))
+        token_ids, report = self._sample(hidden, batch, failed)
+        self._append(batch, token_ids)
+        return StepOutput(plan, token_ids, report, prompt_logprobs, tuple(failures))
 
-    def _sample(self, hidden: Tensor, batch: Batch, failed: frozenset[int]) -> tuple[Tensor, tuple[RowLogprobs, ...]]:
-        rows = batch.rows.astype(np.int32)
-        if len(rows) == 0:
-            return torch.empty(0, dtype=torch.int64, device=hidden.device), ()
-        logits = self._model.logits(hidden.index_select(0, batch.wanted))  # [positions, vocab]
-        if batch.spread is not None:
-            logits = logits.index_select(0, batch.spread)  # [samples, vocab]
-        if failed.isdisjoint(rows.tolist()):
-            sampled = self._sampler.sample(logits, rows, self._rows.history)
-            return sampled.token_ids, sampled.logprobs
-        kept = np.flatnonzero([row not in failed for row in rows.tolist()])
-        token_ids = torch.zeros(len(rows), dtype=torch.int64, device=hidden.device)
-        if len(kept) == 0:
-            return token_ids, ()
-        index = self._rows.upload(kept.astype(np.int64))
-        sampled = self._sampler.sample(logits.index_select(0, index), rows[kept], self._rows.history)
-        return token_ids.index_copy(0, index, sampled.token_ids), sampled.logprobs
+    def _sample(self, hidden: Tensor, batch: Batch, failed: frozenset[int]) -> tuple[Tensor, Report]:
+        """At most `num_samples` at a time: steps that verify long drafts need no more memory than others."""
+        rows, at_once = batch.samples.rows.tolist(), self._num_samples
+        if len(rows) <= at_once and failed.isdisjoint(rows):
+            return self._sample_of(hidden, batch.samples, batch.wanted, batch.spread)
+        kept = np.flatnonzero([row not in failed for row in rows])
+        token_ids, reports = torch.zeros(len(rows), dtype=torch.int64, device=hidden.device), []
+        for start in range(0, len(kept), at_once):
+            some = kept[start : start + at_once]
+            index = self._rows.upload(some)
+            wanted = batch.wanted if batch.spread is None else batch.wanted.index_select(0, batch.spread)
+            samples = batch.samples.select(some, index)
+            sampled, report = self._sample_of(hidden, samples, wanted.index_select(0, index), None)
+            token_ids.index_copy_(0, index, sampled)
+            reports.append(report)
+        return token_ids, merged(reports)
+
+    def _sample_of(
+        self, hidden: Tensor, samples: Samples, wanted: Tensor, spread: Tensor | None
+    ) -> tuple[Tensor, Report]:
+        if len(samples) == 0:
+            return torch.empty(0, dtype=torch.int64, device=hidden.device), NO_REPORT
+        logits = self._model.logits(hidden.index_select(0, wanted))  # [positions, vocab]
+        if spread is not None:
+            logits = logits.index_select(0, spread)  # [samples, vocab]
+        sampled = self._sampler.sample(logits, samples, self._rows.history)
+        return sampled.token_ids, sampled.report
+
+    def _append(self, batch: Batch, token_ids: Tensor) -> None:
+        rows = batch.samples.rows
+        if batch.grown is None:
+            self._rows.append(rows, batch.rows, token_ids)
+            return
+        grown, index = batch.grown
+        self._rows.append(rows[grown], batch.rows.index_select(0, index), token_ids.index_select(0, index))
 
     def _prompt_logprobs(
         self, plan: StepPlan, hidden: Tensor, failed: frozenset[int], failures: list[RowFailure]

@@ -10,14 +10,18 @@ from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.models.registry import Model
+from quire.runtime.speculation.drafter import NO_DRAFTER, Drafter
+from quire.runtime.worker.cache import KVCache
+from quire.runtime.worker.output import StepOutput
 from quire.runtime.worker.parts import make_parts
-from quire.runtime.worker.runner import RowSampler, Runner, StepOutput
+from quire.runtime.worker.runner import RowSampler, Runner
 from quire.types.errors import InvalidRequest
-from quire.types.step import Ints, NewRow, RowFailure, StepPlan
+from quire.types.step import Ints, NewRow, RowFailure, RowTokens, StepPlan
 
 
 class Worker:
-    """Owns rows, KV memory and sampler state. Plans must be executed in the order the engine made them."""
+    """Owns rows, KV memory, unless that is another worker's, and sampler state. Plans must be executed in the order
+    the engine made them. `drafter` may be set to one that looks at this worker's rows."""
 
     def __init__(
         self,
@@ -26,33 +30,39 @@ class Worker:
         sampler: RowSampler,
         model_config: ModelConfig,
         config: EngineConfig,
+        *,
+        cache: KVCache | None = None,
     ) -> None:
-        parts = make_parts(model, backend, sampler, model_config, config)
+        parts = make_parts(model, backend, sampler, model_config, config, cache)
         self.rows, self.cache, self._graphs = parts.rows, parts.cache, parts.graphs
         self._sampler, self._vocab_size, self._prepare = sampler, model_config.vocab_size, parts.prepare
-        self._runner = Runner(model, self.rows, parts.batches, parts.forward, sampler)
+        num_samples = config.scheduler.num_samples
+        self._runner = Runner(model, self.rows, parts.batches, parts.forward, sampler, num_samples)
+        self.drafter: Drafter = NO_DRAFTER
         self._failed: set[int] = set()  # live rows whose own code raised when they were added
 
     @torch.inference_mode()
     def prepare(self, seconds: float) -> None:
         """Do for about so long what the first requests would wait for. Changes no row and no block."""
         self._prepare(seconds)
+        self.drafter.prepare(seconds)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
         """Carry a plan out in its fixed order. On a GPU it may still be running when this returns."""
         self._release(plan.released)
         failures = self._add(plan.new_rows) if plan.new_rows else ()
+        failures += self._write(plan.writes) if plan.writes else ()
         self.rows.grant(plan.grant_rows, plan.grant_slots, plan.grant_blocks)
         self.cache.copy(plan.copies)
         if plan.num_tokens == 0:
-            empty = torch.empty(0, dtype=torch.int64, device=self.rows.device)
-            return StepOutput(plan.step, plan.sample_rows, empty, (), (), failures)
-        if not self._failed and self._graphs.takes(plan):
+            output = StepOutput(plan, torch.empty(0, dtype=torch.int64, device=self.rows.device))
+        elif not self._failed and self._graphs.takes(plan):
             output = self._graphs.run(plan)
         else:
             output = self._runner.run(plan, frozenset(self._failed))
-        return replace(output, failures=failures + output.failures) if failures else output
+        drafts = self.drafter.follow(plan, output.token_ids)
+        return replace(output, failures=failures + output.failures, drafts=drafts)
 
     def check(self) -> None:
         """Waits for the device."""
@@ -82,8 +92,22 @@ class Worker:
         self.rows.place(placed)
         return tuple(failures)
 
+    def _write(self, writes: tuple[RowTokens, ...]) -> tuple[RowFailure, ...]:
+        """As with new rows, one that holds a token the model does not know fails alone."""
+        written, failures = [], []
+        for write in writes:
+            try:
+                self._check_tokens(write.token_ids)
+            except InvalidRequest as error:
+                self._failed.add(write.row)
+                failures.append(RowFailure(write.row, str(error)))
+                write = replace(write, token_ids=write.token_ids.clip(0, self._vocab_size - 1))
+            written.append(write)
+        self.rows.write(written)
+        return tuple(failures)
+
     def _check_tokens(self, token_ids: Ints) -> None:
-        if token_ids.min() < 0 or token_ids.max() >= self._vocab_size:
+        if token_ids.min(initial=0) < 0 or token_ids.max(initial=0) >= self._vocab_size:
             raise InvalidRequest(
                 "prompt", f"holds a token id outside [0, {self._vocab_size})", "tokenize it for this model"
             )

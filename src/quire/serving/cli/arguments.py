@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
 if TYPE_CHECKING:
@@ -11,7 +13,19 @@ if TYPE_CHECKING:
 
 Commands = argparse._SubParsersAction  # the type argparse gives `add_subparsers`; it has no public name
 
-ENGINE_FLAGS = {
+
+def json_object(text: str) -> dict[str, Any]:
+    """What the engine then checks field by field."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
+
+
+ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--dtype": (str, "float32, bfloat16, float16 or auto: what the device is fast at"),
     "--device": (str, "cpu, cuda, cuda:N or auto"),
     "--block-size": (int, "token slots per KV block, 1 to 256 (16)"),
@@ -24,7 +38,12 @@ ENGINE_FLAGS = {
     "--threads": (int, "CPU threads (all cores)"),
     "--quantization": (str, "fp8: the layers' weights as float8, quantized while they are loaded"),
     "--kv-cache-dtype": (str, "auto: as --dtype; fp8 or fp8_e4m3: half the memory per token"),
-    "--attention-backend": (str, "triton, native, gather, reference or auto"),
+    "--kv-layout": (str, "paged, or virtual: a sequence's blocks mapped side by side, for attention without tables"),
+    "--attention-backend": (str, "triton, native, flashinfer, gather, reference or auto"),
+    "--speculative-config": (
+        json_object,
+        'guess ahead and verify, as JSON: {"method": "ngram"}, "self_draft", or "draft_model" and its "model"',
+    ),
 }
 ENGINE_SWITCHES = {"--enforce-eager": "capture no step as a CUDA graph: slower, for finding faults"}
 ENGINE_CHOICES = {"--enable-prefix-caching": "keep computed prompts and answers for prompts that begin alike (on)"}

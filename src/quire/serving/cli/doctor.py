@@ -145,12 +145,16 @@ def _backends(facts: HardwareFacts) -> list[tuple[str, str]]:
 def _print_plan(args: argparse.Namespace, facts: HardwareFacts) -> None:
     from quire.runtime.loading.model_config import read_model_config
     from quire.runtime.loading.resolve import resolve_model
+    from quire.serving.assembly import find_draft
 
     print()
     try:
         files = resolve_model(args.model, offline=True)
         model = read_model_config(files)
-        config, plan = resolve_engine_config(EngineArguments(**engine_settings(args)), facts, model)
+        arguments = EngineArguments(**engine_settings(args))
+        draft_files = find_draft(arguments, offline=True)
+        draft = None if draft_files is None else read_model_config(draft_files)
+        config, plan = resolve_engine_config(arguments, facts, model, draft)
     except QuireError as error:
         absent = isinstance(error, ModelLoadError) and OFFLINE in str(error)
         command = " ".join(["quire pull", *([args.model] if args.model else [])])

@@ -70,6 +70,8 @@ def _source(args: argparse.Namespace) -> ModelSource:
         load_format=args.load_format,
         served_names=tuple(dict.fromkeys(names)),
         chat_template=None if args.chat_template is None else _read_template(args.chat_template),
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
     )
 
 

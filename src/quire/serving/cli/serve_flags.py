@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from quire.config.server import DEFAULT_DRAIN_SECONDS, DEFAULT_PORT, DEFAULT_STEP_TIMEOUT
+from quire.config.server import (
+    DEFAULT_DRAIN_SECONDS,
+    DEFAULT_PORT,
+    DEFAULT_STEP_TIMEOUT,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+)
 from quire.serving.cli.arguments import Commands, OneLineParser, add_debug, add_engine, add_loading, examples
 
 EXAMPLES = {
@@ -34,6 +40,18 @@ def add_serve(commands: Commands[OneLineParser]) -> None:
         "--served-model-name", action="append", metavar="NAME", help="what clients call the model; repeatable"
     )
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template instead of the model's own")
+    parser.add_argument(
+        "--tool-call-parser",
+        choices=TOOL_PARSERS,
+        default="auto",
+        help="how the model writes calls of tools (auto: as its chat template does)",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default="auto",
+        help="how the model marks its reasoning (auto: as its chat template does)",
+    )
     add_debug(parser)
     _add_server(parser)
     _add_access(parser)

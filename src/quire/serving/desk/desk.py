@@ -17,6 +17,7 @@ from quire.serving.desk.pace import Pace
 from quire.serving.desk.reader import BatchNews, LinkReader
 from quire.serving.desk.ticket import Ticket
 from quire.serving.desk.waiting_room import WaitingRoom
+from quire.serving.outputs import own_fault
 from quire.serving.process.link import EngineLink, EngineReady
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest, QuireError
@@ -106,7 +107,7 @@ class Desk:
 
     def enter(self, tickets: Sequence[Ticket]) -> None:
         """Queue the requests of one client and let in who may go. Raises QueueFull and queues none of them."""
-        waiting = len(self._room) > 0 or not self._has_place(sum(ticket.n for ticket in tickets))
+        waiting = len(self._room) > 0 or not self._has_place(sum(ticket.num_sequences for ticket in tickets))
         tokens = sum(ticket.weight for ticket in tickets)
         if waiting and not self._room.has_room(len(tickets), tokens, self.board.elsewhere()):
             raise QueueFull(self._retry_after())
@@ -195,7 +196,8 @@ class Desk:
             assert ticket.finished is not None
             if ticket.finished.error is not None:
                 logger.error("request %s: %s", ticket.submit.request_id, ticket.finished.error)
-                ticket.mailbox.fail(Failure("engine_error"))
+                fault = own_fault(ticket.finished)
+                ticket.mailbox.fail(Failure("engine_error") if fault is None else Failure("refused", fault))
         for ticket in news.overflowed:
             if ticket.state != "over":
                 ticket.mailbox.fail(Failure("slow_reader"))
@@ -232,11 +234,15 @@ class Desk:
         self._publish()
 
     def _let_in(self) -> None:
-        while self.engine is not None and (ticket := self._room.first()) is not None and self._has_place(ticket.n):
+        while (
+            self.engine is not None
+            and (ticket := self._room.first()) is not None
+            and self._has_place(ticket.num_sequences)
+        ):
             self._room.remove(ticket)
             ticket.state, ticket.record.submitted_at = "submitted", time.monotonic()
             self._inside[ticket.submit.request_id] = ticket
-            self._num_sequences += ticket.n
+            self._num_sequences += ticket.num_sequences
             self._reader.expect(ticket)
             self._link.submit(ticket.submit)
             self._observer.submitted(ticket.record)
@@ -255,7 +261,7 @@ class Desk:
     def _step_out(self, ticket: Ticket) -> None:
         """The engine holds it no more."""
         if self._inside.pop(ticket.submit.request_id, None) is not None:
-            self._num_sequences -= ticket.n
+            self._num_sequences -= ticket.num_sequences
 
     def _end(self, ticket: Ticket) -> None:
         """It is over for its client; in the engine it may live until the end is confirmed."""

@@ -14,7 +14,10 @@ _DELTA_BYTES = 64  # what a delta takes besides its text
 
 
 class Delta(NamedTuple):
-    """News of one sample. `logprobs` holds rendered JSON, one piece per column of the answer's format."""
+    """News of one sample. `logprobs` holds rendered JSON, one piece per column of the answer's format.
+
+    `best` is the text of the best answer so far, where a search is watched; the rest is then empty.
+    """
 
     choice: int
     text: str
@@ -22,10 +25,11 @@ class Delta(NamedTuple):
     logprobs: tuple[bytes, ...] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    best: str | None = None
 
     @property
     def size(self) -> int:
-        return _DELTA_BYTES + len(self.text) + sum(map(len, self.logprobs))
+        return _DELTA_BYTES + len(self.text) + sum(map(len, self.logprobs)) + len(self.best or "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quire.serving.desk.mailbox import Mailbox
+from quire.serving.desk.mailbox import Delta, Mailbox
 from quire.serving.desk.observer import Observer
 from quire.serving.desk.ticket import Follower, Ticket
 from quire.serving.process.link import EngineLink, EngineReady
@@ -56,6 +56,7 @@ class LinkReader:
         self._stream_bytes = stream_bytes
         self._expected: dict[str, Ticket] = {}
         self._followers: dict[int, Follower] = {}  # by sample handle
+        self._searches: dict[int, Ticket] = {}  # whose best answer so far is watched, by the first handle
         self._lock = threading.Lock()  # around changes to _expected that two threads make
 
     def expect(self, ticket: Ticket) -> None:
@@ -72,6 +73,7 @@ class LinkReader:
             lost = list(self._expected.values())
             self._expected.clear()
         self._followers.clear()
+        self._searches.clear()
         self._desk.post_engine_down(lost, reason)
 
     def accepted(self, request_id: str, handle: int) -> None:
@@ -81,6 +83,8 @@ class LinkReader:
             return
         for follower in ticket.follow(self._tokenizer, handle):
             self._followers[handle + follower.index] = follower
+        if ticket.submit.beam is not None and ticket.submit.beam.stream_best:
+            self._searches[handle] = ticket
 
     def refused(self, request_id: str, error: InvalidRequest) -> None:
         ticket = self._forget(request_id)
@@ -91,6 +95,8 @@ class LinkReader:
         news, now = BatchNews(), time.monotonic()
         if self._followers and len(batch.samples):
             self._follow(batch, news, now)
+        for handle, token_ids in batch.best if self._searches else ():
+            self._show_best(handle, token_ids.tolist(), news)
         for finished in batch.finished:
             ticket = self._forget(finished.request_id)
             if ticket is not None:
@@ -99,14 +105,23 @@ class LinkReader:
             self._desk.post_batch(news)
 
     # ------------------------------------------------------------------------------------------------- the works
-    @staticmethod
-    def _settle(ticket: Ticket, finished: Finished, news: BatchNews) -> None:
+    def _settle(self, ticket: Ticket, finished: Finished, news: BatchNews) -> None:
         news.over.append(ticket)
         try:
-            ticket.settle(finished)
+            ticket.settle(finished, self._tokenizer)
         except Exception:
             logger.exception("request %s: its end could not be told", finished.request_id)
             news.broken.append(ticket)
+
+    def _show_best(self, handle: int, token_ids: list[int], news: BatchNews) -> None:
+        ticket = self._searches.get(handle)
+        if ticket is None or ticket.state == "over":
+            return
+        text = self._tokenizer.decode(token_ids, ticket.submit.sampling.skip_special_tokens)
+        ticket.mailbox.put(Delta(ticket.first_choice, "", best=text))
+        if ticket.mailbox.pending_bytes > self._stream_bytes:
+            news.overflowed.append(ticket)
+        news.mailboxes.add(ticket.mailbox)
 
     def _follow(self, batch: TokensOut, news: BatchNews, now: float) -> None:
         entries = _by_handle(batch.logprobs) if batch.logprobs else {}
@@ -147,6 +162,8 @@ class LinkReader:
     def _forget(self, request_id: str) -> Ticket | None:
         with self._lock:
             ticket = self._expected.pop(request_id, None)
+        if ticket is not None and ticket.handle is not None:
+            self._searches.pop(ticket.handle, None)
         if ticket is not None and ticket.handle is not None and ticket.followers:
             for index in range(ticket.n):
                 self._followers.pop(ticket.handle + index, None)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.engine.admission import num_sequences
 from quire.serving.desk.mailbox import Delta, Mailbox
 from quire.serving.desk.observer import RequestRecord
 from quire.serving.outputs import settled
-from quire.serving.sample_text import SampleText
+from quire.serving.sample_text import SampleText, is_ranked
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.output import Finished, SampleEnd
 from quire.types.request import Submit
@@ -29,11 +30,13 @@ class Follower:
     text: SampleText
     last_at: float | None = None
     held: list[Delta] = field(default_factory=list)  # not due yet
+    token_ids: list[int] = field(default_factory=list)
     is_over: bool = False
 
     def push(self, token_id: int, entry: TokenLogprobs | None) -> Delta:
         """The news that one token is; it carries the finish if the token completed a stop string or a loop."""
         text, ticket = self.text, self.ticket
+        self.token_ids.append(token_id)
         offset = text.num_characters
         new = text.push(token_id)
         columns = () if entry is None or ticket.render is None else ticket.render(entry, offset)
@@ -61,7 +64,7 @@ class Ticket:
     """What was asked, who waits for it, and in the end what came of it.
 
     `streams`: every token is news for the mailbox; otherwise only the end is. Samples are followed token by token when
-    they stream or may end by their text.
+    they stream or may end by their text. Those that are ranked are read when they are known: at the end.
     """
 
     submit: Submit
@@ -81,6 +84,11 @@ class Ticket:
         return self.submit.sampling.n
 
     @property
+    def num_sequences(self) -> int:
+        """How many it keeps alive in the engine."""
+        return num_sequences(self.submit)
+
+    @property
     def weight(self) -> int:
         """Its prompt tokens: the waiting room's measure."""
         return len(self.submit.prompt_token_ids)
@@ -88,13 +96,19 @@ class Ticket:
     def follow(self, tokenizer: Tokenizer, handle: int) -> list[Follower]:
         """Its followers, when the engine has accepted it."""
         self.handle = handle
-        if self.streams or self.submit.sampling.ends_by_text:
+        if not is_ranked(self.submit) and (self.streams or self.submit.sampling.ends_by_text):
             self.followers = [Follower(self, i, SampleText(tokenizer, self.submit)) for i in range(self.n)]
         return self.followers
 
-    def settle(self, finished: Finished) -> None:
+    def tokens_so_far(self, index: int) -> tuple[int, ...] | None:
+        """What sample `index` has generated; None where nobody follows it."""
+        return tuple(self.followers[index].token_ids) if index < len(self.followers) else None
+
+    def settle(self, finished: Finished, tokenizer: Tokenizer) -> None:
         """The engine is done with it: keep the outcome, and tell the mailbox the ends it does not know yet."""
         self.finished = finished
+        if is_ranked(self.submit) and (self.streams or self.submit.sampling.ends_by_text):
+            self._follow_at_last(finished, tokenizer)
         for follower in self.followers:
             end = next((end for end in finished.samples if end.index == follower.index), None)
             if follower.is_over or end is None:
@@ -106,6 +120,19 @@ class Ticket:
                 end = settled(end, follower.text)
                 choice = self.first_choice + follower.index
                 self.mailbox.put(Delta(choice, rest, (), (), end.finish_reason, end.stop_reason))
+
+    def _follow_at_last(self, finished: Finished, tokenizer: Tokenizer) -> None:
+        """Read samples that were ranked as if their tokens came now."""
+        for end in finished.samples:
+            follower = Follower(self, end.index, SampleText(tokenizer, self.submit))
+            self.followers.append(follower)
+            entries = end.logprobs or (None,) * len(end.token_ids)
+            for token, entry in zip(end.token_ids, entries, strict=True):
+                follower.held.append(follower.push(token, entry))
+                if follower.is_over:
+                    break
+            if self.streams:
+                follower.release()
 
     def ends(self) -> list[tuple[SampleEnd, SampleText | None]]:
         """Every sample as its user sees it, in order, with its text where it was followed."""

@@ -58,6 +58,7 @@ def api_routes(service: Service) -> Routes:
     return {
         ("POST", "/v1/chat/completions"): Generation(service, builder, "chat"),
         ("POST", "/v1/completions"): Generation(service, builder, "completions"),
+        ("POST", "/v1/fork"): Generation(service, builder, "fork"),
         ("POST", "/tokenize"): TextEndpoint(service, "tokenize", tokenize),
         ("POST", "/detokenize"): TextEndpoint(service, "detokenize", detokenize),
         ("GET", "/v1/models"): pages.models,

@@ -10,6 +10,7 @@ from quire.serving.http.inputs import Documents, Messages, Prompts, TemplateVari
 from quire.serving.http.kinds import (
     Bias,
     Bounds,
+    EarlyStop,
     Flag,
     Identifier,
     Kind,
@@ -25,17 +26,23 @@ from quire.serving.http.kinds import (
     UnknownParameter,
     Whole,
 )
+from quire.serving.http.structure_kinds import Guided, ResponseFormat, StructuredOutputs
+from quire.serving.http.tool_fields import ToolChoice, Tools
+from quire.serving.text.structure_fields import GUIDED
 from quire.types.errors import InvalidRequest
 from quire.types.sampling import MAX_PATTERN_COUNT, MAX_SEED
 
-Endpoint = Literal["chat", "completions", "tokenize", "detokenize"]
+Endpoint = Literal["chat", "completions", "fork", "tokenize", "detokenize"]
 Support = Literal["yes", "no effect", "no"]
 
+_EVERY: tuple[Endpoint, ...] = ("chat", "completions", "fork")  # all that generate
 _BOTH: tuple[Endpoint, ...] = ("chat", "completions")
 _CHAT: tuple[Endpoint, ...] = ("chat",)
 _COMPLETIONS: tuple[Endpoint, ...] = ("completions",)
 _TOKENIZE: tuple[Endpoint, ...] = ("tokenize",)
-_ALL: tuple[Endpoint, ...] = ("chat", "completions", "tokenize", "detokenize")
+_TEXT: tuple[Endpoint, ...] = ("completions", "fork")
+_FORK: tuple[Endpoint, ...] = ("fork",)
+ENDPOINTS: tuple[Endpoint, ...] = ("chat", "completions", "fork", "tokenize", "detokenize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +65,15 @@ def _no(
 
 
 _INPUT = (
-    Field("model", Text("label", 1), _ALL, "A name the server serves; the first one when left out."),
+    Field("model", Text("label", 1), ENDPOINTS, "A name the server serves; the first one when left out."),
     Field("messages", Messages(), _CHAT,
           "The conversation; `content` is text or a list of text parts.", is_required=True),
     Field("prompt", Prompts(), _COMPLETIONS, "Text, token ids, or a list of either.", is_required=True),
+    Field("request_id", Text("label", 1), _FORK,
+          "The request to fork: the `id` of its answer, or its X-Request-Id.", is_required=True),
+    Field("index", Whole(0, "choices"), _FORK, "Which of its choices.", 0),
+    Field("at_token", Whole(0, "max_tokens"), _FORK,
+          "Keep so many tokens of its answer; default: all that are known."),
     Field("prompt", Prompts(lone=True), _TOKENIZE, "The text to tokenize; this or `messages`."),
     Field("messages", Messages(), _TOKENIZE, "A conversation to render and tokenize; this or `prompt`."),
     Field("tokens", TokenIds("prompt_tokens"), ("detokenize",), "The token ids to turn into text.", is_required=True),
@@ -83,16 +95,16 @@ _INPUT = (
 )  # fmt: skip
 
 _LENGTH = (
-    Field("max_tokens", Whole(0, "max_tokens"), _COMPLETIONS, "At most this many new tokens; 0 only with `echo`.", 16),
+    Field("max_tokens", Whole(0, "max_tokens"), _TEXT, "At most this many new tokens; 0 only with `echo`.", 16),
     Field("max_tokens", Whole(1, "max_tokens"), _CHAT,
           "At most this many new tokens; default: what is left of max_model_len."),
-    Field("max_completion_tokens", Whole(1, "max_tokens"), _BOTH, "The newer name of max_tokens; it wins."),
-    Field("min_tokens", Whole(0, "max_tokens"), _BOTH, "No end of text or stop before this many tokens.", 0),
-    Field("ignore_eos", Flag(), _BOTH, "Go on after the end of text.", False),
-    Field("stop", Texts("stop_strings", "stop_characters", or_one=True), _BOTH,
+    Field("max_completion_tokens", Whole(1, "max_tokens"), _EVERY, "The newer name of max_tokens; it wins."),
+    Field("min_tokens", Whole(0, "max_tokens"), _EVERY, "No end of text or stop before this many tokens.", 0),
+    Field("ignore_eos", Flag(), _EVERY, "Go on after the end of text.", False),
+    Field("stop", Texts("stop_strings", "stop_characters", or_one=True), _EVERY,
           "The answer ends before the first of these."),
-    Field("stop_token_ids", TokenIds("stop_tokens"), _BOTH, "The answer ends at any of these tokens."),
-    Field("include_stop_str_in_output", Flag(), _BOTH, "Keep the stop string or stop token in the text.", False),
+    Field("stop_token_ids", TokenIds("stop_tokens"), _EVERY, "The answer ends at any of these tokens."),
+    Field("include_stop_str_in_output", Flag(), _EVERY, "Keep the stop string or stop token in the text.", False),
 )  # fmt: skip
 
 _LOOPS: dict[str, Kind] = {
@@ -101,24 +113,63 @@ _LOOPS: dict[str, Kind] = {
     "min_count": Whole(2, MAX_PATTERN_COUNT),
 }
 _SAMPLING = (
-    Field("n", Whole(1, "n"), _BOTH, "How many answers to each prompt.", 1),
-    Field("temperature", Number(0.0, 100.0), _BOTH, "0 is greedy; higher is more random.", 1.0),
-    Field("top_p", Number(0.0, 1.0, is_open=True), _BOTH,
+    Field("n", Whole(1, "n"), _EVERY, "How many answers to each prompt.", 1),
+    Field("temperature", Number(0.0, 100.0), _EVERY, "0 is greedy; higher is more random.", 1.0),
+    Field("top_p", Number(0.0, 1.0, is_open=True), _EVERY,
           "Sample among the likeliest tokens that hold this much probability.", 1.0),
-    Field("top_k", Whole(-1, 2**31 - 1), _BOTH, "Sample among this many likeliest tokens; 0 or -1: all.", 0),
-    Field("min_p", Number(0.0, 1.0), _BOTH, "Drop tokens below this share of the likeliest one's probability.", 0.0),
-    Field("presence_penalty", Number(-2.0, 2.0), _BOTH,
+    Field("top_k", Whole(-1, 2**31 - 1), _EVERY, "Sample among this many likeliest tokens; 0 or -1: all.", 0),
+    Field("min_p", Number(0.0, 1.0), _EVERY, "Drop tokens below this share of the likeliest one's probability.", 0.0),
+    Field("presence_penalty", Number(-2.0, 2.0), _EVERY,
           "Subtracted from the logit of every token the answer has.", 0.0),
-    Field("frequency_penalty", Number(-2.0, 2.0), _BOTH, "The same, times how often the token was used.", 0.0),
-    Field("repetition_penalty", Number(0.01, 100.0), _BOTH,
+    Field("frequency_penalty", Number(-2.0, 2.0), _EVERY, "The same, times how often the token was used.", 0.0),
+    Field("repetition_penalty", Number(0.01, 100.0), _EVERY,
           "Divides the logits of tokens in prompt and answer; 1 is off.", 1.0),
-    Field("seed", Whole(-1, MAX_SEED), _BOTH, "Same seed, same request: same answer. -1: any."),
-    Field("logit_bias", Bias(), _BOTH, "Added to the logits of these tokens."),
-    Field("allowed_token_ids", TokenIds("token_ids", 1), _BOTH, "Only these tokens may be chosen."),
-    Field("bad_words", Texts("bad_words", "stop_characters"), _BOTH, "Texts that must not be generated."),
-    Field("repetition_detection", Options(_LOOPS), _BOTH,
+    Field("seed", Whole(-1, MAX_SEED), _EVERY, "Same seed, same request: same answer. -1: any."),
+    Field("logit_bias", Bias(), _EVERY, "Added to the logits of these tokens."),
+    Field("allowed_token_ids", TokenIds("token_ids", 1), _EVERY, "Only these tokens may be chosen."),
+    Field("bad_words", Texts("bad_words", "stop_characters"), _EVERY, "Texts that must not be generated."),
+    Field("repetition_detection", Options(_LOOPS), _EVERY,
           "End an answer whose last tokens are one pattern of `min_pattern_size` (1) to `max_pattern_size` tokens, "
           "`min_count` (2) times over. Its `finish_reason` is \"repetition\"."),
+)  # fmt: skip
+
+_GROUPS = (
+    Field("best_of", Whole(1, "n"), _EVERY,
+          "Generate so many answers and return the `n` best, best first; a stream begins when all are known. With "
+          "`use_beam_search`: the width of the search. Default: n."),
+    Field("rank_by", OneOf(("mean", "sum")), _EVERY,
+          "What `best_of` compares: the mean or the sum of an answer's logprobs.", "mean"),
+    Field("use_beam_search", Flag(), _EVERY,
+          "Search for the `n` likeliest answers instead of sampling; needs temperature 0, which it implies.", False),
+    Field("length_penalty", Number(-100.0, 100.0), _EVERY,
+          "A search ranks answers by summed logprob / (tokens ** length_penalty).", 1.0),
+    Field("early_stopping", EarlyStop(), _EVERY,
+          "When a search ends: `true`: with as many finished answers as it is wide; `false`: when better ones are "
+          "unlikely; `\"never\"`: when they are impossible.", False),
+    Field("stream_best", Flag(), _EVERY,
+          "A streamed search also sends chunks with `best`: the text of its best answer so far, which may change.",
+          False),
+)  # fmt: skip
+
+_STRUCTURE = (
+    Field("response_format", ResponseFormat(), _EVERY,
+          '`{"type": "json_schema", "json_schema": {"schema": ...}}`: the answer is JSON of this schema; '
+          '`{"type": "json_object"}`: any JSON object; `{"type": "text"}`: anything.'),
+    Field("structured_outputs", StructuredOutputs(), _EVERY,
+          "The answer matches one of: `json` (a schema), `regex`, `choice` (a list of texts), `grammar` (Lark or "
+          "EBNF), `json_object` (true)."),
+    *(Field(name, Guided(name), _EVERY, f"The old name of `structured_outputs.{member}`.")
+      for name, member in GUIDED.items()),
+)  # fmt: skip
+
+_TOOLS = (
+    Field("tools", Tools(), ("chat", "tokenize"), "Functions the model may call: names, JSON schemas of arguments."),
+    Field("tool_choice", ToolChoice(), _CHAT,
+          "`none`: no call; `auto`: the model decides; `required`: it must call one; or the one it must call. A call "
+          "that must be made follows the schema. Default: auto with `tools`, none without."),
+    Field("parallel_tool_calls", Flag(), _CHAT, "Whether an answer may hold several calls.", True),
+    Field("include_reasoning", Flag(), _CHAT,
+          "Return what a model marks as its reasoning, as `reasoning_content` and `reasoning`.", True),
 )  # fmt: skip
 
 _STREAM_OPTIONS: dict[str, Kind] = {
@@ -127,62 +178,50 @@ _STREAM_OPTIONS: dict[str, Kind] = {
     "include_obfuscation": Only((False,)),
 }
 _OUTPUT = (
-    Field("logprobs", Whole(0, "logprobs"), _COMPLETIONS,
+    Field("logprobs", Whole(0, "logprobs"), _TEXT,
           "Return the log-probability of each token and of this many likeliest ones."),
     Field("logprobs", Flag(), _CHAT, "Return the log-probability of each token.", False),
     Field("top_logprobs", Whole(0, "logprobs"), _CHAT, "And of this many likeliest ones; needs logprobs=true.", 0),
     Field("prompt_logprobs", Whole(0, "logprobs"), _BOTH, "The same for every prompt token; not with `stream`."),
-    Field("logprob_token_ids", TokenIds("logprob_token_ids", 1), _BOTH,
+    Field("logprob_token_ids", TokenIds("logprob_token_ids", 1), _EVERY,
           "Also return the log-probabilities of these tokens at every position."),
     Field("echo", Flag(), _COMPLETIONS, "Put the prompt before the answer, with its logprobs where asked.", False),
+    Field("echo", Flag(), _FORK, "Put what was kept of the forked answer before the new one.", False),
     Field("echo", Flag(), _CHAT, "Put the last message before the answer if it is the assistant's.", False),
-    Field("skip_special_tokens", Flag(), _BOTH, "Leave special tokens out of the text.", True),
-    Field("spaces_between_special_tokens", Flag(), _BOTH,
+    Field("skip_special_tokens", Flag(), _EVERY, "Leave special tokens out of the text.", True),
+    Field("spaces_between_special_tokens", Flag(), _EVERY,
           "Join special tokens with spaces, where the tokenizer joins words so.", True),
-    Field("return_tokens_as_token_ids", Flag(), _BOTH, "Write tokens in logprobs as `token_id:N`.", False),
-    Field("return_token_ids", Flag(), _BOTH, "Also return `prompt_token_ids` and each choice's `token_ids`.", False),
+    Field("return_tokens_as_token_ids", Flag(), _EVERY, "Write tokens in logprobs as `token_id:N`.", False),
+    Field("return_token_ids", Flag(), _EVERY, "Also return `prompt_token_ids` and each choice's `token_ids`.", False),
     Field("return_prompt_text", Flag(), _CHAT,
           "Also return `prompt_text`, the conversation as the chat template wrote it; in a stream with the first "
           "chunk.", False),
-    Field("stream", Flag(), _BOTH, "Answer as server-sent events.", False),
-    Field("stream_options", Options(_STREAM_OPTIONS), _BOTH,
+    Field("stream", Flag(), _EVERY, "Answer as server-sent events.", False),
+    Field("stream_options", Options(_STREAM_OPTIONS), _EVERY,
           "`include_usage`: a last chunk with the usage; `continuous_usage_stats`: usage in every chunk. Needs "
           "`stream`."),
-    Field("stream_interval", Whole(1, "max_tokens"), _BOTH, "At least this many tokens per event of a stream.", 1),
+    Field("stream_interval", Whole(1, "max_tokens"), _EVERY, "At least this many tokens per event of a stream.", 1),
 )  # fmt: skip
 
 _MANNERS = (
     Field("request_id", Identifier(), _BOTH, "Names the request in answers and logs; also the X-Request-Id header."),
-    Field("priority", Whole(-(2**31), 2**31 - 1), _BOTH, "Lower goes first; needs --scheduling-policy priority.", 0),
+    Field("priority", Whole(-(2**31), 2**31 - 1), _EVERY, "Lower goes first; needs --scheduling-policy priority.", 0),
     Field("cache_salt", Text("label", 1), _BOTH,
           "Requests share cached prompts only with requests of the same salt and key."),
-    Field("user", Text("label"), _BOTH, "Who asked.", support="no effect"),
-    Field("session_id", Text("label"), _BOTH, "Which session asked.", support="no effect"),
-    Field("safety_identifier", Text("label"), _BOTH, "Who asked.", support="no effect"),
-    Field("prompt_cache_key", Text("label"), _BOTH, "A hint for caching.", support="no effect"),
-    Field("metadata", Labels(), _BOTH, "The client's own labels.", support="no effect"),
-    Field("service_tier", OneOf(("auto", "default")), _BOTH, "There is one tier.", support="no effect"),
-    Field("parallel_tool_calls", Flag(), _CHAT, "There are no tools to call.", support="no effect"),
-    Field("include_reasoning", Flag(), _CHAT, "Reasoning is part of the text.", support="no effect"),
+    Field("user", Text("label"), _EVERY, "Who asked.", support="no effect"),
+    Field("session_id", Text("label"), _EVERY, "Which session asked.", support="no effect"),
+    Field("safety_identifier", Text("label"), _EVERY, "Who asked.", support="no effect"),
+    Field("prompt_cache_key", Text("label"), _EVERY, "A hint for caching.", support="no effect"),
+    Field("metadata", Labels(), _EVERY, "The client's own labels.", support="no effect"),
+    Field("service_tier", OneOf(("auto", "default")), _EVERY, "There is one tier.", support="no effect"),
 )  # fmt: skip
 
 _RENDER = "belongs to vLLM's render endpoints, which this server does not have"
 _MISSING = (
-    _no("best_of", _BOTH, "Generate more answers than are returned.", 1),
-    _no("use_beam_search", _BOTH, "Beam search.", False),
-    _no("length_penalty", _BOTH, "Beam search.", 1.0, 1),
-    _no("early_stopping", _BOTH, "Beam search.", False),
     _no("suffix", _COMPLETIONS, "Text after the answer.", ""),
-    _no("response_format", _BOTH, "JSON and other constrained output.", {"type": "text"}),
-    _no("structured_outputs", _BOTH, "Constrained output."),
-    _no("guided_json", _BOTH, "Constrained output."),
-    _no("guided_regex", _BOTH, "Constrained output."),
-    _no("guided_choice", _BOTH, "Constrained output."),
-    _no("guided_grammar", _BOTH, "Constrained output."),
-    _no("tools", ("chat", "tokenize"), "Functions the model may call.", []),
-    _no("tool_choice", _CHAT, "Which function to call.", "none", "auto"),
-    _no("functions", _CHAT, "The old name of tools.", []),
-    _no("function_call", _CHAT, "The old name of tool_choice.", "none", "auto"),
+    _no("functions", _CHAT, "The old name of tools.", [], why="is the old name of tools, which this server takes"),
+    _no("function_call", _CHAT, "The old name of tool_choice.", "none", "auto",
+        why="is the old name of tool_choice, which this server takes"),
     _no("chat_template", ("chat", "tokenize"), "A template with the request.", why="is set by the operator only"),
     _no("modalities", _CHAT, "Kinds of output.", ["text"]),
     _no("audio", _CHAT, "Spoken output."),
@@ -191,8 +230,7 @@ _MISSING = (
     _no("web_search_options", _CHAT, "Searching the web."),
     _no("store", _CHAT, "Keeping the answer.", False),
     _no("prompt_embeds", _COMPLETIONS, "Prompts as vectors."),
-    _no("thinking_token_budget", _BOTH, "A bound on reasoning.",
-        why="needs a reasoning parser, which this server does not have"),
+    _no("thinking_token_budget", _BOTH, "A bound on reasoning.", why="cannot be kept: reasoning ends by itself here"),
     _no("return_token_offsets", _BOTH, "Where prompt tokens stand in the text.", False, why=_RENDER),
     _no("return_assistant_tokens_mask", _CHAT, "Which prompt tokens an assistant wrote.", False, why=_RENDER),
     _no("media_io_kwargs", _CHAT, "Pictures and sound."),
@@ -204,7 +242,17 @@ _MISSING = (
     _no("logits_processors", _BOTH, "Arguments of plug-ins.", []),
 )  # fmt: skip
 
-FIELDS: tuple[Field, ...] = (*_INPUT, *_LENGTH, *_SAMPLING, *_OUTPUT, *_MANNERS, *_MISSING)
+FIELDS: tuple[Field, ...] = (
+    *_INPUT,
+    *_LENGTH,
+    *_SAMPLING,
+    *_GROUPS,
+    *_STRUCTURE,
+    *_TOOLS,
+    *_OUTPUT,
+    *_MANNERS,
+    *_MISSING,
+)
 
 
 def fields_of(endpoint: Endpoint) -> dict[str, Field]:
@@ -213,7 +261,7 @@ def fields_of(endpoint: Endpoint) -> dict[str, Field]:
 
 
 _BY_ENDPOINT: dict[str, dict[str, Field]] = {
-    endpoint: {field.name: field for field in FIELDS if endpoint in field.endpoints} for endpoint in _ALL
+    endpoint: {field.name: field for field in FIELDS if endpoint in field.endpoints} for endpoint in ENDPOINTS
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from quire.serving.http.json_body import check_numbers
 from quire.serving.http.kinds import MAX_KEY_CHARACTERS, Bounds, Schema, Text, TokenIds, UnknownParameter, shown
 from quire.serving.prompts import Prompt
-from quire.serving.text.chat_messages import MAX_ROLE_CHARACTERS, MESSAGE_FIELDS, PART_FIELDS
+from quire.serving.text.chat_messages import CALL_FIELDS, MAX_ROLE_CHARACTERS, MESSAGE_FIELDS, PART_FIELDS
 from quire.types.errors import InvalidRequest
 
 _FORMS = "send text, a list of texts, a list of token ids or a list of such lists"
@@ -161,6 +161,10 @@ def _strangers(where: str, messages: list[Any]) -> Iterator[tuple[dict[str, Any]
         for number, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, dict) and part.get("type") == "text":
                 yield from _unknown(f"{where}[{place}].content[{number}]", part, PART_FIELDS)
+        calls = message.get("tool_calls")
+        for number, call in enumerate(calls if isinstance(calls, list) else ()):
+            if isinstance(call, dict):
+                yield from _unknown(f"{where}[{place}].tool_calls[{number}]", call, CALL_FIELDS)
 
 
 def _unknown(

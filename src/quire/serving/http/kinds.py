@@ -150,6 +150,19 @@ class OneOf:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlyStop:
+    """True, false or "never"."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> bool | str:  # noqa: ARG002
+        if not isinstance(value, bool) and value != "never":
+            raise InvalidRequest(where, f'must be true, false or "never", got {shown(value)}')
+        return bool(value) if isinstance(value, bool) else "never"
+
+    def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
+        return {"enum": [True, False, "never"]}
+
+
+@dataclass(frozen=True, slots=True)
 class Texts:
     """A list of non-empty strings, or with `or_one` a single one."""
 

@@ -41,6 +41,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("prompt_characters", 4 * MIB, "characters", "all text of a request that is to be tokenized", _BAD),
     Limit("messages", 2_048, "messages", "`messages`", _BAD, highest=8_192),
     Limit("content_parts", 1_024, "parts", "the `content` of one message", _BAD, highest=65_536),
+    Limit("tools", 128, "tools", "`tools`", _BAD, highest=4_096),
     Limit("n", 128, "samples", "`n`, besides max_num_seqs", _BAD, highest=sampling.MAX_N),
     Limit("choices", 1_024, "samples", "`n` times the number of prompts", _BAD, highest=2**20),
     Limit("max_tokens", 2**20, "tokens", "`max_tokens`, besides max_model_len", _BAD),
@@ -74,6 +75,9 @@ LIMITS: tuple[Limit, ...] = (
         "stream_bytes", MIB, "bytes", "text of one stream that its client has not read", "the stream ends with an error"
     ),
     Limit("connections", 16_384, "connections", "open connections of one edge", "503 server_error, then closed"),
+    Limit("fork_requests", 256, "requests", "ended requests of one edge that can be forked", "the oldest is forgotten"),
+    Limit("fork_tokens", 2**20, "tokens", "their prompts and answers together", "the oldest is forgotten"),
+    Limit("fork_seconds", 300, "seconds", "how long after its end a request can be forked", "404 not_found_error"),
     # time
     Limit("header_bytes", 64 * 2**10, "bytes", "the head of a request", "431 invalid_request_error", highest=MIB),
     Limit("header_seconds", 15, "seconds", "from the first byte of a request to the end of its head", _CLOSE),

@@ -15,7 +15,7 @@ from quire.serving.http.schemas import SCHEMAS, Schema, record, ref
 _ERRORS = {
     "400": "A parameter is wrong, unknown or not supported; the message names it.",
     "401": "A key is needed.",
-    "404": "There is no such model or path.",
+    "404": "There is no such model, path or request.",
     "405": "The path does not take this method.",
     "408": "The body came too slowly.",
     "413": "The body is too large.",
@@ -29,6 +29,7 @@ _GET_ERRORS = ("400", "401", "404", "405", "421", "500", "503")
 _POSTS: dict[str, tuple[Endpoint, str, str, str | None]] = {
     "/v1/chat/completions": ("chat", "Answer a conversation", "ChatAnswer", "ChatChunk"),
     "/v1/completions": ("completions", "Continue prompts", "CompletionAnswer", "CompletionChunk"),
+    "/v1/fork": ("fork", "Go on from the middle of an answer", "CompletionAnswer", "CompletionChunk"),
     "/tokenize": ("tokenize", "Text to token ids", "Tokens", None),
     "/detokenize": ("detokenize", "Token ids to text", "Text", None),
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.serving.http.errors import ApiError, model_not_found
 from quire.serving.http.exchange import Exchange
-from quire.serving.http.fields import FIELDS
+from quire.serving.http.fields import ENDPOINTS, FIELDS
 from quire.serving.http.service import Service
 
 _STATES = {
@@ -88,7 +88,7 @@ class Pages:
                 "limits": dict(service.limits),
                 "parameters": {
                     endpoint: {field.name: field.support for field in FIELDS if endpoint in field.endpoints}
-                    for endpoint in ("chat", "completions", "tokenize", "detokenize")
+                    for endpoint in ENDPOINTS
                 },
             }
         )

@@ -12,6 +12,7 @@ from quire.serving.http.limits import LIMITS, Limits
 _TITLES: dict[Endpoint, str] = {
     "chat": "POST /v1/chat/completions",
     "completions": "POST /v1/completions",
+    "fork": "POST /v1/fork",
     "tokenize": "POST /tokenize",
     "detokenize": "POST /detokenize",
 }
@@ -33,6 +34,14 @@ answer carries it.
 Errors look like OpenAI's: `{"error": {"message", "type", "param", "code"}}`. A stream that breaks after its first byte
 ends with `data: {"error": {...}}` and `data: [DONE]`. A stream that waits sends comments (`: queued`, `: working`).
 """
+_FORK = """\
+Goes on from the middle of an answer with parameters of its own: another temperature, more samples, a beam search.
+Nothing that was computed is computed again while the engine still has it. The answer looks like that of
+`/v1/completions` and holds what follows the fork; with `echo` also what was kept of the answer before it. A request can
+be forked by whoever sent it (the same key), while it is streamed, and after its end for as long as `fork_seconds`,
+`fork_requests` and `fork_tokens` allow. Only the HTTP process that answers it knows it: with `--api-workers` above 1 a
+fork that comes to another is answered with 404. Parameters that are left out have their defaults, not those of the
+forked request. A branch ends early when its client hangs up."""
 _ABORT = (
     "end one client's request by any of its ids, or by the beginning of one (404: none begins so, 409: several do), or "
     "all of them"
@@ -75,7 +84,13 @@ def write_reference() -> str:
 
 def _endpoint(endpoint: Endpoint, title: str, limits: Limits) -> str:
     fields = list(fields_of(endpoint).values())
-    lines = [f"## {title}", "", "| Parameter | Value | Default | Meaning |", "|-|-|-|-|"]
+    lines = [
+        f"## {title}",
+        "",
+        *([_FORK, ""] if endpoint == "fork" else []),
+        "| Parameter | Value | Default | Meaning |",
+        "|-|-|-|-|",
+    ]
     lines += [_row(field, limits) for field in fields if field.support == "yes"]
     quiet = [field.name for field in fields if field.support == "no effect"]
     if quiet:

@@ -12,6 +12,7 @@ NUMBER: Schema = {"type": "number"}
 FLAG: Schema = {"type": "boolean"}
 IDS: Schema = {"type": "array", "items": WHOLE}
 FINISH: Schema = {"enum": ["stop", "length", "repetition", None]}
+CHAT_FINISH: Schema = {"enum": ["stop", "length", "tool_calls", "repetition", None]}
 
 
 def record(required: dict[str, Schema], optional: dict[str, Schema] | None = None, *, is_open: bool = False) -> Schema:
@@ -37,7 +38,19 @@ def ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-_MESSAGE = record({"role": {"const": "assistant"}, "content": TEXT, "refusal": {"type": "null"}})
+_REASONING = {"reasoning_content": TEXT, "reasoning": TEXT}
+_CALL = record({"id": TEXT, "type": {"const": "function"}, "function": record({"name": TEXT, "arguments": TEXT})})
+_CALL_DELTA = record(
+    {"index": WHOLE, "function": record({"arguments": TEXT}, {"name": TEXT})},
+    {"id": TEXT, "type": {"const": "function"}},
+)
+_MESSAGE = record(
+    {"role": {"const": "assistant"}, "content": or_null(TEXT), "refusal": {"type": "null"}},
+    {**_REASONING, "tool_calls": many(_CALL)},
+)
+_DELTA = record({}, {"role": {"const": "assistant"}, "content": TEXT, **_REASONING, "tool_calls": many(_CALL_DELTA)})
+_RANK = {"score": NUMBER, "cumulative_logprob": or_null(NUMBER)}  # of answers that were compared
+_BEST = {"best": record({"index": WHOLE, "text": TEXT})}  # so far, of a search that is watched
 _STOP_REASON = {"type": ["string", "integer", "null"]}
 _TOP = {"token": TEXT, "logprob": NUMBER, "bytes": or_null(many(WHOLE))}
 _CHAT_LOGPROBS = record(
@@ -59,7 +72,8 @@ _USAGE = record(
         "completion_tokens": WHOLE,
         "total_tokens": WHOLE,
         "prompt_tokens_details": record({"cached_tokens": WHOLE}),
-    }
+    },
+    {"completion_tokens_details": record({"reasoning_tokens": WHOLE})},
 )
 _LEDGER = record(
     {"ledger": many(record({"kind": TEXT, "at_ms": NUMBER, "amount": WHOLE, "note": TEXT}, {"prompt": WHOLE}))}
@@ -87,10 +101,10 @@ SCHEMAS: dict[str, Schema] = {
                         "index": WHOLE,
                         "message": _MESSAGE,
                         "logprobs": or_null(ref("ChatLogprobs")),
-                        "finish_reason": FINISH,
+                        "finish_reason": CHAT_FINISH,
                         "stop_reason": _STOP_REASON,
                     },
-                    {"token_ids": IDS},
+                    {"token_ids": IDS, **_RANK},
                 )
             ),
             "usage": ref("Usage"),
@@ -105,15 +119,15 @@ SCHEMAS: dict[str, Schema] = {
                 record(
                     {
                         "index": WHOLE,
-                        "delta": record({}, {"role": {"const": "assistant"}, "content": TEXT}),
+                        "delta": _DELTA,
                         "logprobs": or_null(ref("ChatLogprobs")),
-                        "finish_reason": FINISH,
+                        "finish_reason": CHAT_FINISH,
                     },
                     {"stop_reason": _STOP_REASON, "token_ids": IDS},
                 )
             ),
         },
-        {**_EXTRAS, "usage": or_null(ref("Usage")), "prompt_token_ids": IDS, "prompt_text": TEXT},
+        {**_EXTRAS, **_BEST, "usage": or_null(ref("Usage")), "prompt_token_ids": IDS, "prompt_text": TEXT},
     ),
     "CompletionAnswer": record(
         {
@@ -128,7 +142,7 @@ SCHEMAS: dict[str, Schema] = {
                         "finish_reason": FINISH,
                         "stop_reason": _STOP_REASON,
                     },
-                    {"token_ids": IDS, "prompt_token_ids": IDS, "prompt_logprobs": ref("PromptLogprobs")},
+                    {"token_ids": IDS, "prompt_token_ids": IDS, "prompt_logprobs": ref("PromptLogprobs"), **_RANK},
                 )
             ),
         },
@@ -150,7 +164,7 @@ SCHEMAS: dict[str, Schema] = {
                 )
             ),
         },
-        {**_EXTRAS, "usage": or_null(ref("Usage"))},
+        {**_EXTRAS, **_BEST, "usage": or_null(ref("Usage"))},
     ),
     "Tokens": record(
         {"count": WHOLE, "max_model_len": WHOLE, "tokens": IDS, "token_strs": or_null(many(TEXT))},

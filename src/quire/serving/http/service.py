@@ -15,15 +15,21 @@ from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
 
 from quire.config.server import ServerConfig
+from quire.serving.desk.answers import AnswerMemory
 from quire.serving.desk.desk import Desk
 from quire.serving.desk.observer import Observer
 from quire.serving.http.errors import engine_unavailable, model_not_found, too_busy
 from quire.serving.http.limits import Limits
+from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.process.link import EngineLink, EngineReady
 from quire.serving.process.peers import Peers
 from quire.serving.requests import RequestMaker
 from quire.serving.text.chat_template import ChatTemplate
+from quire.serving.text.message_reading import MessageReading
+from quire.serving.text.reasoning import ReasoningFormat, reasoning_format
+from quire.serving.text.token_table import vocabulary_source
 from quire.serving.text.tokenizer import Tokenizer
+from quire.serving.text.tool_calls.formats import ToolFormat, tool_format
 from quire.types.errors import InvalidRequest, ModelLoadError
 
 logger = logging.getLogger("quire.edge")
@@ -58,11 +64,20 @@ def give_back_memory() -> None:
 
 
 class TextWorks:
-    """The model's tokenizer and template. Made once; used in threads."""
+    """The model's tokenizer and template, and how its answers are read. Made once; used in threads."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str | None = None,
+        *,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> None:
         self.tokenizer = tokenizer
+        self.checker = GrammarChecker(vocabulary_source(tokenizer))
         self._source = chat_template or tokenizer.chat_template
+        self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
         self._makers: dict[tuple[int, ...], RequestMaker] = {}
 
     @cached_property
@@ -79,6 +94,27 @@ class TextWorks:
         except ModelLoadError as error:
             logger.error("%s", error)
             raise InvalidRequest("messages", "the model's chat template does not work", fix) from None
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls; None: not known. Raises InvalidRequest where it has no chat template."""
+        return tool_format(self._tool_call_parser, self._source, reads_tools=self.template.reads_tools)
+
+    @cached_property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        return reasoning_format(self._reasoning_parser, self._source)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of special tokens by their text: those that texts leave out."""
+        return {self.tokenizer.token_text(token): token for token in sorted(self.tokenizer.special_ids)}
+
+    def hides(self, reading: MessageReading) -> bool:
+        """Whether a mark that is to be read is a special token, so that texts must show those."""
+        marks = [] if reading.tools is None else list(reading.tools.marks)
+        if reading.reasoning is not None:
+            marks += [reading.reasoning.start, reading.reasoning.end]
+        return any(mark in self.special_tokens for mark in marks)
 
     def maker(self, eos_ids: tuple[int, ...]) -> RequestMaker:
         """For a model that ends its texts with `eos_ids`."""
@@ -104,6 +140,10 @@ class Service:
     created: int = field(default_factory=lambda: int(datetime.now(UTC).timestamp()))
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "quire-text"))
     num_body_bytes: int = 0
+    answers: AnswerMemory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.answers = AnswerMemory(self.limits)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -149,3 +189,4 @@ class Service:
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
+        self.texts.checker.close()

@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 
 from quire import __version__
-from quire.config.server import ServerConfig
+from quire.config.server import ModelSource, ServerConfig
 from quire.observability.logging import set_up_logging
 from quire.observability.metrics import ServerMetrics, server_metrics
 from quire.runtime.loading.resolve import resolve_model
@@ -90,7 +90,7 @@ class Edge:
             limits=limits,
             desk=self._desk,
             link=self._link,
-            texts=TextWorks(tokenizer, config.source.chat_template),
+            texts=_texts(config.source, tokenizer),
             observer=metrics,
             version=__version__,
             render_metrics=render_metrics,
@@ -103,6 +103,7 @@ class Edge:
     async def run(self) -> None:
         """Serve until drained."""
         self._desk.start()
+        self._service.texts.checker.warm()
         gc.collect()
         gc.freeze()
         await self._server.serve(sockets=[socket.socket(fileno=self._listen_fd)])
@@ -177,6 +178,15 @@ def main(arguments: list[str]) -> int:
     finally:
         metrics.close()
     return 0
+
+
+def _texts(source: ModelSource, tokenizer: Tokenizer) -> TextWorks:
+    return TextWorks(
+        tokenizer,
+        source.chat_template,
+        tool_call_parser=source.tool_call_parser,
+        reasoning_parser=source.reasoning_parser,
+    )
 
 
 def _load_tokenizer(config: ServerConfig) -> Tokenizer:

@@ -9,9 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from quire.engine.core import EngineCore
+from quire.engine.decoding.vocabulary import Vocabulary
 from quire.engine.process import EngineLoop
 from quire.engine.progress import ProgressRecord
 from quire.engine.transport import EngineSocket
@@ -68,13 +70,22 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore, EngineR
     """The model in this process. Raises ConfigError, DoesNotFit or ModelLoadError."""
     report("starting the engine", 0, 1)
     from quire.runtime.loading.files import files_at
+    from quire.runtime.loading.resolve import resolve_model
     from quire.serving.assembly import plan_engine
+    from quire.serving.text.token_table import vocabulary_of
+    from quire.serving.text.tokenizer import load_tokenizer
 
     report("starting the engine", 1, 1)
     source = start.config.source
     planned = plan_engine(files_at(Path(source.model)), start.config.engine)
     logger.info("%s", "; ".join(" ".join(line.split()) for line in str(planned.memory).splitlines()))
-    core, config = planned.build(source.load_format, report), planned.config
+
+    @cache
+    def vocabulary() -> Vocabulary:
+        return vocabulary_of(load_tokenizer(resolve_model(source.tokenizer or source.model, offline=True)))
+
+    tools = planned.tools(vocabulary, warm=True)  # beside the weights: later it would hold up what is being served
+    core, config = planned.build(source.load_format, report, tools), planned.config
     ready = EngineReady(
         generation=start.generation,
         max_model_len=config.scheduler.max_model_len,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.config.server import ServerConfig
+from quire.config.speculation import read_speculation
 from quire.observability.logging import set_up_logging
 from quire.runtime.loading.resolve import resolve_model
 from quire.serving.process.announcing import Announcer
@@ -104,10 +105,14 @@ class Supervisor:
         source, show = self._config.source, self._announcer.progress
         files = resolve_model(source.model, progress=show)
         tokenizer = None if source.tokenizer is None else str(resolve_model(source.tokenizer, progress=show).path)
+        engine, speculation = self._config.engine, read_speculation(self._config.engine.speculative_config)
+        if speculation is not None and speculation.model is not None:
+            draft = {"model": str(resolve_model(speculation.model, progress=show).path.absolute())}
+            engine = replace(engine, speculative_config={**(engine.speculative_config or {}), **draft})
         self._announcer.end_progress()
         names = source.served_names or (files.name,)
         found = replace(source, model=str(files.path.absolute()), tokenizer=tokenizer, served_names=names)
-        return replace(self._config, source=found, port=port)
+        return replace(self._config, source=found, engine=engine, port=port)
 
     def _make_keepers(self, directory: Path, listeners: Sequence[socket.socket]) -> None:
         programs = self._programs

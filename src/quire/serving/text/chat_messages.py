@@ -18,6 +18,8 @@ MESSAGE_FIELDS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking"}
 )
 PART_FIELDS = frozenset({"type", "text"})
+CALL_FIELDS = frozenset({"id", "type", "index", "function", "name", "arguments"})
+FUNCTION_FIELDS = frozenset({"name", "arguments"})
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -149,6 +151,7 @@ def _tool_calls(where: str, calls: Any, data: PlainData) -> list[Any]:
             raise InvalidRequest(
                 f"{where}[{index}]", "must name a function", 'send {"function": {"name": ..., "arguments": ...}}'
             )
+        _check_call(f"{where}[{index}]", call, function)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
@@ -160,3 +163,13 @@ def _tool_calls(where: str, calls: Any, data: PlainData) -> list[Any]:
         parsed = {**function, "arguments": arguments} if "arguments" in function else dict(function)
         checked.append(data.copy(f"{where}[{index}]", {**call, "function": parsed} if "function" in call else parsed))
     return checked
+
+
+def _check_call(where: str, call: Mapping[str, Any], function: Mapping[str, Any]) -> None:
+    _check_members(where, call, CALL_FIELDS)
+    if "function" in call:
+        _check_members(f"{where}.function", function, FUNCTION_FIELDS)
+    if call.get("type", "function") != "function":
+        raise InvalidRequest(f"{where}.type", f'must be "function", got {call["type"]!r:.80}')
+    if not isinstance(call.get("id", ""), str):
+        raise InvalidRequest(f"{where}.id", f"must be text, got {type(call['id']).__name__}")

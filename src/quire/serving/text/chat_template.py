@@ -13,6 +13,7 @@ from jinja2.exceptions import SecurityError
 from quire.serving.text.chat_messages import Message, PlainData, check_messages, check_tools
 from quire.serving.text.template_budget import Budget, TemplateLimits, TemplateTooCostly
 from quire.serving.text.template_sandbox import TemplateEnvironment
+from quire.serving.text.tool_calls.described import describe_tools, write_calls
 from quire.types.errors import InvalidRequest, ModelLoadError
 
 logger = logging.getLogger("quire.text")
@@ -52,11 +53,24 @@ class ChatTemplate:
         tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._tokens = {name: token for name, token in tokens.items() if token is not None}
 
+    @property
+    def reads_tools(self) -> bool:
+        """Whether it tells the model of tools by itself."""
+        return "tools" in self._read
+
+    @property
+    def writes_calls(self) -> bool:
+        """Whether it writes the calls of messages, and so their results."""
+        return "tool_calls" in self._source
+
     @cached_property
     def variables(self) -> frozenset[str]:
         """The names this template reads that a request may set."""
-        read = meta.find_undeclared_variables(self._environment.parse(self._source))
-        return frozenset(read) - _RESERVED - frozenset(self._environment.globals)
+        return self._read - _RESERVED - frozenset(self._environment.globals)
+
+    @cached_property
+    def _read(self) -> frozenset[str]:
+        return frozenset(meta.find_undeclared_variables(self._environment.parse(self._source)))
 
     def render(
         self,
@@ -67,18 +81,25 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt for `messages`; `variables` are those the template itself asks for, such as enable_thinking."""
+        """The prompt for `messages`; `variables` are those the template itself asks for, such as enable_thinking.
+
+        What the template knows nothing of, `tools` or their calls and results, is written into the messages as text.
+        """
         if continue_final_message and add_generation_prompt:
             reason = "a message cannot be continued and a new one begun"
             raise InvalidRequest("continue_final_message", reason, "set add_generation_prompt=False")
         data = PlainData(self.limits)
-        conversation = check_messages(messages, data, self.limits)
+        conversation, offered = check_messages(messages, data, self.limits), check_tools(tools, data)
+        if not self.writes_calls:
+            conversation = write_calls(conversation)
+        if offered and not self.reads_tools:
+            conversation, offered = describe_tools(conversation, offered), None
         values = {
             "documents": None,
             **self._tokens,
             **{name: data.copy(name, self._allowed(name, value)) for name, value in variables.items()},
             "messages": conversation,
-            "tools": check_tools(tools, data),
+            "tools": offered,
             "add_generation_prompt": add_generation_prompt,
         }
         if not continue_final_message:

@@ -95,8 +95,12 @@ def test_a_hundred_thousand_random_operations_leak_nothing_and_never_write_a_sha
         table, written = live[position := rng.randrange(len(live))]
         if choice < 0.7:
             _append(table, written, rng.randint(1, 2 * size + 1), operation, pool, memory, size)
-        elif choice < 0.85 and len(live) < 24:
-            live.append((table.fork(), list(written)))
+        elif choice < 0.78 and len(live) < 24:
+            count = rng.choice([len(written), rng.randint(0, len(written))])
+            live.append((table.fork(count), written[:count]))
+        elif choice < 0.85:
+            del written[rng.randint(0, len(written)) :]
+            table.truncate(len(written))
         else:
             table.free()
             del live[position]
@@ -107,6 +111,34 @@ def test_a_hundred_thousand_random_operations_leak_nothing_and_never_write_a_sha
     for table, _ in live:
         table.free()
     assert pool.num_free == num_blocks
+
+
+def test_a_truncated_table_gives_back_what_holds_nothing_and_grows_again() -> None:
+    pool = BlockPool(num_blocks=8)
+    table = BlockTable(pool, block_size=4)
+    table.append(14)
+    first = table.blocks[0]
+    table.truncate(5)
+    assert (table.num_tokens, len(table.blocks), pool.num_free) == (5, 2, 6)
+    table.truncate(4)
+    assert (table.num_tokens, len(table.blocks)) == (4, 1)
+    table.truncate(9)
+    assert table.num_tokens == 4
+    assert table.append(1) == []
+    table.truncate(0)
+    assert (table.num_tokens, table.blocks, pool.num_free) == (0, [], 8)
+    assert first not in table.blocks
+
+
+def test_a_fork_of_the_first_tokens_holds_only_their_blocks_and_copies_a_partial_one() -> None:
+    pool = BlockPool(num_blocks=8)
+    parent = BlockTable(pool, block_size=4)
+    parent.append(14)
+    child = parent.fork(6)
+    assert child.blocks == parent.blocks[:2]
+    assert pool.num_free == 4
+    assert child.append(1) == [BlockCopy(source=parent.blocks[1], target=child.blocks[1])]
+    assert parent.append(1) == []
 
 
 def _append(

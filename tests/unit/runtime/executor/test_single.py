@@ -114,6 +114,44 @@ def test_on_a_gpu_two_steps_are_in_flight_and_tokens_feed_the_next_step_there() 
     deep.check()
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_on_a_gpu_no_report_makes_a_launch_wait() -> None:
+    config = engine_config(block_size=16, rows=4, device="cuda")
+    single = SingleExecutor(FILES, tiny_config(), config, load_format="dummy")
+    rows = (row(0, 5, logprobs=2), replace(row(1, 5), num_candidates=4))
+    single.launch(StepPlan(step=0, new_rows=rows, chunks=(Chunk(0, 0, 5, (0,)), Chunk(1, 0, 5, (1,)))))
+    both, first = np.array([0, 1], dtype=np.int32), single.collect()
+    single.launch(StepPlan(step=1, decode_rows=both))  # is captured
+    single.collect()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in (2, 3):
+            single.launch(StepPlan(step=step, decode_rows=both))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for result in (first, single.collect(), single.collect()):
+        assert [told.row for told in result.logprobs] == [0]
+        assert result.logprobs[0].entry.token_ids[0] == result.token_ids[0]
+        assert result.candidates is not None
+        assert result.candidates.samples.tolist() == [1]
+        assert result.candidates.token_ids[0, 0] == result.token_ids[1]
+
+
+def test_candidates_and_logprobs_reach_the_result() -> None:
+    single = executor()
+    rows = (row(0, 5, logprobs=1), replace(row(1, 5), num_candidates=3), replace(row(2, 5), num_candidates=4))
+    single.launch(StepPlan(step=0, new_rows=rows, chunks=tuple(Chunk(each.row, 0, 5, (each.row,)) for each in rows)))
+    result = single.collect()
+    assert [told.row for told in result.logprobs] == [0]
+    assert result.candidates is not None
+    assert result.candidates.samples.tolist() == [1, 2]
+    assert result.candidates.token_ids.shape == (2, 4)
+    assert result.candidates.token_ids[:, 0].tolist() == result.token_ids[1:].tolist()
+    assert (np.diff(result.candidates.scores, axis=1) <= 0).all()
+
+
 def answers(attention: str, depth: int) -> dict[str, list[tuple[int, ...]]]:
     """What two kinds of request are answered through the whole engine, in a cache too small for both."""
     config = engine_config(block_size=4, rows=4, num_blocks=6, max_len=10)

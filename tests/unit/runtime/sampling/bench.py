@@ -11,9 +11,10 @@ from torch import Tensor
 
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.sampler import Sampled, Sampler
+from quire.runtime.sampling.samples import Samples
 from quire.runtime.sampling.transforms.transform import Step, Transform
 from quire.types.sampling import SamplingParams, TokenRules
-from quire.types.step import NewRow
+from quire.types.step import Masks, NewRow, RowLogprobs
 
 CPU = torch.device("cpu")
 
@@ -62,12 +63,24 @@ class Bench:
     def sample(self, logits: Tensor, rows: Sequence[int]) -> Sampled:
         """Sample from a copy of the logits and append the tokens, as a worker does."""
         numbers = np.array(rows, dtype=np.int32)
-        sampled = self.sampler.sample(logits.to(self.device, copy=True), numbers, self.history)
+        sampled = self.sampler.sample(logits.to(self.device, copy=True), self.samples(rows), self.history)
         places = torch.from_numpy(numbers).long().to(self.device)
         self.history.tokens[places, self.history.lengths[places]] = sampled.token_ids.clamp(min=0).int()
         self.history.lengths[places] += 1
         self.sampler.check()
         return sampled
+
+    def samples(self, rows: Sequence[int], lengths: Sequence[int] | None = None, masks: Masks | None = None) -> Samples:
+        """One of each of `rows`, which know all their tokens, or so many."""
+        numbers = np.array(rows, dtype=np.int32)
+        known = self.history.lengths.cpu().numpy()[numbers] if lengths is None else np.array(lengths, dtype=np.int64)
+        on_device = torch.from_numpy(known).to(self.device)
+        return Samples(numbers, known, on_device, np.arange(len(numbers)), masks)
+
+    def logprobs(self, sampled: Sampled) -> tuple[RowLogprobs, ...]:
+        """What was told of the chosen tokens."""
+        told = sampled.report.logprobs
+        return told.finish([tensor.cpu() for tensor in told.tensors])
 
     def tokens(self, logits: Tensor, rows: Sequence[int]) -> list[int]:
         return [int(token) for token in self.sample(logits, rows).token_ids.tolist()]
@@ -84,6 +97,6 @@ def transform_rows(transform: Transform, logits: Tensor, news: Sequence[NewRow])
     part = transform.members.part(rows, CPU)
     changed = logits.clone()
     if part is not None:
-        lengths = bench.history.lengths.numpy().copy()
-        transform.apply(changed, part, Step(bench.history, lengths, bench.history.num_prompt.numpy().astype(np.int64)))
+        num_prompt = bench.history.num_prompt.numpy().astype(np.int64)
+        transform.apply(changed, part, Step(bench.samples(rows.tolist()), bench.history, num_prompt))
     return changed

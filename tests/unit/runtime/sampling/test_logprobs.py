@@ -35,7 +35,7 @@ def test_logprobs_are_raw_whatever_the_transforms_do() -> None:
     bench.add(new_row(3, presence_penalty=2.0, output=[4, 5], logit_bias={8: 50.0}, logprobs=-1))
     sampled = bench.sample(logits, [2, 0, 3, 1])
     tokens = sampled.token_ids.tolist()
-    entries = {found.row: found.entry for found in sampled.logprobs}
+    entries = {found.row: found.entry for found in bench.logprobs(sampled)}
     assert entries.keys() == {0, 1, 3}
     assert_entry(entries[0], logits[1], tokens[1], 3)
     assert_entry(entries[1], logits[3], 11, 0)
@@ -46,7 +46,7 @@ def test_more_logprobs_than_tokens_are_all_of_them() -> None:
     bench, logits = Bench(VOCAB), random_logits(1)
     bench.add(new_row(0, temperature=0.0, logprobs=VOCAB + 1))
     sampled = bench.sample(logits, [0])
-    assert_entry(sampled.logprobs[0].entry, logits[0], int(sampled.token_ids[0]), VOCAB)
+    assert_entry(bench.logprobs(sampled)[0].entry, logits[0], int(sampled.token_ids[0]), VOCAB)
 
 
 def test_tokens_asked_for_by_id_follow_the_most_likely_ones_raw() -> None:
@@ -59,7 +59,7 @@ def test_tokens_asked_for_by_id_follow_the_most_likely_ones_raw() -> None:
     for _ in range(2):
         sampled = bench.sample(logits, [3, 2, 1, 0])
         tokens = sampled.token_ids.tolist()
-        entries = {found.row: found.entry for found in sampled.logprobs}
+        entries = {found.row: found.entry for found in bench.logprobs(sampled)}
         assert entries[0].token_ids.tolist() == [tokens[3], 7, 140, 3]
         best = expected[2].topk(2).indices.tolist()
         assert entries[1].token_ids.tolist() == [tokens[2], *best, 9]
@@ -75,7 +75,7 @@ def test_a_row_that_takes_the_place_of_another_does_not_get_its_tokens() -> None
     bench.sampler.remove(0)
     bench.add(new_row(0, temperature=0.0, logprobs=1))
     sampled = bench.sample(logits, [0])
-    assert_entry(sampled.logprobs[0].entry, logits[0], int(sampled.token_ids[0]), 1)
+    assert_entry(bench.logprobs(sampled)[0].entry, logits[0], int(sampled.token_ids[0]), 1)
 
 
 def test_a_token_asked_for_outside_the_vocabulary_is_refused() -> None:
@@ -89,7 +89,7 @@ def test_a_failed_row_has_no_logprobs() -> None:
     for row in range(2):
         bench.add(new_row(row, logprobs=2))
     sampled = bench.sample(logits, [0, 1])
-    assert [found.row for found in sampled.logprobs] == [1]
+    assert [found.row for found in bench.logprobs(sampled)] == [1]
     assert sampled.token_ids[0] < 0
 
 

@@ -42,8 +42,8 @@ def test_a_part_names_positions_rows_and_slots_in_the_order_of_the_batch() -> No
     slots = {row: members.join(row) for row in (5, 2)}
     part = members.part(np.array([7, 2, 1, 5], dtype=np.int32), CPU)
     assert part is not None
-    assert part.positions.tolist() == [1, 3]
-    assert part.rows.tolist() == part.host_rows.tolist() == [2, 5]
+    assert part.positions.tolist() == part.host_positions.tolist() == [1, 3]
+    assert part.rows.tolist() == [2, 5]
     assert part.slots.tolist() == [slots[2], slots[5]]
     assert not part.whole
     assert members.part(np.array([7, 1], dtype=np.int32), CPU) is None

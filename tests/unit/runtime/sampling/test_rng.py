@@ -3,7 +3,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.rng import Streams
 from tests.unit.runtime.sampling import naive
 from tests.unit.runtime.sampling.bench import CPU
@@ -14,9 +13,7 @@ def uniform(seeds: list[int], num_outputs: list[int], sample_index: int = 0) -> 
     streams = Streams(count, CPU)
     for row, seed in enumerate(seeds):
         streams.put(row, seed, sample_index)
-    lengths = torch.tensor(num_outputs) + 3
-    history = TokenHistory(torch.zeros(count, 1), lengths, torch.full((count,), 3))
-    return streams.uniform(torch.arange(count), history)
+    return streams.uniform(torch.arange(count), torch.tensor(num_outputs))
 
 
 def chi_square(numbers: Tensor, bins: int = 64) -> float:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from quire.runtime.sampling.failures import row_failures
 from quire.types.errors import InvalidRequest
 from quire.types.sampling import TokenRules
-from quire.types.step import NewRow
+from quire.types.step import Masks, NewRow
 from tests.unit.runtime.sampling.bench import CPU, Bench, new_row
 from tests.unit.runtime.sampling.naive import acceptable_tokens
 
@@ -241,7 +242,7 @@ def test_a_released_row_leaves_nothing_to_the_next_one_in_its_place() -> None:
 
 def test_a_batch_of_no_rows_has_no_tokens() -> None:
     sampled = Bench(VOCAB).sample(torch.empty(0, VOCAB), [])
-    assert (sampled.token_ids.tolist(), sampled.logprobs) == ([], ())
+    assert (sampled.token_ids.tolist(), sampled.report.logprobs.tensors) == ([], ())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -266,18 +267,20 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_but_logprobs_waits_for_the_device(request: pytest.FixtureRequest) -> None:
+def test_nothing_waits_for_the_device(request: pytest.FixtureRequest) -> None:
     device = torch.device("cuda")
     bench, logits = Bench(VOCAB, device=device), random_logits(len(MENU), 6).to(device)
     for new in menu_rows():
         bench.add(new)
-    rows = np.arange(len(MENU), dtype=np.int32)
-    bench.sampler.sample(logits.clone(), rows, bench.history)
+    bits = np.full((1, -(-VOCAB // 32)), 2**32 - 1, dtype=np.uint32)
+    masks = Masks(np.array([2], dtype=np.int32), bits)
+    batches = [bench.samples(rows, masks=masks) for rows in (range(len(MENU)), range(len(MENU))[::-1], range(4))]
+    bench.sampler.sample(logits.clone(), batches[0], bench.history)
     request.getfixturevalue("no_waiting")
     bench.sampler.remove(0)
-    bench.sampler.add(new_row(0, **MENU[-1]))
-    bench.sampler.sample(logits.clone(), rows[::-1].copy(), bench.history)
-    sampled = bench.sampler.sample(logits[:4].clone(), rows[:4].copy(), bench.history)  # a wait would have raised
+    bench.sampler.add(replace(new_row(0, logprobs=2, **MENU[-1]), num_candidates=3))
+    bench.sampler.sample(logits.clone(), batches[1], bench.history)
+    sampled = bench.sampler.sample(logits[:4].clone(), batches[2], bench.history)  # a wait would have raised
     assert sampled.token_ids.shape == (4,)
 
 

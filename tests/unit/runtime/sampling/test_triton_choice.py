@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,10 @@ pytest.importorskip("triton")
 
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.make import make_sampler
+from quire.runtime.sampling.samples import Samples
 from quire.runtime.sampling.triton_choice import TritonChoice
 from quire.types.sampling import SamplingParams, TokenRules
-from quire.types.step import NewRow
+from quire.types.step import Masks, NewRow
 from tiny_models import DEVICE
 
 VOCAB, ROWS = 150, 6
@@ -39,6 +42,12 @@ def history() -> TokenHistory:
     return TokenHistory(tokens.to(DEVICE), lengths.to(DEVICE), (lengths - 1).to(DEVICE))
 
 
+def samples(rows: list[int], lengths: list[int] | None = None, masks: Masks | None = None) -> Samples:
+    known = np.full(len(rows), 3) if lengths is None else np.array(lengths)
+    numbers = np.array(rows, dtype=np.int32)
+    return Samples(numbers, known, torch.from_numpy(known).to(DEVICE), np.arange(len(rows)), masks)
+
+
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5], [5, 0], [4, 3]])
 def test_it_chooses_what_torch_chooses_after_the_same_transforms(rows: list[int]) -> None:
     device = torch.device(DEVICE)
@@ -48,9 +57,11 @@ def test_it_chooses_what_torch_chooses_after_the_same_transforms(rows: list[int]
         sampler = make_sampler(ROWS, VOCAB, device, kernels)  # type: ignore[arg-type]
         for row, asked in enumerate(ASKED):
             sampler.add(new_row(row, asked, seed=row))
-        sampled = sampler.sample(logits.clone(), np.array(rows, dtype=np.int32), history())
+        sampled = sampler.sample(logits.clone(), samples(rows), history())
         sampler.check()
-        answers.append((sampled.token_ids.tolist(), [(each.row, each.entry.rank) for each in sampled.logprobs]))
+        told = sampled.report.logprobs
+        ranks = [(each.row, each.entry.rank) for each in told.finish([tensor.cpu() for tensor in told.tensors])]
+        answers.append((sampled.token_ids.tolist(), ranks))
     assert answers[1] == answers[0]
 
 
@@ -60,7 +71,7 @@ def test_logits_that_are_no_numbers_fail_their_row_alone() -> None:
         sampler.add(new_row(row, {"temperature": 0.5}))
     logits = torch.randn(3, VOCAB, device=DEVICE)
     logits[1, 5], logits[2] = float("nan"), float("-inf")
-    found = sampler.sample(logits, np.array([0, 1, 2], dtype=np.int32), history()).token_ids.tolist()
+    found = sampler.sample(logits, samples([0, 1, 2]), history()).token_ids.tolist()
     assert found[0] >= 0
     assert found[1:] == [-1, -2]
 
@@ -91,7 +102,14 @@ def test_rows_that_only_choose_are_told_from_those_that_ask_for_more() -> None:
     for row, asked in enumerate(ASKED):
         sampler.add(new_row(row, asked))
     assert sampler.only_chooses(np.array([0, 3, 5]))
+    assert sampler.num_listed(np.array([0, 2, 3, 5])) == -1
+    assert sampler.num_listed(np.array([0, 4])) == 0
+    assert sampler.num_listed(np.array([0, 4, 1])) == 3
     for row in (1, 2, 4):
         assert not sampler.only_chooses(np.array([0, row]))
         sampler.remove(row)
     assert sampler.only_chooses(np.array([0, 1, 2, 3, 4, 5]))
+    sampler.add(replace(new_row(1, {"logprobs": 1}), num_candidates=6))
+    assert sampler.num_listed(np.array([0, 1])) == 6
+    sampler.add(new_row(2, {"logprobs": 1, "logprob_token_ids": [4]}))
+    assert sampler.num_listed(np.array([1, 2])) is None

@@ -14,7 +14,7 @@ from quire.config.graphs import row_buckets
 from quire.config.model import Heads
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.worker.capture import Launch
-from quire.runtime.worker.graphs import DecodeGraphs
+from quire.runtime.worker.graphs import DecodeGraphs, Kind
 from quire.runtime.worker.parts import NoGraphs
 from quire.types.step import Chunk
 from tiny_models import DEVICE, VOCAB, Bench, MemoryCheckpoint, engine_config, random_checkpoint, tiny_config
@@ -96,8 +96,8 @@ def test_capturing_changes_no_row_and_no_block() -> None:
     rows, memory = made.worker.rows, made.worker.cache._memory
     before = [each.clone() for each in (rows.tokens, rows.history.lengths, memory)]
     with torch.inference_mode():
-        for bucket, narrow in ((1, False), (4, True)):
-            graphs._make(bucket, narrow, cascade=False)
+        for kind in (Kind(1), Kind(4, narrow=True), Kind(2, listed=8)):
+            graphs._make(kind)
     for was, each in zip(before, (rows.tokens, rows.history.lengths, memory), strict=True):
         assert torch.equal(was, each)
     made.worker.check()
@@ -139,8 +139,11 @@ def test_rows_are_written_only_when_they_change(monkeypatch: pytest.MonkeyPatch)
     assert graphs._entries[:2].tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("special", [{"presence_penalty": 0.5, "logit_bias": {5: 3.0}}, {"logprobs": 2}])
-def test_rows_that_ask_for_more_than_a_choice_go_without_a_graph(special: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "special",
+    [{"presence_penalty": 0.5, "logit_bias": {5: 3.0}}, {"logprobs": 40}, {"logprobs": 0, "logprob_token_ids": [4]}],
+)
+def test_rows_that_ask_for_more_than_a_choice_and_a_short_list_go_without_a_graph(special: dict[str, object]) -> None:
     plain, triton = bench("reference"), bench("triton")
     _, recorder = graphs_of(triton)
     for made in (plain, triton):
@@ -151,10 +154,38 @@ def test_rows_that_ask_for_more_than_a_choice_go_without_a_graph(special: dict[s
             made.run(decode=[0, 1])
     assert triton.tokens == plain.tokens
     assert recorder.recorded == 0
-    assert len(triton.output.logprobs) == len(plain.output.logprobs)
+    assert len(triton.result.logprobs) == len(plain.result.logprobs)
     triton.release(1)
     triton.run(decode=[0])
     assert recorder.replayed == 1
+
+
+def test_graphs_tell_logprobs_and_candidates_as_the_reference_does() -> None:
+    plain, triton = bench("reference"), bench("triton")
+    _, recorder = graphs_of(triton)
+    for made in (plain, triton):
+        start(made, [0])
+        made.add(1, PROMPTS[1], **WAYS[1], logprobs=3)
+        made.add(2, PROMPTS[2], num_candidates=6)
+        made.add(4, PROMPTS[4], num_candidates=4, logprobs=0)
+        made.run(decode=[0], chunks=[Chunk(row, 0, len(PROMPTS[row]), (row,)) for row in (1, 2, 4)])
+    for decode in ([0, 1], [0, 4, 1, 2], [2], [0, 4, 1, 2]):
+        plain.run(decode=decode)
+        triton.run(decode=decode)
+        wanted, found = plain.result, triton.result
+        assert found.token_ids.tolist() == wanted.token_ids.tolist()
+        assert [told.row for told in found.logprobs] == [told.row for told in wanted.logprobs]
+        for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
+            assert one.entry.token_ids.tolist() == other.entry.token_ids.tolist()
+            assert one.entry.rank == other.entry.rank
+            np.testing.assert_allclose(one.entry.logprobs, other.entry.logprobs, atol=1e-4)
+        assert (found.candidates is None) == (wanted.candidates is None)
+        if found.candidates is not None and wanted.candidates is not None:
+            assert found.candidates.samples.tolist() == wanted.candidates.samples.tolist()
+            assert found.candidates.token_ids.tolist() == wanted.candidates.token_ids.tolist()
+            np.testing.assert_allclose(found.candidates.scores, wanted.candidates.scores, atol=1e-4)
+    assert recorder.replayed == 4
+    assert recorder.recorded == 3  # the two steps of four rows are one graph
 
 
 def test_a_failed_row_keeps_its_steps_out_of_graphs() -> None:

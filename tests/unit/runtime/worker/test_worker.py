@@ -161,16 +161,16 @@ def test_a_plan_without_tokens_only_updates_rows() -> None:
 
 def test_a_negative_mark_from_the_sampler_becomes_a_failure_and_never_an_input() -> None:
     class Failing(GreedySampler):
-        def sample(self, logits, rows, history):  # type: ignore[no-untyped-def]
+        def sample(self, logits, samples, history):  # type: ignore[no-untyped-def]
             logits.fill_(float("nan"))
-            sampled = super().sample(logits, rows, history)
+            sampled = super().sample(logits, samples, history)
             sampled.token_ids.fill_(-1)
             return sampled
 
     group = bench(sampler=Failing())
     group.add(0, [1, 2])
     group.run(chunks=[Chunk(0, 0, 2, (0,))])
-    result = group.output.result(group.output.token_ids.cpu())
+    result = group.result
     assert result.token_ids.tolist() == [0]
     assert [failure.row for failure in result.failures] == [0]
     assert group.worker.rows.tokens[0, 2] == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+import pytest
+
 from quire.config.resolve import EngineArguments
 from quire.serving.cli.arguments import add_engine, engine_settings
 
@@ -32,3 +34,17 @@ def test_float8_is_asked_for_by_two_flags() -> None:
     given = settings("--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3")
     assert given == {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}
     assert (EngineArguments().quantization, EngineArguments().kv_cache_dtype) == (None, "auto")
+
+
+def test_speculation_is_asked_for_by_a_json_object() -> None:
+    given = settings("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5}')
+    assert given == {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}}
+
+
+@pytest.mark.parametrize("text", ["ngram", "[1]", '{"method"'])
+def test_speculation_that_is_no_json_object_is_refused_in_one_line(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        settings("--speculative-config", text)
+    assert "no JSON" in capsys.readouterr().err

@@ -18,10 +18,11 @@ from quire.types.errors import ConfigError, InvalidRequest
 from quire.types.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[4]
-ENDPOINTS: tuple[Endpoint, ...] = ("chat", "completions", "tokenize", "detokenize")
+ENDPOINTS: tuple[Endpoint, ...] = ("chat", "completions", "fork", "tokenize", "detokenize")
 SMALLEST: dict[Endpoint, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "x"}]},
     "completions": {"prompt": "x"},
+    "fork": {"request_id": "x"},
     "tokenize": {"prompt": "x"},
     "detokenize": {"tokens": [1]},
 }

@@ -53,7 +53,7 @@ class BadWords:
 
 def _output_tail(part: Part, step: Step, length: int) -> Tensor:  # [G, length]
     history = step.history
-    ends = history.lengths.index_select(0, part.rows).long()[:, None]
+    ends = step.lengths(part)[:, None]
     places = ends + torch.arange(-length, 0, device=ends.device)
     tokens = history.tokens[part.rows[:, None], places.clamp(min=0)].long()
     is_output = places >= history.num_prompt.index_select(0, part.rows).long()[:, None]

@@ -32,6 +32,6 @@ class MinTokens:
 
     def apply(self, logits: Tensor, part: Part, step: Step) -> None:
         end_ids = self._end_ids.take(part.slots)  # [G, ids]
-        early = step.history.num_outputs(part.rows) < self._wanted.scalars(part.slots)  # [G]
+        early = step.num_outputs(part) < self._wanted.scalars(part.slots)  # [G]
         ban = early[:, None] & (end_ids != _NONE)
         add_at(logits, part, end_ids.clamp(min=0), torch.where(ban, float("-inf"), 0.0))

@@ -31,11 +31,11 @@ class OccurrencePenalty:
         self._frequency.put(slot, [frequency])
 
     def apply(self, logits: Tensor, part: Part, step: Step) -> None:
-        longest = int((step.num_tokens[part.host_rows] - step.num_prompt[part.host_rows]).max())
+        longest = step.most_outputs(part)
         if longest == 0:
             return
         history = step.history
-        num_outputs = history.num_outputs(part.rows)[:, None]  # [G, 1]
+        num_outputs = step.num_outputs(part)[:, None]  # [G, 1]
         order = torch.arange(longest, device=logits.device)
         is_output = order < num_outputs  # [G, longest]
         # Where there is no output token, stand on the first one; in a row without any, on its first token, unchanged.

@@ -26,10 +26,8 @@ class RepetitionPenalty:
             self._penalty.put(self.members.join(new.row), [new.sampling.repetition_penalty])
 
     def apply(self, logits: Tensor, part: Part, step: Step) -> None:
-        longest = int(step.num_tokens[part.host_rows].max())
-        tokens = step.history.tokens[:, :longest].index_select(0, part.rows).long()  # [G, longest]
-        lengths = step.history.lengths.index_select(0, part.rows)
-        known = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+        tokens = step.history.tokens[:, : step.longest(part)].index_select(0, part.rows).long()  # [G, longest]
+        known = torch.arange(tokens.shape[1], device=tokens.device) < step.lengths(part)[:, None]
         index = flat_index(logits, part, torch.where(known, tokens, tokens[:, :1]))
         seen = logits.view(-1).index_select(0, index).view_as(tokens)
         penalty = self._penalty.scalars(part.slots)[:, None]

@@ -11,16 +11,34 @@ from torch import Tensor
 
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.members import Members, Part
+from quire.runtime.sampling.samples import Samples
 from quire.types.step import NewRow
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a transform may know of the step besides the logits."""
+    """What a transform may know of the step besides the logits: how much of its row's history each sample has seen."""
 
+    samples: Samples
     history: TokenHistory
-    num_tokens: npt.NDArray[np.int64]  # [num_rows] on the host: tokens known of each row
     num_prompt: npt.NDArray[np.int64]  # [num_rows] on the host
+
+    def lengths(self, part: Part) -> Tensor:  # [G] int64
+        """How many tokens of its row each sample of the part knows."""
+        return part.take(self.samples.on_device)
+
+    def num_outputs(self, part: Part) -> Tensor:  # [G] int64
+        """How many of those were generated."""
+        return self.lengths(part) - self.history.num_prompt.index_select(0, part.rows).long()
+
+    def longest(self, part: Part) -> int:
+        """The most tokens that a sample of the part knows; asks the host."""
+        return int(self.samples.lengths[part.host_positions].max())
+
+    def most_outputs(self, part: Part) -> int:
+        """The most generated tokens that a sample of the part knows; asks the host."""
+        where = part.host_positions
+        return int((self.samples.lengths[where] - self.num_prompt[self.samples.rows[where]]).max())
 
 
 class Transform(Protocol):

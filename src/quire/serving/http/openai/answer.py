@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from quire.serving.http.openai.logprobs import (
     render_chat,
     render_completion,
 )
+from quire.serving.http.openai.message import MessageBuilder, finish_reason
 from quire.serving.outputs import spoken_ids
 from quire.serving.sample_text import SampleText, answer_detokenizer
 from quire.serving.text.detokenizer import Detokenizer
@@ -26,7 +27,7 @@ from quire.types.output import SampleEnd
 from quire.types.request import Submit
 
 Column = tuple[bytes, ...]
-_OBJECT = {"chat": "chat.completion", "completions": "text_completion"}
+_OBJECT = {"chat": "chat.completion", "completions": "text_completion", "fork": "text_completion"}
 
 
 class AnswerBuilder:
@@ -42,11 +43,12 @@ class AnswerBuilder:
 
     def build(self, wishes: Wishes, tickets: Sequence[Ticket]) -> bytes:
         """The body of the answer. Every ticket has finished."""
-        choices = [
-            self._choice(wishes, ticket, end, text, preface)
-            for ticket, preface in zip(tickets, wishes.prefaces, strict=True)
-            for end, text in ticket.ends()
-        ]
+        choices, num_reasoning = [], None if not wishes.has_reasoning else 0
+        for ticket, preface in zip(tickets, wishes.prefaces, strict=True):
+            for end, text in ticket.ends():
+                choice, num_thoughts = self._choice(wishes, ticket, end, text, preface)
+                choices.append(choice)
+                num_reasoning = None if num_reasoning is None else num_reasoning + num_thoughts
         body: dict[str, Any] = {
             "id": wishes.answer_id,
             "object": _OBJECT[wishes.endpoint],
@@ -54,7 +56,7 @@ class AnswerBuilder:
             "model": wishes.model,
             "system_fingerprint": wishes.fingerprint,
             "choices": choices,
-            "usage": usage(tickets, _num_answer_tokens(wishes, tickets)),
+            "usage": usage(tickets, _num_answer_tokens(wishes, tickets), num_reasoning),
         }
         if wishes.endpoint == "chat":
             body |= self._prompt_extras(wishes, tickets[0])
@@ -65,7 +67,8 @@ class AnswerBuilder:
     # -------------------------------------------------------------------------------------------------- choices
     def _choice(
         self, wishes: Wishes, ticket: Ticket, end: SampleEnd, text: SampleText | None, preface: str
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], int]:
+        """A choice of the answer, and how many of its tokens are reasoning."""
         answer, columns = self._text(wishes, ticket.submit, end, text, len(preface))
         rendered = None
         if wishes.wants_logprobs:
@@ -74,18 +77,39 @@ class AnswerBuilder:
             make = chat_logprobs if wishes.endpoint == "chat" else completion_logprobs
             rendered = msgspec.Raw(make(columns))
         choice: dict[str, Any] = {"index": ticket.first_choice + end.index}
-        if wishes.endpoint == "chat":
+        has_calls, num_reasoning = False, 0
+        if wishes.reading is not None:
+            message = MessageBuilder(wishes.reading)
+            for piece, num_tokens in self._pieces(wishes, ticket.submit, end, answer):
+                message.push(piece, num_tokens)
+            choice["message"], has_calls = message.build(preface)
+            num_reasoning = message.num_reasoning_tokens
+        elif wishes.endpoint == "chat":
             choice["message"] = {"role": "assistant", "content": preface + answer, "refusal": None}
         else:
             choice["text"] = preface + answer
-        reason = "length" if wishes.drops_answer else end.finish_reason
+        reason = "length" if wishes.drops_answer else finish_reason(end.finish_reason, has_calls=has_calls)
         stop_reason = None if wishes.drops_answer else end.stop_reason
         choice |= {"logprobs": rendered, "finish_reason": reason, "stop_reason": stop_reason}
         if wishes.return_token_ids:
             choice["token_ids"] = [] if wishes.drops_answer else end.token_ids
-        if wishes.endpoint == "completions":
+        if end.score is not None:
+            choice |= {"score": end.score, "cumulative_logprob": end.cumulative_logprob}
+        if wishes.endpoint != "chat":
             choice |= self._prompt_extras(wishes, ticket)
-        return choice
+        return choice, num_reasoning
+
+    def _pieces(self, wishes: Wishes, submit: Submit, end: SampleEnd, answer: str) -> Iterator[tuple[str, int]]:
+        """An answer to be read: with its tokens where those of its reasoning are counted."""
+        if not wishes.has_reasoning:
+            yield answer, 0
+            return
+        detokenizer, place = answer_detokenizer(self._tokenizer, submit.sampling), 0
+        for token in spoken_ids(submit, end.token_ids):
+            piece = detokenizer.push((token,))
+            yield answer[place : place + len(piece)], 1
+            place += len(piece)
+        yield answer[place:], 0
 
     def _text(
         self, wishes: Wishes, submit: Submit, end: SampleEnd, text: SampleText | None, start: int
@@ -137,15 +161,17 @@ class AnswerBuilder:
         return found
 
 
-def usage(tickets: Sequence[Ticket], num_answer_tokens: int) -> dict[str, Any]:
-    """Tokens in and out, and how many of the former came from the cache."""
+def usage(tickets: Sequence[Ticket], num_answer_tokens: int, num_reasoning: int | None) -> dict[str, Any]:
+    """Tokens in and out, how many of the former were cached, and of the latter reasoning, where that is marked."""
     prompt = sum(len(ticket.submit.prompt_token_ids) for ticket in tickets)
     cached = sum(ticket.finished.num_cached_tokens for ticket in tickets if ticket.finished is not None)
+    details = {} if num_reasoning is None else {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": num_answer_tokens,
         "total_tokens": prompt + num_answer_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
+        **details,
     }
 
 

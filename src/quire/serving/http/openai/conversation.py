@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from quire.serving.http.kinds import UnsupportedParameter
@@ -27,12 +28,13 @@ def unread_values(service: Service, given: dict[str, Any]) -> list[UnsupportedPa
     return unread
 
 
-def render_messages(service: Service, given: dict[str, Any]) -> str:
-    """The prompt of a conversation."""
+def render_messages(service: Service, given: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> str:
+    """The prompt of a conversation whose model may call these tools."""
     variables = dict(given.get("chat_template_kwargs", {}))
     variables |= {name: given[name] for name in _FOR_TEMPLATES if name in given}
     return service.texts.template.render(
         given["messages"],
+        tools=list(tools) or None,
         add_generation_prompt=given.get("add_generation_prompt", True),
         continue_final_message=given.get("continue_final_message", False),
         **variables,

@@ -17,7 +17,7 @@ def check_door(engine: EngineReady, submits: Iterable[Submit]) -> None:
     """Raise InvalidRequest for what the engine would refuse. An engine that restarts with other sizes may differ."""
     cache_config, scheduler = _sections(engine)
     for submit in submits:
-        admit(submit, cache_config, scheduler, engine.vocab_size)
+        admit(submit, cache_config, scheduler, engine.vocab_size, has_text=True)
         check_answer_size(submit, scheduler, engine.vocab_size)
 
 

@@ -10,6 +10,7 @@ from quire.serving.desk.ticket import Ticket
 from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import ClientGone, Exchange
 from quire.serving.http.openai.failures import as_failure
+from quire.serving.http.openai.job import Job
 from quire.serving.http.openai.stream import EventWriter
 
 _QUEUED, _WORKING = b": queued\n\n", b": working\n\n"
@@ -22,10 +23,9 @@ class EventStream:
     first news or comment, so that an early failure still has a status of its own.
     """
 
-    def __init__(
-        self, exchange: Exchange, writer: EventWriter, tickets: Sequence[Ticket], limits: Mapping[str, int]
-    ) -> None:
-        self._exchange, self._writer, self._tickets = exchange, writer, tickets
+    def __init__(self, exchange: Exchange, job: Job, tickets: Sequence[Ticket], limits: Mapping[str, int]) -> None:
+        self._exchange, self._job, self._tickets = exchange, job, tickets
+        self._writer = EventWriter(job.wishes, tickets)
         self._mailbox: Mailbox = tickets[0].mailbox
         self._stall, self._gap = limits["stall_seconds"], limits["ping_seconds"]
         self._loop = asyncio.get_running_loop()
@@ -56,7 +56,7 @@ class EventStream:
         is_over = mailbox.is_over
         data = writer.events(mailbox.take())
         if mailbox.failure is not None:
-            await self._break_off(data, as_failure(mailbox.failure))
+            await self._break_off(data, as_failure(self._job.named(mailbox.failure)))
             return True
         if data or is_over:
             ending = writer.closing() if is_over else b""

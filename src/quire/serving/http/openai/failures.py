@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.serving.desk.desk import Draining, QueueFull
 from quire.serving.desk.mailbox import Failure
 from quire.serving.http.errors import ApiError, as_api_error, too_busy
+from quire.serving.process.grammar_check import ChecksBusy
 from quire.types.errors import QuireError
 
 _RETRY = ((b"retry-after", b"1"),)
@@ -22,6 +23,8 @@ def as_refusal(error: QuireError) -> ApiError:
     """A request that the desk did not take in."""
     if isinstance(error, QueueFull):
         return too_busy(str(error), error.retry_after)
+    if isinstance(error, ChecksBusy):
+        return too_busy(str(error), 1)
     if isinstance(error, Draining):
         return ApiError(503, str(error), code="shutting_down", headers=_RETRY)
     return as_api_error(error)

@@ -1,4 +1,4 @@
-"""The two endpoints that generate: read, prepare, enter the desk, and answer whole or as a stream."""
+"""The endpoints that generate: read, prepare, enter the desk, and answer whole or as a stream."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from quire.serving.desk.observer import RequestRecord
 from quire.serving.desk.ticket import Ticket
 from quire.serving.http.exchange import ClientGone, Exchange
 from quire.serving.http.openai.answer import AnswerBuilder
+from quire.serving.http.openai.caller import Caller, GenerationEndpoint
 from quire.serving.http.openai.event_stream import EventStream
 from quire.serving.http.openai.failures import as_failure, as_refusal
-from quire.serving.http.openai.job import Caller, GenerationEndpoint, Job, prepare_job
-from quire.serving.http.openai.stream import EventWriter
+from quire.serving.http.openai.job import Job, prepare_job
 from quire.serving.http.service import Service
-from quire.types.errors import QuireError
+from quire.types.decoding import StructuredOutputsParams
+from quire.types.errors import InvalidRequest, QuireError
 
 
 class Generation:
-    """Handles /v1/chat/completions or /v1/completions. Whatever happens, the requests it entered end with it."""
+    """Handles one endpoint. Whatever happens, the requests it entered end with it."""
 
     def __init__(self, service: Service, builder: AnswerBuilder, endpoint: GenerationEndpoint) -> None:
         self._service, self._builder, self._endpoint = service, builder, endpoint
@@ -38,6 +39,8 @@ class Generation:
                 trace = exchange.headers.get(b"traceparent", b"")[:64].decode("latin-1")
                 tickets = self._tickets(job, received_at, trace)
                 desk.enter(tickets)
+            remembered = self._service.answers.begin(exchange.principal, _names(job, tickets), tickets)
+            stack.callback(self._service.answers.end, remembered)
             stack.callback(desk.leave, tickets)
             await self._reply(exchange, job, tickets, tickets[0].mailbox)
 
@@ -57,7 +60,7 @@ class Generation:
         watch.add_done_callback(lambda _: mailbox.hang_up())
         try:
             if job.wishes.stream:
-                await EventStream(exchange, EventWriter(job.wishes, tickets), tickets, self._service.limits).run()
+                await EventStream(exchange, job, tickets, self._service.limits).run()
             else:
                 await self._answer(exchange, job, tickets, mailbox)
         finally:
@@ -82,7 +85,16 @@ class Generation:
             body = await exchange.read_body(service.limits, meter.add)
             created = int(datetime.now(UTC).timestamp())
             with service.desk.preparing():
-                return await service.in_thread(prepare_job, service, self._endpoint, body, caller, created)
+                job = await service.in_thread(prepare_job, service, self._endpoint, body, caller, created)
+                return job if job.structure is None else await self._constrained(job, job.structure)
+
+    async def _constrained(self, job: Job, structure: StructuredOutputsParams) -> Job:
+        """The job once its structure was checked: the text threads go on with others meanwhile."""
+        try:
+            begun = await self._service.in_thread(self._service.texts.checker.begin, structure)
+            return job.with_grammar(await asyncio.wrap_future(begun))
+        except InvalidRequest as error:
+            raise job.refusal(error) from None
 
     def _tickets(self, job: Job, received_at: float, traceparent: str) -> list[Ticket]:
         wishes = job.wishes
@@ -111,6 +123,11 @@ class Generation:
         if mailbox.is_gone:
             raise ClientGone
         if mailbox.failure is not None:
-            raise as_failure(mailbox.failure)
+            raise as_failure(job.named(mailbox.failure))
         body = await self._service.in_thread(self._builder.build, job.wishes, tickets)
         await exchange.reply(200, body)
+
+
+def _names(job: Job, tickets: Sequence[Ticket]) -> list[str]:
+    """What a client may call its request by: its own name for it, the answer's id, and the engine's."""
+    return [job.request_id, job.wishes.answer_id, *(ticket.submit.request_id for ticket in tickets)]

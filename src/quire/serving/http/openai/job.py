@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
+from quire.serving.desk.mailbox import Failure
 from quire.serving.http.fields import check_body
 from quire.serving.http.json_body import decode_json
 from quire.serving.http.kinds import UnsupportedParameter
+from quire.serving.http.openai.caller import PREFIX, Caller, GenerationEndpoint
 from quire.serving.http.openai.conversation import render_messages, unread_values
-from quire.serving.http.openai.door import check_door
+from quire.serving.http.openai.decoding_fields import drop_beam_fields, read_beam, read_sampling, take_structure
+from quire.serving.http.openai.fork import Origin, find_origin
+from quire.serving.http.openai.submits import Order, make_submits
+from quire.serving.http.openai.tool_use import Frame, ToolUse, message_reading, read_tool_use, suited_to
 from quire.serving.http.service import Service
 from quire.serving.process.link import EngineReady
 from quire.serving.prompts import Prompt
 from quire.serving.text.chat_messages import message_text
-from quire.serving.text.stop_strings import StopStrings
+from quire.serving.text.message_reading import MessageReading
+from quire.types.decoding import StructuredOutputsParams
 from quire.types.errors import InvalidRequest
 from quire.types.request import Submit
-from quire.types.sampling import SamplingParams
-
-GenerationEndpoint = Literal["chat", "completions"]
-_PREFIX = {"chat": "chatcmpl", "completions": "cmpl"}
-_AS_THEY_ARE = (
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "ignore_eos", "min_tokens",
-    "prompt_logprobs", "logprob_token_ids", "skip_special_tokens", "spaces_between_special_tokens",
-    "include_stop_str_in_output", "repetition_detection",
-)  # fmt: skip
-
-
-class PromptTooLong(InvalidRequest):
-    """It leaves no room for an answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """What the HTTP head says about a request."""
-
-    request_id: str
-    named_it: bool  # the client chose the id, so it may not be unique
-    principal: str
-    explain: bool
-    lenient: bool
-    received_at: float
-    warnings: tuple[str, ...] = ()  # about the query
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +46,12 @@ class Wishes:
     prefaces: tuple[str, ...]  # echoed text, one per prompt; all empty without echo
     echoes_prompt: bool
     drops_answer: bool  # max_tokens=0: only the prompt is wanted
+    reading: MessageReading | None = None  # how a chat answer is told apart; None: it is words
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether answers may hold reasoning that is marked."""
+        return self.reading is not None and self.reading.reasoning is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +62,29 @@ class Job:
     wishes: Wishes
     submits: tuple[Submit, ...]
     interval: int  # tokens per event of a stream
+    frame: Frame | None = None  # of the grammar, where there is one
+    structure_field: str = "structured_outputs"  # what asked for it
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        """What the answers must match. Not in force before `with_grammar`."""
+        return self.submits[0].sampling.structure
+
+    def with_grammar(self, grammar: str) -> Job:
+        """The job with its structured outputs checked and written as the engine reads them."""
+        sampling = replace(self.submits[0].sampling, structured_outputs=None)
+        framed = grammar if self.frame is None else self.frame.around(grammar)
+        rules = replace(self.submits[0].rules, grammar=framed)
+        return replace(self, submits=tuple(replace(one, sampling=sampling, rules=rules) for one in self.submits))
+
+    def named(self, failure: Failure) -> Failure:
+        """A failure in the names its client used."""
+        return failure if failure.error is None else replace(failure, error=self.refusal(failure.error))
+
+    def refusal(self, error: InvalidRequest) -> InvalidRequest:
+        """What is wrong with the structured outputs, by the name its client used for them."""
+        is_own = self.structure_field == "structured_outputs" or not error.field.startswith("structured_outputs")
+        return error if is_own else InvalidRequest(self.structure_field, error.reason, error.fix)
 
 
 def prepare_job(service: Service, endpoint: GenerationEndpoint, body: bytes, caller: Caller, created: int) -> Job:
@@ -89,19 +94,25 @@ def prepare_job(service: Service, endpoint: GenerationEndpoint, body: bytes, cal
     model = service.served_name(given.get("model"))
     warnings = [*caller.warnings, *warnings, *_drop_useless(service, engine, given, lenient=caller.lenient)]
     _check_together(endpoint, given)
-    sampling, drops_answer = _sampling(endpoint, given)
-    prompts, prefaces = _prompts(service, endpoint, given)
-    if sampling.n * len(prompts) > limits["choices"]:
-        reason = f"is {sampling.n} for {len(prompts)} prompts, more than {limits['choices']} answers"
-        raise InvalidRequest("n", reason, "send fewer prompts at once")
-    submits = _submits(service, engine, given, prompts, sampling, caller)
+    structure_field = take_structure(given)
+    sampling, drops_answer = read_sampling(endpoint, given)
+    use = read_tool_use(service, given)
+    origin = find_origin(service, given, caller) if endpoint == "fork" else None
+    prompts, prefaces = _prompts(service, given, use, origin)
+    reading = frame = None
+    if endpoint == "chat":
+        reading = message_reading(service, given, use, prompts[0].text or "")
+        sampling, frame = suited_to(service, sampling, use, reading)
+    order = Order(endpoint, given, sampling, read_beam(given), origin)
+    submits = make_submits(service, order, prompts, caller)
     if given.get("echo") and endpoint == "completions":
         is_cut = "truncate_prompt_tokens" in given
         prefaces = [_text_of(service, *pair, is_cut=is_cut) for pair in zip(prompts, submits, strict=True)]
-    options, request_id = given.get("stream_options", {}), given.get("request_id", caller.request_id)
+    options = given.get("stream_options", {})
+    request_id = caller.request_id if endpoint == "fork" else given.get("request_id", caller.request_id)
     wishes = Wishes(
         endpoint=endpoint,
-        answer_id=f"{_PREFIX[endpoint]}-{request_id}",
+        answer_id=f"{PREFIX[endpoint]}-{request_id}",
         model=model,
         created=created,
         fingerprint=service.fingerprint,
@@ -117,8 +128,10 @@ def prepare_job(service: Service, endpoint: GenerationEndpoint, body: bytes, cal
         prefaces=tuple(prefaces),
         echoes_prompt=bool(given.get("echo")) and endpoint == "completions",
         drops_answer=drops_answer,
+        reading=reading,
     )
-    return Job(request_id, wishes, tuple(submits), given.get("stream_interval", 1))
+    interval = given.get("stream_interval", 1)
+    return Job(request_id, wishes, tuple(submits), interval, frame, structure_field or "tools")
 
 
 def _drop_useless(service: Service, engine: EngineReady, given: dict[str, Any], *, lenient: bool) -> list[str]:
@@ -131,6 +144,7 @@ def _drop_useless(service: Service, engine: EngineReady, given: dict[str, Any], 
     if "stream_options" in given and not given.get("stream"):
         useless.append(InvalidRequest("stream_options", "needs stream=true", "set stream or leave it out"))
         del given["stream_options"]
+    useless += drop_beam_fields(given) if not given.get("use_beam_search") else []
     useless += unread_values(service, given)
     if useless and not lenient:
         raise useless[0]
@@ -149,114 +163,24 @@ def _check_together(endpoint: GenerationEndpoint, given: dict[str, Any]) -> None
         raise InvalidRequest("echo", "with logprobs cannot be streamed", "set stream=false")
     if given.get("max_tokens") == 0 and "max_completion_tokens" not in given and not given.get("echo"):
         raise InvalidRequest("max_tokens", "is 0, which leaves nothing to answer", "set echo=true or raise it")
+    if given.get("stream_best") and not streams:
+        raise InvalidRequest("stream_best", "needs stream=true", "set stream or leave it out")
 
 
-def _sampling(endpoint: GenerationEndpoint, given: dict[str, Any]) -> tuple[SamplingParams, bool]:
-    """How to decode, and whether the answer is to be dropped."""
-    chosen = {name: given[name] for name in _AS_THEY_ARE if name in given}
-    wanted = given.get("max_completion_tokens", given.get("max_tokens", None if endpoint == "chat" else 16))
-    if endpoint == "chat":
-        chosen["logprobs"] = given.get("top_logprobs", 0) if given.get("logprobs") else None
-    else:
-        chosen["logprobs"] = given.get("logprobs")
-    sampling = SamplingParams(**chosen, max_tokens=1 if wanted == 0 else wanted)
-    if endpoint == "completions" and given.get("echo") and sampling.logprobs is not None:  # the echo has them too
-        sampling = replace(sampling, prompt_logprobs=max(sampling.logprobs, sampling.prompt_logprobs or 0))
-    return sampling, wanted == 0
-
-
-def _prompts(service: Service, endpoint: GenerationEndpoint, given: dict[str, Any]) -> tuple[list[Prompt], list[str]]:
+def _prompts(
+    service: Service, given: dict[str, Any], use: ToolUse, origin: Origin | None
+) -> tuple[list[Prompt], list[str]]:
     """What is to be continued, and the text that goes before each answer (see `echo`)."""
-    if endpoint == "completions":
+    if origin is not None:
+        kept = origin.token_ids[len(origin.token_ids) - origin.num_kept :] if given.get("echo") else ()
+        return [Prompt(token_ids=origin.token_ids)], [service.texts.tokenizer.decode(kept)]
+    if "prompt" in given:
         prompts: list[Prompt] = given["prompt"]
         return prompts, [""] * len(prompts)
-    text = render_messages(service, given)
+    text = render_messages(service, given, use.tools)
     last = given["messages"][-1]
     is_echoed = given.get("echo") and last["role"] == "assistant"
     return [Prompt(text=text)], [message_text(last) if is_echoed else ""]
-
-
-def _submits(
-    service: Service,
-    engine: EngineReady,
-    given: dict[str, Any],
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    caller: Caller,
-) -> list[Submit]:
-    maker, field = service.texts.maker(engine.eos_ids), "prompt" if "prompt" in given else "messages"
-    add_special = given.get("add_special_tokens", "prompt" in given)
-    if "truncate_prompt_tokens" not in given:
-        _check_texts(service, field, prompts, engine.max_model_len)
-    token_ids = [_cut(ids, given, sampling, engine) for ids in maker.tokenize(prompts, add_special)]
-    for place, ids in enumerate(token_ids):
-        _check_length(f"{field}[{place}]" if len(token_ids) > 1 else field, len(ids), engine.max_model_len)
-        _check_room(given, len(ids), engine.max_model_len)
-    total = sum(map(len, token_ids))
-    if total > service.limits["prompt_tokens"]:
-        reason = f"has {total} tokens in all, limit {service.limits['prompt_tokens']}"
-        raise InvalidRequest(field, reason, "send fewer at once")
-    StopStrings(sampling.stops)  # refuses here what would fail later, on the link's thread
-    rules, salt = maker.rules(sampling), _salt(caller.principal, given.get("cache_salt", ""))
-    prefix = _PREFIX["completions" if "prompt" in given else "chat"]
-    base = f"{prefix}-{given.get('request_id', caller.request_id)}"
-    if caller.named_it or "request_id" in given:
-        base += f"~{secrets.token_hex(3)}"
-    names = [base] if len(token_ids) == 1 else [f"{base}.{place}" for place in range(len(token_ids))]
-    priority = given.get("priority", 0)
-    submits = [Submit(name, ids, sampling, rules, priority, salt) for name, ids in zip(names, token_ids, strict=True)]
-    check_door(engine, submits)
-    return submits
-
-
-def _cut(
-    token_ids: tuple[int, ...], given: dict[str, Any], sampling: SamplingParams, engine: EngineReady
-) -> tuple[int, ...]:
-    """The prompt after `truncate_prompt_tokens`."""
-    keep = given.get("truncate_prompt_tokens")
-    if keep is None:
-        return token_ids
-    if keep == -1:
-        keep = max(1, engine.max_model_len - (sampling.max_tokens or 1))
-    if keep == 0:
-        raise InvalidRequest("truncate_prompt_tokens", "is 0, which leaves no prompt", "keep at least 1 token")
-    return token_ids[:keep] if given.get("truncation_side") == "right" else token_ids[-keep:]
-
-
-def _check_texts(service: Service, field: str, prompts: Sequence[Prompt], max_model_len: int) -> None:
-    """Refuse what is certainly too long before it costs the time and memory of tokenizing it."""
-    for prompt in prompts:
-        fewest = service.texts.tokenizer.fewest_tokens(prompt.text or "")
-        if fewest >= max_model_len:
-            reason = f"has at least {fewest} tokens, which leaves no room in max_model_len={max_model_len}"
-            raise PromptTooLong(field, reason, "shorten it or set truncate_prompt_tokens")
-
-
-def _check_length(field: str, num_tokens: int, max_model_len: int) -> None:
-    if num_tokens == 0:
-        raise InvalidRequest(field, "is empty: it has no tokens", "send at least one token")
-    if num_tokens >= max_model_len:
-        reason = f"has {num_tokens} tokens, which leaves no room in max_model_len={max_model_len}"
-        raise PromptTooLong(field, reason, f"shorten it to {max_model_len - 1} tokens or set truncate_prompt_tokens")
-
-
-def _check_room(given: dict[str, Any], num_tokens: int, max_model_len: int) -> None:
-    """An answer of the length that was asked for must fit behind the prompt."""
-    field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    room = max_model_len - num_tokens
-    if given.get(field, 0) > room:
-        reason = (
-            f"is {given[field]}, but after {num_tokens} prompt tokens max_model_len={max_model_len} has room for {room}"
-        )
-        raise PromptTooLong(field, reason, "lower it or shorten the prompt")
-
-
-def _salt(principal: str, asked: str) -> str:
-    """Clients with different keys never share cached prompts, whatever salt they send."""
-    if not principal and not asked:
-        return ""
-    framed = f"{len(principal)}:{principal}{asked}"
-    return hashlib.sha256(framed.encode()).hexdigest()
 
 
 def _text_of(service: Service, prompt: Prompt, submit: Submit, *, is_cut: bool) -> str:

@@ -15,9 +15,10 @@ from quire.serving.http.errors import ApiError
 from quire.serving.http.openai.answer import extras, usage
 from quire.serving.http.openai.job import Wishes
 from quire.serving.http.openai.logprobs import chat_logprobs, completion_logprobs
+from quire.serving.http.openai.message import DeltaMaker, finish_reason
 
 DONE = b"data: [DONE]\n\n"
-_OBJECT = {"chat": "chat.completion.chunk", "completions": "text_completion"}
+_OBJECT = {"chat": "chat.completion.chunk", "completions": "text_completion", "fork": "text_completion"}
 _FINISH: dict[str | None, bytes] = {
     None: b'"finish_reason":null,"stop_reason":null',
     "length": b'"finish_reason":"length","stop_reason":null',
@@ -41,6 +42,7 @@ class EventWriter:
         self._head = b"data: " + _encode(constant)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if wishes.include_usage else b"]}\n\n"
         self._num_tokens = 0
+        self._makers: dict[int, DeltaMaker] = {}  # by choice, where answers are read
 
     def opening(self) -> bytes:
         """What goes before the first token: roles, echoed prompts, and warnings with the first of them."""
@@ -56,9 +58,7 @@ class EventWriter:
     def events(self, deltas: Sequence[Delta]) -> bytes:
         """Chunks for what came, one per choice; nothing for tokens without text, where only text is wanted."""
         ordered = sorted(deltas, key=attrgetter("choice")) if len(deltas) > 1 else deltas
-        return b"".join(
-            self._chunk(choice, list(group)) for choice, group in groupby(ordered, key=attrgetter("choice"))
-        )
+        return b"".join(self._news(choice, list(group)) for choice, group in groupby(ordered, key=attrgetter("choice")))
 
     def closing(self) -> bytes:
         """The usage and the ledger where they were asked for, and the end."""
@@ -74,18 +74,32 @@ class EventWriter:
         return b"data: " + error.body() + b"\n\n" + DONE
 
     # -------------------------------------------------------------------------------------------------- the works
+    def _news(self, choice: int, deltas: list[Delta]) -> bytes:
+        """What came for one choice; of a search's best answers so far, the latest."""
+        if deltas[0].best is None:
+            return self._chunk(choice, deltas)
+        others = [delta for delta in deltas if delta.best is None]
+        best = [delta.best for delta in deltas if delta.best is not None]
+        event = self._event(b"", {"best": {"index": choice, "text": best[-1]}})
+        return event + (self._chunk(choice, others) if others else b"")
+
     def _chunk(self, choice: int, deltas: list[Delta]) -> bytes:
         text = "".join([delta.text for delta in deltas])
         token_ids = [token for delta in deltas for token in delta.token_ids]
-        last = deltas[-1]
         self._num_tokens += len(token_ids)
         if self._wishes.drops_answer:
             text, token_ids = "", []
         wants_all = self._wishes.wants_logprobs or self._wishes.return_token_ids
-        if not text and last.finish_reason is None and not wants_all:
+        read, last = self._read(choice, deltas)
+        is_empty = not text if read is None else not read
+        if is_empty and last.finish_reason is None and not wants_all:
             return b""
-        content = _encode(text)
-        delta = b'"delta":{"content":' + content + b"}" if self._is_chat else b'"text":' + content
+        if not self._is_chat:
+            delta = b'"text":' + _encode(text)
+        elif read is None:
+            delta = b'"delta":{"content":' + _encode(text) + b"}"
+        else:
+            delta = b'"delta":' + _encode(read)
         parts = [b'{"index":%d,' % choice, delta, b',"logprobs":', self._logprobs(deltas), b",", _ending(last)]
         if self._wishes.return_token_ids:
             parts += [b',"token_ids":', _encode(token_ids)]
@@ -93,6 +107,18 @@ class EventWriter:
         if self._wishes.continuous_usage:
             return self._event(b"".join(parts), {"usage": self._usage()})
         return self._head + b"".join(parts) + self._tail
+
+    def _read(self, choice: int, deltas: list[Delta]) -> tuple[dict[str, Any] | None, Delta]:
+        """What a chat answer's text adds to its message, and the last of its news with the end that means."""
+        last = deltas[-1]
+        if self._wishes.reading is None:
+            return None, last
+        maker = self._makers.get(choice)
+        if maker is None:
+            maker = self._makers[choice] = DeltaMaker(self._wishes.reading)
+        pieces = [(delta.text, len(delta.token_ids)) for delta in deltas]
+        read = maker.delta(pieces, is_last=last.finish_reason is not None)
+        return read, last._replace(finish_reason=finish_reason(last.finish_reason, has_calls=maker.has_calls))
 
     def _logprobs(self, deltas: list[Delta]) -> bytes:
         columns = [delta.logprobs for delta in deltas if delta.logprobs]
@@ -122,7 +148,9 @@ class EventWriter:
         return self._head + choices + (b"]," + _encode(more)[1:] if more else b"]}") + b"\n\n"
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self._tickets, 0 if self._wishes.drops_answer else self._num_tokens)
+        thoughts = sum(maker.num_reasoning_tokens for maker in self._makers.values())
+        num_reasoning = thoughts if self._wishes.has_reasoning else None
+        return usage(self._tickets, 0 if self._wishes.drops_answer else self._num_tokens, num_reasoning)
 
 
 def _ending(delta: Delta) -> bytes:

@@ -53,7 +53,10 @@ def tokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
         if text is None:
             raise InvalidRequest("prompt", "must be text here", "send text, or use /detokenize")
     else:
-        text, add_special = render_messages(service, given), given.get("add_special_tokens", False)
+        text, add_special = (
+            render_messages(service, given, given.get("tools", ())),
+            given.get("add_special_tokens", False),
+        )
     tokens = tokenizer.encode(text, add_special)
     names = [tokenizer.token_text(token) for token in tokens] if given.get("return_token_strs") else None
     length = service.engine().max_model_len

@@ -3,7 +3,7 @@
 import { local } from "./store.js";
 
 /**
- * @typedef {{text: string, finish: string | null}} Answer
+ * @typedef {{text: string, finish: string | null, thoughts?: string}} Answer
  * @typedef {{role: "user", text: string}} Question
  * @typedef {object} Reply
  * @property {"assistant"} role

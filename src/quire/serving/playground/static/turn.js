@@ -15,7 +15,7 @@ export function questionView(text) {
 
 /** Shows a reply while it is written and after. Writes what arrives into the given reply. */
 export class ReplyView {
-  /** @type {{body: HTMLElement, painter: Painter, aligner: Aligner, note: HTMLElement, waiting: import("./tokens.js").Piece[]}[]} */
+  /** @type {{body: HTMLElement, painter: Painter, aligner: Aligner, note: HTMLElement, thoughts: HTMLElement, waiting: import("./tokens.js").Piece[]}[]} */
   #columns = [];
   #frame = 0;
   #foot = el("footer", { class: "turn-foot" });
@@ -38,9 +38,11 @@ export class ReplyView {
   #column(index) {
     const body = el("div", { class: "answer-body" });
     const note = el("p", { class: "answer-note", attributes: { hidden: "" } });
-    this.#columns.push({ body, painter: new Painter(body), aligner: new Aligner(), note, waiting: [] });
+    const prose = el("div", { class: "prose" });
+    const thoughts = el("details", { class: "thoughts", attributes: { hidden: "" } }, el("summary", { text: "Reasoning" }), prose);
+    this.#columns.push({ body, painter: new Painter(body), aligner: new Aligner(), note, thoughts, waiting: [] });
     const parts = this.reply.answers.length > 1 ? [this.#choice(index)] : [];
-    return el("section", { class: "answer" }, ...parts, body, note);
+    return el("section", { class: "answer" }, ...parts, thoughts, body, note);
   }
 
   /** @param {number} index */
@@ -70,20 +72,33 @@ export class ReplyView {
     const column = this.#columns[choice.index];
     if (!answer) throw new Error(`answer ${choice.index} was not asked for`);
     const content = choice.delta?.content ?? "";
+    const thought = choice.delta?.reasoning_content ?? "";
+    if (thought) answer.thoughts = (answer.thoughts ?? "") + thought;
     answer.text += content;
-    column.waiting.push(...column.aligner.take(content, choice.logprobs?.content ?? []));
+    column.aligner.take(thought, choice.logprobs?.content ?? []); // its tokens are no part of the answer
+    column.waiting.push(...column.aligner.take(content, []));
     if (choice.finish_reason) answer.finish = choice.finish_reason;
     this.#frame ||= requestAnimationFrame(() => this.#paint());
   }
 
   #paint() {
     this.#frame = 0;
-    for (const column of this.#columns) {
+    for (const [i, column] of this.#columns.entries()) {
+      this.#showThoughts(column, this.reply.answers[i]);
       if (column.waiting.length === 0) continue;
       column.painter.add(column.waiting);
       column.waiting = [];
     }
     this.element.dispatchEvent(new Event("painted", { bubbles: true }));
+  }
+
+  /** Open while there is nothing else to read. */
+  #showThoughts(column, answer) {
+    const prose = column.thoughts.lastElementChild;
+    if (!answer.thoughts || prose.textContent.length === answer.thoughts.length) return;
+    column.thoughts.hidden = false;
+    column.thoughts.open = answer.text === "";
+    prose.textContent = answer.thoughts;
   }
 
   /** The reply is over: facts, buttons and, where there is one, the trouble are shown. */

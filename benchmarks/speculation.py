@@ -1,0 +1,169 @@
+"""Speculative decoding beside plain decoding, in one interleaved run: how much faster, and are the tokens the same?
+
+    python -m benchmarks.speculation                                     # n-gram lookup, the default model, minutes
+    python -m benchmarks.speculation --model MODEL --config '{"method": "draft_model", "model": "SMALLER"}'
+
+`edit` asks for a text to be given back with small changes, `summary` for its most important sentences, both greedy:
+much of the answer was said before. `random` continues random tokens at temperature 1: nothing was. A row is one batch
+size; its ratio is that of the summed times of all repeats. Exits 1 if tokens differ in float32, `edit` at batch 1 is
+under 1.5 times plain decoding, or `random` under 0.97 of it; the latter two only with --method ngram.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks.report import ROOT, facts, publish, save
+from quire import LLM, SamplingParams
+
+T = TypeVar("T")
+GOALS = {"edit": 1.5, "random": 0.97}
+TEXTS = (
+    "README.md",
+    "docs/architecture.md",
+    "docs/quickstart.md",
+    "docs/guides/server.md",
+    "docs/guides/deployment.md",
+)
+TASKS = {
+    "edit": "Copy the following text word for word, but write every 'Quire' as 'quire':\n\n{text}",
+    "summary": "Give back the three most important sentences of the following text, word for word:\n\n{text}",
+}
+
+
+@dataclass(slots=True)
+class Row:
+    """One workload at one batch size: seconds and tokens of both ways, summed over repeats."""
+
+    workload: str
+    batch: int
+    tokens: int = 0
+    plain_seconds: float = 0.0
+    speculative_seconds: float = 0.0
+    same: int = 0
+    answers: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    ratios: list[float] = field(default_factory=list)  # of each repeat
+
+    @property
+    def ratio(self) -> float:
+        return self.plain_seconds / self.speculative_seconds
+
+
+def paragraphs(count: int, words: int) -> list[str]:
+    """Pieces of this repository's own documentation, each of about so many words."""
+    text = " ".join(
+        word for name in TEXTS for word in (ROOT / name).read_text(encoding="utf-8").split() if "|" not in word
+    )
+    parts = text.split(" ")
+    return [" ".join(parts[start : start + words]) for start in range(0, count * words, words)]
+
+
+def answer(llm: LLM, workload: str, batch: int, arguments: argparse.Namespace) -> tuple[list[list[int]], float]:
+    """The answers' tokens and the seconds they took; nothing is cached from before."""
+    llm.reset_prefix_cache()
+    start = time.perf_counter()
+    if workload == "random":
+        rng, size = random.Random(arguments.seed), llm.model_config.vocab_size
+        prompts = [[rng.randrange(size) for _ in range(arguments.words)] for _ in range(batch)]
+        sampling = SamplingParams(
+            temperature=1.0, seed=arguments.seed, max_tokens=arguments.max_tokens, ignore_eos=True, detokenize=False
+        )
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    else:
+        texts = [TASKS[workload].format(text=text) for text in paragraphs(batch, arguments.words)]
+        sampling = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens)
+        outputs = llm.chat([[{"role": "user", "content": text}] for text in texts], sampling, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    return [list(output.outputs[0].token_ids) for output in outputs], seconds
+
+
+def measure(plain: LLM, speculative: LLM, workload: str, batch: int, arguments: argparse.Namespace) -> Row:
+    """Both ways in turn, which comes first changing every time; a first pair of runs is not counted."""
+    row = Row(workload, batch)
+    for repeat in range(-1, arguments.repeats):
+        before = speculative.stats()
+        runs = [answer(llm, workload, batch, arguments) for llm in _order(plain, speculative, repeat)]
+        (wanted, slow), (found, fast) = _order(*runs, repeat)
+        if repeat < 0:
+            continue
+        after = speculative.stats()
+        row.tokens += sum(map(len, wanted))
+        row.plain_seconds += slow
+        row.speculative_seconds += fast
+        row.ratios.append(round(slow / fast, 3))
+        row.same += sum(left == right for left, right in zip(wanted, found, strict=True))
+        row.answers += len(wanted)
+        row.drafted += after.drafted_tokens - before.drafted_tokens
+        row.accepted += after.accepted_tokens - before.accepted_tokens
+    return row
+
+
+def _order(first: T, second: T, repeat: int) -> tuple[T, T]:
+    return (first, second) if repeat % 2 == 0 else (second, first)
+
+
+def misses(rows: list[Row], arguments: argparse.Namespace) -> list[str]:
+    """What stays behind its goal."""
+    found = []
+    for row in rows:
+        if arguments.dtype == "float32" and row.same < row.answers:
+            found.append(f"{row.workload} at batch {row.batch}: {row.answers - row.same} answers differ")
+        goal = GOALS.get(row.workload, 0.0) if arguments.config["method"] == "ngram" else 0.0
+        if row.ratio < goal and (row.batch == 1 or row.workload == "random"):
+            found.append(f"{row.workload} at batch {row.batch}: {row.ratio:.2f}, goal {goal}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a path or a name; the default model when left out")
+    parser.add_argument("--config", type=json.loads, default={"method": "ngram"}, metavar="JSON")
+    parser.add_argument("--workloads", default="edit,summary,random", help="of edit, summary, random")
+    parser.add_argument("--batches", default="1,4", help="requests at once")
+    parser.add_argument("--words", type=int, default=150, help="words of a text, tokens of a random prompt")
+    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, help="of a CPU; all when left out")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    arguments = parser.parse_args()
+    where = facts()
+    settings: dict[str, Any] = {name: getattr(arguments, name) for name in ("dtype", "device", "threads")}
+    settings["max_model_len"] = 2_048
+    rows = []
+    with (
+        LLM(arguments.model, **settings) as plain,
+        LLM(arguments.model, speculative_config=arguments.config, **settings) as speculative,
+    ):
+        for workload in arguments.workloads.split(","):
+            for batch in map(int, arguments.batches.split(",")):
+                rows.append(measure(plain, speculative, workload, batch, arguments))
+    title = f"Speculative decoding: {arguments.config['method']}"
+    header = ("workload", "batch", "plain tok/s", "speculative", "ratio", "each", "drafted", "accepted", "same answers")
+    lines = [
+        (
+            row.workload, row.batch, f"{row.tokens / row.plain_seconds:.1f}",
+            f"{row.tokens / row.speculative_seconds:.1f}", f"{row.ratio:.2f}",
+            " ".join(f"{ratio:.2f}" for ratio in row.ratios), row.drafted, row.accepted, f"{row.same}/{row.answers}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    publish(title, header, lines, where)
+    save(arguments.out, title, where, {"rows": [asdict(row) for row in rows]})
+    if missed := misses(rows, arguments):
+        sys.exit("; ".join(missed))
+
+
+if __name__ == "__main__":
+    main()

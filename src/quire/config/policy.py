@@ -1,0 +1,77 @@
+"""Who goes first: the scheduling policies by name, and the settings some of them have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, cast, get_args
+
+from quire.types.errors import ConfigError
+
+PolicyName = Literal[
+    "fcfs",
+    "priority",
+    "lpm",
+    "spf",
+    "fair",
+    "deadline",
+    "waiting_served_ratio",
+    "static",
+    "orca-max",
+    "orca-pow2",
+    "orca-oracle",
+]
+POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+RESERVING: frozenset[str] = frozenset({"static", "orca-max", "orca-pow2", "orca-oracle"})  # contiguous memory each
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """The settings of the policies; each reads its own. Times are seconds."""
+
+    ageing: float = 30.0  # priority: having waited so long counts as much as a priority lower by one
+    window: int = 32  # lpm, spf: how many that wait are compared
+    max_overtakes: int = 64  # lpm, spf: requests that came later and may go before one, at most
+    input_weight: float = 1.0  # fair: what a prompt token counts
+    output_weight: float = 2.0  # fair: what a generated token counts
+    ttft: float = 0.5  # deadline: until the first token, for a prompt of no length
+    ttft_per_token: float = 0.001  # deadline: and so much more for each of the prompt's tokens
+    tpot: float = 0.1  # deadline: between two tokens of an answer
+    waiting_served_ratio: float = 0.3  # waiting_served_ratio: above it, decodes pause for those that wait
+    max_waiting_tokens: int = 20  # waiting_served_ratio: after so many decode steps, they pause at any ratio
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, whole = getattr(self, field.name), field.type == "int"
+            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+                kind = "a whole number" if whole else "a number"
+                raise ConfigError("policy_config", f"{field.name} must be {kind}, got {value!r}", "leave it out")
+            least = 1 if field.name == "window" else 0
+            strict = field.name in ("ageing", "tpot")
+            if not value < float("inf") or value < least or (strict and value == 0):
+                bound = "above 0" if strict else f"at least {least}"
+                raise ConfigError("policy_config", f"{field.name} must be {bound}, got {value!r}", "raise it")
+        if not self.input_weight and not self.output_weight:
+            raise ConfigError("policy_config", "input_weight and output_weight are both 0", "raise one of them")
+
+
+def read_policy(policy: str | None, scheduling_policy: str | None) -> PolicyName:
+    """The policy that was asked for under either name; fcfs if none was."""
+    if policy is not None and scheduling_policy is not None and policy != scheduling_policy:
+        reason = f"is {policy!r}, but scheduling_policy, which means the same, is {scheduling_policy!r}"
+        raise ConfigError("policy", reason, "give one of them")
+    field, name = ("policy", policy) if policy is not None else ("scheduling_policy", scheduling_policy)
+    if name is None:
+        return "fcfs"
+    if name not in POLICY_NAMES:
+        raise ConfigError(field, f"{name!r} is unknown", f"use one of {', '.join(POLICY_NAMES)}")
+    return cast("PolicyName", name)
+
+
+def read_policy_settings(given: dict[str, Any] | None) -> PolicySettings:
+    """The settings that were given, over the defaults."""
+    if given is not None and not isinstance(given, dict):
+        raise ConfigError("policy_config", f"must be an object, got {given!r}", 'like {"ttft": 1.0}')
+    names = [field.name for field in fields(PolicySettings)]
+    if unknown := [name for name in given or {} if name not in names]:
+        raise ConfigError("policy_config", f"{unknown[0]!r} is unknown", f"use some of {', '.join(names)}")
+    return PolicySettings(**given or {})

@@ -1,0 +1,121 @@
+"""Speculative decoding, as it is asked for in vLLM's names and as it is resolved for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from quire.config.model import ModelConfig
+from quire.types.errors import ConfigError
+
+Method = Literal["ngram", "draft_model", "self_draft"]
+METHODS: tuple[Method, ...] = get_args(Method)
+MAX_TOKENS = 64  # drafted at once
+MAX_LOOKUP = 32
+# Drafts are as long as pays, up to so many: a looked-up one costs nothing to make, the others a pass for each token.
+DEFAULT_TOKENS: dict[Method, int] = {"ngram": 16, "draft_model": 5, "self_draft": 3}
+DEFAULT_LOOKUP = (2, 4)
+SELF_DRAFT_SHARE = 3  # self_draft runs one in so many layers when nobody says how many
+
+_SETTING = "speculative_config"
+_FIELDS: dict[Method, tuple[str, ...]] = {
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "draft_model": ("model",),
+    "self_draft": ("num_layers",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """How tokens are guessed ahead of the model, which then verifies several at once.
+
+    `draft` is what the model at `model` is, and `num_layers` is set, once `settle` has seen the target.
+    """
+
+    method: Method
+    num_tokens: int  # drafted at once, at most
+    lookup_min: int = DEFAULT_LOOKUP[0]  # tokens that must match for what followed them to be a draft
+    lookup_max: int = DEFAULT_LOOKUP[1]  # matches are not told apart beyond so many
+    model: str | None = None
+    num_layers: int | None = None
+    draft: ModelConfig | None = None
+
+
+def read_speculation(value: Mapping[str, Any] | None) -> SpeculationConfig | None:
+    """The settings a user gave, checked by themselves. Raises ConfigError naming the field, the limit and the fix."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ConfigError(_SETTING, f"must be an object, got {value!r}", 'write for example {"method": "ngram"}')
+    method = _method(value)
+    own = ("method", "num_speculative_tokens", *_FIELDS[method])
+    for name in value:
+        if name not in own:
+            known = any(name in names for names in _FIELDS.values())
+            reason = f"has no meaning with method {method!r}" if known else "is unknown"
+            raise ConfigError(f"{_SETTING}.{name}", reason, f"fields are {', '.join(own)}")
+    settings: dict[str, Any] = {"num_tokens": _whole(value, "num_speculative_tokens", MAX_TOKENS)}
+    settings["num_tokens"] = settings["num_tokens"] or DEFAULT_TOKENS[method]
+    if method == "ngram":
+        settings["lookup_min"], settings["lookup_max"] = _lookup(value)
+    elif method == "draft_model":
+        settings["model"] = _model(value.get("model"))
+    else:
+        settings["num_layers"] = _whole(value, "num_layers", 10_000)
+    return SpeculationConfig(method=method, **settings)
+
+
+def settle(config: SpeculationConfig, target: ModelConfig, draft: ModelConfig | None) -> SpeculationConfig:
+    """The same for a target model; `draft` is the draft model where there is one. Raises ConfigError."""
+    if config.method == "self_draft":
+        layers = config.num_layers or max(1, target.num_layers // SELF_DRAFT_SHARE)
+        if layers >= target.num_layers:
+            reason = f"must be below the model's {target.num_layers} layers, got {layers}"
+            raise ConfigError(f"{_SETTING}.num_layers", reason, "lower it; a third is usual")
+        return replace(config, num_layers=layers)
+    if config.method == "draft_model":
+        assert draft is not None, "the draft model was not looked at"
+        if draft.vocab_size != target.vocab_size:
+            sizes = f"has {draft.vocab_size} tokens in its vocabulary, the model {target.vocab_size}"
+            raise ConfigError(f"{_SETTING}.model", sizes, "choose a draft model of the same family")
+        return replace(config, draft=draft)
+    return config
+
+
+def _method(value: Mapping[str, Any]) -> Method:
+    given = value.get("method", "draft_model" if "model" in value else None)
+    for method in METHODS:
+        if given == method:
+            return method
+    names = " or ".join(f'"{name}"' for name in METHODS)
+    reason = "is missing" if given is None else f"{given!r} is unknown"
+    raise ConfigError(f"{_SETTING}.method", reason, f"use {names}")
+
+
+def _lookup(value: Mapping[str, Any]) -> tuple[int, int]:
+    least, most = (_whole(value, f"prompt_lookup_{side}", MAX_LOOKUP) for side in ("min", "max"))
+    if most is None:
+        most = max(DEFAULT_LOOKUP[1], least or 0)
+    if least is None:
+        least = min(DEFAULT_LOOKUP[0], most)
+    if least > most:
+        reason = f"is {least}, above prompt_lookup_max={most}"
+        raise ConfigError(f"{_SETTING}.prompt_lookup_min", reason, "lower it or raise prompt_lookup_max")
+    return least, most
+
+
+def _model(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        reason = "is missing" if value is None else f"must be a name, got {value!r}"
+        raise ConfigError(f"{_SETTING}.model", reason, "name a smaller model with the same vocabulary")
+    return value
+
+
+def _whole(value: Mapping[str, Any], name: str, most: int) -> int | None:
+    number = value.get(name)
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
+        raise ConfigError(f"{_SETTING}.{name}", f"must be a whole number in [1, {most}], got {number!r}")
+    return number

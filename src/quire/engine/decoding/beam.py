@@ -1,0 +1,111 @@
+"""Beam search: which hypotheses go on, which are finished, and when no better one can come. Knows no rows or blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.engine.decoding.pace import Ending
+from quire.types.decoding import BeamRules
+from quire.types.step import Floats, Ints
+
+EndOf = Callable[[int, int], Ending | None]  # how a beam, by its place, would end with a token
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A beam goes on with a token. `logprob` is summed over all its tokens."""
+
+    parent: int  # place among the beams before
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A beam that is finished."""
+
+    token_ids: tuple[int, ...]
+    logprob: float  # summed
+    score: float  # logprob / (tokens ** length_penalty)
+    ending: Ending
+
+
+class BeamSearch:
+    """One request's search, step by step, decided as transformers decides it.
+
+    All beams have the same length. `logprobs` stands in the order of the beams, best first.
+    """
+
+    def __init__(self, rules: BeamRules, max_tokens: int, num_ends: int, vocab_size: int) -> None:
+        self._rules, self._max_tokens = rules, max_tokens
+        # enough that `width` go on whichever of them end
+        self.num_candidates = min(vocab_size, rules.width + max(rules.width, num_ends))
+        self.logprobs: Floats = np.zeros(1, dtype=np.float32)
+        self.finished: list[Hypothesis] = []  # best first, at most `width`
+        self.length = 0  # tokens every beam has generated
+
+    @property
+    def width(self) -> int:
+        return self._rules.width
+
+    @property
+    def streams_best(self) -> bool:
+        return self._rules.stream_best
+
+    def advance(self, beams: list[list[int]], token_ids: Ints, scores: Floats, end_of: EndOf) -> tuple[Child, ...]:
+        """One step: the beams' generated tokens and likeliest next ones [beams, k], best first, are taken in.
+
+        Returns who goes on, best first; nobody: the search is over.
+        """
+        self.length += 1
+        children: list[Child] = []
+        for rank, (parent, token, logprob) in enumerate(ranked(self.logprobs, token_ids, scores)):
+            if rank >= self.width and len(children) == self.width:
+                break
+            ending = end_of(parent, token) or (("length", None) if self.length >= self._max_tokens else None)
+            if ending is None:
+                if len(children) < self.width:
+                    children.append(Child(parent, token, logprob))
+            elif rank < self.width:  # a lower one is only there so that enough go on
+                self._finish(Hypothesis((*beams[parent], token), logprob, self.score(logprob), ending))
+        if not children or not self._can_improve(children[0].logprob):
+            return ()
+        self.logprobs = np.array([child.logprob for child in children], dtype=np.float32)
+        return tuple(children)
+
+    def score(self, logprob: float) -> float:
+        """What a hypothesis of the present length is worth."""
+        return logprob / float(max(self.length, 1) ** self._rules.length_penalty)
+
+    def _finish(self, hypothesis: Hypothesis) -> None:
+        self.finished.append(hypothesis)
+        self.finished.sort(key=lambda one: -one.score)
+        del self.finished[self.width :]
+
+    def _can_improve(self, best: float) -> bool:
+        """Whether the beam with the logprob `best` may still become better than the worst finished hypothesis."""
+        rules = self._rules
+        if len(self.finished) < self.width:
+            return True
+        if rules.early_stopping is True:
+            return False
+        at_its_end = rules.early_stopping == "never" and rules.length_penalty > 0
+        length = self._max_tokens if at_its_end else self.length
+        return best / float(length**rules.length_penalty) > self.finished[-1].score
+
+
+def ranked(logprobs: Floats, token_ids: Ints, scores: Floats) -> Iterator[tuple[int, int, float]]:
+    """Every (beam, token, summed logprob) that is possible, likeliest first; equals by beam, then as they came."""
+    totals = (logprobs[:, None] + scores).reshape(-1)
+    order = np.argsort(-totals, kind="stable")
+    width, tokens = token_ids.shape[1], token_ids.reshape(-1)
+    for start in range(0, len(order), width):
+        places = order[start : start + width]
+        for place, token, total in zip(places.tolist(), tokens[places].tolist(), totals[places].tolist(), strict=True):
+            if not math.isfinite(total):
+                return
+            yield place // width, token, total

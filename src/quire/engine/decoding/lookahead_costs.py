@@ -1,0 +1,113 @@
+"""What steps cost by how many tokens they compute: measured while they run, to know whether a draft pays."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+_SINGLE = 16  # up to so many tokens, every number has a place of its own; beyond, an octave has _PER_OCTAVE
+_PER_OCTAVE = 4
+_PRIOR_SLOPE = 0.08  # of a step's cost by one token more, as long as nothing was measured
+_PRIOR_DRAFTING = 1.5  # a step after which the runtime drafts, beside one without
+_SURPRISE = 0.7  # the largest error, in log seconds, that one step teaches: a pause of the machine is no cost
+_SPEED_RATE = 0.3  # how fast the machine's speed is followed ...
+_SHAPE_RATE = 0.03  # ... and how slowly what one number of tokens costs beside another, once it is known
+_FIRST = 3  # steps of a size of which only the shortest counts: a GPU sets itself up for a size when it first comes
+
+
+class StepCosts:
+    """Costs of steps beside each other. Seconds are the speed of the machine, which changes with its other work, times
+    a shape, which does not: only the shape is asked for, so a slow minute makes nothing look dear or cheap.
+
+    Steps that hold prompts teach nothing. `drafting` steps are those after which the runtime drafts.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._speed: float | None = None  # log seconds
+        self._shapes: dict[bool, dict[int, _Place]] = {False: {}, True: {}}
+        self._known: dict[bool, list[_Place]] = {}  # the same in order; made again after each step
+        self._relative: dict[tuple[int, bool], list[float]] = {}
+
+    def note(self, num_tokens: int, seconds: float, *, drafting: bool = False) -> None:
+        """A step that only decoded and verified took so long."""
+        self.num_steps += 1
+        self._relative.clear()
+        self._known.clear()
+        if seconds <= 0.0:
+            return
+        places, key, seen = self._shapes[drafting], _class(num_tokens), math.log(seconds)
+        if self._speed is None:
+            self._speed = seen - math.log(self.cost(num_tokens, drafting=drafting))
+        if key not in places:
+            places[key] = _Place(num_tokens, seen - self._speed)
+        error = places[key].learn(num_tokens, seen - self._speed)
+        self._speed += _SPEED_RATE * error
+
+    def cost(self, num_tokens: int, *, drafting: bool = False) -> float:
+        """In units that only compare with each other: in a straight line through the two known places next to it, as
+        the prior rises from a single one."""
+        known = self._known.get(drafting)
+        if known is None:
+            known = self._known[drafting] = sorted(self._shapes[drafting].values(), key=_tokens)
+        if not known:
+            return _prior(num_tokens) if not drafting else self.cost(num_tokens) * _PRIOR_DRAFTING
+        above = bisect_right(known, float(num_tokens), key=_tokens)
+        if above == 0 or len(known) == 1:
+            return known[0].cost * _prior(num_tokens) / _prior(known[0].tokens)
+        left, right = known[above - 1 : above + 1] if above < len(known) else known[-2:]
+        slope = max(0.0, (right.cost - left.cost) / (right.tokens - left.tokens))
+        return left.cost + (num_tokens - left.tokens) * slope
+
+    def extra(self, num_tokens: int, most: int, *, drafting: bool = False) -> list[float]:
+        """By how much of a plain step of `num_tokens` a step of 1, 2 ... `most` tokens more is dearer.
+
+        A few tokens beside many are their share of what half as many again cost: a difference so small cannot be
+        measured by itself.
+        """
+        found = self._relative.setdefault((num_tokens, drafting), [])
+        plain, far = self.cost(num_tokens), num_tokens // 2
+        for more in range(len(found) + 1, most + 1):
+            farther = max(more, far)
+            dearer = self.cost(num_tokens + farther, drafting=drafting) / plain - 1.0
+            found.append(max(0.0, dearer * more / farther))
+        return found[:most]
+
+
+class _Place:
+    """What steps of about so many tokens cost, in logarithms beside others."""
+
+    __slots__ = ("count", "level", "tokens")
+
+    def __init__(self, tokens: float, level: float) -> None:
+        self.tokens, self.level, self.count = float(tokens), level, 0
+
+    @property
+    def cost(self) -> float:
+        return math.exp(self.level)
+
+    def learn(self, tokens: int, level: float) -> float:
+        """Take in a step; returns by how much it was dearer than expected, which says little while this is new."""
+        error = min(max(level - self.level, -_SURPRISE), _SURPRISE)
+        self.count += 1
+        if self.count <= _FIRST:
+            self.level = min(self.level, level)
+            return 0.0
+        self.level += max(1.0 / self.count, _SHAPE_RATE) * error
+        self.tokens += 0.1 * (tokens - self.tokens)
+        return error
+
+
+def _tokens(place: _Place) -> float:
+    return place.tokens
+
+
+def _class(num_tokens: int) -> int:
+    """Steps of the same class are taken to cost about the same."""
+    if num_tokens <= _SINGLE:
+        return num_tokens
+    return _SINGLE + math.ceil(_PER_OCTAVE * math.log2(num_tokens / _SINGLE))
+
+
+def _prior(num_tokens: float) -> float:
+    return 1.0 + _PRIOR_SLOPE * (num_tokens - 1.0)

@@ -1,0 +1,124 @@
+"""Contiguous memory, as the literature's baselines have it: a sequence reserves a run of blocks for its whole life."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+
+from quire.engine.kvcache.pool import BlockPool
+from quire.engine.kvcache.table import BlockTable
+from quire.types.errors import OutOfBlocks
+
+
+def reserved_tokens(policy: str, num_prompt: int, limit: int, max_model_len: int) -> int:
+    """Token slots that a sequence of at most `limit` tokens reserves; 0 for policies that reserve nothing.
+
+    A static batch reserves the longest of its members for each of them, so this at least.
+    """
+    if policy == "orca-max":
+        return max_model_len
+    if policy == "orca-pow2":
+        return min(num_prompt + (1 << (limit - num_prompt - 1).bit_length()), max_model_len)
+    return limit if policy in ("orca-oracle", "static") else 0
+
+
+class RunPool(BlockPool):
+    """A pool of which only runs of neighbouring blocks are taken: the first that is long enough. Nothing is shared."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._free = []
+        self._runs = [(0, num_blocks)]  # first block, length; in order, no two touch
+
+    @property
+    def longest_run(self) -> int:
+        return max((length for _, length in self._runs), default=0)
+
+    def take_run(self, num_blocks: int) -> list[int]:
+        """Raises OutOfBlocks if no run of free blocks is as long, however many are free in all."""
+        for place, (start, length) in enumerate(self._runs):
+            if length >= num_blocks:
+                self._runs[place : place + 1] = [(start + num_blocks, length - num_blocks)] if length > num_blocks else []
+                self._holders[start : start + num_blocks] = [1] * num_blocks
+                self.num_free -= num_blocks
+                return list(range(start, start + num_blocks))
+        raise OutOfBlocks(f"kv cache: {num_blocks} blocks in a row needed, {self.longest_run} are the most")
+
+    def release_run(self, blocks: list[int]) -> None:
+        """Give a run back; it joins its free neighbours."""
+        assert all(self._holders[block] == 1 for block in blocks)
+        self._holders[blocks[0] : blocks[-1] + 1] = [0] * len(blocks)
+        self.num_free += len(blocks)
+        insort(self._runs, (blocks[0], len(blocks)))
+        joined: list[tuple[int, int]] = []
+        for start, length in self._runs:
+            if joined and sum(joined[-1]) == start:
+                joined[-1] = (joined[-1][0], joined[-1][1] + length)
+            else:
+                joined.append((start, length))
+        self._runs = joined
+
+    def check(self) -> None:
+        free = [block for start, length in self._runs for block in range(start, start + length)]
+        assert free == [block for block, count in enumerate(self._holders) if count == 0]
+        assert all(length > 0 for _, length in self._runs)
+        assert all(sum(one) < other[0] for one, other in zip(self._runs, self._runs[1:], strict=False))
+        assert self.num_free == len(free)
+        assert max(self._holders, default=0) <= 1
+
+
+class ReservedTable(BlockTable):
+    """A table that holds its run from `reserve` until `free`, used or not."""
+
+    __slots__ = ("_keeper",)
+
+    def __init__(self, keeper: RunKeeper, block_size: int) -> None:
+        super().__init__(keeper.pool, block_size)
+        self._keeper = keeper
+
+    def reserve(self, num_tokens: int) -> None:
+        """Raises OutOfBlocks if it cannot be had."""
+        assert not self.blocks
+        self.blocks = self._keeper.take(-(-num_tokens // self._block_size))
+
+    def truncate(self, num_tokens: int) -> None:
+        self.num_tokens = min(self.num_tokens, num_tokens)
+
+    def free(self) -> None:
+        if self.blocks:
+            self._keeper.give_back(self.blocks)
+        self.blocks, self.num_tokens = [], 0
+
+    def check(self) -> None:
+        assert self.num_tokens <= self.capacity
+        assert self.blocks == list(range(self.blocks[0], self.blocks[0] + len(self.blocks)))
+        assert all(self._pool.holders(block) == 1 for block in self.blocks)
+
+
+class RunKeeper:
+    """Gives runs to tables. With `to_the_end`, what was given back stays taken until every table has: a static batch
+    has its memory as one."""
+
+    def __init__(self, pool: RunPool, *, to_the_end: bool) -> None:
+        self.pool = pool
+        self._to_the_end = to_the_end
+        self._num_live = 0
+        self._kept: list[list[int]] = []
+
+    @property
+    def kept(self) -> Iterable[int]:
+        """Blocks that no table holds any longer and that are not free yet."""
+        return [block for run in self._kept for block in run]
+
+    def take(self, num_blocks: int) -> list[int]:
+        run = self.pool.take_run(num_blocks)
+        self._num_live += 1
+        return run
+
+    def give_back(self, run: list[int]) -> None:
+        self._num_live -= 1
+        self._kept.append(run)
+        if not self._to_the_end or not self._num_live:
+            for each in self._kept:
+                self.pool.release_run(each)
+            self._kept = []

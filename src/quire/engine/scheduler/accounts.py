@@ -1,0 +1,57 @@
+"""What the groups hold and have computed, counted."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from quire.engine.decoding.group import Group, Sequence
+from quire.engine.kvcache.pool import BlockPool
+from quire.engine.scheduler.rows import DecodeSet, RowBook
+from quire.types.stats import RequestBlocks
+
+
+def num_computed(group: Group, tick: int) -> int:
+    """Tokens a group has computed, a prompt that its sequences share counted once."""
+    each = [sequence.computed_at(tick) for sequence in group.live]
+    shared = min(group.num_prompt, *each) * (len(each) - 1) if group.forked and len(each) > 1 else 0
+    return sum(each) - shared
+
+
+def slots_used(groups: Iterable[Group], pool: BlockPool, block_size: int, tick: int) -> int:
+    """Token slots that hold a computed token, shared ones counted once."""
+    used, num_held = 0, 0
+    tails: defaultdict[int, list[int]] = defaultdict(list)  # partial tails that are shared -> tokens of each holder
+    for group in groups:
+        for sequence in group.live:
+            computed, blocks = sequence.computed_at(tick), sequence.table.blocks
+            used += computed
+            num_held += len(blocks)
+            if (filled := computed % block_size) and pool.holders(blocks[-1]) > 1:
+                tails[blocks[-1]].append(filled)
+    counted_again = (num_held - pool.num_used) * block_size
+    for each in tails.values():
+        counted_again -= (len(each) - 1) * block_size - (sum(each) - max(each))
+    return used - counted_again
+
+
+def request_blocks(groups: Iterable[Group], tick: int) -> tuple[RequestBlocks, ...]:
+    """What every live request holds."""
+    found = []
+    for group in groups:
+        state = "running" if group.running else "preempted" if group.num_preemptions else "waiting"
+        blocks = tuple(dict.fromkeys(block for sequence in group.live for block in sequence.table.blocks))
+        found.append(RequestBlocks(group.request.request_id, state, num_computed(group, tick), blocks))
+    return tuple(found)
+
+
+def check_sequence(sequence: Sequence, rows: RowBook, decoding: DecodeSet, tick: int) -> None:
+    """Assert that a running sequence's row, table and counts agree."""
+    sequence.table.check()
+    assert sequence.row is not None
+    assert rows.sequences[sequence.row] is sequence
+    assert sequence.decoding == (sequence.row in decoding)
+    computed = sequence.computed_at(tick)
+    assert sequence.table.num_tokens <= computed or sequence.paced
+    assert computed <= sequence.table.capacity
+    assert computed < sequence.group.limit

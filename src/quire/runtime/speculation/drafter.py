@@ -1,0 +1,51 @@
+"""What the worker needs of a model that guesses: a smaller one, the first layers of the same one, heads of its own.
+
+A new way to guess (EAGLE-like heads, say) is a class with `follow`, made in `make.py` for a method of its own name in
+`config/speculation.py`. It may read the worker's rows and cache; what it needs of the target's hidden states it asks
+the worker's runner for. The engine side is done: `OrderedLookaheads` orders drafts of any method but `ngram`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.runtime.pending import Pending
+from quire.types.step import RowDraft, StepPlan
+
+
+class Drafter(Protocol):
+    """Guesses what may follow the rows of a step. It is shown every step, in order, and may keep a cache of its own.
+
+    A guess is verified by the target and so never changes what is sampled: a drafter may be wrong. It may wait for the
+    device only in steps with orders.
+    """
+
+    def prepare(self, seconds: float) -> None:
+        """Do for about so long what the first draft would wait for."""
+
+    def follow(self, plan: StepPlan, token_ids: Tensor) -> Pending[tuple[RowDraft, ...]]:
+        """Carry out plan.drafts, given what each of plan.sample_rows sampled: [samples] int64, negative if it failed.
+
+        Called after every step, with orders or without. Rows hold what they sampled by then, but for those that
+        verified a draft: they still hold the draft, and the samples say how much of it is right.
+        """
+
+
+class NoDrafter:
+    """Guesses nothing."""
+
+    def prepare(self, seconds: float) -> None:
+        """There is nothing to wait for."""
+
+    def follow(self, plan: StepPlan, token_ids: Tensor) -> Pending[tuple[RowDraft, ...]]:  # noqa: ARG002
+        return NO_DRAFTS
+
+
+def _none() -> tuple[RowDraft, ...]:
+    return ()
+
+
+NO_DRAFTS: Pending[tuple[RowDraft, ...]] = Pending((), _none)
+NO_DRAFTER = NoDrafter()

@@ -1,0 +1,198 @@
+"""Drafts by a model: a smaller one with keys and values of its own, or the target's first layers over the target's.
+
+The model runs in a second worker, which is told of the same rows and blocks and obeys plans made here: first what it
+has not computed of a row, then token by token what may follow. It samples with the row's own parameters and random
+numbers, which makes it right more often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from quire.runtime.pending import Pending
+from quire.runtime.speculation.coverage import Coverage
+from quire.runtime.speculation.drafter import NO_DRAFTS
+from quire.runtime.speculation.truth import Span, accepted, read_rows, samples_of
+from quire.runtime.worker.rows import Rows
+from quire.runtime.worker.worker import Worker
+from quire.types.step import Chunk, DraftOrder, NewRow, RowDraft, RowTokens, StepPlan
+
+_ALL = 2**31
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the drafting worker has of a row."""
+
+    right: int  # its first tokens that are right there
+    computed: int = 0  # those whose keys and values it has; never more than `right`
+    guess: tuple[int, ...] = ()  # what it drafted after them; all but the last is computed too
+    kept: int = _ALL  # tokens in blocks that the row has held since
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One forward pass: the rows that sampled in it and what they did."""
+
+    rows: list[int]
+    token_ids: Tensor  # [rows]
+
+
+class ModelDrafter:
+    """Implements Drafter. `target` are the rows that the target's worker keeps; `budget` bounds the tokens of one pass
+    that catches up: a row that is not there yet has no draft and goes on with its next order.
+
+    With orders it waits for the step's samples; the drafts are made while the host goes on.
+    """
+
+    def __init__(self, worker: Worker, target: Rows, coverage: Coverage, *, budget: int, shares_cache: bool) -> None:
+        self._worker, self._target, self._coverage = worker, target, coverage
+        self._budget, self._shares_cache = budget, shares_cache
+        self._told: dict[int, _Told] = {}
+        self._step = 0
+
+    def prepare(self, seconds: float) -> None:
+        self._worker.prepare(seconds)
+
+    def follow(self, plan: StepPlan, token_ids: Tensor) -> Pending[tuple[RowDraft, ...]]:
+        self._mirror(plan)
+        orders = [order for order in plan.drafts if order.row in self._told]
+        return self._draft(plan, orders, token_ids) if orders else NO_DRAFTS
+
+    def check(self) -> None:
+        """Waits for the device."""
+        self._worker.check()
+        assert all(told.computed <= told.right for told in self._told.values())
+
+    def _mirror(self, plan: StepPlan) -> None:
+        """Let our worker have the same rows and blocks; those of a beam search are none of ours."""
+        self._coverage.observe(plan)
+        released = tuple(row for row in plan.released if self._told.pop(row, None) is not None)
+        news = tuple(_plain(new) for new in plan.new_rows if not new.num_candidates)
+        for new in news:
+            self._told[new.row] = _Told(right=len(new.token_ids))
+        self._forget(plan)
+        copies = () if self._shares_cache else plan.copies
+        if news or released or copies or len(plan.grant_rows):
+            self._execute(
+                new_rows=news,
+                grant_rows=plan.grant_rows,
+                grant_slots=plan.grant_slots,
+                grant_blocks=plan.grant_blocks,
+                copies=copies,
+                released=released,
+            )
+
+    def _forget(self, plan: StepPlan) -> None:
+        """What was computed in blocks that others took their place is lost, unless it was copied."""
+        copied = {copy.target for copy in plan.copies}
+        size = self._target.block_size
+        for row, slot, block in zip(
+            plan.grant_rows.tolist(), plan.grant_slots.tolist(), plan.grant_blocks.tolist(), strict=True
+        ):
+            if row in self._told and block not in copied:
+                told = self._told[row]
+                told.kept = min(told.kept, slot * size)
+
+    def _draft(self, plan: StepPlan, orders: Sequence[DraftOrder], token_ids: Tensor) -> Pending[tuple[RowDraft, ...]]:
+        writes = self._learn(plan, [order.row for order in orders], token_ids)
+        tasks, passes = self._catch_up(orders, writes)
+        for place in range(2, max((task.num_tokens for task in tasks), default=0) + 1):
+            rows = [task.row for task in tasks if task.num_tokens >= place]
+            passes.append(self._sample(rows, decode_rows=np.asarray(rows, dtype=np.int32)))
+        told = {task.row: self._told[task.row] for task in tasks}
+        read = partial(_read, told, [each.rows for each in passes])
+        return Pending(tuple(each.token_ids for each in passes), read)
+
+    def _learn(self, plan: StepPlan, rows: Sequence[int], token_ids: Tensor) -> tuple[RowTokens, ...]:
+        """What the rows hold since they were last drafted for, as our worker must be told of it."""
+        places, told = samples_of(plan), [self._told[row] for row in rows]
+        lengths = self._target.lengths[list(rows)].tolist()
+        spans = [Span(row, each.right, length) for row, each, length in zip(rows, told, lengths, strict=True)]
+        tails, sampled = read_rows(self._target, spans, token_ids)
+        writes = []
+        for row, each, tail in zip(rows, told, tails, strict=True):
+            samples = places.get(row, range(0))
+            truth = accepted(tail, sampled[samples.start : samples.stop])
+            if each.computed == each.right:
+                each.computed += _common(each.guess[:-1], truth)
+            each.computed, each.kept = min(each.computed, each.kept), _ALL
+            writes.append(RowTokens(row, each.right, np.asarray(truth, dtype=np.int32)))
+            each.right, each.guess = each.right + len(truth), ()
+        return tuple(writes)
+
+    def _catch_up(
+        self, orders: Sequence[DraftOrder], writes: tuple[RowTokens, ...]
+    ) -> tuple[list[DraftOrder], list[_Pass]]:
+        """Compute what was not yet, within the budget. The rows that are done sample their first guess."""
+        tasks: list[DraftOrder] = []
+        ones: list[int] = []
+        chunks: list[Chunk] = []
+        budget = self._budget
+        for order in orders:
+            row, told = order.row, self._told[order.row]
+            start = self._coverage.start(row, told.right, min(told.computed, told.right - 1))
+            count = min(told.right - start, budget)
+            if count <= 0:
+                continue
+            budget -= count
+            told.computed = start + count
+            self._coverage.fill(row, told.computed)
+            is_done = told.computed == told.right
+            if is_done:
+                tasks.append(order)
+            if is_done and count == 1:
+                ones.append(row)
+            else:
+                chunks.append(Chunk(row, start, count, (row,) if is_done else ()))
+        if not ones and not chunks:
+            self._execute(writes=writes)
+            return [], []
+        rows = ones + [row for chunk in chunks for row in chunk.sample_rows]
+        decodes = np.asarray(ones, dtype=np.int32)
+        return tasks, [self._sample(rows, writes=writes, decode_rows=decodes, chunks=tuple(chunks))]
+
+    def _sample(self, rows: list[int], **changes: Any) -> _Pass:
+        return _Pass(rows, self._execute(**changes).clone())
+
+    def _execute(self, **changes: Any) -> Tensor:
+        """Let our worker run a step; returns what it sampled."""
+        self._step += 1
+        return self._worker.execute(StepPlan(self._step, **changes)).token_ids
+
+
+def _read(told: dict[int, _Told], rows: Sequence[Sequence[int]], *token_ids: Tensor) -> tuple[RowDraft, ...]:
+    """The drafts, from what each pass sampled; a row whose sampling failed has none from there on."""
+    drafts: dict[int, list[int]] = {row: [] for row in told}
+    failed: set[int] = set()
+    for sampled, tokens in zip(rows, token_ids, strict=True):
+        for row, token in zip(sampled, tokens.tolist(), strict=True):
+            if token < 0:
+                failed.add(row)
+            elif row not in failed:
+                drafts[row].append(token)
+    for row, draft in drafts.items():
+        told[row].guess = tuple(draft)
+    return tuple(RowDraft(row, np.asarray(draft, dtype=np.int32)) for row, draft in drafts.items() if draft)
+
+
+def _common(guess: Sequence[int], truth: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    for place, (left, right) in enumerate(zip(guess, truth, strict=False)):
+        if left != right:
+            return place
+    return min(len(guess), len(truth))
+
+
+def _plain(new: NewRow) -> NewRow:
+    """The row without what only its user is told."""
+    sampling = new.sampling
+    if sampling.logprobs is None and sampling.prompt_logprobs is None:
+        return new
+    return replace(new, sampling=replace(sampling, logprobs=None, prompt_logprobs=None, logprob_token_ids=()))

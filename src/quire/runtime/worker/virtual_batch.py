@@ -1,0 +1,67 @@
+"""From a plan and the rows to one forward pass over the virtual layout."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from quire.runtime.attention.virtual import VirtualSpans
+from quire.runtime.layers.step import ForwardStep
+from quire.runtime.sampling.samples import Longs
+from quire.runtime.worker.batch import Batch, find_samples, find_tokens, make_batch
+from quire.runtime.worker.virtual_cache import VirtualCache
+from quire.runtime.worker.virtual_rows import VirtualRows
+from quire.types.step import StepPlan
+
+
+class VirtualBackend(Protocol):
+    def prepare(self, spans: VirtualSpans) -> Any:
+        """Step metadata, handed back to every `attend` of the step."""
+
+
+class VirtualBatchBuilder:
+    """Builds batches without reading the device, and has mapped what they need when it returns them."""
+
+    def __init__(self, rows: VirtualRows, cache: VirtualCache, backend: VirtualBackend) -> None:
+        self._rows, self._cache, self._backend = rows, cache, backend
+        self._kv_heads = torch.arange(cache.layers[0].key_tokens.shape[1], device=rows.device)
+
+    def build(self, plan: StepPlan) -> Batch:
+        rows, decodes = self._rows, plan.decode_rows.astype(np.int64)
+        token_rows, positions = find_tokens(plan, decodes, rows.lengths)
+        self._cache.ranges.settle(token_rows)
+        tokens = self._firsts(token_rows) + positions
+        lengths = rows.lengths[token_rows]
+        places = find_samples(plan, np.arange(len(decodes)), rows.lengths)
+        where, token, position, length, *chosen = rows.courier.send(
+            token_rows * rows.capacity + positions, tokens, positions, lengths, *places[:5]
+        )
+        step = ForwardStep(
+            token_ids=rows.tokens.view(-1).index_select(0, where),
+            positions=position,
+            lengths=length,
+            max_length=int(lengths.max()),
+            slots=(token[:, None] * self._cache.heads_per_token + self._kv_heads).reshape(-1),
+            caches=self._cache.layers,
+            attention=self._backend.prepare(self._spans(plan, decodes)),
+        )
+        return make_batch(step, plan, places, chosen)
+
+    def _firsts(self, rows: Longs) -> Longs:
+        """Where each row's tokens begin among those of the cache."""
+        return self._cache.ranges.first_places(rows) * self._rows.block_size
+
+    def _spans(self, plan: StepPlan, decodes: Longs) -> VirtualSpans:
+        counts = np.array([1] * len(decodes) + [chunk.num_tokens for chunk in plan.chunks], dtype=np.int64)
+        ends = np.array([chunk.start + chunk.num_tokens for chunk in plan.chunks], dtype=np.int64)
+        span_rows = np.append(decodes, np.array([chunk.row for chunk in plan.chunks], dtype=np.int64))
+        return VirtualSpans(
+            begins=np.cumsum(counts) - counts,
+            counts=counts,
+            firsts=self._firsts(span_rows),
+            lengths=np.append(self._rows.lengths[decodes], ends),
+            num_decodes=len(decodes),
+            device=self._rows.device,
+        )

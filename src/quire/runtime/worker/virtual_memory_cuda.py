@@ -1,0 +1,148 @@
+"""Physical memory of a GPU, mapped through the driver's virtual memory calls."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.config.facts import cuda_index
+from quire.types.errors import ConfigError, QuireError
+
+
+class CudaPages:
+    """Implements PageMemory. All physical memory is taken at once; only what is mapped at the places changes later.
+
+    Calls act at once, whatever the device is doing: unmapping what a running step reads is an error of that step.
+    """
+
+    def __init__(self, handles: _Handles, blocks: Tensor, num_places: int) -> None:
+        self._handles, self._num_places, self.blocks = handles, num_places, blocks
+        self._range = _Range(handles.driver, num_places, blocks.shape[1])
+        self._range.map(0, handles.numbers[:1])  # torch asks the driver whose memory the first address is
+        self.places = torch.as_tensor(self._range, device=blocks.device)
+        self._range.unmap(0, 1)
+
+    @classmethod
+    def make(cls, num_blocks: int, block_bytes: int, num_places: int, device: torch.device) -> CudaPages:
+        driver = _Driver(cuda_index(str(device)))
+        if block_bytes % driver.page_bytes:
+            reason = f"a block of {block_bytes:,} bytes is no whole number of pages of {driver.page_bytes:,}"
+            raise ConfigError("block_size", reason, 'use a larger power of two, or kv_layout="paged"')
+        handles, home = _Handles(driver, num_blocks, block_bytes), _Range(driver, num_blocks, block_bytes)
+        home.map(0, handles.numbers)
+        return cls(handles, torch.as_tensor(home, device=device).view(num_blocks, block_bytes), num_places)
+
+    def again(self) -> CudaPages:
+        return CudaPages(self._handles, self.blocks, self._num_places)
+
+    def map(self, place: int, block_ids: Sequence[int]) -> None:
+        self._range.map(place, [self._handles.numbers[block] for block in block_ids])
+
+    def unmap(self, place: int, count: int) -> None:
+        self._range.unmap(place, count)
+
+
+class _Driver:
+    """The few calls needed, for one device; every failure is an exception."""
+
+    def __init__(self, index: int) -> None:
+        driver: Any = import_module("cuda.bindings.driver")
+        self._calls = driver
+        self._kind = driver.CUmemAllocationProp()
+        self._kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._kind.location.id = index
+        self._access = driver.CUmemAccessDesc()
+        self._access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._access.location.id = index
+        self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.page_bytes = int(self._call("cuMemGetAllocationGranularity", self._kind, least))
+
+    def create(self, num_bytes: int) -> Any:
+        return self._call("cuMemCreate", num_bytes, self._kind, 0)
+
+    def release(self, handle: Any) -> None:
+        self._call("cuMemRelease", handle)
+
+    def reserve(self, num_bytes: int) -> int:
+        return int(self._call("cuMemAddressReserve", num_bytes, self.page_bytes, 0, 0))
+
+    def free(self, address: int, num_bytes: int) -> None:
+        self._call("cuMemAddressFree", address, num_bytes)
+
+    def map(self, address: int, num_bytes: int, handle: Any) -> None:
+        self._call("cuMemMap", address, num_bytes, 0, handle, 0)
+
+    def open(self, address: int, num_bytes: int) -> None:
+        """Let the device read and write what is mapped there."""
+        self._call("cuMemSetAccess", address, num_bytes, [self._access], 1)
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        self._call("cuMemUnmap", address, num_bytes)
+
+    def synchronize(self) -> None:
+        self._call("cuCtxSynchronize")
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        error, *found = getattr(self._calls, name)(*arguments)
+        if error != self._calls.CUresult.CUDA_SUCCESS:
+            raise QuireError(f"kv_layout: {name}: {error.name}")
+        return found[0] if found else None
+
+
+class _Handles:
+    """Physical memory, a handle per block: the driver maps a handle from its beginning only."""
+
+    def __init__(self, driver: _Driver, num_blocks: int, block_bytes: int) -> None:
+        self.driver = driver
+        self.numbers: list[Any] = []
+        weakref.finalize(self, _release, driver, self.numbers).atexit = False
+        for _ in range(num_blocks):
+            self.numbers.append(driver.create(block_bytes))
+
+
+class _Range:
+    """Addresses of our own, cut into places; given back when the last tensor over them is gone."""
+
+    def __init__(self, driver: _Driver, num_places: int, place_bytes: int) -> None:
+        self._driver, self._place_bytes, self._size = driver, place_bytes, num_places * place_bytes
+        self._address = driver.reserve(self._size)
+        self._mapped: set[int] = set()
+        weakref.finalize(
+            self, _give_back, driver, self._address, self._size, place_bytes, self._mapped
+        ).atexit = False  # fmt: skip
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self._size,), "typestr": "|u1", "data": (self._address, False), "version": 3}
+
+    def map(self, place: int, handles: Sequence[Any]) -> None:
+        size = self._place_bytes
+        for offset, handle in enumerate(handles, place):
+            self._driver.map(self._address + offset * size, size, handle)
+            self._mapped.add(offset)
+        self._driver.open(self._address + place * size, len(handles) * size)
+
+    def unmap(self, place: int, count: int) -> None:
+        for each in range(place, place + count):
+            self._driver.unmap(self._address + each * self._place_bytes, self._place_bytes)
+            self._mapped.discard(each)
+
+
+def _release(driver: _Driver, handles: list[Any]) -> None:
+    for handle in handles:
+        driver.release(handle)
+
+
+def _give_back(driver: _Driver, address: int, size: int, place_bytes: int, mapped: set[int]) -> None:
+    """The device may still be reading: wait for it first."""
+    driver.synchronize()
+    for place in mapped:
+        driver.unmap(address + place * place_bytes, place_bytes)
+    driver.free(address, size)

@@ -1,0 +1,38 @@
+"""Who asks for generation, and at which door."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from typing import Literal
+
+GenerationEndpoint = Literal["chat", "completions", "fork"]
+PREFIX = {"chat": "chatcmpl", "completions": "cmpl", "fork": "fork"}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the HTTP head says about a request."""
+
+    request_id: str
+    named_it: bool  # the client chose the id, so it may not be unique
+    principal: str
+    explain: bool
+    lenient: bool
+    received_at: float
+    warnings: tuple[str, ...] = ()  # about the query
+
+    def salt(self, asked: str) -> str:
+        """Clients with different keys never share cached prompts, whatever salt they send."""
+        if not self.principal and not asked:
+            return ""
+        framed = f"{len(self.principal)}:{self.principal}{asked}"
+        return hashlib.sha256(framed.encode()).hexdigest()
+
+    def engine_ids(self, endpoint: GenerationEndpoint, asked: str | None, count: int) -> list[str]:
+        """What the engine calls so many requests of one client, who may have asked for a name."""
+        base = f"{PREFIX[endpoint]}-{self.request_id if asked is None else asked}"
+        if self.named_it or asked is not None:
+            base += f"~{secrets.token_hex(3)}"
+        return [base] if count == 1 else [f"{base}.{place}" for place in range(count)]

@@ -1,0 +1,232 @@
+"""Where structured outputs are tried first: `python -m quire.serving.process.grammar_child FD`.
+
+This process knows the vocabulary and compiles nothing itself. For each check it forks a child that may use little time
+and memory; whatever happens to that one, this process answers and goes on.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import re
+import resource
+import selectors
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from quire.engine.decoding.grammar_tokens import GrammarTokens, reason_of
+from quire.engine.decoding.vocabulary import Vocabulary
+from quire.serving.text.structure import Structure, grammar_of
+from quire.types.errors import InvalidRequest
+
+CPU_SECONDS = 0.5  # of one check
+WALL_SECONDS = 1.25  # from its start, however busy the machine is
+MEMORY_BYTES = 256 << 20  # more than this process has
+STACK_BYTES = 2 << 20  # less than any thread of the engine has
+PARALLEL = 16  # checks share the processors, so that quick ones do not wait for slow ones
+NICENESS = 5  # checks give way to the engine
+TOO_LONG = "takes too long to compile"
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")  # in a grammar the user has not written
+_DEATHS: dict[int, str] = {signal.SIGSEGV: "is nested too deeply", signal.SIGABRT: "needs too much memory to compile"}
+
+
+def read_vocabulary(channel: Connection) -> Vocabulary:
+    """What `write_vocabulary` sent. It encodes nothing."""
+    special_ids = json.loads(channel.recv_bytes())
+    lengths = array.array("I", channel.recv_bytes())
+    blob, tokens, start = channel.recv_bytes(), [], 0
+    for length in lengths:
+        tokens.append(blob[start : start + length])
+        start += length
+    return Vocabulary(tokens, frozenset(special_ids), (), lambda _: ())
+
+
+def write_vocabulary(channel: Connection, vocabulary: Vocabulary) -> None:
+    channel.send_bytes(json.dumps(sorted(vocabulary.special_ids)).encode())
+    channel.send_bytes(array.array("I", map(len, vocabulary.tokens)).tobytes())
+    channel.send_bytes(b"".join(vocabulary.tokens))
+
+
+def try_structure(tokens: GrammarTokens, structure: Structure) -> str:
+    """The grammar of `structure`, compiled and followed for one token. Raises InvalidRequest naming the field."""
+    field_name = f"structured_outputs.{structure.kind}"
+    grammar = grammar_of(structure)
+    state = tokens.begin(grammar)
+    if not state.is_error():
+        bits, _ = tokens.read_mask(state)
+        allowed = np.flatnonzero(bits)
+        if len(allowed):
+            word = int(bits[allowed[0]])
+            state.try_consume_tokens([int(allowed[0]) * 32 + (word & -word).bit_length() - 1])
+            if not state.is_stopped():
+                tokens.read_mask(state)
+        elif not state.is_error():
+            raise InvalidRequest(field_name, "no text can match it", "send one that some text matches")
+    if state.is_error():
+        reason = reason_of(state)
+        raise InvalidRequest(field_name, reason if structure.kind == "grammar" else _PLACE.sub("", reason))
+    return grammar
+
+
+@dataclass(slots=True)
+class _Check:
+    """A child at work."""
+
+    number: int
+    kind: str
+    pid: int
+    deadline: float
+    said: bytearray = field(default_factory=bytearray)
+
+
+class CheckServer:
+    """Reads checks from its channel and answers each, until the channel is closed."""
+
+    def __init__(self, channel: Connection, tokens: GrammarTokens) -> None:
+        self._channel, self._tokens = channel, tokens
+        self._waiting: deque[tuple[int, Structure]] = deque()
+        self._running: dict[int, _Check] = {}  # by the end of the pipe that is read
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(channel.fileno(), selectors.EVENT_READ)
+
+    def run(self) -> None:
+        while True:
+            for key, _ in self._selector.select(self._patience()):
+                if key.fd == self._channel.fileno():
+                    try:
+                        self._hear()
+                    except (EOFError, OSError):
+                        return
+                else:
+                    self._read(key.fd)
+            self._end_late()
+            while self._waiting and len(self._running) < PARALLEL:
+                self._begin(*self._waiting.popleft())
+
+    def _patience(self) -> float | None:
+        """Seconds until the first deadline."""
+        if not self._running:
+            return None
+        return max(0.0, min(check.deadline for check in self._running.values()) - time.monotonic())
+
+    def _hear(self) -> None:
+        asked = json.loads(self._channel.recv_bytes())
+        self._waiting.append((asked["number"], Structure(asked["kind"], asked["text"])))
+
+    def _begin(self, number: int, structure: Structure) -> None:
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(ours)
+            os.close(self._channel.fileno())
+            _run_child(self._tokens, structure, theirs)
+        os.close(theirs)
+        self._running[ours] = _Check(number, structure.kind, pid, time.monotonic() + WALL_SECONDS)
+        self._selector.register(ours, selectors.EVENT_READ)
+
+    def _read(self, pipe: int) -> None:
+        data = os.read(pipe, 2**16)
+        check = self._running[pipe]
+        check.said += data
+        if not data:
+            self._finish(pipe, "")
+
+    def _end_late(self) -> None:
+        now = time.monotonic()
+        for pipe, check in list(self._running.items()):
+            if now >= check.deadline:
+                self._finish(pipe, TOO_LONG)
+
+    def _finish(self, pipe: int, reason: str) -> None:
+        """Take leave of a child, killing it if it still lives, and pass on what it said."""
+        check = self._running.pop(pipe)
+        self._selector.unregister(pipe)
+        os.close(pipe)
+        if reason:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(check.pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(check.pid, 0)[1])
+        answer = (
+            json.loads(check.said) if status == 0 and not reason else _refusal(check.kind, reason or _death(status))
+        )
+        answer.setdefault("is_certain", not reason)
+        with contextlib.suppress(OSError):  # nobody is there to hear; the next read ends this process
+            self._channel.send_bytes(json.dumps({"number": check.number, **answer}).encode())
+
+
+def _refusal(kind: str, reason: str) -> dict[str, Any]:
+    return {"field": f"structured_outputs.{kind}", "reason": reason, "fix": "send a simpler one"}
+
+
+def _death(status: int) -> str:
+    """What it means that a child ended so."""
+    return _DEATHS.get(-status, TOO_LONG if status < 0 else "cannot be compiled")
+
+
+def _run_child(tokens: GrammarTokens, structure: Structure, pipe: int) -> NoReturn:
+    """The whole life of a forked child: bound itself, try, say how it went."""
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library that aborts has its own words for it
+        _bound()
+        threading.stack_size(STACK_BYTES)
+        answer: dict[str, Any] = {}
+        worker = threading.Thread(target=lambda: answer.update(_answer(tokens, structure)))
+        worker.start()
+        worker.join()
+        with os.fdopen(pipe, "wb") as out:
+            out.write(json.dumps(answer).encode())
+        code = 0 if answer else 1
+    finally:
+        os._exit(code)
+
+
+def _answer(tokens: GrammarTokens, structure: Structure) -> dict[str, Any]:
+    try:
+        return {"grammar": try_structure(tokens, structure)}
+    except InvalidRequest as error:
+        return {"field": error.field, "reason": error.reason, "fix": error.fix}
+    except MemoryError:
+        return _refusal(structure.kind, _death(-signal.SIGABRT))
+
+
+def _bound() -> None:
+    """Little time, little memory, no files."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    memory = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (2, 2))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+
+
+def main(arguments: list[str]) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # it ends with whoever holds the other end of the channel
+    os.nice(NICENESS)
+    channel = Connection(int(arguments[0]))
+    try:
+        vocabulary = read_vocabulary(channel)
+        tokens = GrammarTokens(vocabulary, len(vocabulary.tokens))
+        channel.send_bytes(b"{}")
+    except (EOFError, OSError):
+        return 0
+    CheckServer(channel, tokens).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

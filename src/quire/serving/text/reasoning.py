@@ -1,0 +1,123 @@
+"""Reasoning that a model marks in its answers, told apart from what it says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.serving.text.parts import Part, PartReader, Thought, held_back
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The marks around a model's reasoning. `is_implied`: answers begin inside it even where nothing opens it."""
+
+    name: str
+    start: str
+    end: str
+    is_implied: bool = False
+
+    def begins_inside(self, prompt: str, *, continues: bool = False) -> bool:
+        """Whether an answer to `prompt` begins with reasoning that was opened already.
+
+        With `continues` the prompt ends in the middle of a message.
+        """
+        if continues:
+            return prompt.rfind(self.start) > prompt.rfind(self.end)
+        ending = prompt.rstrip()
+        return ending.endswith(self.start) or (self.is_implied and not ending.endswith(self.end))
+
+
+_FORMATS = {
+    "deepseek_r1": ReasoningFormat("deepseek_r1", "<think>", "</think>", is_implied=True),
+    "qwen3": ReasoningFormat("qwen3", "<think>", "</think>"),
+    "mistral": ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+}
+
+
+def reasoning_format(parser: str, template: str | None) -> ReasoningFormat | None:
+    """The format of that name; for "auto", the one whose marks the chat template writes. None: there is none."""
+    if parser != "auto":
+        return _FORMATS.get(parser)
+    for name in ("qwen3", "mistral"):
+        if template is not None and _FORMATS[name].end in template:
+            return _FORMATS[name]
+    return None
+
+
+class ReasoningReader:
+    """Everything up to the end mark is thought; the rest is read by `then`.
+
+    An answer has no reasoning if it does not begin with the start mark and did not begin `inside`. White space around
+    reasoning is dropped.
+    """
+
+    def __init__(self, form: ReasoningFormat, then: PartReader, *, inside: bool) -> None:
+        self._form, self._then, self._inside = form, then, inside
+        self._state: Literal["before", "thinking", "after", "saying"] = "before"
+        self._buffer = ""
+        self._has_thought = self._was_opened = False
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the next text may be reasoning."""
+        return self._state in ("before", "thinking")
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it is not known yet if there is any."""
+        return self._state == "before"
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether there is, or was, some; also if it is empty."""
+        return self._was_opened
+
+    def push(self, text: str) -> list[Part]:
+        self._buffer += text
+        parts: list[Part] = []
+        if self._state == "before":
+            self._look_for_start()
+        if self._state == "thinking":
+            self._think(parts)
+        if self._state == "after" and (rest := self._buffer.lstrip()):
+            self._buffer, self._state = rest, "saying"
+        if self._state == "saying":
+            rest, self._buffer = self._buffer, ""
+            parts += self._then.push(rest)
+        return parts
+
+    def finish(self) -> list[Part]:
+        parts: list[Part] = []
+        if self._state == "thinking" or (self._state == "before" and self._inside):
+            self._add(self._buffer.strip() if not self._has_thought else self._buffer.rstrip(), parts)
+        elif self._state == "before":
+            parts += self._then.push(self._buffer)
+        self._buffer = ""
+        return parts + self._then.finish()
+
+    def _look_for_start(self) -> None:
+        """Models may write the start mark even where their prompt ends with it."""
+        start, begun = self._form.start, self._buffer.lstrip()
+        if begun.startswith(start):
+            self._buffer, self._state = begun[len(start) :], "thinking"
+        elif not start.startswith(begun):
+            self._state = "thinking" if self._inside else "saying"
+        self._was_opened = self._state == "thinking"
+
+    def _think(self, parts: list[Part]) -> None:
+        if not self._has_thought:
+            self._buffer = self._buffer.lstrip()
+        end = self._buffer.find(self._form.end)
+        if end >= 0:
+            self._add(self._buffer[:end].rstrip(), parts)
+            self._buffer, self._state = self._buffer[end + len(self._form.end) :], "after"
+            return
+        certain = self._buffer[: len(self._buffer) - held_back(self._buffer, self._form.end)].rstrip()
+        self._add(certain, parts)
+        self._buffer = self._buffer[len(certain) :]
+
+    def _add(self, text: str, parts: list[Part]) -> None:
+        if text:
+            self._has_thought = True
+            parts.append(Thought(text))

@@ -1,0 +1,83 @@
+"""Structured outputs under the other names that clients know: OpenAI's response_format, and vLLM's guided_*."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from quire.types.decoding import StructuredOutputsParams
+from quire.types.errors import InvalidRequest
+
+GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
+_TYPES = ("text", "json_object", "json_schema")
+_SCHEMA_FIELDS = ("name", "description", "schema", "strict")
+
+
+def structure_of_response_format(value: object) -> StructuredOutputsParams | None:
+    """What `response_format` asks for; None: any text. Raises InvalidRequest naming the path at fault.
+
+    A schema always binds: `strict` may say so, and `false` does not loosen it.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise InvalidRequest("response_format", "must be an object with a type", f"types: {', '.join(_TYPES)}")
+    kind = value.get("type")
+    if kind not in _TYPES:
+        shown = "is missing" if "type" not in value else f"{kind!r:.80} is not known here"
+        raise InvalidRequest("response_format.type", shown, f"use one of {', '.join(_TYPES)}")
+    wanted = ("type", "json_schema") if kind == "json_schema" else ("type",)
+    _refuse_others("response_format", value, wanted)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    return _json_schema(value.get("json_schema"))
+
+
+def structure_of_guided(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """What those of the `guided_*` fields ask for that are set. Raises InvalidRequest naming the field at fault."""
+    asked = {name: given[name] for name in GUIDED if given.get(name) is not None}
+    if not asked:
+        return None
+    if len(asked) > 1:
+        first, second = sorted(asked)[:2]
+        raise InvalidRequest(second, f"cannot be used together with {first}", "send one of them")
+    ((name, value),) = asked.items()
+    with _named(f"structured_outputs.{GUIDED[name]}", name):
+        return StructuredOutputsParams(**{GUIDED[name]: value})
+
+
+def _json_schema(described: object) -> StructuredOutputsParams:
+    path = "response_format.json_schema"
+    if not isinstance(described, Mapping):
+        raise InvalidRequest(path, "must be an object with a name and a schema")
+    _refuse_others(path, described, _SCHEMA_FIELDS)
+    for name in ("name", "description"):
+        if not isinstance(described.get(name, ""), str):
+            raise InvalidRequest(f"{path}.{name}", "must be a string")
+    if described.get("strict") not in (None, True, False):
+        raise InvalidRequest(f"{path}.strict", "must be true or false")
+    schema = described.get("schema")
+    if not isinstance(schema, Mapping):
+        shown = "is missing" if "schema" not in described else "must be an object"
+        raise InvalidRequest(f"{path}.schema", shown, "send a JSON schema")
+    with _named("structured_outputs.json", f"{path}.schema"):
+        return StructuredOutputsParams(json=schema)
+
+
+def _refuse_others(path: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name in value:
+        if name not in known:
+            raise InvalidRequest(f"{path}.{name!s:.80}", "is not known here", f"known are: {', '.join(known)}")
+
+
+@contextmanager
+def _named(field: str, shown: str) -> Iterator[None]:
+    """Errors about `field` name what the client wrote instead."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name = shown if error.field in (field, "structured_outputs") else error.field
+        raise InvalidRequest(name, error.reason, error.fix) from None

@@ -1,0 +1,191 @@
+"""Random mixes of every way to decode, in one engine: each answer is the one that its request gets alone, every owner
+agrees after every step, and nothing is left behind. QUIRE_TEST_SEEDS sets how many mixes are tried (`make soak`)."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from harness import VOCABULARY, Harness
+from quire.engine.decoding.tools import DecodingTools
+from quire.types.decoding import BeamRules
+from quire.types.errors import InvalidRequest
+from quire.types.output import Finished
+from quire.types.request import Abort, Branch
+from toy_decoding import BeamQuestion, ToyGrammars, ToyLookaheads, beam_answers, grammar_answer, letter
+from toy_model import VOCAB, continuation, logprob
+
+SEEDS = int(os.environ.get("QUIRE_TEST_SEEDS", "300"))
+SHARDS = 20
+END_IDS = (3, 50)
+
+
+@dataclass
+class Asked:
+    """One request of a mix, and what must come of it."""
+
+    prompt: list[int]
+    seed: int
+    length: int
+    params: dict[str, object] = field(default_factory=dict)
+    tokens: Callable[[int], list[int]] = lambda index: []
+    ranked: list[tuple[int, ...]] | None = None  # the samples' tokens, best first
+
+
+def ask(rng: random.Random, number: int) -> Asked:
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))]
+    if rng.random() < 0.3:
+        prompt = [7, 8, 9, 10, 11][: rng.randint(1, 5)] + prompt  # some begin alike
+    seed = rng.choice([number % 100, 100 + number])  # from 100 on there are guesses
+    asked = Asked(prompt, seed, rng.randint(1, 14))
+    rng.choice([_plain, _plain, _constrained, _best_of, _beams])(rng, asked)
+    return asked
+
+
+def _plain(rng: random.Random, asked: Asked) -> None:
+    asked.params = {"n": rng.randint(1, 3), "logprobs": rng.choice([None, 0])}
+    asked.tokens = lambda index: continuation(asked.prompt, asked.length, seed=asked.seed, index=index, end_ids=END_IDS)
+
+
+def _constrained(rng: random.Random, asked: Asked) -> None:
+    grammar = rng.choice("abcdefg") * rng.randint(1, 4)
+    asked.params = {"n": rng.randint(1, 3), "grammar": grammar}
+    asked.tokens = lambda index: grammar_answer(
+        asked.prompt, asked.length, grammar, seed=asked.seed, index=index, end_ids=END_IDS
+    )
+
+
+def _best_of(rng: random.Random, asked: Asked) -> None:
+    count, n, rank_by, stop = rng.randint(2, 4), 1, rng.choice(["mean", "sum"]), rng.choice(["", "", "e"])
+    n = rng.randint(1, count - 1)
+    asked.params = {"n": n, "best_of": count, "rank_by": rank_by, "stop": stop or None}
+    found = []
+    for index in range(count):
+        tokens = continuation(asked.prompt, asked.length, seed=asked.seed, index=index, end_ids=END_IDS)
+        if stop:
+            ends = [place for place, token in enumerate(tokens, 1) if letter(token) == stop and token not in END_IDS]
+            tokens = tokens[: ends[0]] if ends else tokens
+        history = [*asked.prompt, *tokens]
+        first = len(asked.prompt)
+        total = sum(logprob(history[: first + place], token) for place, token in enumerate(tokens))
+        found.append((total / len(tokens) if rank_by == "mean" else total, tuple(tokens)))
+    asked.ranked = [tokens for _, tokens in sorted(found, key=lambda one: -one[0])][:n]
+
+
+def _beams(rng: random.Random, asked: Asked) -> None:
+    rules = BeamRules(
+        rng.randint(1, 5),
+        rng.choice([-1.0, 0.0, 0.5, 1.0, 2.0]),
+        rng.choice([True, False, "never"]),
+        rng.random() < 0.3,
+    )
+    grammar, stop = rng.choice(["", "", "h", "ii"]), rng.choice(["", "", "ab", "q"])
+    n = rng.randint(1, rules.width)
+    asked.params = {"n": n, "beam": rules, "grammar": grammar, "stop": stop or None}
+    question = BeamQuestion(tuple(asked.prompt), rules, asked.length, END_IDS, grammar, stop)
+    asked.ranked = [answer.tokens for answer in beam_answers(question)][:n]
+
+
+class Mix:
+    """An engine of random size, and requests that arrive, branch and are cut off at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        block_size = rng.randint(1, 8)
+        self.grammars = ToyGrammars()
+        lookaheads = ToyLookaheads(rng.random() < 0.5, rng.random() < 0.7)
+        self.engine = Harness(
+            num_blocks=rng.choice([150, 250, 500]) // block_size,
+            block_size=block_size,
+            depth=rng.randint(1, 3),
+            caching=rng.random() < 0.7,
+            tools=DecodingTools(self.grammars, lookaheads, lambda: VOCABULARY),
+            max_num_batched_tokens=rng.choice([6, 17, 64]),
+            max_num_seqs=rng.choice([6, 9, 16]),
+        )
+        self.asked: dict[str, Asked] = {}
+        self.cut: set[str] = set()
+        self.arrivals = sorted(rng.randrange(60) for _ in range(rng.randint(4, 12)))
+
+    def run(self) -> None:
+        step = 0
+        while self.arrivals or self.engine.core.has_work:
+            while self.arrivals and self.arrivals[0] <= step:
+                self.arrivals.pop(0)
+                self._submit()
+            if self.rng.random() < 0.03 and self.asked:
+                self._abort(self.rng.choice(list(self.asked)))
+            self.grammars.time += 1
+            self.engine.step()
+            step += 1
+            assert step < 3_000
+        assert set(self.engine.finished) == set(self.asked)
+        assert self.engine.core.stats().blocks.used == 0
+        for name, asked in self.asked.items():
+            self._check(name, asked, self.engine.finished[name])
+
+    def _submit(self) -> None:
+        number = len(self.asked)
+        name, asked, source = f"r{number}", ask(self.rng, number), None
+        if self.asked and self.rng.random() < 0.25:
+            asked, source = self._branch(asked)
+        try:
+            self.engine.submit(
+                name, asked.prompt, max_tokens=asked.length, seed=asked.seed, end_ids=END_IDS, source=source,
+                **asked.params,
+            )  # fmt: skip
+        except InvalidRequest as refusal:
+            if refusal.field not in ("beam_width", "best_of", "n", "max_tokens"):
+                raise
+        else:
+            self.asked[name] = asked
+
+    def _branch(self, asked: Asked) -> tuple[Asked, Branch | None]:
+        """The same kind of request from some place in what another one has said so far."""
+        name = self.rng.choice(list(self.asked))
+        other = self.asked[name]
+        said = self.engine.streams.get(self.engine.handles[name], [])
+        if other.ranked is not None or not said:
+            return asked, None
+        whole = other.prompt + said
+        asked = Asked([*whole[: self.rng.randint(1, len(whole))], *asked.prompt[:2]], asked.seed, asked.length)
+        _plain(self.rng, asked)
+        return asked, Branch(name, 0, len(asked.prompt) - 2 if len(asked.prompt) > 2 else 1)
+
+    def _abort(self, name: str) -> None:
+        index = self.rng.choice([None, None, 0]) if self.asked[name].ranked is None else None
+        if name not in self.engine.finished:
+            self.cut.add(name)
+        self.engine.core.abort(Abort(name, index, self.rng.choice([None, "text"])))
+
+    def _check(self, name: str, asked: Asked, message: Finished) -> None:
+        assert message.error is None
+        samples = message.samples
+        assert [sample.index for sample in samples] == list(range(len(samples)))
+        if asked.ranked is not None:
+            if name not in self.cut:
+                assert [sample.token_ids for sample in samples] == asked.ranked
+                assert all(sample.score is not None and sample.cumulative_logprob is not None for sample in samples)
+            return
+        for sample in samples:
+            wanted = asked.tokens(sample.index)
+            if name in self.cut:
+                wanted = wanted[: len(sample.token_ids)]
+            assert list(sample.token_ids) == wanted
+            assert self.engine.streams.get(self.engine.handles[name] + sample.index, []) == wanted
+            assert len(sample.logprobs) in (0, len(wanted))
+            assert [int(entry.token_ids[0]) for entry in sample.logprobs] in ([], wanted)
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_every_answer_of_a_random_mix_is_the_one_its_request_gets_alone(shard: int) -> None:
+    for seed in range(shard, SEEDS, SHARDS):
+        try:
+            Mix(seed).run()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise

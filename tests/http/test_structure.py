@@ -1,0 +1,160 @@
+"""Answers that must match something: JSON, choices, and the calls that a request requires."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from http_server import MODEL, TestServer
+from quire.config.server import ModelSource
+from tests.http.conftest import Serve
+from tests.http.test_tools import TEMPLATE, WEATHER
+
+pytest.importorskip("llguidance")
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ASK = [{"role": "user", "content": "say"}]
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "number", "schema": SCHEMA}}
+SAID = {  # what the pretend model would say; what it may not is replaced token by token
+    "json": '{"n": 12}',
+    "words": "hello there",
+    "thinks": '<think>\nlet me\n</think>\n{"n": 7}',
+    "calls": '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>',
+    "strict": 'so:<tool_call>\n{"name": "weather", "arguments": {"town": "x',
+}
+
+
+def script(prompt: str, index: int) -> str:
+    return next((said for name, said in SAID.items() if f":{name}\n" in prompt or prompt == name), "nothing")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[TestServer]:
+    template = TEMPLATE.replace("think>", "")
+    one = TestServer(script, source=ModelSource(model=MODEL, served_names=(MODEL,), chat_template=template))
+    yield one
+    one.wait(one.is_idle)
+    one.close()
+
+
+def chat(server: TestServer, question: str, **fields: Any) -> dict[str, Any]:
+    answer = server.post(CHAT, {"messages": [{"role": "user", "content": question}], "max_tokens": 120, **fields})
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    found: dict[str, Any] = choice
+    return found
+
+
+def refusal(server: TestServer, path: str = CHAT, **fields: Any) -> dict[str, Any]:
+    body = {"messages": ASK, **fields} if path == CHAT else {"prompt": "x", **fields}
+    answer = server.post(path, body)
+    assert answer.status_code == 400, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+@pytest.mark.parametrize("question", ["json", "words"])
+def test_an_answer_is_json_of_the_schema_whatever_the_model_would_say(server: TestServer, question: str) -> None:
+    choice = chat(server, question, response_format=FORMAT)
+    assert set(json.loads(choice["message"]["content"])) == {"n"}
+    assert choice["finish_reason"] == "stop"
+
+
+def test_the_official_client_asks_for_json(server: TestServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        messages = [{"role": "user", "content": "words"}]
+        answer = client.chat.completions.create(
+            model=MODEL, messages=messages, response_format=FORMAT, max_tokens=60, stream=True
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
+    assert isinstance(json.loads(text)["n"], int)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"regex": r"\{\"n\": [0-9]+\}"}},
+        {"structured_outputs": {"grammar": r'start: "{\"n\": " /[0-9]+/ "}"'}},
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA)},
+        {"guided_choice": ['{"n": 12}', "no"]},
+        {"response_format": FORMAT},
+    ],
+)
+def test_every_way_to_ask_is_taken_by_completions_too(server: TestServer, fields: dict[str, Any]) -> None:
+    answer = server.post(COMPLETIONS, {"prompt": "json", "max_tokens": 60, **fields})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == SAID["json"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+         "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}},
+         "response_format.json_schema.schema"),
+        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex"),
+        ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "response_format"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_matched_is_refused_by_the_name_it_was_given(
+    server: TestServer, fields: dict[str, Any], param: str
+) -> None:
+    assert refusal(server, **fields)["param"] == param
+
+
+def test_reasoning_goes_before_what_must_match(serve: Serve) -> None:
+    server = serve(script, source=ModelSource(model=MODEL, served_names=(MODEL,), chat_template=TEMPLATE))
+    message = chat(server, "thinks", response_format=FORMAT)["message"]
+    assert (message["reasoning_content"], message["content"]) == ("let me", '{"n": 7}')
+    opened = chat(server, "thinks", response_format=FORMAT, chat_template_kwargs={"think": True})["message"]
+    assert (opened["reasoning_content"], opened["content"]) == ("let me", '{"n": 7}')
+
+
+# -------------------------------------------------------------------------------------------------------------- calls
+@pytest.mark.parametrize("question", ["calls", "words"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_is_required_is_made(server: TestServer, question: str, choice: Any) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Ulm", "Bonn"]}}, "required": ["city"]}
+    tool = {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {**schema, "additionalProperties": False}},
+    }
+    answer = chat(server, question, tools=[tool], tool_choice=choice, parallel_tool_calls=False)
+    assert answer["finish_reason"] == "tool_calls"
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"])["city"] in ("Ulm", "Bonn")
+
+
+def test_strict_tools_bind_the_calls_that_the_model_makes_by_itself(server: TestServer) -> None:
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    answer = chat(server, "strict", tools=[strict])
+    assert answer["message"]["content"] == "so:"
+    assert answer["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"city"')
+    assert chat(server, "words", tools=[strict])["message"]["content"] == SAID["words"]
+
+
+def test_an_answer_may_be_a_call_or_match_the_schema(server: TestServer) -> None:
+    called = chat(server, "calls", tools=[WEATHER], response_format=FORMAT)
+    assert called["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Ulm"}'
+    assert chat(server, "json", tools=[WEATHER], response_format=FORMAT)["message"]["content"] == SAID["json"]
+
+
+def test_what_cannot_hold_together_is_refused(server: TestServer) -> None:
+    error = refusal(server, tools=[WEATHER], tool_choice="required", response_format=FORMAT)
+    assert error["param"] == "tool_choice"
+    wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "minProperties": "x"}}}
+    assert refusal(server, tools=[wrong], tool_choice="required")["param"] == "tools"

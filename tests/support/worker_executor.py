@@ -1,0 +1,135 @@
+"""An engine over a real worker with a tiny random model: no files, no tokenizer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quire.config.engine import EngineConfig
+from quire.config.model import ModelConfig
+from quire.config.speculation import read_speculation, settle
+from quire.engine.core import EngineCore
+from quire.engine.decoding.lookahead_registry import make_lookaheads
+from quire.engine.decoding.tools import DecodingTools
+from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.loading.weights import load_weights
+from quire.runtime.models.decoder import Decoder
+from quire.runtime.models.registry import build_model
+from quire.runtime.sampling.make import make_sampler
+from quire.runtime.speculation.make import make_drafter
+from quire.runtime.worker.worker import Worker
+from quire.types.output import Finished
+from quire.types.request import Submit
+from quire.types.sampling import SamplingParams, TokenRules
+from quire.types.step import StepPlan, StepResult
+from tiny_models import MemoryCheckpoint, engine_config
+
+
+class WorkerExecutor:
+    """Implements engine.executor.Executor over one worker; `depth` results may wait uncollected."""
+
+    def __init__(self, worker: Worker, depth: int) -> None:
+        self.worker, self.depth = worker, depth
+        self.plans: list[StepPlan] = []
+        self._results: deque[StepResult] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        output = self.worker.execute(plan)
+        self._results.append(output.result([tensor.cpu() for tensor in output.tensors]))
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+    def close(self) -> None:
+        self._results.clear()
+
+
+class TinyEngine:
+    """Answers requests of token ids by a random model, with or without speculation."""
+
+    def __init__(
+        self,
+        checkpoint: MemoryCheckpoint,
+        speculative_config: dict[str, Any] | None = None,
+        *,
+        draft: MemoryCheckpoint | None = None,
+        depth: int = 1,
+        attention: str = "auto",
+        **settings: Any,
+    ) -> None:
+        speculation = read_speculation(speculative_config)
+        if speculation is not None:
+            speculation = settle(speculation, checkpoint.config, None if draft is None else draft.config)
+        config = replace(engine_config(**settings), speculation=speculation)
+        config = replace(config, device=replace(config.device, attention_backend=attention))
+        self.config = config
+        builder = LayerBuilder(config.device, checkpoint.config.heads, config.cache.block_size)
+        decoder = _load(checkpoint, builder)
+        sampler = _sampler(config, checkpoint.config, builder)
+        worker = Worker(decoder, builder.backend, sampler, checkpoint.config, config)
+
+        def load(_: ModelConfig, drafting: LayerBuilder) -> Decoder:
+            assert draft is not None
+            return _load(draft, drafting)
+
+        worker.drafter = make_drafter(worker, decoder, checkpoint.config, config, load)
+        self.executor = WorkerExecutor(worker, depth)
+        self.lookaheads = make_lookaheads(speculation, depth)
+        self.core = EngineCore(
+            self.executor,
+            config.cache,
+            config.scheduler,
+            checkpoint.config.vocab_size,
+            tools=DecodingTools(lookaheads=self.lookaheads),
+        )
+        self.finished: dict[str, Finished] = {}
+        self.streams: dict[int, list[int]] = {}
+
+    def submit(self, name: str, prompt: Sequence[int], *, end_ids: tuple[int, ...] = (), **sampling: Any) -> int:
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **sampling})
+        return self.core.submit(Submit(name, tuple(prompt), params, TokenRules(end_ids=end_ids)))
+
+    def run(self, *, check: bool = True) -> None:
+        while self.core.has_work:
+            out = self.core.step()
+            for handle, token in zip(out.samples.tolist(), out.token_ids.tolist(), strict=True):
+                self.streams.setdefault(handle, []).append(token)
+            self.finished |= {message.request_id: message for message in out.finished}
+            if check:
+                self.core.check()
+
+    def answers(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[list[int]]]:
+        """The tokens of each sample of each prompt."""
+        names = [f"p{number}-{len(self.finished)}" for number in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            self.submit(name, prompt, **sampling)
+        self.run()
+        assert [self.finished[name].error for name in names] == [None] * len(names)
+        return [[list(sample.token_ids) for sample in self.finished[name].samples] for name in names]
+
+
+def similar_checkpoint(checkpoint: MemoryCheckpoint, noise: float, seed: int = 1) -> MemoryCheckpoint:
+    """The same model, a little off: a draft model that is often right."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: tensor + noise * tensor.std() * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in checkpoint.tensors.items()
+    }
+    return MemoryCheckpoint(checkpoint.config, tensors)
+
+
+def _load(checkpoint: MemoryCheckpoint, builder: LayerBuilder) -> Decoder:
+    model = build_model(checkpoint.config, builder)
+    load_weights(model, checkpoint)
+    model.fuse()
+    return model
+
+
+def _sampler(config: EngineConfig, model: ModelConfig, builder: LayerBuilder) -> Any:
+    scheduler, device = config.scheduler, torch.device(config.device.device)
+    return make_sampler(scheduler.num_rows, model.vocab_size, device, builder.backend.kernels, scheduler.num_samples)

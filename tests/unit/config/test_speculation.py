@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quire.config.memory import kv_block_bytes
+from quire.config.resolve import EngineArguments, resolve_engine_config
+from quire.config.speculation import read_speculation, settle
+from quire.types.errors import ConfigError
+from tests.unit.config.machines import LAPTOP, SERVER, SMALL
+
+
+def test_nothing_asked_for_is_nothing_guessed() -> None:
+    assert read_speculation(None) is None
+    assert resolve_engine_config(EngineArguments(), LAPTOP, SMALL)[0].speculation is None
+
+
+def test_a_method_is_enough_and_the_rest_has_defaults() -> None:
+    ngram = read_speculation({"method": "ngram"})
+    assert ngram is not None
+    assert (ngram.num_tokens, ngram.lookup_min, ngram.lookup_max) == (16, 2, 4)
+    drafts = read_speculation({"model": "small"})  # a model without a method is a draft model, as in vLLM
+    assert drafts is not None
+    assert (drafts.method, drafts.model, drafts.num_tokens) == ("draft_model", "small", 5)
+    layers = read_speculation({"method": "self_draft"})
+    assert layers is not None
+    assert settle(layers, SMALL, None).num_layers == SMALL.num_layers // 3
+
+
+def test_vllms_names_are_understood() -> None:
+    asked = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 6, "prompt_lookup_min": 3}
+    found = read_speculation(asked)
+    assert found is not None
+    assert (found.num_tokens, found.lookup_min, found.lookup_max) == (7, 3, 6)
+    one = read_speculation({"method": "ngram", "prompt_lookup_max": 1})
+    assert one is not None
+    assert (one.lookup_min, one.lookup_max) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "field", "words"),
+    [
+        ("ngram", "speculative_config", "object"),
+        ({}, "speculative_config.method", "missing"),
+        ({"method": "eagle"}, "speculative_config.method", "ngram"),
+        ({"method": "ngram", "model": "x"}, "speculative_config.model", "no meaning"),
+        ({"method": "ngram", "tokens": 3}, "speculative_config.tokens", "unknown"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "speculative_config.num_speculative_tokens", "64"),
+        ({"method": "ngram", "num_speculative_tokens": 65}, "speculative_config.num_speculative_tokens", "64"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "speculative_config.num_speculative_tokens", "whole"),
+        (
+            {"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4},
+            "speculative_config.prompt_lookup_min",
+            "above",
+        ),
+        ({"method": "draft_model"}, "speculative_config.model", "missing"),
+        ({"method": "draft_model", "model": 3}, "speculative_config.model", "name"),
+        ({"method": "self_draft", "num_layers": 0}, "speculative_config.num_layers", "whole"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(asked: Any, field: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        resolve_engine_config(EngineArguments(speculative_config=asked), LAPTOP, SMALL)
+    assert refused.value.setting == field
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
+    asked = EngineArguments(speculative_config={"model": "other"})
+    with pytest.raises(ConfigError, match=r"vocabulary.*same family"):
+        resolve_engine_config(asked, LAPTOP, SMALL, replace(SMALL, vocab_size=SMALL.vocab_size + 1))
+
+
+def test_drafting_by_all_layers_is_refused() -> None:
+    asked = EngineArguments(speculative_config={"method": "self_draft", "num_layers": SMALL.num_layers})
+    with pytest.raises(ConfigError, match="below the model's"):
+        resolve_engine_config(asked, LAPTOP, SMALL)
+
+
+def test_the_memory_plan_counts_a_draft_model_its_blocks_and_its_rows() -> None:
+    draft = replace(SMALL, num_layers=2)
+    plain = resolve_engine_config(EngineArguments(num_kv_blocks=500), SERVER, SMALL)[1]
+    asked = EngineArguments(num_kv_blocks=500, speculative_config={"model": "draft"})
+    config, plan = resolve_engine_config(asked, SERVER, SMALL, draft)
+    assert config.speculation is not None
+    assert config.speculation.draft == draft
+    assert plan.block_bytes == plain.block_bytes + kv_block_bytes(draft, config.device.kv_dtype, 16)
+    assert plan.total >= plain.total + 2 * draft.num_parameters + plan.rows
+    assert "drafting" in str(plan)
+    assert "drafting" not in str(plain)
+    looked_up = resolve_engine_config(
+        EngineArguments(num_kv_blocks=500, speculative_config={"method": "ngram"}), SERVER, SMALL
+    )[1]
+    assert looked_up == plain
