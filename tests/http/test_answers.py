@@ -339,6 +339,19 @@ def test_clients_with_different_keys_never_share_a_salt(serve: Serve) -> None:
     assert salts[0] != "s"
 
 
+def test_a_tenant_is_a_key_whatever_salt_it_sends(serve: Serve) -> None:
+    from http_server import digests
+    from quire.config.server import AccessConfig
+
+    server = serve(access=AccessConfig(key_digests=digests("k1", "k2")))
+    for key, salt in (("k1", "a"), ("k1", "b"), ("k2", "a")):
+        body = {"prompt": "x", "cache_salt": salt}
+        assert server.post("/v1/completions", body, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    tenants = [submit.tenant for submit in server.link.submitted]
+    assert tenants[0] == tenants[1] != tenants[2]
+    assert all(tenants)
+
+
 def test_one_request_that_fails_in_the_engine_fails_alone_and_says_nothing_of_the_cause(serve: Serve) -> None:
     server = serve(fails=frozenset({"bad"}))
     answer = server.post("/v1/completions", {"prompt": "bad"})

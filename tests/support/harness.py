@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from fake_executor import VOCAB, FakeExecutor
@@ -29,12 +30,13 @@ class Harness:
         depth: int = 1,
         caching: bool = True,
         tools: DecodingTools | None = None,
-        **settings: int,
+        clock: Callable[[], float] = time.monotonic,
+        **settings: object,
     ) -> None:
         self.executor = FakeExecutor(num_blocks, block_size, depth)
         scheduler = SchedulerConfig(**{**_SETTINGS, **settings})  # type: ignore[arg-type]
         cache = CacheConfig(block_size, num_blocks, caching)
-        self.core = EngineCore(self.executor, cache, scheduler, VOCAB, tools=tools)
+        self.core = EngineCore(self.executor, cache, scheduler, VOCAB, tools=tools, clock=clock)
         self.best: dict[int, list[list[int]]] = {}  # handle -> a beam search's best so far, as it was streamed
         self.finished: dict[str, Finished] = {}
         self.streams: dict[int, list[int]] = {}  # sample handle -> tokens as they came
@@ -50,11 +52,13 @@ class Harness:
         grammar: str = "",
         beam: BeamRules | None = None,
         source: Branch | None = None,
+        priority: int = 0,
+        tenant: str = "",
         **params: object,
     ) -> None:
         sampling = SamplingParams(**{"max_tokens": 8, **params})  # type: ignore[arg-type]
         rules = TokenRules(end_ids=end_ids, grammar=grammar)
-        request = Submit(request_id, tuple(prompt), sampling, rules, cache_salt=salt, beam=beam, source=source)
+        request = Submit(request_id, tuple(prompt), sampling, rules, priority, salt, beam, source, tenant)
         self.handles[request_id] = self.core.submit(request)
 
     def step(self) -> None:

@@ -236,8 +236,14 @@ class BeamQuestion:
         return bool(self.stop) and self.stop in "".join(letter(token) for token in tokens)
 
     def logprobs(self, tokens: tuple[int, ...]) -> npt.NDArray[np.float32]:
+        """Of the candidates; all others are impossible."""
         found = all_logprobs([*self.prompt, *tokens])
-        return np.where(allowed_after(self.grammar, tokens, self.end_ids), found, -np.inf) if self.grammar else found
+        if self.grammar:
+            found = np.where(allowed_after(self.grammar, tokens, self.end_ids), found, -np.inf)
+        width = self.rules.width
+        count = width + max(width, len(self.end_ids)) + (8 if self.stop or self.grammar else 0)
+        found[np.argsort(-found, kind="stable")[count:]] = -np.inf
+        return found
 
 
 def letter(token: int) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.config.model import CacheDtype, Dtype, Quantization
+from quire.config.policy import PolicyName, PolicySettings
 from quire.config.speculation import SpeculationConfig
 from quire.types.errors import ConfigError
 
@@ -44,8 +45,9 @@ class SchedulerConfig:
     max_num_seqs: int = 64  # live sequences (rows)
     max_num_batched_tokens: int = 2_048  # tokens computed in one step
     max_model_len: int = 2_048  # prompt and output together
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: PolicyName = "fcfs"
     seed: int = 0
+    policy_settings: PolicySettings = field(default_factory=PolicySettings)
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from quire.types.errors import ConfigError
 
@@ -23,19 +23,29 @@ PolicyName = Literal[
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 RESERVING: frozenset[str] = frozenset({"static", "orca-max", "orca-pow2", "orca-oracle"})  # contiguous memory each
 
+SETTINGS: dict[PolicyName, tuple[str, ...]] = {
+    "priority": ("ageing",),
+    "lpm": ("window", "max_overtakes"),
+    "spf": ("window", "max_overtakes"),
+    "fair": ("input_weight", "output_weight"),
+    "deadline": ("ttft", "ttft_per_token", "tpot"),
+    "waiting_served_ratio": ("waiting_served_ratio", "max_waiting_tokens"),
+}  # what each policy reads; the others have none
+DEFAULT_AGEING = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
     """The settings of the policies; each reads its own. Times are seconds."""
 
-    ageing: float = 30.0  # priority: having waited so long counts as much as a priority lower by one
+    ageing: float = DEFAULT_AGEING  # priority: having waited so long counts as much as a priority lower by one
     window: int = 32  # lpm, spf: how many that wait are compared
     max_overtakes: int = 64  # lpm, spf: requests that came later and may go before one, at most
     input_weight: float = 1.0  # fair: what a prompt token counts
     output_weight: float = 2.0  # fair: what a generated token counts
     ttft: float = 0.5  # deadline: until the first token, for a prompt of no length
     ttft_per_token: float = 0.001  # deadline: and so much more for each of the prompt's tokens
-    tpot: float = 0.1  # deadline: between two tokens of an answer
+    tpot: float = 0.05  # deadline: between two tokens of an answer
     waiting_served_ratio: float = 0.3  # waiting_served_ratio: above it, decodes pause for those that wait
     max_waiting_tokens: int = 20  # waiting_served_ratio: after so many decode steps, they pause at any ratio
 
@@ -64,14 +74,15 @@ def read_policy(policy: str | None, scheduling_policy: str | None) -> PolicyName
         return "fcfs"
     if name not in POLICY_NAMES:
         raise ConfigError(field, f"{name!r} is unknown", f"use one of {', '.join(POLICY_NAMES)}")
-    return cast("PolicyName", name)
+    return name
 
 
-def read_policy_settings(given: dict[str, Any] | None) -> PolicySettings:
-    """The settings that were given, over the defaults."""
+def read_policy_settings(policy: PolicyName, given: dict[str, Any] | None) -> PolicySettings:
+    """The policy's settings that were given, over the defaults."""
     if given is not None and not isinstance(given, dict):
         raise ConfigError("policy_config", f"must be an object, got {given!r}", 'like {"ttft": 1.0}')
-    names = [field.name for field in fields(PolicySettings)]
+    names = SETTINGS.get(policy, ())
     if unknown := [name for name in given or {} if name not in names]:
-        raise ConfigError("policy_config", f"{unknown[0]!r} is unknown", f"use some of {', '.join(names)}")
+        fix = f"use some of {', '.join(names)}" if names else "leave policy_config out"
+        raise ConfigError("policy_config", f"{unknown[0]!r} is no setting of the {policy!r} policy", fix)
     return PolicySettings(**given or {})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 from quire.config.engine import MAX_BLOCK_SIZE, CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts, cuda_index
 from quire.config.layout import read_layout, settle_layout
 from quire.config.memory import MemoryPlan, plan_memory
 from quire.config.model import CacheDtype, Dtype, ModelConfig, Quantization
+from quire.config.policy import RESERVING, read_policy, read_policy_settings
 from quire.config.sizes import GIB, format_size, parse_size
 from quire.config.speculation import SpeculationConfig, read_speculation, settle
 from quire.types.errors import ConfigError, DoesNotFit
@@ -47,7 +48,9 @@ class EngineArguments:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
-    scheduling_policy: str = "fcfs"
+    policy: str | None = None
+    scheduling_policy: str | None = None  # the same by another name
+    policy_config: dict[str, Any] | None = None
     seed: int = 0
     threads: int | None = None
     attention_backend: str = "auto"
@@ -71,7 +74,9 @@ class EngineSettings(TypedDict, total=False):
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
-    scheduling_policy: str
+    policy: str | None
+    scheduling_policy: str | None
+    policy_config: dict[str, Any] | None
     seed: int
     threads: int | None
     attention_backend: str
@@ -94,16 +99,18 @@ def resolve_engine_config(
     device = _resolve_device(args, facts, model)
     kind = device.device.partition(":")[0]
     capacity = _capacity(args, facts, device.device)
+    policy = read_policy(args.policy, args.scheduling_policy)
     scheduler = SchedulerConfig(
         max_num_seqs=args.max_num_seqs if args.max_num_seqs is not None else DEFAULT_NUM_SEQS[kind],
         max_num_batched_tokens=(
             args.max_num_batched_tokens if args.max_num_batched_tokens is not None else _batched_tokens(kind, model)
         ),
         max_model_len=_wanted_model_len(args, model),
-        policy=_policy(args),
+        policy=policy,
         seed=args.seed,
+        policy_settings=read_policy_settings(policy, args.policy_config),
     )
-    caching = _prefix_caching(args, model, scheduler.max_model_len)
+    caching = _prefix_caching(args, model, scheduler)
     cache = CacheConfig(args.block_size, 1, caching, read_layout(args.kv_layout))
     draft = EngineConfig(cache, scheduler, device, _speculation(args, model, draft_model))
     draft = settle_layout(draft, facts, model)
@@ -156,18 +163,15 @@ def _check_types(args: EngineArguments) -> None:
         raise ConfigError("num_kv_blocks", "cannot be given together with kv_cache_memory", "choose one of them")
 
 
-def _policy(args: EngineArguments) -> Literal["fcfs", "priority"]:
-    if args.scheduling_policy == "fcfs":
-        return "fcfs"
-    if args.scheduling_policy == "priority":
-        return "priority"
-    raise ConfigError("scheduling_policy", f"{args.scheduling_policy!r} is unknown", 'use "fcfs" or "priority"')
-
-
-def _prefix_caching(args: EngineArguments, model: ModelConfig, max_model_len: int) -> bool:
-    """On, unless a token's keys depend on more than the tokens before it: on the length of its sequence."""
+def _prefix_caching(args: EngineArguments, model: ModelConfig, scheduler: SchedulerConfig) -> bool:
+    """On, unless the policy shares no memory, or a token's keys depend on more than the tokens before it."""
     rope = model.rope
-    if rope.kind != "dynamic" or max_model_len <= rope.max_position:
+    if scheduler.policy in RESERVING:
+        if args.enable_prefix_caching:
+            reason = f"shares memory, and the {scheduler.policy!r} policy gives each sequence its own"
+            raise ConfigError("enable_prefix_caching", reason, "leave it out")
+        return False
+    if rope.kind != "dynamic" or scheduler.max_model_len <= rope.max_position:
         return args.enable_prefix_caching is not False
     if args.enable_prefix_caching:
         reason = f"cannot be exact: beyond {rope.max_position} tokens dynamic rope scaling depends on the whole length"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.config.policy import RESERVING
+from quire.engine.kvcache.reserve import reserved_tokens
 from quire.types.errors import InvalidRequest
 from quire.types.request import Submit
 from quire.types.sampling import check_vocabulary
@@ -34,6 +36,8 @@ def admit(
     room = config.max_model_len - prompt
     limit = prompt + (room if sampling.max_tokens is None else min(sampling.max_tokens, room))
     _check_fits(prompt, limit, num_sequences(request), cache)
+    if config.policy in RESERVING:
+        _check_reservation(request, limit, cache, config)
     return limit
 
 
@@ -78,3 +82,15 @@ def _check_fits(prompt: int, limit: int, n: int, cache: CacheConfig) -> None:
             f"{n} x {limit} tokens need {needed} kv blocks of {cache.block_size}, the cache has {cache.num_blocks}",
             "lower max_tokens, n or the prompt, or raise num_kv_blocks / kv_cache_memory",
         )
+
+
+def _check_reservation(request: Submit, limit: int, cache: CacheConfig, config: SchedulerConfig) -> None:
+    count = num_sequences(request)
+    if count > 1:
+        field = "beam_width" if request.beam is not None else "best_of" if count > request.sampling.n else "n"
+        reason = f"is {count}, and the {config.policy!r} policy shares no memory between sequences"
+        raise InvalidRequest(field, reason, "leave it out or use another policy")
+    reserved = reserved_tokens(config.policy, len(request.prompt_token_ids), limit, config.max_model_len)
+    if -(-reserved // cache.block_size) > cache.num_blocks:
+        reason = f"makes the {config.policy!r} policy reserve {reserved} tokens, the cache has {cache.num_slots}"
+        raise InvalidRequest("max_tokens", reason, "lower it or max_model_len, or raise num_kv_blocks")

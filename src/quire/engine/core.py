@@ -74,12 +74,13 @@ class EngineCore:
             )
         limit = admit(request, self._cache, self._config, self._vocab_size, has_text=self._tools.vocabulary is not None)
         group = make_group(request, self._ordinal, limit, self._next_handle, self._vocab_size, self._config.seed)
+        group.arrival = self._clock()
         group.origin = find_origin(request, self._groups, self._scheduler.rows)
         if request.rules.grammar:
             self._compiling[group] = self._tools.grammars.compile(request.rules.grammar)
         else:
             self._enqueue(group, None)
-        group.ledger.note("queued", self._clock(), group.num_prompt)
+        group.ledger.note("queued", group.arrival, group.num_prompt)
         self._ordinal += 1
         self._next_handle += request.sampling.n
         self._groups[request.request_id] = group
@@ -225,6 +226,7 @@ class EngineCore:
         self._last_step_seconds = now - flight.launched
         self._step_seconds += self._last_step_seconds
         since, self._last_commit = max(flight.launched, self._last_commit), now
+        self._scheduler.policy.note_step(flight.plan.num_tokens, now - since)
         self._tools.lookaheads.note_step(flight.plan.num_tokens, flight.num_samples, now - since)
         return batch
 
@@ -342,8 +344,8 @@ class EngineCore:
             blocks=blocks,
             computed_tokens=self._computed_tokens,
             steps_by_size=tuple(self._steps_by_size),
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
+            prefix_queries=scheduler.inheritance.num_queries,
+            prefix_hits=scheduler.inheritance.num_hits,
             drafted_tokens=self._paced.num_drafted,
             accepted_tokens=self._paced.num_accepted,
             drafts=self._paced.num_drafts,

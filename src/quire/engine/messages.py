@@ -37,6 +37,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag="submit"):
     cache_salt: str = ""
     beam: BeamRules | None = None
     source: Branch | None = None
+    tenant: str = ""
 
     @classmethod
     def of(cls, request: Submit) -> SubmitRequest:
@@ -49,6 +50,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag="submit"):
             request.cache_salt,
             request.beam,
             request.source,
+            request.tenant,
         )
 
     def request(self) -> Submit:
@@ -66,6 +68,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag="submit"):
             self.cache_salt,
             self.beam,
             self.source,
+            self.tenant,
         )
 
 

@@ -24,8 +24,9 @@ def make_group(request: Submit, ordinal: int, limit: int, handle: int, vocab_siz
     """The group of an admitted request, without sequences yet; its samples answer to `handle` and those after it."""
     sampling, search = request.sampling, None
     if request.beam is not None:
-        outputs = limit - len(request.prompt_token_ids)
-        search = BeamSearch(request.beam, outputs, len(request.rules.end_ids), vocab_size)
+        outputs, num_ends = limit - len(request.prompt_token_ids), len(request.rules.end_ids)
+        ends_by_text = bool(sampling.stops or request.rules.grammar)
+        search = BeamSearch(request.beam, outputs, num_ends, vocab_size, ends_by_text=ends_by_text)
         sampling = replace(sampling, temperature=0.0)  # what its rows choose by themselves is of no use
     elif sampling.num_sequences > sampling.n and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)  # they are ranked by the logprobs of what they say

@@ -56,7 +56,7 @@ def pair_beams(params: BeamSearchParams | Sequence[BeamSearchParams], num_prompt
 def _pair(name: str, kind: type[_Params], params: _Params | Sequence[_Params], num_prompts: int) -> Sequence[_Params]:
     if isinstance(params, kind):
         return [params] * num_prompts
-    if isinstance(params, str) or not isinstance(params, Sequence):
+    if not isinstance(params, list | tuple):
         reason = f"must be {kind.__name__}, got {type(params).__name__}"
         raise InvalidRequest(name, reason, f"pass {kind.__name__}, or a list of them")
     if len(params) != num_prompts:

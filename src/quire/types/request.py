@@ -20,6 +20,7 @@ class Submit:
     cache_salt: str = ""  # prompts share cached blocks only with prompts of the same salt
     beam: BeamRules | None = None  # search with so many beams; sampling.n of the best are returned
     source: Branch | None = None  # where it goes on from, if that is still to be had: then nothing is computed again
+    tenant: str = ""  # on whose behalf it is computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ def test_small_models_are_captured_up_to_the_token_budget_and_large_ones_for_sho
     sizes = {"hidden_size": 4096, "intermediate_size": 14_336, "num_layers": 32, "vocab_size": 128_256}
     large = token_buckets(tiny_config("llama", **sizes, heads=Heads(32, 8, 128)), config)
     assert 512 <= large[-1] <= 1024
+    float8 = replace(config, device=replace(config.device, quantization="fp8"))
+    assert token_buckets(tiny_config("llama", **sizes, heads=Heads(32, 8, 128)), float8)[-1] == 2048  # runs faster
 
 
 def test_the_largest_bucket_holds_a_step_of_the_whole_budget_that_is_not_a_bucket() -> None:

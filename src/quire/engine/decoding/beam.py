@@ -12,6 +12,8 @@ from quire.engine.decoding.pace import Ending
 from quire.types.decoding import BeamRules
 from quire.types.step import Floats, Ints
 
+_ENDS_BY_TEXT = 8  # candidates besides, where stop strings or a grammar may end a beam
+
 EndOf = Callable[[int, int], Ending | None]  # how a beam, by its place, would end with a token
 
 
@@ -40,10 +42,13 @@ class BeamSearch:
     All beams have the same length. `logprobs` stands in the order of the beams, best first.
     """
 
-    def __init__(self, rules: BeamRules, max_tokens: int, num_ends: int, vocab_size: int) -> None:
+    def __init__(
+        self, rules: BeamRules, max_tokens: int, num_ends: int, vocab_size: int, *, ends_by_text: bool = False
+    ) -> None:
         self._rules, self._max_tokens = rules, max_tokens
-        # enough that `width` go on whichever of them end
-        self.num_candidates = min(vocab_size, rules.width + max(rules.width, num_ends))
+        # enough that `width` go on whichever of them are end tokens; how many more end by their text, nobody knows
+        wanted = rules.width + max(rules.width, num_ends) + (_ENDS_BY_TEXT if ends_by_text else 0)
+        self.num_candidates = min(vocab_size, wanted)
         self.logprobs: Floats = np.zeros(1, dtype=np.float32)
         self.finished: list[Hypothesis] = []  # best first, at most `width`
         self.length = 0  # tokens every beam has generated

@@ -52,6 +52,11 @@ class Sequence:
         """Tokens known on the host, exact only while the sequence has no row, has not begun to decode, or is paced."""
         return self.group.num_prompt + len(self.outputs)
 
+    @property
+    def target(self) -> int:
+        """How far it computes before it is due: to its end, but beams all compute their last token together."""
+        return self.num_known - (self.group.search is not None and len(self.group.live) > 1)
+
     def computed_at(self, tick: int) -> int:
         """`computed`, exact at the scheduler's present tick."""
         return tick + self.base if self.decoding else self.computed
@@ -84,6 +89,7 @@ class Group:
     num_preemptions: int = 0
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
+    arrival: float = 0.0  # when it was submitted, on the engine's clock
     queued_step: int = 0  # the scheduler's step when it last began to wait
     has_token: bool = False  # a generated token has come back
     num_cached: int | None = None  # prompt tokens found in the prefix cache at first; None: not looked for yet

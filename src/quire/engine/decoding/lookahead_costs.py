@@ -6,13 +6,13 @@ import math
 from bisect import bisect_right
 
 _SINGLE = 16  # up to so many tokens, every number has a place of its own; beyond, an octave has _PER_OCTAVE
-_PER_OCTAVE = 4
-_PRIOR_SLOPE = 0.08  # of a step's cost by one token more, as long as nothing was measured
+_PER_OCTAVE = 2
+_PRIOR_SLOPE = 0.15  # of a step's cost by one token more, as long as nothing was measured
 _PRIOR_DRAFTING = 1.5  # a step after which the runtime drafts, beside one without
 _SURPRISE = 0.7  # the largest error, in log seconds, that one step teaches: a pause of the machine is no cost
 _SPEED_RATE = 0.3  # how fast the machine's speed is followed ...
 _SHAPE_RATE = 0.03  # ... and how slowly what one number of tokens costs beside another, once it is known
-_FIRST = 3  # steps of a size of which only the shortest counts: a GPU sets itself up for a size when it first comes
+_NEW = 3  # steps of a size that say nothing of the speed; the first not of the size either: machines set themselves up
 
 
 class StepCosts:
@@ -40,16 +40,16 @@ class StepCosts:
         if self._speed is None:
             self._speed = seen - math.log(self.cost(num_tokens, drafting=drafting))
         if key not in places:
-            places[key] = _Place(num_tokens, seen - self._speed)
-        error = places[key].learn(num_tokens, seen - self._speed)
-        self._speed += _SPEED_RATE * error
+            places[key] = _Place(num_tokens)
+        self._speed += _SPEED_RATE * places[key].learn(num_tokens, seen - self._speed)
 
     def cost(self, num_tokens: int, *, drafting: bool = False) -> float:
         """In units that only compare with each other: in a straight line through the two known places next to it, as
         the prior rises from a single one."""
         known = self._known.get(drafting)
         if known is None:
-            known = self._known[drafting] = sorted(self._shapes[drafting].values(), key=_tokens)
+            known = [place for place in self._shapes[drafting].values() if place.count > 1]
+            known = self._known[drafting] = sorted(known, key=_tokens)
         if not known:
             return _prior(num_tokens) if not drafting else self.cost(num_tokens) * _PRIOR_DRAFTING
         above = bisect_right(known, float(num_tokens), key=_tokens)
@@ -75,27 +75,25 @@ class StepCosts:
 
 
 class _Place:
-    """What steps of about so many tokens cost, in logarithms beside others."""
+    """What steps of about so many tokens cost, in logarithms beside others; known from the second one on."""
 
-    __slots__ = ("count", "level", "tokens")
+    __slots__ = ("cost", "count", "level", "tokens")
 
-    def __init__(self, tokens: float, level: float) -> None:
-        self.tokens, self.level, self.count = float(tokens), level, 0
-
-    @property
-    def cost(self) -> float:
-        return math.exp(self.level)
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.level, self.cost, self.count = float(tokens), math.inf, math.inf, 0
 
     def learn(self, tokens: int, level: float) -> float:
         """Take in a step; returns by how much it was dearer than expected, which says little while this is new."""
-        error = min(max(level - self.level, -_SURPRISE), _SURPRISE)
         self.count += 1
-        if self.count <= _FIRST:
-            self.level = min(self.level, level)
+        if self.count == 1:
             return 0.0
-        self.level += max(1.0 / self.count, _SHAPE_RATE) * error
+        if self.count == 2:
+            self.level = level
+        error = min(max(level - self.level, -_SURPRISE), _SURPRISE)
+        self.level += max(1.0 / (self.count - 1), _SHAPE_RATE) * error
         self.tokens += 0.1 * (tokens - self.tokens)
-        return error
+        self.cost = math.exp(self.level)
+        return error if self.count > _NEW else 0.0
 
 
 def _tokens(place: _Place) -> float:

@@ -39,7 +39,7 @@ class Verdict:
     num_accepted: int = 0
 
 
-NO_PROPOSAL = Proposal()
+_NO_PROPOSAL = Proposal()
 
 
 class Pacer:
@@ -83,7 +83,7 @@ class Pacer:
         guess = self._before_end(self._lookahead.propose(limit)) if limit > 0 else ()
         matcher = self._matcher
         if matcher is None:
-            return Proposal(guess) if guess else NO_PROPOSAL
+            return Proposal(guess) if guess else _NO_PROPOSAL
         forced = self._before_end(matcher.forced(limit)) if limit > 0 else ()
         wanted = guess if guess[: len(forced)] == forced else forced
         draft: list[int] = []

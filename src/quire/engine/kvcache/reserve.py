@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
 
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.table import BlockTable
@@ -38,7 +37,9 @@ class RunPool(BlockPool):
         """Raises OutOfBlocks if no run of free blocks is as long, however many are free in all."""
         for place, (start, length) in enumerate(self._runs):
             if length >= num_blocks:
-                self._runs[place : place + 1] = [(start + num_blocks, length - num_blocks)] if length > num_blocks else []
+                self._runs[place : place + 1] = (
+                    [(start + num_blocks, length - num_blocks)] if length > num_blocks else []
+                )
                 self._holders[start : start + num_blocks] = [1] * num_blocks
                 self.num_free -= num_blocks
                 return list(range(start, start + num_blocks))
@@ -106,7 +107,7 @@ class RunKeeper:
         self._kept: list[list[int]] = []
 
     @property
-    def kept(self) -> Iterable[int]:
+    def kept(self) -> list[int]:
         """Blocks that no table holds any longer and that are not free yet."""
         return [block for run in self._kept for block in run]
 

@@ -18,8 +18,8 @@ def num_computed(group: Group, tick: int) -> int:
     return sum(each) - shared
 
 
-def slots_used(groups: Iterable[Group], pool: BlockPool, block_size: int, tick: int) -> int:
-    """Token slots that hold a computed token, shared ones counted once."""
+def slots_used(groups: Iterable[Group], pool: BlockPool, num_blocks: int, block_size: int, tick: int) -> int:
+    """Token slots that hold a computed token, shared ones counted once; `num_blocks` are held by the groups."""
     used, num_held = 0, 0
     tails: defaultdict[int, list[int]] = defaultdict(list)  # partial tails that are shared -> tokens of each holder
     for group in groups:
@@ -29,7 +29,7 @@ def slots_used(groups: Iterable[Group], pool: BlockPool, block_size: int, tick: 
             num_held += len(blocks)
             if (filled := computed % block_size) and pool.holders(blocks[-1]) > 1:
                 tails[blocks[-1]].append(filled)
-    counted_again = (num_held - pool.num_used) * block_size
+    counted_again = (num_held - num_blocks) * block_size
     for each in tails.values():
         counted_again -= (len(each) - 1) * block_size - (sum(each) - max(each))
     return used - counted_again
@@ -43,6 +43,20 @@ def request_blocks(groups: Iterable[Group], tick: int) -> tuple[RequestBlocks, .
         blocks = tuple(dict.fromkeys(block for sequence in group.live for block in sequence.table.blocks))
         found.append(RequestBlocks(group.request.request_id, state, num_computed(group, tick), blocks))
     return tuple(found)
+
+
+def check_blocks(groups: Iterable[Group], pool: BlockPool, kept: Iterable[int]) -> None:
+    """Assert that every block is held exactly by the tables that list it; `kept` ones by none of them."""
+    held: defaultdict[int, int] = defaultdict(int)
+    for block in kept:
+        held[block] += 1
+    for group in groups:
+        assert group.running
+        assert group.live
+        for sequence in group.live:
+            for block in sequence.table.blocks:
+                held[block] += 1
+    assert all(pool.holders(block) == held[block] for block in range(pool.num_blocks))
 
 
 def check_sequence(sequence: Sequence, rows: RowBook, decoding: DecodeSet, tick: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.decoding.group import Group, Sequence
-from quire.engine.decoding.pace import NO_PROPOSAL, fault_of
+from quire.engine.decoding.pace import fault_of
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.scheduler.draft import PlanDraft
 from quire.engine.scheduler.rows import RowBook
@@ -49,18 +49,17 @@ class PacedSet:
         assert row is not None
         if sequence.group.search is not None:
             room = 0  # beams stay of one length
+        free = table.capacity + self._pool.num_free * self._block_size - table.num_tokens
         try:
             proposal = sequence.pacer.propose(max(min(room, left), 0))
-            if proposal is NO_PROPOSAL and room <= 0:
-                return ()
+            guess = proposal.draft[:free]
+            num_ordered = min(sequence.pacer.order(left - len(guess)), free - len(guess)) if room > 0 else 0
         except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
             self.faults.append((sequence.group, fault_of(error)))
             return ()
-        free = table.capacity + self._pool.num_free * self._block_size - table.num_tokens
-        guess = proposal.draft[:free]
-        num_ordered = min(sequence.pacer.order(left - len(guess)) if room > 0 else 0, free - len(guess))
-        draft.append(row, table, len(guess) + num_ordered)
         draft.mask(row, proposal.masks[: len(guess) + 1])
+        if guess or num_ordered:
+            draft.append(row, table, len(guess) + num_ordered)
         if num_ordered:
             draft.order(row, num_ordered)
         sequence.draft = guess

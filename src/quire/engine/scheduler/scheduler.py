@@ -7,19 +7,19 @@ from collections import defaultdict
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.decoding.group import Group, Sequence
 from quire.engine.decoding.pace import PLAIN
-from quire.engine.kvcache.prefixes import NO_MATCH, make_prefixes
 from quire.engine.kvcache.table import BlockTable
 from quire.engine.scheduler import accounts
+from quire.engine.scheduler.budget import held_back
 from quire.engine.scheduler.draft import PlanDraft
-from quire.engine.scheduler.inheritance import Inheritance
+from quire.engine.scheduler.memory import furnish
 from quire.engine.scheduler.paced import PacedSet
-from quire.engine.scheduler.policies.registry import find_policy
+from quire.engine.scheduler.policies.registry import make_policy
 from quire.engine.scheduler.preemption import Preemption, Recompute
 from quire.engine.scheduler.queue import GroupQueue
 from quire.engine.scheduler.rows import DecodeSet, RowBook
 from quire.types.errors import OutOfBlocks
 from quire.types.stats import RequestBlocks
-from quire.types.step import Chunk, Ints, StepPlan
+from quire.types.step import NO_ROWS, Chunk, Ints, StepPlan
 
 
 class Scheduler:
@@ -31,20 +31,18 @@ class Scheduler:
     """
 
     def __init__(self, cache: CacheConfig, config: SchedulerConfig, preemption: Preemption | None = None) -> None:
-        policy = self._policy = find_policy(config.policy)
-        self.pool, self._prefixes = make_prefixes(
-            cache.num_blocks, cache.block_size, enabled=cache.enable_prefix_caching
-        )
-        self._inheritance = Inheritance(self._prefixes, has_cache=cache.enable_prefix_caching)
-        self.rows = RowBook(config.num_rows)
+        self.policy, self.rows = make_policy(config), RowBook(config.num_rows)
+        self.pool, self._prefixes, self.inheritance, self._memory = furnish(cache, config, self.policy, self.rows)
         self.paced = PacedSet(self.rows, self.pool, cache.block_size)
-        self.waiting, self.running = GroupQueue(policy), GroupQueue(policy)
-        self.num_preemptions = self.prefix_queries = self.prefix_hits = 0  # the latter two in prompt tokens
-        self._block_size, self._budget = cache.block_size, config.max_num_batched_tokens
+        self.waiting, self.running = GroupQueue(self.policy.key), GroupQueue(self.policy.key)
+        self.num_preemptions = 0
+        self.block_size, self._budget = cache.block_size, config.max_num_batched_tokens
         self._preemption = preemption or Recompute()
         self._decoding = DecodeSet(config.num_rows)
         self._owing: dict[Group, None] = {}  # running groups with known tokens to compute, in no order
-        self._tick = 0  # steps in which the decode set has advanced
+        self.tick = 0  # steps in which the decode set has advanced
+        self._stride = 1  # by how many ticks the plan in work advances it: 0 while it is paused
+        self.ahead_rows: Ints = NO_ROWS  # those that run ahead in the last plan, the first of its decode_rows
         self._events: defaultdict[int, list[Sequence]] = defaultdict(list)
         self._released: list[int] = []
         self._step = 0
@@ -53,11 +51,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------ coming and going
     def new_table(self) -> BlockTable:
-        return BlockTable(self.pool, self._block_size)
+        return self._memory.new_table()
 
     def add(self, group: Group) -> None:
         group.queued_step = self._step
         self.waiting.add(group)
+        self.policy.added(group, self)
 
     def end(self, sequence: Sequence, *, keep: bool = True) -> list[int]:
         """Free all that a sequence holds, row and blocks; return its outputs. The group is left to the caller.
@@ -67,13 +66,14 @@ class Scheduler:
         if sequence.row is not None:
             self._leave_row(sequence)
             if keep:
-                self._inheritance.leave(sequence, leaving=True)
+                self.inheritance.leave(sequence, leaving=True)
         sequence.table.free()
         return sequence.outputs
 
     def remove(self, group: Group) -> None:
         """Forget a group whose sequences have left their rows."""
         (self.running if group.running else self.waiting).remove(group)
+        self.policy.left(group, self)
         self._owing.pop(group, None)
         self.rows.reserve(-group.num_spare)
         group.running, group.num_spare = False, 0
@@ -82,37 +82,74 @@ class Scheduler:
         """Forget cached prefixes; returns how many blocks that freed. What is held now is not found again either."""
         return self._prefixes.reset()
 
+    # ------------------------------------------------------------------------------------- what policies look at
+    @property
+    def num_decoding(self) -> int:
+        """Tokens that those that decode take of the next step."""
+        return len(self._decoding) + len(self.paced.due)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether known tokens of running groups are still to be computed."""
+        return bool(self._owing)
+
+    def num_cached(self, group: Group) -> int:
+        """How many of the tokens that a waiting group owes are in the prefix cache."""
+        return self.inheritance.find_first(group).num_tokens
+
     # ------------------------------------------------------------------------------------------------- planning
     def plan(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None when nothing can be computed now. `now` is what ledgers say of it."""
         self._now = now
         draft = PlanDraft(self._budget)
+        self._stride = 0 if self.policy.pauses(self) else 1
+        if self._stride:
+            self._decode(draft)
+        if self._owing or len(self.waiting):
+            self._prefill(draft)
+        if not self._stride and draft.is_idle:  # there is nothing to pause for
+            self._stride = 1
+            self._decode(draft)
+        self.ahead_rows = self._decoding.snapshot() if self._stride else NO_ROWS
+        if draft.is_idle and not len(self.ahead_rows):
+            return None
+        plan = draft.finish(self._step, self.ahead_rows, tuple(self._released))
+        self._released.clear()
+        self._step += 1
+        self.tick += self._stride
+        for chunk in plan.chunks:  # what this step computes, later ones may read
+            sequence = self.rows.sequences[chunk.row]
+            assert sequence is not None
+            self.inheritance.leave(sequence)
+        return plan
+
+    def _decode(self, draft: PlanDraft) -> None:
+        """One token for each that runs ahead, and what is due; the rest of the budget is for prompts."""
         self._serve_events(draft)
         if self.paced.landing:
             self.take_landed()
             self._serve_events(draft)
-        draft.budget -= len(self._decoding)
+        draft.budget = self.policy.budget(self._budget, self) - len(self._decoding)
         if self.paced.due:
             self._compute_due(draft)
-        for group in sorted(self._owing, key=self._policy):
-            if group.running and draft.budget > 0:
-                self._compute_owed(draft, group)
+
+    def _prefill(self, draft: PlanDraft) -> None:
+        """What running groups owe, and whom to let in besides."""
+        if self._owing:
+            held = 0
+            if len(self.waiting) and self._candidate(draft)[0] is not None:
+                first = self.waiting.head(self.rows.num_free)
+                held = held_back(draft.budget, self._owing, first, self.policy.goes_before)
+            draft.budget -= held
+            for group in sorted(self._owing, key=self.policy.key):
+                if group.running and draft.budget > 0:
+                    self._compute_owed(draft, group)
+            draft.budget += held
         self._admit(draft)
-        if draft.is_idle and not len(self._decoding):
-            return None
-        plan = draft.finish(self._step, self._decoding.snapshot(), tuple(self._released))
-        self._released.clear()
-        self._step += 1
-        self._tick += 1
-        for chunk in plan.chunks:  # what this step computes, later ones may read
-            sequence = self.rows.sequences[chunk.row]
-            assert sequence is not None
-            self._inheritance.leave(sequence)
-        return plan
 
     def _serve_events(self, draft: PlanDraft) -> None:
         """Sequences that begin to decode, need a block, or have run as far as they may."""
-        tick, events, size = self._tick, self._events, self._block_size
+        tick, events, size = self.tick, self._events, self.block_size
         for sequence in events.pop(tick, ()):
             if sequence.event != tick or sequence.row is None:
                 continue  # it left since
@@ -138,7 +175,7 @@ class Scheduler:
 
     def _compute_due(self, draft: PlanDraft) -> None:
         """The token that each paced sequence owes, for which there is always budget, and drafts with what is left."""
-        due = sorted(self.paced.due, key=lambda sequence: self._policy(sequence.group))
+        due = sorted(self.paced.due, key=lambda sequence: self.policy.key(sequence.group))
         draft.budget -= len(due)
         for sequence in due:
             if sequence not in self.paced.due:
@@ -152,7 +189,7 @@ class Scheduler:
     def _compute_owed(self, draft: PlanDraft, group: Group) -> None:
         """Hand a running group's owed tokens their share of the budget."""
         if not group.forked and not group.leader.introduced:  # at admission, or when the leader before it was ended
-            self._introduce(draft, group)
+            self.inheritance.introduce(draft, group, self.tick, self._now)
         if not group.forked:
             leader = group.leader
             target = leader.num_known if len(group.live) == 1 else group.num_prompt
@@ -161,39 +198,15 @@ class Scheduler:
             self._fork(draft, group)  # its own tokens wait a step: a tail is copied before a forward, not within
         else:
             for sequence in group.live:
-                target = self._target(sequence)
+                target = sequence.target
                 owes = not sequence.begun and sequence.computed < target and draft.budget > 0
                 if owes and not self._compute_chunk(draft, sequence, target):
                     return
         waiting = [sequence for sequence in group.live if not sequence.begun]
-        if all(sequence.computed == self._target(sequence) for sequence in waiting):
+        if all(sequence.computed == sequence.target for sequence in waiting):
             self._owing.pop(group)
             for sequence in waiting:
                 self.paced.add(sequence)
-
-    def _target(self, sequence: Sequence) -> int:
-        """How far a sequence computes before it is due: to its end, but beams all compute their last token together."""
-        group = sequence.group
-        return sequence.num_known - (group.search is not None and len(group.live) > 1)
-
-    def _introduce(self, draft: PlanDraft, group: Group) -> None:
-        """Tell the workers of a group's leader, or of all its samples where each finds its own prompt and more."""
-        samples, found = group.live, [NO_MATCH]
-        if len(samples) > 1 and all(sequence.outputs for sequence in samples):
-            found = [self._inheritance.find(sequence, self._target(sequence) - 1) for sequence in samples]
-            group.forked = all(match.num_tokens >= group.num_prompt for match in found)
-        if not group.forked:
-            samples, found = samples[:1], [self._inheritance.find_first(group)]
-        for sequence, match in zip(samples, found, strict=True):
-            self._inheritance.take(sequence, match, draft, self._tick)
-            draft.add_row(sequence)
-        group.origin = None
-        if num_found := accounts.num_computed(group, self._tick):
-            group.ledger.note("cached", self._now, num_found)
-        if group.num_cached is None:
-            group.num_cached = min(num_found, group.num_prompt)
-            self.prefix_hits += group.num_cached
-            self.prefix_queries += group.num_prompt if self._inheritance.reads_cache(group) else 0
 
     def _compute_chunk(self, draft: PlanDraft, sequence: Sequence, target: int) -> bool:
         """False when the group had to give up its blocks."""
@@ -221,7 +234,7 @@ class Scheduler:
             group, sequence.begun = sequence.group, True
             sequence.paced = not sequence.pacer.num_ahead
             if not sequence.paced:
-                self._set_event(sequence, self._tick + 1)
+                self._set_event(sequence, self.tick + self._stride)
                 continue
             is_alone = group.forked or len(group.live) == 1
             guess = self.paced.guess(
@@ -242,9 +255,9 @@ class Scheduler:
 
     def _admit(self, draft: PlanDraft) -> None:
         """Let waiting groups in, in order, while rows, budget and blocks last; nothing that runs is disturbed."""
-        while (group := self.waiting.first()) is not None:
-            obstacle = self._obstacle(draft, group)
-            if obstacle is not None:
+        while len(self.waiting):
+            group, obstacle = self._candidate(draft)
+            if group is None:
                 self._stopped_step, self._stopped_for = self._step, obstacle
                 return
             has_waited = self._stopped_step >= group.queued_step
@@ -256,28 +269,21 @@ class Scheduler:
                 self.rows.seat(sequence)
             group.num_spare = group.num_beams_to_come
             self.rows.reserve(group.num_spare)
+            self._memory.claim(group)
+            self.policy.admitted(group, self)
             self._owing[group] = None
             self._compute_owed(draft, group)
 
-    def _obstacle(self, draft: PlanDraft, group: Group) -> str | None:
-        """What keeps a waiting group out of this step."""
-        if draft.budget <= 0:
-            return "token budget"
+    def _candidate(self, draft: PlanDraft) -> tuple[Group | None, str]:
+        """Who is let in next; or None, and what keeps everybody out of this step."""
+        if draft.budget <= 0 or self.rows.num_free <= 0:
+            return None, "token budget" if draft.budget <= 0 else "no free row"
+        group = self.policy.choose(self)
+        if group is None:
+            return None, "not its turn"
         if len(group.live) + group.num_beams_to_come > self.rows.num_free:
-            return "no free row"
-        return None if self._has_blocks_for(group) else "no free blocks"
-
-    def _has_blocks_for(self, group: Group) -> bool:
-        """Room for all the group knows, and a block for each live sequence, so that it is not thrown out at once."""
-        if not len(self.running):
-            return True
-        size, prompt = self._block_size, group.num_prompt
-        own = sum(-(-sequence.num_known // size) - prompt // size for sequence in group.live)
-        headroom = self.rows.num_taken + group.num_beams_to_come
-        missing = prompt // size + own + headroom - self.pool.num_free
-        if 0 < missing <= prompt // size:  # blocks it would share with those who run cost nothing
-            missing -= sum(self.pool.holders(node.block) > 0 for node in self._inheritance.find_first(group).nodes)
-        return missing <= 0
+            return None, "no free row"
+        return (group, "") if self._memory.has_room(group, alone=not len(self.running)) else (None, "no free blocks")
 
     # --------------------------------------------------------------------------------------------- preempting
     def _grow(self, draft: PlanDraft, sequence: Sequence, num_tokens: int) -> bool:
@@ -298,33 +304,28 @@ class Scheduler:
         for sequence in group.live:
             row = self._leave_row(sequence)
             sequence.computed = dropped.get(row, sequence.computed)
-        before = accounts.num_computed(group, self._tick)
+        before = accounts.num_computed(group, self.tick)
         for sequence in group.live:
-            self._inheritance.leave(sequence, leaving=True)
+            self.inheritance.leave(sequence, leaving=True)
             self._preemption.vacate(sequence)
-        group.ledger.note("preempted", self._now, before - accounts.num_computed(group, self._tick), "no free blocks")
+        group.ledger.note("preempted", self._now, before - accounts.num_computed(group, self.tick), "no free blocks")
         self.remove(group)
         group.num_preemptions += 1
         self.num_preemptions += 1
         self.add(group)
 
     # ----------------------------------------------------------------------------------------- the decode set
-    @property
-    def ahead_rows(self) -> Ints:
-        """Rows that run ahead, the first of a plan's decode_rows. The same object as long as nobody joins or leaves."""
-        return self._decoding.snapshot()
-
     def _start_decoding(self, sequence: Sequence) -> int:
         """Returns how many tokens it computes at most before it is looked at again."""
         assert sequence.row is not None
-        sequence.base, sequence.decoding = sequence.computed - self._tick, True
+        sequence.base, sequence.decoding = sequence.computed - self.tick, True
         sequence.until = min(sequence.group.limit - 1, sequence.computed + max(sequence.pacer.num_ahead, 1))
         self._decoding.add(sequence.row)
         return sequence.until
 
     def _stop_decoding(self, sequence: Sequence) -> None:
         if sequence.decoding and sequence.row is not None:
-            sequence.computed, sequence.decoding = self._tick + sequence.base, False
+            sequence.computed, sequence.decoding = self.tick + sequence.base, False
             self._decoding.discard(sequence.row)
 
     def _land(self, sequence: Sequence) -> None:
@@ -351,7 +352,7 @@ class Scheduler:
         """A paced sequence that has grown computes again: it is due, or it runs ahead from here."""
         if sequence.pacer.num_ahead:
             sequence.paced = False
-            self._set_event(sequence, self._tick)
+            self._set_event(sequence, self.tick)
         else:
             self.paced.add(sequence)
 
@@ -370,11 +371,12 @@ class Scheduler:
     # ----------------------------------------------------------------------------------------------- accounts
     def slots_used(self) -> int:
         """Token slots that hold a computed token, shared ones counted once."""
-        return accounts.slots_used(self.running, self.pool, self._block_size, self._tick)
+        num_held = self.pool.num_used - len(self._memory.kept)
+        return accounts.slots_used(self.running, self.pool, num_held, self.block_size, self.tick)
 
     def request_blocks(self) -> tuple[RequestBlocks, ...]:
         """What every live request holds, running ones first."""
-        return accounts.request_blocks((*self.running, *self.waiting), self._tick)
+        return accounts.request_blocks((*self.running, *self.waiting), self.tick)
 
     def check_idle(self) -> None:
         """With no request left, nothing may be held; a leak is an error now, not a slow death. Costs nothing."""
@@ -385,16 +387,10 @@ class Scheduler:
         """Every block is held exactly by the tables that list it; rows, queues and decode set agree."""
         for owner in (self.pool, self._prefixes, self.rows, self.waiting, self.running, self._decoding, self.paced):
             owner.check()
-        held: defaultdict[int, int] = defaultdict(int)
-        for group in self.running:
-            assert group.running
-            assert group.live
-            for sequence in group.live:
-                accounts.check_sequence(sequence, self.rows, self._decoding, self._tick)
-                for block in sequence.table.blocks:
-                    held[block] += 1
+        for sequence in [sequence for group in self.running for sequence in group.live]:
+            accounts.check_sequence(sequence, self.rows, self._decoding, self.tick)
+        accounts.check_blocks(self.running, self.pool, self._memory.kept)
         for group in self.waiting:
             assert not group.running
             assert all(s.row is None and not s.table.blocks for s in group.live)
-        assert all(self.pool.holders(block) == held[block] for block in range(self.pool.num_blocks))
         assert self.rows.num_taken == sum(len(group.live) for group in self.running)

@@ -11,7 +11,7 @@ from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows,
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _BLOCK = 1024
-_MOST_AT_ONCE = 8192  # numbers of a row held in registers; longer rows are computed twice when quantized
+_MOST_AT_ONCE = 16384  # numbers of a row held in registers; longer rows are computed twice when quantized
 
 
 @triton.jit
@@ -51,22 +51,28 @@ def _gate_kernel(
 @triton.jit
 def _gate_quantized_kernel(
     x_ptr, out_ptr, scale_ptr, x_stride, out_stride, size,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     await_inputs(DEPENDENT)
     gate_ptr, out_row = x_ptr + row * x_stride, out_ptr + row * out_stride
-    most = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, size, BLOCK):
-        y = _gated(gate_ptr, gate_ptr + size, start + column, size, KIND)
-        most = tl.maximum(most, tl.abs(y.to(tl.float32)))
-    amax = tl.max(most)
-    for start in range(0, size, BLOCK):
-        y = _gated(gate_ptr, gate_ptr + size, start + column, size, KIND)
-        small, scale = to_float8(y.to(tl.float32), amax)
-        tl.store(out_row + start + column, small, mask=start + column < size)
+    if AT_ONCE:
+        y = _gated(gate_ptr, gate_ptr + size, column, size, KIND)
+        small, scale = to_float8(y.to(tl.float32), tl.max(tl.abs(y.to(tl.float32))))
+        tl.store(out_row + column, small, mask=column < size)
         tl.store(scale_ptr + row, scale)
+    else:
+        most = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, size, BLOCK):
+            y = _gated(gate_ptr, gate_ptr + size, start + column, size, KIND)
+            most = tl.maximum(most, tl.abs(y.to(tl.float32)))
+        amax = tl.max(most)
+        for start in range(0, size, BLOCK):
+            y = _gated(gate_ptr, gate_ptr + size, start + column, size, KIND)
+            small, scale = to_float8(y.to(tl.float32), amax)
+            tl.store(out_row + start + column, small, mask=start + column < size)
+            tl.store(scale_ptr + row, scale)
 
 
 def gate(
@@ -91,7 +97,7 @@ def gate(
         block = min(power_of_two(size), _MOST_AT_ONCE)
         _gate_quantized_kernel[(rows,)](
             gate_up, out, scale, gate_up.stride(0), out.stride(0), size,
-            KIND=kind, BLOCK=block, DEPENDENT=dependent,
+            KIND=kind, BLOCK=block, AT_ONCE=block >= size, DEPENDENT=dependent,
             num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
         )  # fmt: skip
         return out

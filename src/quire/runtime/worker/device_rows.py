@@ -17,7 +17,8 @@ from quire.types.step import Ints, NewRow, RowTokens
 class DeviceRows(Rows):
     """Has one row more than the engine knows of, `spare`: always empty, the row that padding stands on.
 
-    `host_tables` mirrors the block tables on the host, and `num_placed` tells that rows were placed, cut or given other blocks since.
+    `host_tables` mirrors the block tables on the host, and `num_placed` tells that rows were placed, cut or given other
+    blocks since.
     """
 
     def __init__(self, num_rows: int, capacity: int, block_size: int, device: torch.device) -> None:

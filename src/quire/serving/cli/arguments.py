@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
+from quire.config.policy import POLICY_NAMES
+
 if TYPE_CHECKING:
     from quire.config.resolve import EngineSettings
     from quire.types.sampling import SamplingParams
@@ -35,6 +37,8 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--max-model-len": (int, "longest sequence, prompt and output together"),
     "--max-num-seqs": (int, "sequences that run at once"),
     "--max-num-batched-tokens": (int, "tokens computed in one step"),
+    "--policy": (str, f"who goes first: {', '.join(POLICY_NAMES)} (fcfs)"),
+    "--policy-config": (json_object, 'settings of the policy, as JSON: {"ttft": 0.5, "tpot": 0.05}'),
     "--threads": (int, "CPU threads (all cores)"),
     "--quantization": (str, "fp8: the layers' weights as float8, quantized while they are loaded"),
     "--kv-cache-dtype": (str, "auto: as --dtype; fp8 or fp8_e4m3: half the memory per token"),

@@ -57,7 +57,7 @@ def add_serve(commands: Commands[OneLineParser]) -> None:
     _add_access(parser)
     _add_watching(parser)
     group = add_loading(add_engine(parser), verbose=False)
-    group.add_argument("--scheduling-policy", default=argparse.SUPPRESS, help="fcfs or priority (fcfs)")
+    group.add_argument("--scheduling-policy", default=argparse.SUPPRESS, help="the same as --policy")
     group.add_argument("--seed", type=int, help="for requests that bring no seed (0)")
 
 

@@ -216,6 +216,7 @@ class Desk:
 
     def _take_engine_up(self, ready: EngineReady) -> None:
         self.engine = self.known_engine = ready
+        self._room.turns.by_tenant, self._room.turns.ageing = ready.policy == "fair", ready.ageing
         self._observer.engine_up(ready.generation)
         self._let_in()
 

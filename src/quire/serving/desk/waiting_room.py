@@ -7,14 +7,16 @@ import itertools
 from collections.abc import Iterator
 
 from quire.serving.desk.ticket import Ticket
+from quire.serving.desk.turns import Turns
 
 
 class WaitingRoom:
-    """Ordered by (priority, arrival). Bounded in requests and in tokens; who does not fit is not taken in."""
+    """In order of `turns`. Bounded in requests and in tokens; who does not fit is not taken in."""
 
-    def __init__(self, max_requests: int, max_tokens: int) -> None:
+    def __init__(self, max_requests: int, max_tokens: int, turns: Turns | None = None) -> None:
         self._max_requests, self._max_tokens = max_requests, max_tokens
-        self._heap: list[tuple[int, int, Ticket]] = []
+        self.turns = turns or Turns()
+        self._heap: list[tuple[float, int, Ticket]] = []
         self._inside: dict[Ticket, None] = {}
         self._numbers = itertools.count()
         self.num_tokens = 0
@@ -36,7 +38,7 @@ class WaitingRoom:
         return tokens + num_tokens <= self._max_tokens or not waiting
 
     def add(self, ticket: Ticket) -> None:
-        heapq.heappush(self._heap, (ticket.submit.priority, next(self._numbers), ticket))
+        heapq.heappush(self._heap, (self.turns.key(ticket), next(self._numbers), ticket))
         self._inside[ticket] = None
         self.num_tokens += ticket.weight
 
@@ -50,7 +52,11 @@ class WaitingRoom:
         """Let one go, wherever it stands. Nobody inside: no change."""
         if ticket not in self._inside:
             return
+        if self._heap[0][2] is ticket:
+            self.turns.reach(self._heap[0][0])
         del self._inside[ticket]
+        if not self._inside:
+            self.turns.forget()
         self.num_tokens -= ticket.weight
         if len(self._heap) > 2 * len(self._inside) + 64:
             self._heap = [entry for entry in self._heap if entry[2] in self._inside]

@@ -205,7 +205,7 @@ _OUTPUT = (
 
 _MANNERS = (
     Field("request_id", Identifier(), _BOTH, "Names the request in answers and logs; also the X-Request-Id header."),
-    Field("priority", Whole(-(2**31), 2**31 - 1), _EVERY, "Lower goes first; needs --scheduling-policy priority.", 0),
+    Field("priority", Whole(-(2**31), 2**31 - 1), _EVERY, "Lower goes first; needs --policy priority.", 0),
     Field("cache_salt", Text("label", 1), _BOTH,
           "Requests share cached prompts only with requests of the same salt and key."),
     Field("user", Text("label"), _EVERY, "Who asked.", support="no effect"),

@@ -97,6 +97,7 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore, EngineR
         device=config.device.device,
         policy=config.scheduler.policy,
         eos_ids=tuple(planned.model.eos_ids),
+        ageing=config.scheduler.policy_settings.ageing,
     )
     return core, ready
 

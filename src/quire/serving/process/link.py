@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.config.policy import DEFAULT_AGEING
 from quire.types.errors import InvalidRequest
 from quire.types.output import TokensOut
 from quire.types.request import Abort, Submit
@@ -25,6 +26,7 @@ class EngineReady:
     device: str
     policy: str
     eos_ids: tuple[int, ...]
+    ageing: float = DEFAULT_AGEING  # of the priority policy, in seconds
 
 
 class EngineListener(Protocol):

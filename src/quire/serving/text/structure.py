@@ -16,8 +16,10 @@ from quire.types.errors import InvalidRequest
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 
-WHITESPACE = r"( |\n[ \t]{0,40})"  # between the parts of JSON, at most once: a model cannot lose itself in blanks
+# One way to write blanks: a model cannot lose itself in them, and everything between values is known beforehand.
+COMPACT: dict[str, object] = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 FORCED_CHARACTERS = 16_384  # a longer grammar may hold long fixed texts, and finding those would cost too much
+_BLANKS = {*COMPACT, "whitespace_pattern"}
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _EBNF_RULE = re.compile(r"(?m)^[ \t]*[A-Za-z_][\w-]*[ \t]*::=")
 
@@ -66,12 +68,13 @@ def grammar_of(structure: Structure) -> str:
 
 
 def json_rule(schema: Mapping[str, Any] | bool) -> str:
-    """A schema as an expression inside a Lark rule. Its own "x-guidance" settings come before the house's."""
+    """A schema as an expression inside a Lark rule. Blanks are COMPACT's, unless its "x-guidance" speaks of them."""
     if schema is False:
         raise InvalidRequest("structured_outputs.json", "is false, which nothing matches", "send a JSON schema")
     rules = dict(schema) if isinstance(schema, Mapping) else {}
-    own = rules.get("x-guidance")
-    rules["x-guidance"] = {"whitespace_pattern": WHITESPACE, **(own if isinstance(own, Mapping) else {})}
+    own = rules.get("x-guidance", {})
+    if isinstance(own, Mapping) and not _BLANKS & own.keys():
+        rules["x-guidance"] = {**COMPACT, **own}
     return f"%json {json.dumps(rules)}"
 
 

@@ -112,6 +112,7 @@ def test_enough_candidates_are_asked_for_that_the_width_goes_on_whichever_end() 
     assert BeamSearch(BeamRules(4), 10, num_ends=1, vocab_size=100).num_candidates == 8
     assert BeamSearch(BeamRules(4), 10, num_ends=9, vocab_size=100).num_candidates == 13
     assert BeamSearch(BeamRules(4), 10, num_ends=1, vocab_size=5).num_candidates == 5
+    assert BeamSearch(BeamRules(4), 10, num_ends=1, vocab_size=100, ends_by_text=True).num_candidates == 16
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 7])

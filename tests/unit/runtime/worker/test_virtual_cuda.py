@@ -29,9 +29,15 @@ SHAPE = {
 }  # fmt: skip
 
 
+def _fill_and_compare(memory: torch.Tensor) -> None:
+    memory.fill_(7)
+    assert memory.eq(7).all()
+
+
 def test_a_block_is_the_same_memory_wherever_it_is_mapped() -> None:
     from quire.runtime.worker.virtual_memory_cuda import CudaPages
 
+    _fill_and_compare(torch.empty(PAGE, dtype=torch.uint8, device=CUDA))  # what kernels take is there from now on
     free = torch.cuda.mem_get_info()[0]
     pages = CudaPages.make(4, PAGE, 1_000, CUDA)
     pages.map(3, [2, 0])

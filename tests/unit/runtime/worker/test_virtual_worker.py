@@ -15,9 +15,10 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.runtime.worker.virtual_cache import VirtualCache
 from quire.types.step import Chunk
-from tiny_models import VOCAB, Bench, engine_config, random_checkpoint, tiny_config
+from tiny_models import DEVICE, VOCAB, Bench, engine_config, random_checkpoint, tiny_config
 from worker_executor import TinyEngine, similar_checkpoint
 
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="blocks of a tiny model fill no page of a GPU")
 CONFIG = tiny_config()
 TOKEN = 2 * CONFIG.num_layers * CONFIG.heads.kv_size * 4  # bytes
 SIZE = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, TOKEN)  # the smallest block that is whole pages

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from quire.serving.desk.mailbox import Mailbox
 from quire.serving.desk.observer import RequestRecord
 from quire.serving.desk.ticket import Ticket
+from quire.serving.desk.turns import Turns
 from quire.serving.desk.waiting_room import WaitingRoom
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
@@ -17,22 +18,53 @@ from quire.types.sampling import SamplingParams
 SAMPLING = SamplingParams()
 
 
-def ticket(name: str, priority: int = 0, num_tokens: int = 1) -> Ticket:
+def ticket(name: str, priority: int = 0, num_tokens: int = 1, tenant: str = "") -> Ticket:
     loop = asyncio.new_event_loop()
     loop.close()
-    submit = Submit(name, (1,) * num_tokens, SAMPLING, priority=priority)
+    submit = Submit(name, (1,) * num_tokens, SAMPLING, priority=priority, tenant=tenant)
     return Ticket(submit, RequestRecord(name, "chat", num_tokens, SAMPLING, False, 0.0), Mailbox(loop, 1))
+
+
+def leave_all(room: WaitingRoom) -> list[str]:
+    order = []
+    while (first := room.first()) is not None:
+        order.append(first.submit.request_id)
+        room.remove(first)
+    return order
 
 
 def test_priority_goes_before_arrival() -> None:
     room = WaitingRoom(10, 100)
     for name, priority in (("late", 5), ("first", 0), ("second", 0), ("urgent", -1)):
         room.add(ticket(name, priority))
-    order = []
-    while (first := room.first()) is not None:
-        order.append(first.submit.request_id)
-        room.remove(first)
-    assert order == ["urgent", "first", "second", "late"]
+    assert leave_all(room) == ["urgent", "first", "second", "late"]
+
+
+def test_who_has_waited_long_enough_goes_before_the_urgent() -> None:
+    now = 0.0
+    room = WaitingRoom(10, 100, Turns(lambda: now))
+    room.turns.ageing = 10.0
+    room.add(ticket("low", priority=2))
+    now = 19.0
+    room.add(ticket("soon", priority=0))
+    now = 21.0
+    room.add(ticket("late", priority=0))
+    assert leave_all(room) == ["soon", "low", "late"]
+
+
+def test_tenants_take_turns_by_prompt_tokens_however_many_one_sends() -> None:
+    room = WaitingRoom(100, 1_000)
+    room.turns.by_tenant = True
+    for number in range(20):
+        room.add(ticket(f"flood{number}", num_tokens=10, tenant="flood"))
+    first = room.first()
+    assert first is not None
+    room.remove(first)
+    for number in range(3):
+        room.add(ticket(f"other{number}", num_tokens=5, tenant="other"))
+    order = leave_all(room)
+    assert order[:5] == ["other0", "other1", "flood1", "other2", "flood2"]
+    assert order[5:] == [f"flood{number}" for number in range(3, 20)]
 
 
 def test_the_room_is_bounded_in_requests_and_in_tokens() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quire.engine.decoding.group import Group
+from quire.engine.scheduler.policies.base import Policy
 
 
-def first_come_first_served(group: Group) -> tuple[int, ...]:
-    return (group.ordinal,)
+class FirstCome(Policy):
+    """Nobody is overtaken."""

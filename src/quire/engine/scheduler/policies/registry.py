@@ -1,21 +1,41 @@
-"""Scheduling policies by name. A policy maps a group to a key: unique, unchanging, smaller goes first."""
+"""Scheduling policies by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from quire.engine.decoding.group import Group
-from quire.engine.scheduler.policies.fcfs import first_come_first_served
-from quire.engine.scheduler.policies.priority import by_priority
+from quire.config.engine import SchedulerConfig
+from quire.config.policy import PolicyName
+from quire.engine.scheduler.policies.base import Policy
+from quire.engine.scheduler.policies.deadline import ByDeadline
+from quire.engine.scheduler.policies.fair import Fair
+from quire.engine.scheduler.policies.fcfs import FirstCome
+from quire.engine.scheduler.policies.lpm import LongestPrefix
+from quire.engine.scheduler.policies.orca import Orca
+from quire.engine.scheduler.policies.priority import ByPriority
+from quire.engine.scheduler.policies.spf import ShortestPrompt
+from quire.engine.scheduler.policies.static import StaticBatch
+from quire.engine.scheduler.policies.waiting_served_ratio import WaitingServedRatio
 from quire.types.errors import ConfigError
 
-Key = tuple[int, ...]
-Policy = Callable[[Group], Key]
 
-POLICIES: dict[str, Policy] = {"fcfs": first_come_first_served, "priority": by_priority}
-
-
-def find_policy(name: str) -> Policy:
-    if name not in POLICIES:
-        raise ConfigError("policy", f"{name!r} is not known", f"choose one of {', '.join(POLICIES)}")
-    return POLICIES[name]
+def make_policy(config: SchedulerConfig) -> Policy:
+    """The policy that the configuration names, with its settings."""
+    settings, orca = config.policy_settings, partial(Orca, max_model_len=config.max_model_len)
+    policies: dict[PolicyName, Callable[[], Policy]] = {
+        "fcfs": FirstCome,
+        "priority": lambda: ByPriority(settings.ageing),
+        "lpm": lambda: LongestPrefix(settings.window, settings.max_overtakes),
+        "spf": lambda: ShortestPrompt(settings.window, settings.max_overtakes),
+        "fair": lambda: Fair(settings.input_weight, settings.output_weight),
+        "deadline": lambda: ByDeadline(settings.ttft, settings.ttft_per_token, settings.tpot),
+        "waiting_served_ratio": lambda: WaitingServedRatio(settings.waiting_served_ratio, settings.max_waiting_tokens),
+        "static": StaticBatch,
+        "orca-max": lambda: orca("orca-max"),
+        "orca-pow2": lambda: orca("orca-pow2"),
+        "orca-oracle": lambda: orca("orca-oracle"),
+    }
+    if config.policy not in policies:
+        raise ConfigError("policy", f"{config.policy!r} is not known", f"choose one of {', '.join(policies)}")
+    return policies[config.policy]()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Literal, cast
+from typing import cast
 
 from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.config.policy import PolicyName
 from quire.engine.admission import admit
 from quire.engine.answer_size import check_answer_size
 from quire.serving.process.link import EngineReady
@@ -27,6 +28,6 @@ def _sections(engine: EngineReady) -> tuple[CacheConfig, SchedulerConfig]:
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_seqs,
         max_model_len=engine.max_model_len,
-        policy=cast("Literal['fcfs', 'priority']", engine.policy),
+        policy=cast("PolicyName", engine.policy),
     )
     return CacheConfig(engine.block_size, engine.num_blocks), scheduler

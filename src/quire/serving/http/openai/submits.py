@@ -51,7 +51,7 @@ def make_submits(service: Service, order: Order, prompts: Sequence[Prompt], call
     asked = None if order.endpoint == "fork" else given.get("request_id")
     names, priority = caller.engine_ids(order.endpoint, asked, len(token_ids)), given.get("priority", 0)
     submits = [
-        Submit(name, ids, sampling, rules, priority, salt, order.beam, source)
+        Submit(name, ids, sampling, rules, priority, salt, order.beam, source, caller.principal)
         for name, ids in zip(names, token_ids, strict=True)
     ]
     try:

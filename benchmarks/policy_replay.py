@@ -1,0 +1,185 @@
+"""A trace replayed over the real engine, an executor without a model and a clock that a cost model moves."""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.lengths import Lengths, read_trace, synthetic_trace
+from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.config.policy import RESERVING
+from quire.engine.core import EngineCore
+from quire.types.request import Submit
+from quire.types.sampling import SamplingParams
+from quire.types.step import StepPlan, StepResult
+
+Times = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """How long a step takes: seconds for the step, each prompt token, and each row that decodes."""
+
+    step: float
+    token: float
+    row: float
+
+    def seconds(self, plan: StepPlan) -> float:
+        prompt = sum(chunk.num_tokens for chunk in plan.chunks)
+        return self.step + self.token * prompt + self.row * len(plan.decode_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a trace. `shared` tokens of its prompt are those of every request of its `family`."""
+
+    at: float
+    prompt: int
+    output: int
+    tenant: str = ""
+    family: int = -1
+    shared: int = 0
+
+    def submit(self, number: int) -> Submit:
+        unique = (number + 1_000_000,) * (self.prompt - self.shared)
+        sampling = SamplingParams(temperature=0.0, max_tokens=self.output, ignore_eos=True)
+        return Submit(str(number), (self.family + 1,) * self.shared + unique, sampling, tenant=self.tenant)
+
+
+class PacedExecutor:
+    """Answers every step with token 0; collecting it moves the clock by what the step costs."""
+
+    depth = 1
+
+    def __init__(self, cost: Cost) -> None:
+        self.now = 0.0
+        self._cost = cost
+        self._plans: deque[StepPlan] = deque()
+
+    def clock(self) -> float:
+        return self.now
+
+    def launch(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._plans.popleft()
+        self.now += self._cost.seconds(plan)
+        return StepResult(plan.step, np.zeros(len(plan.sample_rows), dtype=np.int32))
+
+    def close(self) -> None:
+        self._plans.clear()
+
+
+@dataclass(slots=True)
+class Run:
+    """What one replay came to. Arrays are by request, in seconds."""
+
+    arrivals: Sequence[Arrival]
+    first: Times
+    last: Times
+    seconds: float = 0.0
+    preemptions: int = 0
+    prefix_hits: int = 0
+    prefix_queries: int = 0
+    steps: int = 0
+
+    @property
+    def ttft(self) -> Times:
+        return self.first - np.array([arrival.at for arrival in self.arrivals])
+
+    @property
+    def tpot(self) -> Times:
+        counts = np.array([arrival.output for arrival in self.arrivals])
+        return ((self.last - self.first) / np.maximum(counts - 1, 1))[counts > 1]
+
+    @property
+    def normalized(self) -> Times:
+        """Latency / output tokens, as the PagedAttention paper plots it."""
+        starts = np.array([arrival.at for arrival in self.arrivals])
+        return (self.last - starts) / np.array([arrival.output for arrival in self.arrivals])
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens a second, from the first arrival to the last token."""
+        return sum(arrival.output for arrival in self.arrivals) / self.seconds
+
+
+@dataclass(slots=True)
+class Replay:
+    """Runs arrivals under a policy. `watch` is called after every step with the engine and the time."""
+
+    cost: Cost
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    watch: Callable[[EngineCore, float], None] | None = None
+
+    def run(self, arrivals: Sequence[Arrival]) -> Run:
+        executor = PacedExecutor(self.cost)
+        caching = self.cache.enable_prefix_caching and self.scheduler.policy not in RESERVING
+        cache = replace(self.cache, enable_prefix_caching=caching)
+        core = EngineCore(executor, cache, self.scheduler, vocab_size=2**30, clock=executor.clock)
+        run = Run(arrivals, np.full(len(arrivals), np.nan), np.zeros(len(arrivals)))
+        number = 0
+        while number < len(arrivals) or core.has_work:
+            if not core.has_work:
+                executor.now = max(executor.now, arrivals[number].at)
+            while number < len(arrivals) and arrivals[number].at <= executor.now:
+                core.submit(arrivals[number].submit(number))
+                number += 1
+            out = core.step()
+            for message in out.finished:
+                if message.error is not None:
+                    raise SystemExit(f"request {message.request_id} failed: {message.error}")
+            run.first[out.samples] = np.fmin(run.first[out.samples], executor.now)
+            run.last[out.samples] = executor.now
+            if self.watch is not None:
+                self.watch(core, executor.now)
+        core.check()
+        stats = core.stats()
+        run.seconds, run.steps, run.preemptions = executor.now - arrivals[0].at, stats.steps, stats.preemptions
+        run.prefix_hits, run.prefix_queries = stats.prefix_hits, stats.prefix_queries
+        return run
+
+
+def read_arrivals(trace: Path | None, count: int, max_model_len: int, seed: int = 0) -> list[Arrival]:
+    """Requests of an Azure trace in their own time, or synthetic ones at one a second; prompts are cut to fit."""
+    if trace is None:
+        rng, now, arrivals = random.Random(seed), 0.0, []
+        for lengths in synthetic_trace(count, seed):
+            now += rng.expovariate(1.0)
+            arrivals.append(_fit(now, lengths, max_model_len))
+        return arrivals
+    lengths_of, times = read_trace(trace), _read_times(trace)
+    if len(times) != len(lengths_of):
+        raise SystemExit(f"--trace: {trace} has {len(lengths_of)} requests and {len(times)} times; give an Azure trace")
+    pairs = list(zip(times, lengths_of, strict=True))[: count or None]
+    return [_fit(at - pairs[0][0], lengths, max_model_len) for at, lengths in pairs]
+
+
+def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
+    """The same requests, so many a second on average."""
+    span = arrivals[-1].at - arrivals[0].at
+    stretch = (len(arrivals) - 1) / span / rate if span > 0 else 1.0
+    return [replace(arrival, at=(arrival.at - arrivals[0].at) * stretch) for arrival in arrivals]
+
+
+def _fit(at: float, lengths: Lengths, max_model_len: int) -> Arrival:
+    output = min(lengths.output, max_model_len // 2)
+    return Arrival(at, min(lengths.prompt, max_model_len - output), output)
+
+
+def _read_times(path: Path) -> list[float]:
+    with path.open(newline="") as file:
+        rows = [
+            row for row in csv.DictReader(file) if int(row["ContextTokens"]) > 0 and int(row["GeneratedTokens"]) > 0
+        ]
+    return [datetime.fromisoformat(row["TIMESTAMP"]).timestamp() for row in rows if row.get("TIMESTAMP")]

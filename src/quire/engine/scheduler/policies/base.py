@@ -1,0 +1,81 @@
+"""What a scheduling policy decides, and what it may look at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from quire.engine.decoding.group import Group
+    from quire.engine.kvcache.pool import BlockPool
+    from quire.engine.scheduler.queue import GroupQueue
+    from quire.engine.scheduler.rows import RowBook
+
+Key = tuple[float, ...]
+
+
+class View(Protocol):
+    """The scheduler as policies see it. They change nothing in it."""
+
+    waiting: GroupQueue
+    running: GroupQueue
+    rows: RowBook
+    pool: BlockPool
+    block_size: int
+    tick: int  # steps in which those that decode have advanced
+
+    @property
+    def num_decoding(self) -> int:
+        """Tokens that those that decode take of the next step."""
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether known tokens of running groups are still to be computed."""
+
+    def num_cached(self, group: Group) -> int:
+        """How many of the tokens that a waiting group owes are in the prefix cache."""
+
+
+class Policy:
+    """Who goes before whom: in order of arrival. A policy changes what it must and leaves the rest as it is here.
+
+    `added`, `admitted` and `left` are told of every group: a preempted one left and was added again.
+    """
+
+    def key(self, group: Group) -> Key:
+        """Where a group stands among those that wait and among those that run: unique, unchanging, smaller first.
+
+        Who runs and stands last is preempted first.
+        """
+        return (group.ordinal,)
+
+    def choose(self, view: View) -> Group | None:
+        """Who is let in next; None: nobody now. Asked again after each that was let in."""
+        return view.waiting.first()
+
+    def goes_before(self, waiting: Group, running: Group) -> bool:  # noqa: ARG002 - for those that look
+        """Whether a prompt in work waits for one that can be let in."""
+        return False
+
+    def budget(self, limit: int, view: View) -> int:  # noqa: ARG002 - for those that look
+        """How many tokens the next step may compute, `limit` at most."""
+        return limit
+
+    def pauses(self, view: View) -> bool:  # noqa: ARG002 - for those that look
+        """Whether those that decode wait in the next step, if there is a prompt to compute in it."""
+        return False
+
+    def reserved(self, group: Group) -> int:  # noqa: ARG002 - for those that reserve
+        """Token slots that a group is given at admission; 0: blocks as it needs them."""
+        return 0
+
+    def added(self, group: Group, view: View) -> None:
+        """A group waits from now on; it is in the queue already."""
+
+    def admitted(self, group: Group, view: View) -> None:
+        """A group was let in."""
+
+    def left(self, group: Group, view: View) -> None:
+        """A group ended or was preempted; `group.running` says where it was."""
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long."""

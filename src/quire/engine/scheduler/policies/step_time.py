@@ -1,0 +1,42 @@
+"""How long a step will take, learned from those that were."""
+
+from __future__ import annotations
+
+from collections import deque
+
+_REMEMBERED = 64  # steps
+_STEEPNESS = 1e-12  # seconds per token, below which a step is as long as any other
+
+
+class StepTime:
+    """A line through the last steps: seconds = base + tokens x slope."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
+        self._sums = [0.0, 0.0, 0.0, 0.0]  # of tokens, seconds, tokens squared, tokens x seconds
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long."""
+        if len(self._steps) == _REMEMBERED:
+            self._add(*self._steps[0], -1)
+        self._steps.append((num_tokens, seconds))
+        self._add(num_tokens, seconds, 1)
+
+    def tokens_within(self, seconds: float, limit: int) -> int:
+        """How many tokens a step may have to end in time; `limit` while nothing says otherwise."""
+        count = len(self._steps)
+        if not count:
+            return limit
+        tokens, total, squares, products = self._sums
+        spread = squares - tokens * tokens / count
+        slope = (products - tokens * total / count) / spread if spread > 1 else 0.0
+        if slope < _STEEPNESS:  # steps of one size: as if a step without tokens took no time
+            slope = total / max(tokens, 1.0)
+            base = 0.0
+        else:
+            base = max((total - slope * tokens) / count, 0.0)
+        return limit if slope <= 0.0 else min(limit, max(int((seconds - base) / slope), 0))
+
+    def _add(self, num_tokens: int, seconds: float, sign: int) -> None:
+        values = (num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
+        self._sums = [total + sign * value for total, value in zip(self._sums, values, strict=True)]
