@@ -56,7 +56,7 @@ def open_engine(job: Job) -> Engine:
         max_model_len=job.max_model_len,
         enforce_eager=job.options.get("eager", False),
         enable_prefix_caching=job.options.get("prefix_cache", True),
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not any(ask.beam_width for asks in job.workloads.values() for ask in asks),
         disable_log_stats=True,
         seed=0,
     )

@@ -40,7 +40,7 @@ def engine(method: dict[str, Any] | None, *, always: bool = True, **settings: An
     draft = settings.pop("draft", SIMILAR) if method is not None and method["method"] == "draft_model" else None
     made = TinyEngine(settings.pop("target", TARGET), method, draft=draft, **settings)
     if method is not None and always:
-        made.lookaheads.control.length = lambda chance, limit, rounds, *, drafting: limit  # type: ignore[attr-defined]
+        made.lookaheads.control.length = lambda chance, limit, rounds, *, drafting=False: limit  # type: ignore[attr-defined]
     return made
 
 

@@ -31,6 +31,10 @@ class Experience:
         self._forget = forget
         self._right = self._made = 0.0
 
+    @property
+    def has_any(self) -> bool:
+        return self._made > 0.0
+
     def add(self, *, is_right: bool) -> None:
         self._right = self._right * self._forget + is_right
         self._made = self._made * self._forget + 1.0

@@ -16,7 +16,7 @@ _FIRST_LOOK, _LOOK_AFTER_DRAFT, _LONGEST_LOOK = 16, 8, 256
 _PRIORS = (0.2, 0.8)  # the chance of a guess after one that was wrong or not made, and after one that was right
 _OWN_FORGETS, _ALL_FORGET = (0.8, 0.9), (0.99, 0.99)
 _PRIOR_WEIGHT = 4.0  # guesses that a prior counts for beside what was seen
-_COMMON_WEIGHT = 2.0  # guesses that what all sequences saw counts for beside a sequence's own
+_COMMON_WEIGHTS = (1.0, 2.0)  # guesses that what all sequences saw counts for beside a sequence's own
 
 
 class NgramLookaheads:
@@ -119,15 +119,16 @@ class NgramLookahead:
         self._shadow.was_right = is_right
 
     def _length(self, limit: int) -> int:
-        """How much of a guess is worth verifying."""
-        if not limit:
+        """How much of a guess is worth verifying. Nobody knows of a sequence that was never guessed at: its first guess
+        is only looked at."""
+        if not limit or not (self._shadow.was_right or self._own.after[False].has_any):
             return 0
         chances = Chances(self._chance(after_right=self._shadow.was_right), self._chance(after_right=True))
         return self._control.length(chances, limit, self._rounds.mean)
 
     def _chance(self, *, after_right: bool) -> float:
         common = self._common.after[after_right].mean(_PRIORS[after_right], _PRIOR_WEIGHT)
-        return self._own.after[after_right].mean(common, _COMMON_WEIGHT)
+        return self._own.after[after_right].mean(common, _COMMON_WEIGHTS[after_right])
 
     def _looked(self) -> int:
         """How far to run ahead: not at all where there is a draft."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from quire.config.speculation import SpeculationConfig
@@ -18,16 +20,31 @@ def request(prompt: tuple[int, ...], max_tokens: int = 64) -> Submit:
     return Submit("r", prompt, SamplingParams(max_tokens=max_tokens))
 
 
-def test_an_ngram_lookahead_proposes_what_followed_before() -> None:
-    lookahead = NgramLookaheads(NGRAM, runs_ahead=False).begin(request((1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3)))
+def test_an_ngram_lookahead_proposes_what_followed_before_once_a_guess_was_right() -> None:
+    lookahead = NgramLookaheads(NGRAM, runs_ahead=False).begin(request((1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2)))
     assert lookahead.num_ahead == 0
-    lookahead.observe((4,))
-    assert lookahead.propose(3) == (5, 6, 7)
+    assert lookahead.propose(3) == ()  # nobody knows yet whether this sequence repeats things
+    lookahead.observe((3,))
+    assert lookahead.propose(3) == (4, 5, 6)
     assert lookahead.propose(0) == ()
     lookahead.result(3, 3)
-    lookahead.observe((5, 6, 7, 8))
-    assert lookahead.propose(16)[:2] == (9, 1)
+    lookahead.observe((4, 5, 6, 7))
+    assert lookahead.propose(16)[:2] == (8, 9)
     assert lookahead.order(16) == 0
+
+
+def test_guesses_that_are_wrong_are_not_verified_for_long() -> None:
+    rng = random.Random(0)
+    lookahead = NgramLookaheads(NGRAM, runs_ahead=False).begin(request(tuple(rng.choices(range(8), k=200))))
+    drafted = 0
+    for _ in range(300):
+        draft = lookahead.propose(8)
+        drafted += len(draft)
+        if draft:
+            lookahead.result(len(draft), 0)
+        token = rng.randrange(100, 110)
+        lookahead.observe((token, *rng.choices(range(8), k=2)))
+    assert drafted < 30
 
 
 def test_new_text_is_not_guessed_at() -> None:
@@ -45,7 +62,7 @@ def test_where_waiting_costs_time_a_sequence_runs_ahead_until_there_is_a_draft()
         lookahead.observe((token,))
     assert looks[0] > 0
     assert looks[-1] > looks[0]  # ever less often
-    lookahead.observe((10, 11, 12, 13))
+    lookahead.observe((10, 11, 12, 13))  # of these, the last two could have been guessed
     assert lookahead.num_ahead == 0
     assert lookahead.propose(2) == (14, 15)
 
@@ -53,9 +70,9 @@ def test_where_waiting_costs_time_a_sequence_runs_ahead_until_there_is_a_draft()
 def test_a_clone_continues_from_the_same_tokens_alone() -> None:
     lookaheads = NgramLookaheads(NGRAM, runs_ahead=False)
     one = lookaheads.begin(request((1, 2, 3, 4, 5, 6)))
-    one.observe((1, 2, 3))
+    one.observe((1, 2))
     other = one.clone()
-    other.observe((4,))
+    other.observe((3, 4))
     assert other.propose(2) == (5, 6)
     one.observe((9,))
     assert one.propose(2) == ()

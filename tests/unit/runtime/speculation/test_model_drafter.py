@@ -45,7 +45,7 @@ def test_drafts_by_triton_kernels_are_right_where_the_model_is_the_same(
     made = TinyEngine(
         source, {**method, "num_speculative_tokens": 2}, draft=draft, attention="triton", depth=2, max_len=32, rows=1
     )
-    made.lookaheads.control.length = lambda chance, limit, rounds, *, drafting: limit  # type: ignore[attr-defined]
+    made.lookaheads.control.length = lambda chances, limit, rounds, *, drafting=False: limit  # type: ignore[attr-defined]
     assert made.answers(asked, **sampling) == wanted
     stats = made.core.stats()
     assert stats.accepted_tokens == stats.drafted_tokens > 0
