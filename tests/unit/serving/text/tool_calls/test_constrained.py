@@ -50,7 +50,7 @@ def thinking() -> ReasoningFormat:
         ("hermes", HERMES),
         ("hermes", f"{TIME}\n{HERMES}"),
         ("llama3_json", '{"name": "weather", "parameters": {"city": "a"}}'),
-        ("mistral", '[TOOL_CALLS][{"name": "time", "arguments": {}}, {"name": "weather", "arguments": {"city":"a"}}]'),
+        ("mistral", '[TOOL_CALLS][{"name": "time", "arguments": {}}, {"name": "weather", "arguments": {"city": "a"}}]'),
     ],
 )
 def test_calls_in_the_models_own_format_are_taken(name: str, text: str) -> None:
