@@ -45,11 +45,11 @@ class Experience:
 
 
 class Control:
-    """What all sequences share: what steps cost, how full they are, how many guesses were verified."""
+    """What all sequences share: what steps cost, and how full they are."""
 
     def __init__(self) -> None:
         self.costs = StepCosts()
-        self.num_steps = self.num_drafts = self.num_drafted = self.num_accepted = 0
+        self.num_steps = 0
         self._rows, self._others_drafted, self._others_accepted = 1.0, 0.0, 0.0  # of a step, running means
         self._ordered = self._drafted = self._accepted = 0  # since the last step
         self._tries: defaultdict[int, int] = defaultdict(int)  # by octave
@@ -77,9 +77,6 @@ class Control:
 
     def note_result(self, num_drafted: int, num_accepted: int) -> None:
         """How a draft fared."""
-        self.num_drafts += 1
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
         self._drafted += num_drafted
         self._accepted += num_accepted
 

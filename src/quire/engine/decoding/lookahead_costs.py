@@ -23,7 +23,6 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
-        self.num_steps = 0
         self._speed: float | None = None  # log seconds
         self._shapes: dict[bool, dict[int, _Place]] = {False: {}, True: {}}
         self._known: dict[bool, list[_Place]] = {}  # the same in order; made again after each step
@@ -31,7 +30,6 @@ class StepCosts:
 
     def note(self, num_tokens: int, seconds: float, *, drafting: bool = False) -> None:
         """A step that only decoded and verified took so long."""
-        self.num_steps += 1
         self._relative.clear()
         self._known.clear()
         if seconds <= 0.0:

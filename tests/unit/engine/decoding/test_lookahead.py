@@ -111,8 +111,6 @@ def test_a_model_whose_drafts_fail_is_asked_ever_less() -> None:
             lookaheads.note_step(1 + ordered, 1 + ordered, 0.015)
         tokens += 2
     assert 2 < orders < 40
-    assert lookaheads.control.num_accepted == 0
-    assert lookaheads.control.num_drafted >= orders
 
 
 def test_a_request_for_one_token_is_never_guessed_for() -> None:
