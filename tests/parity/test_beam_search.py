@@ -120,6 +120,7 @@ def test_a_tiny_models_beams_are_those_of_transformers(tiny: tuple[Any, Path], b
         expected[f"r{number}"] = wanted(model, prompt, rules, 10, ends, **theirs)
     found = run(core, asked)
     core.close()
+    assert found.keys() == expected.keys()
     for name, samples in found.items():
         compare(samples, expected[name])
 
@@ -142,6 +143,7 @@ def test_the_default_models_beams_are_those_of_transformers(smollm2: ModelFiles,
     core = _core(smollm2, 16, max_model_len=512)
     found = run(core, asked)
     core.close()
+    assert found.keys() == expected.keys()
     for name, samples in found.items():
         compare(samples, expected[name])
 

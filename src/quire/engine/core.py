@@ -10,9 +10,9 @@ import numpy as np
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.admission import admit
 from quire.engine.batch import NOBODY, NOTHING, Batch, Gathered, say
-from quire.engine.decoding.grammar import Compilation, GrammarError, Matcher
+from quire.engine.decoding.grammar import Compilation, Matcher
 from quire.engine.decoding.group import Group, Sequence
-from quire.engine.decoding.pace import Ending, fault_of
+from quire.engine.decoding.pace import Ending, Fault, fault_of
 from quire.engine.decoding.stopping import explain_end, find_ends
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.executor import Executor
@@ -157,8 +157,7 @@ class EngineCore:
             try:
                 self._enqueue(group, compilation.matcher(group.request.rules))
             except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
-                is_its_own = isinstance(error, GrammarError | InvalidRequest)
-                self._fail(group, fault_of(error), refused="structured_outputs" if is_its_own else "")
+                self._fail(group, fault_of(error))
             else:
                 del self._compiling[group]
 
@@ -166,8 +165,8 @@ class EngineCore:
         plan = self._scheduler.plan(self._clock())
         flight = None if plan is None else self._make_flight(plan)
         if self._scheduler.paced.faults:
-            for group, reason in self._scheduler.paced.take_faults():
-                self._fail(group, reason)
+            for group, fault in self._scheduler.paced.take_faults():
+                self._fail(group, fault)
         return flight
 
     def _make_flight(self, plan: StepPlan) -> Flight:
@@ -198,7 +197,7 @@ class EngineCore:
         """Take in what a step produced, as far as it is still awaited, and end what it ended."""
         for failure in result.failures:
             if (sequence := self._awaited(flight.lease_of(failure.row), failure.row)) is not None:
-                self._fail(sequence.group, failure.reason)
+                self._fail(sequence.group, Fault(failure.reason))
         book = self._scheduler.rows
         rows, tokens = flight.rows, result.token_ids if flight.places is None else result.token_ids[flight.places]
         if book.version != flight.version:
@@ -273,7 +272,7 @@ class EngineCore:
             if not group.live:
                 self._dismiss(group, group.farewell(self._clock()))
         except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
-            self._fail(group, f"the request failed inside the engine: {error!r}")
+            self._fail(group, fault_of(error))
 
     def _close_search(self, group: Group, cut_off: Ending | None = None) -> None:
         """End a beam search, or a group that has no sequences yet: `cut_off` says why, if it is not over by itself."""
@@ -284,7 +283,7 @@ class EngineCore:
         self._clear(group)
         self._dismiss(group, group.farewell(self._clock()))
 
-    def _fail(self, group: Group, reason: str, refused: str = "") -> None:
+    def _fail(self, group: Group, fault: Fault) -> None:
         """End a whole request with an error, keeping what it had generated."""
         if group.request.request_id not in self._groups:
             return
@@ -294,9 +293,9 @@ class EngineCore:
         for sequence in list(group.live):
             group.end(sequence, self._scheduler.end(sequence, keep=False), "error", None)
         try:
-            message = group.farewell(self._clock(), reason, refused)
+            message = group.farewell(self._clock(), *fault)
         except Exception:  # noqa: BLE001 - the farewell itself may be what failed; the request must end all the same
-            message = Finished(group.request.request_id, tuple(group.ended), error=reason)
+            message = Finished(group.request.request_id, tuple(group.ended), error=fault.reason)
         self._dismiss(group, message)
 
     def _clear(self, group: Group) -> None:
@@ -317,7 +316,7 @@ class EngineCore:
         self._dead = f"the engine stopped: {error!r}"
         self._pipeline.clear()
         for group in list(self._groups.values()):
-            self._fail(group, self._dead)
+            self._fail(group, Fault(self._dead))
 
     # --------------------------------------------------------------------------------------------------- condition
     def stats(self) -> EngineStats:

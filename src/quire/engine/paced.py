@@ -10,14 +10,14 @@ import numpy as np
 from quire.engine.decoding.beam import Child
 from quire.engine.decoding.grammar import GrammarError
 from quire.engine.decoding.group import Group, Sequence
-from quire.engine.decoding.pace import Ending, Verdict, fault_of
+from quire.engine.decoding.pace import Ending, Fault, Verdict, fault_of
 from quire.engine.pipeline import Flight
 from quire.engine.scheduler.scheduler import Scheduler
 from quire.types.output import SampleEnd
 from quire.types.step import Candidates, Ints, StepResult
 
 End = Callable[[Sequence, Ending], None]
-Fail = Callable[[Group, str], None]
+Fail = Callable[[Group, Fault], None]
 
 
 class Judged(NamedTuple):

@@ -42,12 +42,11 @@ def settled(end: SampleEnd, text: SampleText | None) -> SampleEnd:
 def own_fault(finished: Finished) -> InvalidRequest | None:
     """What was wrong with a request that was accepted and failed; None: nothing, the engine is at fault.
 
-    Grammars may turn out too costly only while they are followed; their errors name the field themselves.
+    A grammar may turn out too costly only while it is followed.
     """
-    field, _, reason = (finished.error or "").partition(": ")
-    if finished.refused and field != finished.refused:
-        return InvalidRequest(finished.refused, finished.error or "")
-    return InvalidRequest(field, reason) if field in (finished.refused, "structured_outputs") and reason else None
+    if not finished.refused:
+        return None
+    return InvalidRequest(finished.refused, (finished.error or "").removeprefix(f"{finished.refused}: "))
 
 
 def read_whole(tokenizer: Tokenizer, request: Submit, end: SampleEnd) -> SampleText:

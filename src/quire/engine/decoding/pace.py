@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from quire.engine.decoding.grammar import GrammarError, Matcher
 from quire.engine.decoding.lookahead import NO_LOOKAHEAD, Lookahead
 from quire.engine.decoding.stop_text import StopText
 from quire.engine.decoding.stopping import explain_end
-from quire.types.errors import QuireError
+from quire.types.errors import InvalidRequest, QuireError
 from quire.types.output import FinishReason
 from quire.types.sampling import TokenRules
 from quire.types.step import Bits
@@ -180,6 +181,14 @@ def _only(token: int, words: int) -> Bits:
     return bits
 
 
-def fault_of(error: Exception) -> str:
-    """What a request is told that its own decoding ended."""
-    return str(error) if isinstance(error, QuireError) else f"the request failed inside the engine: {error!r}"
+class Fault(NamedTuple):
+    """What a request is told that its own decoding ended, and the field at fault if it asked for what cannot be."""
+
+    reason: str
+    refused: str = ""
+
+
+def fault_of(error: Exception) -> Fault:
+    if isinstance(error, GrammarError | InvalidRequest):
+        return Fault(str(error), "structured_outputs")
+    return Fault(str(error) if isinstance(error, QuireError) else f"the request failed inside the engine: {error!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.decoding.group import Group, Sequence
-from quire.engine.decoding.pace import fault_of
+from quire.engine.decoding.pace import Fault, fault_of
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.scheduler.draft import PlanDraft
 from quire.engine.scheduler.rows import RowBook
@@ -17,7 +17,7 @@ class PacedSet:
         self._rows, self._pool, self._block_size = rows, pool, block_size
         self.due: dict[Sequence, None] = {}  # they owe the token they were given last
         self.landing: dict[Sequence, None] = {}
-        self.faults: list[tuple[Group, str]] = []
+        self.faults: list[tuple[Group, Fault]] = []
 
     def add(self, sequence: Sequence) -> None:
         """Its next step may be planned."""
@@ -65,7 +65,7 @@ class PacedSet:
         sequence.draft = guess
         return guess
 
-    def take_faults(self) -> list[tuple[Group, str]]:
+    def take_faults(self) -> list[tuple[Group, Fault]]:
         """Groups whose own code failed while the last step was planned; they are to be ended."""
         faults, self.faults = self.faults, []
         return faults

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.serving.http.json_body import check_numbers
-from quire.serving.http.kinds import MAX_KEY_CHARACTERS, Bounds, Schema, Text, TokenIds, UnknownParameter, shown
+from quire.serving.http.kinds import (
+    MAX_KEY_CHARACTERS,
+    Bounds,
+    Schema,
+    Stranger,
+    Text,
+    TokenIds,
+    UnknownParameter,
+    prune_strangers,
+    shown,
+)
 from quire.serving.prompts import Prompt
 from quire.serving.text.chat_messages import CALL_FIELDS, MAX_ROLE_CHARACTERS, MESSAGE_FIELDS, PART_FIELDS
 from quire.types.errors import InvalidRequest
@@ -78,11 +88,7 @@ class Messages:
         return value
 
     def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:  # noqa: ARG002
-        dropped: list[InvalidRequest] = []
-        for holder, name, error in list(_strangers(where, value)) if isinstance(value, list) else ():
-            del holder[name]
-            dropped.append(error)
-        return value, dropped
+        return value, prune_strangers(_strangers(where, value)) if isinstance(value, list) else []
 
     def schema(self, limits: Bounds) -> Schema:
         text = {"type": "string", "maxLength": limits["prompt_characters"]}
@@ -151,7 +157,7 @@ class Documents:
         return {"type": "array", "items": {"type": "object"}, "maxItems": limits["messages"]}
 
 
-def _strangers(where: str, messages: list[Any]) -> Iterator[tuple[dict[str, Any], str, UnknownParameter]]:
+def _strangers(where: str, messages: list[Any]) -> Iterator[Stranger]:
     """Members of messages and their text parts that nobody reads: who holds them, their name, and what to say."""
     for place, message in enumerate(messages):
         if not isinstance(message, dict):
@@ -167,9 +173,7 @@ def _strangers(where: str, messages: list[Any]) -> Iterator[tuple[dict[str, Any]
                 yield from _unknown(f"{where}[{place}].tool_calls[{number}]", call, CALL_FIELDS)
 
 
-def _unknown(
-    where: str, holder: dict[str, Any], known: frozenset[str]
-) -> Iterator[tuple[dict[str, Any], str, UnknownParameter]]:
+def _unknown(where: str, holder: dict[str, Any], known: frozenset[str]) -> Iterator[Stranger]:
     for name, value in holder.items():
         if name not in known and value is not None:
             fix = f"known: {', '.join(sorted(known))}"

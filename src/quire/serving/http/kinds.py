@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,6 +36,18 @@ class Prunable(Protocol):
 
     def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:
         """The value without members that are unknown or not supported, and what `check` would have said of them."""
+
+
+Stranger = tuple[dict[str, Any], str, InvalidRequest]  # who holds a member that nobody reads, its name, what to say
+
+
+def prune_strangers(strangers: Iterable[Stranger]) -> list[InvalidRequest]:
+    """Take them out of their holders; what would have been said of them."""
+    dropped: list[InvalidRequest] = []
+    for holder, name, error in list(strangers):
+        del holder[name]
+        dropped.append(error)
+    return dropped
 
 
 def shown(value: object) -> str:

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.serving.http.json_body import check_numbers
-from quire.serving.http.kinds import Bounds, Flag, Schema, Text, UnknownParameter, UnsupportedParameter, nullable, shown
+from quire.serving.http.kinds import (
+    Bounds,
+    Flag,
+    Schema,
+    Stranger,
+    Text,
+    UnknownParameter,
+    UnsupportedParameter,
+    nullable,
+    prune_strangers,
+    shown,
+)
 from quire.types.errors import InvalidRequest
 
 CHOICES = ("none", "auto", "required")
@@ -55,11 +66,7 @@ class Tools:
         return name
 
     def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:  # noqa: ARG002
-        dropped: list[InvalidRequest] = []
-        for holder, name, error in list(_strangers(where, value)) if isinstance(value, list) else ():
-            del holder[name]
-            dropped.append(error)
-        return value, dropped
+        return value, prune_strangers(_strangers(where, value)) if isinstance(value, list) else []
 
     def schema(self, limits: Bounds) -> Schema:
         parameters = {"type": "object", "properties": {"type": {"const": "object"}}}
@@ -138,7 +145,7 @@ def _check_parameters(where: str, parameters: Any) -> None:
         raise InvalidRequest(f"{where}.type", reason, "describe the arguments as one object")
 
 
-def _strangers(where: str, tools: list[Any]) -> Iterator[tuple[dict[str, Any], str, UnknownParameter]]:
+def _strangers(where: str, tools: list[Any]) -> Iterator[Stranger]:
     """Members of tools that nobody reads: who holds them, their name, and what to say."""
     for place, tool in enumerate(tools):
         if not isinstance(tool, dict):

@@ -102,7 +102,18 @@ def test_a_compilation_that_takes_too_long_counts_as_failed() -> None:
 
 
 def test_waiting_ends_after_the_given_time_when_nothing_is_compiled() -> None:
-    GrammarCompiler(byte_vocabulary, SIZE).wait(0.0)
+    held = threading.Event()
+
+    def source() -> Vocabulary:
+        held.wait(10)
+        return byte_vocabulary()
+
+    grammars = GrammarCompiler(source, SIZE)
+    found = grammars.compile('start: "a"')
+    grammars.wait(0.0)
+    assert not found.is_ready
+    held.set()
+    grammars.close()
 
 
 def test_an_engine_without_a_vocabulary_refuses_grammars_by_name() -> None:

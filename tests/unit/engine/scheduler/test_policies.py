@@ -226,6 +226,7 @@ def test_decodes_go_on_when_nobody_can_be_let_in() -> None:
     engine.submit("a", [1], max_tokens=10)
     engine.submit("b", [2], max_tokens=10)
     engine.run(limit=40)
+    assert [len(engine.answer(name)) for name in ("a", "b")] == [10, 10]
 
 
 # ------------------------------------------------------------------------------------------------ long prompts

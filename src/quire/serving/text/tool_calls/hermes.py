@@ -23,10 +23,7 @@ class HermesReader(MarkedReader):
     def _read_call(self) -> bool:
         if self._calls is None:
             return self._read_end()
-        text, self._buffer = self._buffer, ""
-        rest = self._calls.push(text, self._parts)
-        if self._calls.is_call:
-            self._speech.end_at_call()
+        rest = self._feed(self._calls)
         if rest is None:
             return False
         if self._calls.is_call:

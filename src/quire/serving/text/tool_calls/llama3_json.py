@@ -29,10 +29,7 @@ class Llama3Reader(MarkedReader):
         if self._calls is None and not self._begin_bare():
             return not self._in_call
         assert self._calls is not None
-        text, self._buffer = self._buffer, ""
-        rest = self._calls.push(text, self._parts)
-        if self._calls.is_call:
-            self._speech.end_at_call()
+        rest = self._feed(self._calls)
         if rest is None:
             return False
         if self._calls.is_call:

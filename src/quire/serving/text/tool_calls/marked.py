@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from quire.serving.text.parts import Part, Said, held_back
-from quire.serving.text.tool_calls.call_object import CallBook
+from quire.serving.text.tool_calls.call_object import CallBook, CallList
 
 
 class Speech:
@@ -73,6 +73,14 @@ class MarkedReader(ABC):
         self._buffer, self._in_call = self._buffer[place + len(self.mark) :], True
         self._begin_call()
         return True
+
+    def _feed(self, calls: CallList) -> str | None:
+        """Give a list of calls what was read so far; what follows it, or None while it goes on."""
+        text, self._buffer = self._buffer, ""
+        rest = calls.push(text, self._parts)
+        if calls.is_call:
+            self._speech.end_at_call()
+        return rest
 
     @abstractmethod
     def _begin_call(self) -> None:

@@ -38,10 +38,7 @@ class MistralReader(MarkedReader):
         return self._read_name()
 
     def _read_list(self, calls: CallList) -> bool:
-        text, self._buffer = self._buffer, ""
-        rest = calls.push(text, self._parts)
-        if calls.is_call:
-            self._speech.end_at_call()
+        rest = self._feed(calls)
         if rest is None:
             return False
         if calls.is_call:
