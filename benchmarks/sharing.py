@@ -15,9 +15,9 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 
+from benchmarks.plot import Bars, save_plot
 from benchmarks.report import ROOT, facts, publish, save
 from quire.config.resolve import EngineArguments
 from quire.engine.core import EngineCore
@@ -41,10 +41,6 @@ TASKS = (
 )
 PAGE_TOKENS = 160  # of the long prompts, the mean of ShareGPT's
 COUNTS = (2, 4, 6)
-STYLE = (
-    "text{font:12px system-ui,sans-serif;fill:#222}.paper{fill:#fff}"
-    "@media(prefers-color-scheme:dark){text{fill:#ddd}.paper{fill:#161616}}"
-)
 PAPER = {("short", "sampling"): "6-10 %", ("long", "sampling"): "16-30 %"} | {
     (prompts, "beam search"): "38-66 %" for prompts in ("short", "long")
 }
@@ -104,25 +100,16 @@ def read_prompts(tokenizer: Tokenizer, questions: Path | None, number: int) -> d
     return {"short": short, "long": [page[: PAGE_TOKENS - len(task)] + task for page, task in pairs]}
 
 
-def draw(savings: Sequence[Saving]) -> str:
-    """Bars: one group for prompts and way, one bar for each count."""
-    groups = list(dict.fromkeys((saving.prompts, saving.way) for saving in savings))
-    width, height, base = 140 * len(groups) + 60, 260, 210
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
-        f"<title>KV memory saved by sharing</title><style>{STYLE}</style>",
-        f'<rect class="paper" width="{width}" height="{height}"/>',
-        '<text x="16" y="22" font-weight="600">KV memory saved by sharing, by sequences of a request</text>',
+def bars(savings: Sequence[Saving]) -> list[Bars]:
+    """One panel for the prompts, a bar for each way and count."""
+    return [
+        Bars(
+            f"KV memory saved by sharing, {prompts} prompts",
+            ("saved",),
+            {f"{one.way.split()[0]} {one.count}": (one.saved,) for one in savings if one.prompts == prompts},
+        )
+        for prompts in dict.fromkeys(one.prompts for one in savings)
     ]
-    for place, (prompts, way) in enumerate(groups):
-        left = 40 + 140 * place
-        parts.append(f'<text x="{left}" y="{base + 34}">{escape(prompts)} prompts, {escape(way)}</text>')
-        for bar, saving in enumerate(one for one in savings if (one.prompts, one.way) == (prompts, way)):
-            x, tall = left + 36 * bar, 170 * saving.saved
-            parts.append(f'<rect x="{x}" y="{base - tall:.1f}" width="28" height="{tall:.1f}" fill="#2f6fde"/>')
-            parts.append(f'<text x="{x + 14}" y="{base - tall - 5:.1f}" text-anchor="middle">{saving.saved:.0%}</text>')
-            parts.append(f'<text x="{x + 14}" y="{base + 16}" text-anchor="middle">{saving.count}</text>')
-    return "\n".join([*parts, "</svg>\n"])
 
 
 def main() -> None:
@@ -152,8 +139,7 @@ def main() -> None:
     ]  # fmt: skip
     publish(title, header, rows, where)
     save(arguments.out, title, where, {"savings": [asdict(one) | {"saved": one.saved} for one in savings]})
-    if arguments.plot is not None:
-        arguments.plot.write_text(draw(savings))
+    save_plot(arguments.plot, bars(savings))
 
 
 def _parse() -> argparse.Namespace:

@@ -36,6 +36,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "transformers": ("transformers", {"batch_size": 16}),
     "vllm": ("vllm", {"eager": False, "prefix_cache": True}),
     "vllm-eager": ("vllm", {"eager": True, "prefix_cache": False}),
+    "vllm-eager-cached": ("vllm", {"eager": True, "prefix_cache": True}),
 }
 
 
@@ -146,6 +147,7 @@ _COLUMNS = {
     "TTFT ms": ("single.ttft_s", 1e3, 0),
     "W2 tok/s": ("W2.output_tokens_per_s", 1.0, 1),
     "n8 tok/s": ("n8.output_tokens_per_s", 1.0, 1),
+    "beam tok/s": ("beam.output_tokens_per_s", 1.0, 1),
     "start to first token s": ("start_to_first_token_s", 1.0, 1),
     "peak RSS GB": ("peak_rss_bytes", 1e-9, 2),
 }

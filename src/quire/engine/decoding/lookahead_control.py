@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from quire.engine.decoding.lookahead_costs import StepCosts
+from quire.engine.decoding.lookahead_referee import Referee
 
 _MARGIN, _CAUTION = 0.1, 1.15  # tokens a draft must be expected to gain, with costs taken to be this much higher
 _TRIES = 5  # steps, at batches of each octave, with drafts that may look too dear: what they cost is not known yet
@@ -49,6 +50,7 @@ class Control:
 
     def __init__(self) -> None:
         self.costs = StepCosts()
+        self._referee = Referee()
         self.num_steps = 0
         self._rows, self._others_drafted, self._others_accepted = 1.0, 0.0, 0.0  # of a step, running means
         self._ordered = self._drafted = self._accepted = 0  # since the last step
@@ -64,12 +66,18 @@ class Control:
             if self._is_trying and self._drafted:
                 self._tries[rows.bit_length()] += 1
             self.costs.note(num_tokens, seconds, drafting=self._ordered > 0)
+            self._referee.note(rows, self._drafted, self._accepted, seconds)
             self._rows += _RATE * (rows - self._rows)
             others = 1.0 - 1.0 / rows  # a sequence's own drafts are not what it adds to
             self._others_drafted += _RATE * (self._drafted * others - self._others_drafted)
             self._others_accepted += _RATE * (self._accepted * others - self._others_accepted)
         self._ordered = self._drafted = self._accepted = 0
         self._is_trying = False
+
+    @property
+    def allows_drafts(self) -> bool:
+        """False while drafts have turned out slower than none at batches like the present."""
+        return self._referee.allows
 
     def note_order(self, num_tokens: int) -> None:
         """The runtime drafts so many tokens after the step that is being planned."""
@@ -86,6 +94,8 @@ class Control:
         `rounds` is how many steps go by from one step of the sequence to its next, as it waits for its results;
         `drafting` if the runtime makes the draft.
         """
+        if not self.allows_drafts:
+            return 0
         rows = max(1, round(self._rows))
         usual = max(rows, round(self._rows + self._others_drafted))
         plain = rows * self.costs.cost(usual) / self.costs.cost(rows)

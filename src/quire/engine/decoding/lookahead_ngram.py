@@ -132,6 +132,8 @@ class NgramLookahead:
 
     def _looked(self) -> int:
         """How far to run ahead: not at all where there is a draft."""
+        if not self._control.allows_drafts:
+            return _LONGEST_LOOK
         if self._length(len(self._guess(self._config.num_tokens))):
             self._look = _LOOK_AFTER_DRAFT
             return 0

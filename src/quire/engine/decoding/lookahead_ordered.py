@@ -64,7 +64,8 @@ class OrderedLookahead:
         limit = min(limit, self._num_tokens)
         if limit <= 0 or self._rest > 0:
             return 0
-        length = self._length(limit) or (min(limit, TRIAL) if self._on_trial else 0)
+        is_tried = self._on_trial and self._control.allows_drafts
+        length = self._length(limit) or (min(limit, TRIAL) if is_tried else 0)
         if length:
             self._control.note_order(length)
         return length

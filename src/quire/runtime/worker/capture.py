@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -35,11 +37,12 @@ class CudaCapture:
                 launch()
             launch()
             self._stream.synchronize()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                launch()
-            finally:
-                graph.capture_end()
+            with _no_collection():
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    launch()
+                finally:
+                    graph.capture_end()
         self._stream.synchronize()
         return graph.replay
 
@@ -50,3 +53,15 @@ class NoCapture:
     def record(self, launch: Launch) -> Launch:
         launch()
         return launch
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Graphs of an engine that is gone may be garbage still, and to free one spoils a capture that is under way."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
