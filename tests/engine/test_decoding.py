@@ -172,6 +172,7 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(depth: int, para
     engine.submit("good", [1, 2], max_tokens=30, seed=1, n=3)
     engine.run()
     assert engine.finished["tired"].error == "the grammar is tired"
+    assert engine.finished["tired"].refused == "structured_outputs"
     assert "error" in {sample.finish_reason for sample in engine.finished["tired"].samples}
     assert engine.answer("good", 2) == continuation([1, 2], 30, seed=1, index=2)
 

@@ -42,6 +42,12 @@ def test_a_tile_holds_all_query_heads_of_a_group(dtype: torch.dtype, group: int)
         assert config.turned or config.block_m == 16  # products that are not turned have sixteen rows at least
 
 
+@pytest.mark.parametrize(("dim", "turned"), [(16, False), (32, True), (64, True)])
+def test_heads_too_small_to_fill_a_turned_product_are_not_turned(dim: int, turned: bool) -> None:
+    for _, config in decode_configs((4, 2), dim, FLOAT8, CPU, 64):
+        assert config.turned == turned
+
+
 def test_plans_of_several_configs_share_their_memory() -> None:
     heads = Heads(4, 2, 16)
     case = paged([70, 9, 33], heads, 4, DTYPES[0])

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.plot import save_plot
 from benchmarks.sharing import Saving, bars, measure
+from fake_executor import VOCAB, FakeExecutor
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
-from fake_executor import VOCAB, FakeExecutor
 
 PROMPTS = [[place % 7 + 1 for place in range(start, start + 20)] for start in (0, 3)]
 

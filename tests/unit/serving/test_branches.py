@@ -61,6 +61,18 @@ def test_a_search_takes_no_other_params(make_llm: MakeLLM) -> None:
         make_llm(script).beam_search("x:", LONG)  # type: ignore[arg-type]
 
 
+def test_each_prompt_may_have_a_search_of_its_own(make_llm: MakeLLM) -> None:
+    wide, narrow = BeamSearchParams(3, 40), BeamSearchParams(2, 4)
+    first, second = make_llm(script).beam_search(["x:", "y:"], [wide, narrow])
+    assert (len(first.sequences), len(second.sequences)) == (3, 2)
+    assert len(second.sequences[0].output_token_ids) == 4
+
+
+def test_as_many_searches_as_prompts_are_needed(make_llm: MakeLLM) -> None:
+    with pytest.raises(InvalidRequest, match="^params: .*2.*1"):
+        make_llm(script).beam_search("x:", [BeamSearchParams(2, 4), BeamSearchParams(2, 4)])
+
+
 def test_best_of_returns_the_likeliest_first_and_streams_at_the_end(make_llm: MakeLLM) -> None:
     llm = make_llm(lambda prompt, index: f"number {index}")
     llm.executor.logprob = lambda index: -0.5 * (4 - index)  # type: ignore[attr-defined]
