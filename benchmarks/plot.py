@@ -81,7 +81,8 @@ class Bars:
                 if share > 0.06:
                     lines.append(_text(x + 0.35 * pitch, y + height / 2 + 4, f"{share:.0%}", "middle", "#fff"))
                 below += share
-            lines.append(_text(x + 0.35 * pitch, HEIGHT - BOTTOM + 14, name, "middle"))
+            lower = 12 * (number % 2) if pitch < 60 else 0  # narrow bars: names take turns
+            lines.append(_text(x + 0.35 * pitch, HEIGHT - BOTTOM + 14 + lower, name, "middle"))
         for place, part in enumerate(self.parts):
             lines += _key(place, part, COLOURS[place % len(COLOURS)])
         return lines

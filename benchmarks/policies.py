@@ -1,10 +1,16 @@
 """Scheduling policies beside each other on one trace: the real engine, no model, and a clock that a cost model moves.
 
-    python -m benchmarks.policies memory --trace AzureLLMInferenceTrace_conv.csv --plot memory.svg
-    python -m benchmarks.policies rates --rates 1 2 4 8 16         # throughput and latency against the request rate
+    python -m benchmarks.policies figures --trace AzureLLMInferenceTrace_conv.csv --plot figures.svg
+    python -m benchmarks.policies memory                           # what the KV memory holds; the first half of figures
+    python -m benchmarks.policies rates --rates 1 2 4 8 16         # policies: throughput and latency at request rates
     python -m benchmarks.policies fair                             # one tenant floods, another asks now and then
+    python -m benchmarks.policies greedy                           # two tenants always wait, one asks for far more
+    python -m benchmarks.policies priority                         # urgent requests never end, one that is not comes
     python -m benchmarks.policies long                             # one long prompt among short ones
     python -m benchmarks.policies prefixes                         # longest prefix first in a small cache
+
+`figures` compares ways to hold the KV memory, as the PagedAttention paper does: static batches and Orca's reservations,
+paged and virtual memory; under pressure, and at request rates.
 
 A step takes --step-ms, and --token-us for each prompt token, and --row-us for each row that decodes. Seconds are the
 model's, not this machine's, so the same command gives the same figures anywhere. `memory` counts token slots while
@@ -19,22 +25,34 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.plot import Bars, Curves, save_plot
-from benchmarks.policy_replay import Arrival, Cost, Replay, Run, Times, at_rate, read_arrivals
+from benchmarks.policy_replay import Arrival, Replay, Run, Times, at_rate, read_arrivals
 from benchmarks.report import facts, publish, save
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import POLICY_NAMES, PolicyName, PolicySettings
 from quire.engine.core import EngineCore
+from quire.simulator.cost import Cost
+from quire.types.output import TokensOut
 
 Rows = list[list[str]]
 BASELINES: tuple[PolicyName, ...] = ("static", "orca-max", "orca-pow2", "orca-oracle")
 FLOOD = 800  # requests of the tenant that floods
 LOOK_EVERY = 7  # steps between two looks at the memory
 PARTS = ("tokens", "reserved for later", "never used", "free")
+AGEINGS = (30.0, 5.0, 1.0)  # seconds
+
+
+class Figures(NamedTuple):
+    """What a command found: a table, plots, and the same for JSON."""
+
+    header: list[str]
+    rows: Rows
+    panels: list[Curves | Bars]
+    data: Any
 
 
 @dataclass(slots=True)
@@ -47,7 +65,7 @@ class MemoryWatch:
     looks: int = 0
     steps: int = 0
 
-    def __call__(self, core: EngineCore, now: float) -> None:
+    def __call__(self, core: EngineCore, now: float, out: TokensOut) -> None:
         self.steps += 1
         if self.steps % LOOK_EVERY or core.stats().waiting == 0:
             return
@@ -67,13 +85,17 @@ class MemoryWatch:
         return [share / max(self.looks, 1) for share in self.shares]
 
 
-def memory(args: argparse.Namespace) -> tuple[list[str], Rows, list[Curves | Bars], Any]:
+def _systems(args: argparse.Namespace) -> dict[str, tuple[PolicyName, int]]:
+    """Ways to hold the KV memory: a policy and a block size."""
+    baselines: dict[str, tuple[PolicyName, int]] = {name: (name, args.block_size) for name in BASELINES}
+    return {**baselines, "paged": ("fcfs", args.block_size), "virtual": ("fcfs", args.virtual_block)}
+
+
+def memory(args: argparse.Namespace) -> Figures:
     """What the KV memory holds under pressure, as figure 2 of the PagedAttention paper."""
     arrivals = [replace(each, at=0.0) for each in read_arrivals(args.trace, args.requests, args.max_model_len)]
-    layouts: list[tuple[str, PolicyName, int]] = [(name, name, args.block_size) for name in BASELINES]
-    layouts += [("paged", "fcfs", args.block_size), ("virtual", "fcfs", args.virtual_block)]
     bars, rows = {}, []
-    for name, policy, block_size in layouts:
+    for name, (policy, block_size) in _systems(args).items():
         cache = CacheConfig(block_size, args.kv_slots // block_size, enable_prefix_caching=False)
         watch = MemoryWatch(arrivals, cache)
         run = Replay(_cost(args), cache, _scheduler(args, policy), watch).run(arrivals)
@@ -83,33 +105,48 @@ def memory(args: argparse.Namespace) -> tuple[list[str], Rows, list[Curves | Bar
         shares = [f"{share:.1%}" for share in (tokens, reserved, unused, free, in_use)]
         rows.append([name, *shares, f"{run.throughput:.0f}", str(run.preemptions)])
     header = ["memory", *PARTS, "tokens / taken", "out tokens/s", "preempted"]
-    return header, rows, [Bars("KV memory while requests queue", PARTS, bars, "share of the memory, %")], bars
+    return Figures(header, rows, [Bars("KV memory while requests queue", PARTS, bars, "share of the memory, %")], bars)
 
 
-def rates(args: argparse.Namespace) -> tuple[list[str], Rows, list[Curves | Bars], Any]:
-    """Throughput and latency against the request rate."""
+def figures(args: argparse.Namespace) -> Figures:
+    """The memory figure, and throughput and latency of the same systems against the request rate."""
+    first = memory(args)
+    publish(f"memory: {_title(args)}", first.header, first.rows, facts())
+    arms = {
+        name: Replay(_cost(args), CacheConfig(size, args.kv_slots // size, False), _scheduler(args, policy))
+        for name, (policy, size) in _systems(args).items()
+    }
+    second = _against_rate(args, arms)
+    return Figures(second.header, second.rows, [*first.panels, *second.panels], {"memory": first.data} | second.data)
+
+
+def rates(args: argparse.Namespace) -> Figures:
+    """Throughput and latency of policies against the request rate."""
+    return _against_rate(args, {n: Replay(_cost(args), _cache(args), _scheduler(args, n)) for n in args.policies})
+
+
+def _against_rate(args: argparse.Namespace, arms: dict[str, Replay]) -> Figures:
     trace, rows, data = read_arrivals(args.trace, args.requests, args.max_model_len), [], []
-    latency: dict[str, list[tuple[float, float]]] = {name: [] for name in args.policies}
-    output: dict[str, list[tuple[float, float]]] = {name: [] for name in args.policies}
+    latency: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
+    output: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
     for rate in args.rates:
         arrivals = at_rate(trace, rate)
-        for name in args.policies:
-            run = Replay(_cost(args), _cache(args), _scheduler(args, name)).run(arrivals)
+        for name, replay in arms.items():
+            run = replay.run(arrivals)
             latency[name].append((rate, float(run.normalized.mean())))
             output[name].append((rate, run.throughput))
-            rows.append(
-                [f"{name} at {rate:g}/s", f"{run.throughput:.0f}", f"{run.normalized.mean():.3f}", *_quantiles(run)]
-            )
-            data.append({"policy": name, "rate": rate, "cells": rows[-1]})
-    header = ["policy", "out tokens/s", "s / token", "TTFT p50", "TTFT p99", "TPOT p99", "preempted"]
+            cells = [f"{run.throughput:.0f}", f"{run.normalized.mean():.3f}", *_quantiles(run)]
+            rows.append([f"{name} at {rate:g}/s", *cells])
+            data.append({"system": name, "rate": rate, "cells": cells})
+    header = ["", "out tokens/s", "s / token", "TTFT p50", "TTFT p99", "TPOT p99", "preempted"]
     panels: list[Curves | Bars] = [
         Curves("Mean latency / output tokens", "requests / s", "seconds / token", dict(latency), args.ceiling),
         Curves("Throughput", "requests / s", "output tokens / s", dict(output)),
     ]
-    return header, rows, panels, data
+    return Figures(header, rows, panels, {"rates": data})
 
 
-def fair(args: argparse.Namespace) -> tuple[list[str], Rows, list[Curves | Bars], Any]:
+def fair(args: argparse.Namespace) -> Figures:
     """A tenant that asks now and then, alone and while another floods."""
     rng, quiet = random.Random(0), []
     now = 5.0
@@ -126,13 +163,84 @@ def fair(args: argparse.Namespace) -> tuple[list[str], Rows, list[Curves | Bars]
         rows.append([name, *(f"{_ms(ttft, q):.0f}" for q in (50, 99, 100)), f"{run.throughput:.0f}"])
         curves[name] = [(float(at), float(wait)) for at, wait in zip(run.first[mine] - ttft, ttft, strict=True)]
         data[name] = rows[-1]
-    bound = 2 * max(1_600 * _settings(args).input_weight, args.kv_slots * _settings(args).output_weight)
-    print(f"bound: services of two tenants that both wait differ by at most {bound:.0f} weighted tokens")
     header = ["the quiet tenant", "TTFT p50 ms", "p99 ms", "longest ms", "all tenants' out tokens/s"]
-    return header, rows, [Curves("Time to first token of the quiet tenant", "arrival, s", "s", curves)], data
+    return Figures(header, rows, [Curves("Time to first token of the quiet tenant", "arrival, s", "s", curves)], data)
 
 
-def long(args: argparse.Namespace) -> tuple[list[str], Rows, list[Curves | Bars], Any]:
+@dataclass(slots=True)
+class ServiceWatch:
+    """How far the services of two tenants drift apart while both have requests waiting, in weighted tokens.
+
+    A prompt counts with the first token of its answer, an output token when it is said.
+    """
+
+    arrivals: Sequence[Arrival]
+    weights: tuple[float, float]
+    served: dict[str, float] = field(default_factory=lambda: {"modest": 0.0, "greedy": 0.0})
+    widest: float = 0.0
+    start: float | None = None  # the difference when both began to wait
+    begun: set[int] = field(default_factory=set)
+
+    def __call__(self, core: EngineCore, now: float, out: TokensOut) -> None:
+        for number in out.samples.tolist():
+            arrival = self.arrivals[number]
+            own = self.weights[1] if number in self.begun else self.weights[1] + self.weights[0] * arrival.prompt
+            self.begun.add(number)
+            self.served[arrival.tenant] += own
+        apart = self.served["greedy"] - self.served["modest"]
+        waiting = {self.arrivals[int(e.request_id)].tenant for e in core.block_map().requests if e.state != "running"}
+        if len(waiting) < 2:
+            self.start = None
+            return
+        self.start = apart if self.start is None else self.start
+        self.widest = max(self.widest, abs(apart - self.start))
+
+
+def greedy(args: argparse.Namespace) -> Figures:
+    """Two tenants that always have requests waiting; one asks for four times as much."""
+    rng, arrivals, weights = random.Random(0), [], (_settings(args).input_weight, _settings(args).output_weight)
+    for number in range(args.requests or 400):
+        tenant, scale = ("modest", 1) if number % 2 else ("greedy", 4)
+        arrivals.append(Arrival(0.0, scale * rng.randint(50, 400), scale * rng.randint(20, 100), tenant))
+    bound = 2 * max(weights[0] * max(each.prompt for each in arrivals), weights[1] * args.kv_slots)
+    rows, data = [], {}
+    names: tuple[PolicyName, ...] = ("fcfs", "fair")
+    for name in names:
+        watch = ServiceWatch(arrivals, weights)
+        run = Replay(_cost(args), _cache(args), _scheduler(args, name), watch).run(arrivals)
+        rows.append([name, f"{watch.widest:.0f}", f"{bound:.0f}" if name == "fair" else "-", f"{run.throughput:.0f}"])
+        data[name] = watch.widest
+    header = ["policy", "services apart, weighted tokens", "bound 2 U", "out tokens/s"]
+    bars = {name: [apart / bound] for name, apart in data.items()}
+    return Figures(header, rows, [Bars("Services apart / the bound", ("apart",), bars)], data | {"bound": bound})
+
+
+def priority(args: argparse.Namespace) -> Figures:
+    """More urgent requests come all the time than can be served; now and then one that is less urgent by one."""
+    rng, arrivals, now = random.Random(0), [], 0.0
+    for number in range(args.requests or 2_000):
+        now += rng.expovariate(40.0)
+        arrivals.append(Arrival(now, rng.randint(200, 1_200), rng.randint(100, 300), priority=int(number % 50 == 25)))
+    mine, times = (np.array([getattr(each, name) for each in arrivals]) for name in ("priority", "at"))
+    mine = mine == 1
+    rows, curves, data = [], {}, {}
+    for ageing in (1e9, *AGEINGS):
+        scheduler = replace(_scheduler(args, "priority"), policy_settings=PolicySettings(ageing=ageing))
+        run = Replay(_cost(args), _cache(args), scheduler).run(arrivals)
+        waits, others = run.ttft[mine], run.ttft[~mine]
+        later = [~mine & (times > at) for at in times[mine]]
+        passed = max(int((run.first[each] < own).sum()) for each, own in zip(later, run.first[mine], strict=True))
+        may = max(int((times[each] <= at + ageing).sum()) for each, at in zip(later, times[mine], strict=True))
+        name = "no ageing" if ageing == 1e9 else f"ageing {ageing:g} s"
+        cells = [f"{np.median(waits):.1f}", f"{waits.max():.1f}", f"{np.median(others):.1f}", f"{others.max():.1f}"]
+        rows.append([name, *cells, str(passed), str(may)])
+        curves[name] = [(float(at), float(wait)) for at, wait in zip(times[mine], waits, strict=True)]
+        data[name] = rows[-1]
+    header = ["", "TTFT p50 s", "longest s", "urgent p50 s", "urgent longest s", "passed by, at most", "may be"]
+    return Figures(header, rows, [Curves("Less urgent requests' time to first token", "arrival, s", "s", curves)], data)
+
+
+def long(args: argparse.Namespace) -> Figures:
     """Short requests, and one of --long-prompt tokens in their midst."""
     rng, shorts, now = random.Random(0), [], 0.0
     for _ in range(args.requests or 400):
@@ -151,10 +259,10 @@ def long(args: argparse.Namespace) -> tuple[list[str], Rows, list[Curves | Bars]
         curves[name] = [(arrival.at, float(wait)) for arrival, wait in zip(shorts, ttft, strict=True)]
         data[name] = rows[-1]
     header = ["policy", "p99 without, ms", "p99 with, ms", "ratio", "longest, ms", "the long one's, ms"]
-    return header, rows, [Curves("Short requests' time to first token", "arrival, s", "s", curves)], data
+    return Figures(header, rows, [Curves("Short requests' time to first token", "arrival, s", "s", curves)], data)
 
 
-def prefixes(args: argparse.Namespace) -> tuple[list[str], Rows, list[Curves | Bars], Any]:
+def prefixes(args: argparse.Namespace) -> Figures:
     """Prompts of a few families, each with a long common beginning, in a cache that does not hold them all."""
     rng, arrivals = random.Random(0), []
     for _ in range(args.requests or 400):
@@ -169,10 +277,19 @@ def prefixes(args: argparse.Namespace) -> tuple[list[str], Rows, list[Curves | B
         rows.append([name, f"{hits:.1%}", f"{run.throughput:.0f}", *times])
         bars[name] = [hits, 1 - hits]
     header = ["policy", "prompt tokens found", "out tokens/s", "TTFT p50 ms", "longest ms"]
-    return header, rows, [Bars("Prompt tokens", ("found in the cache", "computed"), bars)], bars
+    return Figures(header, rows, [Bars("Prompt tokens", ("found in the cache", "computed"), bars)], bars)
 
 
-COMMANDS = {"memory": memory, "rates": rates, "fair": fair, "long": long, "prefixes": prefixes}
+COMMANDS = {
+    "figures": figures,
+    "memory": memory,
+    "rates": rates,
+    "fair": fair,
+    "greedy": greedy,
+    "priority": priority,
+    "long": long,
+    "prefixes": prefixes,
+}
 DEFAULT_POLICIES: dict[str, tuple[PolicyName, ...]] = {
     "rates": POLICY_NAMES,
     "long": ("fcfs", "spf", "deadline", "waiting_served_ratio"),
@@ -210,13 +327,18 @@ def main() -> None:
     args = _parse()
     args.policies = args.policies or DEFAULT_POLICIES.get(args.command, ())
     where = facts()
-    header, rows, panels, data = COMMANDS[args.command](args)
+    found = COMMANDS[args.command](args)
+    title = f"{args.command}: {_title(args)}"
+    publish(title, found.header, found.rows, where)
+    tables = {"command": args.command, "header": found.header, "rows": found.rows}
+    save(args.out, title, where, tables | {"data": found.data})
+    save_plot(args.plot, found.panels)
+
+
+def _title(args: argparse.Namespace) -> str:
     source = args.trace.name if args.trace else "synthetic lengths"
     cost = f"step {args.step_ms:g} ms + {args.token_us:g} us / prompt token + {args.row_us:g} us / row"
-    title = f"{args.command}: {source}, {args.kv_slots} slots, {cost}"
-    publish(title, header, rows, where)
-    save(args.out, title, where, {"command": args.command, "header": header, "rows": rows, "data": data})
-    save_plot(args.plot, panels)
+    return f"{source}, {args.kv_slots} slots, {cost}"
 
 
 def _parse() -> argparse.Namespace:
@@ -245,7 +367,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="write the plot to this SVG file")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     args = parser.parse_args()
-    if args.requests == 0 and args.trace is None and args.command in ("memory", "rates"):
+    if args.requests == 0 and args.trace is None and args.command in ("figures", "memory", "rates"):
         args.requests = 1_000
     return args
 

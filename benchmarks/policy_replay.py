@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -17,24 +16,14 @@ from benchmarks.lengths import Lengths, read_trace, synthetic_trace
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import RESERVING
 from quire.engine.core import EngineCore
+from quire.simulator.clock import VirtualClock
+from quire.simulator.cost import Cost
+from quire.simulator.executor import SimulatedExecutor
+from quire.types.output import TokensOut
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
-from quire.types.step import StepPlan, StepResult
 
 Times = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """How long a step takes: seconds for the step, each prompt token, and each row that decodes."""
-
-    step: float
-    token: float
-    row: float
-
-    def seconds(self, plan: StepPlan) -> float:
-        prompt = sum(chunk.num_tokens for chunk in plan.chunks)
-        return self.step + self.token * prompt + self.row * len(plan.decode_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +36,13 @@ class Arrival:
     tenant: str = ""
     family: int = -1
     shared: int = 0
+    priority: int = 0
 
     def submit(self, number: int) -> Submit:
         unique = (number + 1_000_000,) * (self.prompt - self.shared)
         sampling = SamplingParams(temperature=0.0, max_tokens=self.output, ignore_eos=True)
-        return Submit(str(number), (self.family + 1,) * self.shared + unique, sampling, tenant=self.tenant)
-
-
-class PacedExecutor:
-    """Answers every step with token 0; collecting it moves the clock by what the step costs."""
-
-    depth = 1
-
-    def __init__(self, cost: Cost) -> None:
-        self.now = 0.0
-        self._cost = cost
-        self._plans: deque[StepPlan] = deque()
-
-    def clock(self) -> float:
-        return self.now
-
-    def launch(self, plan: StepPlan) -> None:
-        self._plans.append(plan)
-
-    def collect(self) -> StepResult:
-        plan = self._plans.popleft()
-        self.now += self._cost.seconds(plan)
-        return StepResult(plan.step, np.zeros(len(plan.sample_rows), dtype=np.int32))
-
-    def close(self) -> None:
-        self._plans.clear()
+        prompt = (self.family + 1,) * self.shared + unique
+        return Submit(str(number), prompt, sampling, priority=self.priority, tenant=self.tenant)
 
 
 @dataclass(slots=True)
@@ -115,37 +81,38 @@ class Run:
 
 @dataclass(slots=True)
 class Replay:
-    """Runs arrivals under a policy. `watch` is called after every step with the engine and the time."""
+    """Runs arrivals under a policy. `watch` is called after every step with the engine, the time and what was said."""
 
     cost: Cost
     cache: CacheConfig
     scheduler: SchedulerConfig
-    watch: Callable[[EngineCore, float], None] | None = None
+    watch: Callable[[EngineCore, float, TokensOut], None] | None = None
 
     def run(self, arrivals: Sequence[Arrival]) -> Run:
-        executor = PacedExecutor(self.cost)
+        clock = VirtualClock()
+        executor = SimulatedExecutor(clock, self.cost)
         caching = self.cache.enable_prefix_caching and self.scheduler.policy not in RESERVING
         cache = replace(self.cache, enable_prefix_caching=caching)
-        core = EngineCore(executor, cache, self.scheduler, vocab_size=2**30, clock=executor.clock)
+        core = EngineCore(executor, cache, self.scheduler, vocab_size=2**30, clock=clock)
         run = Run(arrivals, np.full(len(arrivals), np.nan), np.zeros(len(arrivals)))
         number = 0
         while number < len(arrivals) or core.has_work:
             if not core.has_work:
-                executor.now = max(executor.now, arrivals[number].at)
-            while number < len(arrivals) and arrivals[number].at <= executor.now:
+                clock.move_to(arrivals[number].at)
+            while number < len(arrivals) and arrivals[number].at <= clock.now:
                 core.submit(arrivals[number].submit(number))
                 number += 1
             out = core.step()
             for message in out.finished:
                 if message.error is not None:
                     raise SystemExit(f"request {message.request_id} failed: {message.error}")
-            run.first[out.samples] = np.fmin(run.first[out.samples], executor.now)
-            run.last[out.samples] = executor.now
+            run.first[out.samples] = np.fmin(run.first[out.samples], clock.now)
+            run.last[out.samples] = clock.now
             if self.watch is not None:
-                self.watch(core, executor.now)
+                self.watch(core, clock.now, out)
         core.check()
         stats = core.stats()
-        run.seconds, run.steps, run.preemptions = executor.now - arrivals[0].at, stats.steps, stats.preemptions
+        run.seconds, run.steps, run.preemptions = clock.now - arrivals[0].at, stats.steps, stats.preemptions
         run.prefix_hits, run.prefix_queries = stats.prefix_hits, stats.prefix_queries
         return run
 

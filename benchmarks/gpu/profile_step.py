@@ -27,6 +27,7 @@ from quire.serving.assembly import plan_engine
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import StepPlan, StepResult
+from quire.types.transfer import TransferReport
 
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -52,6 +53,9 @@ class TimedExecutor:
         result = self._inner.collect()
         self.waiting += time.perf_counter() - begin
         return result
+
+    def transfers(self) -> TransferReport:
+        return self._inner.transfers()
 
     def close(self) -> None:
         self._inner.close()

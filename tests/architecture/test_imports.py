@@ -18,12 +18,13 @@ MAY_IMPORT = {
     "kernels": {"kernels"},
     "runtime": {"types", "config", "engine.executor", "runtime", "kernels"},
     "engine": {"types", "config", "engine"},
+    "simulator": {"types", "config", "engine", "simulator"},
     "observability": {"types", "config", "observability"},
-    "serving": {"types", "config", "engine", "runtime", "observability", "serving"},
+    "serving": {"types", "config", "engine", "runtime", "simulator", "observability", "serving"},
     "": {"types", "serving"},
     "__main__": {"serving"},
 }
-WITHOUT_TORCH = ("types", "config", "engine")
+WITHOUT_TORCH = ("types", "config", "engine", "simulator")
 HEAVY = ("torch", "numpy", "tokenizers", "safetensors", "jinja2", "transformers", "gguf", "huggingface_hub")
 LANGUAGE = set(sys.stdlib_module_names) | {"quire"}
 DEPENDENCIES = {"torch", "numpy", "tokenizers", "safetensors", "jinja2"}

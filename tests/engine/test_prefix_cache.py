@@ -8,6 +8,7 @@ import pytest
 
 from fake_executor import VOCAB, continuation
 from harness import Harness
+from quire.config.prefix import EVICTION_NAMES
 from quire.types.errors import InvalidRequest
 from quire.types.request import Abort
 
@@ -70,14 +71,14 @@ def test_a_prompt_in_flight_is_shared_from_the_next_step_on(depth: int) -> None:
     for name in "abc":
         engine.submit(name, LONG, seed=1)
     engine.run()
-    assert [engine.finished[name].num_cached_tokens for name in "abc"] == [0, 32, 32]
+    assert [engine.finished[name].num_cached_tokens for name in "abc"] == [0, 39, 39]
     assert all(engine.answer(name) == continuation(LONG, 8, seed=1) for name in "abc")
 
 
-def test_prompts_of_one_step_do_not_read_each_other_and_only_one_copy_is_kept() -> None:
+def test_of_prompts_that_are_computed_beside_each_other_only_one_copy_is_kept() -> None:
     engine = Harness(max_num_batched_tokens=128)
-    for name in "ab":
-        engine.submit(name, LONG, seed=1, max_tokens=9)
+    engine.submit("a", LONG, seed=1, max_tokens=9)
+    engine.submit("b", LONG, seed=1, max_tokens=9, prompt_logprobs=0)  # must compute all of it
     engine.run()
     assert [engine.finished[name].num_cached_tokens for name in "ab"] == [0, 0]
     assert engine.core.stats().blocks.cached == 12  # 48 tokens, once
@@ -86,7 +87,7 @@ def test_prompts_of_one_step_do_not_read_each_other_and_only_one_copy_is_kept() 
 def test_the_second_of_two_copies_still_leaves_what_only_it_has() -> None:
     engine = Harness(max_num_batched_tokens=128)
     engine.submit("a", [*LONG, 1], seed=1, max_tokens=1)
-    engine.submit("b", [*LONG, 2, 3, 4, 5], seed=1, max_tokens=1)
+    engine.submit("b", [*LONG, 2, 3, 4, 5], seed=1, max_tokens=1, prompt_logprobs=0)
     engine.run()
     ask(engine, "c", [*LONG, 2, 3, 4, 5, 6], max_tokens=1)
     assert engine.finished["c"].num_cached_tokens == 44
@@ -229,11 +230,13 @@ def test_a_reset_frees_what_nobody_holds_and_hides_what_is_held(depth: int) -> N
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_loads_over_common_beginnings_give_the_answers_of_an_engine_without_a_cache(seed: int) -> None:
-    """Submits, aborts, resets and preemptions over a small pool; every owner is checked after every operation."""
+    """Submits, aborts, resets, preemptions and resident prompts over a small pool, with every eviction policy; every
+    owner is checked after every operation."""
     rng = random.Random(seed)
     engine = Harness(
         num_blocks=rng.choice([24, 40, 120]), block_size=rng.choice([1, 2, 4, 7]), depth=rng.choice([1, 2, 3]),
         max_num_batched_tokens=rng.choice([4, 17, 64]), max_num_seqs=rng.choice([2, 5, 12]),
+        eviction=EVICTION_NAMES[seed % len(EVICTION_NAMES)],
     )  # fmt: skip
     stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(4, 20))] for _ in range(3)]
     asked: dict[str, tuple[list[int], int, int]] = {}
@@ -242,9 +245,11 @@ def test_random_loads_over_common_beginnings_give_the_answers_of_an_engine_witho
         name, stem = f"r{number}", rng.choice(stems)
         prompt = stem[: rng.randint(1, len(stem))] + [rng.randrange(3) for _ in range(rng.randint(0, 6))]
         count, n, salt = rng.randint(1, 14), rng.choice([1, 1, 1, 2, 3]), rng.choice(["", "", "x"])
+        pin = rng.choice("abc") if rng.random() < 0.1 else ""
         try:
-            engine.submit(name, prompt, max_tokens=count, n=n, seed=number % 3, end_ids=(1, 50), salt=salt)
-            asked[name] = (prompt, count, n)
+            engine.submit(name, prompt, max_tokens=count, n=n, seed=number % 3, end_ids=(1, 50), salt=salt, pin=pin)
+            if not pin:  # what fills up its last block is part of what it answers
+                asked[name] = (prompt, count, n)
         except InvalidRequest:
             continue
         engine.core.check()
@@ -254,6 +259,9 @@ def test_random_loads_over_common_beginnings_give_the_answers_of_an_engine_witho
             victim = rng.choice(live)
             aborted.add(victim)
             engine.core.abort(Abort(victim, rng.choice([None, 0])))
+            engine.core.check()
+        if rng.random() < 0.1:
+            engine.core.pins.remove("", rng.choice("abc"))
             engine.core.check()
         if rng.random() < 0.03:
             engine.core.reset_cache()
@@ -266,5 +274,5 @@ def test_random_loads_over_common_beginnings_give_the_answers_of_an_engine_witho
             assert answer == wanted[: len(answer)]
             assert answer == wanted or name in aborted
     stats = engine.core.stats()
-    assert (stats.blocks.used, stats.blocks.free) == (0, stats.blocks.total)
+    assert (stats.blocks.used, stats.blocks.used + stats.blocks.free) == (stats.blocks.pinned, stats.blocks.total)
     assert stats.prefix_hits > 0

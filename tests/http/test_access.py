@@ -27,7 +27,8 @@ GETS = [
     "/docs",
 ]
 POSTS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
-ADMIN_GETS, ADMIN_POSTS = ["/admin/stats", "/admin/requests"], ["/admin/drain", "/admin/abort", "/admin/reset_cache"]
+ADMIN_GETS = ["/admin/stats", "/admin/requests", "/admin/prefixes"]
+ADMIN_POSTS = ["/admin/drain", "/admin/abort", "/admin/reset_cache", "/admin/prefixes"]
 PUBLIC = ["/health", "/ready", "/", "/playground/index.html"]
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 

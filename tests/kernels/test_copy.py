@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.kernels.reference import copy as reference
-from quire.kernels.triton.copy import copy_blocks, gather_blocks, scatter_blocks
+from quire.kernels.triton.copy import copy_blocks, fetch_blocks, gather_blocks, scatter_blocks, send_blocks
 from triton_cases import DEVICE, rand
 
 DTYPES = [torch.float32, torch.float16, torch.float8_e4m3fn]
@@ -59,3 +59,28 @@ def test_a_staging_buffer_that_is_too_small_is_refused() -> None:
     ids = torch.tensor([1, 2], device=DEVICE)
     with pytest.raises(ValueError, match="too small"):
         gather_blocks(_memory(torch.float32), ids, torch.zeros(1, 4, 2, 3, 8, device=DEVICE))
+
+
+@pytest.mark.parametrize("numbers", [12, 33_000])  # less than a program moves, and more; the former aligned to 8 bytes
+def test_blocks_cross_to_any_reachable_addresses_and_back(numbers: int) -> None:
+    staging = rand(3, 1, numbers).to(torch.float16)
+    host = torch.zeros(5, 1, numbers, dtype=torch.float16)
+    host = host.pin_memory() if DEVICE.type == "cuda" else host
+    size, first = host[0].nbytes, host.data_ptr()
+    send_blocks(staging, torch.tensor([first + 4 * size, 0, first + size], device=DEVICE))
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    wanted = torch.zeros_like(host)
+    wanted[4], wanted[1] = staging[0].cpu(), staging[2].cpu()
+    assert torch.equal(host, wanted)
+
+    back = torch.full_like(staging, 7)
+    fetch_blocks(torch.tensor([0, first + size], device=DEVICE), back)
+    assert torch.equal(back[1], staging[2])
+    assert back[0].eq(7).all()
+    assert back[2].eq(7).all()
+
+
+def test_addresses_that_are_no_int64_are_refused() -> None:
+    with pytest.raises(ValueError, match="int64"):
+        send_blocks(torch.zeros(2, 4, 8, device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE))

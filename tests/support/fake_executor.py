@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from fake_tiers import FakeTiers
 from quire.types.step import (
     Candidates,
     NewRow,
@@ -19,6 +20,7 @@ from quire.types.step import (
     StepResult,
     TokenLogprobs,
 )
+from quire.types.transfer import TransferReport
 from toy_model import VOCAB, all_logprobs, continuation, next_token
 
 __all__ = ["VOCAB", "FakeExecutor", "continuation", "next_token"]
@@ -53,6 +55,7 @@ class FakeExecutor:
     poison: set[int] = field(default_factory=set)  # prompts beginning with these tokens fail, alone
     crash_at: int | None = None
     wrong_drafts: int = 3  # one in so many tokens of a draft is wrong
+    tiers: FakeTiers = field(default_factory=lambda: FakeTiers(0, 1))
 
     def __post_init__(self) -> None:
         self.memory = np.full((self.num_blocks, self.block_size), EMPTY, dtype=np.int64)
@@ -66,6 +69,7 @@ class FakeExecutor:
         if self.crash_at is not None and plan.step >= self.crash_at:
             raise RuntimeError("device lost")
         self.plans.append(plan)
+        self.tiers.begin(self.memory)
         for row in plan.released:
             self.rows.pop(row, None)
         for new in plan.new_rows:
@@ -73,12 +77,17 @@ class FakeExecutor:
             self.rows[new.row] = FakeRow(new, new.token_ids.tolist(), list(new.block_ids))
         self._write_rows(plan)
         self._grant(plan)
+        self.tiers.obey(plan.transfers, self.memory)
         for copy in plan.copies:
             self.memory[copy.target] = self.memory[copy.source]
+        self.tiers.spoil(plan.transfers, self.memory)
         self.results.append(self._forward(plan))
 
     def collect(self) -> StepResult:
         return self.results.popleft()
+
+    def transfers(self) -> TransferReport:
+        return self.tiers.report()
 
     def close(self) -> None:
         self.closed = True

@@ -6,7 +6,10 @@ import time
 from collections.abc import Callable
 
 from fake_executor import VOCAB, FakeExecutor
+from fake_tiers import FakeTiers
 from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.config.prefix import EvictionName
+from quire.config.tiers import TierConfig
 from quire.engine.core import EngineCore
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.decoding.vocabulary import Vocabulary
@@ -29,18 +32,25 @@ class Harness:
         block_size: int = 4,
         depth: int = 1,
         caching: bool = True,
+        eviction: EvictionName = "lru",
         tools: DecodingTools | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tiers: TierConfig | None = None,
+        behind: FakeTiers | None = None,
+        check_every: int = 1,
         **settings: object,
     ) -> None:
-        self.executor = FakeExecutor(num_blocks, block_size, depth)
+        tiers = tiers or TierConfig()
+        self.tiers = behind or FakeTiers(tiers.host_blocks, block_size)
+        self.executor = FakeExecutor(num_blocks, block_size, depth, tiers=self.tiers)
         scheduler = SchedulerConfig(**{**_SETTINGS, **settings})  # type: ignore[arg-type]
-        cache = CacheConfig(block_size, num_blocks, caching)
+        cache = CacheConfig(block_size, num_blocks, caching, eviction=eviction, tiers=tiers)
         self.core = EngineCore(self.executor, cache, scheduler, VOCAB, tools=tools, clock=clock)
         self.best: dict[int, list[list[int]]] = {}  # handle -> a beam search's best so far, as it was streamed
         self.finished: dict[str, Finished] = {}
         self.streams: dict[int, list[int]] = {}  # sample handle -> tokens as they came
         self.handles: dict[str, int] = {}
+        self._steps, self._check_every = 0, check_every
 
     def submit(
         self,
@@ -54,11 +64,12 @@ class Harness:
         source: Branch | None = None,
         priority: int = 0,
         tenant: str = "",
+        pin: str = "",
         **params: object,
     ) -> None:
         sampling = SamplingParams(**{"max_tokens": 8, **params})  # type: ignore[arg-type]
         rules = TokenRules(end_ids=end_ids, grammar=grammar)
-        request = Submit(request_id, tuple(prompt), sampling, rules, priority, salt, beam, source, tenant)
+        request = Submit(request_id, tuple(prompt), sampling, rules, priority, salt, beam, source, tenant, pin)
         self.handles[request_id] = self.core.submit(request)
 
     def step(self) -> None:
@@ -70,7 +81,9 @@ class Harness:
         for message in out.finished:
             assert message.request_id not in self.finished, "two terminal messages for one request"
             self.finished[message.request_id] = message
-        self.core.check()
+        self._steps += 1
+        if self._steps % self._check_every == 0:
+            self.core.check()
 
     def run(self, *, limit: int = 20_000, each: Callable[[int], None] | None = None) -> None:
         for number in range(limit):

@@ -7,11 +7,12 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 from quire.engine.core import EngineCore
 from quire.serving.process.link import EngineListener, EngineReady
 from quire.types.errors import EngineDead, InvalidRequest
+from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Submit
 from quire.types.stats import BlockMap, EngineStats
 
@@ -51,6 +52,12 @@ class LocalLink:
 
     async def block_map(self) -> BlockMap:
         return await self._ask(lambda core: core.block_map())
+
+    async def pins(self) -> tuple[PinnedPrefix, ...]:
+        return cast("tuple[PinnedPrefix, ...]", await self._ask(lambda core: core.pins.listing()))
+
+    async def unpin(self, salt: str, name: str) -> bool:
+        return cast("bool", await self._ask(lambda core: core.unpin(salt, name)))
 
     async def reset_cache(self) -> int:
         return await self._ask(lambda core: core.reset_cache())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.model import Heads, ModelConfig, Rope
+from quire.config.tiers import TierConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.weights import load_weights
 from quire.runtime.models.registry import build_model
@@ -163,9 +164,10 @@ def engine_config(
     dtype: str = "float32",
     device: str = DEVICE,
     layout: Literal["paged", "virtual"] = "paged",
+    tiers: TierConfig | None = None,
 ) -> EngineConfig:
     return EngineConfig(
-        CacheConfig(block_size, num_blocks, layout=layout),
+        CacheConfig(block_size, num_blocks, layout=layout, tiers=tiers or TierConfig()),
         SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=2_048, max_model_len=max_len),
         DeviceConfig(device, dtype, dtype),  # type: ignore[arg-type]
     )

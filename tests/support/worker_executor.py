@@ -21,11 +21,13 @@ from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.registry import build_model
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
+from quire.runtime.tiers.make import make_tiers
 from quire.runtime.worker.worker import Worker
 from quire.types.output import Finished
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import StepPlan, StepResult
+from quire.types.transfer import TransferReport
 from tiny_models import MemoryCheckpoint, engine_config
 
 
@@ -45,7 +47,11 @@ class WorkerExecutor:
     def collect(self) -> StepResult:
         return self._results.popleft()
 
+    def transfers(self) -> TransferReport:
+        return self.worker.tiers.report()
+
     def close(self) -> None:
+        self.worker.tiers.close()
         self._results.clear()
 
 
@@ -78,6 +84,7 @@ class TinyEngine:
             return _load(draft, drafting)
 
         worker.drafter = make_drafter(worker, decoder, checkpoint.config, config, load)
+        worker.tiers = make_tiers(worker.cache, config.cache, triton=builder.backend.kernels == "triton")
         self.executor = WorkerExecutor(worker, depth)
         self.lookaheads = make_lookaheads(speculation, depth)
         self.core = EngineCore(

@@ -7,7 +7,10 @@ from typing import Literal
 
 from quire.config.model import CacheDtype, Dtype, Quantization
 from quire.config.policy import PolicyName, PolicySettings
+from quire.config.prefix import EvictionName
+from quire.config.recording import RecordingConfig
 from quire.config.speculation import SpeculationConfig
+from quire.config.tiers import PreemptionName, TierConfig
 from quire.types.errors import ConfigError
 
 MAX_BLOCK_SIZE = 256
@@ -22,6 +25,9 @@ class CacheConfig:
     num_blocks: int
     enable_prefix_caching: bool = True  # blocks outlive their sequences and serve prompts that begin alike
     layout: Literal["paged", "virtual"] = "paged"  # virtual: a sequence's blocks are mapped side by side
+    eviction: EvictionName = "lru"  # which of the cached blocks that nobody holds goes first
+    namespace: str = ""  # hex digest of all that shapes keys and values besides tokens and salt: weights, dtypes, sizes
+    tiers: TierConfig = field(default_factory=TierConfig)  # where blocks go that the device has no room for
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
@@ -48,6 +54,7 @@ class SchedulerConfig:
     policy: PolicyName = "fcfs"
     seed: int = 0
     policy_settings: PolicySettings = field(default_factory=PolicySettings)
+    preemption: PreemptionName = "auto"  # what becomes of the blocks of a request that must make room
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -84,3 +91,4 @@ class EngineConfig:
     scheduler: SchedulerConfig
     device: DeviceConfig
     speculation: SpeculationConfig | None = None  # None: one token after the other
+    recording: RecordingConfig | None = None  # None: nothing is recorded

@@ -23,6 +23,8 @@ IN_PLACE_BYTES = {  # of attention that gathers nothing: work lists and partial 
 GRAPH_BYTES = 16 * MIB  # a captured graph, its launches and the kernels they need
 TOKEN_GRAPH_BYTES = 8 * MIB  # the graphs for a number of tokens: prompts, decoding rows, or both
 NUM_GRAPHS = 32  # of different numbers of rows, some with and without top_k or top_p
+SAVE_STAGING_BYTES = 512 * MIB  # on a GPU, of blocks on their way to host memory: what the bus carries in a long step
+LOAD_STAGING_BYTES = 256 * MIB  # and of those on their way back
 PROMPT_POSITIONS = 128  # prompt logprobs are made for that many positions at a time ...
 PROMPT_BYTES_PER_LOGIT = 24  # ... from their logits, in float32, normalised and compared
 
@@ -44,6 +46,9 @@ class MemoryPlan:
     block_size: int
     max_model_len: int
     draft: int = 0  # a draft model's weights, rows and sampling; its keys and values are part of the blocks
+    host_cache: int = 0  # blocks of the host tier: in the device's memory if that is a CPU, else beside it
+    host_available: int = 0  # bytes of host memory that a GPU's host tier may take
+    staging: int = 0  # on a GPU, blocks on their way between the two
 
     @property
     def kv_cache(self) -> int:
@@ -57,7 +62,7 @@ class MemoryPlan:
     def fixed(self) -> int:
         """All but the KV cache."""
         needed = self.process + self.weights + self.activations + self.sampling + self.rows + self.graphs
-        return needed + self.draft
+        return needed + self.draft + self.staging + (self.host_cache if self.device == "cpu" else 0)
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -79,6 +84,12 @@ class MemoryPlan:
                 f"or raise num_kv_blocks to {self.blocks_per_sequence} "
                 f"(kv_cache_memory={at_least(self.blocks_per_sequence * self.block_bytes)})",
             )
+        if self.device != "cpu" and self.host_cache > self.host_available:
+            raise DoesNotFit(
+                "host_cache_memory",
+                f"{format_size(self.host_cache)} are asked for, {format_size(self.host_available)} are available",
+                f"lower it to {at_most(self.host_available)} or less",
+            )
         if self.total <= self.capacity:
             return
         short = f"{format_size(self.total)} are needed, {format_size(self.capacity)} are available on {self.device}"
@@ -93,9 +104,15 @@ class MemoryPlan:
         if room >= self.block_bytes:
             tokens = room // self.block_bytes * self.block_size
             return "max_model_len", short, f"lower it to {tokens} or less; the KV cache then shrinks with it"
+        if self.device == "cpu" and self.host_cache >= self.block_bytes - room:
+            return "host_cache_memory", short, "lower it or leave it out"
         if self.activations + self.sampling + self.rows + self.graphs > self.weights:
             return "max_num_batched_tokens", short, "lower it, and max_num_seqs, or use a device with more memory"
         return "model", f"{short} ({format_size(self.weights)} of them weights)", "choose a smaller model or dtype"
+
+    @property
+    def _where_host_is(self) -> str:
+        return "as it fills" if self.device == "cpu" else "pinned as it fills, beside the device's memory"
 
     def __str__(self) -> str:
         lines = [
@@ -106,6 +123,8 @@ class MemoryPlan:
             ("rows", format_size(self.rows), ""),
             *([("graphs", format_size(self.graphs), "captured decode steps")] if self.graphs else []),
             ("KV cache", format_size(self.kv_cache), f"{self.num_blocks:,} blocks of {self.block_size} tokens"),
+            *([("staging", format_size(self.staging), "on the way to host memory and back")] if self.staging else []),
+            *([("host cache", format_size(self.host_cache), self._where_host_is)] if self.host_cache else []),
             ("process", format_size(self.process), "Python, torch, libraries"),
             ("total", format_size(self.total), f"of {format_size(self.capacity)} on {self.device}"),
         ]
@@ -131,6 +150,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
     sampling, rows = _sampling(model, scheduler), _rows(scheduler, block_size)
     drafted = sampling + rows + _graphs(draft or model, config, facts) if drafting else 0
     block_bytes = kv_block_bytes(model, kv_dtype, block_size)
+    tier = config.cache.tiers.host_blocks * block_bytes  # a draft model's keys and values are not kept there
     if draft is not None:
         drafted += _weights(draft, config, facts, weight_bytes)
         block_bytes += kv_block_bytes(draft, kv_dtype, block_size)
@@ -148,6 +168,9 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         block_size=block_size,
         max_model_len=scheduler.max_model_len,
         draft=drafted,
+        host_cache=tier,
+        host_available=facts.available_memory,
+        staging=0 if kind == "cpu" else min(SAVE_STAGING_BYTES, tier) + min(LOAD_STAGING_BYTES, tier),
     )
 
 

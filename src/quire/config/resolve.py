@@ -8,11 +8,14 @@ from typing import Any, TypedDict
 from quire.config.engine import MAX_BLOCK_SIZE, CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts, cuda_index
 from quire.config.layout import read_layout, settle_layout
-from quire.config.memory import MemoryPlan, plan_memory
+from quire.config.memory import MemoryPlan, kv_block_bytes, plan_memory
 from quire.config.model import CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.policy import RESERVING, read_policy, read_policy_settings
+from quire.config.prefix import read_eviction
+from quire.config.recording import check_recording, read_recording
 from quire.config.sizes import GIB, format_size, parse_size
 from quire.config.speculation import SpeculationConfig, read_speculation, settle
+from quire.config.tiers import TierConfig, check_tiers, read_preemption, read_tiers, settle_tiers
 from quire.types.errors import ConfigError, DoesNotFit
 
 DEFAULT_BLOCK_SIZE = 16
@@ -56,10 +59,20 @@ class EngineArguments:
     attention_backend: str = "auto"
     enforce_eager: bool = False
     enable_prefix_caching: bool | None = None
+    prefix_eviction: str = "lru"
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     kv_layout: str = "paged"
     speculative_config: dict[str, Any] | None = None
+    preemption: str = "auto"
+    host_cache_memory: int | str | None = None
+    swap_space: float | None = None  # the same in GiB
+    disk_cache_path: str | None = None
+    disk_cache_memory: int | str | None = None
+    tier_write: str = "back"
+    record: str | None = None
+    record_tokens: str | None = None
+    record_limit: int | str | None = None
 
 
 class EngineSettings(TypedDict, total=False):
@@ -82,10 +95,20 @@ class EngineSettings(TypedDict, total=False):
     attention_backend: str
     enforce_eager: bool
     enable_prefix_caching: bool | None
+    prefix_eviction: str
     quantization: str | None
     kv_cache_dtype: str
     kv_layout: str
     speculative_config: dict[str, Any] | None
+    preemption: str
+    host_cache_memory: int | str | None
+    swap_space: float | None
+    disk_cache_path: str | None
+    disk_cache_memory: int | str | None
+    tier_write: str
+    record: str | None
+    record_tokens: str | None
+    record_limit: int | str | None
 
 
 def resolve_engine_config(
@@ -109,10 +132,17 @@ def resolve_engine_config(
         policy=policy,
         seed=args.seed,
         policy_settings=read_policy_settings(policy, args.policy_config),
+        preemption=read_preemption(args.preemption),
     )
     caching = _prefix_caching(args, model, scheduler)
-    cache = CacheConfig(args.block_size, 1, caching, read_layout(args.kv_layout))
-    draft = EngineConfig(cache, scheduler, device, _speculation(args, model, draft_model))
+    layout, eviction = read_layout(args.kv_layout), read_eviction(args.prefix_eviction)
+    tiers = _tiers(args, model, device)
+    check_tiers(tiers, scheduler.preemption, policy, layout)
+    cache = CacheConfig(args.block_size, 1, caching, layout, eviction, tiers=tiers)
+    speculation = _speculation(args, model, draft_model)
+    recording = read_recording(args.record, args.record_tokens, args.record_limit)
+    check_recording(recording, speculates=speculation is not None, has_files=bool(tiers.disk_path))
+    draft = EngineConfig(cache, scheduler, device, speculation, recording)
     draft = settle_layout(draft, facts, model)
     config = _size_cache(args, facts, model, draft, capacity)
     plan = plan_memory(model, config, facts, capacity)
@@ -123,6 +153,13 @@ def resolve_engine_config(
 def _speculation(args: EngineArguments, model: ModelConfig, draft: ModelConfig | None) -> SpeculationConfig | None:
     asked = read_speculation(args.speculative_config)
     return None if asked is None else settle(asked, model, draft)
+
+
+def _tiers(args: EngineArguments, model: ModelConfig, device: DeviceConfig) -> TierConfig:
+    asked = read_tiers(
+        args.host_cache_memory, args.swap_space, args.disk_cache_path, args.disk_cache_memory, args.tier_write
+    )
+    return settle_tiers(asked, kv_block_bytes(model, device.kv_dtype, args.block_size))
 
 
 def model_length(model: ModelConfig) -> int:

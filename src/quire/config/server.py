@@ -36,6 +36,7 @@ class AccessConfig:
     cors_origins: tuple[str, ...] = ()
     playground: bool = True
     metrics_need_key: bool = True
+    shares_cache: bool = False  # cached prompts are found by clients of every key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,18 @@ from quire.types.sampling import check_vocabulary
 
 
 def admit(
-    request: Submit, cache: CacheConfig, config: SchedulerConfig, vocab_size: int, *, has_text: bool = False
+    request: Submit,
+    cache: CacheConfig,
+    config: SchedulerConfig,
+    vocab_size: int,
+    *,
+    has_text: bool = False,
+    num_pinned: int = 0,
 ) -> int:
-    """How many tokens each sequence may reach, prompt included. Raises InvalidRequest naming field, limit and fix."""
+    """How many tokens each sequence may reach, prompt included. Raises InvalidRequest naming field, limit and fix.
+
+    `num_pinned` blocks are not for requests.
+    """
     prompt, sampling = len(request.prompt_token_ids), request.sampling
     if prompt == 0:
         raise InvalidRequest("prompt", "is empty", "send at least one token")
@@ -35,7 +44,7 @@ def admit(
     check_vocabulary("logprob_token_ids", sampling.logprob_token_ids or (), vocab_size)
     room = config.max_model_len - prompt
     limit = prompt + (room if sampling.max_tokens is None else min(sampling.max_tokens, room))
-    _check_fits(prompt, limit, num_sequences(request), cache)
+    _check_fits(request, limit, cache, num_pinned)
     if config.policy in RESERVING:
         _check_reservation(request, limit, cache, config)
     return limit
@@ -74,12 +83,19 @@ def blocks_at_most(prompt: int, limit: int, n: int, block_size: int) -> int:
     return shared + n * (-(-(limit - 1) // block_size) - shared)
 
 
-def _check_fits(prompt: int, limit: int, n: int, cache: CacheConfig) -> None:
-    needed = blocks_at_most(prompt, limit, n, cache.block_size)
-    if needed > cache.num_blocks:
+def most_blocks(request: Submit, limit: int, block_size: int) -> int:
+    """Blocks a request can ever hold, if its sequences reach `limit` tokens."""
+    return blocks_at_most(len(request.prompt_token_ids), limit, num_sequences(request), block_size)
+
+
+def _check_fits(request: Submit, limit: int, cache: CacheConfig, num_pinned: int) -> None:
+    needed = most_blocks(request, limit, cache.block_size)
+    if needed > cache.num_blocks - num_pinned:
+        held = f", {num_pinned} of them for resident prefixes" if num_pinned else ""
         raise InvalidRequest(
             "max_tokens",
-            f"{n} x {limit} tokens need {needed} kv blocks of {cache.block_size}, the cache has {cache.num_blocks}",
+            f"{num_sequences(request)} x {limit} tokens need {needed} kv blocks of {cache.block_size}, "
+            f"the cache has {cache.num_blocks}{held}",
             "lower max_tokens, n or the prompt, or raise num_kv_blocks / kv_cache_memory",
         )
 

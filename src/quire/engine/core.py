@@ -8,14 +8,16 @@ from collections.abc import Callable
 import numpy as np
 
 from quire.config.engine import CacheConfig, SchedulerConfig
-from quire.engine.admission import admit
+from quire.engine.admission import admit, most_blocks
 from quire.engine.batch import NOBODY, NOTHING, Batch, Gathered, say
+from quire.engine.counters import Counters
 from quire.engine.decoding.grammar import Compilation, Matcher
 from quire.engine.decoding.group import Group, Sequence
 from quire.engine.decoding.pace import Ending, Fault, fault_of
 from quire.engine.decoding.stopping import explain_end, find_ends
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.executor import Executor
+from quire.engine.kvcache.pins import Pins
 from quire.engine.paced import Judged, PacedRows, beam_ends
 from quire.engine.pipeline import Flight, Pipeline, find_awaited
 from quire.engine.scheduler.scheduler import Scheduler
@@ -23,10 +25,11 @@ from quire.engine.submission import add_sequences, find_origin, make_group, make
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.output import Finished, SampleEnd, TokensOut
 from quire.types.request import Abort, Submit
-from quire.types.stats import STEP_SIZES, BlockMap, BlockStats, EngineStats
+from quire.types.stats import BlockMap, EngineStats
 from quire.types.step import Ints, StepPlan, StepResult, TokenLogprobs
 
 _COMPILING_SECONDS = 0.02  # for a grammar, when there is nothing else to do
+_FETCHING_SECONDS = 0.001  # for a file
 
 
 class EngineCore:
@@ -59,9 +62,8 @@ class EngineCore:
         self._next_handle = 0
         self._ordinal = 0
         self._dead: str | None = None
-        self._steps = self._num_finished = self._prompt_tokens = self._output_tokens = self._computed_tokens = 0
-        self._steps_by_size = [0] * (len(STEP_SIZES) + 1)
-        self._step_seconds = self._last_step_seconds = self._last_commit = 0.0
+        self._counters = Counters()
+        self._last_commit = 0.0
 
     # ------------------------------------------------------------------------------------------------ requests
     def submit(self, request: Submit) -> int:
@@ -72,10 +74,15 @@ class EngineCore:
             raise InvalidRequest(
                 "request_id", f"{request.request_id!r} is in use", "choose another or wait for its end"
             )
-        limit = admit(request, self._cache, self._config, self._vocab_size, has_text=self._tools.vocabulary is not None)
+        asked, request = request, self.pins.whole(request)
+        has_text, num_pinned = self._tools.vocabulary is not None, self.pins.num_reserved
+        limit = admit(request, self._cache, self._config, self._vocab_size, has_text=has_text, num_pinned=num_pinned)
         group = make_group(request, self._ordinal, limit, self._next_handle, self._vocab_size, self._config.seed)
         group.arrival = self._clock()
         group.origin = find_origin(request, self._groups, self._scheduler.rows)
+        if request.pin:
+            size, live = self._cache.block_size, self._groups.values()
+            self.pins.promise(asked, max((most_blocks(each.request, each.limit, size) for each in live), default=0))
         if request.rules.grammar:
             self._compiling[group] = self._tools.grammars.compile(request.rules.grammar)
         else:
@@ -122,8 +129,18 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """True while a request is live, a message is unsaid or a step is in flight."""
-        return bool(self._groups or self._finished or len(self._pipeline))
+        """True while a request is live, a message is unsaid, a step is in flight or a tier is to be written to."""
+        has_orders = self._dead is None and self._scheduler.tiers.has_orders
+        return bool(self._groups or self._finished or len(self._pipeline) or has_orders)
+
+    @property
+    def pins(self) -> Pins:
+        """The prompts that stay resident."""
+        return self._scheduler.pins
+
+    def unpin(self, salt: str, name: str) -> bool:
+        """Let go of a resident prompt; False if there is none of that name."""
+        return self.pins.remove(salt, name)
 
     def leisure(self) -> float:
         """Seconds for which `step` need not be called: who submits until then is computed as soon as by calling now."""
@@ -136,18 +153,22 @@ class EngineCore:
         try:
             if self._compiling:
                 self._take_compiled()
+            if self._scheduler.tiers.wants_report:
+                self._scheduler.tiers.take_report(self._executor.transfers())
             self._pipeline.fill(self._prepare)
             if len(self._pipeline):
                 batch = self._commit(*self._pipeline.collect())
             elif self._compiling:
                 self._tools.grammars.wait(_COMPILING_SECONDS)
+            elif self._groups:
+                time.sleep(_FETCHING_SECONDS)
             if not self._groups:
                 self._scheduler.check_idle()
         except Exception as error:  # noqa: BLE001 - whatever it was, every request must hear of it
             self._die(error)
         finished, self._finished = tuple(self._finished), []
         best = self._paced.take_best() if self._paced.best else ()
-        return TokensOut(self._steps, *batch, finished, best)
+        return TokensOut(self._counters.steps, *batch, finished, best)
 
     def _take_compiled(self) -> None:
         """Groups whose grammar is compiled join the queue."""
@@ -162,7 +183,7 @@ class EngineCore:
                 del self._compiling[group]
 
     def _prepare(self) -> Flight | None:
-        plan = self._scheduler.plan(self._clock())
+        plan = None if self._dead else self._scheduler.plan(self._clock())
         flight = None if plan is None else self._make_flight(plan)
         if self._scheduler.paced.faults:
             for group, fault in self._scheduler.paced.take_faults():
@@ -171,10 +192,7 @@ class EngineCore:
 
     def _make_flight(self, plan: StepPlan) -> Flight:
         """Count a step; note whose samples it will bring, and who waits for them."""
-        num_tokens = plan.num_tokens
-        self._prompt_tokens += sum(chunk.num_known for chunk in plan.chunks) if plan.chunks else 0
-        self._computed_tokens += num_tokens
-        self._steps_by_size[min(max(num_tokens - 1, 0).bit_length(), len(STEP_SIZES))] += 1
+        self._counters.note_plan(plan)
         book, rows = self._scheduler.rows, self._scheduler.ahead_rows
         if not plan.chunks and len(rows) == len(plan.decode_rows):
             return Flight(plan, rows, self._gather(rows).leases, book.version, {}, self._clock())
@@ -218,15 +236,13 @@ class EngineCore:
                 self._end(ended, explain_end(int(tokens[position]), ended.group.request.rules))
         if judged or self._scheduler.paced.landing:
             self._paced.settle(judged)
-            self._output_tokens += sum(len(verdict.tokens) for _, verdict in judged)
+            self._counters.output_tokens += sum(len(verdict.tokens) for _, verdict in judged)
         now = self._clock()
-        self._steps += 1
-        self._output_tokens += len(tokens)
-        self._last_step_seconds = now - flight.launched
-        self._step_seconds += self._last_step_seconds
+        self._counters.note_step(now - flight.launched, len(tokens))
         since, self._last_commit = max(flight.launched, self._last_commit), now
-        self._scheduler.policy.note_step(flight.plan.num_tokens, now - since)
-        self._tools.lookaheads.note_step(flight.plan.num_tokens, flight.num_samples, now - since)
+        if flight.plan.num_tokens:
+            self._scheduler.note_step(flight.plan, now - since)
+            self._tools.lookaheads.note_step(flight.plan.num_tokens, flight.num_samples, now - since)
         return batch
 
     def _note_first_tokens(self, flight: Flight) -> None:
@@ -308,8 +324,10 @@ class EngineCore:
         if self._compiling.pop(group, None) is None:
             self._scheduler.remove(group)
         del self._groups[group.request.request_id]
+        if group.request.pin:
+            self.pins.settle(group.request, message)
         self._finished.append(message)
-        self._num_finished += 1
+        self._counters.finished += 1
 
     def _die(self, error: Exception) -> None:
         """The executor is lost: every request ends with an error, and no more are taken."""
@@ -320,40 +338,12 @@ class EngineCore:
 
     # --------------------------------------------------------------------------------------------------- condition
     def stats(self) -> EngineStats:
-        scheduler, pool = self._scheduler, self._scheduler.pool
-        blocks = BlockStats(
-            total=pool.num_blocks,
-            used=pool.num_used,
-            shared=pool.num_shared,
-            free=pool.num_free,
-            slots_used=scheduler.slots_used(),
-            slots_allocated=pool.num_used * self._cache.block_size,
-            cached=pool.num_idle,
-        )
-        return EngineStats(
-            steps=self._steps,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            finished=self._num_finished,
-            preemptions=scheduler.num_preemptions,
-            prompt_tokens=self._prompt_tokens,
-            output_tokens=self._output_tokens + self._paced.num_searched,
-            step_seconds=self._step_seconds,
-            last_step_seconds=self._last_step_seconds,
-            blocks=blocks,
-            computed_tokens=self._computed_tokens,
-            steps_by_size=tuple(self._steps_by_size),
-            prefix_queries=scheduler.inheritance.num_queries,
-            prefix_hits=scheduler.inheritance.num_hits,
-            drafted_tokens=self._paced.num_drafted,
-            accepted_tokens=self._paced.num_accepted,
-            drafts=self._paced.num_drafts,
-        )
+        return self._counters.stats(self._scheduler, self._paced, self._cache)
 
     def block_map(self) -> BlockMap:
         """Who holds which block now, waiting requests included."""
         pool, requests = self._scheduler.pool, self._scheduler.request_blocks()
-        return BlockMap(self._steps, self._cache.block_size, pool.all_holders(), requests, pool.idle_blocks())
+        return BlockMap(self._counters.steps, self._cache.block_size, pool.all_holders(), requests, pool.idle_blocks())
 
     def reset_cache(self) -> int:
         """Forget cached prefixes, those of running requests too; returns how many blocks that freed."""
@@ -364,9 +354,11 @@ class EngineCore:
         self._scheduler.check()
         assert set(self._groups.values()) == {*self._scheduler.running, *self._scheduler.waiting, *self._compiling}
         if not self._groups:
-            assert self._scheduler.pool.num_used == 0
+            assert self._scheduler.pool.num_used == self.pins.num_blocks
 
     def close(self) -> None:
-        """Give the executor's devices back. Idempotent."""
+        """Have the tiers written to as far as was decided, and give the executor's devices back. Idempotent."""
+        if not self._groups and self.has_work:
+            self.step()
         self._tools.grammars.close()
         self._executor.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from quire.types.step import StepPlan, StepResult
+from quire.types.transfer import TransferReport
 
 
 class Executor(Protocol):
@@ -19,6 +20,9 @@ class Executor(Protocol):
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step and return its result. An exception here is fatal to the engine."""
+
+    def transfers(self) -> TransferReport:
+        """What has become of launched plans' transfers since it was last asked. Never waits."""
 
     def close(self) -> None:
         """Give back devices and processes. Idempotent."""

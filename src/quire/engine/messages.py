@@ -16,6 +16,7 @@ import numpy as np
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest, QuireError
 from quire.types.output import TokensOut
+from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Branch, Submit
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.stats import BlockMap, EngineStats
@@ -23,7 +24,7 @@ from quire.types.stats import BlockMap, EngineStats
 MAX_MESSAGE = 64 * 2**20  # bytes
 _DEFAULTS = {item.name: item.default for item in fields(SamplingParams) if item.default is not MISSING}
 
-Question = Literal["stats", "block_map", "reset_cache"]
+Question = Literal["stats", "block_map", "reset_cache", "pins"]
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, tag="submit"):
@@ -38,6 +39,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag="submit"):
     beam: BeamRules | None = None
     source: Branch | None = None
     tenant: str = ""
+    pin: str = ""
 
     @classmethod
     def of(cls, request: Submit) -> SubmitRequest:
@@ -51,6 +53,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag="submit"):
             request.beam,
             request.source,
             request.tenant,
+            request.pin,
         )
 
     def request(self) -> Submit:
@@ -69,6 +72,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag="submit"):
             self.beam,
             self.source,
             self.tenant,
+            self.pin,
         )
 
 
@@ -81,6 +85,14 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
     number: int
     question: Question
+
+
+class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
+    """Let go of a resident prompt. Answered by Unpinned of the same number."""
+
+    number: int
+    salt: str
+    name: str
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
@@ -127,14 +139,24 @@ class CacheReset(msgspec.Struct, frozen=True, tag="cache_reset"):
     num_freed: int  # blocks
 
 
+class PinsAnswer(msgspec.Struct, frozen=True, tag="pins"):
+    number: int
+    pins: tuple[PinnedPrefix, ...]
+
+
+class Unpinned(msgspec.Struct, frozen=True, tag="unpinned"):
+    number: int
+    was_there: bool
+
+
 class Lost(msgspec.Struct, frozen=True, tag="lost"):
     """The last word of an engine whose executor failed: all that it has not said is over will not be."""
 
     reason: str
 
 
-ToEngine = SubmitRequest | AbortRequest | Ask | Goodbye
-FromEngine = Accepted | Refused | Tokens | StatsAnswer | BlockMapAnswer | CacheReset | Lost
+ToEngine = SubmitRequest | AbortRequest | Ask | Unpin | Goodbye
+FromEngine = Accepted | Refused | Tokens | StatsAnswer | BlockMapAnswer | CacheReset | PinsAnswer | Unpinned | Lost
 
 
 class BadMessage(QuireError):

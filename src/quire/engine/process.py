@@ -22,11 +22,14 @@ from quire.engine.messages import (
     FromEngine,
     Goodbye,
     Lost,
+    PinsAnswer,
     Refused,
     StatsAnswer,
     SubmitRequest,
     ToEngine,
     Tokens,
+    Unpin,
+    Unpinned,
 )
 from quire.engine.progress import ProgressRecord
 from quire.engine.routing import Routes
@@ -141,6 +144,8 @@ class EngineLoop:
                 self._core.abort(message.abort)
         elif isinstance(message, Ask):
             self._say(edge, self._answer(message))
+        elif isinstance(message, Unpin):
+            self._say(edge, Unpinned(message.number, self._core.unpin(message.salt, message.name)))
         elif isinstance(message, Goodbye):
             self._drop(edge)
 
@@ -154,11 +159,13 @@ class EngineLoop:
         self._routes.add(edge, request.request_id, handle, request.sampling.n)
         return Accepted(request.request_id, handle)
 
-    def _answer(self, ask: Ask) -> StatsAnswer | BlockMapAnswer | CacheReset:
+    def _answer(self, ask: Ask) -> StatsAnswer | BlockMapAnswer | CacheReset | PinsAnswer:
         if ask.question == "stats":
             return StatsAnswer(ask.number, self._core.stats())
         if ask.question == "block_map":
             return BlockMapAnswer(ask.number, self._core.block_map())
+        if ask.question == "pins":
+            return PinsAnswer(ask.number, self._core.pins.listing())
         return CacheReset(ask.number, self._core.reset_cache())
 
     def _deliver(self, out: TokensOut) -> None:

@@ -50,7 +50,7 @@ class _Collector:
     def _values(self, metric: Metric) -> dict[str, float]:
         name = metric.name
         if metric.source == "engine":
-            return {"": self._engine.values[name]}
+            return self._engine.labelled[name] if metric.label else {"": self._engine.values[name]}
         if metric.kind == "gauge":
             return {"": self._tally.gauges[name] + self._engine.values.get(name, 0.0)}
         known = dict.fromkeys(FINISHED_REASONS, 0.0) if metric.label == "finished_reason" else {}

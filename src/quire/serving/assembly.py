@@ -15,10 +15,13 @@ from quire.engine.decoding.grammar_compiler import GrammarCompiler
 from quire.engine.decoding.lookahead_registry import make_lookaheads
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.decoding.vocabulary import VocabularySource
+from quire.engine.recording.core import RecordedCore
+from quire.engine.recording.tape import Tape
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.hardware import detect_hardware
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.model_config import read_model_config
+from quire.runtime.loading.namespace import cache_namespace
 from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.resolve import resolve_model
 
@@ -37,18 +40,20 @@ class PlannedEngine:
         self, load_format: Literal["auto", "dummy"], progress: Progress, tools: DecodingTools | None = None
     ) -> EngineCore:
         """Load the weights and make the engine; its `close` gives the memory back."""
+        namespace = cache_namespace(self.files, self.model, self.config, load_format)
+        config = replace(self.config, cache=replace(self.config.cache, namespace=namespace))
         executor = SingleExecutor(
             self.files,
             self.model,
-            self.config,
+            config,
             load_format=load_format,
             progress=progress,
             draft_files=self.draft_files,
         )
-        lookaheads = make_lookaheads(self.config.speculation, executor.depth)
+        lookaheads = make_lookaheads(config.speculation, executor.depth)
         tools = replace(tools or DecodingTools(), lookaheads=lookaheads)
         try:
-            return EngineCore(executor, self.config.cache, self.config.scheduler, self.model.vocab_size, tools=tools)
+            return _make_core(executor, config, self.model.vocab_size, tools)
         except BaseException:
             executor.close()
             raise
@@ -61,6 +66,13 @@ class PlannedEngine:
         if warm:
             grammars.warm()
         return DecodingTools(grammars, vocabulary=vocabulary)
+
+
+def _make_core(executor: SingleExecutor, config: EngineConfig, vocab_size: int, tools: DecodingTools) -> EngineCore:
+    if config.recording is None:
+        return EngineCore(executor, config.cache, config.scheduler, vocab_size, tools=tools)
+    tape = Tape.of(config, vocab_size, executor.depth)
+    return RecordedCore(executor, config.cache, config.scheduler, vocab_size, tape=tape, tools=tools)
 
 
 def plan_engine(files: ModelFiles, arguments: EngineArguments) -> PlannedEngine:

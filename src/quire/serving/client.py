@@ -6,6 +6,7 @@ from typing import Protocol
 
 from quire.engine.core import EngineCore
 from quire.types.output import TokensOut
+from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Submit
 from quire.types.stats import EngineStats
 
@@ -27,6 +28,12 @@ class EngineClient(Protocol):
         """Wait for the next batch of tokens. Raises EngineDead when there will be none."""
 
     def stats(self) -> EngineStats: ...
+
+    def pins(self) -> tuple[PinnedPrefix, ...]:
+        """The prompts that stay resident: requests with a `pin` that ended well."""
+
+    def unpin(self, salt: str, name: str) -> bool:
+        """Let go of a resident prompt; False if there is none of that name."""
 
     def reset_cache(self) -> int:
         """Forget cached prefixes; returns how many blocks that freed."""
@@ -56,6 +63,12 @@ class InProcessClient:
 
     def stats(self) -> EngineStats:
         return self._core.stats()
+
+    def pins(self) -> tuple[PinnedPrefix, ...]:
+        return self._core.pins.listing()
+
+    def unpin(self, salt: str, name: str) -> bool:
+        return self._core.unpin(salt, name)
 
     def reset_cache(self) -> int:
         return self._core.reset_cache()

@@ -41,6 +41,7 @@ from quire.types.beam import BeamSearchOutput, BeamSearchParams
 from quire.types.decoding import BeamRules
 from quire.types.errors import ConfigError, InvalidRequest, QuireError
 from quire.types.output import RequestOutput
+from quire.types.prefix import PinnedPrefix
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
 from quire.types.stats import EngineStats
@@ -199,6 +200,36 @@ class LLM:
             raise QuireError("this LLM is in the middle of another call; finish or close its stream first")
         return self._live.start(request, prompt)
 
+    # -------------------------------------------------------------------------------------------- resident prompts
+    def register_prefix(self, name: str, prompt: PromptLike | Sequence[Message]) -> PinnedPrefix:
+        """Compute a prompt, or the beginning of a conversation, and keep it in the cache under a name: it is not
+        evicted until `remove_prefix` or `reset_prefix_cache`. At most half the cache is kept so."""
+        named: object = name
+        if not isinstance(named, str) or not named:
+            raise InvalidRequest("name", f"must be text, got {named!r}", "give a name to list and remove it by")
+        is_chat = not isinstance(prompt, str | Mapping) and bool(prompt) and isinstance(prompt[0], Mapping)
+        if is_chat:
+            prompts = self._render(read_conversations(prompt), None, None, add_generation_prompt=False)  # type: ignore[arg-type]
+        else:
+            prompts = read_prompts(prompt)  # type: ignore[arg-type]
+        if len(prompts) != 1:
+            raise InvalidRequest("prompt", f"are {len(prompts)} prompts", "register one at a time")
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        self._run(prompts, [sampling], False, add_special_tokens=not is_chat, pin=name)
+        for prefix in self.prefixes():
+            if prefix.name == name:
+                return prefix
+        raise QuireError(f"prefix {name!r} was computed and is not in the cache; register it again")
+
+    def prefixes(self) -> tuple[PinnedPrefix, ...]:
+        """The prompts that stay in the cache."""
+        return self._client.pins()
+
+    def remove_prefix(self, name: str) -> None:
+        """Keep a prompt no longer: it is cached as others are. Raises InvalidRequest for a name that is not known."""
+        if not self._client.unpin("", name):
+            raise InvalidRequest("name", f"{name!r} is not registered", "see prefixes()")
+
     # ------------------------------------------------------------------------------------------------- condition
     @property
     def tokenizer(self) -> Tokenizer:
@@ -214,7 +245,7 @@ class LLM:
         return self._client.stats()
 
     def reset_prefix_cache(self) -> int:
-        """Forget what is cached of prompts and answers; returns how many blocks that freed."""
+        """Forget what is cached of prompts and answers, registered prefixes too; returns how many blocks that freed."""
         return self._client.reset_cache()
 
     def close(self) -> None:
@@ -265,10 +296,13 @@ class LLM:
         add_special_tokens: bool = True,
         priority: Sequence[int] | None = None,
         beams: Sequence[BeamRules] = (),
+        pin: str = "",
     ) -> list[RequestOutput]:
         requests = self._requests.make(prompts, sampling, add_special_tokens=add_special_tokens, priorities=priority)
         if beams:
             requests = [replace(request, beam=beam) for request, beam in zip(requests, beams, strict=True)]
+        if pin:
+            requests = [replace(request, pin=pin) for request in requests]
         with self._exclusively(), DeferredInterrupt() as interrupt:
             batch = Batch(self._client, self._tokenizer)
             try:

@@ -21,6 +21,7 @@ class Submit:
     beam: BeamRules | None = None  # search with so many beams; sampling.n of the best are returned
     source: Branch | None = None  # where it goes on from, if that is still to be had: then nothing is computed again
     tenant: str = ""  # on whose behalf it is computed
+    pin: str = ""  # a name under which its prompt, of whole blocks, stays in the cache when it is done
 
 
 @dataclass(frozen=True, slots=True)

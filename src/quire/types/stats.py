@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 STEP_SIZES = tuple(2**i for i in range(21))  # tokens; the bounds by which steps are counted
 
@@ -21,15 +21,53 @@ class BlockStats:
     slots_used: int
     slots_allocated: int
     cached: int = 0
+    pinned: int = 0  # held for resident prefixes
 
     @property
     def waste(self) -> float:
         return 1 - self.slots_used / self.slots_allocated if self.slots_allocated else 0.0
 
 
+TIER_FAILURES = (
+    "full",  # the disk has no room for a file
+    "io",
+    "missing",  # somebody else deleted the file
+    "corrupt",
+    "slow",  # computed instead of waited for
+    "queue",  # not written, as too many were being written
+    "host_full",  # not saved, as all slots were held
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """What lies beyond the device. Blocks are counted since the start, except totals, `used` and `held`, which are now.
+
+    `failures` counts by reason what a tier could not do; each cost time and nothing else.
+    """
+
+    host_blocks: int = 0
+    host_used: int = 0
+    host_held: int = 0  # parked by a request that waits, or being moved
+    disk_blocks: int = 0
+    disk_used: int = 0
+    saved: int = 0  # device to host
+    loaded: int = 0  # and back
+    stored: int = 0  # host to disk
+    fetched: int = 0  # and back
+    host_evicted: int = 0
+    disk_evicted: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    block_bytes: int = 0
+
+
+NO_TIERS = TierStats()
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since start, except `running`, `waiting` and `blocks`, which are now. Times are seconds."""
+    """Counters since start, except `running`, `waiting`, `pinned_prefixes` and `blocks`, which are now. Times are
+    seconds."""
 
     steps: int
     running: int
@@ -45,9 +83,20 @@ class EngineStats:
     steps_by_size: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # entry i: steps above bound i - 1, up to bound i
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # those that were found there
+    evicted_blocks: int = 0  # cached blocks that were given away
+    pinned_prefixes: int = 0  # prompts that stay resident now
+    host_hits: int = 0  # of those hits, tokens that were loaded from host memory
+    disk_hits: int = 0  # and tokens that a file had been read for
+    swaps: int = 0  # preemptions that moved blocks to host memory
+    tiers: TierStats = NO_TIERS
     drafted_tokens: int = 0  # guesses that were verified
     accepted_tokens: int = 0  # those that turned out right
     drafts: int = 0  # steps of a sequence in which there was something to verify
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompt tokens looked up that need not be computed."""
+        return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0
 
 
 @dataclass(frozen=True, slots=True)

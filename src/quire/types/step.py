@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.types.sampling import SamplingParams, TokenRules
+from quire.types.transfer import NO_TRANSFERS, Transfers
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -101,8 +102,8 @@ class DraftOrder:
 class StepPlan:
     """One forward pass, decided by the scheduler and obeyed by every worker.
 
-    Order of execution: released, new_rows, writes, grants, copies, forward over decode_rows then chunks, sampling,
-    drafting.
+    Order of execution: released, new_rows, writes, grants, transfers, copies, forward over decode_rows then chunks,
+    sampling, drafting.
     """
 
     step: int
@@ -119,6 +120,7 @@ class StepPlan:
     writes: tuple[RowTokens, ...] = ()  # tokens of paced rows
     masks: Masks | None = None
     drafts: tuple[DraftOrder, ...] = ()
+    transfers: Transfers = NO_TRANSFERS  # between the cache's tiers
 
     @property
     def num_tokens(self) -> int:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from benchmarks import policies
-from benchmarks.policy_replay import Arrival, Cost, Replay, at_rate, read_arrivals
+from benchmarks.policy_replay import Arrival, Replay, at_rate, read_arrivals
 from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.simulator.cost import Cost
+from quire.types.output import TokensOut
 
 COST = Cost(step=1.0, token=0.1, row=0.5)
 SCHEDULER = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
@@ -34,9 +36,9 @@ def test_memory_is_split_into_what_is_used_reserved_never_used_and_free() -> Non
     watch = policies.MemoryWatch(arrivals, cache, steps=policies.LOOK_EVERY - 1)
     shares: list[list[float]] = []
 
-    def look(core: policies.EngineCore, now: float) -> None:
+    def look(core: policies.EngineCore, now: float, out: TokensOut) -> None:
         if not shares:
-            watch(core, now)
+            watch(core, now, out)
             shares.append(watch.mean())
 
     scheduler = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64, policy="orca-max")
@@ -59,13 +61,20 @@ def test_every_command_prints_a_table_and_draws_a_plot(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plot, out = tmp_path / "plot.svg", tmp_path / "out.json"
-    sizes = SMALL if command not in ("fair", "long", "prefixes") else ["--requests", "5", "--rates", "10"]
+    small = {"figures": ["--rates", "1", "4"], "memory": [], "rates": ["--rates", "1", "4"]}
+    sizes = SMALL + small[command] if command in small else ["--requests", "60", "--rates", "10"]
     where = ["--plot", str(plot), "--out", str(out)]
-    rates = ["--rates", "1", "4", "--policies", "fcfs", "static"] if command == "rates" else []
+    rates = ["--policies", "fcfs", "static"] if command == "rates" else []
     monkeypatch.setattr(sys, "argv", ["policies", command, *sizes, *where, *rates])
     monkeypatch.setattr(policies, "FLOOD", 20)
     policies.main()
-    assert f"# {command}: synthetic lengths" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"# {command}: synthetic lengths" in printed
+    if command == "figures":
+        assert "# memory: synthetic lengths" in printed
+        assert all(
+            f"| {name}" in printed for name in ("static", "orca-max", "orca-pow2", "orca-oracle", "paged", "virtual")
+        )
     assert ET.parse(plot).getroot().tag.endswith("svg")
     assert "<rect" in plot.read_text()
     assert out.exists()

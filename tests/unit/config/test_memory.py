@@ -6,9 +6,18 @@ import pytest
 
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts
-from quire.config.memory import GATHERED_BYTES, PROMPT_POSITIONS, MemoryPlan, kv_block_bytes, plan_memory
+from quire.config.memory import (
+    GATHERED_BYTES,
+    LOAD_STAGING_BYTES,
+    PROMPT_POSITIONS,
+    SAVE_STAGING_BYTES,
+    MemoryPlan,
+    kv_block_bytes,
+    plan_memory,
+)
 from quire.config.model import Dtype, StoredLevels
 from quire.config.sizes import GIB, MIB
+from quire.config.tiers import TierConfig
 from quire.types.errors import DoesNotFit
 from tests.unit.config.machines import LAPTOP, LARGE, SERVER, SMALL
 
@@ -149,3 +158,30 @@ def test_graphs_are_counted_where_steps_are_captured_and_nothing_is_gathered_the
         assert without.graphs == 0
         assert without.activations > captured.activations + GATHERED_BYTES["cuda"]
     assert "graphs" not in str(plan(enforce_eager=True))
+
+
+def _tiered(device: str, host_blocks: int) -> MemoryPlan:
+    cache = CacheConfig(16, 1_000, tiers=TierConfig(host_blocks))
+    config = EngineConfig(cache, SchedulerConfig(max_model_len=2_048), DeviceConfig(device, "float32", "float32"))
+    facts = LAPTOP if device == "cpu" else SERVER
+    return plan_memory(SMALL, config, facts, 12 * GIB)
+
+
+def test_the_host_tier_of_a_cpu_is_part_of_its_memory() -> None:
+    without, held = _tiered("cpu", 0), _tiered("cpu", 500)
+    assert held.host_cache == 500 * held.block_bytes == held.total - without.total
+    assert held.staging == 0
+    assert "host cache" in str(held)
+    assert "host cache" not in str(without)
+    with pytest.raises(DoesNotFit, match="host_cache_memory: .* lower it or leave it out"):
+        _tiered("cpu", 12 * GIB // held.block_bytes).check()
+
+
+def test_the_host_tier_of_a_gpu_lies_beside_it_and_needs_room_to_pass_through() -> None:
+    without, held = _tiered("cuda", 0), _tiered("cuda", 10_000)
+    assert held.host_cache == 10_000 * held.block_bytes
+    assert held.total - without.total == held.staging == SAVE_STAGING_BYTES + LOAD_STAGING_BYTES
+    assert _tiered("cuda", 3).staging == 6 * held.block_bytes
+    held.check()
+    with pytest.raises(DoesNotFit, match="host_cache_memory: .* are available; lower it to"):
+        _tiered("cuda", SERVER.available_memory // held.block_bytes + 1).check()

@@ -9,6 +9,7 @@ import pytest
 
 from quire.engine.pipeline import Flight, Pipeline
 from quire.types.step import Chunk, StepPlan, StepResult
+from quire.types.transfer import NOTHING_MOVED, TransferReport
 
 
 class Device:
@@ -27,6 +28,9 @@ class Device:
         step, rows, end = self.ends.popleft()
         self.now = max(self.now, end)
         return StepResult(step, np.zeros(rows, dtype=np.int32))
+
+    def transfers(self) -> TransferReport:
+        return NOTHING_MOVED
 
     def close(self) -> None: ...
 

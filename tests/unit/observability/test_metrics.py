@@ -19,10 +19,15 @@ from quire.observability.shared import SharedCounts
 from quire.serving.desk.observer import Observer
 from quire.types.errors import EngineDead
 from quire.types.sampling import SamplingParams
-from quire.types.stats import STEP_SIZES, BlockStats, EngineStats
+from quire.types.stats import STEP_SIZES, BlockStats, EngineStats, TierStats
 from tests.unit.observability.records import ended
 
 NAMES = [
+    "quire:cache_tier_evicted_blocks_total",
+    "quire:cache_tier_failures_total",
+    "quire:cache_tier_moved_blocks_total",
+    "quire:cache_tier_moved_bytes_total",
+    "quire:cache_tier_used_blocks",
     "quire:e2e_request_latency_seconds",
     "quire:engine_restarts_total",
     "quire:engine_step_seconds_total",
@@ -38,8 +43,12 @@ NAMES = [
     "quire:num_preemptions_total",
     "quire:num_requests_running",
     "quire:num_requests_waiting",
+    "quire:num_swaps_total",
+    "quire:prefix_cache_evicted_blocks_total",
     "quire:prefix_cache_hits_total",
+    "quire:prefix_cache_pinned_blocks",
     "quire:prefix_cache_queries_total",
+    "quire:prefix_cache_tier_hits_total",
     "quire:prompt_tokens_total",
     "quire:request_decode_time_seconds",
     "quire:request_generation_tokens",
@@ -205,6 +214,36 @@ def test_the_engine_is_asked_once_a_second_at_most_and_shown_as_it_answers() -> 
     assert (found["quire:iteration_tokens_total_sum"], found["quire:iteration_tokens_total_count"]) == (90, 10)
     assert found["quire:iteration_tokens_total_bucket{2.0}"] == 8
     assert found["quire:iteration_tokens_total_bucket{4.0}"] == 10
+
+
+def test_what_the_tiers_hold_move_and_fail_at_is_shown_by_label() -> None:
+    tiers = TierStats(
+        host_used=5,
+        disk_used=9,
+        saved=7,
+        loaded=4,
+        stored=3,
+        fetched=2,
+        host_evicted=1,
+        failures={"io": 6},
+        block_bytes=10,
+    )
+    metrics = ServerMetrics("tiny")
+    metrics.engine_up(1)
+
+    async def ask() -> EngineStats:
+        return stats(tiers=tiers, host_hits=5, disk_hits=3, swaps=2, evicted_blocks=8)
+
+    found = page(metrics, ask)
+    hits = [found[f"quire:prefix_cache_tier_hits_total{{{tier}}}"] for tier in ("device", "host", "disk")]
+    assert hits == [12, 5, 3]
+    assert found["quire:cache_tier_used_blocks{disk}"] == 9
+    assert found["quire:cache_tier_moved_blocks_total{loaded}"] == 4
+    assert found["quire:cache_tier_moved_bytes_total{saved}"] == 70
+    assert found["quire:cache_tier_evicted_blocks_total{device}"] == 8
+    failures = [found[f"quire:cache_tier_failures_total{{{reason}}}"] for reason in ("io", "corrupt")]
+    assert failures == [6, 0]
+    assert found["quire:num_swaps_total"] == 2
 
 
 def test_an_engine_that_is_down_is_shown_as_down() -> None:

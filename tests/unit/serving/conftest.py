@@ -38,6 +38,7 @@ def make_llm(monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
         monkeypatch.setattr(assembly_module, "read_model_config", lambda files: TINY)
         monkeypatch.setattr(llm_module, "load_tokenizer", lambda files: TOKENIZER)
         monkeypatch.setattr(assembly_module, "SingleExecutor", lambda *args, **kwargs: executor)
+        monkeypatch.setattr(assembly_module, "cache_namespace", lambda *args: "")
         llm = LLM(**{"device": "cpu", **arguments})  # type: ignore[arg-type]
         llm.executor = executor  # type: ignore[attr-defined]
         return llm

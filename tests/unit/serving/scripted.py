@@ -30,6 +30,7 @@ from quire.types.step import (
     StepResult,
     TokenLogprobs,
 )
+from quire.types.transfer import NOTHING_MOVED, TransferReport
 
 EOS = "<end>"
 TEMPLATE = (
@@ -163,6 +164,9 @@ class ScriptedExecutor:
 
     def collect(self) -> StepResult:
         return self._results.popleft()
+
+    def transfers(self) -> TransferReport:
+        return NOTHING_MOVED
 
     def close(self) -> None:
         self._rows.clear()

@@ -26,7 +26,7 @@ class Sequence:
 
     __slots__ = (
         "base", "begun", "computed", "decoding", "draft", "event", "group", "handle", "index", "introduced",
-        "logprob_sum", "logprobs", "outputs", "paced", "pacer", "right", "row", "table", "told", "until",
+        "logprob_sum", "logprobs", "outputs", "paced", "pacer", "parked", "right", "row", "table", "told", "until",
     )  # fmt: skip
 
     def __init__(self, group: Group, index: int, handle: int, table: BlockTable, pacer: Pacer = PLAIN) -> None:
@@ -34,6 +34,7 @@ class Sequence:
         self.row: int | None = None
         self.outputs: list[int] = []  # generated tokens, exact while the sequence has no row or is paced
         self.computed = 0  # tokens whose keys and values a launched step has written, exact while not decoding
+        self.parked = 0  # while it waits: tokens whose blocks were moved to host memory
         self.introduced = False  # the workers were told of its row
         self.begun = False  # all it knew when it was seated is computed
         self.paced = False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+from quire.engine.kvcache.eviction.base import IdleOrder
+from quire.engine.kvcache.eviction.lru import LeastRecent
 from quire.types.errors import OutOfBlocks
 
 
@@ -16,18 +17,21 @@ class BlockPool:
     """Hands out physical block ids and counts their holders. Knows nothing of tokens.
 
     What was freed last goes out first: its memory is warm, and memory that was never needed stays untouched. A block
-    marked by `keep` is idle, not free, once nobody holds it: only when nothing is free is the one that has been idle
-    longest taken back, after `on_evict` was told.
+    marked by `keep` is idle, not free, once nobody holds it: only when nothing is free is the one that `order` says
+    taken back, after `on_evict` was told.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] = _nobody_asks) -> None:
+    def __init__(
+        self, num_blocks: int, on_evict: Callable[[int], None] = _nobody_asks, order: IdleOrder | None = None
+    ) -> None:
         self._holders = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._kept = bytearray(num_blocks)
-        self._idle: OrderedDict[int, None] = OrderedDict()  # kept and not held, idle longest first
+        self._idle: IdleOrder = LeastRecent() if order is None else order  # kept and not held
         self._on_evict = on_evict
         self._num_shared = 0
         self.num_free = num_blocks  # blocks that can be taken, idle ones included
+        self.num_evicted = 0  # since the start
 
     @property
     def num_blocks(self) -> int:
@@ -50,9 +54,10 @@ class BlockPool:
     def take(self) -> int:
         if self._free:
             block = self._free.pop()
-        elif self._idle:
-            block, _ = self._idle.popitem(last=False)
+        elif self.num_free:
+            block = self._idle.evict()
             self._kept[block] = False
+            self.num_evicted += 1
             self._on_evict(block)
         else:
             raise OutOfBlocks(f"kv cache: all {len(self._holders)} blocks are in use")
@@ -64,9 +69,9 @@ class BlockPool:
         """One more holder of a block that is held or idle."""
         holders = self._holders[block]
         if holders == 0:
-            if block not in self._idle:
+            if not self._kept[block]:
                 raise ValueError(f"block {block} is free and cannot be shared")
-            del self._idle[block]
+            self._idle.remove(block)
             self.num_free -= 1
         self._num_shared += holders == 1
         self._holders[block] = holders + 1
@@ -80,7 +85,7 @@ class BlockPool:
         if holders == 0:
             self.num_free += 1
             if self._kept[block]:
-                self._idle[block] = None
+                self._idle.add(block)
             else:
                 self._free.append(block)
         elif holders == 1:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol
 
+from quire.config.engine import CacheConfig
+from quire.engine.kvcache.eviction.base import IdleOrder
+from quire.engine.kvcache.eviction.registry import make_order
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.radix import Node, PrefixTree, TokensOf
 from quire.engine.kvcache.table import BlockTable
@@ -63,15 +67,26 @@ class NoPrefixCache:
     def check(self) -> None: ...
 
 
+OnEvict = Callable[[Node], None]
+OnKeep = Callable[[Sequence[Node]], None]
+
+
+def _nobody_asks(nodes: Sequence[Node]) -> None:
+    """Without tiers, nobody copies what is kept."""
+
+
 class PrefixCache:
     """Joins tree and pool: a block is in the tree exactly while the pool keeps it.
 
-    Whoever holds a block of the tree holds all blocks on the way to it, and tables are freed tail first. So the block
-    that has been idle longest is always a leaf, and evicting it is O(1).
+    Whoever holds a block of the tree holds all blocks on the way to it. `on_keep` is told of nodes that entered the
+    tree, in order of depth.
     """
 
-    def __init__(self, tree: PrefixTree, pool: BlockPool, block_size: int) -> None:
-        self._tree, self._pool, self._block_size = tree, pool, block_size
+    def __init__(
+        self, tree: PrefixTree, pool: BlockPool, block_size: int, order: IdleOrder, on_keep: OnKeep = _nobody_asks
+    ) -> None:
+        self._tree, self._pool, self._block_size, self._order = tree, pool, block_size, order
+        self._on_keep = on_keep
 
     def find(self, salt: str, tokens_of: TokensOf, limit: int) -> Match:
         nodes, num_tokens = self._tree.match(salt, tokens_of, limit)
@@ -81,6 +96,7 @@ class PrefixCache:
         num_whole = match.num_tokens // self._block_size
         trail = match.nodes[num_whole - 1] if num_whole else self._tree.root
         table.adopt([node.block for node in match.nodes], match.num_tokens, trail)
+        self._order.used(match.nodes)
 
     def keep(
         self, table: BlockTable, salt: str, tokens_of: TokensOf, num_tokens: int, *, leaving: bool = False
@@ -105,7 +121,10 @@ class PrefixCache:
         if replaced:  # other holders of a block would not hold the way to it
             fresh = list(takewhile(lambda block: self._pool.holders(block) == 1, fresh))
         self._pool.keep(fresh)
-        table.trail = tree.grow(node, keys[node.depth - first :], fresh)
+        grown = tree.grow(node, keys[node.depth - first :], fresh)
+        table.trail = grown[-1] if grown else node
+        self._order.entered(grown)
+        self._on_keep(grown)
 
     def reset(self) -> int:
         self._tree.clear()
@@ -116,19 +135,34 @@ class PrefixCache:
         tree.check()
         nodes = tree.nodes()
         assert {node.block for node in nodes} == {block for block in range(pool.num_blocks) if pool.is_kept(block)}
-        age = {block: place for place, block in enumerate(pool.idle_blocks())}
         for node in nodes:
             parent = node.parent
             if parent is None or parent is tree.root:
                 continue
             assert pool.holders(parent.block) > 0 or pool.holders(node.block) == 0
-            assert parent.block not in age or age[node.block] < age[parent.block]
+        self._order.check(tree)
 
 
-def make_prefixes(num_blocks: int, block_size: int, *, enabled: bool) -> tuple[BlockPool, Prefixes]:
-    """A pool, and the cache over it."""
-    if not enabled:
-        return BlockPool(num_blocks), NoPrefixCache()
-    tree = PrefixTree(block_size)
-    pool = BlockPool(num_blocks, on_evict=tree.remove)
-    return pool, PrefixCache(tree, pool, block_size)
+def make_tree(cache: CacheConfig) -> PrefixTree:
+    """An empty tree. It stays empty where prefixes are not cached."""
+    return PrefixTree(cache.block_size, bytes.fromhex(cache.namespace))
+
+
+def make_prefixes(
+    cache: CacheConfig, tree: PrefixTree, *, on_evict: OnEvict | None = None, on_keep: OnKeep = _nobody_asks
+) -> tuple[BlockPool, Prefixes]:
+    """A pool, and the cache over it.
+
+    `on_evict` is told of a leaf whose block is given away next: it is still in the tree, and its content still there.
+    """
+    if not cache.enable_prefix_caching:
+        return BlockPool(cache.num_blocks), NoPrefixCache()
+
+    def forget(block: int) -> None:
+        if on_evict is not None:
+            on_evict(tree.node(block))
+        tree.remove(block)
+
+    order = make_order(cache, tree)
+    pool = BlockPool(cache.num_blocks, tree.remove if on_evict is None else forget, order)
+    return pool, PrefixCache(tree, pool, cache.block_size, order, on_keep)

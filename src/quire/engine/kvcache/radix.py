@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
+from quire.engine.kvcache.keys import TOKEN_BYTES, next_key, pack, root_key
+
 TokensOf = Callable[[int, int], Sequence[int]]  # a sequence's known tokens from a position to another
-TOKEN = array("i").itemsize  # bytes of a token in a key
 
 
 class Node:
     """One full block, reached by the tokens of all blocks before it and its own. Never split, so never moved."""
 
-    __slots__ = ("block", "children", "depth", "key", "keys", "parent")
+    __slots__ = ("block", "children", "depth", "key", "keys", "name", "parent")
 
     def __init__(self, block: int, key: bytes, parent: Node | None) -> None:
         self.block, self.key, self.parent = block, key, parent
         self.depth: int = 0 if parent is None else parent.depth + 1  # blocks from the root to here
         self.keys: Sequence[bytes] = ()  # of the children, sorted; lists once there is one
         self.children: Sequence[Node] = ()
+        self.name: bytes | None = None  # what the tiers call the block, once they asked
 
     def child(self, key: bytes) -> Node | None:
         place = bisect_left(self.keys, key)
@@ -59,8 +60,8 @@ class PrefixTree:
     meet in a node only if salt and every token agree.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, namespace: bytes = b"") -> None:
+        self._block_size, self._namespace = block_size, namespace
         self._nodes: dict[int, Node] = {}
         self.root = Node(-1, b"", None)
 
@@ -71,9 +72,36 @@ class PrefixTree:
         """False for a node that was removed, or was there before the tree was cleared."""
         return node is self.root or self._nodes.get(node.block) is node
 
+    def node(self, block: int) -> Node:
+        """The node of a kept block."""
+        return self._nodes[block]
+
+    def root_key(self, salt: str) -> bytes:
+        """What the names of a tenant's blocks begin with."""
+        return root_key(self._namespace, salt)
+
+    def key_of(self, node: Node) -> bytes:
+        """What the tiers call a node's block: a digest over the namespace, the salt and every token up to its end.
+
+        Made when it is asked for, and kept on the node and all before it.
+        """
+        unnamed: list[Node] = []
+        while node.name is None:
+            unnamed.append(node)
+            assert node.parent is not None
+            if node.parent.parent is None:
+                break
+            node = node.parent
+        width, name = self._block_size * TOKEN_BYTES, node.name
+        for each in reversed(unnamed):
+            parent = self.root_key(_salt(each.key[:-width])) if name is None else name
+            name = each.name = next_key(parent, each.key[-width:])
+        assert name is not None
+        return name
+
     def keys(self, depth: int, salt: str, tokens: Sequence[int]) -> list[bytes]:
         """What leads from a node at `depth` to the block of the first tokens, from there to the next, and so on."""
-        data, width = array("i", tokens).tobytes(), self._block_size * TOKEN
+        data, width = pack(tokens), self._block_size * TOKEN_BYTES
         keys = [data[place : place + width] for place in range(0, len(data), width)]
         if depth == 0 and keys:
             keys[0] = _frame(salt) + keys[0]
@@ -98,7 +126,7 @@ class PrefixTree:
             return path, whole
         (key,) = self.keys(node.depth, salt, rest)
         closest, common = node.closest(key)
-        num_tokens = (common - (len(key) - len(rest) * TOKEN)) // TOKEN
+        num_tokens = (common - (len(key) - len(rest) * TOKEN_BYTES)) // TOKEN_BYTES
         if closest is None or num_tokens <= 0:
             return path, whole
         return [*path, closest], whole + num_tokens
@@ -111,15 +139,16 @@ class PrefixTree:
             yield from self.keys(start, salt, tokens_of(start * size, stop * size))
             start, ahead = stop, 4 * ahead
 
-    def grow(self, node: Node, keys: Sequence[bytes], blocks: Sequence[int]) -> Node:
-        """A new child of `node` for the first block, of that one for the next, and so on; returns the last. Neither
-        the first child nor any of the blocks may be there yet, and keys beyond the blocks are not used."""
-        nodes = self._nodes
+    def grow(self, node: Node, keys: Sequence[bytes], blocks: Sequence[int]) -> list[Node]:
+        """A new child of `node` for the first block, of that one for the next, and so on; returns them. Neither the
+        first child nor any of the blocks may be there yet, and keys beyond the blocks are not used."""
+        nodes, grown = self._nodes, []
         for key, block in zip(keys, blocks, strict=False):
             child = nodes[block] = Node(block, key, node)
             node.add(child)
+            grown.append(child)
             node = child
-        return node
+        return grown
 
     def remove(self, block: int) -> None:
         """Forget a leaf."""
@@ -146,7 +175,7 @@ class PrefixTree:
                 assert child.parent is node
                 assert child.depth == node.depth + 1
                 assert self._nodes[child.block] is child
-                assert node is self.root or len(child.key) == self._block_size * TOKEN
+                assert node is self.root or len(child.key) == self._block_size * TOKEN_BYTES
             found += len(node.children)
             todo += node.children
         assert found == len(self._nodes)
@@ -155,6 +184,10 @@ class PrefixTree:
 def _frame(salt: str) -> bytes:
     data = salt.encode("utf-8", "surrogatepass")
     return b"salt" + len(data).to_bytes(8, "big") + data
+
+
+def _salt(framed: bytes) -> str:
+    return framed[len(_frame("")) :].decode("utf-8", "surrogatepass")
 
 
 def _common_bytes(one: bytes, other: bytes) -> int:

@@ -67,6 +67,12 @@ class BlockTable:
         self.blocks = [self._pool.share(block) for block in blocks]
         self.num_tokens, self.trail = num_tokens, trail
 
+    def extend(self, blocks: Iterable[int], num_tokens: int) -> None:
+        """Go on after full blocks with blocks that were taken or shared for it, up to `num_tokens` tokens."""
+        assert self.num_tokens == self.capacity
+        self.blocks += blocks
+        self.num_tokens = num_tokens
+
     def replace(self, slot: int, block: int) -> None:
         """Hold another block in a slot, which has the same content."""
         own, self.blocks[slot] = self.blocks[slot], self._pool.share(block)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from quire.engine.decoding.group import Group, Sequence
+from quire.engine.kvcache.pins import Pins
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.scheduler.rows import DecodeSet, RowBook
 from quire.types.stats import RequestBlocks
@@ -18,8 +19,13 @@ def num_computed(group: Group, tick: int) -> int:
     return sum(each) - shared
 
 
-def slots_used(groups: Iterable[Group], pool: BlockPool, num_blocks: int, block_size: int, tick: int) -> int:
-    """Token slots that hold a computed token, shared ones counted once; `num_blocks` are held by the groups."""
+def slots_used(
+    groups: Iterable[Group], pool: BlockPool, num_blocks: int, num_pinned: int, block_size: int, tick: int
+) -> int:
+    """Token slots that hold a computed token, shared ones counted once.
+
+    `num_blocks` are held, `num_pinned` of them by no group but full all the same.
+    """
     used, num_held = 0, 0
     tails: defaultdict[int, list[int]] = defaultdict(list)  # partial tails that are shared -> tokens of each holder
     for group in groups:
@@ -29,10 +35,10 @@ def slots_used(groups: Iterable[Group], pool: BlockPool, num_blocks: int, block_
             num_held += len(blocks)
             if (filled := computed % block_size) and pool.holders(blocks[-1]) > 1:
                 tails[blocks[-1]].append(filled)
-    counted_again = (num_held - num_blocks) * block_size
+    counted_again = (num_held + num_pinned - num_blocks) * block_size
     for each in tails.values():
         counted_again -= (len(each) - 1) * block_size - (sum(each) - max(each))
-    return used - counted_again
+    return used + num_pinned * block_size - counted_again
 
 
 def request_blocks(groups: Iterable[Group], tick: int) -> tuple[RequestBlocks, ...]:
@@ -45,10 +51,11 @@ def request_blocks(groups: Iterable[Group], tick: int) -> tuple[RequestBlocks, .
     return tuple(found)
 
 
-def check_blocks(groups: Iterable[Group], pool: BlockPool, kept: Iterable[int]) -> None:
-    """Assert that every block is held exactly by the tables that list it; `kept` ones by none of them."""
+def check_blocks(groups: Iterable[Group], pool: BlockPool, kept: Iterable[int], pins: Pins) -> None:
+    """Assert that every block is held exactly by the tables that list it, by pins, or is `kept`."""
+    pins.check()
     held: defaultdict[int, int] = defaultdict(int)
-    for block in kept:
+    for block in [*kept, *pins.blocks]:
         held[block] += 1
     for group in groups:
         assert group.running
@@ -59,7 +66,20 @@ def check_blocks(groups: Iterable[Group], pool: BlockPool, kept: Iterable[int]) 
     assert all(pool.holders(block) == held[block] for block in range(pool.num_blocks))
 
 
-def check_sequence(sequence: Sequence, rows: RowBook, decoding: DecodeSet, tick: int) -> None:
+def check_groups(
+    running: Iterable[Group], waiting: Iterable[Group], rows: RowBook, decoding: DecodeSet, tick: int
+) -> None:
+    """Assert that those that run have rows, and that those that wait hold nothing."""
+    seated = [sequence for group in running for sequence in group.live]
+    for sequence in seated:
+        _check_sequence(sequence, rows, decoding, tick)
+    assert rows.num_taken == len(seated)
+    for group in waiting:
+        assert not group.running
+        assert all(s.row is None and not s.table.blocks for s in group.live)
+
+
+def _check_sequence(sequence: Sequence, rows: RowBook, decoding: DecodeSet, tick: int) -> None:
     """Assert that a running sequence's row, table and counts agree."""
     sequence.table.check()
     assert sequence.row is not None

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from quire.engine.decoding.group import Sequence
+from quire.engine.decoding.group import Group, Sequence
+from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.table import BlockTable
 from quire.types.step import NO_ROWS, Bits, BlockCopy, Chunk, DraftOrder, Ints, Masks, NewRow, RowTokens, StepPlan
+from quire.types.transfer import SlotMove, Transfers
 
 
 class PlanDraft:
@@ -16,6 +18,7 @@ class PlanDraft:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget  # tokens that may still be handed out
+        self.prompts: dict[Group, None] = {}  # groups whose known tokens this step computes, or a later one
         self._paced: dict[int, int] = {}  # rows that compute one token and wait for what follows -> its position
         self._chunks: list[Chunk] = []
         self._new_rows: list[NewRow] = []
@@ -24,6 +27,12 @@ class PlanDraft:
         self._writes: list[tuple[int, int, tuple[int, ...]]] = []  # row, start, tokens
         self._masks: dict[int, tuple[Bits, ...]] = {}  # by row: one for each of its samples
         self._orders: list[DraftOrder] = []
+        self._loads: dict[bytes, SlotMove] = {}  # by the block's name
+        self._undone: dict[int, int] = {}  # targets of copies that were dropped -> their sources
+
+    @property
+    def loads(self) -> tuple[SlotMove, ...]:
+        return tuple(self._loads.values())
 
     @property
     def is_idle(self) -> bool:
@@ -33,6 +42,7 @@ class PlanDraft:
         """Tell the workers of a seated sequence: all it knows, and the blocks it holds."""
         group, row = sequence.group, sequence.row
         assert row is not None
+        self.prompts[group] = None
         sequence.introduced, sequence.right, sequence.told = True, sequence.num_known, None
         tokens = np.array((*group.request.prompt_token_ids, *sequence.outputs), dtype=np.int32)
         self._new_rows.append(
@@ -48,6 +58,15 @@ class PlanDraft:
                 num_candidates=group.num_candidates,
             )
         )
+
+    def fork(self, group: Group) -> None:
+        """The prompt is computed: every other sequence of the group shares the leader's blocks."""
+        leader = group.leader
+        for sequence in group.live[1:]:
+            sequence.table = leader.table.fork()
+            sequence.computed = leader.computed
+            self.add_row(sequence)
+        group.forked = True
 
     def tell(self, sequence: Sequence) -> None:
         """Tell the workers which blocks the sequence holds now, as far as they do not know."""
@@ -99,6 +118,30 @@ class PlanDraft:
         """Let the runtime guess what follows the row."""
         self._orders.append(DraftOrder(row, num_tokens))
 
+    def load(self, name: bytes, move: SlotMove) -> None:
+        """Bring a block from host memory; only the next step may read it."""
+        self._loads[name] = move
+
+    def loading(self, name: bytes) -> int | None:
+        """The block that is loaded with the content of this name."""
+        move = self._loads.get(name)
+        return None if move is None else move.block
+
+    def copies_from(self, block: int) -> bool:
+        """Whether this step copies a block that somebody gave back."""
+        return any(copy.source == block for _, copy in self._copies)
+
+    def drop_loads(self, pool: BlockPool) -> None:
+        """Load nothing into blocks that nobody holds any longer."""
+        if self._loads:
+            self._loads = {name: move for name, move in self._loads.items() if pool.holders(move.block)}
+
+    def source_of(self, block: int) -> int:
+        """Where the content is that a block would have had, if the copy of it was dropped."""
+        while block in self._undone:
+            block = self._undone[block]
+        return block
+
     def start_of(self, row: int) -> int | None:
         """The first position of a row that this step computes, of those that do not run ahead."""
         return self._paced.get(row, next((chunk.start for chunk in self._chunks if chunk.row == row), None))
@@ -112,13 +155,14 @@ class PlanDraft:
         self._chunks = [chunk for chunk in self._chunks if chunk.row not in gone]
         self._new_rows = [new for new in self._new_rows if new.row not in gone]
         self._grants = [grant for grant in self._grants if grant[0] not in gone]
+        self._undone |= {copy.target: copy.source for row, copy in self._copies if row in gone}
         self._copies = [(row, copy) for row, copy in self._copies if row not in gone]
         self._writes = [write for write in self._writes if write[0] not in gone]
         self._masks = {row: masks for row, masks in self._masks.items() if row not in gone}
         self._orders = [order for order in self._orders if order.row not in gone]
         return before
 
-    def finish(self, step: int, decode_rows: Ints, released: tuple[int, ...]) -> StepPlan:
+    def finish(self, step: int, decode_rows: Ints, released: tuple[int, ...], transfers: Transfers) -> StepPlan:
         """The plan; `decode_rows` are those that run ahead."""
         rows = slots = blocks = NO_ROWS
         if self._grants:
@@ -138,6 +182,7 @@ class PlanDraft:
             writes=self._row_tokens() if self._writes else (),
             masks=self._place_masks(len(decode_rows) - len(self._paced)) if self._masks else None,
             drafts=tuple(self._orders),
+            transfers=transfers,
         )
 
     def _row_tokens(self) -> tuple[RowTokens, ...]:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import RESERVING
+from quire.engine.admission import most_blocks
 from quire.engine.decoding.group import Group
 from quire.engine.kvcache.pool import BlockPool
-from quire.engine.kvcache.prefixes import NoPrefixCache, Prefixes, make_prefixes
+from quire.engine.kvcache.prefixes import NoPrefixCache, Prefixes, make_prefixes, make_tree
 from quire.engine.kvcache.reserve import ReservedTable, RunKeeper, RunPool
 from quire.engine.kvcache.table import BlockTable
+from quire.engine.kvcache.tiers.base import NoTiers, Tiers
+from quire.engine.kvcache.tiers.make import make_tiers
 from quire.engine.scheduler.inheritance import Inheritance
 from quire.engine.scheduler.policies.base import Policy
+from quire.engine.scheduler.preemption import ComputeTime, Preemption, Recompute, make_preemption
+from quire.engine.scheduler.prefetch import FilePrefetch, NoPrefetch, Prefetch
+from quire.engine.scheduler.queue import GroupQueue
 from quire.engine.scheduler.rows import RowBook
 from quire.types.errors import ConfigError
+
+PATIENCE = 3  # preemptions, after which a group comes back only where it will not be preempted again
 
 
 class Memory(Protocol):
@@ -23,8 +32,8 @@ class Memory(Protocol):
 
     def new_table(self) -> BlockTable: ...
 
-    def has_room(self, group: Group, *, alone: bool) -> bool:
-        """Whether a waiting group may be let in; `alone`: nobody runs."""
+    def has_room(self, group: Group, running: GroupQueue) -> bool:
+        """Whether a waiting group may be let in beside those that run."""
 
     def claim(self, group: Group) -> None:
         """A group is let in: give its tables what they have from the start."""
@@ -41,23 +50,43 @@ class OnDemand:
 
     def __init__(self, pool: BlockPool, block_size: int, inheritance: Inheritance, rows: RowBook) -> None:
         self._pool, self._block_size, self._inheritance, self._rows = pool, block_size, inheritance, rows
+        self._weary: list[Group] = []  # those that were let in for the last time
 
     def new_table(self) -> BlockTable:
         return BlockTable(self._pool, self._block_size)
 
-    def has_room(self, group: Group, *, alone: bool) -> bool:
-        """Room for all the group knows, and a block for each live sequence, so that it is not thrown out at once."""
-        if alone:
+    def has_room(self, group: Group, running: GroupQueue) -> bool:
+        """Room for all the group knows and for what it grows by next, so that it is not thrown out at once."""
+        if not len(running):
             return True
         size, prompt, pool = self._block_size, group.num_prompt, self._pool
         own = sum(-(-sequence.num_known // size) - prompt // size for sequence in group.live)
-        headroom = self._rows.num_taken + group.num_beams_to_come
-        missing = prompt // size + own + headroom - pool.num_free
+        missing = prompt // size + own + self._headroom(group, running) - pool.num_free
         if 0 < missing <= prompt // size:  # blocks it would share with those who run cost nothing
             missing -= sum(pool.holders(node.block) > 0 for node in self._inheritance.find_first(group).nodes)
         return missing <= 0
 
-    def claim(self, group: Group) -> None: ...
+    def _headroom(self, group: Group, running: GroupQueue) -> int:
+        """A block for each live sequence. One that was preempted waits for more, ever more of what it can grow by, and
+        at last for all that it and everybody beside it can: then nobody is preempted as long as it runs."""
+        least = self._rows.num_taken + group.num_beams_to_come
+        self._weary = [each for each in self._weary if each.running]
+        if self._weary or group.num_preemptions >= PATIENCE:
+            return max(least, self._growth(group) + sum(self._growth(each) for each in running))
+        return least + self._growth(group) * group.num_preemptions // PATIENCE
+
+    def _growth(self, group: Group) -> int:
+        """Blocks that a group can come to need besides what it holds, or while it waits, besides what it knows."""
+        if group.running:
+            held = len({block for sequence in group.live for block in sequence.table.blocks})
+        else:
+            size, shared = self._block_size, group.num_prompt // self._block_size
+            held = shared + sum(-(-sequence.num_known // size) - shared for sequence in group.live)
+        return max(most_blocks(group.request, group.limit, self._block_size) - held, 0)
+
+    def claim(self, group: Group) -> None:
+        if group.num_preemptions >= PATIENCE:
+            self._weary.append(group)
 
 
 class Reserving:
@@ -74,7 +103,7 @@ class Reserving:
     def new_table(self) -> BlockTable:
         return ReservedTable(self._keeper, self._block_size)
 
-    def has_room(self, group: Group, *, alone: bool) -> bool:  # noqa: ARG002 - Memory's signature
+    def has_room(self, group: Group, running: GroupQueue) -> bool:  # noqa: ARG002 - Memory's signature
         return -(-self._policy.reserved(group) // self._block_size) <= self._pool.longest_run
 
     def claim(self, group: Group) -> None:
@@ -83,17 +112,44 @@ class Reserving:
             sequence.table.reserve(self._policy.reserved(group))
 
 
-def furnish(
-    cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows: RowBook
-) -> tuple[BlockPool, Prefixes, Inheritance, Memory]:
-    """A pool, what is cached in it, and how groups come to their blocks and to what others have computed."""
+@dataclass(frozen=True, slots=True)
+class Furniture:
+    """A pool, what is cached in it and beyond it, and how groups come to their blocks and leave them."""
+
+    pool: BlockPool
+    prefixes: Prefixes
+    tiers: Tiers
+    inheritance: Inheritance
+    memory: Memory
+    compute: ComputeTime
+    preemption: Preemption
+    prefetch: Prefetch
+
+
+def furnish(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows: RowBook) -> Furniture:
+    """What the configuration asks for. Raises ConfigError for what cannot be had together."""
+    size, caching, compute = cache.block_size, cache.enable_prefix_caching, ComputeTime()
+    pool: BlockPool
     if config.policy in RESERVING:
-        if cache.enable_prefix_caching:
-            reason = f"shares memory, and the {config.policy!r} policy gives each sequence its own"
-            raise ConfigError("enable_prefix_caching", reason, "turn it off")
-        runs, nothing = RunPool(cache.num_blocks), NoPrefixCache()
-        memory = Reserving(runs, cache.block_size, policy, to_the_end=config.policy == "static")
-        return runs, nothing, Inheritance(nothing, has_cache=False, has_branches=False), memory
-    pool, prefixes = make_prefixes(cache.num_blocks, cache.block_size, enabled=cache.enable_prefix_caching)
-    inheritance = Inheritance(prefixes, has_cache=cache.enable_prefix_caching)
-    return pool, prefixes, inheritance, OnDemand(pool, cache.block_size, inheritance, rows)
+        _check_reserving(cache, config)
+        pool, prefixes, tiers = RunPool(cache.num_blocks), NoPrefixCache(), NoTiers()
+        inheritance = Inheritance(pool, prefixes, tiers, size, has_cache=False, has_branches=False)
+        memory: Memory = Reserving(pool, size, policy, to_the_end=config.policy == "static")
+        return Furniture(pool, prefixes, tiers, inheritance, memory, compute, Recompute(compute), NoPrefetch())
+    tree = make_tree(cache)
+    shelves, has_tiers = make_tiers(cache, tree), cache.tiers.enabled
+    on_evict = shelves.evicted if has_tiers else None
+    pool, cached = make_prefixes(cache, tree, on_evict=on_evict, on_keep=shelves.kept)
+    inheritance = Inheritance(pool, cached, shelves, size, has_cache=caching)
+    memory = OnDemand(pool, size, inheritance, rows)
+    preemption = make_preemption(config.preemption, compute, shelves, inheritance, has_tiers=has_tiers)
+    prefetch = FilePrefetch(inheritance, shelves, compute, size) if cache.tiers.disk_path else NoPrefetch()
+    return Furniture(pool, cached, shelves, inheritance, memory, compute, preemption, prefetch)
+
+
+def _check_reserving(cache: CacheConfig, config: SchedulerConfig) -> None:
+    reason = f"shares memory, and the {config.policy!r} policy gives each sequence its own"
+    if cache.enable_prefix_caching:
+        raise ConfigError("enable_prefix_caching", reason, "turn it off")
+    if cache.tiers.enabled:
+        raise ConfigError("host_cache_memory", reason, "leave it out")

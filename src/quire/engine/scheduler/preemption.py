@@ -1,22 +1,129 @@
-"""What becomes of a group whose blocks are needed by a more urgent one."""
+"""What becomes of a group whose blocks are needed by a more urgent one: they are moved away, or computed again."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from quire.engine.decoding.group import Sequence
+from quire.config.tiers import PreemptionName
+from quire.engine.decoding.group import Group
+from quire.engine.kvcache.tiers.base import Tiers
+from quire.engine.scheduler.draft import PlanDraft
+from quire.engine.scheduler.inheritance import Inheritance, Parcel
+from quire.engine.scheduler.policies.step_time import StepTime
+from quire.types.errors import ConfigError
+from quire.types.step import StepPlan
+
+
+class ComputeTime:
+    """Seconds that known tokens take to compute, learned from steps with and without prompts in equal parts; not from
+    those that also moved blocks."""
+
+    def __init__(self) -> None:
+        self._steps = StepTime()
+        self._decodes_next = False
+
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long."""
+        has_prompt = bool(plan.chunks)
+        if (has_prompt or self._decodes_next) and not plan.transfers.saves and not plan.transfers.loads:
+            self._steps.note(plan.num_tokens, seconds)
+            self._decodes_next = has_prompt
+
+    def seconds(self, num_tokens: int) -> float | None:
+        """None before anything was computed."""
+        each = self._steps.per_token
+        return None if each is None else each * num_tokens
 
 
 class Preemption(Protocol):
-    """How a preempted sequence gives up its blocks, and so what it owes when it comes back."""
+    """How a preempted group gives up its blocks, and so what it owes when it comes back."""
 
-    def vacate(self, sequence: Sequence) -> None:
-        """Give up the sequence's blocks; set `computed` to what it still has when it is seated again."""
+    num_swaps: int  # groups whose blocks were moved
+
+    def vacate(self, group: Group, draft: PlanDraft, num_tokens: int) -> str:
+        """Give up all blocks of the group, which has computed so many tokens; returns what the ledger says of it.
+
+        Sets `computed` to what each sequence still has when it is seated again.
+        """
 
 
 class Recompute:
     """Free everything; every known token is owed again. Results still in flight are dropped when they arrive."""
 
-    def vacate(self, sequence: Sequence) -> None:
+    num_swaps = 0
+
+    def __init__(self, compute: ComputeTime) -> None:
+        self._compute = compute
+
+    def vacate(self, group: Group, draft: PlanDraft, num_tokens: int) -> str:  # noqa: ARG002 - Preemption's signature
+        free(group)
+        return f"recompute est. {_milliseconds(self._compute.seconds(num_tokens))}"
+
+
+class Swap:
+    """Move all blocks to host memory, where they are found again: nothing is owed but what was not computed. Where
+    that has no room for all, or every position must be computed for its logprobs, recompute."""
+
+    def __init__(self, compute: ComputeTime, tiers: Tiers, inheritance: Inheritance) -> None:
+        self._compute, self._tiers, self._inheritance = compute, tiers, inheritance
+        self._recompute = Recompute(compute)
+        self.num_swaps = 0
+
+    def vacate(self, group: Group, draft: PlanDraft, num_tokens: int) -> str:
+        if not any(sequence.computed for sequence in group.live):  # what it parked before it was let in is still there
+            free(group)
+            return "nothing was computed"
+        if group.request.sampling.prompt_logprobs is not None:
+            return self._recompute.vacate(group, draft, num_tokens)
+        parcel = self._inheritance.parcel(group, draft)
+        num_saved = self._tiers.num_missing(parcel.blocks)
+        if num_saved is None:
+            return f"host memory is full, {self._recompute.vacate(group, draft, num_tokens)}"
+        moving = self._tiers.move_seconds(num_saved, len(parcel.blocks))
+        again = self._compute.seconds(num_tokens)
+        if not self.is_cheaper(moving, again):
+            self._tiers.doubt(parcel.blocks)
+            return f"{self._recompute.vacate(group, draft, num_tokens)} (swap est. {_milliseconds(moving)})"
+        self._move(group, parcel)
+        costs = f"est. {_milliseconds(moving)} (recompute est. {_milliseconds(again)})"
+        return f"swapped {len(parcel.blocks)} blocks, {costs}"
+
+    def is_cheaper(self, moving: float, again: float | None) -> bool:  # noqa: ARG002 - for those that compare
+        """Whether blocks that take `moving` seconds to move are moved, or computed in `again` seconds."""
+        return True
+
+    def _move(self, group: Group, parcel: Parcel) -> None:
+        self.num_swaps += 1
+        self._tiers.park(group, parcel.blocks)
+        for sequence, length in parcel.lengths.items():
+            sequence.parked = length
+        free(group)
+
+
+class ByCost(Swap):
+    """Whichever is estimated to take less time, by what the link and the model have shown."""
+
+    def is_cheaper(self, moving: float, again: float | None) -> bool:
+        return again is None or moving <= again
+
+
+def free(group: Group) -> None:
+    """Give up all blocks; every known token is owed."""
+    for sequence in group.live:
         sequence.table.free()
         sequence.computed = 0
+
+
+def make_preemption(
+    name: PreemptionName, compute: ComputeTime, tiers: Tiers, inheritance: Inheritance, *, has_tiers: bool
+) -> Preemption:
+    """How groups give up their blocks. Raises ConfigError if there is nowhere to move them."""
+    if name == "swap" and not has_tiers:
+        raise ConfigError("preemption", '"swap" needs host memory', 'set host_cache_memory="4GiB" or another size')
+    if name == "recompute" or not has_tiers:
+        return Recompute(compute)
+    return (Swap if name == "swap" else ByCost)(compute, tiers, inheritance)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{seconds * 1e3:.3g} ms"

@@ -7,14 +7,13 @@ from collections import defaultdict
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.decoding.group import Group, Sequence
 from quire.engine.decoding.pace import PLAIN
-from quire.engine.kvcache.table import BlockTable
+from quire.engine.kvcache.pins import Pins
 from quire.engine.scheduler import accounts
 from quire.engine.scheduler.budget import held_back
 from quire.engine.scheduler.draft import PlanDraft
 from quire.engine.scheduler.memory import furnish
 from quire.engine.scheduler.paced import PacedSet
 from quire.engine.scheduler.policies.registry import make_policy
-from quire.engine.scheduler.preemption import Preemption, Recompute
 from quire.engine.scheduler.queue import GroupQueue
 from quire.engine.scheduler.rows import DecodeSet, RowBook
 from quire.types.errors import OutOfBlocks
@@ -30,14 +29,17 @@ class Scheduler:
     planned when it is due: `paced` knows who is, and `go_on` makes it so.
     """
 
-    def __init__(self, cache: CacheConfig, config: SchedulerConfig, preemption: Preemption | None = None) -> None:
+    def __init__(self, cache: CacheConfig, config: SchedulerConfig) -> None:
         self.policy, self.rows = make_policy(config), RowBook(config.num_rows)
-        self.pool, self._prefixes, self.inheritance, self._memory = furnish(cache, config, self.policy, self.rows)
+        has = furnish(cache, config, self.policy, self.rows)
+        self.pool, self.tiers, self.inheritance, self._memory = has.pool, has.tiers, has.inheritance, has.memory
+        self._prefixes, self._compute, self._prefetch = has.prefixes, has.compute, has.prefetch
+        self.new_table, self.preemption = has.memory.new_table, has.preemption
+        self.pins = Pins(self._prefixes, self.pool, cache.block_size, has_cache=cache.enable_prefix_caching)
         self.paced = PacedSet(self.rows, self.pool, cache.block_size)
         self.waiting, self.running = GroupQueue(self.policy.key), GroupQueue(self.policy.key)
         self.num_preemptions = 0
         self.block_size, self._budget = cache.block_size, config.max_num_batched_tokens
-        self._preemption = preemption or Recompute()
         self._decoding = DecodeSet(config.num_rows)
         self._owing: dict[Group, None] = {}  # running groups with known tokens to compute, in no order
         self.tick = 0  # steps in which the decode set has advanced
@@ -50,9 +52,6 @@ class Scheduler:
         self._stopped_step, self._stopped_for = -1, ""  # when and why a waiting group was last not let in
 
     # ------------------------------------------------------------------------------------------ coming and going
-    def new_table(self) -> BlockTable:
-        return self._memory.new_table()
-
     def add(self, group: Group) -> None:
         group.queued_step = self._step
         self.waiting.add(group)
@@ -70,17 +69,21 @@ class Scheduler:
         sequence.table.free()
         return sequence.outputs
 
-    def remove(self, group: Group) -> None:
-        """Forget a group whose sequences have left their rows."""
+    def remove(self, group: Group, *, returns: bool = False) -> None:
+        """Forget a group whose sequences have left their rows, and what it parked, unless it returns for that."""
         (self.running if group.running else self.waiting).remove(group)
         self.policy.left(group, self)
         self._owing.pop(group, None)
+        self._prefetch.forget(group)
         self.rows.reserve(-group.num_spare)
         group.running, group.num_spare = False, 0
+        if not returns:
+            self.tiers.unpark(group)
 
     def reset_cache(self) -> int:
-        """Forget cached prefixes; returns how many blocks that freed. What is held now is not found again either."""
-        return self._prefixes.reset()
+        """Forget cached prefixes in all tiers, pinned ones too; returns how many blocks that freed on the device."""
+        self.tiers.reset()
+        return self._prefixes.reset() + self.pins.reset()
 
     # ------------------------------------------------------------------------------------- what policies look at
     @property
@@ -106,14 +109,15 @@ class Scheduler:
         if self._stride:
             self._decode(draft)
         if self._owing or len(self.waiting):
+            self._prefetch.look(self.waiting)
             self._prefill(draft)
         if not self._stride and draft.is_idle:  # there is nothing to pause for
             self._stride = 1
             self._decode(draft)
         self.ahead_rows = self._decoding.snapshot() if self._stride else NO_ROWS
-        if draft.is_idle and not len(self.ahead_rows):
+        if draft.is_idle and not len(self.ahead_rows) and not draft.loads and not self.tiers.has_orders:
             return None
-        plan = draft.finish(self._step, self.ahead_rows, tuple(self._released))
+        plan = draft.finish(self._step, self.ahead_rows, tuple(self._released), self.tiers.take_orders(draft.loads))
         self._released.clear()
         self._step += 1
         self.tick += self._stride
@@ -121,6 +125,7 @@ class Scheduler:
             sequence = self.rows.sequences[chunk.row]
             assert sequence is not None
             self.inheritance.leave(sequence)
+        self.inheritance.settle()
         return plan
 
     def _decode(self, draft: PlanDraft) -> None:
@@ -137,6 +142,7 @@ class Scheduler:
         """What running groups owe, and whom to let in besides."""
         if self._owing:
             held = 0
+            draft.prompts.update(self._owing)
             if len(self.waiting) and self._candidate(draft)[0] is not None:
                 first = self.waiting.head(self.rows.num_free)
                 held = held_back(draft.budget, self._owing, first, self.policy.goes_before)
@@ -188,14 +194,15 @@ class Scheduler:
 
     def _compute_owed(self, draft: PlanDraft, group: Group) -> None:
         """Hand a running group's owed tokens their share of the budget."""
-        if not group.forked and not group.leader.introduced:  # at admission, or when the leader before it was ended
-            self.inheritance.introduce(draft, group, self.tick, self._now)
+        is_new = not group.forked and not group.leader.introduced  # let in just now, or its last leader was ended
+        if is_new and self.inheritance.introduce(draft, group, self.tick, self._now):
+            return
         if not group.forked:
             leader = group.leader
             target = leader.num_known if len(group.live) == 1 else group.num_prompt
             if not self._compute_chunk(draft, leader, target) or leader.computed < target:
                 return
-            self._fork(draft, group)  # its own tokens wait a step: a tail is copied before a forward, not within
+            draft.fork(group)  # its own tokens wait a step: a tail is copied before a forward, not within
         else:
             for sequence in group.live:
                 target = sequence.target
@@ -244,15 +251,6 @@ class Scheduler:
             draft.write(samplers[0], guess)
         return guess
 
-    def _fork(self, draft: PlanDraft, group: Group) -> None:
-        """The prompt is computed: every other sequence shares its blocks."""
-        leader = group.leader
-        for sequence in group.live[1:]:
-            sequence.table = leader.table.fork()
-            sequence.computed = leader.computed
-            draft.add_row(sequence)
-        group.forked = True
-
     def _admit(self, draft: PlanDraft) -> None:
         """Let waiting groups in, in order, while rows, budget and blocks last; nothing that runs is disturbed."""
         while len(self.waiting):
@@ -273,17 +271,19 @@ class Scheduler:
             self.policy.admitted(group, self)
             self._owing[group] = None
             self._compute_owed(draft, group)
+            self._prefetch.forget(group)
 
     def _candidate(self, draft: PlanDraft) -> tuple[Group | None, str]:
         """Who is let in next; or None, and what keeps everybody out of this step."""
         if draft.budget <= 0 or self.rows.num_free <= 0:
             return None, "token budget" if draft.budget <= 0 else "no free row"
-        group = self.policy.choose(self)
-        if group is None:
+        if (group := self.policy.choose(self)) is None:
             return None, "not its turn"
         if len(group.live) + group.num_beams_to_come > self.rows.num_free:
             return None, "no free row"
-        return (group, "") if self._memory.has_room(group, alone=not len(self.running)) else (None, "no free blocks")
+        if delay := self._prefetch.delay(group, self._now) or self.inheritance.delay(group, draft.prompts):
+            return None, delay
+        return (group, "") if self._memory.has_room(group, self.running) else (None, "no free blocks")
 
     # --------------------------------------------------------------------------------------------- preempting
     def _grow(self, draft: PlanDraft, sequence: Sequence, num_tokens: int) -> bool:
@@ -304,12 +304,13 @@ class Scheduler:
         for sequence in group.live:
             row = self._leave_row(sequence)
             sequence.computed = dropped.get(row, sequence.computed)
-        before = accounts.num_computed(group, self.tick)
-        for sequence in group.live:
             self.inheritance.leave(sequence, leaving=True)
-            self._preemption.vacate(sequence)
-        group.ledger.note("preempted", self._now, before - accounts.num_computed(group, self.tick), "no free blocks")
-        self.remove(group)
+        num_tokens = accounts.num_computed(group, self.tick)
+        how = self.preemption.vacate(group, draft, num_tokens)
+        draft.drop_loads(self.pool)
+        num_owed = 0 if any(sequence.parked for sequence in group.live) else num_tokens
+        group.ledger.note("preempted", self._now, num_owed, f"no free blocks; {how}")
+        self.remove(group, returns=True)
         group.num_preemptions += 1
         self.num_preemptions += 1
         self.add(group)
@@ -369,10 +370,15 @@ class Scheduler:
         self.rows.reserve(1)
 
     # ----------------------------------------------------------------------------------------------- accounts
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long."""
+        self.policy.note_step(plan.num_tokens, seconds)
+        self._compute.note_step(plan, seconds)
+
     def slots_used(self) -> int:
         """Token slots that hold a computed token, shared ones counted once."""
-        num_held = self.pool.num_used - len(self._memory.kept)
-        return accounts.slots_used(self.running, self.pool, num_held, self.block_size, self.tick)
+        num_held, num_pinned = self.pool.num_used - len(self._memory.kept), self.pins.num_alone
+        return accounts.slots_used(self.running, self.pool, num_held, num_pinned, self.block_size, self.tick)
 
     def request_blocks(self) -> tuple[RequestBlocks, ...]:
         """What every live request holds, running ones first."""
@@ -380,17 +386,14 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """With no request left, nothing may be held; a leak is an error now, not a slow death. Costs nothing."""
-        if self.pool.num_used or self.rows.num_taken:
-            raise RuntimeError(f"{self.pool.num_used} blocks and {self.rows.num_taken} rows are held by nobody")
+        num_held = self.pool.num_used - self.pins.num_blocks
+        if num_held or self.rows.num_taken:
+            raise RuntimeError(f"{num_held} blocks and {self.rows.num_taken} rows are held by nobody")
 
     def check(self) -> None:
         """Every block is held exactly by the tables that list it; rows, queues and decode set agree."""
-        for owner in (self.pool, self._prefixes, self.rows, self.waiting, self.running, self._decoding, self.paced):
+        queues = self.waiting, self.running, self._decoding, self.paced
+        for owner in (self.pool, self._prefixes, self.tiers, self.rows, *queues):
             owner.check()
-        for sequence in [sequence for group in self.running for sequence in group.live]:
-            accounts.check_sequence(sequence, self.rows, self._decoding, self.tick)
-        accounts.check_blocks(self.running, self.pool, self._memory.kept)
-        for group in self.waiting:
-            assert not group.running
-            assert all(s.row is None and not s.table.blocks for s in group.live)
-        assert self.rows.num_taken == sum(len(group.live) for group in self.running)
+        accounts.check_blocks(self.running, self.pool, self._memory.kept, self.pins)
+        accounts.check_groups(self.running, self.waiting, self.rows, self._decoding, self.tick)

@@ -1,4 +1,5 @@
-"""Whole blocks of the cache moved in all layers by one launch: from block to block, and through a staging buffer."""
+"""Whole blocks of the cache moved in all layers by one launch: from block to block, through a staging buffer, and from
+there to host memory that the device reaches."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from quire.kernels.triton.launch import check, power_of_two
 
 _WORDS = 4096  # eight-byte words a program moves
+_CROSSING_PROGRAMS = 32  # that share one crossing of the bus: enough to fill it, and few enough to leave others room
 
 
 @triton.jit
@@ -58,6 +60,53 @@ def scatter_blocks(staging: Tensor, block_ids: Tensor, memory: Tensor) -> None:
     _check_staging(cache, buffer, block_ids)
     strides = (buffer.stride(0), buffer.stride(1), cache.stride(1), cache.stride(0))
     _move(buffer, cache, None, block_ids, len(block_ids), strides, 1)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _cross_kernel(
+    staging_ptr, addresses_ptr, count, words,
+    TO_HOST: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(words, BLOCK)
+    for tile in range(tl.program_id(0), count * tiles, tl.num_programs(0)):
+        entry = (tile // tiles).to(tl.int64)
+        word = (tile % tiles) * BLOCK + tl.arange(0, BLOCK)
+        address = tl.multiple_of(tl.load(addresses_ptr + entry), ALIGNMENT)
+        inside = (word < words) & (address != 0)
+        host = address.to(tl.pointer_type(tl.int64)) + word
+        staged = staging_ptr + entry * words + word
+        if TO_HOST:
+            tl.store(host, tl.load(staged, mask=inside), mask=inside)
+        else:
+            tl.store(staged, tl.load(host, mask=inside), mask=inside)
+
+
+def send_blocks(staging: Tensor, addresses: Tensor) -> None:
+    """Blocks of `staging` [n or more, planes, ...] to n host addresses [n], int64, on the device; 0 is padding.
+
+    The memory there must be pinned, or otherwise within the device's reach, and hold a block's planes side by side.
+    """
+    _cross(staging, addresses, to_host=True)
+
+
+def fetch_blocks(addresses: Tensor, staging: Tensor) -> None:
+    """The way back of `send_blocks`."""
+    _cross(staging, addresses, to_host=False)
+
+
+def _cross(staging: Tensor, addresses: Tensor, *, to_host: bool) -> None:
+    buffer = _words(staging, 1)  # [blocks, words]
+    listed = addresses.dim() == 1 and addresses.dtype == torch.int64 and addresses.is_contiguous()
+    check(listed, "addresses is a contiguous vector of int64")
+    check(len(addresses) <= len(buffer), "staging is too small")
+    words, count = buffer.shape[1], len(addresses)
+    block = min(power_of_two(words), _WORDS)
+    programs = min(_CROSSING_PROGRAMS, count * triton.cdiv(words, block))
+    if programs:
+        _cross_kernel[(programs,)](
+            buffer, addresses, count, words, TO_HOST=to_host, ALIGNMENT=16 if words % 2 == 0 else 8, BLOCK=block,
+            num_warps=max(1, min(8, block // 256)), num_stages=1,
+        )  # fmt: skip
 
 
 def _move(

@@ -23,11 +23,13 @@ from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.registry import build_model
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
+from quire.runtime.tiers.make import make_tiers
 from quire.runtime.tuned import adopt_tuned
 from quire.runtime.worker.output import StepOutput
 from quire.runtime.worker.worker import Worker
 from quire.types.errors import EngineDead
 from quire.types.step import StepPlan, StepResult
+from quire.types.transfer import NOTHING_MOVED, TransferReport
 
 Progress = Callable[[str, int, int], None]
 DEPTHS = {"cpu": 1, "cuda": 2}
@@ -82,6 +84,7 @@ class SingleExecutor:
         self._worker.drafter = make_drafter(
             self._worker, model, model_config, config, partial(load, draft_files or files)
         )
+        self._worker.tiers = make_tiers(self._worker.cache, config.cache, triton=kernels == "triton")
         self._launched: deque[StepResult | _Launched] = deque()
         self._ring = TokenRing(scheduler.num_samples)
         if self._compiles:
@@ -110,12 +113,17 @@ class SingleExecutor:
         self._ring.give_back(launched.landing)
         return result
 
+    def transfers(self) -> TransferReport:
+        return NOTHING_MOVED if self._worker is None else self._worker.tiers.report()
+
     def check(self) -> None:
         """Every owner's own check; waits for the device."""
         if self._worker is not None:
             self._worker.check()
 
     def close(self) -> None:
+        if self._worker is not None:
+            self._worker.tiers.close()
         self._worker = None
         self._launched.clear()
         gc.unfreeze()

@@ -50,6 +50,7 @@ class OwnCoverage:
             self._tables[new.row, : len(new.block_ids)] = new.block_ids
         self._tables[plan.grant_rows, plan.grant_slots] = plan.grant_blocks
         self._filled[plan.grant_blocks] = False
+        self._filled[[move.block for move in plan.transfers.loads]] = False  # the tiers hold the target's alone
         for chunk in plan.chunks:  # a block found half right in the prefix cache is written on from there
             first, end = chunk.start // self._size, -(-(chunk.start + chunk.num_tokens) // self._size)
             self._filled[self._tables[chunk.row, first:end]] = False

@@ -26,27 +26,35 @@ class KVCache:
     ) -> None:
         shape = (num_layers, 2, config.num_blocks, heads.num_kv, config.block_size, heads.dim)
         self._memory = _zeros(shape, dtype, device)
-        self._blocks = indexable(self._memory).view(num_layers * 2, config.num_blocks, -1)
+        self.blocks = indexable(self._memory).view(num_layers * 2, config.num_blocks, -1)  # [planes, blocks, numbers]
         self.layers = tuple(LayerCache.of(layer[0], layer[1]) for layer in self._memory)
         self.num_blocks, self.block_size = config.num_blocks, config.block_size
 
     def first(self, num_layers: int) -> KVCache:
         """The same memory, as a model of so many of its layers sees it."""
         other = copying.copy(self)
-        other._memory, other._blocks = self._memory[:num_layers], self._blocks[: 2 * num_layers]
+        other._memory, other.blocks = self._memory[:num_layers], self.blocks[: 2 * num_layers]
         other.layers = self.layers[:num_layers]
         return other
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Carry copies out as if one after the other."""
         for batch in independent(copies):
-            pairs = torch.tensor([(c.source, c.target) for c in batch], device=self._blocks.device).T.contiguous()
+            pairs = torch.tensor([(c.source, c.target) for c in batch], device=self.blocks.device).T.contiguous()
             for some in torch.split(pairs, _BLOCKS_AT_ONCE, dim=1):
-                self._blocks.index_copy_(1, some[1], self._blocks.index_select(1, some[0]))
+                self.blocks.index_copy_(1, some[1], self.blocks.index_select(1, some[0]))
+
+    def gather(self, block_ids: Tensor, staging: Tensor) -> None:
+        """Blocks [n] into `staging` [n, planes, numbers]: all of a block side by side."""
+        staging.copy_(self.blocks.index_select(1, block_ids).transpose(0, 1))
+
+    def scatter(self, staging: Tensor, block_ids: Tensor) -> None:
+        """The way back of `gather`. No block may be named twice."""
+        self.blocks.index_copy_(1, block_ids.long(), staging.transpose(0, 1))
 
     def clear(self, block_ids: Tensor) -> None:
         """Zero whole blocks [n] before their first write, so that slots not yet written never hold stale numbers."""
-        self._blocks.index_fill_(1, block_ids, 0.0)
+        self.blocks.index_fill_(1, block_ids, 0.0)
 
     def check(self) -> None:
         key = self.layers[0].key

@@ -1,4 +1,4 @@
-"""The paged cache on a GPU: copies of blocks in all layers by one launch."""
+"""The paged cache on a GPU: blocks moved in all layers by one launch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.config.engine import CacheConfig
 from quire.config.model import Heads
-from quire.kernels.triton.copy import copy_blocks
+from quire.kernels.triton.copy import copy_blocks, gather_blocks, scatter_blocks
 from quire.runtime.transfer import Courier
 from quire.runtime.worker.cache import KVCache, independent
 from quire.types.step import BlockCopy
@@ -27,4 +28,10 @@ class DeviceCache(KVCache):
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         for batch in independent(copies):
             pairs = np.array([(copy.source, copy.target) for copy in batch], dtype=np.int32)
-            copy_blocks(self._blocks, self._courier.send(pairs)[0])
+            copy_blocks(self.blocks, self._courier.send(pairs)[0])
+
+    def gather(self, block_ids: Tensor, staging: Tensor) -> None:
+        gather_blocks(self.blocks, block_ids, staging)
+
+    def scatter(self, staging: Tensor, block_ids: Tensor) -> None:
+        scatter_blocks(staging, block_ids, self.blocks)

@@ -63,7 +63,7 @@ class VirtualCache(KVCache):
 
     def _see(self, pages: PageMemory, num_layers: int) -> None:
         self._pages = pages
-        self._blocks = pages.blocks.view(torch.int64)[None]  # [1, blocks, words]: a block is all there is of it
+        self.blocks = pages.blocks.view(torch.int64)[None]  # [1, blocks, words]: a block is all there is of it
         flat, heads = pages.places.view(self._dtype).view(-1, self._heads.dim), self._heads.num_kv
         self.layers = tuple(VirtualLayer.over(flat, layer, self._num_layers, heads) for layer in range(num_layers))
         self.ranges = RowRanges(pages, *self._shape, _make_fences(flat.device))

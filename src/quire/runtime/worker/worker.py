@@ -11,6 +11,7 @@ from quire.config.model import ModelConfig
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.models.registry import Model
 from quire.runtime.speculation.drafter import NO_DRAFTER, Drafter
+from quire.runtime.tiers.tiers import NO_TIERS, Tiers
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.output import StepOutput
 from quire.runtime.worker.parts import make_parts
@@ -21,7 +22,7 @@ from quire.types.step import Ints, NewRow, RowFailure, RowTokens, StepPlan
 
 class Worker:
     """Owns rows, KV memory, unless that is another worker's, and sampler state. Plans must be executed in the order
-    the engine made them. `drafter` may be set to one that looks at this worker's rows."""
+    the engine made them. `drafter` may be set to one that looks at this worker's rows, `tiers` to its cache's."""
 
     def __init__(
         self,
@@ -39,12 +40,14 @@ class Worker:
         num_samples = config.scheduler.num_samples
         self._runner = Runner(model, self.rows, parts.batches, parts.forward, sampler, num_samples)
         self.drafter: Drafter = NO_DRAFTER
+        self.tiers: Tiers = NO_TIERS
         self._failed: set[int] = set()  # live rows whose own code raised when they were added
 
     @torch.inference_mode()
     def prepare(self, seconds: float) -> None:
         """Do for about so long what the first requests would wait for. Changes no row and no block."""
         self._prepare(seconds)
+        self.tiers.prepare()
         self.drafter.prepare(seconds)
 
     @torch.inference_mode()
@@ -54,6 +57,7 @@ class Worker:
         failures = self._add(plan.new_rows) if plan.new_rows else ()
         failures += self._write(plan.writes) if plan.writes else ()
         self.rows.grant(plan.grant_rows, plan.grant_slots, plan.grant_blocks)
+        self.tiers.obey(plan.transfers)
         self.cache.copy(plan.copies)
         if plan.num_tokens == 0:
             output = StepOutput(plan, torch.empty(0, dtype=torch.int64, device=self.rows.device))
@@ -68,6 +72,7 @@ class Worker:
         """Waits for the device."""
         self.rows.check()
         self.cache.check()
+        self.tiers.check()
         assert all(self.rows.live[row] for row in self._failed)
 
     def _release(self, rows: tuple[int, ...]) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
 from quire.config.policy import POLICY_NAMES
+from quire.config.prefix import EVICTION_NAMES
+from quire.config.tiers import PREEMPTION_NAMES
 
 if TYPE_CHECKING:
     from quire.config.resolve import EngineSettings
@@ -39,6 +41,13 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--max-num-batched-tokens": (int, "tokens computed in one step"),
     "--policy": (str, f"who goes first: {', '.join(POLICY_NAMES)} (fcfs)"),
     "--policy-config": (json_object, 'settings of the policy, as JSON: {"ttft": 0.5, "tpot": 0.05}'),
+    "--prefix-eviction": (str, f"which cached prompts are forgotten first: {', '.join(EVICTION_NAMES)} (lru)"),
+    "--preemption": (str, f"a request makes room by: {', '.join(PREEMPTION_NAMES)} (auto: what costs less time)"),
+    "--host-cache-memory": (str, 'host memory for blocks the device gives up, like "4GiB" (none)'),
+    "--swap-space": (float, "the same in GiB"),
+    "--disk-cache-path": (str, "a folder of your own for blocks that host memory gives up (none)"),
+    "--disk-cache-memory": (str, 'how much of it to fill, like "50GiB"'),
+    "--tier-write": (str, "back: save a block when it is evicted (default); through: when it is computed"),
     "--threads": (int, "CPU threads (all cores)"),
     "--quantization": (str, "fp8: the layers' weights as float8, quantized while they are loaded"),
     "--kv-cache-dtype": (str, "auto: as --dtype; fp8 or fp8_e4m3: half the memory per token"),
@@ -48,6 +57,9 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
         json_object,
         'guess ahead and verify, as JSON: {"method": "ngram"}, "self_draft", or "draft_model" and its "model"',
     ),
+    "--record": (str, "write all inputs and decisions to this new file, for `quire replay`"),
+    "--record-tokens": (str, "exact, or hashed: it tells which prompts begin alike, not what they say (exact)"),
+    "--record-limit": (str, "how large the file may become (1GiB)"),
 }
 ENGINE_SWITCHES = {"--enforce-eager": "capture no step as a CUDA graph: slower, for finding faults"}
 ENGINE_CHOICES = {"--enable-prefix-caching": "keep computed prompts and answers for prompts that begin alike (on)"}

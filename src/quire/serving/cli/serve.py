@@ -91,6 +91,7 @@ def _access(args: argparse.Namespace) -> tuple[AccessConfig, str | None]:
         cors_origins=tuple(_origin(origin) for origin in args.cors_origin),
         playground=not args.no_playground,
         metrics_need_key=not args.open_metrics,
+        shares_cache=args.shared_prefix_cache,
     )
     return access, made
 

@@ -102,6 +102,9 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="web pages of it may call; repeatable"
     )
     group.add_argument("--open-metrics", action="store_true", help="/metrics asks for no key")
+    group.add_argument(
+        "--shared-prefix-cache", action="store_true", help="clients of all keys find each other's cached prompts"
+    )
 
 
 def _add_watching(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal
 
@@ -42,6 +42,10 @@ class Draining(QuireError):
     """The server is shutting down and takes no new work."""
 
 
+def _nobody_waits() -> None:
+    """Nothing is to be done when an engine comes up."""
+
+
 class Desk:
     """Belongs to the event loop, but for the `post_` methods, which the link's thread calls.
 
@@ -73,6 +77,7 @@ class Desk:
         self.is_draining = False
         self.engine: EngineReady | None = None  # None: down
         self.known_engine: EngineReady | None = None  # the last that was up; None: there was none yet
+        self.on_engine_up: Callable[[], None] = _nobody_waits
 
     def start(self) -> None:
         self._link.start(self._reader)
@@ -219,6 +224,7 @@ class Desk:
         self._room.turns.by_tenant, self._room.turns.ageing = ready.policy == "fair", ready.ageing
         self._observer.engine_up(ready.generation)
         self._let_in()
+        self.on_engine_up()
 
     def _take_engine_down(self, lost: list[Ticket], reason: str) -> None:
         logger.error("the engine is down: %s; %d requests were in it, %d wait", reason, len(lost), len(self._room))

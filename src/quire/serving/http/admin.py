@@ -59,6 +59,8 @@ class Admin:
         return [*live_requests(self._service.desk, self._service.peers.edge), *others], missing
 
     async def reset_cache(self, exchange: Exchange) -> None:
+        """Forget all cached prompts, resident ones too."""
+        self._service.residents.forget()
         try:
             await exchange.reply_json({"freed_blocks": await self._service.link.reset_cache()})
         except EngineDead:
@@ -66,7 +68,8 @@ class Admin:
 
     async def stats(self, exchange: Exchange) -> None:
         stats = await self._engine_stats()
-        await exchange.reply_json({**asdict(stats), **self._edges()})
+        rates = {"prefix_hit_rate": stats.prefix_hit_rate}
+        await exchange.reply_json({**asdict(stats), **rates, **self._edges()})
 
     async def requests(self, exchange: Exchange) -> None:
         """What all edges look after, with the engine's view of it where there is one."""

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.serving.http.admin import Admin
+from quire.serving.http.admin_prefixes import AdminPrefixes
 from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import Endpoint, Handler
 from quire.serving.http.guard import Guard, not_found
@@ -33,7 +34,7 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
     files = playground_routes(playground) if access.playground else {}
     routes = api_routes(service)
     if access.admin_digests:
-        routes |= _admin_routes(Admin(service))
+        routes |= _admin_routes(Admin(service), AdminPrefixes(service))
     routes |= {("GET", path): file for path, file in files.items()}
     for (method, path), handler in routes.items():
         app.add_route(path, Endpoint(handler), methods=[method])  # type: ignore[arg-type]
@@ -72,11 +73,14 @@ def api_routes(service: Service) -> Routes:
     }
 
 
-def _admin_routes(admin: Admin) -> Routes:
+def _admin_routes(admin: Admin, prefixes: AdminPrefixes) -> Routes:
     return {
         ("POST", "/admin/drain"): admin.drain,
         ("POST", "/admin/abort"): admin.abort,
         ("POST", "/admin/reset_cache"): admin.reset_cache,
+        ("POST", "/admin/prefixes"): prefixes.register,
+        ("GET", "/admin/prefixes"): prefixes.listing,
+        ("DELETE", "/admin/prefixes/{name:path}"): prefixes.remove,
         ("GET", "/admin/stats"): admin.stats,
         ("GET", "/admin/requests"): admin.requests,
         ("GET", "/admin/blocks"): admin.blocks,

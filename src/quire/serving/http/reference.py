@@ -46,6 +46,7 @@ _ABORT = (
     "end one client's request by any of its ids, or by the beginning of one (404: none begins so, 409: several do), or "
     "all of them"
 )
+_KEEP = "keep a prompt in the cache, for every key or for `api_key` alone"
 _ROUTES = f"""\
 ## Other routes
 
@@ -66,7 +67,9 @@ Admin routes exist only where an admin key is set, and only that key opens them:
 |-|-|
 | `POST /admin/drain` | shut down as SIGTERM would |
 | `POST /admin/abort` `{{"request_id": ...}}` or `{{"all": true}}` | {_ABORT} |
-| `POST /admin/reset_cache` | forget cached prompts |
+| `POST /admin/reset_cache` | forget cached prompts, registered ones too |
+| `POST /admin/prefixes` `{{"name": ..., "prompt": ...}}` or `"messages"` | {_KEEP} |
+| `GET /admin/prefixes`, `DELETE /admin/prefixes/{{name}}` | list registered prompts; remove one |
 | `GET /admin/stats` | the engine's counters, and what waits at each edge |
 | `GET /admin/requests` | live requests of all edges with their state |
 | `GET /admin/blocks` | server-sent events: the block map, about four times a second |

@@ -12,14 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from quire.config.server import ServerConfig
 from quire.serving.desk.answers import AnswerMemory
 from quire.serving.desk.desk import Desk
 from quire.serving.desk.observer import Observer
+from quire.serving.desk.prefix_book import PrefixBook
 from quire.serving.http.errors import engine_unavailable, model_not_found, too_busy
 from quire.serving.http.limits import Limits
+from quire.serving.http.residents import Residents
 from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.process.link import EngineLink, EngineReady
 from quire.serving.process.peers import Peers
@@ -139,11 +142,17 @@ class Service:
     peers: Peers  # the other edges
     created: int = field(default_factory=lambda: int(datetime.now(UTC).timestamp()))
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "quire-text"))
+    prefix_file: Path | None = None  # where resident prompts are written down; None: in memory
+    recalls_prefixes: bool = True  # it is this edge that registers them with a new engine
     num_body_bytes: int = 0
     answers: AnswerMemory = field(init=False)
+    residents: Residents = field(init=False)
 
     def __post_init__(self) -> None:
         self.answers = AnswerMemory(self.limits)
+        self.residents = Residents(self.desk, self.link, self.config.access, PrefixBook(self.prefix_file))
+        if self.recalls_prefixes:
+            self.desk.on_engine_up = self.residents.recall
 
     @property
     def names(self) -> tuple[str, ...]:

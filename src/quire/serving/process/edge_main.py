@@ -96,6 +96,8 @@ class Edge:
             render_metrics=render_metrics,
             ask_drain=lambda: channel.send(AskDrain()),
             peers=self._peers,
+            prefix_file=Path(start.directory) / "prefixes",
+            recalls_prefixes=start.seat == 0,
         )
         app = build_app(self._service, files())
         self._server = EdgeServer(http_config(app, limits), lambda: channel.send(EdgeReady()))

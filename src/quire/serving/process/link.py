@@ -8,6 +8,7 @@ from typing import Protocol
 from quire.config.policy import DEFAULT_AGEING
 from quire.types.errors import InvalidRequest
 from quire.types.output import TokensOut
+from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Submit
 from quire.types.stats import BlockMap, EngineStats
 
@@ -46,7 +47,7 @@ class EngineListener(Protocol):
 
 
 class EngineLink(Protocol):
-    """Thread-safe. Nothing here waits for the engine, except `stats` and `block_map`, which are awaited."""
+    """Thread-safe. Nothing here waits for the engine but what is awaited."""
 
     def start(self, listener: EngineListener) -> None: ...
 
@@ -60,6 +61,12 @@ class EngineLink(Protocol):
 
     async def block_map(self) -> BlockMap:
         """Raises EngineDead when the engine is down or does not answer within seconds."""
+
+    async def pins(self) -> tuple[PinnedPrefix, ...]:
+        """The prompts that stay resident. Raises EngineDead as above."""
+
+    async def unpin(self, salt: str, name: str) -> bool:
+        """Let go of a resident prompt; False if there is none of that name. Raises EngineDead as above."""
 
     async def reset_cache(self) -> int:
         """Forget cached prefixes; returns how many blocks that freed. Raises EngineDead as above."""

@@ -25,11 +25,13 @@ from quire.engine.messages import (
     FromEngine,
     Goodbye,
     Lost,
-    Question,
+    PinsAnswer,
     Refused,
     StatsAnswer,
     SubmitRequest,
     Tokens,
+    Unpin,
+    Unpinned,
     encode,
 )
 from quire.engine.transport import EdgeSocket
@@ -37,6 +39,7 @@ from quire.serving.process.child import leave_orphaned
 from quire.serving.process.control import ControlChannel, ControlMessage, EngineDown, EngineUp
 from quire.serving.process.link import EngineListener
 from quire.types.errors import EngineDead
+from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Submit
 from quire.types.stats import BlockMap, EngineStats
 
@@ -46,7 +49,7 @@ ANSWER_SECONDS = 5.0  # a step may be long; when the engine ends, questions end 
 _MAX_QUESTIONS = 256  # unanswered at one time
 _MAX_OUTBOX = 65_536  # messages not yet handed to the socket
 
-Answer = TypeVar("Answer", EngineStats, BlockMap, int)
+Answer = TypeVar("Answer", EngineStats, BlockMap, int, tuple[PinnedPrefix, ...], bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +113,19 @@ class RemoteLink:
         self._post(_Outgoing(encode(AbortRequest(abort))))
 
     async def stats(self) -> EngineStats:
-        return await self._ask("stats", EngineStats)
+        return await self._ask(lambda number: Ask(number, "stats"), EngineStats)
 
     async def block_map(self) -> BlockMap:
-        return await self._ask("block_map", BlockMap)
+        return await self._ask(lambda number: Ask(number, "block_map"), BlockMap)
+
+    async def pins(self) -> tuple[PinnedPrefix, ...]:
+        return await self._ask(lambda number: Ask(number, "pins"), tuple)
+
+    async def unpin(self, salt: str, name: str) -> bool:
+        return await self._ask(lambda number: Unpin(number, salt, name), bool)
 
     async def reset_cache(self) -> int:
-        return await self._ask("reset_cache", int)
+        return await self._ask(lambda number: Ask(number, "reset_cache"), int)
 
     def close(self) -> None:
         """Take leave of the engine, which ends whatever it still has of this edge, and stop reading. Idempotent."""
@@ -142,14 +151,14 @@ class RemoteLink:
             self._woken = True
         os.eventfd_write(self._wake, 1)
 
-    async def _ask(self, question: Question, kind: type[Answer]) -> Answer:
+    async def _ask(self, question: Callable[[int], Ask | Unpin], kind: type[Answer]) -> Answer:
         number, answer = next(self._numbers), Future[object]()
         with self._lock:
             if len(self._questions) >= _MAX_QUESTIONS:
                 raise EngineDead(f"{_MAX_QUESTIONS} questions to the engine are unanswered")
             self._questions[number] = answer
         try:
-            self._post(_Outgoing(encode(Ask(number, question)), number))
+            self._post(_Outgoing(encode(question(number)), number))
             found = await asyncio.wait_for(asyncio.wrap_future(answer), ANSWER_SECONDS)
         except TimeoutError:
             raise EngineDead(f"the engine did not answer within {ANSWER_SECONDS:g} s") from None
@@ -233,6 +242,10 @@ class RemoteLink:
             self._answer(message.number, message.stats)
         elif isinstance(message, BlockMapAnswer):
             self._answer(message.number, message.block_map)
+        elif isinstance(message, PinsAnswer):
+            self._answer(message.number, message.pins)
+        elif isinstance(message, Unpinned):
+            self._answer(message.number, message.was_there)
         elif isinstance(message, Lost):
             self._lose(listener, message.reason)
         else:

@@ -19,6 +19,7 @@ from quire.serving.process.link import EngineReady
 from quire.serving.process.remote_link import RemoteLink
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.output import Finished, TokensOut
+from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Submit
 from quire.types.sampling import SamplingParams
 
@@ -194,6 +195,21 @@ def test_questions_are_answered(edge: Edge) -> None:
         assert stats.running == 1
         assert [each.request_id for each in blocks.requests] == ["a"]
         assert freed == 0
+
+    asyncio.run(ask())
+
+
+def test_a_prompt_is_pinned_listed_and_let_go_over_the_line(edge: Edge) -> None:
+    edge.start_engine()
+    edge.wait(lambda: edge.listener.ups == [1])
+    edge.link.submit(Submit("a", tuple(range(10)), SamplingParams(max_tokens=1), cache_salt="s", pin="system"))
+    edge.wait(lambda: "a" in edge.listener.ends)
+
+    async def ask() -> None:
+        assert await edge.link.pins() == (PinnedPrefix("system", "s", 10, 3),)
+        assert await edge.link.unpin("s", "system")
+        assert not await edge.link.unpin("s", "system")
+        assert await edge.link.pins() == ()
 
     asyncio.run(ask())
 

@@ -24,18 +24,25 @@ class StepTime:
 
     def tokens_within(self, seconds: float, limit: int) -> int:
         """How many tokens a step may have to end in time; `limit` while nothing says otherwise."""
-        count = len(self._steps)
-        if not count:
+        if not self._steps:
             return limit
+        base, slope = self._line()
+        return limit if slope <= 0.0 else min(limit, max(int((seconds - base) / slope), 0))
+
+    @property
+    def per_token(self) -> float | None:
+        """Seconds that a token more takes; None before the first step."""
+        return self._line()[1] if self._steps else None
+
+    def _line(self) -> tuple[float, float]:
+        """Base and slope; there must have been a step."""
+        count = len(self._steps)
         tokens, total, squares, products = self._sums
         spread = squares - tokens * tokens / count
         slope = (products - tokens * total / count) / spread if spread > 1 else 0.0
         if slope < _STEEPNESS:  # steps of one size: as if a step without tokens took no time
-            slope = total / max(tokens, 1.0)
-            base = 0.0
-        else:
-            base = max((total - slope * tokens) / count, 0.0)
-        return limit if slope <= 0.0 else min(limit, max(int((seconds - base) / slope), 0))
+            return 0.0, total / max(tokens, 1.0)
+        return max((total - slope * tokens) / count, 0.0), slope
 
     def _add(self, num_tokens: int, seconds: float, sign: int) -> None:
         values = (num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)

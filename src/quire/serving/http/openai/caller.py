@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from dataclasses import dataclass
 from typing import Literal
+
+from quire.serving.http.salts import cache_salt
 
 GenerationEndpoint = Literal["chat", "completions", "fork"]
 PREFIX = {"chat": "chatcmpl", "completions": "cmpl", "fork": "fork"}
@@ -22,13 +23,11 @@ class Caller:
     lenient: bool
     received_at: float
     warnings: tuple[str, ...] = ()  # about the query
+    shares_cache: bool = False  # with clients of other keys
 
     def salt(self, asked: str) -> str:
-        """Clients with different keys never share cached prompts, whatever salt they send."""
-        if not self.principal and not asked:
-            return ""
-        framed = f"{len(self.principal)}:{self.principal}{asked}"
-        return hashlib.sha256(framed.encode()).hexdigest()
+        """Clients with different keys never share cached prompts, whatever salt they send, unless the operator says."""
+        return cache_salt(self.principal, asked, is_shared=self.shares_cache)
 
     def engine_ids(self, endpoint: GenerationEndpoint, asked: str | None, count: int) -> list[str]:
         """What the engine calls so many requests of one client, who may have asked for a name."""

@@ -80,6 +80,7 @@ class Generation:
             lenient=lenient,
             received_at=received_at,
             warnings=exchange.check_query("explain", "lenient", lenient=lenient),
+            shares_cache=service.config.access.shares_cache,
         )
         with service.metered() as meter:
             body = await exchange.read_body(service.limits, meter.add)

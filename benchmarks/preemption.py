@@ -1,0 +1,228 @@
+"""A storm of requests in a small cache: what swapping, recomputing and choosing between them cost, by block size.
+
+    python -m benchmarks.preemption                                       # a tiny model's shape on this CPU
+    python -m benchmarks.preemption --model small --block-sizes 16 64     # a small one
+    python -m benchmarks.preemption --device cuda --model llama-3.1-8b    # on a GPU; --json PATH keeps it all
+
+The same requests, of random tokens and a random model, all at once, run through the real engine: in a cache that holds
+all of them, and in one that is 1.2 times as large as the longest, with each way to preempt, in turns. Goodput is output
+tokens per second beside those of the cache that holds all. Prefixes are not cached, so nothing else brings blocks back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.models import MODELS, BenchModel
+from benchmarks.kv_layouts import SMALL
+from benchmarks.lengths import Lengths
+from benchmarks.plot import Curves, save_plot
+from benchmarks.report import facts, publish, save
+from quire.config.memory import kv_block_bytes
+from quire.config.resolve import EngineArguments
+from quire.engine.core import EngineCore
+from quire.runtime.loading.files import ModelFiles
+from quire.serving.assembly import PlannedEngine, plan_engine
+from quire.types.output import Finished
+from quire.types.request import Submit
+from quire.types.sampling import SamplingParams
+
+TINY = BenchModel(
+    {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 768,
+        "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+        "hidden_act": "silu", "vocab_size": 4_096, "max_position_embeddings": 8_192, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True, "torch_dtype": "float32", "attention_bias": False, "mlp_bias": False,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }
+)  # fmt: skip
+SHAPES = {"tiny": TINY, "small": SMALL, **MODELS}
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+FITS, WAYS = "fits", ("swap", "recompute", "auto")
+HEADROOM = 1.2  # of the cache, over the longest request
+WARMING = 3  # requests before the clock starts
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One storm."""
+
+    way: str  # how requests made room; or the cache that holds all
+    block_size: int
+    seconds: float
+    output_tokens: int
+    preemptions: int
+    most_preemptions: int  # of one request
+    swaps: int
+    moved_blocks: int
+    num_changed: int = 0  # answers that differ from those of the cache that holds all
+
+    @property
+    def rate(self) -> float:
+        return self.output_tokens / self.seconds
+
+
+def draw(count: int, longest: int) -> list[Lengths]:
+    """Requests with a long tail: half of the longest is prompt, and most have a tenth of its tokens."""
+    rng = random.Random(11)
+    lengths = [Lengths(longest // 2, longest - longest // 2)]
+    while len(lengths) < count:
+        prompt, output = (int(rng.lognormvariate(math.log(longest / part), 0.7)) + 1 for part in (32, 16))
+        if prompt + output < longest:
+            lengths.append(Lengths(prompt, output))
+    rng.shuffle(lengths)
+    return lengths
+
+
+def run(way: str, planned: PlannedEngine, lengths: Sequence[Lengths], seed: int) -> tuple[Run, dict[str, Finished]]:
+    """All requests at once, to their ends; nothing is timed before a few have run."""
+    core = planned.build("dummy", progress=lambda *_: None)
+    try:
+        _drive(core, lengths[:WARMING], -1)
+        before, start = core.stats(), time.perf_counter()
+        finished = _drive(core, lengths, seed)
+        seconds, after = time.perf_counter() - start, core.stats()
+        moved = after.tiers.saved + after.tiers.loaded - before.tiers.saved - before.tiers.loaded
+        found = Run(
+            way=way,
+            block_size=planned.config.cache.block_size,
+            seconds=seconds,
+            output_tokens=after.output_tokens - before.output_tokens,
+            preemptions=after.preemptions - before.preemptions,
+            most_preemptions=max(message.num_preemptions for message in finished.values()),
+            swaps=after.swaps - before.swaps,
+            moved_blocks=moved,
+        )
+        return found, finished
+    finally:
+        core.close()
+
+
+def _drive(core: EngineCore, lengths: Sequence[Lengths], seed: int) -> dict[str, Finished]:
+    rng, finished = random.Random(seed), dict[str, Finished]()
+    for number, pair in enumerate(lengths):
+        prompt = tuple(rng.randrange(3, core.vocab_size) for _ in range(pair.prompt))
+        sampling = SamplingParams(temperature=0.0, max_tokens=pair.output, ignore_eos=True)
+        core.submit(Submit(f"{seed}-{number}", prompt, sampling))
+    while core.has_work:
+        finished |= {message.request_id: message for message in core.step().finished}
+    for message in finished.values():
+        if message.error is not None:
+            raise SystemExit(f"request {message.request_id} failed: {message.error}")
+    return finished
+
+
+def _plan(
+    folder: Path, arguments: argparse.Namespace, lengths: Sequence[Lengths], way: str, size: int
+) -> PlannedEngine:
+    longest = max(pair.prompt + pair.output for pair in lengths)
+    blocks = [-(-(pair.prompt + pair.output) // size) + 1 for pair in lengths]
+    settings: dict[str, Any] = {
+        "device": arguments.device,
+        "dtype": arguments.dtype,
+        "block_size": size,
+        "max_model_len": longest,
+        "max_num_seqs": len(lengths),
+        "max_num_batched_tokens": arguments.max_num_batched_tokens,
+        "num_kv_blocks": sum(blocks) if way == FITS else -(-int(longest * HEADROOM) // size),
+        "enable_prefix_caching": False,
+    }
+    files = ModelFiles(arguments.model, folder, "hf")
+    planned = plan_engine(files, EngineArguments(**settings))
+    if way in (FITS, "recompute"):
+        return planned
+    block_bytes = kv_block_bytes(planned.model, planned.config.device.kv_dtype, size)
+    settings |= {"preemption": way, "host_cache_memory": 2 * sum(blocks) * block_bytes}
+    return plan_engine(files, EngineArguments(**settings))
+
+
+def measure(arguments: argparse.Namespace, lengths: Sequence[Lengths]) -> list[Run]:
+    """Every way at every block size, in turns."""
+    runs = list[Run]()
+    with tempfile.TemporaryDirectory() as name:
+        folder = SHAPES[arguments.model].write(Path(name))
+        for repeat in range(arguments.repeats):
+            for size in arguments.block_sizes:
+                calm: dict[str, Finished] = {}
+                for way in (FITS, *WAYS):
+                    found, finished = run(way, _plan(folder, arguments, lengths, way, size), lengths, repeat)
+                    calm = calm or finished
+                    changed = sum(
+                        message.samples[0].token_ids != calm[name].samples[0].token_ids
+                        for name, message in finished.items()
+                    )
+                    runs.append(Run(**{**asdict(found), "num_changed": changed}))
+                    shown = f"{found.seconds:.2f} s, {found.preemptions} preemptions, {found.swaps} swaps"
+                    print(f"RESULT blocks of {size}, {way}: {shown}", flush=True)
+    return runs
+
+
+def median(runs: Sequence[Run], way: str, size: int) -> Run:
+    """The run of the middle time."""
+    own = [each for each in runs if (each.way, each.block_size) == (way, size)]
+    return sorted(own, key=lambda each: each.seconds)[len(own) // 2]
+
+
+def rows(runs: Sequence[Run], sizes: Sequence[int]) -> list[tuple[object, ...]]:
+    found: list[tuple[object, ...]] = []
+    for size in sizes:
+        calm, swap, again, auto = (median(runs, way, size) for way in (FITS, *WAYS))
+        beside = auto.seconds / min(swap.seconds, again.seconds)
+        found.append(
+            (
+                size,
+                *(f"{each.seconds:.2f}" for each in (calm, swap, again, auto)),
+                f"{beside:.3f}",
+                *(f"{each.rate / calm.rate:.0%}" for each in (swap, again, auto)),
+                f"{auto.swaps}/{auto.preemptions}",
+                max(each.most_preemptions for each in (swap, again, auto)),
+                sum(each.num_changed for each in (swap, again, auto)),
+            )
+        )
+    return found
+
+
+def main() -> None:
+    arguments, where = _parse(), facts()
+    lengths = draw(arguments.requests, arguments.longest)
+    runs = measure(arguments, lengths)
+    title = f"Preemption: {arguments.model} on {arguments.device}, {len(lengths)} requests, longest {arguments.longest}"
+    header = ("block", "fits s", "swap s", "recompute s", "auto s", "auto / better", "swap", "recompute", "auto")
+    publish(title, (*header, "swapped", "most", "changed"), rows(runs, arguments.block_sizes), where)
+    mean = statistics.fmean(pair.prompt + pair.output for pair in lengths)
+    print(f"{mean:.0f} tokens a request on average; percentages are goodput beside a cache that holds all")
+    ways = (*WAYS, FITS)
+    seconds = {
+        way: [(math.log2(size), median(runs, way, size).seconds) for size in arguments.block_sizes] for way in ways
+    }
+    save_plot(arguments.plot, [Curves(title, "log2 of the block size", "seconds", seconds)])
+    data = {"runs": [asdict(each) for each in runs], "lengths": lengths}
+    save(arguments.json, title, where, {"arguments": {k: str(v) for k, v in vars(arguments).items()}, **data})
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.preemption", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", choices=tuple(SHAPES), default="tiny", help="a shape; the weights are random")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=256, help="tokens of the longest request")
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=BLOCK_SIZES, metavar="N")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="write an SVG")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

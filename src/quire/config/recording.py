@@ -1,0 +1,55 @@
+"""What is recorded of an engine's inputs and decisions, and where."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from quire.config.sizes import GIB, MIB, parse_size
+from quire.types.errors import ConfigError
+
+TokenForm = Literal["exact", "hashed"]
+TOKEN_FORMS: tuple[TokenForm, ...] = get_args(TokenForm)
+DEFAULT_LIMIT = GIB
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingConfig:
+    """A file that is never overwritten. Recording ends at `limit` bytes; the engine goes on."""
+
+    path: str
+    tokens: TokenForm = "exact"  # hashed: what prompts and answers have in common can be told, what they say cannot
+    limit: int = DEFAULT_LIMIT
+
+    def __post_init__(self) -> None:
+        if self.limit < MIB:
+            raise ConfigError("record_limit", f"must be at least 1MiB, got {self.limit} bytes", "raise it")
+
+
+def read_recording(record: object, tokens: object, limit: int | str | None) -> RecordingConfig | None:
+    """What was asked for; None: nothing is recorded. Raises ConfigError."""
+    if record is None:
+        for name, value in (("record_tokens", tokens), ("record_limit", limit)):
+            if value is not None:
+                raise ConfigError(name, "means nothing without record", "add record, or leave it out")
+        return None
+    record = os.fspath(record) if isinstance(record, os.PathLike) else record
+    if not isinstance(record, str) or not record:
+        raise ConfigError("record", f"must be a file's path, got {record!r}", 'like "run.jsonl"')
+    form = next((form for form in TOKEN_FORMS if form == (tokens or "exact")), None)
+    if form is None:
+        raise ConfigError("record_tokens", f"{tokens!r} is unknown", f"use {' or '.join(TOKEN_FORMS)}")
+    return RecordingConfig(record, form, DEFAULT_LIMIT if limit is None else parse_size("record_limit", limit))
+
+
+def check_recording(recording: RecordingConfig | None, *, speculates: bool, has_files: bool) -> None:
+    """Raise ConfigError where hashed tokens could not be replayed."""
+    if recording is None or recording.tokens == "exact":
+        return
+    if speculates:
+        reason = "'hashed' gives a token that comes again another name, and speculation looks for such tokens"
+        raise ConfigError("record_tokens", reason, 'use "exact", or leave speculative_config out')
+    if has_files:
+        reason = "'hashed' gives tokens other names, and the disk tier names its files by tokens"
+        raise ConfigError("record_tokens", reason, 'use "exact", or leave disk_cache_path out')

@@ -1,0 +1,91 @@
+"""Where blocks go that the device has no room for: host memory, and files behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from quire.config.policy import RESERVING, PolicyName
+from quire.config.sizes import GIB, format_size, parse_size
+from quire.types.errors import ConfigError
+
+TierWrite = Literal["back", "through"]
+PreemptionName = Literal["auto", "swap", "recompute"]
+_LEAVE_OUT = "leave one of them out"
+PREEMPTION_NAMES: tuple[PreemptionName, ...] = get_args(PreemptionName)
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """The tiers beyond the device; without host blocks there are none."""
+
+    host_blocks: int = 0  # blocks that host memory holds
+    disk_path: str = ""  # a folder for files, each a block; "": no disk tier
+    disk_blocks: int = 0  # files in it, at most
+    write: TierWrite = "back"  # when host memory gets a block: as the device evicts it, or as it is computed
+    block_bytes: int = 0  # of one block; 0: not known, as without a model
+
+    def __post_init__(self) -> None:
+        if self.host_blocks < 0 or self.disk_blocks < 0:
+            raise ConfigError("host_cache_memory", "holds no negative number of blocks", "leave it out")
+        if bool(self.disk_path) != bool(self.disk_blocks):
+            raise ConfigError("disk_cache_path", "must be given together with disk_cache_memory", "give both")
+        if self.disk_path and not self.host_blocks:
+            reason = "needs host_cache_memory: what goes to disk and back passes through it"
+            raise ConfigError("disk_cache_path", reason, 'set host_cache_memory="1GiB" or more')
+
+    @property
+    def enabled(self) -> bool:
+        return self.host_blocks > 0
+
+
+def read_preemption(name: object) -> PreemptionName:
+    for known in PREEMPTION_NAMES:
+        if name == known:
+            return known
+    raise ConfigError("preemption", f"{name!r} is unknown", f"use one of {', '.join(PREEMPTION_NAMES)}")
+
+
+def read_tiers(
+    host: int | str | None, swap_space: object, disk_path: object, disk: int | str | None, write: object
+) -> TierConfig:
+    """What was asked for, in bytes: `settle_tiers` makes blocks of it. `swap_space` is host memory in GiB."""
+    if write not in ("back", "through"):
+        raise ConfigError("tier_write", f"{write!r} is unknown", 'use "back" or "through"')
+    if host is not None and swap_space is not None:
+        raise ConfigError("swap_space", "cannot be given together with host_cache_memory", "choose one of them")
+    host_bytes = 0 if host is None else parse_size("host_cache_memory", host)
+    if swap_space is not None:
+        if isinstance(swap_space, bool) or not isinstance(swap_space, int | float) or not 0 <= swap_space < 2**40:
+            raise ConfigError("swap_space", f"must be a number of GiB, got {swap_space!r}", "4 is four GiB")
+        host_bytes = int(swap_space * GIB)
+    if disk_path is not None and (not isinstance(disk_path, str) or not disk_path):
+        raise ConfigError("disk_cache_path", f"must be the path of a folder, got {disk_path!r}")
+    if (disk_path is None) != (disk is None):
+        missing = "disk_cache_path" if disk_path is None else "disk_cache_memory"
+        raise ConfigError(missing, "is missing: the disk tier needs a folder and a size", "give both or neither")
+    disk_bytes = 0 if disk is None else parse_size("disk_cache_memory", disk)
+    path = "" if disk_path is None else str(Path(disk_path).expanduser())
+    return TierConfig(host_bytes, path, disk_bytes, "through" if write == "through" else "back")
+
+
+def check_tiers(tiers: TierConfig, preemption: PreemptionName, policy: PolicyName, layout: str) -> None:
+    """Raise ConfigError for what cannot be had together."""
+    if preemption == "swap" and not tiers.enabled:
+        raise ConfigError("preemption", '"swap" needs host memory', 'set host_cache_memory="4GiB" or another size')
+    if tiers.enabled and layout == "virtual":
+        raise ConfigError("host_cache_memory", 'moves blocks, and kv_layout "virtual" maps them in place', _LEAVE_OUT)
+    if tiers.enabled and policy in RESERVING:
+        reason = f"moves blocks, and the {policy!r} policy gives each sequence a run of its own"
+        raise ConfigError("host_cache_memory", reason, _LEAVE_OUT)
+
+
+def settle_tiers(asked: TierConfig, block_bytes: int) -> TierConfig:
+    """The same in blocks of so many bytes. Raises ConfigError where a tier does not hold one."""
+    for name, size in (("host_cache_memory", asked.host_blocks), ("disk_cache_memory", asked.disk_blocks)):
+        if 0 < size < block_bytes:
+            reason = f"{format_size(size)} hold no block: one takes {format_size(block_bytes)}"
+            raise ConfigError(name, reason, "raise it")
+    host, disk = asked.host_blocks // block_bytes, asked.disk_blocks // block_bytes
+    return TierConfig(host, asked.disk_path, disk, asked.write, block_bytes if host else 0)

@@ -1,0 +1,70 @@
+"""What the engine counts of its steps, and its condition as numbers."""
+
+from __future__ import annotations
+
+from quire.config.engine import CacheConfig
+from quire.engine.paced import PacedRows
+from quire.engine.scheduler.scheduler import Scheduler
+from quire.types.stats import STEP_SIZES, BlockStats, EngineStats
+from quire.types.step import StepPlan
+
+
+class Counters:
+    """Numbers since the start. Times are seconds."""
+
+    def __init__(self) -> None:
+        self.steps = self.finished = self.output_tokens = 0
+        self._prompt_tokens = self._computed_tokens = 0
+        self._steps_by_size = [0] * (len(STEP_SIZES) + 1)
+        self._step_seconds = self._last_step_seconds = 0.0
+
+    def note_plan(self, plan: StepPlan) -> None:
+        num_tokens = plan.num_tokens
+        self._prompt_tokens += sum(chunk.num_known for chunk in plan.chunks) if plan.chunks else 0
+        self._computed_tokens += num_tokens
+        self._steps_by_size[min(max(num_tokens - 1, 0).bit_length(), len(STEP_SIZES))] += 1
+
+    def note_step(self, seconds: float, num_outputs: int) -> None:
+        """A step came back after so long, with tokens of those that run ahead."""
+        self.steps += 1
+        self.output_tokens += num_outputs
+        self._last_step_seconds = seconds
+        self._step_seconds += seconds
+
+    def stats(self, scheduler: Scheduler, paced: PacedRows, cache: CacheConfig) -> EngineStats:
+        pool, pins, inheritance = scheduler.pool, scheduler.pins, scheduler.inheritance
+        blocks = BlockStats(
+            total=pool.num_blocks,
+            used=pool.num_used,
+            shared=pool.num_shared,
+            free=pool.num_free,
+            slots_used=scheduler.slots_used(),
+            slots_allocated=pool.num_used * cache.block_size,
+            cached=pool.num_idle,
+            pinned=pins.num_blocks,
+        )
+        return EngineStats(
+            steps=self.steps,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            finished=self.finished,
+            preemptions=scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self.output_tokens + paced.num_searched,
+            step_seconds=self._step_seconds,
+            last_step_seconds=self._last_step_seconds,
+            blocks=blocks,
+            computed_tokens=self._computed_tokens,
+            steps_by_size=tuple(self._steps_by_size),
+            prefix_queries=inheritance.num_queries,
+            prefix_hits=inheritance.num_hits,
+            evicted_blocks=pool.num_evicted,
+            pinned_prefixes=len(pins),
+            host_hits=inheritance.tier_hits["host"],
+            disk_hits=inheritance.tier_hits["disk"],
+            swaps=scheduler.preemption.num_swaps,
+            tiers=scheduler.tiers.stats(),
+            drafted_tokens=paced.num_drafted,
+            accepted_tokens=paced.num_accepted,
+            drafts=paced.num_drafts,
+        )

@@ -1,0 +1,139 @@
+"""What is written to disk and read from it: never waited for by anybody who could compute instead."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from quire.engine.kvcache.tiers.disk import DiskShelf
+from quire.engine.kvcache.tiers.host import HostShelf, Slot
+from quire.types.transfer import FileMove, TransferReport
+
+QUEUE = 256  # blocks that are being written at once, at most, and never more than half of the slots
+
+
+class Files:
+    """Orders files to be written from slots, read into slots and deleted, and takes in what became of it.
+
+    A slot is held until its file is written, and one that a file was read into until whoever asked for it is done. A
+    file that cannot be read is forgotten.
+    """
+
+    def __init__(self, host: HostShelf, shelf: DiskShelf) -> None:
+        self._host, self.shelf = host, shelf
+        self._queue = min(QUEUE, max(host.num_slots // 2, 1))
+        self._storing: dict[bytes, Slot] = {}
+        self._fetching: dict[bytes, Slot] = {}
+        self._fetched: dict[bytes, Slot] = {}  # for somebody who has not come yet
+        self._stores: list[FileMove] = []
+        self._fetches: list[FileMove] = []
+        self._drops: dict[bytes, None] = {}
+        self.num_stored = self.num_fetched = 0
+        self.failures: Counter[str] = Counter()
+
+    def has(self, name: bytes) -> bool:
+        return name in self.shelf
+
+    def is_fetching(self, name: bytes) -> bool:
+        return name in self._fetching
+
+    @property
+    def num_held(self) -> int:
+        return len(self._storing) + len(self._fetching) + len(self._fetched)
+
+    def store(self, name: bytes, slot: Slot) -> None:
+        """Write a slot's content to a file, unless there is one; not if too many are being written already."""
+        if name in self.shelf:
+            self.shelf.touch(name)
+            return
+        if not self.shelf.quota or name in self._drops or name in self._storing:
+            return
+        if len(self._storing) >= self._queue:
+            self.failures["queue"] += 1
+            return
+        if (evicted := self.shelf.add(name)) is not None:
+            self._drops[evicted] = None
+        self._storing[name] = self._host.hold(slot)
+        self._stores.append(FileMove(name, slot.number))
+
+    def fetch(self, names: Sequence[bytes]) -> list[bytes]:
+        """Bring files into slots, as long as half of them are for other things; returns those that must wait."""
+        left: list[bytes] = []
+        for name in names:
+            if name in self._fetching or name in self._host or name not in self.shelf or name in self._drops:
+                continue
+            is_full = len(self._fetching) + len(self._fetched) >= self._queue
+            if is_full or (slot := self._host.take()) is None:
+                left.append(name)
+                continue
+            self.shelf.touch(name)
+            self._fetching[name] = slot
+            self._fetches.append(FileMove(name, slot.number))
+        return left
+
+    def let_go(self, names: Sequence[bytes]) -> None:
+        """Whoever asked for these has come, or never will."""
+        for name in names:
+            if name in self._fetched:
+                self._host.release(self._fetched.pop(name))
+
+    @property
+    def has_orders(self) -> bool:
+        return bool(self._stores or self._fetches or self._drops)
+
+    def take_orders(self) -> tuple[tuple[FileMove, ...], tuple[FileMove, ...], tuple[bytes, ...]]:
+        orders = tuple(self._stores), tuple(self._fetches), tuple(self._drops)
+        self._stores.clear()
+        self._fetches.clear()
+        self._drops.clear()
+        return orders
+
+    def take_report(self, report: TransferReport) -> None:
+        for name in report.stored:
+            self.num_stored += 1
+            self._host.release(self._storing.pop(name))
+        for name in report.fetched:
+            self.num_fetched += 1
+            self._shelve(name, self._fetching.pop(name))
+        for failed in report.failed:
+            self.failures[failed.reason] += 1
+            self._fail(failed.key)
+            if failed.reason == "full":
+                self.shelf.shrink()
+        if report.found:
+            self._drops.update(dict.fromkeys(self.shelf.found(report.found)))
+
+    def _shelve(self, name: bytes, slot: Slot) -> None:
+        """What was fetched can be found, unless it was forgotten meanwhile or is there already."""
+        if name in self.shelf and name not in self._host:
+            self._host.name(slot, name)
+            slot.from_disk = True
+            self._fetched[name] = slot
+        else:
+            self._host.release(slot)
+
+    def _fail(self, name: bytes) -> None:
+        self.shelf.forget(name)
+        for waiting in (self._storing, self._fetching):
+            if name in waiting:
+                self._host.release(waiting.pop(name))
+
+    def clear(self) -> None:
+        """Delete all files. Orders that were not carried out yet are taken back."""
+        for move in self._stores:
+            self._host.release(self._storing.pop(move.key))
+        for move in self._fetches:
+            self._host.release(self._fetching.pop(move.key))
+        self._stores.clear()
+        self._fetches.clear()
+        self.let_go(list(self._fetched))
+        self._drops.update(dict.fromkeys(self.shelf.clear()))
+
+    def check(self) -> None:
+        self.shelf.check()
+        assert not self._storing.keys() & self._fetching.keys()
+        assert {move.key for move in self._stores} <= self._storing.keys()
+        assert {move.key for move in self._fetches} <= self._fetching.keys()
+        assert all(slot.holds for slot in (*self._storing.values(), *self._fetching.values()))
+        assert all(slot.name is None for slot in self._fetching.values())
+        assert all(slot.holds for slot in self._fetched.values())

@@ -1,0 +1,63 @@
+"""What a recording keeps of a plan: enough to see what was decided, and digests that tell whether all was alike."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+from quire.engine.recording.rows import RowMirror
+from quire.types.step import StepPlan
+from quire.types.transfer import NO_TRANSFERS
+
+Record = dict[str, Any]
+
+
+def plan_record(plan: StepPlan, rows: RowMirror) -> Record:
+    """A plan's decisions, after the mirror followed it. Fields that say nothing are left out."""
+    record: Record = {"n": plan.step, "digest": plan_digest(plan), "decode": len(plan.decode_rows)}
+    if blocks := block_digest(plan):
+        record["blocks"] = blocks
+    if plan.chunks:
+        record["chunks"] = [
+            [int(rows.ordinals[c.row]), int(rows.indices[c.row]), c.start, c.num_tokens, c.num_sampled]
+            for c in plan.chunks
+        ]
+    if plan.new_rows:
+        record["new"] = [int(rows.ordinals[new.row]) for new in plan.new_rows]
+    counts = {"released": len(plan.released), "granted": len(plan.grant_rows), "copied": len(plan.copies)}
+    record |= {name: count for name, count in counts.items() if count}
+    if plan.transfers is not NO_TRANSFERS:
+        moves = plan.transfers
+        record["moved"] = [*map(len, (moves.saves, moves.loads, moves.stores, moves.fetches, moves.drops))]
+    return record
+
+
+def plan_digest(plan: StepPlan) -> str:
+    """Of who computes what: rows, chunks, how many blocks. Token values, seeds and keys are not in it."""
+    digest = blake2b(digest_size=8)
+    for array in (plan.decode_rows, plan.grant_rows, plan.grant_slots):
+        digest.update(len(array).to_bytes(4, "little"))
+        digest.update(array.tobytes())
+    if plan.chunks or plan.new_rows or plan.copies or plan.released or plan.writes or plan.drafts:
+        rest = (
+            [(c.row, c.start, c.num_tokens, c.sample_rows, c.num_sampled) for c in plan.chunks],
+            [(n.row, len(n.token_ids), n.num_prompt_tokens, len(n.block_ids), n.sample_index) for n in plan.new_rows],
+            len(plan.copies),
+            plan.released,
+            [(write.row, write.start, len(write.token_ids)) for write in plan.writes],
+            [(order.row, order.num_tokens) for order in plan.drafts],
+        )
+        digest.update(repr(rest).encode())
+    return digest.hexdigest()
+
+
+def block_digest(plan: StepPlan) -> str:
+    """Of which blocks and slots a plan names; "" if it names none."""
+    moves, arrived = plan.transfers, [new.block_ids for new in plan.new_rows]
+    if not len(plan.grant_blocks) and not arrived and not plan.copies and moves is NO_TRANSFERS:
+        return ""
+    copies = [(copy.source, copy.target) for copy in plan.copies]
+    slots = ([*map(tuple, moves.saves)], [*map(tuple, moves.loads)])
+    files = ([move.slot for move in moves.stores], [move.slot for move in moves.fetches], len(moves.drops))
+    named = (plan.grant_blocks.tolist(), arrived, copies, slots, files)
+    return blake2b(repr(named).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,90 @@
+"""What a model's keys and values depend on besides tokens, as one digest: no two models share a cached block."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import fields, is_dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Literal
+
+from quire.config.engine import EngineConfig
+from quire.config.model import ModelConfig
+from quire.runtime.loading.files import ModelFiles
+from quire.runtime.loading.gguf.shards import shard_paths
+from quire.runtime.loading.hf.directory import weight_files
+from quire.types.errors import ModelLoadError
+
+FORMAT = 1  # raised when the same fields come to mean other bytes in a block
+_HEAD, _SAMPLE, _NUM_SAMPLES = 1 << 18, 1 << 12, 256  # bytes of a file that are read: its head, and pieces all over it
+
+
+def cache_namespace(
+    files: ModelFiles, model: ModelConfig, config: EngineConfig, load_format: Literal["auto", "dummy"] = "auto"
+) -> str:
+    """A hex digest over the weights, the model's numbers, dtypes, quantization, attention and block size.
+
+    Of a large file its size, its time, its head (names and shapes of tensors) and samples from end to end count.
+    """
+    device, kind = config.device, config.device.device.partition(":")[0]
+    digest = blake2b(digest_size=32, person=b"quire namespace")
+    settings = (
+        FORMAT,
+        sys.byteorder,
+        kind,
+        device.dtype,
+        device.kv_dtype,
+        device.quantization,
+        device.attention_backend,
+    )
+    adapter = b""  # its content, where there is one
+    for value in (settings, config.cache.block_size, config.cache.layout, adapter, model):
+        digest.update(_framed(value))
+    if load_format == "dummy":
+        digest.update(_framed(("random", config.scheduler.seed)))
+        return digest.hexdigest()
+    for path in _weight_paths(files):
+        digest.update(_framed((path.name, _sampled(path))))
+    return digest.hexdigest()
+
+
+def _weight_paths(files: ModelFiles) -> list[Path]:
+    if files.kind == "gguf":
+        return shard_paths(files.path)
+    paths, _ = weight_files(files.path)
+    return sorted(paths)
+
+
+def _sampled(path: Path) -> bytes:
+    """A digest of a file's size, of when it was written and of pieces of it; of all of it where it is small."""
+    digest = blake2b(digest_size=32)
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            size = status.st_size
+            digest.update(_framed((size, status.st_mtime_ns)))
+            digest.update(file.read(_HEAD + _NUM_SAMPLES * _SAMPLE))
+            for place in range(1, _NUM_SAMPLES + 1):
+                file.seek(max(size * place // _NUM_SAMPLES - _SAMPLE, 0))
+                digest.update(file.read(_SAMPLE))
+    except OSError as error:
+        raise ModelLoadError(str(path), f"cannot be read: {error.strerror}") from None
+    return digest.digest()
+
+
+def _framed(value: object) -> bytes:
+    """A value with its type and length before it, fields and members in order: no two values read alike."""
+    if isinstance(value, bytes):
+        kind, data = "bytes", value
+    elif isinstance(value, tuple):
+        kind, data = "tuple", b"".join(map(_framed, value))
+    elif is_dataclass(value) and not isinstance(value, type):
+        members = tuple((item.name, getattr(value, item.name)) for item in fields(value))
+        kind, data = type(value).__name__, _framed(members)
+    elif value is None or isinstance(value, bool | int | float | str):
+        kind, data = type(value).__name__, repr(value).encode("utf-8", "surrogatepass")
+    else:
+        raise TypeError(f"a {type(value).__name__} has no place in a namespace")
+    name = kind.encode()
+    return len(name).to_bytes(8, "big") + name + len(data).to_bytes(8, "big") + data

@@ -1,0 +1,198 @@
+"""`quire replay`: a recorded load again, without its model: as it was, or as it would have been."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.config.policy import POLICY_NAMES, read_policy_settings
+from quire.config.prefix import EVICTION_NAMES
+from quire.config.tiers import PREEMPTION_NAMES
+from quire.serving.cli.arguments import Commands, OneLineParser, add_debug, examples, json_object
+from quire.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.config.engine import CacheConfig, SchedulerConfig
+    from quire.simulator.recording import Recording
+    from quire.simulator.run import Run
+
+RECORDED = "recorded"
+_SCHEDULER = ("policy", "max_num_seqs", "max_num_batched_tokens", "preemption")
+_CACHE = {
+    "num_kv_blocks": "num_blocks",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "prefix_eviction": "eviction",
+}
+DIFFERENT = 1  # exit code of a check that failed
+
+
+def add_replay(commands: Commands[OneLineParser]) -> None:
+    parser = commands.add_parser(
+        "replay",
+        help="run a recorded load again without its model, under the same or another policy",
+        description="Run a recording of `--record FILE` again on this CPU, without its model: what the engine decided "
+        "and why, or what it would have decided under another configuration.",
+        **examples(
+            {
+                "quire replay run.jsonl": "who ran, waited and was preempted, and why",
+                "quire replay run.jsonl --check": "does this version decide the same? exits with 1 if not",
+                "quire replay run.jsonl --policy lpm --against fcfs": "one policy beside another",
+                "quire replay run.jsonl --num-kv-blocks 500 --against recorded --html run.html": "with less memory",
+            }
+        ),
+    )
+    parser.add_argument("file", metavar="FILE", help="a recording")
+    parser.add_argument("--check", action="store_true", help="run it as it was and fail at the first difference")
+    parser.add_argument(
+        "--against",
+        choices=(*POLICY_NAMES, RECORDED),
+        help="compare with this policy, all else alike, or with the recorded configuration",
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    out.add_argument("--html", metavar="FILE", help="write timelines as a page")
+    out.add_argument("--rows", type=int, default=40, metavar="N", help="requests in a table; 0: all (40)")
+    add_debug(parser)
+    _add_changes(parser.add_argument_group("what if (as recorded when left out)"))
+
+
+def _add_changes(group: argparse._ArgumentGroup) -> None:
+    absent = argparse.SUPPRESS
+    group.add_argument("--policy", choices=POLICY_NAMES, default=absent, help="who goes first")
+    group.add_argument("--policy-config", type=json_object, default=absent, help="settings of the policy, as JSON")
+    group.add_argument("--max-num-seqs", type=int, default=absent, help="sequences that run at once")
+    group.add_argument("--max-num-batched-tokens", type=int, default=absent, help="tokens computed in one step")
+    group.add_argument("--num-kv-blocks", type=int, default=absent, help="size of the KV cache in blocks")
+    group.add_argument("--host-cache-blocks", type=int, default=absent, help="blocks that host memory holds; 0: none")
+    group.add_argument("--preemption", choices=PREEMPTION_NAMES, default=absent, help="how blocks are given up")
+    group.add_argument("--prefix-eviction", choices=EVICTION_NAMES, default=absent, help="what the cache forgets first")
+    group.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=absent, help="share what is computed"
+    )
+
+
+def run_replay(args: argparse.Namespace) -> int:
+    """Raises ConfigError or RecordingError."""
+    from quire.simulator.reader import read_recording
+
+    if args.rows < 0:
+        raise ConfigError("rows", f"must be at least 0, got {args.rows}", "0 shows all")
+    recording = read_recording(Path(args.file))
+    changes = changed_names(args)
+    if args.check:
+        if changes or args.against:
+            raise ConfigError("check", "runs a recording as it was", "leave the changes out")
+        return _check(recording, args)
+    runs, facts = _runs(recording, args, changes)
+    _show(runs, facts | {"recording": _facts(recording)}, args)
+    return 0
+
+
+def changed_names(args: argparse.Namespace) -> list[str]:
+    """The settings that were given."""
+    names = (*_SCHEDULER, "policy_config", *_CACHE, "host_cache_blocks")
+    return [name for name in names if name in args]
+
+
+def changed(
+    args: argparse.Namespace, cache: CacheConfig, scheduler: SchedulerConfig
+) -> tuple[CacheConfig, SchedulerConfig]:
+    """The configuration with the settings that were given. Raises ConfigError."""
+    given: dict[str, Any] = {name: getattr(args, name) for name in _SCHEDULER if name in args}
+    if "policy" in given or "policy_config" in args:
+        policy = given.get("policy", scheduler.policy)
+        given["policy_settings"] = read_policy_settings(policy, getattr(args, "policy_config", None))
+    in_cache = {field: getattr(args, name) for name, field in _CACHE.items() if name in args}
+    if "host_cache_blocks" in args:
+        in_cache["tiers"] = replace(cache.tiers, host_blocks=args.host_cache_blocks, disk_path="", disk_blocks=0)
+    return replace(cache, **in_cache), replace(scheduler, **given)
+
+
+def _check(recording: Recording, args: argparse.Namespace) -> int:
+    from quire.simulator.rehearsal import rehearse
+
+    if recording.inexact:
+        raise ConfigError("check", f"cannot tell: {recording.inexact[0]}", "leave --check out")
+    rehearsal = rehearse(recording)
+    steps = sum(1 for _ in recording.steps())
+    if args.json:
+        difference = None if rehearsal.difference is None else str(rehearsal.difference)
+        print(json.dumps({"same": difference is None, "steps": steps, "difference": difference}))
+    elif rehearsal.difference is None:
+        print(f"the same: {steps} step calls, {len(rehearsal.run.outcomes)} requests")
+    else:
+        print(f"not the same: {rehearsal.difference}")
+    return 0 if rehearsal.difference is None else DIFFERENT
+
+
+def _runs(recording: Recording, args: argparse.Namespace, changes: list[str]) -> tuple[list[Run], dict[str, Any]]:
+    """The runs asked for, the one to compare with first, and what is to be said of how they came about."""
+    if not changes and args.against is None:
+        from quire.simulator.rehearsal import rehearse
+
+        rehearsal = rehearse(recording)
+        told = None if rehearsal.difference is None else str(rehearsal.difference)
+        return [rehearsal.run], {"difference": told, "inexact": recording.inexact}
+    from quire.simulator.what_if import Scenario
+
+    setup, scenario = recording.setup, Scenario.of(recording)
+    cache, scheduler = changed(args, setup.cache, setup.scheduler)
+    name = ", ".join(f"{each.replace('_', ' ')} {getattr(args, each)}" for each in changes) or RECORDED
+    if changes == ["policy"] or args.against in POLICY_NAMES:
+        name = scheduler.policy  # all else is alike
+    runs = [scenario.run(name, cache, scheduler)]
+    if args.against == RECORDED:
+        runs.insert(0, scenario.run(RECORDED, setup.cache, setup.scheduler))
+    elif args.against is not None:
+        settings = read_policy_settings(args.against, None)
+        other = replace(scheduler, policy=args.against, policy_settings=settings)
+        runs.insert(0, scenario.run(args.against, cache, other))
+    fit = scenario.fit
+    prices = {"step_seconds": fit.cost.step, "prompt_token_seconds": fit.cost.token, "row_seconds": fit.cost.row}
+    return runs, {"cost": prices | {"fitted_steps": fit.num_steps, "error": fit.error}}
+
+
+def _facts(recording: Recording) -> dict[str, Any]:
+    setup = recording.setup
+    return {"quire": setup.quire, "date": setup.date, "tokens": setup.tokens, "over": recording.over}
+
+
+def _show(runs: list[Run], facts: dict[str, Any], args: argparse.Namespace) -> None:
+    from quire.simulator.export import export_changes, export_run
+    from quire.simulator.html import render
+    from quire.simulator.text import show_changes, show_run
+
+    if args.html is not None:
+        title = " and ".join(run.name for run in runs)
+        try:
+            Path(args.html).write_text(render(f"{Path(args.file).name}: {title}", runs), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError("html", f"{args.html} cannot be written: {error.strerror}", "name a file") from None
+    if args.json:
+        found = facts | {"runs": [export_run(run) for run in runs]}
+        print(json.dumps(found | {"changes": export_changes(*runs)} if len(runs) == 2 else found))
+        return
+    for line in _remarks(facts):
+        print(line)
+    print(show_changes(runs[0], runs[1], args.rows) if len(runs) == 2 else show_run(runs[0], args.rows))
+
+
+def _remarks(facts: dict[str, Any]) -> list[str]:
+    """What a reader should know before the tables."""
+    lines = []
+    if facts["recording"]["over"] is None:
+        lines.append("the recording breaks off: what came last may be missing")
+    elif facts["recording"]["over"] != "closed":
+        lines.append(f"the recording ended early: {facts['recording']['over']}")
+    lines += [f"not as recorded: {each}" for each in facts.get("inexact", ())]
+    if facts.get("difference") is not None:
+        lines.append(f"this version decides otherwise, and stopped there: {facts['difference']}")
+    if "cost" in facts:
+        cost = facts["cost"]
+        prices = f"{1e3 * cost['step_seconds']:.3f} ms + {1e6 * cost['prompt_token_seconds']:.2f} us / prompt token"
+        told = f"{prices} + {1e6 * cost['row_seconds']:.2f} us / decoding row"
+        lines.append(f"a step takes {told}: fitted to {cost['fitted_steps']} steps, {cost['error']:.0%} off on average")
+    return [*lines, ""] if lines else lines

@@ -1,0 +1,77 @@
+"""How long a step takes, as a line through what steps took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.types.step import StepPlan
+
+_FAR = 6.0  # median deviations from the median error, beyond which a step says nothing of others
+
+
+class StepSize(NamedTuple):
+    """What a step computed, and how long it took."""
+
+    prompt_tokens: int
+    decode_rows: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds for the step itself, each token of a chunk, and each row that decodes."""
+
+    step: float
+    token: float
+    row: float
+
+    def seconds(self, plan: StepPlan) -> float:
+        prompt = sum(chunk.num_tokens for chunk in plan.chunks)
+        return self.step + self.token * prompt + self.row * len(plan.decode_rows)
+
+
+class Fit(NamedTuple):
+    """A cost and how well it tells what it was fitted to: the sum of its errors / the sum of all seconds."""
+
+    cost: Cost
+    num_steps: int
+    error: float
+
+
+def fit_cost(steps: Sequence[StepSize]) -> Fit:
+    """The line of least squares with no negative price. Steps far off it, such as a first one, are left out."""
+    if not steps:
+        return Fit(Cost(1e-3, 0.0, 0.0), 0, 0.0)
+    table = np.array(steps, dtype=np.float64)  # [steps, 3]
+    prices = _solve(table)
+    errors = np.abs(_predict(table, prices) - table[:, 2])
+    spread = float(np.median(errors))
+    near = table[errors <= _FAR * spread + 1e-9]
+    if 3 < len(near) < len(table):
+        prices = _solve(near)
+    error = float(np.abs(_predict(near, prices) - near[:, 2]).sum() / max(near[:, 2].sum(), 1e-12))
+    return Fit(Cost(*(float(price) for price in prices)), len(table), error)
+
+
+def _predict(table: npt.NDArray[np.float64], prices: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    predicted: npt.NDArray[np.float64] = prices[0] + table[:, :2] @ prices[1:]
+    return predicted
+
+
+def _solve(table: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Least squares; what would have a negative price, or is always the same, has none."""
+    columns = np.column_stack([np.ones(len(table)), table[:, :2]])
+    used = [0, *(place for place in (1, 2) if np.ptp(columns[:, place]) > 0)]
+    while True:
+        found = np.linalg.lstsq(columns[:, used], table[:, 2], rcond=None)[0]
+        if found.min() >= 0 or len(used) == 1:
+            break
+        used.remove(used[int(np.argmin(found))])
+    prices = np.zeros(3)
+    prices[used] = np.maximum(found, 0.0)
+    return prices

@@ -1,0 +1,311 @@
+"""Reads a recording's file. A tail that was torn off is left out; any other damage is an error that names its line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.config.speculation import SpeculationConfig
+from quire.engine.recording.scribe import path_digest
+from quire.engine.recording.tape import FORMAT
+from quire.simulator.answers import BeamStep, Failure
+from quire.simulator.recording import (
+    Aborted,
+    CacheReset,
+    Ended,
+    Recording,
+    RecordingError,
+    Setup,
+    Stepped,
+    Submitted,
+    Unpinned,
+)
+from quire.types.decoding import BeamRules
+from quire.types.errors import QuireError
+from quire.types.ledger import LedgerEntry
+from quire.types.request import Branch, Submit
+from quire.types.sampling import SamplingParams, TokenRules
+from quire.types.transfer import FailedFile, FoundFile, TransferReport
+
+MAX_LINE = 512 * 2**20  # bytes of one record
+_TEXTS = ("stop", "structured_outputs", "bad_words")  # of the sampling: nothing that a replay can look at
+
+Record = dict[str, Any]
+T = TypeVar("T")
+
+
+def read_recording(path: Path) -> Recording:
+    """Raises RecordingError."""
+    lines = _lines(path)
+    number, first = next(lines, (1, None))
+    if first is None or first.get("is") != "quire recording":
+        raise RecordingError(f"{path} is no recording; make one with --record FILE")
+    if first.get("format") != FORMAT:
+        made = f"format {first.get('format')}, made by quire {first.get('quire')}"
+        raise RecordingError(f"{path} has {made}; this version reads format {FORMAT}")
+    reader = _Reader(_checked(path, number, lambda: _setup(first)))
+    for number, record in lines:
+        _checked(path, number, lambda record=record: reader.take(record))  # type: ignore[misc]
+    return reader.finish()
+
+
+def _checked(path: Path, number: int, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, QuireError) as error:
+        what = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise RecordingError(f"{path}, line {number}: not a record of format {FORMAT}: {what}") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Record]]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
+                if not line.endswith(b"\n"):
+                    if len(line) == MAX_LINE:
+                        raise RecordingError(f"{path}, line {number}: is above {MAX_LINE} bytes")
+                    return  # whoever wrote it was cut off
+                yield number, _parse(path, number, line)
+    except OSError as error:
+        raise RecordingError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _parse(path: Path, number: int, line: bytes) -> Record:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        if number == 1:
+            raise RecordingError(f"{path} is no recording; make one with --record FILE") from None
+        raise RecordingError(f"{path}, line {number}: damaged: {error}") from None
+    if not isinstance(record, dict):
+        raise RecordingError(f"{path}, line {number}: is no object")
+    return record
+
+
+class _Reader:
+    """Takes records in one after the other."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._recording = Recording(setup)
+        self._at = 0.0  # the last reading of the clock
+        self._requests: dict[int, Submitted] = {}
+        self._takers: dict[str, Callable[[Record], None]] = {
+            "submit": self._submit,
+            "abort": self._abort,
+            "step": self._step,
+            "tokens": self._tokens,
+            "end": self._end,
+            "beams": self._beams,
+            "logprobs": self._logprobs,
+            "grammar": self._grammar,
+            "draft": self._draft,
+            "failure": self._failure,
+            "reset_cache": lambda record: self._recording.events.append(CacheReset(*self._when(record))),
+            "unpin": self._unpin,
+            "dead": self._dead,
+            "over": self._over,
+        }
+
+    def take(self, record: Record) -> None:
+        kind = record["is"]
+        if kind not in self._takers:
+            raise ValueError(f"{kind!r} is unknown")
+        if self._recording.over is not None:
+            raise ValueError("it comes after the end")
+        self._takers[kind](record)
+
+    def finish(self) -> Recording:
+        """What was read; samples that stop strings ended in the engine end where their tokens do."""
+        recording = self._recording
+        for ordinal, submitted in self._requests.items():
+            end = recording.ends.get(ordinal)
+            if submitted.ends_by_text and end is not None and end.error is None and "abort" not in end.reasons:
+                said = [ids for (owner, _), ids in recording.answers.tokens.items() if owner == ordinal]
+                most = self._most_tokens(submitted.request) if "length" in end.reasons else len(max(said, key=len)) + 1
+                recording.answers.scripts[ordinal].over |= {path_digest(ids) for ids in said if len(ids) < most}
+        return recording
+
+    def _most_tokens(self, request: Submit) -> int:
+        """How many a sample may generate."""
+        room = self._recording.setup.scheduler.max_model_len - len(request.prompt_token_ids)
+        return min(request.sampling.max_tokens or room, room)
+
+    def _when(self, record: Record) -> tuple[float, tuple[float, ...]]:
+        clock = tuple(float(reading) for reading in record["clock"])
+        at = clock[0] if clock else self._at
+        self._at = clock[-1] if clock else self._at
+        return at, clock
+
+    # ------------------------------------------------------------------------------------------------- what came
+    def _submit(self, record: Record) -> None:
+        at, clock = self._when(record)
+        ordinal, texts = int(record["of"]), record["texts"]
+        rules = TokenRules(
+            end_ids=tuple(record["rules"]["end_ids"]),
+            eos_ids=tuple(record["rules"]["eos_ids"]),
+            grammar=str(ordinal) if texts else "",
+        )
+        sampling = {name: value for name, value in record["sampling"].items() if name not in _TEXTS}
+        beam, source = record.get("beam"), record.get("source")
+        request = Submit(
+            request_id=record["id"],
+            prompt_token_ids=tuple(record["prompt"]),
+            sampling=SamplingParams(**sampling),
+            rules=rules,
+            priority=record.get("priority", 0),
+            cache_salt=record["salt"],
+            beam=None if beam is None else revive(BeamRules, beam),
+            source=None if source is None else revive(Branch, source),
+            tenant=record["tenant"],
+            pin=record.get("pin", ""),
+        )
+        by_stop = "stop" in texts
+        self._note_inexact(request, texts)
+        self._recording.answers.note_ends(ordinal, rules.end_ids)
+        submitted = Submitted(at, clock, ordinal, request, by_stop and beam is None)
+        self._requests[ordinal] = submitted
+        self._recording.events.append(submitted)
+
+    def _note_inexact(self, request: Submit, texts: list[str]) -> None:
+        if "stop" in texts and request.beam is not None:
+            reason = "stop strings end its beams, and a recording holds no text"
+        elif "grammar" in texts and self._recording.setup.tokens == "hashed":
+            reason = "what its grammar forces is not told by hashed tokens"
+        else:
+            return
+        self._recording.inexact.append(f"request {request.request_id}: {reason}")
+
+    def _abort(self, record: Record) -> None:
+        index, stop, count = record["index"], bool(record["stop"]), int(record["tokens"])
+        self._recording.events.append(Aborted(*self._when(record), int(record["of"]), index, stop, count))
+
+    def _unpin(self, record: Record) -> None:
+        self._recording.events.append(Unpinned(*self._when(record), record["salt"], record["name"]))
+
+    # ---------------------------------------------------------------------------------------- what was decided
+    def _step(self, record: Record) -> None:
+        plans = tuple(record["plans"])
+        for plan in plans:
+            if not isinstance(plan["digest"], str) or not isinstance(plan["decode"], int):
+                raise ValueError("a plan without digest and decode")
+        self._recording.events.append(
+            Stepped(
+                *self._when(record),
+                plans,
+                tuple(float(each) for each in record["took"]),
+                tuple(record.get("compiled", ())),
+                tuple(_report(each) for each in record.get("reports", ())),
+                *(int(record[name]) for name in ("used", "running", "waiting", "preempted", "swapped")),
+            )
+        )
+
+    def _end(self, record: Record) -> None:
+        ledger = tuple(LedgerEntry(*entry) for entry in record["ledger"])
+        self._recording.ends[int(record["of"])] = Ended(
+            tuple(record["reasons"]),
+            tuple(record["lengths"]),
+            record["error"],
+            int(record["cached"]),
+            int(record["preempted"]),
+            ledger,
+        )
+
+    def _dead(self, record: Record) -> None:
+        self._recording.dead = str(record["reason"])
+
+    def _over(self, record: Record) -> None:
+        self._recording.over = str(record["reason"])
+
+    # ----------------------------------------------------------------------------------------- what the model said
+    def _tokens(self, record: Record) -> None:
+        ordinal, index = record["of"]
+        ids = record["ids"]
+        if not all(isinstance(token, int) for token in ids):
+            raise ValueError("ids that are no whole numbers")
+        self._recording.answers.add_tokens((int(ordinal), int(index)), int(record["at"]), ids)
+
+    def _beams(self, record: Record) -> None:
+        lines = [[-np.inf if score is None else score for score in line] for line in record["scores"]]
+        ids, scores = np.array(record["ids"], dtype=np.int32), np.array(lines, dtype=np.float32)
+        if ids.shape != scores.shape or ids.ndim != 2 or len(record["sampled"]) != len(ids):
+            raise ValueError("candidates and scores of different shapes")
+        step = BeamStep(ids, scores, tuple(record["sampled"]))
+        self._recording.answers.beams[int(record["of"]), int(record["at"])] = step
+
+    def _logprobs(self, record: Record) -> None:
+        for (ordinal, index, place), value in zip(record["of"], record["values"], strict=True):
+            self._recording.answers.logprobs[ordinal, index, place] = float("-inf") if value is None else float(value)
+
+    def _grammar(self, record: Record) -> None:
+        script, path = self._recording.answers.scripts[int(record["of"])], str(record["path"])
+        if record.get("over"):
+            script.over.add(path)
+        if "forced" in record and self._recording.setup.tokens == "exact":
+            script.forced[path] = tuple(record["forced"])
+        if "fault" in record:
+            script.faults[path] = str(record["fault"])
+
+    def _draft(self, record: Record) -> None:
+        ordinal, index = record["of"]
+        self._recording.answers.drafts[int(ordinal), int(index), int(record["at"])] = tuple(record["ids"])
+
+    def _failure(self, record: Record) -> None:
+        ordinal, index = record["of"]
+        failure = Failure(int(record["at"]), str(record["reason"]))
+        self._recording.answers.failures[int(ordinal), int(index)] = failure
+
+
+def _setup(record: Record) -> Setup:
+    speculation = record["speculation"]
+    return Setup(
+        quire=record["quire"],
+        date=record["date"],
+        tokens=record["tokens"],
+        vocab_size=int(record["vocab_size"]),
+        depth=int(record["depth"]),
+        cache=revive(CacheConfig, record["cache"]),
+        scheduler=revive(SchedulerConfig, record["scheduler"]),
+        speculation=None if speculation is None else revive(SpeculationConfig, speculation),
+    )
+
+
+def _report(record: Record) -> TransferReport:
+    return TransferReport(
+        stored=tuple(map(bytes.fromhex, record.get("stored", ()))),
+        fetched=tuple(map(bytes.fromhex, record.get("fetched", ()))),
+        failed=tuple(FailedFile(bytes.fromhex(key), reason) for key, reason in record.get("failed", ())),
+        found=tuple(FoundFile(bytes.fromhex(key), used_at) for key, used_at in record.get("found", ())),
+        num_saved=int(record.get("num_saved", 0)),
+        num_loaded=int(record.get("num_loaded", 0)),
+        save_seconds=float(record.get("save_seconds", 0.0)),
+        load_seconds=float(record.get("load_seconds", 0.0)),
+    )
+
+
+def revive(cls: type[T], data: Record) -> T:
+    """A dataclass from what `asdict` and JSON made of it. Raises ValueError for fields it does not have."""
+    hints, known = get_type_hints(cls), {item.name for item in fields(cls)}  # type: ignore[arg-type]
+    if unknown := set(data) - known:
+        raise ValueError(f"{cls.__name__} has no {sorted(unknown)[0]!r}")
+    values = {name: _revive_value(hints[name], value) for name, value in data.items()}
+    needed = {item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING}  # type: ignore[arg-type]
+    if missing := needed - set(values):
+        raise ValueError(f"{cls.__name__} needs {sorted(missing)[0]!r}")
+    return cls(**values)
+
+
+def _revive_value(hint: Any, value: Any) -> Any:
+    if value is not None and get_origin(hint) in (Union, UnionType):
+        hint = next((each for each in get_args(hint) if is_dataclass(each)), hint)
+    if isinstance(value, dict) and is_dataclass(hint):
+        return revive(hint, value)  # type: ignore[arg-type]
+    if isinstance(value, list):
+        return tuple(value)
+    return value

@@ -1,0 +1,195 @@
+"""A recording run again, call by call, over its own answers and clock: the same engine decides the same."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quire.engine.recording.open import OpenRequests
+from quire.simulator.clock import RecordedClock
+from quire.simulator.engine import ReplayedCore, Watch, sizes
+from quire.simulator.executor import AnsweringExecutor, Prompter
+from quire.simulator.grammars import ScriptedGrammars
+from quire.simulator.recording import (
+    Aborted,
+    CacheReset,
+    Ended,
+    Event,
+    Recording,
+    Stepped,
+    Submitted,
+    Unpinned,
+)
+from quire.simulator.run import Outcome, Run, StepRun
+from quire.types.errors import QuireError
+from quire.types.output import Finished
+from quire.types.request import Abort
+from quire.types.transfer import NOTHING_MOVED, TransferReport
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first decision that was not the same."""
+
+    call: int  # of `step`, from 1
+    what: str
+    recorded: object
+    replayed: object
+
+    def __str__(self) -> str:
+        return f"step call {self.call}: {self.what}: recorded {self.recorded}, replayed {self.replayed}"
+
+
+class _Executor(AnsweringExecutor):
+    """Answers, and reports of transfers as they were reported."""
+
+    def __init__(self, watch: Watch, depth: int) -> None:
+        super().__init__(watch, depth)
+        self.reports: deque[TransferReport] = deque()
+
+    def transfers(self) -> TransferReport:
+        return self.reports.popleft() if self.reports else NOTHING_MOVED
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """What a recording came to, and the first difference from it, after which nothing more was run."""
+
+    run: Run
+    difference: Difference | None = None
+
+
+def rehearse(recording: Recording) -> Rehearsal:
+    """Run a recording again as it was."""
+    return _Stage(recording).play()
+
+
+@dataclass(slots=True)
+class _Stage:
+    recording: Recording
+    calls: int = 0
+    ready: set[int] = field(default_factory=set)  # whose grammars are compiled
+    live: OpenRequests[Submitted] = field(default_factory=OpenRequests)
+    ids: dict[int, str] = field(default_factory=dict)
+    clock: RecordedClock = field(default_factory=RecordedClock)
+    run: Run = field(init=False)
+    watch: Watch = field(init=False)
+    executor: _Executor = field(init=False)
+    core: ReplayedCore = field(init=False)
+
+    def __post_init__(self) -> None:
+        setup, answers = self.recording.setup, self.recording.answers
+        prompter = Prompter(answers, setup.scheduler.num_rows)
+        self.watch = Watch(prompter)
+        self.executor = _Executor(self.watch, setup.depth)
+        self.run = Run("recorded", setup.cache, setup.scheduler)
+        self.core = ReplayedCore(
+            self.executor,
+            setup,
+            prompter,
+            cache=setup.cache,
+            scheduler=setup.scheduler,
+            grammars=ScriptedGrammars(answers.scripts, setup.vocab_size, self.ready.__contains__, lambda _: None),
+            clock=self.clock,
+        )
+
+    def play(self) -> Rehearsal:
+        difference, events = None, self.recording.events
+        for event in events[:-1] if self.recording.dead is not None else events:  # what killed it is not recorded
+            difference = self._take(event)
+            if difference is not None:
+                break
+        self.run.outcomes += [self._unfinished(submitted) for submitted in self.live.all()]
+        self.run.outcomes.sort(key=lambda outcome: outcome.ordinal)
+        return Rehearsal(self.run, difference)
+
+    def _take(self, event: Event) -> Difference | None:
+        self.clock.feed(event.clock)
+        try:
+            found = self._play(event)
+        except QuireError as error:
+            found = Difference(self.calls, "a call was refused", type(event).__name__.lower(), str(error))
+        readings = len(event.clock) - self.clock.num_left + self.clock.num_missing
+        if found is None and readings != len(event.clock):
+            found = Difference(self.calls, "readings of the clock", len(event.clock), readings)
+        return found
+
+    def _play(self, event: Event) -> Difference | None:
+        if isinstance(event, Stepped):
+            return self._step(event)
+        if isinstance(event, Submitted):
+            self.live.add(event.request.request_id, event)
+            self.ids[event.ordinal] = event.request.request_id
+            if event.ends_by_text:
+                self.ready.add(event.ordinal)
+            self.core.submit(event.request)
+        elif isinstance(event, Aborted):
+            self.core.abort(Abort(self.ids[event.ordinal], event.index, "stop" if event.stop else None))
+        elif isinstance(event, CacheReset):
+            self.core.reset_cache()
+        elif isinstance(event, Unpinned):
+            self.core.unpin(event.salt, event.name)
+        return None
+
+    def _step(self, event: Stepped) -> Difference | None:
+        self.calls += 1
+        self.ready.update(event.compiled)
+        self.executor.reports.extend(event.reports)
+        out = self.core.step()
+        plans, counts = self.watch.take(), self.core.counts
+        self.run.steps.append(StepRun(event.at, event.clock[-1] if event.clock else event.at, *sizes(plans), *counts))
+        found = self._compare_plans(event, plans)
+        for message in out.finished:
+            submitted = self.live.take(message.request_id)
+            self.run.outcomes.append(Outcome.of(submitted.ordinal, submitted.request, submitted.at, message))
+            found = found or self._compare_end(submitted.ordinal, message)
+        if found is None and self.core.dead is not None:
+            found = Difference(self.calls, "the engine", "went on", self.core.dead)
+        if found is None and counts != event.counts:
+            what = "blocks held, groups running and waiting, preemptions, swaps"
+            found = Difference(self.calls, what, event.counts, counts)
+        return found
+
+    def _compare_plans(self, event: Stepped, plans: list[dict[str, Any]]) -> Difference | None:
+        if len(plans) != len(event.plans):
+            return Difference(self.calls, "plans made", len(event.plans), len(plans))
+        digests = ("digest", "blocks") if self.recording.setup.tokens == "exact" else ("digest",)
+        for recorded, replayed in zip(event.plans, plans, strict=True):
+            if all(recorded.get(digest) == replayed.get(digest) for digest in digests):
+                continue
+            for name in dict.fromkeys((*recorded, *replayed)):
+                if name not in ("digest", "blocks") and recorded.get(name) != replayed.get(name):
+                    what = f"{name} of plan {recorded['n']}"
+                    return Difference(self.calls, what, recorded.get(name), replayed.get(name))
+            return Difference(self.calls, f"which rows and blocks plan {recorded['n']} names", "some", "others")
+        return None
+
+    def _compare_end(self, ordinal: int, message: Finished) -> Difference | None:
+        recorded = self.recording.ends.get(ordinal)
+        if recorded is None:
+            what = f"request {message.request_id}"
+            return Difference(self.calls, what, "did not end here", "ended")
+        replayed = Ended(
+            tuple(sample.finish_reason for sample in message.samples),
+            tuple(len(sample.token_ids) for sample in message.samples),
+            message.error,
+            message.num_cached_tokens,
+            message.num_preemptions,
+            message.ledger,
+        )
+        if recorded != replayed:
+            return Difference(self.calls, f"the end of request {message.request_id}", recorded, replayed)
+        return None
+
+    def _unfinished(self, submitted: Submitted) -> Outcome:
+        """A request that lived when the recording or its engine ended."""
+        ordinal, group = submitted.ordinal, self.core.group(submitted.request.request_id)
+        if (end := self.recording.ends.get(ordinal)) is not None and self.recording.dead is not None:
+            counts = sum(end.lengths), end.num_cached, end.num_preemptions
+            return Outcome(ordinal, submitted.request, submitted.at, end.ledger, end.reasons, *counts, end.error)
+        if group is None:
+            return Outcome(ordinal, submitted.request, submitted.at)
+        ledger = group.ledger.finish(self.run.end, 0, "the recording ends")
+        outcome = Outcome(ordinal, submitted.request, submitted.at, ledger)
+        return replace(outcome, num_preemptions=group.num_preemptions)

@@ -1,0 +1,134 @@
+"""Runs as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from quire.simulator.run import Outcome, Run
+from quire.simulator.summary import Change, compare, summarize
+from quire.simulator.timeline import Span, State, timeline
+
+LANE = 40  # characters
+MARKS: dict[State, str] = {"waiting": ".", "prefill": "=", "decode": "#", "preempted": "x", "swapped": "s"}
+KEY = "  ".join(f"{mark} {state}" for state, mark in MARKS.items())
+
+
+def show_run(run: Run, rows: int) -> str:
+    """A run's figures and the first requests' lanes; `rows` 0: all."""
+    told = timeline(run)
+    shown = told[:rows] if rows else told
+    header = ["request", "arrived", "waited", "TTFT", "end", "out", "preempted", "why", "timeline"]
+    lines = [_request_row(run, outcome, spans) for outcome, spans in shown]
+    parts = [show_summary([run]), table(header, lines, left=(0, 7, 8)), f"timeline: {KEY}"]
+    if len(shown) < len(told):
+        parts.append(f"{len(told) - len(shown)} more requests: --rows 0 shows all")
+    return "\n\n".join(parts)
+
+
+def show_summary(runs: Sequence[Run]) -> str:
+    """The figures of runs beside each other."""
+    found = [summarize(run) for run in runs]
+    rows = [
+        ["requests finished", *(f"{each['finished']} of {each['requests']}" for each in found)],
+        ["seconds", *(f"{each['seconds']:.3f}" for each in found)],
+        ["out tokens/s", *(f"{each['output_tokens_per_second']:.1f}" for each in found)],
+        ["steps", *(str(each["steps"]) for each in found)],
+        ["preemptions", *(str(each["preemptions"]) for each in found)],
+        ["prompt tokens cached", *(str(each["cached_tokens"]) for each in found)],
+        ["blocks in use", *(f"{each['blocks_used']:.1%}" for each in found)],
+    ]
+    for name, shown in (("ttft", "TTFT"), ("tpot", "TPOT"), ("latency", "latency")):
+        for figure in ("mean", "p50", "p90", "p99", "max"):
+            rows.append([f"{shown} {figure}", *(_seconds(each[name].get(figure)) for each in found)])
+    for name in ("failed", "refused"):
+        if any(each[name] for each in found):
+            rows.append([name, *(str(each[name]) for each in found)])
+    return table(["", *(run.name for run in runs)], rows)
+
+
+def show_changes(before: Run, after: Run, rows: int) -> str:
+    """Two runs beside each other, and whom it made slower and faster most."""
+    changes = compare(before, after)
+    counts = Counter(change.verdict for change in changes)
+    told = ", ".join(f"{counts[name]} {name}" for name in ("faster", "slower", "same", "only in one") if counts[name])
+    header = ["request", f"TTFT {before.name}", after.name, "end", after.name, "change", "preempted"]
+    moved = [change for change in changes if change.verdict != "same"]
+    half = (rows + 1) // 2
+    shown = moved if not rows or len(moved) <= rows else [*moved[:half], *moved[-(rows - half) :]]
+    title = f"from {before.name} to {after.name}: {told}"
+    parts = [show_summary([before, after]), title]
+    if shown:
+        parts.append(table(header, [_change_row(change) for change in shown]))
+    if len(shown) < len(moved):
+        parts.append(f"{len(moved) - len(shown)} more that changed: --rows 0 shows all")
+    return "\n\n".join(parts)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Aligned columns; those in `left` are text."""
+    cells = [list(header), *map(list, rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = []
+    for row in cells:
+        aligned = [
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join(lines)
+
+
+def _request_row(run: Run, outcome: Outcome, spans: list[Span]) -> list[str]:
+    end = outcome.ended_at
+    return [
+        _short(outcome.request_id, 24),
+        _seconds(outcome.arrival - run.begin),
+        _seconds(outcome.waited),
+        _seconds(outcome.ttft),
+        _seconds(None if end is None else end - run.begin),
+        str(outcome.num_outputs),
+        str(outcome.num_preemptions),
+        _short(_reason(outcome, spans), 32),
+        _lane(run, spans),
+    ]
+
+
+def _change_row(change: Change) -> list[str]:
+    before, after, moved = change.before, change.after, change.latency
+    return [
+        _short(before.request_id, 24),
+        _seconds(before.ttft),
+        _seconds(after.ttft),
+        _seconds(before.latency),
+        _seconds(after.latency),
+        "-" if moved is None else f"{moved:+.3f}s",
+        f"{before.num_preemptions} -> {after.num_preemptions}",
+    ]
+
+
+def _reason(outcome: Outcome, spans: list[Span]) -> str:
+    """What a request waited for longest, or how it ended badly."""
+    if outcome.refused is not None or outcome.error is not None:
+        return outcome.refused or outcome.error or ""
+    stopped = [span for span in spans if span.state in ("waiting", "preempted", "swapped")]
+    longest = max(stopped, key=lambda span: span.end - span.start, default=None)
+    return "" if longest is None else longest.why.removeprefix("in the queue").removeprefix("; ")
+
+
+def _lane(run: Run, spans: list[Span]) -> str:
+    scale = LANE / run.seconds if run.seconds > 0 else 0.0
+    lane = [" "] * LANE
+    for span in spans:
+        first = min(int((span.start - run.begin) * scale), LANE - 1)
+        last = min(max(int((span.end - run.begin) * scale), first + 1), LANE)
+        lane[first:last] = MARKS[span.state] * (last - first)
+    return "".join(lane)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}s"
+
+
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."

@@ -1,0 +1,200 @@
+"""Preemption: blocks are moved to host memory or computed again, and nobody can tell by the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fake_tiers import FakeTiers
+from harness import VOCABULARY, Harness
+from quire.config.tiers import TierConfig
+from quire.engine.decoding.tools import DecodingTools
+from quire.types.decoding import BeamRules
+from quire.types.errors import ConfigError
+from quire.types.step import StepPlan
+from toy_decoding import BeamQuestion, ToyGrammars, ToyLookaheads, beam_answers, grammar_answer
+from toy_model import continuation
+
+HOST = TierConfig(host_blocks=64)
+
+
+def prompt(number: int, length: int = 10) -> list[int]:
+    return [(number * 13 + 3 * place) % 90 + 2 for place in range(length)]
+
+
+def engine_of(num_blocks: int, preemption: str = "swap", **settings: Any) -> Harness:
+    tools = DecodingTools(ToyGrammars(), ToyLookaheads(settings.pop("guesses", False), True), lambda: VOCABULARY)
+    return Harness(**{"num_blocks": num_blocks, "tiers": HOST, "tools": tools, "preemption": preemption, **settings})
+
+
+def notes(engine: Harness, kind: str) -> list[str]:
+    return [entry.note for message in engine.finished.values() for entry in message.ledger if entry.kind == kind]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+def test_a_swapped_request_goes_on_where_it_was(block_size: int, depth: int, *, caching: bool) -> None:
+    engine = engine_of(-(-60 // block_size), block_size=block_size, depth=depth, caching=caching)
+    for number in range(3):
+        engine.submit(f"r{number}", prompt(number), max_tokens=25, seed=number)
+    engine.run()
+    for number in range(3):
+        assert engine.answer(f"r{number}") == continuation(prompt(number), 25, seed=number)
+    stats = engine.core.stats()
+    assert stats.preemptions == stats.swaps > 0
+    if not caching:  # a cache may find what is still on the device
+        assert stats.tiers.loaded > 0
+        assert stats.prompt_tokens <= 3 * 10 + 4 * stats.preemptions
+    assert stats.tiers.host_held == 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("n", [2, 3])
+def test_samples_that_share_blocks_are_saved_once_and_share_them_again(n: int, *, caching: bool) -> None:
+    engine = engine_of(14, caching=caching, depth=2)
+    engine.submit("first", prompt(1, 9), max_tokens=30, seed=5)
+    engine.submit("several", prompt(2, 9), max_tokens=16, seed=6, n=n)
+    while engine.core.stats().swaps == 0:
+        assert engine.core.has_work
+        engine.step()
+    saved = [move for plan in engine.executor.plans for move in plan.transfers.saves]
+    assert len({move.block for move in saved}) == len(saved)
+    engine.run()
+    assert engine.answer("first") == continuation(prompt(1, 9), 30, seed=5)
+    for index in range(n):
+        assert engine.answer("several", index) == continuation(prompt(2, 9), 16, seed=6, index=index)
+
+
+def _beams(engine: Harness, rules: BeamRules) -> Callable[[], None]:
+    engine.submit("asked", prompt(3, 6), max_tokens=9, n=2, beam=rules)
+
+    def check() -> None:
+        wanted = [answer.tokens for answer in beam_answers(BeamQuestion(tuple(prompt(3, 6)), rules, 9))][:2]
+        assert [sample.token_ids for sample in engine.finished["asked"].samples] == wanted
+
+    return check
+
+
+def _grammar(engine: Harness) -> Callable[[], None]:
+    engine.submit("asked", prompt(3, 6), max_tokens=16, seed=3, grammar="abc", n=2)
+
+    def check() -> None:
+        for index in range(2):
+            wanted = grammar_answer(prompt(3, 6), 16, "abc", seed=3, index=index, end_ids=())
+            assert engine.answer("asked", index) == wanted
+
+    return check
+
+
+def _guessed(engine: Harness) -> Callable[[], None]:
+    engine.submit("asked", prompt(3, 6), max_tokens=30, seed=103)
+    return lambda: _same(engine.answer("asked"), continuation(prompt(3, 6), 30, seed=103))
+
+
+def _ranked(engine: Harness) -> Callable[[], None]:
+    engine.submit("asked", prompt(3, 6), max_tokens=9, seed=3, best_of=3, n=1)
+
+    def check() -> None:
+        (best,) = engine.finished["asked"].samples
+        options = [tuple(continuation(prompt(3, 6), 9, seed=3, index=index)) for index in range(3)]
+        assert best.token_ids in options
+
+    return check
+
+
+def _same(one: list[int], other: list[int]) -> None:
+    assert one == other
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("kind", ["beams", "grammar", "guessed", "ranked"])
+def test_every_way_to_decode_survives_a_swap(kind: str, *, caching: bool) -> None:
+    engine = engine_of(11, caching=caching, guesses=kind == "guessed", depth=2)
+    engine.submit("first", prompt(1, 9), max_tokens=35, seed=5)
+    kinds = {"beams": lambda e: _beams(e, BeamRules(3)), "grammar": _grammar, "guessed": _guessed, "ranked": _ranked}
+    check = kinds[kind](engine)
+    engine.run(each=lambda step: setattr(engine.core._tools.grammars, "time", step))
+    check()
+    assert engine.answer("first") == continuation(prompt(1, 9), 35, seed=5)
+    assert engine.core.stats().swaps > 0
+
+
+def test_a_request_that_wants_prompt_logprobs_is_computed_again() -> None:
+    engine = engine_of(11, caching=False)
+    engine.submit("first", prompt(1), max_tokens=30, seed=5)
+    engine.submit("second", prompt(2), max_tokens=20, seed=6, prompt_logprobs=1)
+    engine.run()
+    assert engine.core.stats().preemptions > 0
+    assert engine.core.stats().swaps == 0
+
+
+def test_blocks_that_host_memory_has_no_room_for_are_computed_again() -> None:
+    engine = engine_of(11, caching=False, tiers=TierConfig(host_blocks=1))
+    for number in range(2):
+        engine.submit(f"r{number}", prompt(number), max_tokens=25, seed=number)
+    engine.run()
+    for number in range(2):
+        assert engine.answer(f"r{number}") == continuation(prompt(number), 25, seed=number)
+    assert engine.core.stats().swaps == 0
+    assert any("host memory is full" in note for note in notes(engine, "preempted"))
+
+
+def test_the_ledger_says_what_a_preemption_moved_and_what_it_was_estimated_to_cost() -> None:
+    engine = engine_of(11, caching=False)
+    for number in range(2):
+        engine.submit(f"r{number}", prompt(number), max_tokens=25, seed=number)
+    engine.run()
+    note = notes(engine, "preempted")[0]
+    assert note.startswith("no free blocks; swapped ")
+    assert " blocks, est. " in note
+    assert "recompute est. " in note
+    assert any(note.startswith("host ") for note in notes(engine, "cached"))
+
+
+def _timed(engine: Harness, time: list[float], cost: Callable[[StepPlan], float]) -> None:
+    """A clock that a step moves on by what it costs."""
+    launch = engine.executor.launch
+
+    def timed(plan: StepPlan) -> None:
+        time[0] += cost(plan)
+        launch(plan)
+
+    engine.executor.launch = timed  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("token_seconds", "block_seconds", "swaps"), [(1e-2, 1e-4, True), (1e-6, 1e-1, False)])
+def test_auto_does_what_is_measured_to_cost_less(token_seconds: float, block_seconds: float, *, swaps: bool) -> None:
+    time = [0.0]
+    behind = FakeTiers(64, 4, save_seconds=block_seconds, load_seconds=block_seconds)
+    engine = engine_of(11, "auto", caching=False, clock=lambda: time[0], behind=behind)
+    _timed(engine, time, lambda plan: 1e-4 + token_seconds * plan.num_tokens)
+    for number in range(6):
+        engine.submit(f"r{number}", prompt(number), max_tokens=25, seed=number)
+    engine.run()
+    for number in range(6):
+        assert engine.answer(f"r{number}") == continuation(prompt(number), 25, seed=number)
+    stats = engine.core.stats()
+    assert stats.preemptions > 2
+    if swaps:
+        assert stats.swaps == stats.preemptions
+    else:
+        assert stats.swaps <= 2  # until the first was measured
+
+
+def test_swapping_without_host_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="host_cache_memory"):
+        Harness(preemption="swap")
+
+
+def test_recompute_can_be_asked_for() -> None:
+    engine = engine_of(11, "recompute", caching=False)
+    for number in range(2):
+        engine.submit(f"r{number}", prompt(number), max_tokens=25, seed=number)
+    engine.run()
+    stats = engine.core.stats()
+    assert stats.preemptions > 0
+    assert stats.swaps == stats.tiers.saved == 0
+    assert notes(engine, "preempted")[0].startswith("no free blocks; recompute est. ")

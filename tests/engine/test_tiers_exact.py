@@ -1,0 +1,144 @@
+"""With a model: wherever its keys and values have been meanwhile, a request is answered with the same tokens and
+logprobs. QUIRE_TEST_WHOLE=1 asks a thousand requests."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.config.tiers import PreemptionName, TierConfig
+from quire.engine.core import EngineCore
+from quire.runtime.executor.single import SingleExecutor
+from quire.runtime.loading.resolve import ModelFiles
+from quire.types.output import Finished
+from quire.types.request import Submit
+from quire.types.sampling import SamplingParams, TokenRules
+from tiny_models import VOCAB, engine_config, tiny_config
+
+BLOCK, ROWS = 4, 6
+NUM_REQUESTS = 170 if os.environ.get("QUIRE_TEST_WHOLE") == "1" else 12  # in each of six tests
+TOLERANCE = 4e-6  # of a logprob: a few units in the last place, where a step computes other rows beside
+LARGE, SMALL = 400, 30  # blocks
+SHORT, LONG = 9, 40  # tokens of the longest answer
+
+
+def make_core(num_blocks: int, tiers: TierConfig, *, caching: bool, preemption: PreemptionName = "auto") -> EngineCore:
+    config = engine_config(block_size=BLOCK, num_blocks=num_blocks, rows=ROWS)
+    config = replace(
+        config,
+        cache=replace(config.cache, enable_prefix_caching=caching, tiers=tiers, namespace="00"),
+        scheduler=replace(config.scheduler, max_num_batched_tokens=64, max_num_seqs=ROWS, preemption=preemption),
+    )
+    files = ModelFiles("tiny", Path("nowhere"), "hf")
+    executor = SingleExecutor(files, tiny_config(), config, load_format="dummy", progress=None)
+    return EngineCore(executor, config.cache, config.scheduler, VOCAB)
+
+
+def requests(longest: int) -> list[Submit]:
+    """Prompts of which some begin alike, greedy and sampled, some with several samples."""
+    rng = random.Random(3)
+    stems = [[rng.randrange(VOCAB) for _ in range(21)] for _ in range(max(NUM_REQUESTS // 4, 3))]
+    asked = []
+    for number in range(NUM_REQUESTS):
+        prompt = rng.choice(stems)[: rng.randint(9, 21)] + [rng.randrange(4) for _ in range(rng.randint(0, 3))]
+        sampling = SamplingParams(
+            temperature=rng.choice([0.0, 0.8]),
+            max_tokens=rng.randint(2, longest),
+            n=rng.choice([1, 1, 2]),
+            seed=number,
+            logprobs=2,
+        )
+        asked.append(Submit(f"r{number}", tuple(prompt), sampling, TokenRules()))
+    return asked
+
+
+def run(core: EngineCore, asked: list[Submit], *, together: bool) -> dict[str, Finished]:
+    finished: dict[str, Finished] = {}
+    for request in asked:
+        core.submit(request)
+        while core.has_work and not together:
+            finished |= {each.request_id: each for each in core.step().finished}
+    while core.has_work:
+        finished |= {each.request_id: each for each in core.step().finished}
+        core.check()
+    core.check()
+    return finished
+
+
+@cache
+def cold(longest: int) -> dict[str, Finished]:
+    """Each alone, with nothing cached."""
+    core = make_core(LARGE, TierConfig(), caching=False)
+    try:
+        return run(core, requests(longest), together=False)
+    finally:
+        core.close()
+
+
+def check(found: dict[str, Finished], wanted: dict[str, Finished]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, message in wanted.items():
+        assert found[name].error is None
+        for one, other in zip(found[name].samples, message.samples, strict=True):
+            assert one.token_ids == other.token_ids, name
+            for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
+                np.testing.assert_array_equal(mine.token_ids, theirs.token_ids)
+                np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=TOLERANCE, rtol=0)
+
+
+def test_a_hit_says_what_a_miss_says() -> None:
+    asked = requests(SHORT)
+    core = make_core(LARGE, TierConfig(), caching=True)
+    for _ in range(2):
+        check(run(core, asked, together=False), cold(SHORT))
+    assert core.stats().prefix_hits > 0
+    core.close()
+
+
+def test_a_prompt_that_was_evicted_is_answered_as_before() -> None:
+    asked = requests(SHORT)
+    core = make_core(SMALL, TierConfig(), caching=True)
+    for _ in range(2):
+        check(run(core, asked, together=False), cold(SHORT))
+    assert core.stats().evicted_blocks > 0
+    core.close()
+
+
+@pytest.mark.parametrize("write", ["back", "through"])
+def test_a_prompt_that_comes_back_from_host_memory_is_answered_as_before(write: str) -> None:
+    asked = requests(SHORT)
+    core = make_core(SMALL, TierConfig(LARGE, write="through" if write == "through" else "back"), caching=True)
+    for _ in range(2):
+        check(run(core, asked, together=False), cold(SHORT))
+    assert core.stats().host_hits > 0
+    core.close()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_a_preempted_request_is_answered_as_before(preemption: PreemptionName, *, caching: bool) -> None:
+    asked = requests(LONG)
+    core = make_core(SMALL, TierConfig(LARGE), caching=caching, preemption=preemption)
+    check(run(core, asked, together=True), cold(LONG))
+    stats = core.stats()
+    assert stats.preemptions > 0
+    assert (stats.swaps > 0) == (preemption == "swap")
+    core.close()
+
+
+def test_a_prompt_that_comes_back_from_disk_after_a_restart_is_answered_as_before(tmp_path: Path) -> None:
+    asked = requests(SHORT)
+    tiers = TierConfig(LARGE, str(tmp_path / "cache"), 4 * LARGE, "through")
+    first = make_core(LARGE, tiers, caching=True)
+    check(run(first, asked, together=False), cold(SHORT))
+    first.close()
+    again = make_core(LARGE, tiers, caching=True)
+    check(run(again, asked, together=False), cold(SHORT))
+    assert again.stats().disk_hits > 0
+    again.close()

@@ -1,0 +1,154 @@
+"""Prompts that operators keep resident, and who finds whose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from http_server import TestServer, digests
+from quire.config.engine import CacheConfig
+from quire.config.server import AccessConfig
+from tests.http.conftest import Serve
+from tests.unit.serving.scripted import ids
+
+ADMIN = {"Authorization": "Bearer admin"}
+SYSTEM = "You are the voice of a small harbour town; answer briefly."
+TENANTS = AccessConfig(key_digests=digests("k1", "k2"), admin_digests=digests("admin"))
+
+
+def found(server: TestServer, prompt: str, key: str | None = None, **fields: Any) -> int:
+    """Prompt tokens of a request that were in the cache."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    answer = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 1, **fields}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    details = answer.json()["usage"].get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens", 0))
+
+
+def register(server: TestServer, **body: Any) -> Any:
+    return server.post("/admin/prefixes", {"name": "system", "prompt": SYSTEM, **body}, headers=ADMIN)
+
+
+def listed(server: TestServer) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = server.get("/admin/prefixes", headers=ADMIN).json()["prefixes"]
+    return rows
+
+
+def remove(server: TestServer, name: str) -> Any:
+    with server.client() as client:
+        return client.delete(f"/admin/prefixes/{name}", headers=ADMIN)
+
+
+@pytest.fixture
+def open_server(serve: Serve) -> TestServer:
+    return serve(access=AccessConfig(admin_digests=digests("admin")))
+
+
+def test_another_tenants_prompt_is_not_found_and_ones_own_is(serve: Serve) -> None:
+    server = serve(access=TENANTS)
+    assert found(server, SYSTEM, "k1") == 0
+    assert found(server, SYSTEM, "k2") == 0
+    assert found(server, SYSTEM, "k1") == len(ids(SYSTEM)) // 4 * 4  # of a prompt that was only sent, whole blocks
+    assert found(server, SYSTEM, "k1", cache_salt="s") == 0
+    assert found(server, SYSTEM, "k2", cache_salt="s") == 0
+
+
+def test_tenants_share_only_where_the_operator_says_so(serve: Serve) -> None:
+    server = serve(access=AccessConfig(key_digests=digests("k1", "k2"), shares_cache=True))
+    assert found(server, SYSTEM, "k1") == 0
+    assert found(server, SYSTEM, "k2") == len(ids(SYSTEM)) // 4 * 4  # of a prompt that was only sent, whole blocks
+    assert found(server, SYSTEM, "k2", cache_salt="s") == 0
+
+
+def test_a_registered_prompt_is_found_listed_and_removed(open_server: TestServer) -> None:
+    answer = register(open_server)
+    count = len(ids(SYSTEM))
+    blocks = -(-count // 4)
+    assert answer.status_code == 201
+    assert answer.json() == {"name": "system", "num_tokens": count, "num_blocks": blocks, "keys": 1}
+    row = {"name": "system", "key": None, "num_tokens": count, "num_blocks": blocks, "resident": True}
+    assert listed(open_server) == [row]
+    assert found(open_server, SYSTEM + " Who are you?") == count
+    stats = open_server.get("/admin/stats", headers=ADMIN).json()
+    assert (stats["pinned_prefixes"], stats["blocks"]["pinned"]) == (1, blocks)
+    assert remove(open_server, "system").json() == {"removed": 1}
+    assert listed(open_server) == []
+    assert remove(open_server, "system").status_code == 404
+    open_server.wait(open_server.is_idle)
+
+
+def test_the_beginning_of_a_conversation_can_be_registered(open_server: TestServer) -> None:
+    messages = [{"role": "system", "content": SYSTEM}]
+    body = {"name": "chat", "messages": messages}
+    count = open_server.post("/admin/prefixes", body, headers=ADMIN).json()["num_tokens"]
+    chat = {"messages": [*messages, {"role": "user", "content": "Hello?"}], "max_tokens": 1}
+    usage = open_server.post("/v1/chat/completions", chat).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == count == len(ids(f"system:{SYSTEM}\n"))
+
+
+def test_a_prompt_is_registered_for_every_key_or_for_one(serve: Serve) -> None:
+    server = serve(access=TENANTS)
+    assert register(server).json()["keys"] == 2
+    assert [row["key"] for row in listed(server)] == [digest[:8] for digest in digests("k1", "k2")]
+    for key in ("k1", "k2"):
+        assert found(server, SYSTEM + " Who?", key) == len(ids(SYSTEM))
+    assert register(server, name="one", prompt="Only for the first of them.", api_key="k1").json()["keys"] == 1
+    assert found(server, "Only for the first of them.!", "k1") > 0
+    assert found(server, "Only for the first of them.!", "k2") == 0
+    strange = register(server, api_key="nobody's")
+    assert (strange.status_code, strange.json()["error"]["param"]) == (400, "api_key")
+
+
+def test_a_new_engine_is_told_of_registered_prompts(open_server: TestServer) -> None:
+    register(open_server)
+    open_server.link.kill()
+    open_server.wait(lambda: open_server.desk.engine is None)
+    assert [row["resident"] for row in listed(open_server)] == [False]
+    open_server.link.revive()
+    open_server.wait(lambda: [row["resident"] for row in listed(open_server)] == [True])
+    assert found(open_server, SYSTEM + " Who?") == len(ids(SYSTEM))
+
+
+def test_a_reset_forgets_registered_prompts_for_good(open_server: TestServer) -> None:
+    register(open_server)
+    assert open_server.post("/admin/reset_cache", {}, headers=ADMIN).json()["freed_blocks"] > 0
+    assert listed(open_server) == []
+    open_server.link.kill()
+    open_server.link.revive()
+    open_server.wait(lambda: open_server.desk.engine is not None)
+    assert found(open_server, SYSTEM) == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "x"}, "name"),
+        ({"name": "a"}, "prompt"),
+        ({"name": "a", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ({"name": "a b", "prompt": "x"}, "body.name"),
+        ({"name": "a", "prompt": "x", "tools": []}, "tools"),
+        ({"name": "a", "prompt": "x", "ttl": 3}, "body.ttl"),
+        ({"name": "a", "prompt": ["x", "y"]}, "body.prompt"),
+    ],
+)
+def test_a_registration_that_is_not_clear_is_refused_by_field(open_server: TestServer, body: Any, param: str) -> None:
+    answer = open_server.post("/admin/prefixes", body, headers=ADMIN)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert listed(open_server) == []
+
+
+def test_what_does_not_fit_is_refused_for_all_keys_together(serve: Serve) -> None:
+    server = serve(access=TENANTS, cache=CacheConfig(block_size=4, num_blocks=160))
+    answer = register(server, prompt="x" * 200)  # 50 blocks each, and 80 of 160 may be held
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prefix")
+    assert "80 of 160 are the limit" in answer.json()["error"]["message"]
+    assert listed(server) == []
+    server.wait(server.is_idle)
+
+
+def test_only_admins_see_or_change_what_is_resident(serve: Serve) -> None:
+    server = serve(access=TENANTS)
+    assert server.get("/admin/prefixes", headers={"Authorization": "Bearer k1"}).status_code == 401
+    assert server.post("/admin/prefixes", {}, headers={"Authorization": "Bearer k1"}).status_code == 401
+    assert serve().get("/admin/prefixes").status_code == 404

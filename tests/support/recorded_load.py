@@ -1,0 +1,142 @@
+"""Random loads on an engine over the fake executor, recorded to a file."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fake_executor import VOCAB, FakeExecutor
+from fake_tiers import FakeTiers
+from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from quire.config.recording import RecordingConfig, TokenForm
+from quire.config.speculation import SpeculationConfig
+from quire.engine.decoding.lookahead_registry import make_lookaheads
+from quire.engine.decoding.tools import DecodingTools
+from quire.engine.recording.core import RecordedCore
+from quire.engine.recording.tape import Tape
+from quire.types.decoding import BeamRules
+from quire.types.output import Finished
+from quire.types.request import Abort, Branch, Submit
+from quire.types.sampling import SamplingParams, TokenRules
+
+DEVICE = DeviceConfig("cpu", "float32", "float32")
+
+
+class TickingClock:
+    """Every reading is a little later, by amounts that look like nothing."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng, self.now = random.Random(seed), 1_000.0
+
+    def __call__(self) -> float:
+        self.now += self._rng.uniform(1e-5, 3e-3)
+        return self.now
+
+
+@dataclass
+class RecordedLoad:
+    """An engine that is recorded. `close` ends the recording."""
+
+    path: Path
+    cache: CacheConfig = field(default_factory=lambda: CacheConfig(4, 48))
+    scheduler: SchedulerConfig = field(default_factory=lambda: SchedulerConfig(8, 32, 160, seed=7))
+    depth: int = 1
+    tokens: TokenForm = "exact"
+    limit: int = 2**26
+    speculation: SpeculationConfig | None = None
+    seed: int = 0
+    behind: FakeTiers | None = None
+
+    def __post_init__(self) -> None:
+        recording = RecordingConfig(str(self.path), self.tokens, self.limit)
+        config = EngineConfig(self.cache, self.scheduler, DEVICE, self.speculation, recording)
+        size, behind = self.cache.block_size, FakeTiers(self.cache.tiers.host_blocks, self.cache.block_size)
+        self.executor = FakeExecutor(self.cache.num_blocks, size, self.depth, tiers=self.behind or behind)
+        self.tape = Tape.of(config, VOCAB, self.depth)
+        tools = DecodingTools(lookaheads=make_lookaheads(self.speculation, self.depth))
+        self.core = RecordedCore(
+            self.executor,
+            self.cache,
+            self.scheduler,
+            VOCAB,
+            tape=self.tape,
+            tools=tools,
+            clock=TickingClock(self.seed),
+        )
+        self.finished: dict[str, Finished] = {}
+
+    def submit(self, request_id: str, prompt: list[int], **fields: object) -> None:
+        names = ("rules", "priority", "cache_salt", "beam", "source", "tenant", "pin")
+        given = {name: fields.pop(name) for name in names if name in fields}
+        sampling = SamplingParams(**{"max_tokens": 8, **fields})  # type: ignore[arg-type]
+        self.core.submit(Submit(request_id, tuple(prompt), sampling, **given))  # type: ignore[arg-type]
+
+    def step(self) -> None:
+        for message in self.core.step().finished:
+            self.finished[message.request_id] = message
+
+    def run(self) -> None:
+        while self.core.has_work:
+            self.step()
+
+    def close(self) -> Path:
+        self.core.close()
+        return self.tape.path
+
+
+def play_random_load(load: RecordedLoad, num_requests: int = 40) -> None:
+    """Requests of every kind come, some are aborted, until all are over."""
+    rng = random.Random(load.seed)
+    families = [[rng.randrange(4, VOCAB) for _ in range(40)] for _ in range(3)]
+    number = 0
+    while number < num_requests or load.core.has_work:
+        while number < num_requests and rng.random() < 0.4:
+            _submit(load, rng, number, families)
+            number += 1
+        if rng.random() < 0.06 and number:
+            index = rng.choice([None, 0])
+            load.core.abort(Abort(f"r{rng.randrange(number)}", index, rng.choice([None, "END"])))
+        if rng.random() < 0.01:
+            load.core.reset_cache()
+        load.core.leisure()
+        load.step()
+        load.core.check()
+
+
+def _submit(load: RecordedLoad, rng: random.Random, number: int, families: list[list[int]]) -> None:
+    prompt = rng.choice(families)[: rng.randrange(1, 40)] + [
+        rng.randrange(4, VOCAB) for _ in range(rng.randrange(1, 9))
+    ]
+    kind = rng.choice(["plain", "plain", "plain", "n", "best_of", "beam", "branch"])
+    if load.scheduler.policy in ("static", "orca-max", "orca-pow2", "orca-oracle"):
+        kind = "plain"
+    fields: dict[str, object] = {
+        "max_tokens": rng.randrange(1, 40),
+        "rules": TokenRules(end_ids=(rng.randrange(4), 9, 17)),
+        "tenant": rng.choice(["", "a", "b"]),
+        "cache_salt": rng.choice(["", "", "salt"]),
+    }
+    if load.scheduler.policy == "priority":
+        fields["priority"] = rng.randrange(-2, 3)
+    if kind == "n":
+        fields["n"] = rng.randrange(2, 4)
+    elif kind == "best_of":
+        fields |= {"n": 1, "best_of": rng.randrange(2, 4)}
+    elif kind == "beam":
+        fields |= {"beam": BeamRules(rng.randrange(2, 4)), "temperature": 0.0}
+    elif kind == "branch" and number:
+        fields |= _branch(load, rng, number)
+        prompt = fields.pop("prompt", prompt)  # type: ignore[assignment]
+    load.submit(f"r{number}", prompt, **fields)
+
+
+def _branch(load: RecordedLoad, rng: random.Random, number: int) -> dict[str, object]:
+    """Go on from a request that lives, if it is a plain one."""
+    source = f"r{rng.randrange(number)}"
+    group = load.core._groups.get(source)
+    if group is None or group.is_ranked or not group.live:
+        return {}
+    tokens = group.request.prompt_token_ids
+    salt = group.request.cache_salt
+    return {"source": Branch(source, group.live[0].index, len(tokens)), "prompt": list(tokens), "cache_salt": salt}

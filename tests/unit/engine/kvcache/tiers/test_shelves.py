@@ -1,0 +1,164 @@
+"""Host memory and disk together: what they are asked for, and what they order."""
+
+from __future__ import annotations
+
+from quire.config.tiers import TierConfig
+from quire.engine.kvcache.prefixes import NO_MATCH, Match
+from quire.engine.kvcache.radix import Node, PrefixTree
+from quire.engine.kvcache.tiers.base import Wanted
+from quire.engine.kvcache.tiers.shelves import Shelves
+from quire.types.transfer import FailedFile, FoundFile, TransferReport
+
+TOKENS = tuple(range(100, 140))
+SIZE = 4
+
+
+def known(start: int, stop: int) -> tuple[int, ...]:
+    return TOKENS[start:stop]
+
+
+class Desk:
+    """Shelves, and a tree whose first branch is TOKENS."""
+
+    def __init__(self, config: TierConfig, num_blocks: int = 5) -> None:
+        self.tree = PrefixTree(SIZE)
+        self.shelves = Shelves(config, self.tree, SIZE)
+        keys = self.tree.keys(0, "", TOKENS[: num_blocks * SIZE])
+        self.nodes: list[Node] = list(self.tree.grow(self.tree.root, keys, range(num_blocks)))
+
+    def evict(self, *indices: int) -> None:
+        for index in indices:
+            self.shelves.evicted(self.nodes[index])
+            self.shelves.check()
+
+    def match(self, num_blocks: int) -> Match:
+        return Match(tuple(self.nodes[:num_blocks]), num_blocks * SIZE) if num_blocks else NO_MATCH
+
+
+def wanted(limit: int, parked: int = 0) -> Wanted:
+    return Wanted("", known, limit, parked)
+
+
+def test_what_was_evicted_is_found_behind_what_the_device_still_has() -> None:
+    desk = Desk(TierConfig(8))
+    desk.evict(4, 3, 2)
+    found = desk.shelves.find(desk.match(2), wanted(39))
+    assert found.num_tokens == 20
+    assert [slot.name for slot in found.slots] == [desk.tree.key_of(node) for node in desk.nodes[2:]]
+    orders = desk.shelves.take_orders(())
+    assert [move.block for move in orders.saves] == [4, 3, 2]
+
+
+def test_a_gap_ends_what_is_found() -> None:
+    desk = Desk(TierConfig(8))
+    desk.evict(4, 2)
+    assert desk.shelves.find(desk.match(2), wanted(39)).num_tokens == 12
+    assert desk.shelves.find(desk.match(1), wanted(39)).num_tokens == 4
+
+
+def test_no_more_is_found_than_is_asked_for() -> None:
+    desk = Desk(TierConfig(8))
+    desk.evict(4, 3, 2, 1, 0)
+    assert desk.shelves.find(NO_MATCH, wanted(11)).num_tokens == 8
+
+
+def test_another_salt_finds_nothing() -> None:
+    desk = Desk(TierConfig(8))
+    desk.evict(4, 3, 2, 1, 0)
+    assert desk.shelves.find(NO_MATCH, Wanted("other", known, 39)).num_tokens == 0
+
+
+def test_a_parked_tail_is_found_by_its_exact_length_only() -> None:
+    desk = Desk(TierConfig(8))
+    names = desk.shelves.names("", known, 10)
+    assert len(names) == 3
+    blocks = dict(zip(names, (7, 8, 9), strict=True))
+    assert desk.shelves.num_missing(blocks) == 3
+    desk.shelves.park("me", blocks)
+    desk.shelves.check()
+    assert desk.shelves.find(NO_MATCH, wanted(39, parked=10)).num_tokens == 10
+    assert desk.shelves.find(NO_MATCH, wanted(39, parked=9)).num_tokens == 8
+    assert desk.shelves.find(NO_MATCH, wanted(39)).num_tokens == 8
+
+
+def test_parked_blocks_stay_until_they_are_unparked() -> None:
+    desk = Desk(TierConfig(3))
+    blocks = dict(zip(desk.shelves.names("", known, 8), (7, 8), strict=True))
+    desk.shelves.park("me", blocks)
+    desk.shelves.take_orders(())
+    desk.evict(4, 3)
+    assert desk.shelves.stats().failures == {"host_full": 1}
+    assert desk.shelves.find(NO_MATCH, wanted(39)).num_tokens == 8
+    desk.shelves.unpark("me")
+    desk.shelves.unpark("me")
+    desk.shelves.take_orders(())
+    desk.evict(2, 1)
+    assert desk.shelves.stats().host_held == 2  # what this plan saves
+
+
+def test_blocks_for_which_there_is_no_room_cannot_be_parked() -> None:
+    desk = Desk(TierConfig(2))
+    assert desk.shelves.num_missing(dict.fromkeys(desk.shelves.names("", known, 12), 0)) is None
+
+
+def test_a_slot_is_used_once_in_a_plan() -> None:
+    desk = Desk(TierConfig(2))
+    desk.evict(4, 3, 2)
+    orders = desk.shelves.take_orders(())
+    assert len({move.slot for move in orders.saves}) == len(orders.saves) == 2
+
+
+def test_what_is_saved_is_written_to_a_file_and_holds_its_slot_until_that_is_done() -> None:
+    desk = Desk(TierConfig(8, "folder", 10))
+    desk.evict(4, 3)
+    orders = desk.shelves.take_orders(())
+    names = [desk.tree.key_of(desk.nodes[index]) for index in (4, 3)]
+    assert [move.key for move in orders.stores] == names
+    assert desk.shelves.stats().host_held == 2
+    desk.shelves.take_report(TransferReport(stored=(names[0],), failed=(FailedFile(names[1], "io"),)))
+    desk.shelves.check()
+    assert desk.shelves.stats().host_held == 0
+    assert desk.shelves.stats().disk_used == 1
+    assert desk.shelves.stats().failures == {"io": 1}
+
+
+def test_files_that_were_found_are_fetched_and_then_loaded() -> None:
+    desk = Desk(TierConfig(8, "folder", 10), num_blocks=2)
+    names = desk.shelves.names("", known, 16)
+    desk.shelves.take_report(TransferReport(found=tuple(FoundFile(name, 1.0) for name in names)))
+    assert desk.shelves.find_files(desk.match(2), wanted(39)) == names[2:]
+    desk.shelves.fetch(names[2:])
+    orders = desk.shelves.take_orders(())
+    assert [move.key for move in orders.fetches] == names[2:]
+    assert desk.shelves.find(desk.match(2), wanted(39)).num_tokens == 8
+    desk.shelves.take_report(TransferReport(fetched=(names[2],), failed=(FailedFile(names[3], "corrupt"),)))
+    desk.shelves.check()
+    found = desk.shelves.find(desk.match(2), wanted(39))
+    assert found.num_tokens == 12
+    assert found.slots[0].read() == "disk"
+    assert desk.shelves.find_files(desk.match(2), wanted(39)) == []
+
+
+def test_resetting_takes_back_what_was_not_ordered_yet_and_deletes_the_rest() -> None:
+    desk = Desk(TierConfig(8, "folder", 10))
+    desk.evict(4)
+    desk.shelves.take_orders(())
+    desk.evict(3)
+    desk.shelves.reset()
+    desk.shelves.check()
+    orders = desk.shelves.take_orders(())
+    assert not orders.saves
+    assert not orders.stores
+    assert set(orders.drops) == {desk.tree.key_of(desk.nodes[index]) for index in (4, 3)}
+    desk.shelves.take_report(TransferReport(stored=(desk.tree.key_of(desk.nodes[4]),)))
+    desk.shelves.check()
+    assert desk.shelves.stats().host_held == 0
+    assert desk.shelves.find(desk.match(3), wanted(39)).num_tokens == 12
+
+
+def test_writing_through_saves_what_is_kept() -> None:
+    desk = Desk(TierConfig(8, write="through"))
+    desk.shelves.kept(desk.nodes[:2])
+    assert desk.shelves.has_orders
+    assert len(desk.shelves.take_orders(()).saves) == 2
+    assert not desk.shelves.has_orders

@@ -1,0 +1,377 @@
+"""Blocks as files: whole or gone, in order, and no failure ever raises."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+import pytest
+
+from faulty_folder import BROKEN, FULL, QUOTA, FaultyFolder
+from quire.runtime.tiers.block_file import HEADER_BYTES
+from quire.runtime.tiers.disk_store import DiskReport, DiskStore
+from quire.runtime.tiers.folder import PrivateFolder
+from quire.types.errors import ConfigError
+from quire.types.transfer import FailedFile
+
+NUM_SLOTS, SLOT_BYTES = 8, 1_000
+
+
+def key(number: int) -> bytes:
+    return hashlib.blake2b(str(number).encode(), digest_size=32).digest()
+
+
+def at_once() -> None:
+    """The slot is ready."""
+
+
+class Disk:
+    """A disk store over plain slots; waits for reports."""
+
+    def __init__(self, path: Path, **settings: int) -> None:
+        self.path = path
+        self.slots = np.zeros((NUM_SLOTS, SLOT_BYTES), dtype=np.uint8)
+        self.folder = FaultyFolder(PrivateFolder(str(path)))
+        self.store = DiskStore(self.folder, lambda slot: memoryview(self.slots[slot]), **settings)
+        self.report = DiskReport()
+
+    def fill(self, slot: int, number: int) -> None:
+        self.slots[slot] = np.random.default_rng(number).integers(0, 256, SLOT_BYTES)
+
+    def holds(self, slot: int, number: int) -> bool:
+        return bool((self.slots[slot] == np.random.default_rng(number).integers(0, 256, SLOT_BYTES)).all())
+
+    def put(self, number: int, slot: int = 0) -> DiskReport:
+        """Store a block and wait for the report."""
+        self.fill(slot, number)
+        self.store.store(key(number), slot, at_once)
+        return self.wait(lambda report: report.stored or report.failed)
+
+    def get(self, number: int, slot: int = 1) -> DiskReport:
+        self.slots[slot] = 0
+        self.store.fetch(key(number), slot, at_once)
+        return self.wait(lambda report: report.fetched or report.failed)
+
+    def wait(self, wanted: Callable[[DiskReport], object]) -> DiskReport:
+        """All that was reported until `wanted` is true of it."""
+        deadline, total = time.monotonic() + 20, DiskReport()
+        while not wanted(total):
+            assert time.monotonic() < deadline, f"only {total} was reported"
+            total = DiskReport(*(a + b for a, b in zip(total, self.store.take(), strict=True)))
+            time.sleep(0.001)
+        self.store.check()
+        return total
+
+    def file(self, number: int) -> Path:
+        return self.path / key(number).hex()
+
+    @property
+    def names(self) -> set[str]:
+        return {entry.name for entry in self.path.iterdir()}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    made = Disk(tmp_path / "cache")
+    yield made
+    made.folder.errors.clear()
+    made.folder.gate.set()
+    made.store.close()
+
+
+def test_what_was_stored_is_fetched(disk: Disk) -> None:
+    assert disk.put(1).stored == (key(1),)
+    assert disk.get(1).fetched == (key(1),)
+    assert disk.holds(1, 1)
+
+
+def test_folder_and_files_are_for_this_user_alone(disk: Disk) -> None:
+    disk.put(1)
+    assert stat.S_IMODE(disk.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(disk.file(1).stat().st_mode) == 0o600
+    assert disk.names == {key(1).hex()}
+
+
+def test_a_file_holds_a_header_and_the_bytes_as_they_are(disk: Disk) -> None:
+    disk.put(1)
+    data = disk.file(1).read_bytes()
+    assert len(data) == HEADER_BYTES + SLOT_BYTES
+    assert data[HEADER_BYTES:] == disk.slots[0].tobytes()
+    assert key(1) in data[:HEADER_BYTES]
+
+
+def test_what_an_earlier_process_left_is_found_and_read(tmp_path: Path) -> None:
+    first = Disk(tmp_path)
+    tmp_path.chmod(0o700)
+    for number in (1, 2):
+        first.put(number)
+    first.store.close()
+    os.utime(first.file(1), (50.0, 50.0))
+    second = Disk(tmp_path)
+    found = dict(second.wait(lambda report: len(report.found) == 2).found)
+    assert set(found) == {key(1), key(2)}
+    assert found[key(1)] == 50.0
+    assert second.get(2).fetched == (key(2),)
+    assert second.holds(1, 2)
+    second.get(1)
+    assert second.file(1).stat().st_mtime > 50.0  # it counts as used
+    second.store.close()
+
+
+def test_leftovers_of_writing_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    part, target = f"{key(1).hex()}.123-4.part", tmp_path.parent / "elsewhere"
+    target.write_text("precious")
+    (tmp_path / part).write_text("half a block")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / key(2).hex()).symlink_to(target)
+    (tmp_path / key(3).hex()).mkdir()
+    in_use = PrivateFolder(str(tmp_path))
+    other = f"{key(4).hex()}.99-1.part"
+    with in_use.create(other):
+        disk = Disk(tmp_path)
+        disk.put(5)
+        disk.store.close()
+        assert disk.store.take().found in ((), ((key(5), disk.file(5).stat().st_mtime),))
+        assert disk.names == {"notes.txt", key(2).hex(), key(3).hex(), key(5).hex(), other}
+    assert target.read_text() == "precious"
+    in_use.close()
+
+
+def test_a_link_is_never_followed(disk: Disk) -> None:
+    disk.put(1)
+    disk.file(1).rename(disk.path / "moved")
+    disk.file(1).symlink_to(disk.path / "moved")
+    assert [failed.reason for failed in disk.get(1).failed] == ["io"]
+    assert disk.names == {"moved"}
+
+
+@pytest.mark.parametrize("number", [FULL, QUOTA])
+@pytest.mark.parametrize("operation", ["create", "write", "rename"])
+def test_a_full_disk_is_reported_and_leaves_nothing_behind(disk: Disk, operation: str, number: int) -> None:
+    disk.folder.errors[operation] = number
+    assert disk.put(1).failed == (FailedFile(key(1), "full"),)
+    assert disk.names == set()
+    disk.folder.errors.clear()
+    assert disk.put(1).stored == (key(1),)
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "rename"])
+def test_a_disk_that_cannot_be_written_is_reported(disk: Disk, operation: str) -> None:
+    disk.folder.errors[operation] = BROKEN
+    assert disk.put(1).failed == (FailedFile(key(1), "io"),)
+
+
+@pytest.mark.parametrize("operation", ["open", "read"])
+def test_a_file_that_cannot_be_read_is_reported_and_gone(disk: Disk, operation: str) -> None:
+    disk.put(1)
+    disk.folder.errors[operation] = BROKEN
+    assert disk.get(1).failed == (FailedFile(key(1), "io"),)
+    assert disk.names == set()
+
+
+def test_a_missing_file_is_reported(disk: Disk) -> None:
+    disk.put(1)
+    disk.file(1).unlink()
+    assert disk.get(1).failed == (FailedFile(key(1), "missing"),)
+
+
+def test_a_deleted_folder_fails_every_order_and_nothing_else(disk: Disk) -> None:
+    disk.put(1)
+    disk.file(1).unlink()
+    disk.path.rmdir()
+    assert [failed.reason for failed in disk.get(1).failed] == ["missing"]
+    assert [failed.reason for failed in disk.put(2).failed] == ["missing"]
+
+
+def damage(data: bytearray, kind: str) -> bytes:
+    if kind == "shorter":
+        return bytes(data[:-1])
+    if kind == "empty":
+        return b""
+    if kind == "longer":
+        return bytes(data) + b"!"
+    data[{"magic": 0, "version": 8, "key": 12, "length": 44, "checksum": 60, "first byte": HEADER_BYTES}[kind]] ^= 1
+    return bytes(data)
+
+
+KINDS = ["shorter", "empty", "longer", "magic", "version", "key", "length", "checksum", "first byte"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_file_is_reported_and_gone(disk: Disk, kind: str) -> None:
+    disk.put(1)
+    disk.file(1).write_bytes(damage(bytearray(disk.file(1).read_bytes()), kind))
+    assert disk.get(1).failed == (FailedFile(key(1), "corrupt"),)
+    assert disk.names == set()
+
+
+def test_any_flipped_bit_is_noticed(disk: Disk) -> None:
+    rng = random.Random(5)
+    for _ in range(40):
+        disk.put(1)
+        data = bytearray(disk.file(1).read_bytes())
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        disk.file(1).write_bytes(bytes(data))
+        assert [failed.reason for failed in disk.get(1).failed] == ["corrupt"]
+
+
+def test_another_blocks_file_under_a_name_is_noticed(disk: Disk) -> None:
+    disk.put(1)
+    disk.put(2)
+    disk.file(2).replace(disk.file(1))
+    assert [failed.reason for failed in disk.get(1).failed] == ["corrupt"]
+
+
+def test_dropped_files_are_deleted_and_dropping_nothing_is_no_failure(disk: Disk) -> None:
+    disk.put(1)
+    disk.store.drop(key(1))
+    disk.store.drop(key(2))
+    assert disk.put(3).failed == ()
+    assert [failed.reason for failed in disk.get(1).failed] == ["missing"]
+
+
+def test_a_file_that_cannot_be_deleted_is_logged_and_fails_no_later_order(
+    disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk.put(1)
+    disk.folder.errors["unlink"] = BROKEN
+    disk.store.drop(key(1))
+    assert disk.put(1).failed == ()
+    assert "(io)" in caplog.text
+
+
+def test_a_folder_that_cannot_be_listed_is_used_all_the_same(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    folder = FaultyFolder(PrivateFolder(str(tmp_path)), {"entries": BROKEN})
+    slots = np.zeros((1, SLOT_BYTES), dtype=np.uint8)
+    store = DiskStore(folder, lambda slot: memoryview(slots[slot]))
+    store.store(key(1), 0, at_once)
+    store.close()
+    assert store.take().stored == (key(1),)
+
+
+def test_a_store_waits_until_its_slot_is_ready(disk: Disk) -> None:
+    arrived = Event()
+    disk.store.store(key(1), 0, lambda: (arrived.wait(), None)[1])
+    disk.fill(0, 1)
+    arrived.set()
+    disk.wait(lambda report: report.stored)
+    disk.get(1)
+    assert disk.holds(1, 1)
+
+
+def test_orders_on_a_key_or_a_slot_happen_in_turn(disk: Disk) -> None:
+    disk.folder.gate.clear()
+    disk.put(1, slot=0)
+    disk.store.fetch(key(1), 1, at_once)  # hangs until the gate opens
+    disk.store.drop(key(1))
+    disk.store.store(key(2), 1, at_once)  # what the fetch left in slot 1
+    disk.folder.gate.set()
+    report = disk.wait(lambda report: report.stored)
+    assert (report.fetched, report.stored, report.failed) == ((key(1),), (key(2),), ())
+    assert disk.names == {key(2).hex()}
+    assert disk.file(2).read_bytes()[HEADER_BYTES:] == disk.slots[0].tobytes()
+
+
+def test_more_stores_than_may_wait_are_refused_at_once(tmp_path: Path) -> None:
+    disk, held = Disk(tmp_path / "cache", most_queued=3), Event()
+    for number in range(5):
+        disk.store.store(key(number), number, lambda: (held.wait(), None)[1])
+    refused = disk.wait(lambda report: len(report.failed) == 2)
+    assert refused.failed == (FailedFile(key(3), "slow"), FailedFile(key(4), "slow"))
+    held.set()
+    assert set(disk.wait(lambda report: len(report.stored) == 3).stored) == {key(0), key(1), key(2)}
+    assert disk.put(6).stored == (key(6),)
+    disk.store.close()
+
+
+def test_a_disk_that_hangs_does_not_hold_up_closing(disk: Disk) -> None:
+    disk.put(1)
+    disk.folder.gate.clear()
+    disk.store.fetch(key(1), 1, at_once)
+    disk.store.store(key(2), 1, at_once)  # waits for the fetch
+    disk.store.close(seconds=0.05)
+    assert disk.store.take() == DiskReport()
+    disk.folder.gate.set()
+    for thread in disk.store._threads:
+        thread.join()
+    assert disk.store.take().stored == ()  # what was abandoned is not said to be there
+    assert key(2).hex() not in disk.names
+
+
+def test_closing_finishes_what_was_ordered(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "cache")
+    for number in range(NUM_SLOTS):
+        disk.fill(number, number)
+        disk.store.store(key(number), number, at_once)
+    disk.store.close()
+    assert disk.names == {key(number).hex() for number in range(NUM_SLOTS)}
+
+
+def test_two_processes_share_a_folder(tmp_path: Path) -> None:
+    ours, theirs = Disk(tmp_path / "cache"), Disk(tmp_path / "cache")
+    ours.put(1)
+    assert theirs.get(1).fetched == (key(1),)
+    assert theirs.holds(1, 1)
+    ours.put(2)
+    theirs.put(2)  # the same content, written again
+    theirs.store.drop(key(1))
+    theirs.put(3)
+    assert [failed.reason for failed in ours.get(1).failed] == ["missing"]
+    assert ours.get(2).fetched == (key(2),)
+    for each in (ours, theirs):
+        each.store.close()
+
+
+def test_random_orders_leave_what_a_dictionary_would(disk: Disk) -> None:
+    rng, files, slots = random.Random(11), {}, dict.fromkeys(range(NUM_SLOTS), -1)
+    disk.slots[:] = 0
+    for _ in range(300):
+        number, slot = rng.randrange(5), rng.randrange(NUM_SLOTS)
+        kind = rng.choice(["store", "fetch", "drop"])
+        if kind == "store":
+            disk.fill(slot, number)
+            slots[slot] = files[number] = number
+            disk.store.store(key(number), slot, at_once)
+            disk.wait(lambda report: report.stored)
+        elif kind == "drop":
+            files.pop(number, None)
+            disk.store.drop(key(number))
+        else:
+            disk.store.fetch(key(number), slot, at_once)
+            report = disk.wait(lambda report: report.fetched or report.failed)
+            assert bool(report.fetched) == (number in files)
+            slots[slot] = files.get(number, slots[slot])
+        assert all(value == -1 or disk.holds(slot, value) for slot, value in slots.items())
+
+
+def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"disk_cache_path: others may enter .* \(mode 755\).*chmod 700"):
+        PrivateFolder(str(tmp_path))
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="disk_cache_path: .* belongs to another user"):
+        PrivateFolder(str(tmp_path))
+
+
+def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="disk_cache_path: .* cannot be used"):
+        PrivateFolder(str(tmp_path / "file"))
+
+
+def test_a_key_of_another_length_is_an_error_of_the_engine(disk: Disk) -> None:
+    with pytest.raises(ValueError, match="32 bytes"):
+        disk.store.drop(b"short")

@@ -1,0 +1,174 @@
+"""Links against a dictionary of what every block and slot must hold, under random orders."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deferred_lanes import World
+from interpreter import HAS_TRITON
+from quire.config.engine import CacheConfig
+from quire.config.model import Heads
+from quire.runtime.tiers.host_store import HostStore
+from quire.runtime.tiers.link import Link, PlainLink
+from quire.runtime.tiers.pinning import Pageable
+from quire.runtime.tiers.routes import RouteName, lined_up, runs
+from quire.runtime.tiers.staged_link import StagedLink
+from quire.runtime.worker.cache import KVCache
+from quire.types.transfer import SlotMove
+
+NUM_BLOCKS, NUM_SLOTS = 12, 9
+CPU = torch.device("cpu")
+
+
+class Reachable(Pageable):
+    """A kernel in the interpreter reaches all memory."""
+
+    def pin(self, slots: Iterable[int]) -> bool:
+        return True
+
+
+def make_cache(kind: type[KVCache] = KVCache, dtype: torch.dtype = torch.float32) -> KVCache:
+    return kind(CacheConfig(2, NUM_BLOCKS), Heads(2, 1, 16), 2, dtype, CPU)
+
+
+def make_host(cache: KVCache) -> HostStore:
+    shape = (cache.blocks.shape[0], cache.blocks.shape[2])
+    return HostStore(NUM_SLOTS, shape, cache.blocks.dtype, Reachable())
+
+
+class Drill:
+    """Makes random plans, and keeps what blocks and slots must hold after each. Work on blocks goes by `run`."""
+
+    def __init__(self, cache: KVCache, link: Link, seed: int, run: Callable[[Callable[[], None]], None]) -> None:
+        self.rng, self.cache, self.link, self.run = random.Random(seed), cache, link, run
+        self.blocks = dict.fromkeys(range(NUM_BLOCKS), 0)
+        self.slots = dict.fromkeys(range(NUM_SLOTS), 0)
+        self.arriving: dict[int, int] = {}
+        self.fresh = 0
+        self.counts = [0, 0]
+
+    def plan(self) -> None:
+        self.link.begin_plan()
+        self.blocks |= self.arriving
+        saves = [self._move() for _ in range(self.rng.choice([0, 0, 1, 3, 8]))]
+        loads = [self._move() for _ in range(self.rng.choice([0, 0, 1, 3, 8]))]
+        self.link.save(saves)
+        for block, slot in saves:
+            self.slots[slot] = self.blocks[block]
+        self.link.load(loads)
+        self.arriving = {block: self.slots[slot] for block, slot in loads}
+        self.counts[0] += len({slot for _, slot in saves})
+        self.counts[1] += len({block for block, _ in loads})
+        self._compute([block for block in range(NUM_BLOCKS) if block not in self.arriving])
+
+    def _compute(self, blocks: list[int]) -> None:
+        """Read all blocks but those that loads are on their way to; overwrite some."""
+        for block in blocks:
+            self.run(partial(self._read, block, self.blocks[block]))
+        for block in self.rng.sample(blocks, len(blocks) // 2):
+            self.fresh += 1
+            self.blocks[block] = self.fresh % 128
+            self.run(partial(self._write, block, self.blocks[block]))
+
+    def _move(self) -> SlotMove:
+        return SlotMove(self.rng.randrange(NUM_BLOCKS), self.rng.randrange(NUM_SLOTS))
+
+    def _read(self, block: int, wanted: int) -> None:
+        assert (self.cache.blocks[:, block] == wanted).all()
+
+    def _write(self, block: int, value: int) -> None:
+        self.cache.blocks[:, block] = value
+
+
+def at_once(work: Callable[[], None]) -> None:
+    work()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_cpu_carries_orders_out_as_they_are_given(dtype: torch.dtype) -> None:
+    cache = make_cache(dtype=dtype)
+    host = make_host(cache)
+    drill = Drill(cache, PlainLink(cache, host), seed=3, run=at_once)
+    for _ in range(60):
+        drill.plan()
+        for slot, value in drill.slots.items():
+            assert (host.slots[slot] == value).all()
+        drill.link.check()
+    assert drill.link.take()[0] > 0
+
+
+def staged(cache: KVCache, host: HostStore, world: World, route: RouteName, pieces: int, size: int) -> StagedLink:
+    piece = size * host.slot_bytes
+    return StagedLink(
+        cache, host, world.lanes, route=route, ring_bytes=(pieces * piece, pieces * piece), piece_bytes=piece
+    )
+
+
+def run_staged(cache: KVCache, route: RouteName, seed: int, num_plans: int) -> None:
+    rng, world, host = random.Random(seed), World(seed), make_host(cache)
+    link = staged(cache, host, world, route, pieces=rng.choice([1, 2, 3]), size=rng.choice([1, 2, 4]))
+    drill = Drill(cache, link, seed, world.lanes.computing.run)
+    moved = np.zeros(4)
+    for _ in range(num_plans):
+        drill.plan()
+        for _ in range(rng.choice([0, 5, 50])):
+            world.advance()
+        if rng.random() < 0.3:
+            slot = rng.randrange(NUM_SLOTS)
+            link.settled(slot)()
+            assert (host.slots[slot] == drill.slots[slot]).all()
+        moved += link.take()
+        link.check()
+    world.finish()
+    for slot, value in drill.slots.items():
+        assert (host.slots[slot] == value).all()
+    moved += link.take()
+    assert moved[:2].tolist() == drill.counts
+    assert (moved[2:] > 0).all()
+    link.close()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_a_gpu_does_first_blocks_and_slots_hold_what_orders_in_turn_would_leave(seed: int) -> None:
+    run_staged(make_cache(), "copies", seed, num_plans=40)
+
+
+@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="for the interpreter")
+@pytest.mark.parametrize("seed", range(2))
+def test_kernels_over_host_memory_leave_the_same(seed: int) -> None:
+    from quire.runtime.worker.device_cache import DeviceCache
+
+    run_staged(make_cache(DeviceCache), "kernel", seed, num_plans=4)
+
+
+def test_neighbouring_slots_cross_together_unless_they_are_pinned_apart() -> None:
+    assert list(runs(np.array([2, 3, 4, 7, 8, 11]), chunk=4)) == [
+        (0, 2, 2), (2, 4, 1), (3, 7, 1), (4, 8, 1), (5, 11, 1),
+    ]  # fmt: skip
+    assert list(runs(np.array([], dtype=np.int64), chunk=4)) == []
+
+
+def test_lists_of_pieces_begin_where_kernels_expect_them() -> None:
+    lines = lined_up([np.arange(17, dtype=np.int32), np.array([5], dtype=np.int32)], -1)
+    assert lines.shape == (2, 32)
+    assert lines[0, :17].tolist() == list(range(17))
+    assert lines[1].tolist() == [5] + [-1] * 31
+
+
+def test_untouched_slots_cost_no_memory() -> None:
+    status = Path("/proc/self/statm")
+    if not status.exists():
+        pytest.skip("no /proc")
+    before = int(status.read_text().split()[1])
+    host = HostStore(4_096, (16, 8_192), torch.bfloat16)  # 1 GiB
+    host.slots[77].fill_(1)
+    assert (int(status.read_text().split()[1]) - before) * 4_096 < 128 * 2**20
+    assert bytes(host.bytes_of(77)[:2]) == bytes(host.bytes_of(77)[-2:]) != b"\0\0"
+    assert not any(host.bytes_of(78))

@@ -1,0 +1,115 @@
+"""Host memory is locked in chunks, ahead of use; where it cannot be, it is used as it is."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from quire.runtime.tiers import pinning
+from quire.runtime.tiers.host_store import HostStore
+from quire.runtime.tiers.lanes import Lane
+from quire.runtime.tiers.pinning import CudaPinning, chunk_slots
+from quire.runtime.tiers.routes import CopyRoute, KernelRoute, choose_route
+from quire.types.errors import DoesNotFit
+
+SLOT = 4096
+CHUNK = 4 * SLOT
+
+
+class Driver:
+    """Stands in for the CUDA runtime; refuses to lock addresses in `refused`."""
+
+    def __init__(self) -> None:
+        self.cudaError = SimpleNamespace(success=0)
+        self.locked: dict[int, int] = {}
+        self.devices: list[int] = []
+        self.refused: set[int] = set()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert flags == 3
+        assert address % 4096 == 0
+        if address in self.refused:
+            return 2
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    monkeypatch.setattr(torch.cuda, "set_device", found.devices.append)
+    monkeypatch.setattr(pinning, "CHUNK_BYTES", CHUNK)
+    return found
+
+
+def make_host(num_slots: int = 10) -> HostStore:
+    return HostStore(num_slots, (8, SLOT // 8), torch.uint8, CudaPinning(torch.device("cuda")))
+
+
+def spans(driver: Driver, host: HostStore) -> dict[int, int]:
+    """First slot of each locked chunk -> its slots."""
+    return {(at - host.address) // SLOT: size // SLOT for at, size in driver.locked.items()}
+
+
+def test_chunks_are_locked_when_they_are_needed_and_one_ahead(driver: Driver) -> None:
+    host = make_host()
+    assert host.pin([1, 2])
+    host._pinning._thread.submit(lambda: None).result()  # type: ignore[attr-defined]
+    assert spans(driver, host) == {0: 4, 4: 4}
+    assert host.pin([5, 1])
+    assert host.pin([9])
+    assert spans(driver, host) == {0: 4, 4: 4, 8: 2}
+    host.close()
+    assert driver.locked == {}
+    assert driver.devices == [0]
+
+
+def test_memory_that_nobody_closed_is_unlocked_before_it_goes(driver: Driver) -> None:
+    host = make_host()
+    assert host.pin([1])
+    del host
+    gc.collect()
+    assert driver.locked == {}
+
+
+def test_memory_that_cannot_be_locked_is_used_by_copies(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    host = make_host()
+    driver.refused |= {host.address + CHUNK, host.address + 2 * CHUNK}
+    lane: Lane = SimpleNamespace(send=torch.from_numpy)  # type: ignore[assignment]
+    assert isinstance(choose_route(host, [np.array([1, 3])], lane, "auto"), KernelRoute)
+    assert isinstance(choose_route(host, [np.array([1, 5])], lane, "auto"), CopyRoute)
+    assert isinstance(choose_route(host, [np.array([1, 9])], lane, "kernel"), CopyRoute)
+    assert isinstance(choose_route(host, [np.array([1, 3])], lane, "copies"), CopyRoute)
+    assert caplog.text.count("could not be pinned") == 1
+    host.close()
+
+
+def test_large_runs_cross_by_copies(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinning, "CHUNK_BYTES", 1 << 20)
+    host = make_host(512)
+    lane: Lane = SimpleNamespace(send=torch.from_numpy)  # type: ignore[assignment]
+    assert isinstance(choose_route(host, [np.arange(128)], lane, "auto"), CopyRoute)
+    assert isinstance(choose_route(host, [np.arange(0, 256, 2)], lane, "auto"), KernelRoute)
+    host.close()
+    assert driver.locked == {}
+
+
+@pytest.mark.parametrize("slot_bytes", [8, 24, 4_096, 131_072, 2 << 20, 300 << 20])
+def test_a_chunk_is_a_whole_number_of_pages(slot_bytes: int) -> None:
+    assert chunk_slots(slot_bytes) >= 1
+    assert chunk_slots(slot_bytes) * slot_bytes % 4096 == 0
+    assert chunk_slots(slot_bytes) * slot_bytes <= max(256 << 20, slot_bytes)
+
+
+def test_more_memory_than_there_can_be_is_refused() -> None:
+    with pytest.raises(DoesNotFit, match="host_cache_memory: the system refuses"):
+        HostStore(1 << 20, (1 << 15, 1 << 13), torch.float32)

@@ -1,0 +1,145 @@
+"""The same load under another configuration, on a clock that a fitted cost moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.config.policy import POLICY_NAMES, PolicyName
+from quire.simulator.clock import VirtualClock
+from quire.simulator.cost import Cost, StepSize, fit_cost
+from quire.simulator.executor import SimulatedExecutor
+from quire.simulator.link import LinkCost, SimulatedLink, fit_link
+from quire.simulator.reader import read_recording
+from quire.simulator.what_if import Scenario
+from quire.types.request import Abort
+from quire.types.sampling import TokenRules
+from quire.types.step import StepPlan
+from quire.types.transfer import FileMove, SlotMove, TransferReport, Transfers
+from recorded_load import RecordedLoad, play_random_load
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
+    load = RecordedLoad(tmp_path_factory.mktemp("run") / "run.jsonl", seed=4)
+    play_random_load(load, 30)
+    return Scenario.of(read_recording(load.close()))
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_every_request_ends_under_every_policy(policy: PolicyName, scenario: Scenario) -> None:
+    setup = scenario.recording.setup
+    run = scenario.run(policy, setup.cache, SchedulerConfig(8, 32, 160, policy=policy))
+    assert len(run.outcomes) == 30
+    for outcome in run.outcomes:
+        assert outcome.is_over or outcome.refused is not None
+        assert (outcome.refused is None) or policy in ("static", "orca-max", "orca-pow2", "orca-oracle")
+
+
+def test_answers_are_as_long_as_they_were(scenario: Scenario) -> None:
+    setup, recording = scenario.recording.setup, scenario.recording
+    aborted = {event.ordinal for event in recording.events if type(event).__name__ == "Aborted"}
+    run = scenario.run("more", replace(setup.cache, num_blocks=400), replace(setup.scheduler, policy="spf"))
+    assert sum(outcome.num_preemptions for outcome in run.outcomes) == 0
+    for outcome in run.outcomes:
+        if outcome.ordinal not in aborted:
+            end = recording.ends[outcome.ordinal]
+            assert (outcome.reasons, outcome.num_outputs) == (end.reasons, sum(end.lengths))
+
+
+def test_less_memory_preempts_more(tmp_path: Path) -> None:
+    load = RecordedLoad(tmp_path / "run.jsonl", CacheConfig(4, 200), SchedulerConfig(8, 32, 80))
+    for number in range(8):
+        load.submit(f"r{number}", [number + 5] * 12, max_tokens=40)
+    load.run()
+    scenario = Scenario.of(read_recording(load.close()))
+    setup = scenario.recording.setup
+    runs = [scenario.run("", CacheConfig(4, blocks), setup.scheduler) for blocks in (200, 24)]
+    preempted = [sum(outcome.num_preemptions for outcome in run.outcomes) for run in runs]
+    assert preempted[0] == 0 < preempted[1]
+    assert runs[0].seconds < runs[1].seconds
+
+
+def test_a_request_that_cannot_be_is_refused_alone(tmp_path: Path) -> None:
+    load = RecordedLoad(tmp_path / "run.jsonl", CacheConfig(4, 200))
+    load.submit("big", [5] * 60, max_tokens=20)
+    load.submit("small", [6] * 4, max_tokens=4)
+    load.run()
+    scenario = Scenario.of(read_recording(load.close()))
+    run = scenario.run("", CacheConfig(4, 10), scenario.recording.setup.scheduler)
+    assert [outcome.refused is None for outcome in run.outcomes] == [False, True]
+    assert "kv blocks" in str(run.outcomes[0].refused)
+
+
+def test_what_text_ended_ends_after_as_many_tokens(tmp_path: Path) -> None:
+    load = RecordedLoad(tmp_path / "run.jsonl")
+    load.submit("stopped", [5, 6, 7], max_tokens=30)
+    for _ in range(5):
+        load.step()
+    load.core.abort(Abort("stopped", 0, "END"))
+    load.run()
+    length = len(load.finished["stopped"].samples[0].token_ids)
+    scenario = Scenario.of(read_recording(load.close()))
+    setup = scenario.recording.setup
+    (outcome,) = scenario.run("", setup.cache, replace(setup.scheduler, max_num_batched_tokens=8)).outcomes
+    assert (outcome.reasons, outcome.num_outputs) == (("stop",), length)
+
+
+def test_a_sample_goes_on_beyond_what_was_recorded_of_it(tmp_path: Path) -> None:
+    load = RecordedLoad(tmp_path / "run.jsonl")
+    load.submit("cut", [5, 6, 7], max_tokens=30, rules=TokenRules(end_ids=(0,)))
+    load.step()
+    load.core.abort(Abort("cut"))
+    load.run()
+    recording = read_recording(load.close())
+    assert recording.answers.token(0, 0, 25) == 1  # 0 would end it
+
+
+def test_a_cost_is_found_again() -> None:
+    cost = Cost(0.005, 2e-5, 3e-4)
+    steps = [StepSize(p, d, 0.005 + 2e-5 * p + 3e-4 * d) for p in (0, 10, 200) for d in range(8)]
+    fit = fit_cost([*steps, StepSize(0, 1, 9.0)])  # one step compiled something
+    assert (fit.cost.step, fit.cost.token, fit.cost.row) == pytest.approx((cost.step, cost.token, cost.row))
+    assert fit.error < 1e-6
+
+
+def test_a_cost_has_no_negative_price_and_none_for_what_never_changed() -> None:
+    fit = fit_cost([StepSize(0, d, 0.01 - 1e-4 * d) for d in range(8)])
+    assert fit.cost.row == fit.cost.token == 0.0
+    assert fit.cost.step > 0
+    assert fit_cost([]).num_steps == 0
+
+
+def test_steps_in_flight_end_one_after_the_other() -> None:
+    clock = VirtualClock(10.0)
+    executor = SimulatedExecutor(clock, Cost(1.0, 0.0, 0.0), depth=2)
+    for number in (0, 1):
+        executor.launch(StepPlan(number, decode_rows=np.array([3], dtype=np.int32)))
+    assert clock.now == 10.0
+    moments = []
+    for number in (0, 1):
+        assert executor.collect().step == number
+        moments.append(clock.now)
+    assert moments == [11.0, 12.0]
+
+
+def test_the_link_carries_one_thing_at_a_time() -> None:
+    clock = VirtualClock()
+    link = SimulatedLink(clock, LinkCost(1.0, 2.0, 5.0))
+    link.carry(Transfers(saves=(SlotMove(0, 0),), loads=(SlotMove(1, 1),), stores=(FileMove(b"k", 0),)))
+    assert link.report() == TransferReport()
+    clock.move_to(3.0)
+    assert link.report() == TransferReport(num_saved=1, num_loaded=1, save_seconds=1.0, load_seconds=2.0)
+    assert link.next_done() == 5.0
+    clock.move_to(5.0)
+    assert link.report() == TransferReport(stored=(b"k",))
+    assert link.next_done() is None
+
+
+def test_the_price_of_a_block_is_what_blocks_took() -> None:
+    cost = fit_link([TransferReport(num_saved=4, save_seconds=2.0), TransferReport(num_saved=4, save_seconds=4.0)])
+    assert cost.save == pytest.approx(0.75)
