@@ -72,11 +72,11 @@ class Run:
 
 
 def draw(count: int, longest: int) -> list[Lengths]:
-    """Requests with a long tail: half of the longest is prompt, and most have a tenth of its tokens."""
+    """Requests with a long tail: half of the longest is prompt, and most have a fifteenth of its tokens."""
     rng = random.Random(11)
     lengths = [Lengths(longest // 2, longest - longest // 2)]
     while len(lengths) < count:
-        prompt, output = (int(rng.lognormvariate(math.log(longest / part), 0.7)) + 1 for part in (32, 16))
+        prompt, output = (int(rng.lognormvariate(math.log(longest / part), 0.7)) + 1 for part in (48, 32))
         if prompt + output < longest:
             lengths.append(Lengths(prompt, output))
     rng.shuffle(lengths)
@@ -135,6 +135,7 @@ def _plan(
         "max_num_batched_tokens": arguments.max_num_batched_tokens,
         "num_kv_blocks": sum(blocks) if way == FITS else -(-int(longest * HEADROOM) // size),
         "enable_prefix_caching": False,
+        "threads": arguments.threads,
     }
     files = ModelFiles(arguments.model, folder, "hf")
     planned = plan_engine(files, EngineArguments(**settings))
@@ -215,9 +216,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--model", choices=tuple(SHAPES), default="tiny", help="a shape; the weights are random")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--longest", type=int, default=256, help="tokens of the longest request")
+    parser.add_argument("--longest", type=int, default=512, help="tokens of the longest request")
     parser.add_argument("--block-sizes", type=int, nargs="+", default=BLOCK_SIZES, metavar="N")
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
+    parser.add_argument("--threads", type=int, help="CPU threads (all cores)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--plot", type=Path, metavar="PATH", help="write an SVG")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured")

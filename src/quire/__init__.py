@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quire.types.output import CompletionOutput as CompletionOutput
     from quire.types.output import Logprob as Logprob
     from quire.types.output import RequestOutput as RequestOutput
+    from quire.types.prefix import PinnedPrefix as PinnedPrefix
     from quire.types.sampling import SamplingParams as SamplingParams
     from quire.types.stats import EngineStats as EngineStats
 
@@ -37,6 +38,7 @@ _HOMES = {
     "RequestOutput": "quire.types.output",
     "CompletionOutput": "quire.types.output",
     "Logprob": "quire.types.output",
+    "PinnedPrefix": "quire.types.prefix",
     "EngineStats": "quire.types.stats",
     "QuireError": "quire.types.errors",
     "InvalidRequest": "quire.types.errors",
@@ -60,6 +62,7 @@ __all__ = [
     "LiveRequest",
     "Logprob",
     "ModelLoadError",
+    "PinnedPrefix",
     "QuireError",
     "RequestOutput",
     "SamplingParams",

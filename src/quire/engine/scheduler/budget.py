@@ -27,3 +27,11 @@ def held_back(
             break
         held += owed
     return min(held, budget)
+
+
+def chunk_size(owed: int, left: int, budget: int, *, alone: bool) -> int:
+    """Tokens of a prompt that a step computes where `left` of its budget are left. One that does not fit takes half of
+    the budget at most beside those who decode: they, and whoever comes next, do not wait for twice as long a step."""
+    if owed > left and not alone:
+        return min(left, -(-budget // _SHARE))
+    return min(owed, left)

@@ -9,7 +9,7 @@ from quire.engine.decoding.group import Group, Sequence
 from quire.engine.decoding.pace import PLAIN
 from quire.engine.kvcache.pins import Pins
 from quire.engine.scheduler import accounts
-from quire.engine.scheduler.budget import held_back
+from quire.engine.scheduler.budget import chunk_size, held_back
 from quire.engine.scheduler.draft import PlanDraft
 from quire.engine.scheduler.memory import furnish
 from quire.engine.scheduler.paced import PacedSet
@@ -218,7 +218,7 @@ class Scheduler:
     def _compute_chunk(self, draft: PlanDraft, sequence: Sequence, target: int) -> bool:
         """False when the group had to give up its blocks."""
         start = sequence.computed
-        count = min(target - start, draft.budget)
+        count = chunk_size(target - start, draft.budget, self._budget, alone=not self.num_decoding)
         if not self._grow(draft, sequence, start + count - sequence.table.num_tokens):
             return False
         assert sequence.row is not None
