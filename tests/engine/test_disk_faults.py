@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,13 @@ class Served:
     def is_sound(self) -> bool:
         """Whether nothing went wrong but what a busy machine explains."""
         return self.failures().keys() <= {"slow", "queue"}
+
+    def settle(self) -> None:
+        """Wait until nothing is being written."""
+        path, deadline = Path(self.folder.inner.path), time.monotonic() + 20
+        while any(file.suffix == ".part" for file in path.iterdir()):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     def close(self) -> None:
         self.folder.gate.set()
@@ -87,6 +95,7 @@ def test_a_disk_that_fails_after_it_was_filled_costs_time_and_nothing_else(
     assert served.answers() == wanted
     assert served.engine.core.stats().tiers.fetched > 0
     assert served.is_sound
+    served.settle()
     fault(served.folder)
     assert served.answers() == wanted
     assert served.failures()[reason] > 0
@@ -102,6 +111,7 @@ def test_a_disk_that_takes_nothing_fails_no_request(
     assert served.answers() == wanted
     assert served.answers() == wanted
     assert served.failures()[reason] > 0
+    served.settle()
     assert list((tmp_path / "cache").iterdir()) == []
     served.close()
 

@@ -12,7 +12,7 @@ from quire.engine.decoding.lookahead_index import NgramIndex
 from quire.types.request import Submit
 
 # Tokens to run ahead where nothing is found; doubles each time. A look costs the sequence a step that it sits out.
-_FIRST_LOOK, _LOOK_AFTER_DRAFT, _LONGEST_LOOK = 16, 8, 256
+_FIRST_LOOK, _LOOK_AFTER_DRAFT, _LONGEST_LOOK = 32, 8, 512
 _PRIORS = (0.2, 0.8)  # the chance of a guess after one that was wrong or not made, and after one that was right
 _OWN_FORGETS, _ALL_FORGET = (0.8, 0.9), (0.99, 0.99)
 _PRIOR_WEIGHT = 4.0  # guesses that a prior counts for beside what was seen

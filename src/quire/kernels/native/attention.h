@@ -1,33 +1,12 @@
-// Paged attention. A span is a run of tokens of one sequence: a decode row (one token) or a prompt chunk. Its i-th
-// token sees the first `visible + i` keys. Tokens of a span are taken in blocks; a block's rows are its tokens x the
-// heads that share a key head. Keys are read in pieces of PIECE positions, each summed by itself and then folded in
-// order, whether by one thread or by several.
+// Paged attention. Keys are read in pieces of PIECE positions, each summed by itself and then folded in order, whether
+// by one thread or by several. A row's sums are the same in whatever group it stands.
 #pragma once
 
-#include "simd.h"
+#include "attention_work.h"
 
 namespace {
 
-constexpr int64_t PIECE = 256;       // positions per partial result
-constexpr int64_t BLOCK_ROWS = 16;   // query rows that share one reading of the keys
-
-struct Shape {
-    int64_t query_heads, kv_heads, dim, block_size;
-    int64_t group() const { return query_heads / kv_heads; }
-    int64_t width() const { return (dim + LANES - 1) / LANES * LANES; }  // dim, padded with zeros
-    int64_t block_tokens() const { return std::max<int64_t>(1, BLOCK_ROWS / group()); }
-};
-
-struct Span {
-    int64_t token, count, visible, table;  // first batch token, tokens, keys the first one sees, offset of its table
-};
-
-struct Work {
-    int64_t token, count, visible, table, head;
-    int64_t pieces() const { return (visible + count - 1 + PIECE - 1) / PIECE; }
-};
-
-// Softmax state of a block: unnormalised output [rows, width], running maximum and sum per row.
+// Softmax state of a group: unnormalised output [rows, width], running maximum and sum per row.
 struct State {
     float* out;
     float* highest;
@@ -40,31 +19,55 @@ inline void begin(State state, int64_t rows, int64_t width) {
     std::fill(state.total, state.total + rows, 0.0f);
 }
 
-// Scores of one row to weights e^(s - highest); what the row has so far shrinks when the maximum grows.
-template <int64_t TILE> inline void soften(float* scores, int64_t seen, State state, int64_t row, int64_t width) {
-    for (int64_t t = seen; t < TILE; ++t) scores[t] = -INFINITY;
-    Floats most = load(scores);
-    for (int64_t t = LANES; t < TILE; t += LANES) most = larger(most, load(scores + t));
-    float highest = state.highest[row];
-    for (int64_t i = 0; i < LANES; ++i) highest = std::max(highest, most[i]);
-    if (highest == -INFINITY) {  // nothing seen yet: no weight at all
-        std::fill(scores, scores + TILE, 0.0f);
-        return;
+// The highest score of each of `rows` rows so far. What lies past the seen positions of a row is hidden first.
+template <int64_t TILE>
+inline void find_highest(float* scores, const int64_t* seen, const float* before, int64_t rows, float* highest) {
+    for (int64_t row = 0; row < rows; ++row, scores += TILE) {
+        for (int64_t t = seen[row]; t < TILE; ++t) scores[t] = -INFINITY;
+        Floats most = load(scores);
+        for (int64_t t = LANES; t < TILE; t += LANES) most = larger(most, load(scores + t));
+        highest[row] = std::max(before[row], largest(most));
     }
-    if (highest > state.highest[row]) {
-        const float shrink = exponential(all(state.highest[row] - highest))[0];
-        state.total[row] *= shrink;
-        float* out = state.out + row * width;
-        for (int64_t i = 0; i < width; i += LANES) store(out + i, load(out + i) * shrink);
-        state.highest[row] = highest;
+}
+
+// Scores [rows, TILE] to weights e^(s - highest), for the state's rows from `from` on; what a row has so far shrinks
+// when its maximum grows.
+template <int64_t TILE>
+inline void soften(float* scores, const int64_t* seen, State state, int64_t from, int64_t rows, int64_t width) {
+    constexpr int64_t CHUNK = 32, STEP = std::min<int64_t>(TILE / LANES, 4);
+    float highest[CHUNK], shrink[CHUNK];
+    for (; rows > 0; rows -= CHUNK, scores += CHUNK * TILE, seen += CHUNK, from += CHUNK) {
+        const int64_t count = std::min(CHUNK, rows);
+        find_highest<TILE>(scores, seen, state.highest + from, count, highest);
+        in_pieces(count, [&](int64_t i, int64_t n) {
+            put(shrink + i, exponential(fetch(state.highest + from + i, n) - fetch(highest + i, n)), n);
+        });
+        for (int64_t i = 0; i < count; ++i) {
+            float* line = scores + i * TILE;
+            const int64_t row = from + i;
+            if (highest[i] == -INFINITY) {  // nothing seen yet: no weight at all
+                std::fill(line, line + TILE, 0.0f);
+                continue;
+            }
+            if (highest[i] > state.highest[row]) {
+                state.total[row] *= shrink[i];
+                float* out = state.out + row * width;
+                for (int64_t j = 0; j < width; j += LANES) store(out + j, load(out + j) * shrink[i]);
+                state.highest[row] = highest[i];
+            }
+            Floats total = {};
+            for (int64_t t = 0; t < TILE; t += STEP * LANES) {
+                Floats weights[STEP];
+                for (int64_t j = 0; j < STEP; ++j) weights[j] = load(line + t + j * LANES) - highest[i];
+                exponentials<STEP>(weights);
+                for (int64_t j = 0; j < STEP; ++j) {
+                    store(line + t + j * LANES, weights[j]);
+                    total += weights[j];
+                }
+            }
+            state.total[row] += sum(total);
+        }
     }
-    Floats total = {};
-    for (int64_t t = 0; t < TILE; t += LANES) {
-        const Floats weights = exponential(load(scores + t) - highest);
-        store(scores + t, weights);
-        total += weights;
-    }
-    state.total[row] += sum(total);
 }
 
 // Fold the state of the next piece into the one before it.
@@ -82,15 +85,23 @@ inline void fold(State into, const State& next, int64_t rows, int64_t width) {
     }
 }
 
+// each(row, token, query head) for all rows of a group.
+template <typename Each> inline void for_rows(const Group& group, const Shape& shape, Each each) {
+    int64_t row = 0;
+    for (int64_t head = group.head; head < group.head + group.heads; ++head)
+        for (const Work* work = group.works; work < group.works + group.count; ++work)
+            for (int64_t token = work->token; token < work->token + work->count; ++token)
+                for (int64_t own = 0; own < shape.group(); ++own) each(row++, token, head * shape.group() + own);
+}
+
 template <typename T>
-void give_output(const Work& work, const State& state, const Shape& shape, T* out) {
-    const int64_t group = shape.group(), width = shape.width();
-    for (int64_t row = 0; row < work.count * group; ++row) {
-        T* to = out + ((work.token + row / group) * shape.query_heads + work.head * group + row % group) * shape.dim;
+void give_output(const Group& group, const State& state, const Shape& shape, T* out) {
+    for_rows(group, shape, [&](int64_t row, int64_t token, int64_t head) {
+        T* to = out + (token * shape.query_heads + head) * shape.dim;
         const float scale = 1.0f / state.total[row];
-        const float* from = state.out + row * width;
+        const float* from = state.out + row * shape.width();
         in_pieces(shape.dim, [&](int64_t i, int64_t n) { put(to + i, load(from + i) * scale, n); });
-    }
+    });
 }
 
 // What the queries look at: one layer's cache, and where each sequence's blocks are.
@@ -98,36 +109,27 @@ template <typename T> struct Keys {
     const T *keys, *values;
     const int64_t* tables;
     // Where each of `count` positions from `begin` lies in `cache` (the keys or the values).
-    void locate(const T* cache, const Work& work, const Shape& shape, int64_t begin, int64_t count,
+    void locate(const T* cache, const Work& work, int64_t head, const Shape& shape, int64_t begin, int64_t count,
                 const T** rows) const {
         const int64_t size = shape.block_size, *table = tables + work.table + begin / size;
         for (int64_t t = 0, slot = begin % size; t < count; ++table, slot = 0) {
-            const T* row = cache + ((*table * shape.kv_heads + work.head) * size + slot) * shape.dim;
+            const T* row = cache + ((*table * shape.kv_heads + head) * size + slot) * shape.dim;
             for (; slot < size && t < count; ++slot, ++t, row += shape.dim) rows[t] = row;
         }
     }
 };
 
-inline std::vector<Work> cut(const Span* spans, int64_t num_spans, const Shape& shape) {
-    std::vector<Work> works;
-    for (int64_t i = 0; i < num_spans; ++i)
-        for (int64_t done = 0; done < spans[i].count; done += shape.block_tokens())
-            for (int64_t head = 0; head < shape.kv_heads; ++head)
-                works.push_back({spans[i].token + done, std::min(shape.block_tokens(), spans[i].count - done),
-                                 spans[i].visible + done, spans[i].table, head});
-    return works;
-}
-
-// Method: how one block of queries looks at one piece of the keys.
-//   Method(shape, keys, scale); take(work, query, stride); attend(work, begin, end, state), which fills a fresh state.
+// Method: how the queries of one group look at one piece of the keys.
+//   Method(shape, keys, scale, rows); take(group, query, stride); attend(group, begin, end, state), which fills a fresh
+//   state.
 template <typename Method, typename T>
-void attend_all(const T* query, int64_t stride, Keys<T> keys, const std::vector<Work>& works, T* out, Shape shape,
-                float scale) {
-    const int64_t count = static_cast<int64_t>(works.size());
-    const int64_t block = shape.block_tokens() * shape.group(), width = shape.width();
+void attend_all(const T* query, int64_t stride, Keys<T> keys, const Cut& cut, T* out, Shape shape, float scale) {
+    const std::vector<Group>& groups = cut.groups();
+    const int64_t count = static_cast<int64_t>(groups.size()), block = cut.most_rows(), width = shape.width();
     std::vector<int64_t> first(count + 1);
-    for (int64_t i = 0; i < count; ++i) first[i + 1] = first[i] + works[i].pieces();
-    const bool split = count < 16 && first[count] > count;  // few blocks, long keys: pieces go to different threads
+    for (int64_t i = 0; i < count; ++i) first[i + 1] = first[i] + groups[i].pieces();
+    // Few groups, long keys: pieces go to different threads.
+    const bool split = count < enough_tasks() && first[count] > count;
     std::vector<float> partial(split ? first[count] * block * (width + 2) : 0);
     const auto part = [&](float* memory, int64_t piece) {
         float* base = memory + piece * block * (width + 2);
@@ -135,37 +137,37 @@ void attend_all(const T* query, int64_t stride, Keys<T> keys, const std::vector<
     };
 #pragma omp parallel
     {
-        Method method(shape, keys, scale);
+        Method method(shape, keys, scale, block);
         std::vector<float> own(2 * block * (width + 2));
-        const auto attend = [&](const Work& work, int64_t piece, State state) {
-            begin(state, work.count * shape.group(), width);
-            method.attend(work, piece * PIECE, std::min((piece + 1) * PIECE, work.visible + work.count - 1), state);
+        const auto attend = [&](const Group& group, int64_t piece, State state) {
+            begin(state, group.all_rows(), width);
+            method.attend(group, piece * PIECE, std::min((piece + 1) * PIECE, group.end), state);
         };
         if (split) {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t place = 0; place < first[count]; ++place) {
                 const int64_t i = std::upper_bound(first.begin(), first.end(), place) - first.begin() - 1;
-                method.take(works[i], query, stride);
-                attend(works[i], place - first[i], part(partial.data(), place));
+                method.take(groups[i], query, stride);
+                attend(groups[i], place - first[i], part(partial.data(), place));
             }
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < count; ++i) {
                 const State whole = part(partial.data(), first[i]);
                 for (int64_t place = first[i] + 1; place < first[i + 1]; ++place)
-                    fold(whole, part(partial.data(), place), works[i].count * shape.group(), width);
-                give_output(works[i], whole, shape, out);
+                    fold(whole, part(partial.data(), place), groups[i].all_rows(), width);
+                give_output(groups[i], whole, shape, out);
             }
         } else {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t i = 0; i < count; ++i) {
                 const State whole = part(own.data(), 0), next = part(own.data(), 1);
-                method.take(works[i], query, stride);
-                attend(works[i], 0, whole);
-                for (int64_t piece = 1; piece < works[i].pieces(); ++piece) {
-                    attend(works[i], piece, next);
-                    fold(whole, next, works[i].count * shape.group(), width);
+                method.take(groups[i], query, stride);
+                attend(groups[i], 0, whole);
+                for (int64_t piece = 1; piece < groups[i].pieces(); ++piece) {
+                    attend(groups[i], piece, next);
+                    fold(whole, next, groups[i].all_rows(), width);
                 }
-                give_output(works[i], whole, shape, out);
+                give_output(groups[i], whole, shape, out);
             }
         }
     }

@@ -49,11 +49,14 @@ alignas(64) constexpr std::array<int16_t, 32> WEAVE_LOW = weave(0), WEAVE_HIGH =
 
 class TiledAttention {
   public:
+    static constexpr int64_t MAX_ROWS = 0;  // every group is one work and one key head
+
     static bool fits(const Shape& shape) {
         return shape.dim % 32 == 0 && shape.dim <= 256 && shape.block_tokens() * shape.group() <= QUERY_ROWS;
     }
 
-    TiledAttention(const Shape& shape, Keys<bf16> keys, float scale) : shape_(shape), keys_(keys), scale_(scale) {
+    TiledAttention(const Shape& shape, Keys<bf16> keys, float scale, int64_t)
+        : shape_(shape), keys_(keys), scale_(scale) {
         static thread_local std::vector<uint8_t> room;
         const int64_t dim = shape.dim;
         uint8_t* at = aligned_room(room, 2 * 1024 * 16 + KEYS_AT_ONCE * (2 * 64 + 32 + 4 * dim) + QUERY_ROWS * dim * 4);
@@ -72,30 +75,28 @@ class TiledAttention {
     ~TiledAttention() { _tile_release(); }
 
     // Query rows as columns of weight-like tiles: line r of tile c holds entries 32 c + 2 r and + 1 of every row.
-    void take(const Work& work, const bf16* query, int64_t stride) {
-        const int64_t group = shape_.group(), dim = shape_.dim;
+    void take(const Group& group, const bf16* query, int64_t stride) {
+        const int64_t dim = shape_.dim;
         std::memset(query_, 0, 1024 * dim / 32);
-        for (int64_t row = 0; row < work.count * group; ++row) {
-            const bf16* from = query + (work.token + row / group) * stride + (work.head * group + row % group) * dim;
+        for_rows(group, shape_, [&](int64_t row, int64_t token, int64_t head) {
+            const bf16* from = query + token * stride + head * dim;
             for (int64_t i = 0; i < dim; i += 2) std::memcpy(query_ + i / 2 * 32 + row * 2, from + i, 4);
-        }
+        });
     }
 
-    void attend(const Work& work, int64_t begin, int64_t end, State state) {
-        const int64_t group = shape_.group(), rows = work.count * group, dim = shape_.dim;
+    void attend(const Group& group, int64_t begin, int64_t end, State state) {
+        const int64_t rows = group.rows, dim = shape_.dim;
+        int64_t seen[QUERY_ROWS];
         for (int64_t tile = begin; tile < end; tile += KEYS_AT_ONCE) {
-            const int64_t count = std::min(KEYS_AT_ONCE, end - tile), groups = (count + 15) / 16;
-            score(work, tile, count);
-            for (int64_t g = 0; g < groups; ++g)
+            const int64_t count = std::min(KEYS_AT_ONCE, end - tile), sixteens = (count + 15) / 16;
+            score(group, tile, count);
+            for (int64_t g = 0; g < sixteens; ++g)
                 transpose_scaled(turned_ + g * 256, scale_, scores_ + g * 16, KEYS_AT_ONCE);
-            for (int64_t row = 0; row < rows; ++row) {
-                const int64_t seen = std::clamp<int64_t>(work.visible + row / group - tile, 0, count);
-                float* scores = scores_ + row * KEYS_AT_ONCE;
-                soften<KEYS_AT_ONCE>(scores, seen, state, row, dim);
-                for (int64_t t = 0; t < KEYS_AT_ONCE; t += LANES)
-                    store(weights_ + row * KEYS_AT_ONCE + t, load(scores + t));
-            }
-            weave_values(work, tile, count);
+            for (int64_t row = 0; row < rows; ++row)
+                seen[row] = std::clamp<int64_t>(group.works->visible + row / shape_.group() - tile, 0, count);
+            soften<KEYS_AT_ONCE>(scores_, seen, state, 0, rows, dim);
+            for (int64_t i = 0; i < rows * KEYS_AT_ONCE; i += LANES) store(weights_ + i, load(scores_ + i));
+            weave_values(group, tile, count);
             weigh((count + 31) / 32);
             for (int64_t i = 0; i < rows * dim; i += LANES)
                 store(state.out + i, load(state.out + i) + load(added_ + i));
@@ -104,9 +105,9 @@ class TiledAttention {
 
   private:
     // Scores of all query rows, positions first: turned_ [positions][16 rows].
-    void score(const Work& work, int64_t begin, int64_t count) {
+    void score(const Group& group, int64_t begin, int64_t count) {
         const bf16* rows[KEYS_AT_ONCE];
-        keys_.locate(keys_.keys, work, shape_, begin, count, rows);
+        keys_.locate(keys_.keys, *group.works, group.head, shape_, begin, count, rows);
         for (int64_t g = 0; g < count; g += 16) {
             const bf16* keys = sixteen(rows + g, std::min<int64_t>(16, count - g));
             _tile_zero(0);
@@ -128,11 +129,11 @@ class TiledAttention {
     }
 
     // Values of two positions side by side, entry by entry: values_ [positions / 2][dim][2], zeros past the last.
-    void weave_values(const Work& work, int64_t begin, int64_t count) {
+    void weave_values(const Group& group, int64_t begin, int64_t count) {
         const __m512i low = _mm512_load_si512(WEAVE_LOW.data()), high = _mm512_load_si512(WEAVE_HIGH.data());
         const int64_t dim = shape_.dim, padded = (count + 31) / 32 * 32;
         const bf16* rows[KEYS_AT_ONCE];
-        keys_.locate(keys_.values, work, shape_, begin, count, rows);
+        keys_.locate(keys_.values, *group.works, group.head, shape_, begin, count, rows);
         for (int64_t t = 0; t < padded; t += 2) {
             const __mmask32 has_one = t < count ? ~0u : 0u, has_two = t + 1 < count ? ~0u : 0u;
             const bf16 *one = rows[std::min(t, count - 1)], *two = rows[std::min(t + 1, count - 1)];

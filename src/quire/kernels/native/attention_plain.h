@@ -6,103 +6,160 @@
 namespace {
 
 constexpr int64_t TILE = 32;  // positions whose scores are held at a time; a multiple of LANES
-constexpr int64_t FUSED = 4;  // query rows per inner loop: their sums stay in registers
+constexpr int FUSED = 4;      // query rows per inner loop: their sums stay in registers
+constexpr int64_t LINE = 16;  // floats of a cache line
 
-// Two keys (or two pieces of the output) at a time: enough independent sums to keep the multipliers busy.
+// Four keys at a time: enough independent sums to keep the multipliers busy. `keys` are a multiple of four, repeating
+// the last one if need be; so are `values` below, whose weights past `count` are zero. `ahead`: what will be read next
+// and is asked for meanwhile, or null.
 template <int ROWS>
-void dot_rows(const float* query, const float* const* keys, int64_t count, int64_t width, float* scores) {
-    for (int64_t t = 0; t < count; t += 2) {
-        const float* one = keys[t];
-        const float* two = keys[std::min(t + 1, count - 1)];
-        Floats first[ROWS] = {}, second[ROWS] = {};
+void dot_rows(const float* query, const float* const* keys, int64_t count, int64_t width, const float* const* ahead,
+              float* scores) {
+    for (int64_t t = 0; t < count; t += 4) {
+        if (ahead != nullptr)
+            for (int k = 0; k < 4; ++k)
+                for (int64_t i = 0; i < width; i += LINE) __builtin_prefetch(ahead[t + k] + i);
+        Floats sums[ROWS][4] = {};
         for (int64_t i = 0; i < width; i += LANES) {
-            const Floats a = load(one + i), b = load(two + i);
+            Floats entries[4];
+            for (int k = 0; k < 4; ++k) entries[k] = load(keys[t + k] + i);
             for (int r = 0; r < ROWS; ++r) {
                 const Floats q = load(query + r * width + i);
-                first[r] += q * a;
-                second[r] += q * b;
+                for (int k = 0; k < 4; ++k) sums[r][k] += q * entries[k];
             }
         }
-        for (int r = 0; r < ROWS; ++r) {
-            scores[r * TILE + t] = sum(first[r]);
-            scores[r * TILE + t + 1] = sum(second[r]);  // TILE is even; past the last key it is hidden again
-        }
+        for (int r = 0; r < ROWS; ++r)
+            store_sums(sums[r][0], sums[r][1], sums[r][2], sums[r][3], scores + r * TILE + t);
+    }
+}
+
+// One position of four, to PIECES registers of the output of every row.
+template <int AT, int ROWS, int PIECES>
+inline void add_position(const Quad (&weights)[ROWS], const float* value, Floats (&sums)[PIECES][ROWS]) {
+    for (int p = 0; p < PIECES; ++p) {
+        const Floats entries = load(value + p * LANES);
+        for (int r = 0; r < ROWS; ++r) sums[p][r] = add_scaled<AT>(sums[p][r], entries, weights[r]);
     }
 }
 
 template <int ROWS, int PIECES>
-void add_pieces(const float* weights, const float* const* values, int64_t count, int64_t width, float* out, int64_t i) {
+void add_pieces(const float* weights, const float* const* values, int64_t count, int64_t width,
+                const float* const* ahead, float* out, int64_t i) {
     Floats sums[PIECES][ROWS];
     for (int p = 0; p < PIECES; ++p)
         for (int r = 0; r < ROWS; ++r) sums[p][r] = load(out + r * width + i + p * LANES);
-    for (int64_t t = 0; t < count; ++t)
-        for (int p = 0; p < PIECES; ++p) {
-            const Floats value = load(values[t] + i + p * LANES);
-            for (int r = 0; r < ROWS; ++r) sums[p][r] += weights[r * TILE + t] * value;
-        }
+    int64_t t = 0;
+    do {
+        if (ahead != nullptr)
+            for (int k = 0; k < 4; ++k) __builtin_prefetch(ahead[t + k] + i);
+        Quad four[ROWS];
+        for (int r = 0; r < ROWS; ++r) std::memcpy(&four[r], weights + r * TILE + t, sizeof four[r]);
+        add_position<0>(four, values[t] + i, sums);
+        add_position<1>(four, values[t + 1] + i, sums);
+        add_position<2>(four, values[t + 2] + i, sums);
+        add_position<3>(four, values[t + 3] + i, sums);
+        t += 4;
+    } while (t < count);
     for (int p = 0; p < PIECES; ++p)
         for (int r = 0; r < ROWS; ++r) store(out + r * width + i + p * LANES, sums[p][r]);
 }
 
 template <int ROWS>
-void add_rows(const float* weights, const float* const* values, int64_t count, int64_t width, float* out) {
+void add_rows(const float* weights, const float* const* values, int64_t count, int64_t width, const float* const* ahead,
+              float* out) {
     int64_t i = 0;
-    for (; i + 4 * LANES <= width; i += 4 * LANES) add_pieces<ROWS, 4>(weights, values, count, width, out, i);
-    for (; i < width; i += LANES) add_pieces<ROWS, 1>(weights, values, count, width, out, i);
+    for (; i + 4 * LANES <= width; i += 4 * LANES) add_pieces<ROWS, 4>(weights, values, count, width, ahead, out, i);
+    for (; i < width; i += LANES) add_pieces<ROWS, 1>(weights, values, count, width, ahead, out, i);
 }
-
-// call<n>(row) for all rows, FUSED at a time. A row's sums are the same in whichever company it is computed.
-#define BY_FUSED(rows, CALL)                                    \
-    for (int64_t row = 0; row < (rows);) {                      \
-        switch (std::min<int64_t>(FUSED, (rows)-row)) {         \
-            case 4: { constexpr int N = 4; CALL; row += 4; break; } \
-            case 3: { constexpr int N = 3; CALL; row += 3; break; } \
-            case 2: { constexpr int N = 2; CALL; row += 2; break; } \
-            default: { constexpr int N = 1; CALL; row += 1; break; } \
-        }                                                       \
-    }
 
 template <typename T> class PlainAttention {
   public:
-    PlainAttention(const Shape& shape, Keys<T> keys, float scale)
-        : shape_(shape), keys_(keys), scale_(scale), query_(rows() * shape.width()), copies_(TILE * shape.width()),
-          scores_(rows() * TILE) {}
+    static constexpr int64_t MAX_ROWS = 32;  // of a group: with a tile of keys and values they stay in the first cache
 
-    void take(const Work& work, const T* query, int64_t stride) {
-        const int64_t group = shape_.group(), width = shape_.width();
+    PlainAttention(const Shape& shape, Keys<T> keys, float scale, int64_t rows)
+        : shape_(shape), keys_(keys), scale_(scale), query_(rows * shape.width()), copies_(TILE * shape.width()),
+          scores_(rows * TILE), seen_(rows) {}
+
+    void take(const Group& group, const T* query, int64_t stride) {
         std::fill(query_.begin(), query_.end(), 0.0f);
-        for (int64_t row = 0; row < work.count * group; ++row) {
-            const int64_t head = work.head * group + row % group;
-            const T* from = query + (work.token + row / group) * stride + head * shape_.dim;
-            float* to = query_.data() + row * width;
+        for_rows(group, shape_, [&](int64_t row, int64_t token, int64_t head) {
+            const T* from = query + token * stride + head * shape_.dim;
+            float* to = query_.data() + row * shape_.width();
             in_pieces(shape_.dim, [&](int64_t i, int64_t n) { store(to + i, fetch(from + i, n) * scale_); });
-        }
+        });
     }
 
-    void attend(const Work& work, int64_t begin, int64_t end, State state) {
-        const int64_t group = shape_.group(), rows = work.count * group, width = shape_.width();
-        const float* where[TILE];
-        for (int64_t tile = begin; tile < end; tile += TILE) {
-            const int64_t count = std::min(TILE, end - tile);
-            locate(keys_.keys, work, tile, count, where);
-            BY_FUSED(rows, dot_rows<N>(query_.data() + row * width, where, count, width, scores_.data() + row * TILE))
-            for (int64_t row = 0; row < rows; ++row) {
-                const int64_t seen = std::clamp<int64_t>(work.visible + row / group - tile, 0, count);
-                soften<TILE>(scores_.data() + row * TILE, seen, state, row, width);
-            }
-            locate(keys_.values, work, tile, count, where);
-            BY_FUSED(rows, add_rows<N>(scores_.data() + row * TILE, where, count, width, state.out + row * width))
-        }
+    void attend(const Group& group, int64_t begin, int64_t end, State state) {
+        for (int64_t tile = begin; tile < end; tile += TILE)
+            for (int64_t head = 0; head < group.heads; ++head)
+                attend_tile(group, head, tile, std::min(TILE, end - tile), state);
     }
 
   private:
-    int64_t rows() const { return shape_.block_tokens() * shape_.group(); }
+    void attend_tile(const Group& group, int64_t head, int64_t tile, int64_t count, State state) {
+        int64_t row = head * group.rows;
+        for (int64_t first = 0; first < group.count;) {
+            const Work* work = group.works + first;
+            if (work->end() <= tile) {
+                row += work->count * shape_.group();
+                ++first;
+                continue;
+            }
+            const Run run = run_from(group, first, tile, count, keys_.tables, shape_);
+            const int64_t there = std::min(count, run.longest->end() - tile);
+            see(work, run, tile, there);
+            attend_run(run, group.head + head, row, tile, there, state);
+            first += run.count;
+            row += run.rows;
+        }
+    }
 
-    // Where the keys (or values) of positions begin .. begin + count lie as padded floats: in the cache, or copied.
-    void locate(const T* cache, const Work& work, int64_t begin, int64_t count, const float** rows) {
+    // How many of `count` positions from `tile` on each row of a run sees.
+    void see(const Work* work, const Run& run, int64_t tile, int64_t count) {
+        int64_t* seen = seen_.data();
+        for (const Work* end = work + run.count; work < end; ++work)
+            for (int64_t i = 0; i < work->count; ++i, seen += shape_.group())
+                std::fill(seen, seen + shape_.group(), std::clamp<int64_t>(work->visible + i - tile, 0, count));
+    }
+
+    // The state's rows from `from` on, those of the run, look at `count` positions from `tile` on.
+    void attend_run(const Run& run, int64_t head, int64_t from, int64_t tile, int64_t count, State state) {
+        const int64_t width = shape_.width();
+        const float *where[TILE], *next[TILE], *query = query_.data() + from * width;
+        float *scores = scores_.data(), *out = state.out + from * width;
+        locate(keys_.keys, *run.longest, head, tile, count, where);
+        const float* const* ahead = look_ahead(keys_.values, run, head, tile, next);
+        by_rows<FUSED>(0, run.rows, [&](auto n, int64_t row) {
+            dot_rows<n>(query + row * width, where, count, width, ahead, scores + row * TILE);
+        });
+        soften<TILE>(scores, seen_.data(), state, from, run.rows, width);
+        locate(keys_.values, *run.longest, head, tile, count, where);
+        ahead = look_ahead(keys_.keys, run, head, tile + TILE, next);
+        by_rows<FUSED>(0, run.rows, [&](auto n, int64_t row) {
+            add_rows<n>(scores + row * TILE, where, count, width, ahead, out + row * width);
+        });
+    }
+
+    // Where a full tile of keys (or values) lies. Null where that gains nothing: after the last tile, for many rows,
+    // which take longer than the reading, and for keys that are copied first.
+    const float* const* look_ahead(const T* cache, const Run& run, int64_t head, int64_t begin,
+                                   const float** rows) const {
+        if constexpr (std::is_same_v<T, float>) {
+            const bool in_place = shape_.dim == shape_.width(), full = run.longest->end() >= begin + TILE;
+            if (in_place && full && run.rows <= 2 * FUSED) {
+                keys_.locate(cache, *run.longest, head, shape_, begin, TILE, rows);
+                return rows;
+            }
+        }
+        return nullptr;
+    }
+
+    // Where the keys (or values) of positions begin .. begin + count lie as padded floats: in the cache, or copied; the
+    // last one again until they are a multiple of four.
+    void locate(const T* cache, const Work& work, int64_t head, int64_t begin, int64_t count, const float** rows) {
         const int64_t dim = shape_.dim, width = shape_.width();
         const T* stored[TILE];
-        keys_.locate(cache, work, shape_, begin, count, stored);
+        keys_.locate(cache, work, head, shape_, begin, count, stored);
         for (int64_t t = 0; t < count; ++t) {
             const T* from = stored[t];
             if constexpr (std::is_same_v<T, float>) {
@@ -115,12 +172,14 @@ template <typename T> class PlainAttention {
             in_pieces(dim, [&](int64_t i, int64_t n) { store(to + i, fetch(from + i, n)); });
             rows[t] = to;
         }
+        for (int64_t t = count; t % 4; ++t) rows[t] = rows[count - 1];
     }
 
     const Shape shape_;
     const Keys<T> keys_;
     const float scale_;
     std::vector<float> query_, copies_, scores_;
+    std::vector<int64_t> seen_;
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include "multiply.h"
 #include "paged_attention.h"
+#include "panels.h"
 #include "rowwise.h"
 
 namespace {
@@ -10,7 +11,8 @@ namespace {
 struct TiledLinear {
     int64_t format, inputs, outputs;
     const uint8_t* tiles;
-    const void* bias;  // [outputs] or null
+    const float* panels;  // the same numbers, for more than `few_rows` float32 rows; or null
+    const void* bias;     // [outputs] or null
 };
 
 struct DecoderLayer {
@@ -20,7 +22,7 @@ struct DecoderLayer {
 };
 
 struct DecoderSizes {
-    int64_t layers, hidden, query_heads, kv_heads, dim, intermediate, block_size;
+    int64_t layers, hidden, query_heads, kv_heads, dim, intermediate, block_size, few_rows;
     double eps, scale;
 };
 
@@ -51,7 +53,13 @@ template <typename T> bool can_multiply(const DecoderLayer& layer) {
     return true;
 }
 
-template <typename T> void multiply(const T* x, int64_t rows, const TiledLinear& linear, T* out) {
+template <typename T>
+void multiply(const T* x, int64_t rows, const TiledLinear& linear, const DecoderSizes& sizes, T* out) {
+    if constexpr (std::is_same_v<T, float>) {
+        if (linear.panels != nullptr && rows > sizes.few_rows)
+            return multiply_panels(x, linear.panels, static_cast<const float*>(linear.bias),
+                                   PanelProduct{rows, linear.inputs, linear.outputs}, out);
+    }
     const Product product{rows, linear.inputs, linear.outputs, linear.outputs};
     multiply_for<T>(linear.format)(x, linear.tiles, static_cast<const T*>(linear.bias), product, out);
 }
@@ -78,7 +86,7 @@ template <typename T> void run_layer(const DecoderLayer& layer, const DecoderSiz
     T* change = active + tokens * sizes.intermediate;
 
     rms_norm(x, hidden, static_cast<const T*>(layer.input_norm), normed, hidden, tokens, hidden, eps);
-    multiply(normed, tokens, layer.qkv, qkv);
+    multiply(normed, tokens, layer.qkv, sizes, qkv);
     if (layer.head_scales != nullptr) norm_heads(qkv, width, static_cast<const T*>(layer.head_scales), sizes, tokens);
     rotate(qkv, width, static_cast<const T*>(step.cos), static_cast<const T*>(step.sin), step.angle_stride, tokens,
            rotated, dim);
@@ -87,13 +95,13 @@ template <typename T> void run_layer(const DecoderLayer& layer, const DecoderSiz
     paged_attention(qkv, width, static_cast<const T*>(layer.keys), static_cast<const T*>(layer.values), step.tables,
                     reinterpret_cast<const Span*>(step.spans), step.num_spans, attended,
                     Shape{sizes.query_heads, sizes.kv_heads, dim, sizes.block_size}, static_cast<float>(sizes.scale));
-    multiply(attended, tokens, layer.o, change);
+    multiply(attended, tokens, layer.o, sizes, change);
     add_rows_to(x, change, tokens * hidden);
 
     rms_norm(x, hidden, static_cast<const T*>(layer.output_norm), normed, hidden, tokens, hidden, eps);
-    multiply(normed, tokens, layer.gate_up, both);
+    multiply(normed, tokens, layer.gate_up, sizes, both);
     silu_mul(both, active, tokens, sizes.intermediate);
-    multiply(active, tokens, layer.down, change);
+    multiply(active, tokens, layer.down, sizes, change);
     add_rows_to(x, change, tokens * hidden);
 }
 

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native.loader import TYPES, open_library
+from quire.kernels.native.panels import PanelWeight
 from quire.kernels.native.tiles import TiledWeight
 
 
 class _Linear(Structure):
     _fields_ = (
-        ("format", c_int64), ("inputs", c_int64), ("outputs", c_int64), ("tiles", c_void_p), ("bias", c_void_p),
+        ("format", c_int64), ("inputs", c_int64), ("outputs", c_int64), ("tiles", c_void_p), ("panels", c_void_p),
+        ("bias", c_void_p),
     )  # fmt: skip
 
 
@@ -32,7 +34,8 @@ class _Layer(Structure):
 class _Sizes(Structure):
     _fields_ = (
         ("layers", c_int64), ("hidden", c_int64), ("query_heads", c_int64), ("kv_heads", c_int64), ("dim", c_int64),
-        ("intermediate", c_int64), ("block_size", c_int64), ("eps", c_double), ("scale", c_double),
+        ("intermediate", c_int64), ("block_size", c_int64), ("few_rows", c_int64), ("eps", c_double),
+        ("scale", c_double),
     )  # fmt: skip
 
 
@@ -51,23 +54,33 @@ class DecoderShape:
     dim: int
     intermediate: int
     eps: float
+    few_rows: int = 0  # up to so many float32 rows are multiplied by tiles even where there are panels
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeights:
+    """A weight as tiles, and for many float32 rows as panels of the same numbers."""
+
+    tiles: TiledWeight
+    bias: Tensor | None
+    panels: PanelWeight | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer: norms in the run dtype, linears as tiles with a bias or none."""
+    """One layer: norms in the run dtype, and its linears."""
 
     input_norm: Tensor
     head_scales: Tensor | None  # [query + kv heads, dim]
     output_norm: Tensor
-    qkv: tuple[TiledWeight, Tensor | None]
-    o: tuple[TiledWeight, Tensor | None]
-    gate_up: tuple[TiledWeight, Tensor | None]
-    down: tuple[TiledWeight, Tensor | None]
+    qkv: LinearWeights
+    o: LinearWeights
+    gate_up: LinearWeights
+    down: LinearWeights
 
 
 class NativeDecoder:
-    """Layers over one set of caches; keeps all their memory alive. float32 is made for a few rows."""
+    """Layers over one set of caches; keeps all their memory alive. float32 without panels is made for a few rows."""
 
     def __init__(
         self,
@@ -81,7 +94,7 @@ class NativeDecoder:
         self._dtype, block_size = dtype, caches[0][0].shape[2]
         self._sizes = _Sizes(
             len(layers), shape.hidden, shape.query_heads, shape.kv_heads, shape.dim, shape.intermediate, block_size,
-            shape.eps, shape.dim**-0.5,
+            shape.few_rows, shape.eps, shape.dim**-0.5,
         )  # fmt: skip
         self._layers = (_Layer * len(layers))(*(_layer(*pair) for pair in zip(layers, caches, strict=True)))
         self._library = open_library()
@@ -119,12 +132,14 @@ def _layer(weights: LayerWeights, cache: tuple[Tensor, Tensor]) -> _Layer:
     scales = weights.head_scales
     return _Layer(
         weights.input_norm.data_ptr(), None if scales is None else scales.data_ptr(), weights.output_norm.data_ptr(),
-        _linear(*weights.qkv), _linear(*weights.o), _linear(*weights.gate_up), _linear(*weights.down),
+        _linear(weights.qkv), _linear(weights.o), _linear(weights.gate_up), _linear(weights.down),
         cache[0].data_ptr(), cache[1].data_ptr(),
     )  # fmt: skip
 
 
-def _linear(tiles: TiledWeight, bias: Tensor | None) -> _Linear:
+def _linear(weights: LinearWeights) -> _Linear:
+    tiles, panels, bias = weights.tiles, weights.panels, weights.bias
     return _Linear(
-        tiles.format, tiles.inputs, tiles.outputs, tiles.data.data_ptr(), None if bias is None else bias.data_ptr()
-    )
+        tiles.format, tiles.inputs, tiles.outputs, tiles.data.data_ptr(),
+        None if panels is None else panels.data.data_ptr(), None if bias is None else bias.data_ptr(),
+    )  # fmt: skip

@@ -17,7 +17,8 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
     "quire_rms_norm": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_double],
     "quire_rotate": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4],
-    "quire_vector_product": [None, c_void_p, c_void_p, c_void_p, c_int64, c_int64],
+    "quire_panel_outputs": [c_int64],
+    "quire_multiply_panels": [None, *[c_void_p] * 4, *[c_int64] * 3],
     "quire_has_tile_units": [c_int64],
     "quire_multiply_tiles": [c_int64, c_int64, c_int64, *[c_void_p] * 4, *[c_int64] * 4],
     "quire_decoder": [c_int64, c_int64, *[c_void_p] * 3],

@@ -27,14 +27,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     )
 
 
-def vector_product(x: Tensor, weight: Tensor) -> Tensor:  # [1, inputs], [inputs, outputs] -> [1, outputs], float32
-    inputs, outputs = weight.shape
-    _check(x.dtype == weight.dtype == torch.float32 and weight.is_contiguous() and x.shape == (1, inputs))
-    out = torch.empty(1, outputs)
-    open_library().quire_vector_product(x.data_ptr(), weight.data_ptr(), out.data_ptr(), inputs, outputs)
-    return out
-
-
 def has_tile_units() -> bool:
     """Whether bfloat16 rows can be multiplied by tiled weights on this CPU."""
     return bool(open_library().quire_has_tile_units())

@@ -10,14 +10,16 @@ template <typename T>
 void paged_attention(const T* query, int64_t stride, const T* keys, const T* values, const int64_t* tables,
                      const Span* spans, int64_t num_spans, T* out, Shape shape, float scale) {
     const Keys<T> seen{keys, values, tables};
-    const std::vector<Work> works = cut(spans, num_spans, shape);
 #ifdef __AMX_BF16__
     if constexpr (std::is_same_v<T, bf16>) {
-        if (TiledAttention::fits(shape) && request_tiles())
-            return attend_all<TiledAttention>(query, stride, seen, works, out, shape, scale);
+        if (TiledAttention::fits(shape) && request_tiles()) {
+            const Cut cut(spans, num_spans, tables, shape, TiledAttention::MAX_ROWS);
+            return attend_all<TiledAttention>(query, stride, seen, cut, out, shape, scale);
+        }
     }
 #endif
-    attend_all<PlainAttention<T>>(query, stride, seen, works, out, shape, scale);
+    const Cut cut(spans, num_spans, tables, shape, PlainAttention<T>::MAX_ROWS);
+    attend_all<PlainAttention<T>>(query, stride, seen, cut, out, shape, scale);
 }
 
 }  // namespace

@@ -4,9 +4,9 @@
 // `type`: 0 float32, 1 bfloat16. All pointers are to memory of that type unless said otherwise.
 
 #include "decoder.h"
-#include "dense.h"
 #include "multiply.h"
 #include "paged_attention.h"
+#include "panels.h"
 #include "rowwise.h"
 
 #define DISPATCH(type, CALL)   \
@@ -73,8 +73,8 @@ void quire_rotate(int64_t type, void* x, int64_t stride, const void* cos, const 
                              angle_stride, rows, heads, dim))
 }
 
-// Every layer of a decoder on step.x, in place. float32: made for a few rows, weights in levels; bfloat16: on tile
-// units. False, and nothing done, when a weight has no kernel here.
+// Every layer of a decoder on step.x, in place. float32: weights in levels, made for a few rows, or in panels;
+// bfloat16: on tile units. False, and nothing done, when a weight has no kernel here.
 int64_t quire_decoder(int64_t type, const DecoderLayer* layers, const DecoderSizes* sizes, const DecoderStep* step) {
     for (int64_t i = 0; i < sizes->layers; ++i) DISPATCH(type, if (!can_multiply<T>(layers[i])) return 0)
     for (int64_t i = 0; i < sizes->layers; ++i) DISPATCH(type, run_layer<T>(layers[i], *sizes, *step))
@@ -106,9 +106,13 @@ int64_t quire_multiply_tiles(int64_t type, int64_t format, const void* x, const 
     return 1;
 }
 
-// All float32.
-void quire_vector_product(const float* x, const float* weight, float* out, int64_t inputs, int64_t outputs) {
-    vector_product(x, weight, out, inputs, outputs);
+// Outputs of a panel, see panels.h.
+int64_t quire_panel_outputs() { return PANEL_OUTPUTS; }
+
+// x [rows, inputs] times a weight in panels, plus a bias [outputs] or null -> out [rows, outputs], all float32.
+void quire_multiply_panels(const float* x, const float* weight, const float* bias, float* out, int64_t rows,
+                           int64_t inputs, int64_t outputs) {
+    multiply_panels(x, weight, bias, PanelProduct{rows, inputs, outputs}, out);
 }
 
 void quire_silu_mul(int64_t type, const void* gate_up, void* out, int64_t rows, int64_t size) {

@@ -13,6 +13,8 @@
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -98,6 +100,12 @@ template <typename T> inline void put(T* to, Floats value, int64_t count) {
         store_some(to, value, count);
 }
 
+// body(n, row) for rows [row, end), n of them together: MOST while there are so many, then fewer.
+template <int MOST, typename Body> inline void by_rows(int64_t row, int64_t end, Body body) {
+    for (; row + MOST <= end; row += MOST) body(std::integral_constant<int, MOST>{}, row);
+    if constexpr (MOST > 1) by_rows<(MOST > 4 ? MOST / 2 : MOST - 1)>(row, end, body);
+}
+
 template <int64_t N, typename V> inline float halve(V x) {  // N numbers, folded in the middle until four are left
     if constexpr (N == 4) {
         return (x[0] + x[2]) + (x[1] + x[3]);
@@ -110,26 +118,91 @@ template <int64_t N, typename V> inline float halve(V x) {  // N numbers, folded
 }
 inline float sum(Floats x) { return halve<LANES>(x); }
 
+// The sums of four registers, each added up as `sum` does it, in fewer steps.
+typedef float Quad __attribute__((vector_size(16)));
+template <int64_t N, typename V> inline Quad fold_to_four(V x) {
+    if constexpr (N == 4) {
+        return x;
+    } else {
+        typedef float Half __attribute__((vector_size(2 * N)));
+        Half parts[2];
+        std::memcpy(parts, &x, sizeof parts);
+        return fold_to_four<N / 2>(parts[0] + parts[1]);
+    }
+}
+inline Quad fold_pair(Floats x, Floats y) {  // (x0 + x2, x1 + x3, y0 + y2, y1 + y3)
+    typedef int32_t Places __attribute__((vector_size(16)));
+    const Quad a = fold_to_four<LANES>(x), b = fold_to_four<LANES>(y);
+    return __builtin_shuffle(a, b, Places{0, 1, 4, 5}) + __builtin_shuffle(a, b, Places{2, 3, 6, 7});
+}
+inline void store_sums(Floats a, Floats b, Floats c, Floats d, float* to) {
+    const Quad first = fold_pair(a, b), second = fold_pair(c, d);
+#ifdef __aarch64__
+    const Quad sums = (Quad)vpaddq_f32((float32x4_t)first, (float32x4_t)second);
+#else
+    typedef int32_t Places __attribute__((vector_size(16)));
+    const Quad sums = __builtin_shuffle(first, second, Places{0, 2, 4, 6}) +
+                      __builtin_shuffle(first, second, Places{1, 3, 5, 7});
+#endif
+    std::memcpy(to, &sums, sizeof sums);
+}
+
+#ifdef __aarch64__
+inline Floats larger(Floats a, Floats b) { return (Floats)vmaxnmq_f32((float32x4_t)a, (float32x4_t)b); }
+inline Floats smaller(Floats a, Floats b) { return (Floats)vminnmq_f32((float32x4_t)a, (float32x4_t)b); }
+#else
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+#endif
 
-// e^x by 2^n * p(f), relative error below 2e-7 for x in [-87, 88]; smaller x give 0, larger ones e^88.
+// sum + x * scales[LANE], rounded once where the machine can.
+template <int LANE> inline Floats add_scaled(Floats sum, Floats x, Quad scales) {
+#ifdef __aarch64__
+    return (Floats)vfmaq_laneq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)scales, LANE);
+#else
+    return sum + x * scales[LANE];
+#endif
+}
+
+inline float largest(Floats x) {
+#ifdef __aarch64__
+    return vmaxnmvq_f32((float32x4_t)x);
+#else
+    float most = x[0];
+    for (int64_t i = 1; i < LANES; ++i) most = std::max(most, x[i]);
+    return most;
+#endif
+}
+
+// e^x by 2^n * p(f), relative error below 2e-7 for x in [-87, 88]; smaller x give 0, larger ones e^88. Several at once:
+// one step of all comes before the next, so that none waits for its own last one.
+template <int64_t N> inline void exponentials(Floats (&x)[N]) {
+    constexpr float POLYNOMIAL[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                                    4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+    const Floats magic = all(12582912.0f);  // adding 1.5 * 2^23 rounds to a whole number, in the lowest bits
+    Floats f[N], p[N];
+    Words shifted[N];
+    for (int64_t i = 0; i < N; ++i) {
+        const Floats clamped = smaller(x[i], all(88.0f));
+        const Floats rounded = clamped * 1.44269504088896341f + magic, n = rounded - magic;
+        shifted[i] = (Words)rounded;
+        f[i] = clamped - n * 0.693359375f;
+        f[i] = f[i] + n * 2.12194440e-4f;
+        p[i] = all(POLYNOMIAL[0]);
+    }
+    for (int64_t k = 1; k < 6; ++k)
+        for (int64_t i = 0; i < N; ++i) p[i] = p[i] * f[i] + POLYNOMIAL[k];
+    for (int64_t i = 0; i < N; ++i) {
+        p[i] = p[i] * f[i] * f[i] + f[i] + 1.0f;
+        const Floats scale = (Floats)((shifted[i] << 23) + 0x3F800000u);
+        const Ints vanishes = x[i] < all(-87.0f);  // whatever the steps above made of them
+        x[i] = (Floats)((Ints)(p[i] * scale) & ~vanishes);
+    }
+}
 inline Floats exponential(Floats x) {
-    const Floats clamped = smaller(larger(x, all(-87.0f)), all(88.0f));
-    const Floats magic = all(12582912.0f);  // adding 1.5 * 2^23 rounds to a whole number
-    const Floats n = (clamped * 1.44269504088896341f + magic) - magic;
-    Floats f = clamped - n * 0.693359375f;
-    f = f + n * 2.12194440e-4f;
-    Floats p = all(1.9875691500e-4f);
-    p = p * f + 1.3981999507e-3f;
-    p = p * f + 8.3334519073e-3f;
-    p = p * f + 4.1665795894e-2f;
-    p = p * f + 1.6666665459e-1f;
-    p = p * f + 5.0000001201e-1f;
-    p = p * f * f + f + 1.0f;
-    const Floats scale = (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
-    const Floats zero = {};
-    return x < all(-87.0f) ? zero : p * scale;
+    Floats one[1] = {x};
+    exponentials<1>(one);
+    return one[0];
 }
 
 }  // namespace

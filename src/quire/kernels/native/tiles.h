@@ -11,10 +11,6 @@
 
 #include "simd.h"
 
-#ifdef __aarch64__
-#include <arm_neon.h>
-#endif
-
 namespace {
 
 constexpr int64_t TILE_OUTPUTS = 16, TILE_INPUTS = 32, LINES = 16, TILE_LANES = 32;

@@ -10,7 +10,6 @@ from quire.runtime.layers.product import (
     DenseProduct,
     PackedProduct,
     Product,
-    TurnedProduct,
     UpcastProduct,
     multiplies_natively,
 )
@@ -44,9 +43,10 @@ def choose_product(
     if why_not_native(dtype, device) is not None:
         return DenseProduct(dtype) if dtype == torch.float32 else PackedProduct(dtype)
     from quire.kernels.native.ops import has_tile_units
-    from quire.runtime.layers.tiled import FewRowsProduct, TileProduct
+    from quire.runtime.layers.tiled import FewRowsProduct, PanelProduct, TileProduct
 
     if dtype != torch.float32:
         return TileProduct() if has_tile_units() else PackedProduct(dtype)
     has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    return FewRowsProduct(DenseProduct(dtype) if has_mkl or keeps_weight else TurnedProduct())
+    own: Product = DenseProduct(dtype) if has_mkl else PanelProduct()
+    return FewRowsProduct(DenseProduct(dtype) if keeps_weight else own, own)

@@ -62,24 +62,6 @@ class DenseProduct(NumbersProduct):
         return multiply
 
 
-class TurnedProduct(NumbersProduct):
-    """The weight turned to [in, out]: OpenBLAS multiplies several rows up to twice as fast by it; one row is ours."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.float32)
-
-    def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
-        from quire.kernels.native.ops import vector_product
-
-        turned = weight.t().contiguous()
-
-        def multiply(x: Tensor) -> Tensor:
-            product = vector_product(x.contiguous(), turned) if x.shape[0] == 1 else torch.mm(x, turned)
-            return product if bias is None else product.add_(bias)
-
-        return multiply
-
-
 class PackedProduct(NumbersProduct):
     """The weight reordered once for oneDNN's blocked kernels (AMX, AVX-512); the plain copy is dropped."""
 

@@ -10,16 +10,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from quire.config.model import ModelConfig
-from quire.kernels.native.decoder import DecoderShape, LayerWeights, NativeDecoder
-from quire.kernels.native.tiles import TiledWeight
+from quire.kernels.native.decoder import DecoderShape, LayerWeights, LinearWeights, NativeDecoder
 from quire.runtime.attention.backend import AttentionBackend, LayerCache
 from quire.runtime.attention.native import NativePlan
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.rotary import Rotation
 from quire.runtime.layers.step import ForwardStep
-from quire.runtime.layers.tiled import FEW_ROWS, FewRowsMultiply, TiledMultiply
-
-Tiled = tuple[TiledWeight, Tensor | None]
+from quire.runtime.layers.tiled import FewRowsMultiply, PanelMultiply, TiledMultiply
 
 
 class Fused(Protocol):
@@ -75,15 +72,18 @@ def _compile(stack: Any, config: ModelConfig) -> CompiledLayers | None:
     blocks: nn.ModuleList = stack.layers
     if config.activation != "silu" or not len(blocks):
         return None
-    tiled = [_tiled(block) for block in blocks]
-    weights = [_weights(block, linears) for block, linears in zip(blocks, tiled, strict=True) if linears is not None]
+    packed = [_packed(block) for block in blocks]
+    weights = [_weights(block, linears) for block, linears in zip(blocks, packed, strict=True) if linears is not None]
     if len(weights) != len(blocks):
         return None
     heads = config.heads
+    multiply = _linears(blocks[0])[0].multiply
+    few = multiply.few if isinstance(multiply, FewRowsMultiply) else 0
     shape = DecoderShape(
-        config.hidden_size, heads.num_query, heads.num_kv, heads.dim, config.intermediate_size, config.norm_eps
+        config.hidden_size, heads.num_query, heads.num_kv, heads.dim, config.intermediate_size, config.norm_eps, few
     )
-    return CompiledLayers(stack, weights, shape, _max_rows(blocks[0]))
+    only_few = isinstance(multiply, FewRowsMultiply) and weights[0].qkv.panels is None
+    return CompiledLayers(stack, weights, shape, few if only_few else None)
 
 
 def _linears(block: Any) -> tuple[Linear, ...]:
@@ -91,21 +91,20 @@ def _linears(block: Any) -> tuple[Linear, ...]:
     return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
 
 
-def _tiled(block: Any) -> list[Tiled] | None:
+def _packed(block: Any) -> list[LinearWeights] | None:
     found = []
     for linear in _linears(block):
         multiply = linear.multiply
-        if not isinstance(multiply, TiledMultiply | FewRowsMultiply):
+        if isinstance(multiply, FewRowsMultiply) and isinstance(multiply.many, PanelMultiply):
+            found.append(LinearWeights(multiply.tiles, multiply.bias, multiply.many.panels))
+        elif isinstance(multiply, TiledMultiply | FewRowsMultiply):
+            found.append(LinearWeights(multiply.tiles, multiply.bias))
+        else:
             return None
-        found.append((multiply.tiles, multiply.bias))
     return found
 
 
-def _max_rows(block: Any) -> int | None:
-    return FEW_ROWS if isinstance(_linears(block)[0].multiply, FewRowsMultiply) else None
-
-
-def _weights(block: Any, linears: list[Tiled]) -> LayerWeights:
+def _weights(block: Any, linears: list[LinearWeights]) -> LayerWeights:
     norm = block.self_attn.qk_norm
     scales = None if isinstance(norm, nn.Identity) else norm.scales
     return LayerWeights(block.input_layernorm.weight.data, scales, block.post_attention_layernorm.weight.data, *linears)

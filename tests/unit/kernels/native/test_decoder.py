@@ -17,10 +17,11 @@ HIDDEN, HEADS, DIM, INTERMEDIATE, BLOCK = 32, 2, 16, 32, 4
 
 def run_one_token(dtype: torch.dtype, odd_format: int) -> tuple[Tensor, Tensor]:
     """Ones through two layers of zero weights, the last down-projection in `odd_format`: the rows and the keys."""
-    from quire.kernels.native.decoder import DecoderShape, LayerWeights, NativeDecoder
+    from quire.kernels.native.decoder import DecoderShape, LayerWeights, LinearWeights, NativeDecoder
 
-    def tiles(outputs: int, inputs: int, kind: int = BYTES) -> tuple[TiledWeight, Tensor | None]:
-        return TiledWeight(kind, outputs, inputs, torch.zeros(2 * outputs * inputs, dtype=torch.uint8)), None
+    def tiles(outputs: int, inputs: int, kind: int = BYTES) -> LinearWeights:
+        data = torch.zeros(2 * outputs * inputs, dtype=torch.uint8)
+        return LinearWeights(TiledWeight(kind, outputs, inputs, data), None)
 
     def layer(kind: int) -> LayerWeights:
         norm, attended = torch.ones(HIDDEN, dtype=dtype), HEADS * DIM

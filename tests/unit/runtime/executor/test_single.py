@@ -162,9 +162,9 @@ def answers(attention: str, depth: int) -> dict[str, list[tuple[int, ...]]]:
     single = SingleExecutor(FILES, model, replace(config, device=device), load_format="dummy", depth=depth)
     core = EngineCore(single, config.cache, replace(config.scheduler, max_num_batched_tokens=8), VOCAB)
     ways = {"two": {"n": 2, "temperature": 1.0}, "narrow": {"temperature": 0.9, "top_k": 5}}
-    for name, way in ways.items():
+    for first, (name, way) in enumerate(ways.items(), 1):
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 5, "seed": 5, **way})  # type: ignore[arg-type]
-        core.submit(Submit(name, tuple(range(1, 6)), sampling, TokenRules()))
+        core.submit(Submit(name, tuple(range(first, first + 5)), sampling, TokenRules()))
     found = {}
     while core.has_work:
         for message in core.step().finished:

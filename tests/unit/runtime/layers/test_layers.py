@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from quire.config.model import Heads
-from quire.kernels.native.loader import why_not_native
 from quire.kernels.reference.elementwise import rms_norm, silu_and_multiply
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.embedding import Embedding, TiedHead
@@ -15,7 +14,7 @@ from quire.runtime.layers.linear import Linear, QKVLinear
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.norm import HeadNorm, RMSNorm
 from quire.runtime.layers.ops import LayerOps, TorchOps, choose_ops
-from quire.runtime.layers.product import DenseProduct, PackedProduct, Product, TurnedProduct, UpcastProduct
+from quire.runtime.layers.product import DenseProduct, PackedProduct, Product, UpcastProduct
 from quire.runtime.layers.weights import Placement, WeightLayer
 
 CPU = Placement(torch.float32, torch.device("cpu"))
@@ -135,12 +134,3 @@ def test_gating_is_the_activation_times_the_other_half_far_from_zero_too(activat
     gate, up = gate_up.chunk(2, dim=-1)
     plain = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}[activation]
     torch.testing.assert_close(ops.gate(gate_up, activation), plain(gate) * up)
-
-
-@pytest.mark.skipif(why_not_native(CPU.dtype, CPU.device) is not None, reason="no native kernels")
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (3, 7), (64, 33), (130, 96)])
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_a_turned_weight_multiplies_as_the_plain_one(rows: int, inputs: int, outputs: int) -> None:
-    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
-    torch.testing.assert_close(TurnedProduct().pack(weight, bias)(x), F.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(TurnedProduct().pack(weight, None)(x), F.linear(x, weight), rtol=1e-5, atol=1e-5)

@@ -62,7 +62,7 @@ def bench(architecture: str, *, fused: bool) -> Bench:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_fused_layers_sample_what_plain_layers_sample(architecture: str) -> None:
-    """One row, a few rows, a short chunk, and a chunk too long for the compiled call."""
+    """One row, a few rows, and a chunk; on some CPUs the chunk is too long for the compiled call."""
     answers = []
     for fused in (False, True):
         one = bench(architecture, fused=fused)

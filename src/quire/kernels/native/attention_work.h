@@ -1,0 +1,142 @@
+// How attention is cut. A span is a run of tokens of one sequence: a decode row (one token) or a prompt chunk. Its i-th
+// token sees the first `visible + i` keys. A work is a block of a span's tokens; its query rows are its tokens x the
+// heads that share a key head. Works whose tables begin with the same block stand side by side in a group, which reads
+// what they share once. A decode row that shares nothing takes all key heads itself: they lie side by side in memory.
+#pragma once
+
+#include <omp.h>
+
+#include "simd.h"
+
+namespace {
+
+constexpr int64_t PIECE = 256;       // positions per partial result
+constexpr int64_t BLOCK_ROWS = 16;   // query rows of a work
+
+struct Shape {
+    int64_t query_heads, kv_heads, dim, block_size;
+    int64_t group() const { return query_heads / kv_heads; }
+    int64_t width() const { return (dim + LANES - 1) / LANES * LANES; }  // dim, padded with zeros
+    int64_t block_tokens() const { return std::max<int64_t>(1, BLOCK_ROWS / group()); }
+};
+
+struct Span {
+    int64_t token, count, visible, table;  // first batch token, tokens, keys the first one sees, offset of its table
+};
+
+struct Work {
+    int64_t token, count, visible, table;
+    int64_t end() const { return visible + count - 1; }  // positions that its last token sees
+};
+
+// Neighbouring works and some key heads. `rows`: the query rows of all works for one key head; `end`: the largest of
+// the works'.
+struct Group {
+    const Work* works;
+    int64_t count, head, heads, rows, end;
+    int64_t all_rows() const { return heads * rows; }  // those of the first key head, then those of the second ...
+    int64_t pieces() const { return (end + PIECE - 1) / PIECE; }
+};
+
+// Works of a group, from `first` on, that have the same blocks in a tile. `longest`: one that sees the most of it.
+struct Run {
+    int64_t count, rows;
+    const Work* longest;
+};
+
+inline int64_t enough_tasks() { return 4 * omp_get_max_threads(); }  // so that threads end at about the same time
+
+// All works in the order of their tables, so that those with the same first blocks are neighbours, and their groups.
+class Cut {
+  public:
+    // `max_rows`: query rows that a group of several works or of several heads may have.
+    Cut(const Span* spans, int64_t num_spans, const int64_t* tables, const Shape& shape, int64_t max_rows)
+        : shape_(shape), max_rows_(max_rows) {
+        std::vector<const Span*> order;
+        for (int64_t i = 0; i < num_spans; ++i) order.push_back(spans + i);
+        const auto begin = [&](const Span* span) { return tables + span->table; };
+        const auto end = [&](const Span* span) {
+            return begin(span) + (span->visible + span->count - 1 + shape.block_size - 1) / shape.block_size;
+        };
+        std::stable_sort(order.begin(), order.end(), [&](const Span* a, const Span* b) {
+            return std::lexicographical_compare(begin(a), end(a), begin(b), end(b));
+        });
+        for (const Span* span : order)
+            for (int64_t done = 0; done < span->count; done += shape.block_tokens())
+                works_.push_back({span->token + done, std::min(shape.block_tokens(), span->count - done),
+                                  span->visible + done, span->table});
+        const int64_t count = static_cast<int64_t>(works_.size());
+        for (int64_t first = 0, next = 0; first < count; first = next) {
+            while (next < count && tables[works_[next].table] == tables[works_[first].table]) ++next;
+            add_family(first, next);
+        }
+        for (const Group& group : groups_) most_rows_ = std::max(most_rows_, group.all_rows());
+    }
+
+    // Of works that begin with the same block, those of one key head follow each other: cores that run side by side
+    // read the same keys.
+    const std::vector<Group>& groups() const { return groups_; }
+    int64_t most_rows() const { return most_rows_; }
+
+  private:
+    int64_t rows(const Work& work) const { return work.count * shape_.group(); }
+
+    void add_family(int64_t first, int64_t end) {
+        const bool lonely = end - first == 1 && static_cast<int64_t>(works_.size()) >= enough_tasks();
+        const int64_t fitting = max_rows_ / rows(works_[first]);
+        const int64_t joined = lonely ? std::clamp<int64_t>(fitting, 1, shape_.kv_heads) : 1;
+        const int64_t fair = fair_rows(first, end);
+        for (int64_t head = 0; head < shape_.kv_heads; head += joined)
+            for (int64_t i = first; i < end; i += groups_.back().count)
+                groups_.push_back(group_from(i, end, head, std::min(joined, shape_.kv_heads - head), fair));
+    }
+
+    // Rows per group when works [first, end) are shared out evenly to as few groups as they fit in.
+    int64_t fair_rows(int64_t first, int64_t end) const {
+        int64_t all = 0, groups = 0;
+        for (int64_t i = first; i < end; ++groups) {
+            const Group group = group_from(i, end, 0, 1, max_rows_);
+            all += group.rows;
+            i += group.count;
+        }
+        return (all + groups - 1) / groups;
+    }
+
+    // Works from `first` on until they have `enough` rows; at least one.
+    Group group_from(int64_t first, int64_t end, int64_t head, int64_t heads, int64_t enough) const {
+        Group group{&works_[first], 1, head, heads, rows(works_[first]), works_[first].end()};
+        for (int64_t i = first + 1; i < end && group.rows < enough; ++i, ++group.count) {
+            if (group.rows + rows(works_[i]) > max_rows_) break;
+            group.rows += rows(works_[i]);
+            group.end = std::max(group.end, works_[i].end());
+        }
+        return group;
+    }
+
+    const Shape shape_;
+    const int64_t max_rows_;
+    std::vector<Work> works_;
+    std::vector<Group> groups_;
+    int64_t most_rows_ = 0;
+};
+
+// The run from work `first` on over positions [begin, begin + count), of which that work sees at least one.
+inline Run run_from(const Group& group, int64_t first, int64_t begin, int64_t count, const int64_t* tables,
+                    const Shape& shape) {
+    const int64_t size = shape.block_size, block = begin / size;
+    const auto blocks = [&](const Work& work) {
+        return (std::min(work.end(), begin + count) + size - 1) / size - block;
+    };
+    const Work* longest = group.works + first;
+    int64_t rows = longest->count * shape.group(), next = first + 1;
+    for (; next < group.count && group.works[next].end() > begin; ++next) {
+        const Work& work = group.works[next];
+        const int64_t *one = tables + longest->table + block, *two = tables + work.table + block;
+        if (one != two && !std::equal(one, one + std::min(blocks(work), blocks(*longest)), two)) break;
+        if (work.end() > longest->end()) longest = &work;
+        rows += work.count * shape.group();
+    }
+    return {next - first, rows, longest};
+}
+
+}  // namespace
