@@ -49,8 +49,6 @@ alignas(64) constexpr std::array<int16_t, 32> WEAVE_LOW = weave(0), WEAVE_HIGH =
 
 class TiledAttention {
   public:
-    static constexpr int64_t MAX_ROWS = 0;  // every group is one work and one key head
-
     static bool fits(const Shape& shape) {
         return shape.dim % 32 == 0 && shape.dim <= 256 && shape.block_tokens() * shape.group() <= QUERY_ROWS;
     }
@@ -85,29 +83,37 @@ class TiledAttention {
     }
 
     void attend(const Group& group, int64_t begin, int64_t end, State state) {
-        const int64_t rows = group.rows, dim = shape_.dim;
-        int64_t seen[QUERY_ROWS];
         for (int64_t tile = begin; tile < end; tile += KEYS_AT_ONCE) {
-            const int64_t count = std::min(KEYS_AT_ONCE, end - tile), sixteens = (count + 15) / 16;
-            score(group, tile, count);
-            for (int64_t g = 0; g < sixteens; ++g)
-                transpose_scaled(turned_ + g * 256, scale_, scores_ + g * 16, KEYS_AT_ONCE);
-            for (int64_t row = 0; row < rows; ++row)
-                seen[row] = std::clamp<int64_t>(group.works->visible + row / shape_.group() - tile, 0, count);
-            soften<KEYS_AT_ONCE>(scores_, seen, state, 0, rows, dim);
-            for (int64_t i = 0; i < rows * KEYS_AT_ONCE; i += LANES) store(weights_ + i, load(scores_ + i));
-            weave_values(group, tile, count);
-            weigh((count + 31) / 32);
-            for (int64_t i = 0; i < rows * dim; i += LANES)
-                store(state.out + i, load(state.out + i) + load(added_ + i));
+            const auto attend = [&](const Work* work, const Run& run, int64_t row, int64_t there) {
+                attend_run(work, run, group.head, row, tile, there, state);
+            };
+            for_runs(group, tile, std::min(KEYS_AT_ONCE, end - tile), keys_.tables, shape_, attend);
         }
     }
 
   private:
+    // The state's rows from `from` on, those of the run, look at `count` positions from `tile` on. The tile units compute
+    // all rows of the group; only the run's are used.
+    void attend_run(const Work* work, const Run& run, int64_t head, int64_t from, int64_t tile, int64_t count,
+                    State state) {
+        const int64_t dim = shape_.dim, first = from * KEYS_AT_ONCE, last = (from + run.rows) * KEYS_AT_ONCE;
+        int64_t seen[QUERY_ROWS];
+        see(work, run, tile, count, shape_, seen);
+        score(*run.longest, head, tile, count);
+        for (int64_t g = 0; g < (count + 15) / 16; ++g)
+            transpose_scaled(turned_ + g * 256, scale_, scores_ + g * 16, KEYS_AT_ONCE);
+        soften<KEYS_AT_ONCE>(scores_ + first, seen, state, from, run.rows, dim);
+        for (int64_t i = first; i < last; i += LANES) store(weights_ + i, load(scores_ + i));
+        weave_values(*run.longest, head, tile, count);
+        weigh((count + 31) / 32);
+        for (int64_t i = from * dim; i < (from + run.rows) * dim; i += LANES)
+            store(state.out + i, load(state.out + i) + load(added_ + i));
+    }
+
     // Scores of all query rows, positions first: turned_ [positions][16 rows].
-    void score(const Group& group, int64_t begin, int64_t count) {
+    void score(const Work& work, int64_t head, int64_t begin, int64_t count) {
         const bf16* rows[KEYS_AT_ONCE];
-        keys_.locate(keys_.keys, *group.works, group.head, shape_, begin, count, rows);
+        keys_.locate(keys_.keys, work, head, shape_, begin, count, rows);
         for (int64_t g = 0; g < count; g += 16) {
             const bf16* keys = sixteen(rows + g, std::min<int64_t>(16, count - g));
             _tile_zero(0);
@@ -129,11 +135,11 @@ class TiledAttention {
     }
 
     // Values of two positions side by side, entry by entry: values_ [positions / 2][dim][2], zeros past the last.
-    void weave_values(const Group& group, int64_t begin, int64_t count) {
+    void weave_values(const Work& work, int64_t head, int64_t begin, int64_t count) {
         const __m512i low = _mm512_load_si512(WEAVE_LOW.data()), high = _mm512_load_si512(WEAVE_HIGH.data());
         const int64_t dim = shape_.dim, padded = (count + 31) / 32 * 32;
         const bf16* rows[KEYS_AT_ONCE];
-        keys_.locate(keys_.values, *group.works, group.head, shape_, begin, count, rows);
+        keys_.locate(keys_.values, work, head, shape_, begin, count, rows);
         for (int64_t t = 0; t < padded; t += 2) {
             const __mmask32 has_one = t < count ? ~0u : 0u, has_two = t + 1 < count ? ~0u : 0u;
             const bf16 *one = rows[std::min(t, count - 1)], *two = rows[std::min(t + 1, count - 1)];

@@ -74,7 +74,13 @@ void add_rows(const float* weights, const float* const* values, int64_t count, i
 
 template <typename T> class PlainAttention {
   public:
-    static constexpr int64_t MAX_ROWS = 32;  // of a group: with a tile of keys and values they stay in the first cache
+    // Of a group: with a tile of keys and values they stay in the first cache. Elsewhere every work is a group, as
+    // compilers fuse a product and a sum for some numbers of rows and not for others: not the same bits.
+#ifdef __aarch64__
+    static constexpr int64_t MAX_ROWS = 32;
+#else
+    static constexpr int64_t MAX_ROWS = 0;
+#endif
 
     PlainAttention(const Shape& shape, Keys<T> keys, float scale, int64_t rows)
         : shape_(shape), keys_(keys), scale_(scale), query_(rows * shape.width()), copies_(TILE * shape.width()),
@@ -97,29 +103,11 @@ template <typename T> class PlainAttention {
 
   private:
     void attend_tile(const Group& group, int64_t head, int64_t tile, int64_t count, State state) {
-        int64_t row = head * group.rows;
-        for (int64_t first = 0; first < group.count;) {
-            const Work* work = group.works + first;
-            if (work->end() <= tile) {
-                row += work->count * shape_.group();
-                ++first;
-                continue;
-            }
-            const Run run = run_from(group, first, tile, count, keys_.tables, shape_);
-            const int64_t there = std::min(count, run.longest->end() - tile);
-            see(work, run, tile, there);
-            attend_run(run, group.head + head, row, tile, there, state);
-            first += run.count;
-            row += run.rows;
-        }
-    }
-
-    // How many of `count` positions from `tile` on each row of a run sees.
-    void see(const Work* work, const Run& run, int64_t tile, int64_t count) {
-        int64_t* seen = seen_.data();
-        for (const Work* end = work + run.count; work < end; ++work)
-            for (int64_t i = 0; i < work->count; ++i, seen += shape_.group())
-                std::fill(seen, seen + shape_.group(), std::clamp<int64_t>(work->visible + i - tile, 0, count));
+        const auto attend = [&](const Work* work, const Run& run, int64_t row, int64_t there) {
+            see(work, run, tile, there, shape_, seen_.data());
+            attend_run(run, group.head + head, head * group.rows + row, tile, there, state);
+        };
+        for_runs(group, tile, count, keys_.tables, shape_, attend);
     }
 
     // The state's rows from `from` on, those of the run, look at `count` positions from `tile` on.

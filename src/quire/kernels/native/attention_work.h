@@ -49,9 +49,10 @@ inline int64_t enough_tasks() { return 4 * omp_get_max_threads(); }  // so that 
 // All works in the order of their tables, so that those with the same first blocks are neighbours, and their groups.
 class Cut {
   public:
-    // `max_rows`: query rows that a group of several works or of several heads may have.
-    Cut(const Span* spans, int64_t num_spans, const int64_t* tables, const Shape& shape, int64_t max_rows)
-        : shape_(shape), max_rows_(max_rows) {
+    // `max_rows`: query rows that a group of several works or of several heads may have; `max_heads`: its key heads.
+    Cut(const Span* spans, int64_t num_spans, const int64_t* tables, const Shape& shape, int64_t max_rows,
+        int64_t max_heads)
+        : shape_(shape), max_rows_(max_rows), max_heads_(std::min(max_heads, shape.kv_heads)) {
         std::vector<const Span*> order;
         for (int64_t i = 0; i < num_spans; ++i) order.push_back(spans + i);
         const auto begin = [&](const Span* span) { return tables + span->table; };
@@ -84,7 +85,7 @@ class Cut {
     void add_family(int64_t first, int64_t end) {
         const bool lonely = end - first == 1 && static_cast<int64_t>(works_.size()) >= enough_tasks();
         const int64_t fitting = max_rows_ / rows(works_[first]);
-        const int64_t joined = lonely ? std::clamp<int64_t>(fitting, 1, shape_.kv_heads) : 1;
+        const int64_t joined = lonely ? std::clamp<int64_t>(fitting, 1, max_heads_) : 1;
         const int64_t fair = fair_rows(first, end);
         for (int64_t head = 0; head < shape_.kv_heads; head += joined)
             for (int64_t i = first; i < end; i += groups_.back().count)
@@ -114,7 +115,7 @@ class Cut {
     }
 
     const Shape shape_;
-    const int64_t max_rows_;
+    const int64_t max_rows_, max_heads_;
     std::vector<Work> works_;
     std::vector<Group> groups_;
     int64_t most_rows_ = 0;
@@ -137,6 +138,32 @@ inline Run run_from(const Group& group, int64_t first, int64_t begin, int64_t co
         rows += work.count * shape.group();
     }
     return {next - first, rows, longest};
+}
+
+// each(first work, run, first row, positions there) for the runs of a group over positions [begin, begin + count).
+template <typename Each>
+inline void for_runs(const Group& group, int64_t begin, int64_t count, const int64_t* tables, const Shape& shape,
+                     Each each) {
+    int64_t row = 0;
+    for (int64_t first = 0; first < group.count;) {
+        const Work* work = group.works + first;
+        if (work->end() <= begin) {
+            row += work->count * shape.group();
+            ++first;
+            continue;
+        }
+        const Run run = run_from(group, first, begin, count, tables, shape);
+        each(work, run, row, std::min(count, run.longest->end() - begin));
+        first += run.count;
+        row += run.rows;
+    }
+}
+
+// How many of `count` positions from `begin` on each row of a run sees; `work` is its first.
+inline void see(const Work* work, const Run& run, int64_t begin, int64_t count, const Shape& shape, int64_t* seen) {
+    for (const Work* end = work + run.count; work < end; ++work)
+        for (int64_t i = 0; i < work->count; ++i, seen += shape.group())
+            std::fill(seen, seen + shape.group(), std::clamp<int64_t>(work->visible + i - begin, 0, count));
 }
 
 }  // namespace

@@ -13,12 +13,12 @@ void paged_attention(const T* query, int64_t stride, const T* keys, const T* val
 #ifdef __AMX_BF16__
     if constexpr (std::is_same_v<T, bf16>) {
         if (TiledAttention::fits(shape) && request_tiles()) {
-            const Cut cut(spans, num_spans, tables, shape, TiledAttention::MAX_ROWS);
+            const Cut cut(spans, num_spans, tables, shape, QUERY_ROWS, 1);
             return attend_all<TiledAttention>(query, stride, seen, cut, out, shape, scale);
         }
     }
 #endif
-    const Cut cut(spans, num_spans, tables, shape, PlainAttention<T>::MAX_ROWS);
+    const Cut cut(spans, num_spans, tables, shape, PlainAttention<T>::MAX_ROWS, shape.kv_heads);
     attend_all<PlainAttention<T>>(query, stride, seen, cut, out, shape, scale);
 }
 
