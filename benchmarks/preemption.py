@@ -48,6 +48,7 @@ TINY = BenchModel(
 SHAPES = {"tiny": TINY, "small": SMALL, **MODELS}
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FITS, WAYS = "fits", ("swap", "recompute", "auto")
+LONGEST = {"cpu": 1_024, "cuda": 4_096}
 HEADROOM = 1.2  # of the cache, over the longest request
 WARMING = 3  # requests before the clock starts
 
@@ -76,7 +77,7 @@ def draw(count: int, longest: int) -> list[Lengths]:
     rng = random.Random(11)
     lengths = [Lengths(longest // 2, longest - longest // 2)]
     while len(lengths) < count:
-        prompt, output = (int(rng.lognormvariate(math.log(longest / part), 0.7)) + 1 for part in (48, 32))
+        prompt, output = (int(rng.lognormvariate(math.log(longest / part), 0.7)) + 1 for part in (64, 24))
         if prompt + output < longest:
             lengths.append(Lengths(prompt, output))
     rng.shuffle(lengths)
@@ -194,9 +195,10 @@ def rows(runs: Sequence[Run], sizes: Sequence[int]) -> list[tuple[object, ...]]:
 
 def main() -> None:
     arguments, where = _parse(), facts()
-    lengths = draw(arguments.requests, arguments.longest)
+    longest = arguments.longest or LONGEST[arguments.device]
+    lengths = draw(arguments.requests, longest)
     runs = measure(arguments, lengths)
-    title = f"Preemption: {arguments.model} on {arguments.device}, {len(lengths)} requests, longest {arguments.longest}"
+    title = f"Preemption: {arguments.model} on {arguments.device}, {len(lengths)} requests, longest {longest}"
     header = ("block", "fits s", "swap s", "recompute s", "auto s", "auto / better", "swap", "recompute", "auto")
     publish(title, (*header, "swapped", "most", "changed"), rows(runs, arguments.block_sizes), where)
     mean = statistics.fmean(pair.prompt + pair.output for pair in lengths)
@@ -216,11 +218,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--model", choices=tuple(SHAPES), default="tiny", help="a shape; the weights are random")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--longest", type=int, default=512, help="tokens of the longest request")
+    parser.add_argument("--longest", type=int, help="tokens of the longest request (1024 on a CPU, 4096 on a GPU)")
     parser.add_argument("--block-sizes", type=int, nargs="+", default=BLOCK_SIZES, metavar="N")
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     parser.add_argument("--threads", type=int, help="CPU threads (all cores)")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--plot", type=Path, metavar="PATH", help="write an SVG")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured")
     return parser.parse_args()

@@ -118,3 +118,17 @@ def test_auto_is_hardly_worse_than_the_better_of_swap_and_recompute(costs: Costs
         for name in ("swap", "recompute", "auto")
     }
     assert seconds["auto"] <= 1.05 * min(seconds["swap"], seconds["recompute"])
+
+
+def test_a_storm_of_requests_that_end_when_they_like_passes() -> None:
+    engine = Harness(
+        num_blocks=30, block_size=8, tiers=TierConfig(1_000), max_num_seqs=64, max_model_len=240, check_every=25
+    )
+    for number, (prompt, _) in enumerate(requests(1)):
+        engine.submit(f"r{number}", list(prompt), max_tokens=None, seed=number, end_ids=(3, 50))
+    engine.run()
+    for number, (prompt, _) in enumerate(requests(1)):
+        (sample,) = engine.finished[f"r{number}"].samples
+        assert list(sample.token_ids) == continuation(prompt, 240 - len(prompt), seed=number, end_ids=(3, 50))
+    assert engine.core.stats().preemptions > 10
+    assert max(message.num_preemptions for message in engine.finished.values()) <= MOST_PREEMPTIONS

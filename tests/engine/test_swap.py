@@ -13,6 +13,7 @@ from quire.config.tiers import TierConfig
 from quire.engine.decoding.tools import DecodingTools
 from quire.types.decoding import BeamRules
 from quire.types.errors import ConfigError
+from quire.types.request import Branch
 from quire.types.step import StepPlan
 from toy_decoding import BeamQuestion, ToyGrammars, ToyLookaheads, beam_answers, grammar_answer
 from toy_model import continuation
@@ -198,3 +199,23 @@ def test_recompute_can_be_asked_for() -> None:
     assert stats.preemptions > 0
     assert stats.swaps == stats.tiers.saved == 0
     assert notes(engine, "preempted")[0].startswith("no free blocks; recompute est. ")
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_branch_of_a_request_whose_blocks_are_being_loaded_reads_none_of_them_early(*, caching: bool) -> None:
+    engine = engine_of(16, caching=caching, max_num_batched_tokens=64)
+    engine.submit("old", prompt(1), max_tokens=30, seed=1)
+    engine.submit("young", prompt(2), max_tokens=30, seed=2)
+    branched = False
+    for _ in range(200):
+        if engine.core.stats().swaps and not branched and "young" not in engine.finished:
+            said = engine.streams[engine.handles["young"]]
+            whole = [*prompt(2), *said[:3]]
+            engine.submit("branch", [*whole, 5, 6], max_tokens=4, seed=3, source=Branch("young", 0, len(whole)))
+            branched = True
+        if engine.core.has_work:
+            engine.step()
+    assert branched
+    assert engine.answer("young") == continuation(prompt(2), 30, seed=2)
+    whole = [*prompt(2), *continuation(prompt(2), 30, seed=2)[:3], 5, 6]
+    assert engine.answer("branch") == continuation(whole, 4, seed=3)

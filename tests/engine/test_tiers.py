@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fake_tiers import FakeTiers, random_faults
 from harness import Harness
 from quire.config.tiers import TierConfig
 from quire.types.request import Abort
+from quire.types.step import RowFailure, StepResult
 from toy_model import continuation
 
 HOST = TierConfig(host_blocks=64)
@@ -258,3 +261,22 @@ def test_an_engine_that_died_has_no_more_work_whatever_its_tiers_still_wanted() 
     engine.run()
     assert engine.finished["first"].error is not None
     assert not engine.core.has_work
+
+
+def test_a_row_that_fails_when_it_is_told_of_while_its_blocks_are_loaded_ends_its_request_alone() -> None:
+    engine = Harness(num_blocks=10, tiers=HOST)
+    ask(engine, "first", STORY)
+    crowd(engine)
+    collect = engine.executor.collect
+
+    def fail_when_loading() -> StepResult:
+        plan, result = engine.executor.plans[-1], collect()
+        failures = tuple(RowFailure(new.row, "no such thing") for new in plan.new_rows) if plan.transfers.loads else ()
+        return replace(result, failures=failures)
+
+    engine.executor.collect = fail_when_loading  # type: ignore[method-assign]
+    engine.submit("again", STORY, max_tokens=3, seed=1)
+    engine.run()
+    assert engine.finished["again"].error == "no such thing"
+    engine.executor.collect = collect  # type: ignore[method-assign]
+    ask(engine, "later", STORY)

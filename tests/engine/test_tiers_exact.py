@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +24,7 @@ from quire.types.sampling import SamplingParams, TokenRules
 from tiny_models import VOCAB, engine_config, tiny_config
 
 BLOCK, ROWS = 4, 6
-NUM_REQUESTS = 170 if os.environ.get("QUIRE_TEST_WHOLE") == "1" else 12  # in each of six tests
+NUM_REQUESTS = 170 if os.environ.get("QUIRE_TEST_WHOLE") == "1" else 10  # in each of six tests
 TOLERANCE = 4e-6  # of a logprob: a few units in the last place, where a step computes other rows beside
 LARGE, SMALL = 400, 30  # blocks
 SHORT, LONG = 9, 40  # tokens of the longest answer
@@ -142,3 +144,50 @@ def test_a_prompt_that_comes_back_from_disk_after_a_restart_is_answered_as_befor
     check(run(again, asked, together=False), cold(SHORT))
     assert again.stats().disk_hits > 0
     again.close()
+
+
+def _flip(folder: Path) -> None:
+    for file in folder.iterdir():
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+
+
+def _truncate(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.write_bytes(file.read_bytes()[:-5])
+
+
+def _delete(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize(("harm", "reason"), [(_flip, "corrupt"), (_truncate, "corrupt"), (_delete, "missing")])
+def test_files_that_were_harmed_cost_no_request_and_are_counted(
+    harm: Callable[[Path], None], reason: str, tmp_path: Path
+) -> None:
+    asked, folder = requests(SHORT), tmp_path / "cache"
+    tiers = TierConfig(LARGE, str(folder), 4 * LARGE, "through")
+    first = make_core(LARGE, tiers, caching=True)
+    run(first, asked, together=False)
+    first.close()
+    again = make_core(LARGE, tiers, caching=True)
+    while again.stats().tiers.disk_used == 0:  # until it has seen what is there
+        again.step()
+    harm(folder)
+    check(run(again, asked, together=False), cold(SHORT))
+    stats = again.stats()
+    assert stats.disk_hits == 0
+    assert stats.tiers.failures[reason] > 0
+    again.close()
+
+
+def test_a_folder_that_is_gone_costs_no_request_and_is_counted(tmp_path: Path) -> None:
+    asked, folder = requests(SHORT), tmp_path / "cache"
+    core = make_core(LARGE, TierConfig(LARGE, str(folder), 4 * LARGE, "through"), caching=True)
+    run(core, asked[:2], together=False)
+    shutil.rmtree(folder)
+    check(run(core, asked, together=False), cold(SHORT))
+    assert sum(core.stats().tiers.failures.values()) > 0
+    core.close()

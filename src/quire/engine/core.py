@@ -194,7 +194,7 @@ class EngineCore:
         """Count a step; note whose samples it will bring, and who waits for them."""
         self._counters.note_plan(plan)
         book, rows = self._scheduler.rows, self._scheduler.ahead_rows
-        if not plan.chunks and len(rows) == len(plan.decode_rows):
+        if not plan.chunks and not plan.new_rows and len(rows) == len(plan.decode_rows):
             return Flight(plan, rows, self._gather(rows).leases, book.version, {}, self._clock())
         paced, ahead, places = find_awaited(plan, len(rows), book)
         if ahead:

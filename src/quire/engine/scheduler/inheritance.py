@@ -219,7 +219,7 @@ class Inheritance:
         source = group.request.source
         if source is None or origin.row is None or not self._has_branches:
             return 0
-        if group.request.sampling.prompt_logprobs is not None:
+        if group.request.sampling.prompt_logprobs is not None or origin.group in self._arriving:
             return 0
         start = draft.start_of(origin.row)  # what this step computes, only later ones may read
         computed = origin.computed_at(tick) if start is None else start

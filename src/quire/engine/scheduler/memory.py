@@ -24,6 +24,8 @@ from quire.engine.scheduler.queue import GroupQueue
 from quire.engine.scheduler.rows import RowBook
 from quire.types.errors import ConfigError
 
+AHEAD = 16  # tokens that all may still grow by when another is let in, or a block if that is smaller
+LEAST_EXPECTED = 64  # tokens that an answer is expected to go on for, at least
 PATIENCE = 3  # preemptions, after which a group comes back only where it will not be preempted again
 
 
@@ -67,26 +69,41 @@ class OnDemand:
         return missing <= 0
 
     def _headroom(self, group: Group, running: GroupQueue) -> int:
-        """A block for each live sequence. One that was preempted waits for more, ever more of what it can grow by, and
-        at last for all that it and everybody beside it can: then nobody is preempted as long as it runs."""
-        least = self._rows.num_taken + group.num_beams_to_come
+        """Some tokens for each live sequence. One that was preempted waits for more, ever more of what it is expected
+        to grow by, and at last for all that it and everybody beside it can: then nobody is preempted while it runs."""
+        size = self._block_size
+        least = -(-self._rows.num_taken * min(AHEAD, size) // size) + group.num_beams_to_come
         self._weary = [each for each in self._weary if each.running]
         if self._weary or group.num_preemptions >= PATIENCE:
-            return max(least, self._growth(group) + sum(self._growth(each) for each in running))
-        return least + self._growth(group) * group.num_preemptions // PATIENCE
+            sure = [self._growth(each, _most_tokens(each)) for each in (group, *running)]
+            return max(least, sum(sure))
+        if not group.num_preemptions:
+            return least
+        return least + self._growth(group, _expected_tokens(group)) * group.num_preemptions // PATIENCE
 
-    def _growth(self, group: Group) -> int:
-        """Blocks that a group can come to need besides what it holds, or while it waits, besides what it knows."""
+    def _growth(self, group: Group, num_tokens: int) -> int:
+        """Blocks that a group needs to reach so many tokens besides what it holds, or while it waits, knows."""
         if group.running:
             held = len({block for sequence in group.live for block in sequence.table.blocks})
         else:
             size, shared = self._block_size, group.num_prompt // self._block_size
             held = shared + sum(-(-sequence.num_known // size) - shared for sequence in group.live)
-        return max(most_blocks(group.request, group.limit, self._block_size) - held, 0)
+        return max(most_blocks(group.request, num_tokens, self._block_size) - held, 0)
 
     def claim(self, group: Group) -> None:
         if group.num_preemptions >= PATIENCE:
             self._weary.append(group)
+
+
+def _most_tokens(group: Group) -> int:
+    """How long a group's sequences can become. Who set no bound is taken to need what is expected."""
+    return group.limit if group.request.sampling.max_tokens is not None else _expected_tokens(group)
+
+
+def _expected_tokens(group: Group) -> int:
+    """How long its sequences are expected to become: an answer goes on for as long as it has gone on so far."""
+    length = max(max(sequence.num_known, sequence.table.num_tokens) for sequence in group.live)
+    return min(group.limit, length + max(length - group.num_prompt, LEAST_EXPECTED))
 
 
 class Reserving:

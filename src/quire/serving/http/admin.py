@@ -128,6 +128,7 @@ def _as_map(block_map: BlockMap, stats: EngineStats, edges: dict[str, Any]) -> d
         "total": len(block_map.holders),
         "holders": block_map.holders,
         "cached": block_map.cached,
+        "swapped": stats.tiers.host_used,
         "requests": [asdict(request) for request in block_map.requests],
         "stats": {**asdict(stats), **edges},
     }

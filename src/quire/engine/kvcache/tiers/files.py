@@ -24,7 +24,8 @@ class Files:
         self._queue = min(QUEUE, max(host.num_slots // 2, 1))
         self._storing: dict[bytes, Slot] = {}
         self._fetching: dict[bytes, Slot] = {}
-        self._fetched: dict[bytes, Slot] = {}  # for somebody who has not come yet
+        self._awaited: set[bytes] = set()  # of those that are fetched: whoever asked has not come yet
+        self._fetched: dict[bytes, Slot] = {}  # for those that have not come yet
         self._stores: list[FileMove] = []
         self._fetches: list[FileMove] = []
         self._drops: dict[bytes, None] = {}
@@ -46,7 +47,7 @@ class Files:
         if name in self.shelf:
             self.shelf.touch(name)
             return
-        if not self.shelf.quota or name in self._drops or name in self._storing:
+        if not self.shelf.quota or name in self._drops or name in self._storing or name in self._fetching:
             return
         if len(self._storing) >= self._queue:
             self.failures["queue"] += 1
@@ -68,11 +69,13 @@ class Files:
                 continue
             self.shelf.touch(name)
             self._fetching[name] = slot
+            self._awaited.add(name)
             self._fetches.append(FileMove(name, slot.number))
         return left
 
     def let_go(self, names: Sequence[bytes]) -> None:
         """Whoever asked for these has come, or never will."""
+        self._awaited.difference_update(names)
         for name in names:
             if name in self._fetched:
                 self._host.release(self._fetched.pop(name))
@@ -90,11 +93,13 @@ class Files:
 
     def take_report(self, report: TransferReport) -> None:
         for name in report.stored:
-            self.num_stored += 1
-            self._host.release(self._storing.pop(name))
+            if (slot := self._storing.pop(name, None)) is not None:
+                self.num_stored += 1
+                self._host.release(slot)
         for name in report.fetched:
-            self.num_fetched += 1
-            self._shelve(name, self._fetching.pop(name))
+            if (slot := self._fetching.pop(name, None)) is not None:
+                self.num_fetched += 1
+                self._shelve(name, slot)
         for failed in report.failed:
             self.failures[failed.reason] += 1
             self._fail(failed.key)
@@ -108,12 +113,15 @@ class Files:
         if name in self.shelf and name not in self._host:
             self._host.name(slot, name)
             slot.from_disk = True
-            self._fetched[name] = slot
-        else:
-            self._host.release(slot)
+            if name in self._awaited:
+                self._fetched[name] = self._host.hold(slot)
+        self._awaited.discard(name)
+        self._host.release(slot)
 
     def _fail(self, name: bytes) -> None:
+        """A file that was to be written is not there, or one that was to be read."""
         self.shelf.forget(name)
+        self._awaited.discard(name)
         for waiting in (self._storing, self._fetching):
             if name in waiting:
                 self._host.release(waiting.pop(name))
@@ -126,7 +134,7 @@ class Files:
             self._host.release(self._fetching.pop(move.key))
         self._stores.clear()
         self._fetches.clear()
-        self.let_go(list(self._fetched))
+        self.let_go([*self._fetched, *self._awaited])
         self._drops.update(dict.fromkeys(self.shelf.clear()))
 
     def check(self) -> None:
@@ -137,3 +145,4 @@ class Files:
         assert all(slot.holds for slot in (*self._storing.values(), *self._fetching.values()))
         assert all(slot.name is None for slot in self._fetching.values())
         assert all(slot.holds for slot in self._fetched.values())
+        assert self._awaited <= self._fetching.keys()

@@ -162,3 +162,45 @@ def test_writing_through_saves_what_is_kept() -> None:
     assert desk.shelves.has_orders
     assert len(desk.shelves.take_orders(()).saves) == 2
     assert not desk.shelves.has_orders
+
+
+def test_a_file_that_comes_when_nobody_waits_for_it_any_longer_holds_no_slot() -> None:
+    desk = Desk(TierConfig(8, "folder", 10), num_blocks=2)
+    names = desk.shelves.names("", known, 16)
+    desk.shelves.take_report(TransferReport(found=tuple(FoundFile(name, 1.0) for name in names)))
+    assert desk.shelves.fetch(names[2:]) == []
+    desk.shelves.take_orders(())
+    desk.shelves.take_report(TransferReport(fetched=(names[2],)))
+    assert desk.shelves.stats().host_held == 2
+    desk.shelves.let_go(names)
+    desk.shelves.take_report(TransferReport(fetched=(names[3],)))
+    desk.shelves.check()
+    assert desk.shelves.stats().host_held == 0
+    assert desk.shelves.stats().host_used == 2
+
+
+def test_files_beyond_half_of_the_slots_wait_until_others_were_used() -> None:
+    desk = Desk(TierConfig(4, "folder", 10), num_blocks=1)
+    names = desk.shelves.names("", known, 20)
+    desk.shelves.take_report(TransferReport(found=tuple(FoundFile(name, 1.0) for name in names)))
+    left = desk.shelves.fetch(names[1:])
+    assert left == names[3:]
+    desk.shelves.take_orders(())
+    desk.shelves.take_report(TransferReport(fetched=tuple(names[1:3])))
+    assert desk.shelves.fetch(left) == left
+    desk.shelves.let_go(names[1:3])
+    assert desk.shelves.fetch(left) == []
+
+
+def test_a_file_that_comes_when_its_block_was_saved_meanwhile_is_not_needed() -> None:
+    desk = Desk(TierConfig(8, "folder", 10), num_blocks=2)
+    names = desk.shelves.names("", known, 8)
+    desk.shelves.take_report(TransferReport(found=tuple(FoundFile(name, 1.0) for name in names)))
+    desk.shelves.fetch(names[1:])
+    desk.shelves.take_orders(())
+    desk.evict(1)
+    desk.shelves.take_orders(())
+    desk.shelves.take_report(TransferReport(fetched=(names[1],)))
+    desk.shelves.check()
+    assert desk.shelves.stats().host_used == 1
+    assert desk.shelves.stats().host_held == 0

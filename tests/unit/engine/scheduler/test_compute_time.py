@@ -1,0 +1,45 @@
+"""What computing tokens again is estimated to take."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.engine.scheduler.preemption import ComputeTime
+from quire.types.step import Chunk, StepPlan
+from quire.types.transfer import SlotMove, Transfers
+
+
+def prompt(num_tokens: int, transfers: Transfers = Transfers()) -> StepPlan:  # noqa: B008 - it is frozen
+    return StepPlan(0, chunks=(Chunk(0, 0, num_tokens),), transfers=transfers)
+
+
+def decode(rows: int) -> StepPlan:
+    return StepPlan(0, decode_rows=np.arange(rows, dtype=np.int32))
+
+
+def test_nothing_is_known_before_the_first_step() -> None:
+    assert ComputeTime().seconds(100) is None
+
+
+def test_the_base_of_a_step_is_not_the_tokens_cost() -> None:
+    compute = ComputeTime()
+    for _ in range(20):
+        compute.note_step(prompt(500), 0.010 + 500 * 1e-4)
+        compute.note_step(decode(8), 0.010 + 8 * 1e-4)
+    assert compute.seconds(1_000) == pytest.approx(0.1, rel=0.01)
+
+
+def test_many_decode_steps_do_not_drown_a_few_prompts() -> None:
+    compute = ComputeTime()
+    compute.note_step(prompt(500), 0.060)
+    for _ in range(1_000):
+        compute.note_step(decode(8), 0.0108)
+    assert compute.seconds(1_000) == pytest.approx(0.1, rel=0.01)
+
+
+def test_a_step_that_also_moved_blocks_says_nothing() -> None:
+    compute = ComputeTime()
+    compute.note_step(prompt(500), 0.05)
+    compute.note_step(prompt(500, Transfers(saves=(SlotMove(0, 0),))), 5.0)
+    assert compute.seconds(500) == pytest.approx(0.05)
