@@ -48,7 +48,7 @@ class FewRowsMultiply:
 
     @property
     def few(self) -> int:
-        """Up to so many rows go by levels. Panels are no slower for one, and each row has the same bits in any batch."""
+        """Up to so many rows go by levels. Panels are no slower for one, and rows have the same bits in any batch."""
         return 0 if isinstance(self.many, PanelMultiply) else FEW_ROWS
 
     def __call__(self, x: Tensor) -> Tensor:
