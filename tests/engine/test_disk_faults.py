@@ -47,10 +47,11 @@ class Served:
 
     def settle(self) -> None:
         """Wait until nothing is being written."""
-        path, deadline = Path(self.folder.inner.path), time.monotonic() + 20
-        while any(file.suffix == ".part" for file in path.iterdir()):
+        path, deadline, before = Path(self.folder.inner.path), time.monotonic() + 20, None
+        while (files := {file.name for file in path.iterdir()}) != before or any(".part" in name for name in files):
             assert time.monotonic() < deadline
-            time.sleep(0.001)
+            before = files
+            time.sleep(0.05)
 
     def close(self) -> None:
         self.folder.gate.set()
