@@ -23,6 +23,7 @@ setup(
                 "-march=native",
                 "-std=c++17",
                 "-fopenmp",
+                "-ffp-contract=off",  # a sum has the same bits wherever it is written: see add_product in simd.h
                 "-fno-math-errno",
                 "-fno-trapping-math",
                 "-Wno-psabi",

@@ -42,6 +42,7 @@ class HardwareFacts:
     native_refusal: str | None = None  # why the compiled CPU kernels cannot be used; None: they can
     triton: bool = False  # Triton is installed, so that kernels can be compiled for the CUDA devices
     page_size: int = 4096  # bytes, of the CPU's virtual memory
+    level_panels: bool = False  # the compiled kernels multiply float32 rows by levels as their file stores them
     tile_units: bool = False  # the CPU multiplies tiles of bfloat16 (AMX), and the compiled kernels know how
 
     @property

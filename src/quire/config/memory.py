@@ -95,17 +95,25 @@ class MemoryPlan:
         short = f"{format_size(self.total)} are needed, {format_size(self.capacity)} are available on {self.device}"
         raise DoesNotFit(*self._largest_saving(short))
 
+    def host_fix(self, kv_cache: int) -> str | None:
+        """What to do with a CPU's host tier so that a KV cache of so many bytes fits; None if that would not do."""
+        most = self.capacity - self.fixed + self.host_cache - kv_cache
+        if self.device != "cpu" or not self.host_cache or most < 0:
+            return None
+        return f"lower it to {at_most(most)} or less" if most >= self.block_bytes else "leave it out"
+
     def _largest_saving(self, short: str) -> tuple[str, str, str]:
         smallest_cache = self.blocks_per_sequence * self.block_bytes
         room = self.capacity - self.fixed
         if room >= smallest_cache:
             fix = f"lower it to {at_most(room)} (num_kv_blocks={room // self.block_bytes}) or less"
             return "kv_cache_memory", short, fix
+        needed = self.kv_cache if self.host_fix(self.kv_cache) else smallest_cache
+        if (less := self.host_fix(needed)) is not None:
+            return "host_cache_memory", short, less
         if room >= self.block_bytes:
             tokens = room // self.block_bytes * self.block_size
             return "max_model_len", short, f"lower it to {tokens} or less; the KV cache then shrinks with it"
-        if self.device == "cpu" and self.host_cache >= self.block_bytes - room:
-            return "host_cache_memory", short, "lower it or leave it out"
         if self.activations + self.sampling + self.rows + self.graphs > self.weights:
             return "max_num_batched_tokens", short, "lower it, and max_num_seqs, or use a device with more memory"
         return "model", f"{short} ({format_size(self.weights)} of them weights)", "choose a smaller model or dtype"
@@ -180,8 +188,8 @@ def _sampling(model: ModelConfig, scheduler: SchedulerConfig) -> int:
 
 
 def _weights(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, weight_bytes: int) -> int:
-    """On a CPU, half-type weights are repacked, so a tied head has its own copy beside the embedding table; levels are
-    kept as they are stored, on tile units instead of numbers, elsewhere beside float32 for steps of a few rows.
+    """On a CPU, half-type weights are repacked, so a tied head has its own copy beside the embedding table. Where our
+    own kernels run, that table keeps the levels it is stored as, and with `level_panels` or tile units all weights do.
     Quantized weights are small where Triton multiplies by them; elsewhere they are rounded numbers of the run dtype."""
     quantized = config.device.quantization is not None
     head = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
@@ -189,11 +197,13 @@ def _weights(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, wei
         small, outputs = model.layer_weights if quantized and _attention(config, facts) == "triton" else (0, 0)
         scales = outputs * DTYPE_BYTES["float32"]
         return (model.num_parameters - small) * weight_bytes + small * DTYPE_BYTES["float8"] + scales
-    native, levels = facts.native_refusal is None, model.levels
-    if weight_bytes == DTYPE_BYTES["float32"]:
-        return model.num_parameters * weight_bytes + (levels.num_bytes if native else 0)
-    if facts.tile_units and levels.parameters and not quantized:
+    levels, in_float32 = model.levels, config.device.dtype == "float32"
+    has_levels = levels.parameters > 0 and not quantized
+    if has_levels and (facts.level_panels if in_float32 else facts.tile_units):
         return (model.num_parameters - levels.parameters) * weight_bytes + levels.num_bytes + head
+    if weight_bytes == DTYPE_BYTES["float32"]:
+        table = head if has_levels and in_float32 and facts.native_refusal is None else 0
+        return model.num_parameters * weight_bytes + table
     return (model.num_parameters + head) * weight_bytes
 
 

@@ -13,6 +13,8 @@ import torch
 
 from quire.config.facts import CudaDevice, HardwareFacts
 from quire.kernels.native.loader import why_not_native
+from quire.kernels.native.ops import has_tile_units
+from quire.kernels.native.panels import level_panels_pay
 
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
@@ -27,7 +29,7 @@ def detect_hardware() -> HardwareFacts:
 @cache
 def _machine() -> HardwareFacts:
     """All but memory and devices."""
-    cpuinfo = read_cpuinfo(_read(Path("/proc/cpuinfo")))
+    cpuinfo, refusal = read_cpuinfo(_read(Path("/proc/cpuinfo"))), why_not_native(torch.float32, torch.device("cpu"))
     return HardwareFacts(
         machine=platform.machine(),
         cpu_name=cpuinfo[0] or platform.processor() or "unknown",
@@ -38,19 +40,12 @@ def _machine() -> HardwareFacts:
         total_memory=0,
         available_memory=0,
         torch_version=str(torch.__version__),
-        native_refusal=why_not_native(torch.float32, torch.device("cpu")),
+        native_refusal=refusal,
         triton=find_spec("triton") is not None,
         page_size=os.sysconf("SC_PAGE_SIZE"),
-        tile_units=_has_tile_units(),
+        level_panels=refusal is None and level_panels_pay(),
+        tile_units=refusal is None and has_tile_units(),
     )
-
-
-def _has_tile_units() -> bool:
-    if why_not_native(torch.bfloat16, torch.device("cpu")) is not None:
-        return False
-    from quire.kernels.native.ops import has_tile_units
-
-    return has_tile_units()
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:

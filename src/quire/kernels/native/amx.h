@@ -44,19 +44,21 @@ template <Format FORMAT> inline void unpack_tile(const uint8_t* tile, uint8_t* t
     const __m512 offsets = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tile + 32)));
     const __m512 scale_low = twice(scales, false), scale_high = twice(scales, true);
     const __m512 offset_low = twice(offsets, false), offset_high = twice(offsets, true);
+    const __m512 numbers = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const uint8_t* line = tile + SCALE_BYTES;
     for (int64_t r = 0; r < LINES; ++r, line += line_bytes(FORMAT)) {
-        __m512i low, high;
-        if constexpr (FORMAT == NIBBLES) {
+        __m512 low, high;
+        if constexpr (FORMAT == NIBBLES) {  // places are taken modulo 16
             const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(line)));
-            low = _mm512_and_si512(both, _mm512_set1_epi32(15));
-            high = _mm512_srli_epi32(both, 4);
+            low = _mm512_permutexvar_ps(both, numbers);
+            high = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), numbers);
         } else {
-            low = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(line)));
-            high = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(line + 16)));
+            const __m128i* bytes = reinterpret_cast<const __m128i*>(line);
+            low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes)));
+            high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes + 1)));
         }
-        const __m512 first = _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), scale_low, offset_low);
-        const __m512 second = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), scale_high, offset_high);
+        const __m512 first = _mm512_fmadd_ps(low, scale_low, offset_low);
+        const __m512 second = _mm512_fmadd_ps(high, scale_high, offset_high);
         _mm512_storeu_si512(to + r * 64, (__m512i)_mm512_cvtne2ps_pbh(second, first));
     }
 }
@@ -74,39 +76,73 @@ inline void pack_rows(const bf16* x, int64_t rows, int64_t inputs, int64_t block
         }
 }
 
-// Packed rows (one block, or its first 16) x two tiles of outputs -> sums [32][32].
-template <bool TWO_TILES>
-inline void multiply_pair(const uint8_t* rows, const uint8_t* left, const uint8_t* right, int64_t tiles, float* sums) {
+// Tile t of packed rows (one block, or its first 16) x two tiles of 16 outputs, on top of the sums in tiles 0-3.
+template <bool TWO_TILES> inline void add_tiles(const uint8_t* rows, const uint8_t* left, const uint8_t* right) {
+    _tile_loadd(6, left, 64);
+    _tile_loadd(4, rows, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, right, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (TWO_TILES) {
+        _tile_loadd(5, rows + 1024, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+template <bool TWO_TILES> inline void clear_sums() {
     _tile_zero(0);
     _tile_zero(1);
     if constexpr (TWO_TILES) {
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int64_t t = 0; t < tiles; ++t) {
-        for (int64_t i = 0; i < 1024; i += 64) {  // the tiles of the step after the next, while the units multiply
-            _mm_prefetch(left + (t + 2) * 1024 + i, _MM_HINT_T0);
-            _mm_prefetch(right + (t + 2) * 1024 + i, _MM_HINT_T0);
-            _mm_prefetch(rows + (t + 2) * 2048 + i, _MM_HINT_T0);
-            if constexpr (TWO_TILES) _mm_prefetch(rows + (t + 2) * 2048 + 1024 + i, _MM_HINT_T0);
-        }
-        _tile_loadd(6, left + t * 1024, 64);
-        _tile_loadd(4, rows + t * 2048, 64);
-        _tile_loadd(7, right + t * 1024, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if constexpr (TWO_TILES) {
-            _tile_loadd(5, rows + t * 2048 + 1024, 64);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    }
+}
+
+template <bool TWO_TILES> inline void store_tiles(float* sums) {  // [32][32]
     _tile_stored(0, sums, 128);
     _tile_stored(1, sums + 16, 128);
     if constexpr (TWO_TILES) {
         _tile_stored(2, sums + 16 * 32, 128);
         _tile_stored(3, sums + 16 * 32 + 16, 128);
     }
+}
+
+// Packed rows x a pair of panels of plain tiles -> sums. `STREAMS`: the panels come from memory, and are asked for
+// before the units need them.
+template <bool TWO_TILES, bool STREAMS>
+inline void multiply_pair(const uint8_t* rows, const uint8_t* left, const uint8_t* right, int64_t tiles, float* sums) {
+    clear_sums<TWO_TILES>();
+    for (int64_t t = 0; t < tiles; ++t) {
+        if constexpr (STREAMS)
+            for (int64_t i = 0; i < 1024; i += 64) {
+                _mm_prefetch(left + (t + 2) * 1024 + i, _MM_HINT_T0);
+                _mm_prefetch(right + (t + 2) * 1024 + i, _MM_HINT_T0);
+            }
+        add_tiles<TWO_TILES>(rows + t * 2048, left + t * 1024, right + t * 1024);
+    }
+    store_tiles<TWO_TILES>(sums);
+}
+
+// The same for panels of levels that are used once: while the units multiply by two tiles, those AHEAD of them are
+// unpacked.
+template <Format FORMAT, bool TWO_TILES, int64_t AHEAD = 2>
+inline void multiply_levels(const uint8_t* rows, const uint8_t* pair, int64_t tiles, float* sums) {
+    alignas(64) uint8_t room[AHEAD + 1][2048];
+    const auto unpack = [&](int64_t t) {
+        if (t >= tiles) return;
+        uint8_t* to = room[t % (AHEAD + 1)];
+        unpack_tile<FORMAT>(pair + t * tile_bytes(FORMAT), to);
+        unpack_tile<FORMAT>(pair + (tiles + t) * tile_bytes(FORMAT), to + 1024);
+    };
+    clear_sums<TWO_TILES>();
+    for (int64_t t = 0; t < AHEAD; ++t) unpack(t);
+    for (int64_t t = 0; t < tiles; ++t) {
+        unpack(t + AHEAD);
+        const uint8_t* plain = room[t % (AHEAD + 1)];
+        add_tiles<TWO_TILES>(rows + t * 2048, plain, plain + 1024);
+    }
+    store_tiles<TWO_TILES>(sums);
 }
 
 inline void give_sums(const float* sums, int64_t rows, int64_t outputs, const bf16* bias, bf16* out, int64_t stride) {
@@ -124,35 +160,45 @@ inline void give_sums(const float* sums, int64_t rows, int64_t outputs, const bf
         });
 }
 
-// Plain tiles of a pair of panels: where they lie, or unpacked into `room`.
-template <Format FORMAT>
-inline const uint8_t* plain_pair(const uint8_t* weight, int64_t pair, int64_t tiles, uint8_t* room) {
-    const uint8_t* from = weight + 2 * pair * tiles * tile_bytes(FORMAT);
-    if constexpr (FORMAT == PLAIN) {
-        return from;
-    } else {
-        for (int64_t t = 0; t < 2 * tiles; ++t) unpack_tile<FORMAT>(from + t * tile_bytes(FORMAT), room + t * 1024);
-        return room;
-    }
-}
-
 inline uint8_t* aligned_room(std::vector<uint8_t>& room, int64_t bytes) {
     if (static_cast<int64_t>(room.size()) < bytes + 64) room.resize(bytes + 64);
     return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(room.data()) + 63) / 64 * 64);
+}
+
+// One pair of panels x all `blocks` of packed rows: each(block, sums), one after the other. `room`: for the pair as plain
+// tiles.
+template <Format FORMAT, bool TWO_TILES, typename Each>
+inline void multiply_blocks(const uint8_t* packed, const uint8_t* pair, int64_t blocks, int64_t tiles, uint8_t* room,
+                            Each each) {
+    alignas(64) float sums[ROW_BLOCK * PAIR_OUTPUTS];
+    const uint8_t* left = pair;
+    if constexpr (FORMAT != PLAIN) {
+        if (blocks == 1) {
+            multiply_levels<FORMAT, TWO_TILES>(packed, pair, tiles, sums);
+            return each(0, sums);
+        }
+        for (int64_t t = 0; t < 2 * tiles; ++t) unpack_tile<FORMAT>(pair + t * tile_bytes(FORMAT), room + t * 1024);
+        left = room;
+    }
+    const uint8_t* right = left + tiles * 1024;
+    for (int64_t block = 0; block < blocks; ++block) {
+        const uint8_t* rows = packed + block * tiles * 2048;
+        multiply_pair<TWO_TILES, FORMAT == PLAIN>(rows, left, right, tiles, sums);
+        each(block, sums);
+    }
 }
 
 // x [rows, inputs] times the weight, transposed, plus a bias [outputs] or none -> out [rows, outputs].
 template <Format FORMAT>
 void multiply_tiles(const bf16* x, const uint8_t* weight, const bf16* bias, const Product& product, bf16* out) {
     static thread_local std::vector<uint8_t> packed_room, panel_room;
-    const int64_t inputs = product.inputs, tiles = product.tiles();
+    const int64_t inputs = product.inputs, tiles = tiles_of(product);
     const int64_t at_once = std::max<int64_t>(1, CACHED_BYTES / (ROW_BLOCK * inputs * 2)) * ROW_BLOCK;
     uint8_t* packed = aligned_room(packed_room, std::min(at_once, product.rows + ROW_BLOCK) * inputs * 2);
     request_tiles();
 #pragma omp parallel
     {
-        uint8_t* panel = aligned_room(panel_room, FORMAT == PLAIN ? 0 : 2 * tiles * 1024);
-        alignas(64) float sums[ROW_BLOCK * PAIR_OUTPUTS];
+        uint8_t* room = aligned_room(panel_room, FORMAT == PLAIN ? 0 : 2 * tiles * 1024);
         const TileShapes shapes(std::min<int64_t>(16, product.rows));
         _tile_loadconfig(&shapes);
         for (int64_t first = 0; first < product.rows; first += at_once) {
@@ -160,17 +206,16 @@ void multiply_tiles(const bf16* x, const uint8_t* weight, const bf16* bias, cons
 #pragma omp for schedule(static)
             for (int64_t block = 0; block < blocks; ++block) pack_rows(x + first * inputs, rows, inputs, block, packed);
 #pragma omp for schedule(static)
-            for (int64_t pair = 0; pair < product.pairs(); ++pair) {
-                const uint8_t* left = plain_pair<FORMAT>(weight, pair, tiles, panel);
+            for (int64_t pair = 0; pair < pairs_of(product); ++pair) {
                 const int64_t column = pair * PAIR_OUTPUTS, outputs = std::min(PAIR_OUTPUTS, product.outputs - column);
-                for (int64_t block = 0; block < blocks; ++block) {
+                const uint8_t* tiled = weight + 2 * pair * tiles * tile_bytes(FORMAT);
+                const auto give = [&](int64_t block, const float* sums) {
                     const int64_t row = block * ROW_BLOCK, count = std::min(ROW_BLOCK, rows - row);
-                    const uint8_t* own = packed + row * inputs * 2;
-                    count > 16 ? multiply_pair<true>(own, left, left + tiles * 1024, tiles, sums)
-                               : multiply_pair<false>(own, left, left + tiles * 1024, tiles, sums);
                     give_sums(sums, count, outputs, bias == nullptr ? nullptr : bias + column,
                               out + (first + row) * product.out_stride + column, product.out_stride);
-                }
+                };
+                product.rows > 16 ? multiply_blocks<FORMAT, true>(packed, tiled, blocks, tiles, room, give)
+                                  : multiply_blocks<FORMAT, false>(packed, tiled, blocks, tiles, room, give);
             }
         }
         _tile_release();

@@ -19,34 +19,37 @@ inline void begin(State state, int64_t rows, int64_t width) {
     std::fill(state.total, state.total + rows, 0.0f);
 }
 
-// The highest score of each of `rows` rows so far. What lies past the seen positions of a row is hidden first.
+// The highest of each row so far, of scores times `scale`. What lies past the seen positions of a row is hidden first.
 template <int64_t TILE>
-inline void find_highest(float* scores, const int64_t* seen, const float* before, int64_t rows, float* highest) {
+inline void find_highest(float* scores, float scale, const int64_t* seen, const float* before, int64_t rows,
+                         float* highest) {
     for (int64_t row = 0; row < rows; ++row, scores += TILE) {
         for (int64_t t = seen[row]; t < TILE; ++t) scores[t] = -INFINITY;
         Floats most = load(scores);
         for (int64_t t = LANES; t < TILE; t += LANES) most = larger(most, load(scores + t));
-        highest[row] = std::max(before[row], largest(most));
+        highest[row] = std::max(before[row], largest(most) * scale);
     }
 }
 
-// Scores [rows, TILE] to weights e^(s - highest), for the state's rows from `from` on; what a row has so far shrinks
-// when its maximum grows.
-template <int64_t TILE>
-inline void soften(float* scores, const int64_t* seen, State state, int64_t from, int64_t rows, int64_t width) {
+// Scores [rows, TILE] to weights e^(s * scale - highest), for the state's rows from `from` on; what a row has so far
+// shrinks when its maximum grows. `weights` may be the scores' own memory.
+template <int64_t TILE, typename T>
+inline void soften(float* scores, float scale, T* weights, const int64_t* seen, State state, int64_t from, int64_t rows,
+                   int64_t width) {
     constexpr int64_t CHUNK = 32, STEP = std::min<int64_t>(TILE / LANES, 4);
     float highest[CHUNK], shrink[CHUNK];
-    for (; rows > 0; rows -= CHUNK, scores += CHUNK * TILE, seen += CHUNK, from += CHUNK) {
+    for (; rows > 0; rows -= CHUNK, scores += CHUNK * TILE, weights += CHUNK * TILE, seen += CHUNK, from += CHUNK) {
         const int64_t count = std::min(CHUNK, rows);
-        find_highest<TILE>(scores, seen, state.highest + from, count, highest);
+        find_highest<TILE>(scores, scale, seen, state.highest + from, count, highest);
         in_pieces(count, [&](int64_t i, int64_t n) {
             put(shrink + i, exponential(fetch(state.highest + from + i, n) - fetch(highest + i, n)), n);
         });
         for (int64_t i = 0; i < count; ++i) {
-            float* line = scores + i * TILE;
+            const float* line = scores + i * TILE;
+            T* to = weights + i * TILE;
             const int64_t row = from + i;
             if (highest[i] == -INFINITY) {  // nothing seen yet: no weight at all
-                std::fill(line, line + TILE, 0.0f);
+                std::fill(to, to + TILE, T{});
                 continue;
             }
             if (highest[i] > state.highest[row]) {
@@ -55,14 +58,15 @@ inline void soften(float* scores, const int64_t* seen, State state, int64_t from
                 for (int64_t j = 0; j < width; j += LANES) store(out + j, load(out + j) * shrink[i]);
                 state.highest[row] = highest[i];
             }
+            const Floats below = all(-highest[i]);
             Floats total = {};
             for (int64_t t = 0; t < TILE; t += STEP * LANES) {
-                Floats weights[STEP];
-                for (int64_t j = 0; j < STEP; ++j) weights[j] = load(line + t + j * LANES) - highest[i];
-                exponentials<STEP>(weights);
+                Floats some[STEP];
+                for (int64_t j = 0; j < STEP; ++j) some[j] = add_product(below, load(line + t + j * LANES), all(scale));
+                exponentials<STEP>(some);
                 for (int64_t j = 0; j < STEP; ++j) {
-                    store(line + t + j * LANES, weights[j]);
-                    total += weights[j];
+                    store(to + t + j * LANES, some[j]);
+                    total += some[j];
                 }
             }
             state.total[row] += sum(total);
@@ -81,7 +85,7 @@ inline void fold(State into, const State& next, int64_t rows, int64_t width) {
         into.highest[row] = highest;
         float* to = into.out + row * width;
         const float* from = next.out + row * width;
-        for (int64_t i = 0; i < width; i += LANES) store(to + i, load(to + i) * keep + load(from + i) * take);
+        for (int64_t i = 0; i < width; i += LANES) store(to + i, add_product(load(to + i) * keep, load(from + i), all(take)));
     }
 }
 
@@ -130,7 +134,10 @@ void attend_all(const T* query, int64_t stride, Keys<T> keys, const Cut& cut, T*
     for (int64_t i = 0; i < count; ++i) first[i + 1] = first[i] + groups[i].pieces();
     // Few groups, long keys: pieces go to different threads.
     const bool split = count < enough_tasks() && first[count] > count;
-    std::vector<float> partial(split ? first[count] * block * (width + 2) : 0);
+    const auto floats = [&](int64_t states) {  // not cleared: `begin` does that
+        return std::unique_ptr<float[]>(new float[states * block * (width + 2)]);
+    };
+    const std::unique_ptr<float[]> partial = floats(split ? first[count] : 0);
     const auto part = [&](float* memory, int64_t piece) {
         float* base = memory + piece * block * (width + 2);
         return State{base, base + block * width, base + block * (width + 1)};
@@ -138,7 +145,7 @@ void attend_all(const T* query, int64_t stride, Keys<T> keys, const Cut& cut, T*
 #pragma omp parallel
     {
         Method method(shape, keys, scale, block);
-        std::vector<float> own(2 * block * (width + 2));
+        const std::unique_ptr<float[]> own = floats(split ? 0 : 2);
         const auto attend = [&](const Group& group, int64_t piece, State state) {
             begin(state, group.all_rows(), width);
             method.attend(group, piece * PIECE, std::min((piece + 1) * PIECE, group.end), state);
@@ -148,19 +155,19 @@ void attend_all(const T* query, int64_t stride, Keys<T> keys, const Cut& cut, T*
             for (int64_t place = 0; place < first[count]; ++place) {
                 const int64_t i = std::upper_bound(first.begin(), first.end(), place) - first.begin() - 1;
                 method.take(groups[i], query, stride);
-                attend(groups[i], place - first[i], part(partial.data(), place));
+                attend(groups[i], place - first[i], part(partial.get(), place));
             }
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < count; ++i) {
-                const State whole = part(partial.data(), first[i]);
+                const State whole = part(partial.get(), first[i]);
                 for (int64_t place = first[i] + 1; place < first[i + 1]; ++place)
-                    fold(whole, part(partial.data(), place), groups[i].all_rows(), width);
+                    fold(whole, part(partial.get(), place), groups[i].all_rows(), width);
                 give_output(groups[i], whole, shape, out);
             }
         } else {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t i = 0; i < count; ++i) {
-                const State whole = part(own.data(), 0), next = part(own.data(), 1);
+                const State whole = part(own.get(), 0), next = part(own.get(), 1);
                 method.take(groups[i], query, stride);
                 attend(groups[i], 0, whole);
                 for (int64_t piece = 1; piece < groups[i].pieces(); ++piece) {

@@ -1,5 +1,6 @@
-// Attention of bfloat16 on the tile units of x86 (AMX): keys are read in place as tiles of 16 positions; scores and
-// sums are float32, softmax weights are rounded to bfloat16 before they meet the values.
+// Attention of bfloat16 on the tile units of x86 (AMX): keys and values are brought into the order of the tile units once
+// for all query rows of a group; scores and sums are float32, softmax weights are rounded to bfloat16 before they meet
+// the values.
 #pragma once
 
 #include "amx.h"
@@ -10,13 +11,13 @@
 namespace {
 
 constexpr int64_t KEYS_AT_ONCE = 128;  // positions whose scores are held at a time
-constexpr int64_t QUERY_ROWS = 16;
-static_assert(PIECE % KEYS_AT_ONCE == 0);
+constexpr int64_t TILE_ROWS = 16;
+static_assert(PIECE % KEYS_AT_ONCE == 0 && KEYS_AT_ONCE % 64 == 0);
 
-// 16 x 16 numbers, rows and columns swapped, times `scale`. In four steps, numbers 1, 2, 4, then 8 places apart meet.
-inline void transpose_scaled(const float* from, float scale, float* to, int64_t to_stride) {
+// 16 lines of 16 numbers, lines and columns swapped. In four steps, numbers 1, 2, 4, then 8 places apart meet.
+inline void transpose(const bf16* const* lines, int64_t offset, bf16* to) {
     __m512 a[16], b[16];
-    for (int i = 0; i < 16; ++i) a[i] = _mm512_mul_ps(_mm512_load_ps(from + 16 * i), _mm512_set1_ps(scale));
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(lines[i] + offset);
     for (int i = 0; i < 16; i += 2) {
         b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
         b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
@@ -34,8 +35,8 @@ inline void transpose_scaled(const float* from, float scale, float* to, int64_t 
         b[i + 12] = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xDD);
     }
     for (int i = 0; i < 8; ++i) {
-        _mm512_store_ps(to + i * to_stride, _mm512_shuffle_f32x4(b[i], b[i + 8], 0x88));
-        _mm512_store_ps(to + (i + 8) * to_stride, _mm512_shuffle_f32x4(b[i], b[i + 8], 0xDD));
+        _mm512_store_ps(to + i * 32, _mm512_shuffle_f32x4(b[i], b[i + 8], 0x88));
+        _mm512_store_ps(to + (i + 8) * 32, _mm512_shuffle_f32x4(b[i], b[i + 8], 0xDD));
     }
 }
 
@@ -49,42 +50,42 @@ alignas(64) constexpr std::array<int16_t, 32> WEAVE_LOW = weave(0), WEAVE_HIGH =
 
 class TiledAttention {
   public:
+    static constexpr int64_t MAX_ROWS = 4 * TILE_ROWS;  // of a group: they share the reading of keys and values
+
     static bool fits(const Shape& shape) {
-        return shape.dim % 32 == 0 && shape.dim <= 256 && shape.block_tokens() * shape.group() <= QUERY_ROWS;
+        return shape.dim % 32 == 0 && shape.dim <= 256 && shape.block_tokens() * shape.group() <= TILE_ROWS;
     }
 
     TiledAttention(const Shape& shape, Keys<bf16> keys, float scale, int64_t)
         : shape_(shape), keys_(keys), scale_(scale) {
         static thread_local std::vector<uint8_t> room;
-        const int64_t dim = shape.dim;
-        uint8_t* at = aligned_room(room, 2 * 1024 * 16 + KEYS_AT_ONCE * (2 * 64 + 32 + 4 * dim) + QUERY_ROWS * dim * 4);
+        const int64_t dim = shape.dim, query = MAX_ROWS * 2 * dim, positions = KEYS_AT_ONCE * 2 * dim;
+        const int64_t square = MAX_ROWS * KEYS_AT_ONCE, added = TILE_ROWS * 4 * dim;
+        uint8_t* at = aligned_room(room, query + 6 * square + 2 * positions + added);
         const auto next = [&](int64_t bytes) { return std::exchange(at, at + bytes); };
-        query_ = reinterpret_cast<bf16*>(next(1024 * dim / 32));
-        turned_ = reinterpret_cast<float*>(next(KEYS_AT_ONCE * 64));
-        scores_ = reinterpret_cast<float*>(next(KEYS_AT_ONCE * 64));
-        weights_ = reinterpret_cast<bf16*>(next(KEYS_AT_ONCE * 32));
-        copies_ = reinterpret_cast<bf16*>(next(KEYS_AT_ONCE * 2 * dim));
-        values_ = reinterpret_cast<bf16*>(next(KEYS_AT_ONCE * 2 * dim));
-        added_ = reinterpret_cast<float*>(next(QUERY_ROWS * 4 * dim));
+        query_ = reinterpret_cast<bf16*>(next(query));
+        scores_ = reinterpret_cast<float*>(next(4 * square));
+        weights_ = reinterpret_cast<bf16*>(next(2 * square));
+        turned_ = reinterpret_cast<bf16*>(next(positions));
+        values_ = reinterpret_cast<bf16*>(next(positions));
+        added_ = reinterpret_cast<float*>(next(added));
         request_tiles();
-        const TileShapes shapes(16);
+        const TileShapes shapes(TILE_ROWS);
         _tile_loadconfig(&shapes);
     }
     ~TiledAttention() { _tile_release(); }
 
-    // Query rows as columns of weight-like tiles: line r of tile c holds entries 32 c + 2 r and + 1 of every row.
     void take(const Group& group, const bf16* query, int64_t stride) {
         const int64_t dim = shape_.dim;
-        std::memset(query_, 0, 1024 * dim / 32);
         for_rows(group, shape_, [&](int64_t row, int64_t token, int64_t head) {
-            const bf16* from = query + token * stride + head * dim;
-            for (int64_t i = 0; i < dim; i += 2) std::memcpy(query_ + i / 2 * 32 + row * 2, from + i, 4);
+            std::memcpy(query_ + row * dim, query + token * stride + head * dim, 2 * dim);
         });
     }
 
     void attend(const Group& group, int64_t begin, int64_t end, State state) {
         for (int64_t tile = begin; tile < end; tile += KEYS_AT_ONCE) {
             const auto attend = [&](const Work* work, const Run& run, int64_t row, int64_t there) {
+                if (run.rows <= TILE_ROWS) ask_for(keys_.values, *run.longest, group.head, tile, there);
                 attend_run(work, run, group.head, row, tile, there, state);
             };
             for_runs(group, tile, std::min(KEYS_AT_ONCE, end - tile), keys_.tables, shape_, attend);
@@ -92,46 +93,72 @@ class TiledAttention {
     }
 
   private:
-    // The state's rows from `from` on, those of the run, look at `count` positions from `tile` on. The tile units compute
-    // all rows of the group; only the run's are used.
-    void attend_run(const Work* work, const Run& run, int64_t head, int64_t from, int64_t tile, int64_t count,
-                    State state) {
-        const int64_t dim = shape_.dim, first = from * KEYS_AT_ONCE, last = (from + run.rows) * KEYS_AT_ONCE;
-        int64_t seen[QUERY_ROWS];
-        see(work, run, tile, count, shape_, seen);
-        score(*run.longest, head, tile, count);
-        for (int64_t g = 0; g < (count + 15) / 16; ++g)
-            transpose_scaled(turned_ + g * 256, scale_, scores_ + g * 16, KEYS_AT_ONCE);
-        soften<KEYS_AT_ONCE>(scores_ + first, seen, state, from, run.rows, dim);
-        for (int64_t i = first; i < last; i += LANES) store(weights_ + i, load(scores_ + i));
-        weave_values(*run.longest, head, tile, count);
-        weigh((count + 31) / 32);
-        for (int64_t i = from * dim; i < (from + run.rows) * dim; i += LANES)
-            store(state.out + i, load(state.out + i) + load(added_ + i));
+    // Have positions fetched that will be read once: many rows take longer than the reading.
+    void ask_for(const bf16* cache, const Work& work, int64_t head, int64_t begin, int64_t count) const {
+        const bf16* rows[KEYS_AT_ONCE];
+        keys_.locate(cache, work, head, shape_, begin, count, rows);
+        for (int64_t t = 0; t < count; ++t)
+            for (int64_t i = 0; i < shape_.dim; i += 32) _mm_prefetch(rows[t] + i, _MM_HINT_T0);
     }
 
-    // Scores of all query rows, positions first: turned_ [positions][16 rows].
-    void score(const Work& work, int64_t head, int64_t begin, int64_t count) {
-        const bf16* rows[KEYS_AT_ONCE];
-        keys_.locate(keys_.keys, work, head, shape_, begin, count, rows);
-        for (int64_t g = 0; g < count; g += 16) {
-            const bf16* keys = sixteen(rows + g, std::min<int64_t>(16, count - g));
-            _tile_zero(0);
-            for (int64_t c = 0; c < shape_.dim / 32; ++c) {
-                _tile_loadd(4, keys + c * 32, shape_.dim * 2);
-                _tile_loadd(6, query_ + c * 512, 64);
-                _tile_dpbf16ps(0, 4, 6);
-            }
-            _tile_stored(0, turned_ + g * 16, 64);
+    // The state's rows from `from` on, those of the run, look at `count` positions from `tile` on. The tile units take 16
+    // rows of the group at a time: some of those may be of another run, and are not used.
+    void attend_run(const Work* work, const Run& run, int64_t head, int64_t from, int64_t tile, int64_t count,
+                    State state) {
+        const int64_t dim = shape_.dim, place = from * KEYS_AT_ONCE, end = from + run.rows;
+        int64_t seen[MAX_ROWS];
+        see(work, run, tile, count, shape_, seen);
+        turn_keys(*run.longest, head, tile, count);
+        weave_values(*run.longest, head, tile, count);
+        const int64_t first = from / TILE_ROWS * TILE_ROWS;
+        for (int64_t row = first; row < end; row += TILE_ROWS) score(row, count);
+        soften<KEYS_AT_ONCE>(scores_ + place, scale_, weights_ + place, seen, state, from, run.rows, dim);
+        for (int64_t row = first; row < end; row += TILE_ROWS) {
+            weigh(row, (count + 31) / 32);
+            const int64_t own = std::max(from, row), own_end = std::min(end, row + TILE_ROWS);
+            for (int64_t i = own * dim; i < own_end * dim; i += LANES)
+                store(state.out + i, load(state.out + i) + load(added_ + i - row * dim));
         }
     }
 
-    // 16 positions, one behind the other: as they lie in the cache, or copied, with zeros past the last.
-    const bf16* sixteen(const bf16** rows, int64_t count) {
-        if (shape_.block_size % 16 == 0) return rows[0];
-        std::memset(copies_, 0, 16 * 2 * shape_.dim);
-        for (int64_t t = 0; t < count; ++t) std::memcpy(copies_ + t * shape_.dim, rows[t], 2 * shape_.dim);
-        return copies_;
+    // turned_: 16 positions as columns of weight-like tiles, one tile per 32 entries, then the next 16 positions. Past
+    // the last position they mean nothing, nor do their scores.
+    void turn_keys(const Work& work, int64_t head, int64_t begin, int64_t count) {
+        const int64_t dim = shape_.dim;
+        const bf16* rows[KEYS_AT_ONCE];
+        keys_.locate(keys_.keys, work, head, shape_, begin, count, rows);
+        for (int64_t t = count; t % 16; ++t) rows[t] = rows[count - 1];
+        for (int64_t t = 0; t < count; t += 16)
+            for (int64_t i = 0; i < dim; i += 32) transpose(rows + t, i, turned_ + t * dim + i * 16);
+    }
+
+    // scores_ of 16 query rows from `row` on.
+    void score(int64_t row, int64_t count) {
+        const int64_t dim = shape_.dim;
+        for (int64_t t = 0; t < count; t += 64) {
+            const bf16* keys = turned_ + t * dim;
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int64_t i = 0; i < dim; i += 32) {
+                const bf16* part = keys + i * 16;
+                _tile_loadd(4, query_ + row * dim + i, 2 * dim);
+                _tile_loadd(6, part, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, part + 16 * dim, 64);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_loadd(6, part + 32 * dim, 64);
+                _tile_dpbf16ps(2, 4, 6);
+                _tile_loadd(7, part + 48 * dim, 64);
+                _tile_dpbf16ps(3, 4, 7);
+            }
+            float* to = scores_ + row * KEYS_AT_ONCE + t;
+            _tile_stored(0, to, KEYS_AT_ONCE * 4);
+            _tile_stored(1, to + 16, KEYS_AT_ONCE * 4);
+            _tile_stored(2, to + 32, KEYS_AT_ONCE * 4);
+            _tile_stored(3, to + 48, KEYS_AT_ONCE * 4);
+        }
     }
 
     // Values of two positions side by side, entry by entry: values_ [positions / 2][dim][2], zeros past the last.
@@ -152,18 +179,18 @@ class TiledAttention {
         }
     }
 
-    // added_ [16 rows, dim]: softmax weights times values, 32 positions at a time.
-    void weigh(int64_t steps) {
+    // added_ [16 rows, dim]: softmax weights of the rows from `row` on times values, 32 positions at a time.
+    void weigh(int64_t row, int64_t steps) {
         const int64_t dim = shape_.dim;
         for (int64_t column = 0; column < dim; column += 32) {
             _tile_zero(0);
             _tile_zero(1);
             for (int64_t s = 0; s < steps; ++s) {
                 const bf16* values = values_ + s * 32 * dim + 2 * column;
-                _tile_loadd(4, weights_ + s * 32, KEYS_AT_ONCE * 2);
+                _tile_loadd(4, weights_ + row * KEYS_AT_ONCE + s * 32, KEYS_AT_ONCE * 2);
                 _tile_loadd(6, values, dim * 4);
-                _tile_loadd(7, values + 32, dim * 4);
                 _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, values + 32, dim * 4);
                 _tile_dpbf16ps(1, 4, 7);
             }
             _tile_stored(0, added_ + column, dim * 4);
@@ -174,8 +201,8 @@ class TiledAttention {
     const Shape shape_;
     const Keys<bf16> keys_;
     const float scale_;
-    bf16 *query_, *weights_, *copies_, *values_;
-    float *turned_, *scores_, *added_;
+    bf16 *query_, *weights_, *turned_, *values_;
+    float *scores_, *added_;
 };
 
 }  // namespace

@@ -2,38 +2,14 @@
 #pragma once
 
 #include "attention.h"
+#include "dots.h"
 
 namespace {
 
 constexpr int64_t TILE = 32;  // positions whose scores are held at a time; a multiple of LANES
-constexpr int FUSED = 4;      // query rows per inner loop: their sums stay in registers
-constexpr int64_t LINE = 16;  // floats of a cache line
 
-// Four keys at a time: enough independent sums to keep the multipliers busy. `keys` are a multiple of four, repeating
-// the last one if need be; so are `values` below, whose weights past `count` are zero. `ahead`: what will be read next
-// and is asked for meanwhile, or null.
-template <int ROWS>
-void dot_rows(const float* query, const float* const* keys, int64_t count, int64_t width, const float* const* ahead,
-              float* scores) {
-    for (int64_t t = 0; t < count; t += 4) {
-        if (ahead != nullptr)
-            for (int k = 0; k < 4; ++k)
-                for (int64_t i = 0; i < width; i += LINE) __builtin_prefetch(ahead[t + k] + i);
-        Floats sums[ROWS][4] = {};
-        for (int64_t i = 0; i < width; i += LANES) {
-            Floats entries[4];
-            for (int k = 0; k < 4; ++k) entries[k] = load(keys[t + k] + i);
-            for (int r = 0; r < ROWS; ++r) {
-                const Floats q = load(query + r * width + i);
-                for (int k = 0; k < 4; ++k) sums[r][k] += q * entries[k];
-            }
-        }
-        for (int r = 0; r < ROWS; ++r)
-            store_sums(sums[r][0], sums[r][1], sums[r][2], sums[r][3], scores + r * TILE + t);
-    }
-}
-
-// One position of four, to PIECES registers of the output of every row.
+// One position of four, to PIECES registers of the output of every row. `values` below are a multiple of four like the
+// keys of dot_rows; their weights past the last position are zero.
 template <int AT, int ROWS, int PIECES>
 inline void add_position(const Quad (&weights)[ROWS], const float* value, Floats (&sums)[PIECES][ROWS]) {
     for (int p = 0; p < PIECES; ++p) {
@@ -74,13 +50,7 @@ void add_rows(const float* weights, const float* const* values, int64_t count, i
 
 template <typename T> class PlainAttention {
   public:
-    // Of a group: with a tile of keys and values they stay in the first cache. Elsewhere every work is a group, as
-    // compilers fuse a product and a sum for some numbers of rows and not for others: not the same bits.
-#ifdef __aarch64__
-    static constexpr int64_t MAX_ROWS = 32;
-#else
-    static constexpr int64_t MAX_ROWS = 0;
-#endif
+    static constexpr int64_t MAX_ROWS = 32;  // of a group: with a tile of keys and values they stay in the first cache
 
     PlainAttention(const Shape& shape, Keys<T> keys, float scale, int64_t rows)
         : shape_(shape), keys_(keys), scale_(scale), query_(rows * shape.width()), copies_(TILE * shape.width()),
@@ -118,9 +88,9 @@ template <typename T> class PlainAttention {
         locate(keys_.keys, *run.longest, head, tile, count, where);
         const float* const* ahead = look_ahead(keys_.values, run, head, tile, next);
         by_rows<FUSED>(0, run.rows, [&](auto n, int64_t row) {
-            dot_rows<n>(query + row * width, where, count, width, ahead, scores + row * TILE);
+            dot_rows<n>(query + row * width, where, count, width, ahead, scores + row * TILE, TILE);
         });
-        soften<TILE>(scores, seen_.data(), state, from, run.rows, width);
+        soften<TILE>(scores, 1.0f, scores, seen_.data(), state, from, run.rows, width);
         locate(keys_.values, *run.longest, head, tile, count, where);
         ahead = look_ahead(keys_.keys, run, head, tile + TILE, next);
         by_rows<FUSED>(0, run.rows, [&](auto n, int64_t row) {

@@ -3,27 +3,26 @@
 
 #include "multiply.h"
 #include "paged_attention.h"
-#include "panels.h"
 #include "rowwise.h"
 
 namespace {
 
-struct TiledLinear {
+struct PackedLinear {
     int64_t format, inputs, outputs;
-    const uint8_t* tiles;
-    const float* panels;  // the same numbers, for more than `few_rows` float32 rows; or null
-    const void* bias;     // [outputs] or null
+    const uint8_t* weight;
+    const void* bias;  // [outputs] or null
 };
 
 struct DecoderLayer {
     const void *input_norm, *head_scales, *output_norm;  // [hidden]; [query + kv heads, dim] or null; [hidden]
-    TiledLinear qkv, o, gate_up, down;
+    PackedLinear qkv, o, gate_up, down;
     void *keys, *values;  // the layer's cache
 };
 
 struct DecoderSizes {
-    int64_t layers, hidden, query_heads, kv_heads, dim, intermediate, block_size, few_rows;
+    int64_t layers, hidden, query_heads, kv_heads, dim, intermediate, block_size;
     double eps, scale;
+    Shape shape() const { return {query_heads, kv_heads, dim, block_size}; }
 };
 
 struct DecoderStep {
@@ -48,20 +47,14 @@ template <typename T> void add_rows_to(T* x, const T* more, int64_t count) {
 
 // Whether every linear of the layer has a kernel for rows of T: asked once, before any layer runs.
 template <typename T> bool can_multiply(const DecoderLayer& layer) {
-    for (const TiledLinear* linear : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})
+    for (const PackedLinear* linear : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})
         if (multiply_for<T>(linear->format) == nullptr) return false;
     return true;
 }
 
-template <typename T>
-void multiply(const T* x, int64_t rows, const TiledLinear& linear, const DecoderSizes& sizes, T* out) {
-    if constexpr (std::is_same_v<T, float>) {
-        if (linear.panels != nullptr && rows > sizes.few_rows)
-            return multiply_panels(x, linear.panels, static_cast<const float*>(linear.bias),
-                                   PanelProduct{rows, linear.inputs, linear.outputs}, out);
-    }
+template <typename T> void multiply(const T* x, int64_t rows, const PackedLinear& linear, T* out) {
     const Product product{rows, linear.inputs, linear.outputs, linear.outputs};
-    multiply_for<T>(linear.format)(x, linear.tiles, static_cast<const T*>(linear.bias), product, out);
+    multiply_for<T>(linear.format)(x, linear.weight, static_cast<const T*>(linear.bias), product, out);
 }
 
 template <typename T>
@@ -73,7 +66,8 @@ void norm_heads(T* heads, int64_t stride, const T* scales, const DecoderSizes& s
 }
 
 // Needs can_multiply<T>(layer).
-template <typename T> void run_layer(const DecoderLayer& layer, const DecoderSizes& sizes, const DecoderStep& step) {
+template <typename T>
+void run_layer(const DecoderLayer& layer, const DecoderSizes& sizes, const DecoderStep& step, const Cut& cut) {
     const int64_t tokens = step.tokens, hidden = sizes.hidden, dim = sizes.dim, width = layer.qkv.outputs;
     const int64_t rotated = sizes.query_heads + sizes.kv_heads, query = sizes.query_heads * dim;
     const float eps = static_cast<float>(sizes.eps);
@@ -86,23 +80,28 @@ template <typename T> void run_layer(const DecoderLayer& layer, const DecoderSiz
     T* change = active + tokens * sizes.intermediate;
 
     rms_norm(x, hidden, static_cast<const T*>(layer.input_norm), normed, hidden, tokens, hidden, eps);
-    multiply(normed, tokens, layer.qkv, sizes, qkv);
+    multiply(normed, tokens, layer.qkv, qkv);
     if (layer.head_scales != nullptr) norm_heads(qkv, width, static_cast<const T*>(layer.head_scales), sizes, tokens);
     rotate(qkv, width, static_cast<const T*>(step.cos), static_cast<const T*>(step.sin), step.angle_stride, tokens,
            rotated, dim);
     write_cache(qkv + query, width, qkv + rotated * dim, width, static_cast<T*>(layer.keys),
                 static_cast<T*>(layer.values), step.slots, tokens, sizes.kv_heads, dim);
-    paged_attention(qkv, width, static_cast<const T*>(layer.keys), static_cast<const T*>(layer.values), step.tables,
-                    reinterpret_cast<const Span*>(step.spans), step.num_spans, attended,
-                    Shape{sizes.query_heads, sizes.kv_heads, dim, sizes.block_size}, static_cast<float>(sizes.scale));
-    multiply(attended, tokens, layer.o, sizes, change);
+    const Keys<T> cache{static_cast<const T*>(layer.keys), static_cast<const T*>(layer.values), step.tables};
+    paged_attention<T>(qkv, width, cache, cut, attended, sizes.shape(), static_cast<float>(sizes.scale));
+    multiply(attended, tokens, layer.o, change);
     add_rows_to(x, change, tokens * hidden);
 
     rms_norm(x, hidden, static_cast<const T*>(layer.output_norm), normed, hidden, tokens, hidden, eps);
-    multiply(normed, tokens, layer.gate_up, sizes, both);
+    multiply(normed, tokens, layer.gate_up, both);
     silu_mul(both, active, tokens, sizes.intermediate);
-    multiply(active, tokens, layer.down, sizes, change);
+    multiply(active, tokens, layer.down, change);
     add_rows_to(x, change, tokens * hidden);
+}
+
+template <typename T>
+void run_layers(const DecoderLayer* layers, const DecoderSizes& sizes, const DecoderStep& step) {
+    const Cut cut = cut_for<T>(reinterpret_cast<const Span*>(step.spans), step.num_spans, step.tables, sizes.shape());
+    for (int64_t i = 0; i < sizes.layers; ++i) run_layer<T>(layers[i], sizes, step, cut);
 }
 
 }  // namespace

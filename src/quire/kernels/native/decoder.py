@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native.loader import TYPES, open_library
-from quire.kernels.native.panels import PanelWeight
-from quire.kernels.native.tiles import TiledWeight
+from quire.kernels.native.product import PackedWeight
 
 
 class _Linear(Structure):
     _fields_ = (
-        ("format", c_int64), ("inputs", c_int64), ("outputs", c_int64), ("tiles", c_void_p), ("panels", c_void_p),
-        ("bias", c_void_p),
+        ("format", c_int64), ("inputs", c_int64), ("outputs", c_int64), ("weight", c_void_p), ("bias", c_void_p),
     )  # fmt: skip
 
 
@@ -34,8 +32,7 @@ class _Layer(Structure):
 class _Sizes(Structure):
     _fields_ = (
         ("layers", c_int64), ("hidden", c_int64), ("query_heads", c_int64), ("kv_heads", c_int64), ("dim", c_int64),
-        ("intermediate", c_int64), ("block_size", c_int64), ("few_rows", c_int64), ("eps", c_double),
-        ("scale", c_double),
+        ("intermediate", c_int64), ("block_size", c_int64), ("eps", c_double), ("scale", c_double),
     )  # fmt: skip
 
 
@@ -54,16 +51,14 @@ class DecoderShape:
     dim: int
     intermediate: int
     eps: float
-    few_rows: int = 0  # up to so many float32 rows are multiplied by tiles even where there are panels
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """A weight as tiles, and for many float32 rows as panels of the same numbers."""
+    """A weight as the kernels read it, and its bias."""
 
-    tiles: TiledWeight
+    weight: PackedWeight
     bias: Tensor | None
-    panels: PanelWeight | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +73,13 @@ class LayerWeights:
     gate_up: LinearWeights
     down: LinearWeights
 
+    @property
+    def linears(self) -> tuple[LinearWeights, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
 
 class NativeDecoder:
-    """Layers over one set of caches; keeps all their memory alive. float32 without panels is made for a few rows."""
+    """Layers over one set of caches; keeps all their memory alive."""
 
     def __init__(
         self,
@@ -90,11 +89,12 @@ class NativeDecoder:
         dtype: torch.dtype,
     ) -> None:
         assert all(key.dtype == value.dtype == dtype for key, value in caches)
+        assert all(each.weight.dtype == dtype for layer in layers for each in layer.linears)
         self._kept = (tuple(layers), tuple(caches))
         self._dtype, block_size = dtype, caches[0][0].shape[2]
         self._sizes = _Sizes(
             len(layers), shape.hidden, shape.query_heads, shape.kv_heads, shape.dim, shape.intermediate, block_size,
-            shape.few_rows, shape.eps, shape.dim**-0.5,
+            shape.eps, shape.dim**-0.5,
         )  # fmt: skip
         self._layers = (_Layer * len(layers))(*(_layer(*pair) for pair in zip(layers, caches, strict=True)))
         self._library = open_library()
@@ -132,14 +132,12 @@ def _layer(weights: LayerWeights, cache: tuple[Tensor, Tensor]) -> _Layer:
     scales = weights.head_scales
     return _Layer(
         weights.input_norm.data_ptr(), None if scales is None else scales.data_ptr(), weights.output_norm.data_ptr(),
-        _linear(weights.qkv), _linear(weights.o), _linear(weights.gate_up), _linear(weights.down),
+        *map(_linear, weights.linears),
         cache[0].data_ptr(), cache[1].data_ptr(),
     )  # fmt: skip
 
 
 def _linear(weights: LinearWeights) -> _Linear:
-    tiles, panels, bias = weights.tiles, weights.panels, weights.bias
-    return _Linear(
-        tiles.format, tiles.inputs, tiles.outputs, tiles.data.data_ptr(),
-        None if panels is None else panels.data.data_ptr(), None if bias is None else bias.data_ptr(),
-    )  # fmt: skip
+    weight, bias = weights.weight, weights.bias
+    pointer = None if bias is None else bias.data_ptr()
+    return _Linear(weight.format, weight.inputs, weight.outputs, weight.data.data_ptr(), pointer)

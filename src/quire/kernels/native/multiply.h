@@ -1,27 +1,28 @@
-// Which kernel multiplies rows by a tiled weight: the one place that knows what this build and this CPU can do.
+// Which kernel multiplies rows by a packed weight: the one place that knows what this build and this CPU can do.
 #pragma once
 
 #include "amx.h"
-#include "tiles.h"
+#include "panels.h"
 
 namespace {
 
-// x [rows, inputs] times tiles, transposed, plus a bias [outputs] or null -> out [rows, outputs].
+// x [rows, inputs] times a packed weight, transposed, plus a bias [outputs] or null -> out [rows, outputs].
 template <typename T>
-using Multiply = void (*)(const T* x, const uint8_t* tiles, const T* bias, const Product& product, T* out);
+using Multiply = void (*)(const T* x, const uint8_t* weight, const T* bias, const Product& product, T* out);
 
 // The kernel for rows of T and a weight of `format` (any number: an unknown one has none), or null.
 template <typename T> Multiply<T> multiply_for(int64_t format);
 
-template <> inline Multiply<float> multiply_for<float>(int64_t format) {  // made for a few rows, levels only
+template <> inline Multiply<float> multiply_for<float>(int64_t format) {  // in panels
     switch (format) {
-        case NIBBLES: return multiply_few<NIBBLES>;
-        case BYTES: return multiply_few<BYTES>;
+        case PLAIN: return multiply_panels<PLAIN>;
+        case NIBBLES: return multiply_panels<NIBBLES>;
+        case BYTES: return multiply_panels<BYTES>;
         default: return nullptr;
     }
 }
 
-template <> inline Multiply<bf16> multiply_for<bf16>([[maybe_unused]] int64_t format) {  // on tile units only
+template <> inline Multiply<bf16> multiply_for<bf16>([[maybe_unused]] int64_t format) {  // in tiles, on tile units only
 #ifdef __AMX_BF16__
     if (!request_tiles()) return nullptr;
     switch (format) {

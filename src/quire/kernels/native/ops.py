@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native.loader import TYPES, open_library
-from quire.kernels.native.tiles import TiledWeight
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, size], [size] -> [rows, size]
@@ -30,22 +29,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def has_tile_units() -> bool:
     """Whether bfloat16 rows can be multiplied by tiled weights on this CPU."""
     return bool(open_library().quire_has_tile_units())
-
-
-def multiply_tiles(x: Tensor, weight: TiledWeight, bias: Tensor | None = None) -> Tensor:
-    """x [rows, inputs] times a tiled weight, transposed -> [rows, outputs].
-
-    bfloat16 on tile units, by any format; float32 by levels only, made for one or a few rows.
-    """
-    _check(x.is_contiguous() and x.shape[1] == weight.inputs and x.dtype in TYPES)
-    _check(bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and bias.shape == (weight.outputs,)))
-    out = torch.empty(x.shape[0], weight.outputs, dtype=x.dtype)
-    done = open_library().quire_multiply_tiles(
-        TYPES[x.dtype], weight.format, x.data_ptr(), weight.data.data_ptr(), None if bias is None else bias.data_ptr(),
-        out.data_ptr(), x.shape[0], weight.inputs, weight.outputs, weight.outputs,
-    )  # fmt: skip
-    _check(bool(done))
-    return out
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * size], contiguous -> [rows, size]

@@ -6,20 +6,30 @@
 
 namespace {
 
-template <typename T>
-void paged_attention(const T* query, int64_t stride, const T* keys, const T* values, const int64_t* tables,
-                     const Span* spans, int64_t num_spans, T* out, Shape shape, float scale) {
-    const Keys<T> seen{keys, values, tables};
+template <typename T> bool on_tile_units([[maybe_unused]] const Shape& shape) {
 #ifdef __AMX_BF16__
-    if constexpr (std::is_same_v<T, bf16>) {
-        if (TiledAttention::fits(shape) && request_tiles()) {
-            const Cut cut(spans, num_spans, tables, shape, QUERY_ROWS, 1);
-            return attend_all<TiledAttention>(query, stride, seen, cut, out, shape, scale);
-        }
-    }
+    if constexpr (std::is_same_v<T, bf16>) return TiledAttention::fits(shape) && request_tiles();
 #endif
-    const Cut cut(spans, num_spans, tables, shape, PlainAttention<T>::MAX_ROWS, shape.kv_heads);
-    attend_all<PlainAttention<T>>(query, stride, seen, cut, out, shape, scale);
+    return false;
+}
+
+// How the method cuts the spans: the same for all layers of a step.
+template <typename T> Cut cut_for(const Span* spans, int64_t num_spans, const int64_t* tables, const Shape& shape) {
+#ifdef __AMX_BF16__
+    if (on_tile_units<T>(shape)) return Cut(spans, num_spans, tables, shape, TiledAttention::MAX_ROWS, 1);
+#endif
+    return Cut(spans, num_spans, tables, shape, PlainAttention<T>::MAX_ROWS, shape.kv_heads);
+}
+
+// `cut`: made by cut_for<T> of the same tables and shape.
+template <typename T>
+void paged_attention(const T* query, int64_t stride, Keys<T> keys, const Cut& cut, T* out, const Shape& shape,
+                     float scale) {
+#ifdef __AMX_BF16__
+    if constexpr (std::is_same_v<T, bf16>)
+        if (on_tile_units<T>(shape)) return attend_all<TiledAttention>(query, stride, keys, cut, out, shape, scale);
+#endif
+    attend_all<PlainAttention<T>>(query, stride, keys, cut, out, shape, scale);
 }
 
 }  // namespace

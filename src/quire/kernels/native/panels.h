@@ -1,56 +1,158 @@
-// Products with a float32 weight [outputs, inputs] cut into panels: PANEL_OUTPUTS outputs of every input, one input
-// behind the other; the outputs are padded with zeros. An output is summed over its inputs in order, however many rows
-// there are.
+// Products of float32 rows with a weight [outputs, inputs] cut into panels of PANEL_OUTPUTS outputs, padded with zeros. An
+// output is summed over its inputs in order, however many rows there are. In memory a panel is, for
+//   PLAIN    each input, PANEL_OUTPUTS numbers;
+//   NIBBLES  each group of 32 inputs, PANEL_OUTPUTS scales, as many offsets (float16), then 16 lines of PANEL_OUTPUTS bytes:
+//            line i has the levels of input i in the low halves and of input i + 16 in the high ones;
+//   BYTES    the same with 32 lines of signed bytes, one per input.
+// Levels become numbers a piece of a panel at a time, for all rows. Behind the last panel 16 more bytes can be read.
 #pragma once
 
-#include "simd.h"
+#include "product.h"
 
 namespace {
 
 constexpr int64_t PANEL_PIECES = 3, PANEL_OUTPUTS = PANEL_PIECES * LANES;
-constexpr int MOST_ROWS = LANES == 8 ? 4 : 8;  // rows whose sums fit in the registers
-constexpr int64_t MOST_INPUTS = 640;  // of a panel at a time: with as much of the rows they stay in the first cache
+constexpr int64_t GROUP_INPUTS = 32, HALF_GROUP = GROUP_INPUTS / 2;
+constexpr int MOST_ROWS = LANES == 8 ? 4 : 8;              // rows whose sums fit in the registers
+constexpr int64_t MOST_INPUTS = 7680 / PANEL_OUTPUTS;      // of a panel at a time: they stay in the first cache
+constexpr int64_t ROWS_AT_ONCE = 256;                      // woven, with their sums in the second cache
+#ifdef __AVX2__
+constexpr bool LEVELS_PAY = true;
+#else
+constexpr bool LEVELS_PAY = false;  // with four lanes, unpacking takes longer than reading the numbers themselves
+#endif
+static_assert(MOST_INPUTS % GROUP_INPUTS == 0);
 
-struct PanelProduct {
-    int64_t rows, inputs, outputs;
-    int64_t panels() const { return (outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS; }
-    int64_t block() const {  // inputs at a time: as few equal blocks as possible
-        const int64_t blocks = (inputs + MOST_INPUTS - 1) / MOST_INPUTS;
-        return (inputs + blocks - 1) / blocks;
+constexpr int64_t group_bytes(Format format) {
+    return PANEL_OUTPUTS * (4 + (format == NIBBLES ? HALF_GROUP : GROUP_INPUTS));
+}
+constexpr int64_t panel_bytes(Format format, int64_t inputs) {
+    return format == PLAIN ? inputs * PANEL_OUTPUTS * 4 : inputs / GROUP_INPUTS * group_bytes(format);
+}
+
+// The first PANEL_OUTPUTS bytes of a line as numbers. 16 bytes are read.
+typedef Floats Pieces[PANEL_PIECES];
+#ifdef __aarch64__
+inline void widen(int8x16_t bytes, Pieces& levels) {
+    const int16x8_t first = vmovl_s8(vget_low_s8(bytes)), second = vmovl_high_s8(bytes);
+    levels[0] = (Floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(first)));
+    levels[1] = (Floats)vcvtq_f32_s32(vmovl_high_s16(first));
+    levels[2] = (Floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(second)));
+}
+inline void load_bytes(const uint8_t* line, Pieces& levels) { widen(vreinterpretq_s8_u8(vld1q_u8(line)), levels); }
+
+// Bytes below 16: of such numbers a float has only its two upper bytes, which are looked up. Cheaper than conversions.
+inline void look_up(uint8x16_t bytes, Pieces& levels) {
+    alignas(16) static constexpr uint8_t FOURTH[] = {0x00, 0x3F, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40,
+                                                     0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41};
+    alignas(16) static constexpr uint8_t THIRD[] = {0x00, 0x80, 0x00, 0x40, 0x80, 0xA0, 0xC0, 0xE0,
+                                                    0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70};
+    const uint8x16_t fourth = vqtbl1q_u8(vld1q_u8(FOURTH), bytes), third = vqtbl1q_u8(vld1q_u8(THIRD), bytes);
+    const uint16x8_t zero = vdupq_n_u16(0), first = vreinterpretq_u16_u8(vzip1q_u8(third, fourth));
+    levels[0] = (Floats)vzip1q_u16(zero, first);
+    levels[1] = (Floats)vzip2q_u16(zero, first);
+    levels[2] = (Floats)vzip1q_u16(zero, vreinterpretq_u16_u8(vzip2q_u8(third, fourth)));
+}
+inline void load_nibbles(const uint8_t* line, Pieces& low, Pieces& high) {
+    const uint8x16_t bytes = vld1q_u8(line);
+    look_up(vandq_u8(bytes, vdupq_n_u8(15)), low);
+    look_up(vshrq_n_u8(bytes, 4), high);
+}
+#else
+// LANES bytes, with a sign or without. By name where it can be: compilers take them apart one by one.
+inline Ints widen_signed(const uint8_t* bytes) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+#else
+    Ints wide;
+    for (int64_t i = 0; i < LANES; ++i) wide[i] = static_cast<int8_t>(bytes[i]);
+    return wide;
+#endif
+}
+inline Ints widen(const uint8_t* bytes) { return widen_signed(bytes) & 0xFF; }
+
+inline void load_bytes(const uint8_t* line, Pieces& levels) {
+    for (int64_t p = 0; p < PANEL_PIECES; ++p)
+        levels[p] = __builtin_convertvector(widen_signed(line + p * LANES), Floats);
+}
+inline void load_nibbles(const uint8_t* line, Pieces& low, Pieces& high) {
+    for (int64_t p = 0; p < PANEL_PIECES; ++p) {
+        const Ints both = widen(line + p * LANES);
+        low[p] = __builtin_convertvector(both & 15, Floats);
+        high[p] = __builtin_convertvector(both >> 4, Floats);
     }
-};
+}
+#endif
+
+// A group of levels to numbers [GROUP_INPUTS][PANEL_OUTPUTS]: one rounding, as a level times a scale is exact.
+template <Format FORMAT> inline void unpack_group(const uint8_t* group, float* to) {
+    Pieces scales, offsets;
+    for (int64_t p = 0; p < PANEL_PIECES; ++p) {
+        scales[p] = load_float16(group + 2 * p * LANES);
+        offsets[p] = load_float16(group + 2 * (PANEL_OUTPUTS + p * LANES));
+    }
+    const auto give = [&](int64_t input, const Pieces& levels) {
+        for (int64_t p = 0; p < PANEL_PIECES; ++p)
+            store(to + input * PANEL_OUTPUTS + p * LANES, add_product(offsets[p], levels[p], scales[p]));
+    };
+    const uint8_t* line = group + 4 * PANEL_OUTPUTS;
+    Pieces low, high;
+    for (int64_t i = 0; i < (FORMAT == NIBBLES ? HALF_GROUP : GROUP_INPUTS); ++i, line += PANEL_OUTPUTS) {
+        if constexpr (FORMAT == NIBBLES) {
+            load_nibbles(line, low, high);
+            give(HALF_GROUP + i, high);
+        } else {
+            load_bytes(line, low);
+        }
+        give(i, low);
+    }
+}
+
+// Inputs [from, from + count) of a panel as numbers: where they lie, or unpacked into `room`. `from` begins a group.
+template <Format FORMAT>
+inline const float* plain_inputs(const uint8_t* panel, int64_t from, int64_t count, float* room) {
+    if constexpr (FORMAT == PLAIN) return reinterpret_cast<const float*>(panel) + from * PANEL_OUTPUTS;
+    panel += from / GROUP_INPUTS * group_bytes(FORMAT);
+    for (int64_t i = 0; i < count; i += GROUP_INPUTS, panel += group_bytes(FORMAT))
+        unpack_group<FORMAT>(panel, room + i * PANEL_OUTPUTS);
+    return room;
+}
 
 // One input: `weights` of all outputs of the panel, `x` of ROWS rows.
 template <int ROWS>
 inline void add_input(const float* weights, const float* x, Floats (&sums)[ROWS][PANEL_PIECES]) {
-    Floats entries[PANEL_PIECES];
-    for (int p = 0; p < PANEL_PIECES; ++p) entries[p] = load(weights + p * LANES);
-    if constexpr (ROWS >= 4) {
-        for (int r = 0; r < ROWS; r += 4) {
-            Quad four;
-            std::memcpy(&four, x + r, sizeof four);
-            for (int p = 0; p < PANEL_PIECES; ++p) {
-                sums[r][p] = add_scaled<0>(sums[r][p], entries[p], four);
-                sums[r + 1][p] = add_scaled<1>(sums[r + 1][p], entries[p], four);
-                sums[r + 2][p] = add_scaled<2>(sums[r + 2][p], entries[p], four);
-                sums[r + 3][p] = add_scaled<3>(sums[r + 3][p], entries[p], four);
-            }
-        }
+    Pieces entries;
+    unroll<PANEL_PIECES>([&](auto p) { entries[p] = load(weights + p * LANES); });
+    if constexpr (ROWS >= 4 && LANES == 4) {  // four factors by one load
+        unroll<ROWS / 4>([&](auto quarter) {
+            const Quad four = load(x + 4 * quarter);
+            unroll<4>([&](auto lane) {
+                unroll<PANEL_PIECES>([&](auto p) {
+                    Floats& own = sums[4 * quarter + lane][p];
+                    own = add_scaled<lane>(own, entries[p], four);
+                });
+            });
+        });
     } else {
-        for (int r = 0; r < ROWS; ++r)
-            for (int p = 0; p < PANEL_PIECES; ++p) sums[r][p] += entries[p] * x[r];
+        unroll<ROWS>([&](auto r) {
+            const Floats factor = all(x[r]);
+            unroll<PANEL_PIECES>([&](auto p) { sums[r][p] = add_product(sums[r][p], entries[p], factor); });
+        });
     }
 }
 
 // x [inputs][ROWS] times weights [inputs][PANEL_OUTPUTS], on top of what `sums` [ROWS][PANEL_OUTPUTS] holds.
 template <int ROWS> void add_inputs(const float* x, const float* weights, int64_t inputs, float* sums) {
     Floats own[ROWS][PANEL_PIECES];
-    for (int r = 0; r < ROWS; ++r)
-        for (int p = 0; p < PANEL_PIECES; ++p) own[r][p] = load(sums + (r * PANEL_PIECES + p) * LANES);
+    const auto each = [&](auto body) {
+        unroll<ROWS>([&](auto r) { unroll<PANEL_PIECES>([&](auto p) { body(own[r][p], sums + (r * PANEL_PIECES + p) * LANES); }); });
+    };
+    each([](Floats& sum, const float* from) { sum = load(from); });
     for (const float* end = weights + inputs * PANEL_OUTPUTS; weights < end; weights += PANEL_OUTPUTS, x += ROWS)
         add_input<ROWS>(weights, x, own);
-    for (int r = 0; r < ROWS; ++r)
-        for (int p = 0; p < PANEL_PIECES; ++p) store(sums + (r * PANEL_PIECES + p) * LANES, own[r][p]);
+    each([](const Floats& sum, float* to) { store(to, sum); });
 }
 
 // Rows [begin, end) of x [rows, inputs], n of them together: [inputs][n], at row * inputs.
@@ -62,39 +164,54 @@ inline void weave_rows(const float* x, int64_t begin, int64_t end, int64_t input
     });
 }
 
-// All rows, woven, times one panel -> sums [rows, PANEL_OUTPUTS].
-inline void multiply_panel(const float* woven, const float* weights, const PanelProduct& product, float* sums) {
+// All rows, woven, times one panel -> sums [rows, PANEL_OUTPUTS]. `room`: for MOST_INPUTS inputs of a panel.
+template <Format FORMAT>
+inline void multiply_panel(const float* woven, const uint8_t* panel, const Product& product, float* room, float* sums) {
     std::fill(sums, sums + product.rows * PANEL_OUTPUTS, 0.0f);
-    for (int64_t from = 0, block = product.block(); from < product.inputs; from += block)
+    for (int64_t from = 0; from < product.inputs; from += MOST_INPUTS) {
+        const int64_t count = std::min(MOST_INPUTS, product.inputs - from);
+        const float* weights = plain_inputs<FORMAT>(panel, from, count, room);
         by_rows<MOST_ROWS>(0, product.rows, [&](auto n, int64_t row) {
-            add_inputs<n>(woven + row * product.inputs + from * n, weights + from * PANEL_OUTPUTS,
-                          std::min(block, product.inputs - from), sums + row * PANEL_OUTPUTS);
+            add_inputs<n>(woven + row * product.inputs + from * n, weights, count, sums + row * PANEL_OUTPUTS);
         });
+    }
 }
 
-// x [rows, inputs] times the weight, transposed, plus a bias [outputs] or null -> out [rows, outputs].
-inline void multiply_panels(const float* x, const float* weight, const float* bias, const PanelProduct& product,
-                            float* out) {
-    static thread_local std::vector<float> room;
-    room.resize(std::max<size_t>(room.size(), product.rows * product.inputs));
-    float* const woven = room.data();
-#pragma omp parallel for schedule(static) if (product.rows * product.inputs > 65536)
-    for (int64_t row = 0; row < product.rows; row += MOST_ROWS)
-        weave_rows(x, row, std::min(row + MOST_ROWS, product.rows), product.inputs, woven);
+// Up to ROWS_AT_ONCE rows; `woven` is room for them.
+template <Format FORMAT>
+void multiply_some(const float* x, const uint8_t* weight, const float* bias, const Product& product, float* woven,
+                   float* out) {
+    const int64_t panels = (product.outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
 #pragma omp parallel
     {
-        std::vector<float> sums(product.rows * PANEL_OUTPUTS);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < product.rows; row += MOST_ROWS)
+            weave_rows(x, row, std::min(row + MOST_ROWS, product.rows), product.inputs, woven);
+        std::vector<float> room(FORMAT == PLAIN ? 0 : MOST_INPUTS * PANEL_OUTPUTS), sums(product.rows * PANEL_OUTPUTS);
 #pragma omp for schedule(dynamic, 4)
-        for (int64_t panel = 0; panel < product.panels(); ++panel) {
-            multiply_panel(woven, weight + panel * product.inputs * PANEL_OUTPUTS, product, sums.data());
+        for (int64_t panel = 0; panel < panels; ++panel) {
+            multiply_panel<FORMAT>(woven, weight + panel * panel_bytes(FORMAT, product.inputs), product, room.data(),
+                                   sums.data());
             const int64_t begin = panel * PANEL_OUTPUTS, count = std::min(PANEL_OUTPUTS, product.outputs - begin);
             for (int64_t row = 0; row < product.rows; ++row)
                 in_pieces(count, [&](int64_t i, int64_t n) {
                     const Floats value = load(sums.data() + row * PANEL_OUTPUTS + i);
-                    put(out + row * product.outputs + begin + i,
+                    put(out + row * product.out_stride + begin + i,
                         bias == nullptr ? value : value + fetch(bias + begin + i, n), n);
                 });
         }
+    }
+}
+
+// x [rows, inputs] times the weight, transposed, plus a bias [outputs] or null -> out [rows, outputs].
+template <Format FORMAT>
+void multiply_panels(const float* x, const uint8_t* weight, const float* bias, const Product& product, float* out) {
+    static thread_local std::vector<float> room;
+    room.resize(std::max<size_t>(room.size(), std::min(ROWS_AT_ONCE, product.rows) * product.inputs));
+    for (int64_t row = 0; row < product.rows; row += ROWS_AT_ONCE) {
+        Product some = product;
+        some.rows = std::min(ROWS_AT_ONCE, product.rows - row);
+        multiply_some<FORMAT>(x + row * product.inputs, weight, bias, some, room.data(), out + row * product.out_stride);
     }
 }
 

@@ -1,41 +1,44 @@
-"""Weights in the layout of panels.h: a few outputs of every input side by side, for float32 rows of any number."""
+"""float32 weights in the layout of panels.h: some outputs of every input, one input behind the other."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from quire.kernels.native.loader import open_library
+from quire.kernels.native.product import BYTES, NIBBLES, PLAIN, PackedWeight
+
+_GROUP = 32  # inputs that share a scale and an offset
+_READ_BEHIND = 16  # bytes that may be read behind the last panel
 
 
-@dataclass(frozen=True, slots=True)
-class PanelWeight:
-    """A weight [outputs, inputs] for `multiply_panels`."""
-
-    outputs: int
-    data: Tensor  # [panels, inputs, outputs of a panel], float32; zeros past the last output
-
-
-def cut_panels(weight: Tensor) -> PanelWeight:  # [outputs, inputs], float32
+def cut_panels(weight: Tensor) -> PackedWeight:  # [outputs, inputs], float32
     outputs, inputs = weight.shape
-    width = open_library().quire_panel_outputs()
-    padded = pad(weight, (0, 0, 0, -outputs % width))
-    return PanelWeight(outputs, padded.view(-1, width, inputs).transpose(1, 2).contiguous())
+    panels = _panels(weight).transpose(1, 2)  # [panels, inputs, outputs of a panel]
+    return PackedWeight(torch.float32, PLAIN, outputs, inputs, panels.reshape(-1).view(torch.uint8))
 
 
-def multiply_panels(x: Tensor, weight: PanelWeight, bias: Tensor | None = None) -> Tensor:
-    """x [rows, inputs] times the weight, transposed, plus a bias -> [rows, outputs], each row as if it were alone."""
-    rows, inputs = x.shape
-    if x.dtype != torch.float32 or not x.is_contiguous() or inputs != weight.data.shape[1]:
-        raise ValueError(f"x must be contiguous float32 rows of {weight.data.shape[1]}, not {x.dtype} of {inputs}")
-    if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous() or bias.shape != (weight.outputs,)):
-        raise ValueError(f"bias must be {weight.outputs} contiguous float32 numbers")
-    out = torch.empty(rows, weight.outputs)
-    open_library().quire_multiply_panels(
-        x.data_ptr(), weight.data.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
-        rows, inputs, weight.outputs,
-    )  # fmt: skip
-    return out
+def cut_level_panels(levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool) -> PackedWeight:
+    """A weight of levels * scale + offset, scale and offset shared by 32 inputs of an output.
+
+    levels [outputs, inputs], uint8 below 16 for `nibbles`, else int8; scales, offsets [outputs, inputs / 32], float16.
+    """
+    outputs, inputs = levels.shape
+    lines = _panels(levels).unflatten(2, (-1, _GROUP)).permute(0, 2, 3, 1)  # [panels, groups, 32, outputs of a panel]
+    if nibbles:
+        lines = lines[:, :, : _GROUP // 2] | lines[:, :, _GROUP // 2 :] << 4
+    factors = [_panels(each).transpose(1, 2).contiguous().view(torch.uint8) for each in (scales, offsets)]
+    groups = torch.cat((*factors, lines.flatten(2).view(torch.uint8)), dim=2)
+    data = pad(groups.reshape(-1), (0, _READ_BEHIND))
+    return PackedWeight(torch.float32, NIBBLES if nibbles else BYTES, outputs, inputs, data)
+
+
+def level_panels_pay() -> bool:
+    """Whether this CPU multiplies by panels of levels no slower than by panels of their numbers."""
+    return bool(open_library().quire_level_panels_pay())
+
+
+def _panels(matrix: Tensor) -> Tensor:  # [outputs, n] -> [panels, outputs of a panel, n]
+    width: int = open_library().quire_panel_outputs()
+    return pad(matrix, (0, 0, 0, -len(matrix) % width)).view(-1, width, matrix.shape[1])

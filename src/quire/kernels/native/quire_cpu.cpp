@@ -4,18 +4,18 @@
 // `type`: 0 float32, 1 bfloat16. All pointers are to memory of that type unless said otherwise.
 
 #include "decoder.h"
+#include "dots.h"
 #include "multiply.h"
 #include "paged_attention.h"
-#include "panels.h"
 #include "rowwise.h"
 
-#define DISPATCH(type, CALL)   \
+#define DISPATCH(type, ...)    \
     if ((type) == 0) {         \
         using T = float;       \
-        CALL;                  \
+        __VA_ARGS__;           \
     } else {                   \
         using T = bf16;        \
-        CALL;                  \
+        __VA_ARGS__;           \
     }
 
 #ifndef QUIRE_SOURCE
@@ -73,11 +73,10 @@ void quire_rotate(int64_t type, void* x, int64_t stride, const void* cos, const 
                              angle_stride, rows, heads, dim))
 }
 
-// Every layer of a decoder on step.x, in place. float32: weights in levels, made for a few rows, or in panels;
-// bfloat16: on tile units. False, and nothing done, when a weight has no kernel here.
+// Every layer of a decoder on step.x, in place. float32: weights in panels; bfloat16: in tiles, on tile units. False, and nothing done, when a weight has no kernel here.
 int64_t quire_decoder(int64_t type, const DecoderLayer* layers, const DecoderSizes* sizes, const DecoderStep* step) {
     for (int64_t i = 0; i < sizes->layers; ++i) DISPATCH(type, if (!can_multiply<T>(layers[i])) return 0)
-    for (int64_t i = 0; i < sizes->layers; ++i) DISPATCH(type, run_layer<T>(layers[i], *sizes, *step))
+    DISPATCH(type, run_layers<T>(layers, *sizes, *step))
     return 1;
 }
 
@@ -93,11 +92,11 @@ int64_t quire_has_tile_units() {
 #endif
 }
 
-// x [rows, inputs] times a tiled weight of `format` (see tiles.h), float32 for a few rows or bfloat16 on tile units,
-// plus a bias [outputs] or null. False, and nothing done, when there is no kernel for it here.
-int64_t quire_multiply_tiles(int64_t type, int64_t format, const void* x, const uint8_t* weight, const void* bias,
-                             void* out, int64_t rows, int64_t inputs, int64_t outputs, int64_t out_stride) {
-    const Product product{rows, inputs, outputs, out_stride};
+// x [rows, inputs] times a weight packed in `format` (float32: see panels.h; bfloat16: tiles.h, on tile units), plus a bias
+// [outputs] or null. False, and nothing done, when there is no kernel for it here.
+int64_t quire_multiply(int64_t type, int64_t format, const void* x, const uint8_t* weight, const void* bias, void* out,
+                       int64_t rows, int64_t inputs, int64_t outputs) {
+    const Product product{rows, inputs, outputs, outputs};
     DISPATCH(type, {
         const Multiply<T> multiply = multiply_for<T>(format);
         if (multiply == nullptr) return 0;
@@ -109,10 +108,13 @@ int64_t quire_multiply_tiles(int64_t type, int64_t format, const void* x, const 
 // Outputs of a panel, see panels.h.
 int64_t quire_panel_outputs() { return PANEL_OUTPUTS; }
 
-// x [rows, inputs] times a weight in panels, plus a bias [outputs] or null -> out [rows, outputs], all float32.
-void quire_multiply_panels(const float* x, const float* weight, const float* bias, float* out, int64_t rows,
-                           int64_t inputs, int64_t outputs) {
-    multiply_panels(x, weight, bias, PanelProduct{rows, inputs, outputs}, out);
+// Whether float32 rows are better multiplied by panels of levels than of their numbers.
+int64_t quire_level_panels_pay() { return LEVELS_PAY; }
+
+// x [rows, inputs] times a weight [outputs, inputs] as it lies -> out [rows, outputs], all float32; inputs: a multiple of 16.
+void quire_multiply_rows(const float* x, const float* weight, float* out, int64_t rows, int64_t inputs,
+                         int64_t outputs) {
+    multiply_rows(x, weight, Product{rows, inputs, outputs, outputs}, out);
 }
 
 void quire_silu_mul(int64_t type, const void* gate_up, void* out, int64_t rows, int64_t size) {
@@ -131,8 +133,11 @@ void quire_paged_attention(int64_t type, const void* query, int64_t query_stride
                            const int64_t* tables, const int64_t* spans, int64_t num_spans, void* out,
                            int64_t query_heads, int64_t kv_heads, int64_t dim, int64_t block_size, double scale) {
     const Shape shape{query_heads, kv_heads, dim, block_size};
-    DISPATCH(type, paged_attention<T>(static_cast<const T*>(query), query_stride, static_cast<const T*>(keys),
-                                      static_cast<const T*>(values), tables, reinterpret_cast<const Span*>(spans),
-                                      num_spans, static_cast<T*>(out), shape, static_cast<float>(scale)))
+    DISPATCH(type, {
+        const Keys<T> cache{static_cast<const T*>(keys), static_cast<const T*>(values), tables};
+        const Cut cut = cut_for<T>(reinterpret_cast<const Span*>(spans), num_spans, tables, shape);
+        paged_attention<T>(static_cast<const T*>(query), query_stride, cache, cut, static_cast<T*>(out), shape,
+                           static_cast<float>(scale));
+    })
 }
 }

@@ -15,7 +15,7 @@ void rms_norm(const T* x, int64_t stride, const T* weight, T* out, int64_t out_s
         Floats squares = {};
         in_pieces(size, [&](int64_t i, int64_t count) {
             const Floats value = fetch(in + i, count);
-            squares += value * value;
+            squares = add_product(squares, value, value);
         });
         const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + eps);
         in_pieces(size, [&](int64_t i, int64_t count) {
@@ -38,8 +38,8 @@ void rotate(T* x, int64_t stride, const T* cos, const T* sin, int64_t angle_stri
             T* second = first + half;
             in_pieces(half, [&](int64_t i, int64_t count) {
                 const Floats a = fetch(first + i, count), b = fetch(second + i, count);
-                put(first + i, a * fetch(c + i, count) + b * fetch(s + i, count), count);
-                put(second + i, b * fetch(c + half + i, count) + a * fetch(s + half + i, count), count);
+                put(first + i, add_product(b * fetch(s + i, count), a, fetch(c + i, count)), count);
+                put(second + i, add_product(a * fetch(s + half + i, count), b, fetch(c + half + i, count)), count);
             });
         }
     }
@@ -55,7 +55,7 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t size) {
         T* to = out + row * size;
         in_pieces(size, [&](int64_t i, int64_t count) {
             const Floats g = fetch(gate + i, count);
-            put(to + i, rounded<T>(g / (1.0f + exponential(-g))) * fetch(up + i, count), count);
+            put(to + i, rounded<T>(g / (1.0f + exponential(smaller(-g, all(LARGEST_EXPONENT))))) * fetch(up + i, count), count);
         });
     }
 }

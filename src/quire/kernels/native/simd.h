@@ -8,10 +8,11 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <memory>
 #include <utility>
 #include <vector>
 
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -37,30 +38,28 @@ struct bf16 {
 
 inline Floats all(float x) { return x - Floats{}; }
 
-inline Floats load(const float* from) {
-    Floats value;
-    std::memcpy(&value, from, sizeof value);
-    return value;
-}
+// The same at any address. Not by memcpy: compilers then keep whole arrays of registers in memory.
+typedef Floats LooseFloats __attribute__((aligned(4), may_alias));
+typedef Halves LooseHalves __attribute__((aligned(2), may_alias));
+
+inline Floats load(const float* from) { return *reinterpret_cast<const LooseFloats*>(from); }
 inline Floats load(const bf16* from) {
-    Halves bits;
-    std::memcpy(&bits, from, sizeof bits);
+    const Halves bits = *reinterpret_cast<const LooseHalves*>(from);
     return (Floats)(__builtin_convertvector(bits, Words) << 16);
 }
 
-inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+inline void store(float* to, Floats value) { *reinterpret_cast<LooseFloats*>(to) = value; }
 #if defined(__AVX512BF16__)
 inline void store(bf16* to, Floats value) {  // to nearest, ties to even
-    const __m256bh line = _mm512_cvtneps_pbh((__m512)value);
-    std::memcpy(to, &line, sizeof line);
+    *reinterpret_cast<LooseHalves*>(to) = (Halves)_mm512_cvtneps_pbh((__m512)value);
 }
 #else
 inline void store(bf16* to, Floats value) {  // to nearest, ties to even; a NaN stays a NaN
     const Words bits = (Words)value;
     const Words rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
     const Words is_nan = (Words)((bits & 0x7FFFFFFFu) > 0x7F800000u);
-    const Halves out = __builtin_convertvector((is_nan & ((bits >> 16) | 0x40u)) | (~is_nan & rounded), Halves);
-    std::memcpy(to, &out, sizeof out);
+    *reinterpret_cast<LooseHalves*>(to) =
+        __builtin_convertvector((is_nan & ((bits >> 16) | 0x40u)) | (~is_nan & rounded), Halves);
 }
 #endif
 
@@ -100,39 +99,45 @@ template <typename T> inline void put(T* to, Floats value, int64_t count) {
         store_some(to, value, count);
 }
 
+// body(0), ... body(N - 1), written out: as numbers known to the compiler, so that arrays they index stay in registers.
+template <int... I, typename Body>
+inline __attribute__((always_inline)) void unroll(std::integer_sequence<int, I...>, Body body) {
+    (body(std::integral_constant<int, I>{}), ...);
+}
+template <int N, typename Body> inline __attribute__((always_inline)) void unroll(Body body) {
+    unroll(std::make_integer_sequence<int, N>{}, body);
+}
+
 // body(n, row) for rows [row, end), n of them together: MOST while there are so many, then fewer.
 template <int MOST, typename Body> inline void by_rows(int64_t row, int64_t end, Body body) {
     for (; row + MOST <= end; row += MOST) body(std::integral_constant<int, MOST>{}, row);
     if constexpr (MOST > 1) by_rows<(MOST > 4 ? MOST / 2 : MOST - 1)>(row, end, body);
 }
 
-template <int64_t N, typename V> inline float halve(V x) {  // N numbers, folded in the middle until four are left
-    if constexpr (N == 4) {
-        return (x[0] + x[2]) + (x[1] + x[3]);
-    } else {
-        typedef float Half __attribute__((vector_size(2 * N)));
-        Half parts[2];
-        std::memcpy(parts, &x, sizeof parts);
-        return halve<N / 2>(parts[0] + parts[1]);
-    }
-}
-inline float sum(Floats x) { return halve<LANES>(x); }
-
-// The sums of four registers, each added up as `sum` does it, in fewer steps.
+// N numbers, folded in the middle by `join` until four are left.
 typedef float Quad __attribute__((vector_size(16)));
-template <int64_t N, typename V> inline Quad fold_to_four(V x) {
+template <int64_t N, typename V, typename Join> inline Quad fold_to_four(V x, Join join) {
     if constexpr (N == 4) {
         return x;
     } else {
         typedef float Half __attribute__((vector_size(2 * N)));
         Half parts[2];
         std::memcpy(parts, &x, sizeof parts);
-        return fold_to_four<N / 2>(parts[0] + parts[1]);
+        return fold_to_four<N / 2>(join(parts[0], parts[1]), join);
     }
 }
+inline Quad sum_to_four(Floats x) {
+    return fold_to_four<LANES>(x, [](auto a, auto b) { return a + b; });
+}
+inline float sum(Floats x) {
+    const Quad four = sum_to_four(x);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// The sums of four registers, each added up as `sum` does it, in fewer steps.
 inline Quad fold_pair(Floats x, Floats y) {  // (x0 + x2, x1 + x3, y0 + y2, y1 + y3)
     typedef int32_t Places __attribute__((vector_size(16)));
-    const Quad a = fold_to_four<LANES>(x), b = fold_to_four<LANES>(y);
+    const Quad a = sum_to_four(x), b = sum_to_four(y);
     return __builtin_shuffle(a, b, Places{0, 1, 4, 5}) + __builtin_shuffle(a, b, Places{2, 3, 6, 7});
 }
 inline void store_sums(Floats a, Floats b, Floats c, Floats d, float* to) {
@@ -155,12 +160,26 @@ inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 #endif
 
-// sum + x * scales[LANE], rounded once where the machine can.
+// sum + x * y, rounded once where the machine can. Asked for by name: left to itself a compiler fuses in one loop and not
+// in another, and a row must have the same bits in both.
+inline Floats add_product(Floats sum, Floats x, Floats y) {
+#if defined(__aarch64__)
+    return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)y);
+#elif defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+#else
+    return sum + x * y;
+#endif
+}
+
+// sum + x * scales[LANE], likewise.
 template <int LANE> inline Floats add_scaled(Floats sum, Floats x, Quad scales) {
 #ifdef __aarch64__
     return (Floats)vfmaq_laneq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)scales, LANE);
 #else
-    return sum + x * scales[LANE];
+    return add_product(sum, x, all(scales[LANE]));
 #endif
 }
 
@@ -168,35 +187,34 @@ inline float largest(Floats x) {
 #ifdef __aarch64__
     return vmaxnmvq_f32((float32x4_t)x);
 #else
-    float most = x[0];
-    for (int64_t i = 1; i < LANES; ++i) most = std::max(most, x[i]);
-    return most;
+    const auto larger_of = [](auto a, auto b) { return a > b ? a : b; };
+    const Quad four = fold_to_four<LANES>(x, larger_of);
+    return std::max(std::max(four[0], four[2]), std::max(four[1], four[3]));
 #endif
 }
 
-// e^x by 2^n * p(f), relative error below 2e-7 for x in [-87, 88]; smaller x give 0, larger ones e^88. Several at once:
-// one step of all comes before the next, so that none waits for its own last one.
+// e^x by 2^n * p(f), relative error below 2e-7, for x up to LARGEST_EXPONENT; those below -87 give 0. Several at once: one
+// step of all comes before the next, so that none waits for its own last one.
+constexpr float LARGEST_EXPONENT = 88.0f;
 template <int64_t N> inline void exponentials(Floats (&x)[N]) {
-    constexpr float POLYNOMIAL[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
-                                    4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+    constexpr float POLYNOMIAL[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+                                    1.6666665459e-1f, 5.0000001201e-1f, 1.0f,             1.0f};
     const Floats magic = all(12582912.0f);  // adding 1.5 * 2^23 rounds to a whole number, in the lowest bits
     Floats f[N], p[N];
     Words shifted[N];
     for (int64_t i = 0; i < N; ++i) {
-        const Floats clamped = smaller(x[i], all(88.0f));
-        const Floats rounded = clamped * 1.44269504088896341f + magic, n = rounded - magic;
-        shifted[i] = (Words)rounded;
-        f[i] = clamped - n * 0.693359375f;
-        f[i] = f[i] + n * 2.12194440e-4f;
+        const Floats rounded = add_product(magic, x[i], all(1.44269504088896341f)), n = rounded - magic;
+        shifted[i] = (Words)rounded << 23;
+        f[i] = add_product(x[i], n, all(-0.693359375f));
+        f[i] = add_product(f[i], n, all(2.12194440e-4f));
         p[i] = all(POLYNOMIAL[0]);
     }
-    for (int64_t k = 1; k < 6; ++k)
-        for (int64_t i = 0; i < N; ++i) p[i] = p[i] * f[i] + POLYNOMIAL[k];
+    for (int64_t k = 1; k < 8; ++k)
+        for (int64_t i = 0; i < N; ++i) p[i] = add_product(all(POLYNOMIAL[k]), p[i], f[i]);
     for (int64_t i = 0; i < N; ++i) {
-        p[i] = p[i] * f[i] * f[i] + f[i] + 1.0f;
-        const Floats scale = (Floats)((shifted[i] << 23) + 0x3F800000u);
-        const Ints vanishes = x[i] < all(-87.0f);  // whatever the steps above made of them
-        x[i] = (Floats)((Ints)(p[i] * scale) & ~vanishes);
+        const Words scaled = (Words)p[i] + shifted[i];  // n more in the exponent
+        const Words vanishes = (Words)(x[i] < all(-87.0f));  // whatever the steps above made of them
+        x[i] = (Floats)(scaled & ~vanishes);
     }
 }
 inline Floats exponential(Floats x) {

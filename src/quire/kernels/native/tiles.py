@@ -1,32 +1,21 @@
-"""Weights in the layout of tiles.h: tiles of 16 outputs x 32 inputs, plain or as small levels with scales."""
+"""bfloat16 weights in the layout of tiles.h: tiles of 16 outputs x 32 inputs, plain or as small levels with scales."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quire.kernels.native.product import BYTES, NIBBLES, PLAIN, PackedWeight
+
 TILE_OUTPUTS, TILE_INPUTS, PAIR_OUTPUTS = 16, 32, 32
-PLAIN, NIBBLES, BYTES = 0, 1, 2
 
 
-@dataclass(frozen=True, slots=True)
-class TiledWeight:
-    """A weight [outputs, inputs] for `multiply_tiles`. `data` is the tiles' memory, aligned as torch aligns."""
-
-    format: int
-    outputs: int
-    inputs: int
-    data: Tensor  # [bytes], uint8
-
-
-def tile_plain(weight: Tensor) -> TiledWeight:  # [outputs, inputs], bfloat16
+def tile_plain(weight: Tensor) -> PackedWeight:  # [outputs, inputs], bfloat16
     outputs, inputs = weight.shape
-    return TiledWeight(PLAIN, outputs, inputs, _lanes(weight).reshape(-1).view(torch.uint8))
+    return PackedWeight(torch.bfloat16, PLAIN, outputs, inputs, _lanes(weight).reshape(-1).view(torch.uint8))
 
 
-def tile_levels(levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool) -> TiledWeight:
+def tile_levels(levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool) -> PackedWeight:
     """A weight of levels * scale + offset, scale and offset shared by 32 inputs of an output.
 
     levels [outputs, inputs], uint8 below 16 for `nibbles`, else int8; scales, offsets [outputs, inputs / 32], float16.
@@ -37,7 +26,8 @@ def tile_levels(levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: boo
         lanes = lanes[..., :16] | lanes[..., 16:] << 4
     factors = torch.stack((_columns(scales), _columns(offsets)), dim=2)  # [panels, tiles, 2, 16]
     parts = (factors.view(torch.uint8).flatten(2), lanes.view(torch.uint8).flatten(2))
-    return TiledWeight(NIBBLES if nibbles else BYTES, outputs, inputs, torch.cat(parts, dim=2).reshape(-1))
+    data = torch.cat(parts, dim=2).reshape(-1)
+    return PackedWeight(torch.bfloat16, NIBBLES if nibbles else BYTES, outputs, inputs, data)
 
 
 def _lanes(weight: Tensor) -> Tensor:

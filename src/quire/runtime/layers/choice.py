@@ -43,10 +43,8 @@ def choose_product(
     if why_not_native(dtype, device) is not None:
         return DenseProduct(dtype) if dtype == torch.float32 else PackedProduct(dtype)
     from quire.kernels.native.ops import has_tile_units
-    from quire.runtime.layers.tiled import FewRowsProduct, PanelProduct, TileProduct
+    from quire.runtime.layers.native import PanelProduct, TileProduct
 
-    if dtype != torch.float32:
-        return TileProduct() if has_tile_units() else PackedProduct(dtype)
-    has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    own: Product = DenseProduct(dtype) if has_mkl else PanelProduct()
-    return FewRowsProduct(DenseProduct(dtype) if keeps_weight else own, own)
+    if dtype == torch.float32:
+        return PanelProduct(keeps_weight=keeps_weight)
+    return TileProduct() if has_tile_units() else PackedProduct(dtype)

@@ -14,9 +14,9 @@ from quire.kernels.native.decoder import DecoderShape, LayerWeights, LinearWeigh
 from quire.runtime.attention.backend import AttentionBackend, LayerCache
 from quire.runtime.attention.native import NativePlan
 from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.native import NativeMultiply
 from quire.runtime.layers.rotary import Rotation
 from quire.runtime.layers.step import ForwardStep
-from quire.runtime.layers.tiled import FewRowsMultiply, PanelMultiply, TiledMultiply
 
 
 class Fused(Protocol):
@@ -35,15 +35,14 @@ class Fused(Protocol):
 class CompiledLayers:
     """Bit for bit the kernels of the plain blocks, without an interpreter between them."""
 
-    def __init__(self, stack: Any, layers: list[LayerWeights], shape: DecoderShape, max_rows: int | None) -> None:
+    def __init__(self, stack: Any, layers: list[LayerWeights], shape: DecoderShape) -> None:
         self._embed, self._rotary = stack.embed_tokens, stack.rotary
-        self._layers, self._shape, self._max_rows = layers, shape, max_rows
+        self._layers, self._shape = layers, shape
         self._caches: tuple[LayerCache, ...] | None = None
         self._decoder: NativeDecoder | None = None
 
     def takes(self, step: ForwardStep) -> bool:
-        few = self._max_rows is None or len(step.token_ids) <= self._max_rows
-        return few and isinstance(step.attention, NativePlan)
+        return isinstance(step.attention, NativePlan)
 
     def __call__(self, step: ForwardStep) -> Tensor:
         x: Tensor = self._embed(step.token_ids)
@@ -68,7 +67,7 @@ def fuse(stack: Any, config: ModelConfig, backend: AttentionBackend) -> Fused | 
 
 
 def _compile(stack: Any, config: ModelConfig) -> CompiledLayers | None:
-    """None where a weight is not held in tiles or the activation has no compiled form."""
+    """None where a weight is not in the order of our own kernels, or the activation has no compiled form."""
     blocks: nn.ModuleList = stack.layers
     if config.activation != "silu" or not len(blocks):
         return None
@@ -77,13 +76,10 @@ def _compile(stack: Any, config: ModelConfig) -> CompiledLayers | None:
     if len(weights) != len(blocks):
         return None
     heads = config.heads
-    multiply = _linears(blocks[0])[0].multiply
-    few = multiply.few if isinstance(multiply, FewRowsMultiply) else 0
     shape = DecoderShape(
-        config.hidden_size, heads.num_query, heads.num_kv, heads.dim, config.intermediate_size, config.norm_eps, few
+        config.hidden_size, heads.num_query, heads.num_kv, heads.dim, config.intermediate_size, config.norm_eps
     )
-    only_few = isinstance(multiply, FewRowsMultiply) and weights[0].qkv.panels is None
-    return CompiledLayers(stack, weights, shape, few if only_few else None)
+    return CompiledLayers(stack, weights, shape)
 
 
 def _linears(block: Any) -> tuple[Linear, ...]:
@@ -92,16 +88,9 @@ def _linears(block: Any) -> tuple[Linear, ...]:
 
 
 def _packed(block: Any) -> list[LinearWeights] | None:
-    found = []
-    for linear in _linears(block):
-        multiply = linear.multiply
-        if isinstance(multiply, FewRowsMultiply) and isinstance(multiply.many, PanelMultiply):
-            found.append(LinearWeights(multiply.tiles, multiply.bias, multiply.many.panels))
-        elif isinstance(multiply, TiledMultiply | FewRowsMultiply):
-            found.append(LinearWeights(multiply.tiles, multiply.bias))
-        else:
-            return None
-    return found
+    products = [linear.multiply for linear in _linears(block)]
+    found = [LinearWeights(each.weight, each.bias) for each in products if isinstance(each, NativeMultiply)]
+    return found if len(found) == len(products) else None
 
 
 def _weights(block: Any, linears: list[LinearWeights]) -> LayerWeights:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native.loader import why_not_native
-from quire.kernels.native.tiles import BYTES, PLAIN, TiledWeight
+from quire.kernels.native.product import BYTES, NIBBLES, PLAIN, PackedWeight
 
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
@@ -19,15 +19,15 @@ def run_one_token(dtype: torch.dtype, odd_format: int) -> tuple[Tensor, Tensor]:
     """Ones through two layers of zero weights, the last down-projection in `odd_format`: the rows and the keys."""
     from quire.kernels.native.decoder import DecoderShape, LayerWeights, LinearWeights, NativeDecoder
 
-    def tiles(outputs: int, inputs: int, kind: int = BYTES) -> LinearWeights:
-        data = torch.zeros(2 * outputs * inputs, dtype=torch.uint8)
-        return LinearWeights(TiledWeight(kind, outputs, inputs, data), None)
+    def zeros(outputs: int, inputs: int, kind: int = BYTES) -> LinearWeights:
+        data = torch.zeros(8 * (outputs + 64) * inputs, dtype=torch.uint8)  # enough in any format
+        return LinearWeights(PackedWeight(dtype, kind, outputs, inputs, data), None)
 
     def layer(kind: int) -> LayerWeights:
         norm, attended = torch.ones(HIDDEN, dtype=dtype), HEADS * DIM
         return LayerWeights(
-            norm, None, norm, tiles(3 * attended, HIDDEN), tiles(HIDDEN, attended), tiles(2 * INTERMEDIATE, HIDDEN),
-            tiles(HIDDEN, INTERMEDIATE, kind),
+            norm, None, norm, zeros(3 * attended, HIDDEN), zeros(HIDDEN, attended), zeros(2 * INTERMEDIATE, HIDDEN),
+            zeros(HIDDEN, INTERMEDIATE, kind),
         )  # fmt: skip
 
     caches = [(torch.ones(1, HEADS, BLOCK, DIM, dtype=dtype), torch.ones(1, HEADS, BLOCK, DIM, dtype=dtype))] * 2
@@ -44,14 +44,15 @@ def run_one_token(dtype: torch.dtype, odd_format: int) -> tuple[Tensor, Tensor]:
     return x, caches[0][0]
 
 
-def test_levels_run_in_float32() -> None:
-    x, keys = run_one_token(torch.float32, BYTES)
+@pytest.mark.parametrize("kind", [PLAIN, NIBBLES, BYTES])
+def test_every_format_runs_in_float32(kind: int) -> None:
+    x, keys = run_one_token(torch.float32, kind)
     assert torch.equal(x, torch.ones_like(x))  # every product is zero, so the residual stream passes by
     assert keys[0, :, 0].eq(0).all()
     assert keys[0, :, 1:].eq(1).all()
 
 
-@pytest.mark.parametrize("odd_format", [PLAIN, 3, -1])
+@pytest.mark.parametrize("odd_format", [3, -1])
 def test_a_weight_without_a_float32_kernel_is_refused_before_any_layer_runs(odd_format: int) -> None:
     with pytest.raises(ValueError, match="float32 rows"):
         run_one_token(torch.float32, odd_format)

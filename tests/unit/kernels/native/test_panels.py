@@ -1,16 +1,29 @@
-"""Weights in panels against the plain product."""
+"""Weights in panels, and as they lie, against the plain product."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from quire.kernels.native.loader import why_not_native
-from quire.kernels.native.panels import cut_panels, multiply_panels
+from quire.kernels.native.panels import cut_level_panels, cut_panels
+from quire.kernels.native.product import PackedWeight, multiply, multiply_rows
+from random_levels import random_levels
 
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+
+
+def random_panels(outputs: int, inputs: int, kind: str) -> tuple[PackedWeight, Tensor]:
+    """A weight in panels and its numbers."""
+    if kind == "plain":
+        numbers = torch.randn(outputs, inputs)
+        return cut_panels(numbers), numbers
+    weight = random_levels(outputs, inputs, nibbles=kind == "nibbles")
+    panels = cut_level_panels(weight.levels, weight.scales, weight.offsets, nibbles=weight.nibbles)
+    return panels, weight.values()
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 8, 15, 40])
@@ -18,25 +31,64 @@ pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 def test_panels_multiply_what_torch_would(rows: int, inputs: int, outputs: int) -> None:
     x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
     exact = F.linear(x.double(), weight.double())
-    product = multiply_panels(x, cut_panels(weight))
+    product = multiply(x, cut_panels(weight))
     torch.testing.assert_close(product.double(), exact, rtol=1e-4, atol=1e-4)
-    assert torch.equal(multiply_panels(x, cut_panels(weight), bias), product + bias)
+    assert torch.equal(multiply(x, cut_panels(weight), bias), product + bias)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 9, 300])
+@pytest.mark.parametrize("shape", [(1, 32), (50, 96), (192, 576), (100, 1536)])
+@pytest.mark.parametrize("kind", ["nibbles", "bytes"])
+def test_panels_of_levels_are_those_of_their_numbers_to_the_bit(rows: int, shape: tuple[int, int], kind: str) -> None:
+    panels, numbers = random_panels(*shape, kind)
+    x, bias = torch.randn(rows, shape[1]), torch.randn(shape[0])
+    assert torch.equal(multiply(x, panels, bias), multiply(x, cut_panels(numbers), bias))
+    torch.testing.assert_close(
+        multiply(x, panels).double(), F.linear(x.double(), numbers.double()), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("kind", ["plain", "nibbles", "bytes"])
 @pytest.mark.parametrize("inputs", [96, 1536])
-def test_a_row_gives_the_same_to_the_bit_alone_and_among_any_others(inputs: int) -> None:
-    panels, x = cut_panels(torch.randn(50, inputs)), torch.randn(31, inputs)
-    together = multiply_panels(x, panels)
-    assert torch.equal(together, torch.cat([multiply_panels(row[None], panels) for row in x]))
-    for count in (2, 4, 7, 12):
-        assert torch.equal(together[3 : 3 + count], multiply_panels(x[3 : 3 + count].contiguous(), panels))
+def test_a_row_gives_the_same_to_the_bit_alone_and_among_any_others(inputs: int, kind: str) -> None:
+    panels, _ = random_panels(50, inputs, kind)
+    x = torch.randn(300, inputs)
+    together = multiply(x, panels)
+    assert torch.equal(together[:31], torch.cat([multiply(row[None], panels) for row in x[:31]]))
+    for first, count in ((3, 2), (3, 4), (3, 7), (3, 12), (250, 50)):
+        assert torch.equal(together[first : first + count], multiply(x[first : first + count].contiguous(), panels))
 
 
 def test_rows_that_do_not_fit_the_weight_are_refused() -> None:
     panels = cut_panels(torch.randn(8, 16))
     with pytest.raises(ValueError, match="float32 rows of 16"):
-        multiply_panels(torch.ones(2, 8), panels)
+        multiply(torch.ones(2, 8), panels)
     with pytest.raises(ValueError, match="float32 rows of 16"):
-        multiply_panels(torch.ones(2, 16, dtype=torch.bfloat16), panels)
-    with pytest.raises(ValueError, match="8 contiguous float32"):
-        multiply_panels(torch.ones(2, 16), panels, torch.ones(9))
+        multiply(torch.ones(2, 16, dtype=torch.bfloat16), panels)
+    with pytest.raises(ValueError, match=r"8 contiguous torch\.float32"):
+        multiply(torch.ones(2, 16), panels, torch.ones(9))
+
+
+def test_a_format_that_does_not_exist_is_refused() -> None:
+    odd = PackedWeight(torch.float32, 3, 16, 32, torch.zeros(4096, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="no kernel"):
+        multiply(torch.ones(1, 32), odd)
+
+
+@pytest.mark.parametrize("outputs", [1, 5, 32, 71])
+def test_a_weight_as_it_lies_is_multiplied_row_by_row(outputs: int) -> None:
+    x, weight = torch.randn(9, 80), torch.randn(outputs, 80)
+    product = multiply_rows(x, weight)
+    torch.testing.assert_close(product.double(), F.linear(x.double(), weight.double()), rtol=1e-4, atol=1e-4)
+    assert torch.equal(product, torch.cat([multiply_rows(row[None], weight) for row in x]))
+
+
+def test_a_weight_as_it_lies_must_fit_the_rows() -> None:
+    for x, weight in (
+        (torch.ones(1, 24), torch.ones(2, 24)),
+        (torch.ones(1, 32), torch.ones(2, 16)),
+        (torch.ones(1, 16), torch.ones(2, 16).double()),
+        (torch.ones(2, 32)[:, ::2], torch.ones(2, 16)),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            multiply_rows(x, weight)

@@ -74,10 +74,11 @@ def test_fused_layers_sample_what_plain_layers_sample(architecture: str) -> None
     assert answers[0] == answers[1]
 
 
-def test_layers_held_as_numbers_are_not_fused_where_only_levels_are_compiled() -> None:
+def test_layers_held_as_numbers_are_fused_in_float32_and_not_where_torch_multiplies() -> None:
     config = tiny_config("llama", **SIZES)
-    plain = Bench(checkpoint_of(transformers_model(config), config), engine_config())
-    model = plain.worker._runner._model
-    assert isinstance(model, Decoder)
-    model.fuse()
-    assert model.model.fused is None
+    for dtype, is_fused in (("float32", True), ("float16", False)):
+        plain = Bench(checkpoint_of(transformers_model(config), config), engine_config(dtype=dtype))
+        model = plain.worker._runner._model
+        assert isinstance(model, Decoder)
+        model.fuse()
+        assert (model.model.fused is not None) == is_fused

@@ -1,0 +1,53 @@
+// Dot products of rows with rows, each summed by lanes and then folded, the same however many there are.
+#pragma once
+
+#include "product.h"
+
+namespace {
+
+constexpr int FUSED = 4;      // rows per inner loop: their sums stay in registers
+constexpr int64_t LINE = 16;  // floats of a cache line
+
+// ROWS rows and `count` keys of `width` floats -> scores [ROWS, stride]. Four keys at a time: enough independent sums to
+// keep the multipliers busy. `keys` are a multiple of four, repeating the last one if need be. `ahead`: what will be read
+// next and is asked for meanwhile, or null.
+template <int ROWS>
+void dot_rows(const float* rows, const float* const* keys, int64_t count, int64_t width, const float* const* ahead,
+              float* scores, int64_t stride) {
+    for (int64_t t = 0; t < count; t += 4) {
+        if (ahead != nullptr)
+            for (int k = 0; k < 4; ++k)
+                for (int64_t i = 0; i < width; i += LINE) __builtin_prefetch(ahead[t + k] + i);
+        Floats sums[ROWS][4] = {};
+        for (int64_t i = 0; i < width; i += LANES) {
+            Floats entries[4];
+            for (int k = 0; k < 4; ++k) entries[k] = load(keys[t + k] + i);
+            for (int r = 0; r < ROWS; ++r) {
+                const Floats own = load(rows + r * width + i);
+                for (int k = 0; k < 4; ++k) sums[r][k] = add_product(sums[r][k], own, entries[k]);
+            }
+        }
+        for (int r = 0; r < ROWS; ++r)
+            store_sums(sums[r][0], sums[r][1], sums[r][2], sums[r][3], scores + r * stride + t);
+    }
+}
+
+// x [rows, inputs] times a weight [outputs, inputs] as it lies, transposed -> out [rows, outputs]. The inputs are a multiple
+// of LANES.
+inline void multiply_rows(const float* x, const float* weight, const Product& product, float* out) {
+    constexpr int64_t AT_ONCE = 32;
+#pragma omp parallel for schedule(static)
+    for (int64_t begin = 0; begin < product.outputs; begin += AT_ONCE) {
+        const int64_t count = std::min(AT_ONCE, product.outputs - begin);
+        const float* keys[AT_ONCE];
+        for (int64_t i = 0; i < AT_ONCE; ++i) keys[i] = weight + (begin + std::min(i, count - 1)) * product.inputs;
+        by_rows<FUSED>(0, product.rows, [&](auto n, int64_t row) {
+            float found[FUSED * AT_ONCE];
+            dot_rows<n>(x + row * product.inputs, keys, count, product.inputs, nullptr, found, AT_ONCE);
+            for (int r = 0; r < n; ++r)
+                std::memcpy(out + (row + r) * product.out_stride + begin, found + r * AT_ONCE, count * sizeof(float));
+        });
+    }
+}
+
+}  // namespace

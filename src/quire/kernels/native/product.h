@@ -1,0 +1,29 @@
+// What all products of rows with a packed weight share.
+#pragma once
+
+#include "simd.h"
+
+namespace {
+
+// Numbers of the rows' type, or levels of four or eight bits: a weight is level * scale + offset, both float16, shared by
+// 32 neighbouring inputs of an output.
+enum Format : int64_t { PLAIN = 0, NIBBLES = 1, BYTES = 2 };
+
+struct Product {
+    int64_t rows, inputs, outputs, out_stride;  // out_stride: from one row of the result to the next
+};
+
+// LANES float16 numbers, none of them infinite or NaN.
+inline Floats load_float16(const uint8_t* from) {
+#ifdef __aarch64__
+    return (Floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from)));
+#else
+    Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    const Words bits = __builtin_convertvector(halves, Words);
+    const Floats magnitude = (Floats)((bits & 0x7FFFu) << 13) * 5.192296858534828e33f;  // 2^112: exponents' distance
+    return (Floats)((Words)magnitude | (bits & 0x8000u) << 16);
+#endif
+}
+
+}  // namespace

@@ -1,0 +1,69 @@
+"""Products in our own kernels, most of which keep levels as their file stores them; no row depends on the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire.kernels.native.panels import cut_level_panels, cut_panels, level_panels_pay
+from quire.kernels.native.product import ROW_INPUTS, PackedWeight, multiply, multiply_rows
+from quire.kernels.native.tiles import TILE_INPUTS, tile_levels, tile_plain
+from quire.runtime.layers.product import Multiply, NumbersProduct, PackedProduct
+from quire.runtime.quantization.levels import LevelWeight
+
+
+@dataclass(frozen=True, slots=True)
+class NativeMultiply:
+    """Rows of the weight's dtype, any number of them."""
+
+    weight: PackedWeight
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return multiply(x.contiguous(), self.weight, self.bias)
+
+
+class TileProduct(NumbersProduct):
+    """bfloat16 by the CPU's tile units; oneDNN where the inputs are no multiple of a tile."""
+
+    takes_levels = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.bfloat16)
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
+        if weight.shape[1] % TILE_INPUTS:
+            return PackedProduct(self.held).pack(weight, bias)
+        return NativeMultiply(tile_plain(weight), bias)
+
+    def pack_levels(self, weight: LevelWeight, bias: Tensor | None) -> Multiply:
+        tiles = tile_levels(weight.levels, weight.scales, weight.offsets, nibbles=weight.nibbles)
+        return NativeMultiply(tiles, bias)
+
+
+class PanelProduct(NumbersProduct):
+    """float32 by panels. Numbers that serve elsewhere too (`keeps_weight`) are multiplied as they lie, not copied."""
+
+    takes_levels = True
+
+    def __init__(self, *, keeps_weight: bool) -> None:
+        super().__init__(torch.float32)
+        self._keeps_weight = keeps_weight
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
+        if self._keeps_weight and bias is None and weight.shape[1] % ROW_INPUTS == 0:
+            return partial(_multiply_rows, weight.contiguous())
+        return NativeMultiply(cut_panels(weight), bias)
+
+    def pack_levels(self, weight: LevelWeight, bias: Tensor | None) -> Multiply:
+        if not level_panels_pay():
+            return NativeMultiply(cut_panels(weight.values()), bias)
+        panels = cut_level_panels(weight.levels, weight.scales, weight.offsets, nibbles=weight.nibbles)
+        return NativeMultiply(panels, bias)
+
+
+def _multiply_rows(weight: Tensor, x: Tensor) -> Tensor:
+    return multiply_rows(x.contiguous(), weight)
