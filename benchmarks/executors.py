@@ -48,19 +48,17 @@ class Held:
     final: int
 
 
-class LedgerExecutor:
-    """Answers like InstantExecutor and books, from the plans alone, what every row holds while a step runs.
+class LedgerExecutor(InstantExecutor):
+    """Books, from the plans alone, what every row holds while a step runs.
 
     It knows nothing of the engine's own accounts. Rows must not share blocks (n = 1).
     """
 
-    depth = 1
-
     def __init__(self) -> None:
+        super().__init__()
         self.rows: dict[int, Held] = {}
         self.steps = 0
         self.written = self.blocks = 0  # over all rows, while the last launched step ran
-        self._inner = InstantExecutor()
 
     def launch(self, plan: StepPlan) -> None:
         self._seat(plan)
@@ -73,16 +71,7 @@ class LedgerExecutor:
             self.rows[chunk.row].written += chunk.num_tokens
         self.written += plan.num_tokens
         self.steps += 1
-        self._inner.launch(plan)
-
-    def collect(self) -> StepResult:
-        return self._inner.collect()
-
-    def transfers(self) -> TransferReport:
-        return NOTHING_MOVED
-
-    def close(self) -> None:
-        self._inner.close()
+        super().launch(plan)
 
     def _seat(self, plan: StepPlan) -> None:
         for row in plan.released:

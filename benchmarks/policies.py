@@ -13,7 +13,9 @@
 paged and virtual memory; under pressure, and at request rates.
 
 A step takes --step-ms, and --token-us for each prompt token, and --row-us for each row that decodes. Seconds are the
-model's, not this machine's, so the same command gives the same figures anywhere. `memory` counts token slots while
+model's, not this machine's, so the same command gives the same figures anywhere. `virtual` has blocks of
+whole pages of 2 MiB, as many tokens of --virtual-model as that takes, and pays --map-us for each that a row gets; how
+fast its kernels are is another matter (benchmarks.kv_layouts). `memory` counts token slots while
 requests queue: those that hold a token, those reserved for tokens to come, those that no token will ever use, and those
 that are free and of no use. `orca-oracle` knows the true lengths, as every request has max_tokens and ignore_eos.
 """
@@ -29,8 +31,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.gpu.models import MODELS
 from benchmarks.plot import Bars, Curves, save_plot
-from benchmarks.policy_replay import Arrival, Replay, Run, Times, at_rate, read_arrivals
+from benchmarks.policy_replay import Arrival, MappingCost, Replay, Run, Times, at_rate, page_tokens, read_arrivals
 from benchmarks.report import facts, publish, save
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import POLICY_NAMES, PolicyName, PolicySettings
@@ -41,6 +44,7 @@ from quire.types.output import TokensOut
 Rows = list[list[str]]
 BASELINES: tuple[PolicyName, ...] = ("static", "orca-max", "orca-pow2", "orca-oracle")
 FLOOD = 800  # requests of the tenant that floods
+KV_BYTES = 2  # of a number in the cache
 LOOK_EVERY = 7  # steps between two looks at the memory
 PARTS = ("tokens", "reserved for later", "never used", "free")
 AGEINGS = (30.0, 5.0, 1.0)  # seconds
@@ -85,20 +89,34 @@ class MemoryWatch:
         return [share / max(self.looks, 1) for share in self.shares]
 
 
-def _systems(args: argparse.Namespace) -> dict[str, tuple[PolicyName, int]]:
-    """Ways to hold the KV memory: a policy and a block size."""
-    baselines: dict[str, tuple[PolicyName, int]] = {name: (name, args.block_size) for name in BASELINES}
-    return {**baselines, "paged": ("fcfs", args.block_size), "virtual": ("fcfs", args.virtual_block)}
+class System(NamedTuple):
+    """A way to hold the KV memory."""
+
+    policy: PolicyName
+    block_size: int
+    cost: Cost
+
+    def replay(self, args: argparse.Namespace) -> Replay:
+        cache = CacheConfig(self.block_size, args.kv_slots // self.block_size, enable_prefix_caching=False)
+        return Replay(self.cost, cache, _scheduler(args, self.policy))
+
+
+def _systems(args: argparse.Namespace) -> dict[str, System]:
+    cost, size = _cost(args), args.block_size
+    page = page_tokens(MODELS[args.virtual_model].kv_numbers * KV_BYTES)
+    virtual = MappingCost(cost.step, cost.token, cost.row, args.map_us / 1e6)
+    baselines = {str(name): System(name, size, cost) for name in BASELINES}
+    return {**baselines, "paged": System("fcfs", size, cost), "virtual": System("fcfs", page, virtual)}
 
 
 def memory(args: argparse.Namespace) -> Figures:
     """What the KV memory holds under pressure, as figure 2 of the PagedAttention paper."""
     arrivals = [replace(each, at=0.0) for each in read_arrivals(args.trace, args.requests, args.max_model_len)]
     bars, rows = {}, []
-    for name, (policy, block_size) in _systems(args).items():
-        cache = CacheConfig(block_size, args.kv_slots // block_size, enable_prefix_caching=False)
-        watch = MemoryWatch(arrivals, cache)
-        run = Replay(_cost(args), cache, _scheduler(args, policy), watch).run(arrivals)
+    for name, system in _systems(args).items():
+        replay = system.replay(args)
+        replay.watch = watch = MemoryWatch(arrivals, replay.cache)
+        run = replay.run(arrivals)
         bars[name] = watch.mean()
         tokens, reserved, unused, free = bars[name]
         in_use = tokens / max(1 - free, 1e-9)
@@ -112,11 +130,7 @@ def figures(args: argparse.Namespace) -> Figures:
     """The memory figure, and throughput and latency of the same systems against the request rate."""
     first = memory(args)
     publish(f"memory: {_title(args)}", first.header, first.rows, facts())
-    arms = {
-        name: Replay(_cost(args), CacheConfig(size, args.kv_slots // size, False), _scheduler(args, policy))
-        for name, (policy, size) in _systems(args).items()
-    }
-    second = _against_rate(args, arms)
+    second = _against_rate(args, {name: system.replay(args) for name, system in _systems(args).items()})
     return Figures(second.header, second.rows, [*first.panels, *second.panels], {"memory": first.data} | second.data)
 
 
@@ -354,7 +368,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", choices=POLICY_NAMES, help="default: those the command is about")
     parser.add_argument("--kv-slots", type=int, default=131_072, help="size of the cache in tokens")
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--virtual-block", type=int, default=64, help="tokens of a page, for the virtual layout")
+    parser.add_argument("--virtual-model", choices=MODELS, default="llama-3.1-8b", help="whose tokens fill the pages")
+    parser.add_argument("--map-us", type=float, default=76.0, help="what to map a block and to unmap it costs")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2_048)
     parser.add_argument("--max-model-len", type=int, default=16_384, help="longer prompts are cut")

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from math import gcd
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from benchmarks.lengths import Lengths, read_trace, synthetic_trace
 from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.config.layout import GPU_PAGE
 from quire.config.policy import RESERVING
 from quire.engine.core import EngineCore
 from quire.simulator.clock import VirtualClock
@@ -22,6 +24,7 @@ from quire.simulator.executor import SimulatedExecutor
 from quire.types.output import TokensOut
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
+from quire.types.step import StepPlan
 
 Times = npt.NDArray[np.float64]
 
@@ -43,6 +46,22 @@ class Arrival:
         sampling = SamplingParams(temperature=0.0, max_tokens=self.output, ignore_eos=True)
         prompt = (self.family + 1,) * self.shared + unique
         return Submit(str(number), prompt, sampling, priority=self.priority, tenant=self.tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class MappingCost(Cost):
+    """Of the virtual layout: every block that a row gets is mapped before the step."""
+
+    block: float  # seconds to map one and to unmap it
+
+    def seconds(self, plan: StepPlan) -> float:
+        num_mapped = len(plan.grant_blocks) + sum(len(new.block_ids) for new in plan.new_rows)
+        return Cost.seconds(self, plan) + self.block * num_mapped
+
+
+def page_tokens(token_bytes: int) -> int:
+    """Tokens of the smallest block that is a whole number of a GPU's pages."""
+    return GPU_PAGE // gcd(GPU_PAGE, token_bytes)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@
 
 The trace is Mooncake's: a prompt is a list of hashes, each of 512 tokens and all before them. Lengths are divided by
 --scale, and a cache of share 1 holds every distinct prompt token of the trace. The oracle is an infinite cache that has
-every earlier prompt; `last found` is its hit rate less that of the largest cache. A step takes --step-ms, and
+every earlier prompt; how far the largest cache is short of it is printed below the table. A step takes --step-ms, and
 --token-us for each token of the trace that is computed, and --row-us for each row that decodes.
 """
 

@@ -117,6 +117,19 @@ def test_a_disk_that_takes_nothing_fails_no_request(
     served.close()
 
 
+def test_a_reset_deletes_what_an_earlier_engine_wrote_before_anything_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Served(tmp_path / "cache", monkeypatch)
+    first.answers()
+    first.close()
+    assert list((tmp_path / "cache").iterdir())
+    second = Served(tmp_path / "cache", monkeypatch)
+    second.engine.core.reset_cache()
+    second.close()
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 def test_what_one_engine_wrote_serves_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: list[list[list[int]]]
 ) -> None:

@@ -7,10 +7,15 @@ import random
 import pytest
 
 from fake_executor import VOCAB, continuation
-from harness import Harness
+from harness import VOCABULARY, Harness
 from quire.config.prefix import EVICTION_NAMES
+from quire.config.tiers import TierConfig
+from quire.engine.decoding.tools import DecodingTools
+from quire.engine.kvcache.prefixes import PrefixCache
+from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
 from quire.types.request import Abort
+from toy_decoding import ToyGrammars, ToyLookaheads
 
 LONG = [(7 * i) % VOCAB for i in range(40)]
 
@@ -182,6 +187,108 @@ def test_a_request_that_needs_the_whole_pool_gets_it() -> None:
     ask(engine, "a", [1] * 40, max_tokens=20)
     ask(engine, "b", [2] * 40, max_tokens=24)
     assert engine.finished["b"].num_preemptions == 0
+
+
+@pytest.mark.parametrize("tiers", [TierConfig(), TierConfig(8), TierConfig(200, write="through")])
+@pytest.mark.parametrize(("length", "common"), [(62, 53), (62, 61), (61, 60), (64, 1), (64, 64), (33, 31)])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_a_prompt_that_fills_the_pool_and_is_found_within_a_block_is_computed(
+    block_size: int, length: int, common: int, tiers: TierConfig
+) -> None:
+    engine = Harness(num_blocks=64 // block_size, block_size=block_size, tiers=tiers, max_num_batched_tokens=64)
+    tale = [*LONG, *LONG[:24]]
+    ask(engine, "a", tale[:length], max_tokens=1)
+    ask(engine, "b", [*tale[:common], *(96 - token for token in tale[common:length])], max_tokens=1)
+    assert engine.finished["b"].num_preemptions == 0
+
+
+def test_samples_whose_prompt_is_found_within_a_block_get_the_whole_pool() -> None:
+    engine = Harness(num_blocks=16, block_size=4, max_num_batched_tokens=64)
+    tale = [*LONG, *LONG[:18]]
+    ask(engine, "a", tale, max_tokens=1)
+    engine.submit("b", [*tale[:55], 1, 2, 3], n=2, seed=1, max_tokens=3)  # 14 blocks, and one more for each
+    engine.run(limit=100)
+    for index in range(2):
+        assert engine.answer("b", index) == continuation([*tale[:55], 1, 2, 3], 3, seed=1, index=index)
+
+
+def test_a_prompt_that_fills_what_resident_ones_leave_is_computed() -> None:
+    engine = Harness(num_blocks=16, block_size=4, max_num_batched_tokens=64)
+    ask(engine, "pinned", LONG[:24], max_tokens=1, pin="system")
+    tale = [96 - token for token in LONG]
+    for name, prompt in (("a", tale), ("b", [*tale[:38], 1, 2]), ("c", [*LONG[:23], *tale[:17]])):
+        ask(engine, name, prompt, max_tokens=1)
+
+
+def test_nobody_is_let_in_twice_in_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Harness(num_blocks=4, block_size=16, max_num_batched_tokens=64)
+    ask(engine, "a", [*LONG, *LONG[:22]], max_tokens=1)
+    monkeypatch.setattr(engine.core._scheduler.inheritance, "_drop_tails", lambda limits: None)
+    engine.submit("b", [*LONG, *LONG[:13], 1, 2, 3], seed=1, max_tokens=1)  # has no room for the copy of a block
+    for _ in range(3):
+        before = engine.core.stats().preemptions
+        engine.step()
+        assert engine.core.stats().preemptions <= before + 1
+    monkeypatch.undo()
+    engine.run(limit=10)
+    assert engine.answer("b") == continuation([*LONG, *LONG[:13], 1, 2, 3], 1, seed=1)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("length", [3, 8, 21])
+def test_what_a_running_request_has_said_is_found(length: int, block_size: int, depth: int) -> None:
+    engine = Harness(num_blocks=256 // block_size, block_size=block_size, depth=depth)
+    prompt = LONG[:length]
+    engine.submit("a", prompt, seed=1, max_tokens=60)
+    for turn in range(4):
+        for _ in range(12):
+            engine.step()
+        said = engine.streams[engine.handles["a"]][:-1]  # the last of it is not computed yet
+        whole = [*prompt, *said, 95]
+        engine.submit(f"b{turn}", whole, seed=1, max_tokens=1)
+        while f"b{turn}" not in engine.finished:
+            engine.step()
+        assert engine.answer(f"b{turn}") == continuation(whole, 1, seed=1)
+        assert engine.finished[f"b{turn}"].num_cached_tokens == (len(whole) - 1) // block_size * block_size
+    engine.run()
+    assert engine.answer("a") == continuation(prompt, 60, seed=1)
+
+
+def test_what_samples_and_guessing_requests_have_said_is_found_but_not_what_beams_try() -> None:
+    lookaheads = ToyLookaheads(True, True)
+    engine = Harness(num_blocks=200, depth=2, tools=DecodingTools(ToyGrammars(), lookaheads, lambda: VOCABULARY))
+    engine.submit("samples", LONG[:10], seed=1, max_tokens=40, n=2)
+    engine.submit("guesses", LONG[10:23], seed=101, max_tokens=40)
+    engine.submit("beams", LONG[20:], max_tokens=40, beam=BeamRules(3))
+    for _ in range(14):
+        engine.step()
+    first = engine.handles["samples"]
+    texts = [[*LONG[:10], *engine.streams[first + index]] for index in range(2)]
+    texts.append([*LONG[10:23], *engine.streams[engine.handles["guesses"]]])
+    for number, text in enumerate(texts):
+        engine.submit(f"r{number}", [*text, 95], seed=1, max_tokens=1)
+        while f"r{number}" not in engine.finished:
+            engine.step()
+        assert engine.finished[f"r{number}"].num_cached_tokens >= (len(text) - 1) // 4 * 4
+        assert engine.answer(f"r{number}") == continuation([*text, 95], 1, seed=1)
+    beams = next(group for group in engine.core._scheduler.running if group.search is not None)
+    best = [*LONG[20:], *beams.leader.outputs]
+    engine.submit("like the best beam", best, seed=1, max_tokens=1)
+    engine.run()
+    assert engine.finished["like the best beam"].num_cached_tokens == 20
+
+
+def test_nothing_is_done_for_those_who_generate_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Harness()
+    engine.submit("a", LONG, seed=1, max_tokens=60)
+    for _ in range(3):
+        engine.step()
+    monkeypatch.setattr(PrefixCache, "keep", lambda *_, **__: pytest.fail("a block entered the tree"))
+    for _ in range(40):
+        engine.step()
+    monkeypatch.undo()
+    engine.run()
 
 
 def test_blocks_shared_with_those_who_run_are_not_asked_for_twice_at_the_door() -> None:

@@ -88,7 +88,7 @@ def test_prompts_that_begin_alike_hold_their_common_blocks_once() -> None:
 def test_at_most_half_the_cache_is_resident_and_the_error_says_so() -> None:
     engine = Harness(num_blocks=16)
     register(engine, "one", [1] * 16)
-    with pytest.raises(InvalidRequest, match=r"prefix: needs 5 kv blocks beside the 4 of others; 8 of 16"):
+    with pytest.raises(InvalidRequest, match=r"prompt: needs 5 kv blocks beside the 4 of others; 8 of 16"):
         engine.submit("two", [2] * 20, max_tokens=1, pin="two")
     register(engine, "three", [3] * 16)
     assert engine.core.pins.num_blocks == 8
@@ -141,6 +141,18 @@ def test_a_registration_whose_prompt_was_reset_meanwhile_is_not_kept() -> None:
     engine.core.reset_cache()
     engine.run()
     assert (engine.finished["pin"].error, len(engine.core.pins)) == (None, 0)
+
+
+def test_a_prompt_that_counted_on_a_resident_one_is_not_held_when_that_was_let_go_of_meanwhile() -> None:
+    engine = Harness(num_blocks=16)
+    register(engine, "system", SYSTEM)
+    engine.submit("again", SYSTEM, seed=1, max_tokens=1, pin="system")  # needs no block besides
+    assert engine.core.pins.num_reserved == 5
+    assert engine.core.unpin("", "system")
+    engine.submit("large", list(range(30, 60)), seed=1, max_tokens=34)  # needs them all
+    engine.run(limit=400)
+    assert engine.core.pins.listing() == ()
+    assert engine.answer("large") == continuation(list(range(30, 60)), 34, seed=1)
 
 
 def test_without_a_cache_nothing_can_be_resident() -> None:

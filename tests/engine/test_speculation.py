@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quire.config.model import Heads, ModelConfig
+from quire.engine.decoding.lookahead_control import Length
 from quire.types.request import Abort
 from tiny_models import MemoryCheckpoint, random_checkpoint, tiny_config
 from worker_executor import TinyEngine, similar_checkpoint
@@ -40,7 +41,7 @@ def engine(method: dict[str, Any] | None, *, always: bool = True, **settings: An
     draft = settings.pop("draft", SIMILAR) if method is not None and method["method"] == "draft_model" else None
     made = TinyEngine(settings.pop("target", TARGET), method, draft=draft, **settings)
     if method is not None and always:
-        made.lookaheads.control.length = lambda chance, limit, rounds, *, drafting=False: limit  # type: ignore[attr-defined]
+        made.lookaheads.control.length = lambda chance, limit, rounds, *, drafting=False: Length(limit)  # type: ignore[attr-defined]
     return made
 
 

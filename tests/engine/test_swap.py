@@ -13,7 +13,7 @@ from quire.config.tiers import TierConfig
 from quire.engine.decoding.tools import DecodingTools
 from quire.types.decoding import BeamRules
 from quire.types.errors import ConfigError
-from quire.types.request import Branch
+from quire.types.request import Abort, Branch
 from quire.types.step import StepPlan
 from toy_decoding import BeamQuestion, ToyGrammars, ToyLookaheads, beam_answers, grammar_answer
 from toy_model import continuation
@@ -30,6 +30,15 @@ def engine_of(num_blocks: int, preemption: str = "swap", **settings: Any) -> Har
     return Harness(**{"num_blocks": num_blocks, "tiers": HOST, "tools": tools, "preemption": preemption, **settings})
 
 
+def serve(engine: Harness, count: int) -> None:
+    """Requests that come together; each gets the answer that it gets alone."""
+    for number in range(count):
+        engine.submit(f"r{number}", prompt(number), max_tokens=25, seed=number)
+    engine.run()
+    for number in range(count):
+        assert engine.answer(f"r{number}") == continuation(prompt(number), 25, seed=number)
+
+
 def notes(engine: Harness, kind: str) -> list[str]:
     return [entry.note for message in engine.finished.values() for entry in message.ledger if entry.kind == kind]
 
@@ -39,11 +48,7 @@ def notes(engine: Harness, kind: str) -> list[str]:
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
 def test_a_swapped_request_goes_on_where_it_was(block_size: int, depth: int, *, caching: bool) -> None:
     engine = engine_of(-(-60 // block_size), block_size=block_size, depth=depth, caching=caching)
-    for number in range(3):
-        engine.submit(f"r{number}", prompt(number), max_tokens=25, seed=number)
-    engine.run()
-    for number in range(3):
-        assert engine.answer(f"r{number}") == continuation(prompt(number), 25, seed=number)
+    serve(engine, 3)
     stats = engine.core.stats()
     assert stats.preemptions == stats.swaps > 0
     if not caching:  # a cache may find what is still on the device
@@ -134,20 +139,14 @@ def test_a_request_that_wants_prompt_logprobs_is_computed_again() -> None:
 
 def test_blocks_that_host_memory_has_no_room_for_are_computed_again() -> None:
     engine = engine_of(11, caching=False, tiers=TierConfig(host_blocks=1))
-    for number in range(2):
-        engine.submit(f"r{number}", prompt(number), max_tokens=25, seed=number)
-    engine.run()
-    for number in range(2):
-        assert engine.answer(f"r{number}") == continuation(prompt(number), 25, seed=number)
+    serve(engine, 2)
     assert engine.core.stats().swaps == 0
     assert any("host memory is full" in note for note in notes(engine, "preempted"))
 
 
 def test_the_ledger_says_what_a_preemption_moved_and_what_it_was_estimated_to_cost() -> None:
     engine = engine_of(11, caching=False)
-    for number in range(2):
-        engine.submit(f"r{number}", prompt(number), max_tokens=25, seed=number)
-    engine.run()
+    serve(engine, 2)
     note = notes(engine, "preempted")[0]
     assert note.startswith("no free blocks; swapped ")
     assert " blocks, est. " in note
@@ -172,11 +171,7 @@ def test_auto_does_what_is_measured_to_cost_less(token_seconds: float, block_sec
     behind = FakeTiers(64, 4, save_seconds=block_seconds, load_seconds=block_seconds)
     engine = engine_of(11, "auto", caching=False, clock=lambda: time[0], behind=behind)
     _timed(engine, time, lambda plan: 1e-4 + token_seconds * plan.num_tokens)
-    for number in range(6):
-        engine.submit(f"r{number}", prompt(number), max_tokens=25, seed=number)
-    engine.run()
-    for number in range(6):
-        assert engine.answer(f"r{number}") == continuation(prompt(number), 25, seed=number)
+    serve(engine, 6)
     stats = engine.core.stats()
     assert stats.preemptions > 2
     if swaps:
@@ -192,9 +187,7 @@ def test_swapping_without_host_memory_is_refused() -> None:
 
 def test_recompute_can_be_asked_for() -> None:
     engine = engine_of(11, "recompute", caching=False)
-    for number in range(2):
-        engine.submit(f"r{number}", prompt(number), max_tokens=25, seed=number)
-    engine.run()
+    serve(engine, 2)
     stats = engine.core.stats()
     assert stats.preemptions > 0
     assert stats.swaps == stats.tiers.saved == 0
@@ -219,3 +212,38 @@ def test_a_branch_of_a_request_whose_blocks_are_being_loaded_reads_none_of_them_
     assert engine.answer("young") == continuation(prompt(2), 30, seed=2)
     whole = [*prompt(2), *continuation(prompt(2), 30, seed=2)[:3], 5, 6]
     assert engine.answer("branch") == continuation(whole, 4, seed=3)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("num_blocks", range(7, 16))
+def test_a_prompt_of_one_token_that_makes_room_before_it_has_spoken_is_computed_again(
+    num_blocks: int, *, caching: bool
+) -> None:
+    engine = engine_of(num_blocks, block_size=1, depth=2, caching=caching, max_num_batched_tokens=8)
+    asked = {"old": [7, 8], "tiny": [5], "tinier": [6], "other": [9], "older": [3, 4]}
+    for name, tokens in asked.items():
+        engine.submit(name, tokens, max_tokens=6, seed=1)
+    engine.run(limit=500)
+    for name, tokens in asked.items():
+        assert engine.answer(name) == continuation(tokens, 6, seed=1)
+    assert engine.core.stats().tiers.host_held == 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_sample_that_ends_while_it_waits_gives_its_slots_back_and_the_others_go_on(*, caching: bool) -> None:
+    met = 0
+    for num_blocks in range(12, 24):
+        engine = engine_of(num_blocks, depth=2, caching=caching, max_num_batched_tokens=8)
+        for number in range(3):
+            engine.submit(f"r{number}", prompt(number, 5), max_tokens=24, seed=number)
+        engine.submit("two", prompt(7, 28), max_tokens=4, seed=2, n=2)
+        (group,) = [each for each in engine.core._scheduler.waiting if each.request.request_id == "two"]
+        while engine.core.has_work:
+            if not group.running and len(group.live) == 2 and group.leader.parked:
+                held = engine.core.stats().tiers.host_held
+                engine.core.abort(Abort("two", 0))
+                met += engine.core.stats().tiers.host_held < held
+            engine.step()
+        assert engine.answer("two", 1) == continuation(prompt(7, 28), 4, seed=2, index=1)
+        assert engine.core.stats().tiers.host_held == 0
+    assert met

@@ -8,9 +8,10 @@ import pytest
 
 from fake_tiers import FakeTiers, random_faults
 from harness import Harness
-from quire.config.tiers import TierConfig
+from quire.config.tiers import TierConfig, TierWrite
 from quire.types.request import Abort
 from quire.types.step import RowFailure, StepResult
+from quire.types.transfer import NO_TRANSFERS
 from toy_model import continuation
 
 HOST = TierConfig(host_blocks=64)
@@ -32,6 +33,12 @@ def crowd(engine: Harness, count: int = 6) -> None:
     """Prompts enough to drive everything else off the device."""
     for number in range(count):
         ask(engine, f"crowd {number} {len(engine.finished)}", other(number + 50))
+
+
+def fill_disk(engine: Harness) -> None:
+    """More prompts than the device and host memory hold; `other(0)` is the first."""
+    for number in range(8):
+        ask(engine, f"r{number}", other(number))
 
 
 def cached_note(engine: Harness, name: str) -> str:
@@ -120,8 +127,7 @@ def test_what_was_written_to_disk_is_found_after_a_restart() -> None:
 def test_a_disk_that_cannot_be_written_costs_no_request(reason: str) -> None:
     behind = FakeTiers(12, 4, fault=lambda what: reason if what == "store" else "")
     engine = Harness(num_blocks=10, tiers=DISK, behind=behind)
-    for number in range(8):
-        ask(engine, f"r{number}", other(number))
+    fill_disk(engine)
     ask(engine, "again", other(0))
     assert engine.core.stats().tiers.failures[reason] > 0
     assert not behind.files
@@ -131,8 +137,7 @@ def test_a_disk_that_cannot_be_written_costs_no_request(reason: str) -> None:
 def test_a_file_that_cannot_be_read_is_computed_instead_and_forgotten(reason: str) -> None:
     behind = FakeTiers(12, 4, fault=lambda what: reason if what == "fetch" else "")
     engine = Harness(num_blocks=10, tiers=DISK, behind=behind)
-    for number in range(8):
-        ask(engine, f"r{number}", other(number))
+    fill_disk(engine)
     ask(engine, "again", other(0))
     stats = engine.core.stats()
     assert stats.tiers.failures[reason] > 0
@@ -142,8 +147,7 @@ def test_a_file_that_cannot_be_read_is_computed_instead_and_forgotten(reason: st
 
 def test_a_file_that_somebody_deleted_is_computed_instead() -> None:
     engine = Harness(num_blocks=10, tiers=DISK)
-    for number in range(8):
-        ask(engine, f"r{number}", other(number))
+    fill_disk(engine)
     engine.tiers.files.clear()
     ask(engine, "again", other(0))
     assert engine.core.stats().tiers.failures["missing"] > 0
@@ -184,8 +188,7 @@ def test_a_disk_tier_keeps_to_its_quota() -> None:
 
 def test_a_disk_that_is_too_slow_to_write_everything_writes_what_it_can() -> None:
     engine = Harness(num_blocks=10, tiers=DISK, behind=FakeTiers(12, 4, speed=0))
-    for number in range(8):
-        ask(engine, f"r{number}", other(number))
+    fill_disk(engine)
     stats = engine.core.stats()
     assert stats.tiers.failures["queue"] > 0
     assert stats.tiers.host_held == 6  # half of the slots wait for the disk
@@ -193,8 +196,7 @@ def test_a_disk_that_is_too_slow_to_write_everything_writes_what_it_can() -> Non
 
 def test_resetting_the_cache_forgets_the_tiers_and_deletes_the_files() -> None:
     engine = Harness(num_blocks=10, tiers=DISK)
-    for number in range(8):
-        ask(engine, f"r{number}", other(number))
+    fill_disk(engine)
     assert engine.tiers.files
     engine.core.reset_cache()
     engine.core.check()
@@ -252,6 +254,74 @@ def test_files_are_read_while_a_request_waits_for_its_turn() -> None:
     engine.run()
     assert cached_note(engine, "waiting") == "disk 20"
     assert engine.answer("waiting") == continuation(STORY, 3, seed=1)
+
+
+def test_files_are_read_for_whom_the_policy_lets_in_next_however_many_others_wait() -> None:
+    first = Harness(num_blocks=40, tiers=TierConfig(64, "folder", 200, "through"))
+    ask(first, "first", STORY)
+    for number in range(4):
+        ask(first, f"later {number}", other(number))
+    behind = FakeTiers(12, 4, files=dict(first.tiers.files))
+    engine = Harness(num_blocks=40, tiers=DISK, behind=behind, policy="fair", max_num_seqs=2)
+    for number in range(12):
+        engine.submit(f"flood {number}", other(number + 20), max_tokens=9, seed=1, tenant="flood")
+    engine.step()
+    engine.submit("again", STORY, max_tokens=3, seed=1, tenant="modest")
+    for _ in range(6):
+        engine.step()
+    assert behind.num_fetched == 5  # before its turn came
+    engine.run()
+    assert cached_note(engine, "again") == "disk 20"
+
+
+@pytest.mark.parametrize("policy", ["lpm", "spf"])
+def test_files_are_read_for_one_that_overtakes_many(policy: str) -> None:
+    first = Harness(num_blocks=40, tiers=TierConfig(64, "folder", 200, "through"))
+    ask(first, "first", STORY)
+    for number in range(4):
+        ask(first, f"later {number}", other(number))
+    behind = FakeTiers(12, 4, files=dict(first.tiers.files))
+    engine = Harness(num_blocks=60, tiers=DISK, behind=behind, policy=policy, max_num_seqs=1)
+    ask(engine, "device", STORY[:4])  # so that it has the longest prefix
+    for number in range(12):
+        engine.submit(f"long {number}", other(number + 20, 40), max_tokens=3, seed=1)
+    engine.submit("again", STORY, max_tokens=3, seed=1)
+    engine.run()
+    assert "disk" in cached_note(engine, "again")
+
+
+@pytest.mark.parametrize("write", ["back", "through"])
+@pytest.mark.parametrize("host_blocks", [8, 10, 12])
+def test_of_a_prompt_the_end_is_forgotten_before_the_beginning(host_blocks: int, write: TierWrite) -> None:
+    engine = Harness(num_blocks=8, tiers=TierConfig(host_blocks=host_blocks, write=write))
+    ask(engine, "first", STORY)
+    ask(engine, "other", other(1, 20))
+    ask(engine, "again", STORY)
+    assert engine.finished["again"].num_cached_tokens == 20
+    engine.core.check()
+    found = []
+    for number in range(2, 12):  # ever more of it is driven out
+        ask(engine, f"other {number}", other(number, 8))
+        found.append(_length_in_tiers(engine, STORY))
+    assert found == sorted(found, reverse=True)
+    assert found[0] > found[-1]
+
+
+def _length_in_tiers(engine: Harness, tokens: list[int]) -> int:
+    """How much of a prompt is found; none of its blocks behind that is in host memory."""
+    scheduler = engine.core._scheduler
+    names = scheduler.tiers.names("", lambda start, stop: tuple(tokens[start:stop]), len(tokens))
+    on_device = scheduler._prefixes.find("", lambda start, stop: tuple(tokens[start:stop]), len(tokens)).num_tokens // 4
+    in_host = [name in scheduler.tiers._host for name in names]  # type: ignore[attr-defined]
+    length = next((place for place in range(on_device, len(names)) if not in_host[place]), len(names))
+    assert not any(in_host[length:])
+    return length
+
+
+def test_a_plan_that_moves_nothing_carries_no_orders_of_its_own() -> None:
+    engine = Harness(num_blocks=40, tiers=HOST)
+    ask(engine, "first", STORY)
+    assert all(plan.transfers is NO_TRANSFERS for plan in engine.executor.plans)
 
 
 def test_an_engine_that_died_has_no_more_work_whatever_its_tiers_still_wanted() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from http_server import TestServer, digests
-from quire.config.engine import CacheConfig
+from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.server import AccessConfig
+from quire.serving.http import residents
+from quire.types.errors import EngineDead
 from tests.http.conftest import Serve
 from tests.unit.serving.scripted import ids
 
@@ -110,6 +114,96 @@ def test_a_new_engine_is_told_of_registered_prompts(open_server: TestServer) -> 
     assert found(open_server, SYSTEM + " Who?") == len(ids(SYSTEM))
 
 
+def test_registered_prompts_are_computed_before_what_waited_for_the_new_engine(serve: Serve) -> None:
+    server = serve(access=TENANTS)
+    register(server)
+    server.link.kill()
+    server.wait(lambda: server.desk.engine is None)
+    before = len(server.link.submitted)
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(found, server, SYSTEM + " Who?", "k1")
+        server.wait(lambda: len(server.desk.tickets()) == 1)
+        server.link.revive()
+        waiting.result()
+    assert [submit.pin for submit in server.link.submitted[before:]] == ["system", "system", ""]
+
+
+def test_more_prompts_than_may_wait_at_once_are_registered_one_after_the_other(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residents, "_PAUSE", 0.01)
+    few = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=512, max_model_len=512)
+    server = serve(access=TENANTS, limits={"queue_requests": 1}, scheduler=few)
+    for name in ("one", "two", "three"):
+        assert register(server, name=name, prompt=SYSTEM + name).status_code == 201
+    server.link.kill()
+    server.link.revive()
+    server.wait(lambda: [row["resident"] for row in listed(server)] == [True] * 6)
+
+
+def test_a_prompt_that_is_refused_by_a_busy_engine_is_registered_when_it_has_room(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residents, "_PAUSE", 0.01)
+    server = serve(access=AccessConfig(admin_digests=digests("admin")), cache=CacheConfig(block_size=4, num_blocks=40))
+    register(server, prompt="x" * 40)
+    assert asyncio.run_coroutine_threadsafe(server.link.unpin("", "system"), server.loop).result(10)
+    server.link.gate.clear()
+    with ThreadPoolExecutor() as threads:
+        large = threads.submit(found, server, "y", max_tokens=140)
+        server.wait(lambda: server.desk.num_inside == 1)
+        before = len(server.link.submitted)
+        server.call(server.service.residents.recall)
+        server.wait(lambda: len(server.link.submitted) > before + 1)  # it is tried again
+        assert [row["resident"] for row in listed(server)] == [False]
+        server.link.gate.set()
+        server.link.settle()
+        large.result()
+    server.wait(lambda: [row["resident"] for row in listed(server)] == [True])
+
+
+def test_an_engine_that_does_not_answer_at_first_is_told_of_registered_prompts_too(
+    open_server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residents, "_PAUSE", 0.01)
+    answer, silences = open_server.link.pins, iter(range(3))
+
+    async def hesitate() -> Any:
+        if next(silences, None) is not None:
+            raise EngineDead("no answer")
+        return await answer()
+
+    register(open_server)
+    register(open_server, name="other", prompt="Another prompt.")
+    open_server.link.kill()
+    monkeypatch.setattr(open_server.link, "pins", hesitate)
+    open_server.link.revive()
+    open_server.wait(lambda: next(silences, None) is None)
+    open_server.wait(lambda: [row["resident"] for row in listed(open_server)] == [True, True])
+
+
+@pytest.mark.parametrize("way", ["delete", "reset"])
+def test_a_prompt_that_is_removed_while_a_new_engine_computes_it_is_not_held(open_server: TestServer, way: str) -> None:
+    register(open_server)
+    open_server.link.kill()
+    open_server.link.gate.clear()
+    before = len(open_server.link.submitted)
+    open_server.link.revive()
+    open_server.wait(lambda: len(open_server.link.submitted) > before)
+    with ThreadPoolExecutor() as threads:
+        if way == "delete":
+            removing = threads.submit(remove, open_server, "system")
+        else:
+            removing = threads.submit(open_server.post, "/admin/reset_cache", {}, headers=ADMIN)
+        open_server.wait(lambda: way == "delete" or not listed(open_server))
+        open_server.link.gate.set()
+        open_server.link.settle()
+        assert removing.result().status_code == 200
+    open_server.wait(open_server.is_idle)
+    assert listed(open_server) == []
+    open_server.wait(lambda: open_server.get("/admin/stats", headers=ADMIN).json()["pinned_prefixes"] == 0)
+
+
 def test_a_reset_forgets_registered_prompts_for_good(open_server: TestServer) -> None:
     register(open_server)
     assert open_server.post("/admin/reset_cache", {}, headers=ADMIN).json()["freed_blocks"] > 0
@@ -141,10 +235,37 @@ def test_a_registration_that_is_not_clear_is_refused_by_field(open_server: TestS
 def test_what_does_not_fit_is_refused_for_all_keys_together(serve: Serve) -> None:
     server = serve(access=TENANTS, cache=CacheConfig(block_size=4, num_blocks=160))
     answer = register(server, prompt="x" * 200)  # 50 blocks each, and 80 of 160 may be held
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prefix")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
     assert "80 of 160 are the limit" in answer.json()["error"]["message"]
     assert listed(server) == []
     server.wait(server.is_idle)
+
+
+def test_a_registration_that_would_not_fit_for_all_keys_is_refused_before_anything_is_computed(serve: Serve) -> None:
+    server = serve(access=TENANTS, cache=CacheConfig(block_size=4, num_blocks=160))
+    assert register(server).status_code == 201
+    rows, before = listed(server), len(server.link.submitted)
+    assert [row["resident"] for row in rows] == [True, True]
+    answer = register(server, prompt="x" * 200)  # for the first key alone it would fit
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    assert listed(server) == rows
+    assert len(server.link.submitted) == before
+
+
+def test_what_a_registration_replaced_comes_back_if_it_is_refused_after_all(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(access=TENANTS, cache=CacheConfig(block_size=4, num_blocks=160))
+    register(server)
+    rows = listed(server)
+
+    async def see_no_limit(wanted: object) -> None: ...
+
+    monkeypatch.setattr(server.service.residents, "_check_room", see_no_limit)
+    assert register(server, prompt="x" * 200).status_code == 400
+    server.wait(lambda: listed(server) == rows)
+    for key in ("k1", "k2"):
+        assert found(server, SYSTEM + " Who?", key) == len(ids(SYSTEM))
 
 
 def test_only_admins_see_or_change_what_is_resident(serve: Serve) -> None:

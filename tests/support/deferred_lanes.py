@@ -67,6 +67,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self._rng, self._now = random.Random(seed), 0.0
+        self.num_choices = 0  # tasks that were chosen among several
         self._lanes = [DeferredLane(self) for _ in range(4)]
         self.lanes = Lanes(*self._lanes)
 
@@ -76,6 +77,7 @@ class World:
         if ready:
             self._rng.choice(ready).advance()
             self._now += 1.0
+            self.num_choices += len(ready) > 1
         return bool(ready)
 
     def reach(self, mark: DeferredMark) -> None:

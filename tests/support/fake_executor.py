@@ -55,6 +55,7 @@ class FakeExecutor:
     poison: set[int] = field(default_factory=set)  # prompts beginning with these tokens fail, alone
     crash_at: int | None = None
     wrong_drafts: int = 3  # one in so many tokens of a draft is wrong
+    period: int = 0  # answers go on with what stands so many tokens before; 0: by the hash
     tiers: FakeTiers = field(default_factory=lambda: FakeTiers(0, 1))
 
     def __post_init__(self) -> None:
@@ -119,7 +120,10 @@ class FakeExecutor:
         for place, sample in enumerate(samples):
             row = self.rows[sample.row]
             history = self._history(sample)
-            token = next_token(history, row.new.seed, row.new.sample_index, allowed.get(place))
+            if self.period:
+                token = history[-self.period]
+            else:
+                token = next_token(history, row.new.seed, row.new.sample_index, allowed.get(place))
             tokens.append(token)
             if row.new.sampling.logprobs is not None:
                 logprobs.append(RowLogprobs(sample.row, _entry(history, token)))

@@ -63,6 +63,9 @@ class FakeTiers:
             self.slots[slot] = memory[block]
         for block, slot in orders.loads:
             self._coming.append((block, self.slots[slot].copy()))
+        if orders.drops_found:
+            self._queue += [("drop", file.key, -1) for file in self._found]
+            self._found = ()
         self._queue += [("store", *move) for move in orders.stores]
         self._queue += [("fetch", *move) for move in orders.fetches]
         self._queue += [("drop", key, -1) for key in orders.drops]

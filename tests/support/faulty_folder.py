@@ -24,9 +24,11 @@ class FaultyFolder:
     inner: PrivateFolder
     errors: dict[str, int] = field(default_factory=dict)
     gate: Event = field(default_factory=Event)  # reads begin when it is set
+    listing: Event = field(default_factory=Event)  # as does listing
 
     def __post_init__(self) -> None:
         self.gate.set()
+        self.listing.set()
 
     def meet(self, operation: str) -> None:
         if operation in self.errors:
@@ -50,6 +52,7 @@ class FaultyFolder:
         self.inner.unlink(name)
 
     def entries(self) -> Iterator[Entry]:
+        self.listing.wait()
         self.meet("entries")
         return self.inner.entries()
 

@@ -85,6 +85,13 @@ class RecordedLoad:
         return self.tape.path
 
 
+def play_crowd(load: RecordedLoad) -> None:
+    """Eight requests come together, and all grow to 52 tokens."""
+    for number in range(8):
+        load.submit(f"r{number}", [number + 5] * 12, max_tokens=40)
+    load.run()
+
+
 def play_random_load(load: RecordedLoad, num_requests: int = 40) -> None:
     """Requests of every kind come, some are aborted, until all are over."""
     rng = random.Random(load.seed)

@@ -26,7 +26,9 @@ class CacheConfig:
     enable_prefix_caching: bool = True  # blocks outlive their sequences and serve prompts that begin alike
     layout: Literal["paged", "virtual"] = "paged"  # virtual: a sequence's blocks are mapped side by side
     eviction: EvictionName = "lru"  # which of the cached blocks that nobody holds goes first
-    namespace: str = ""  # hex digest of all that shapes keys and values besides tokens and salt: weights, dtypes, sizes
+    # Hex digest of all that shapes keys and values besides tokens and salt: weights, dtypes, sizes. It keeps the blocks
+    # of models apart where they outlive a process, on disk; within one there is one model.
+    namespace: str = ""
     tiers: TierConfig = field(default_factory=TierConfig)  # where blocks go that the device has no room for
 
     def __post_init__(self) -> None:

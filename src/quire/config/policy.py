@@ -32,6 +32,7 @@ SETTINGS: dict[PolicyName, tuple[str, ...]] = {
     "waiting_served_ratio": ("waiting_served_ratio", "max_waiting_tokens"),
 }  # what each policy reads; the others have none
 DEFAULT_AGEING = 30.0
+MOST = 10**9  # of any setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,10 @@ class PolicySettings:
             if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
                 kind = "a whole number" if whole else "a number"
                 raise ConfigError("policy_config", f"{field.name} must be {kind}, got {value!r}", "leave it out")
-            least = 1 if field.name == "window" else 0
-            strict = field.name in ("ageing", "tpot")
-            if not value < float("inf") or value < least or (strict and value == 0):
-                bound = "above 0" if strict else f"at least {least}"
-                raise ConfigError("policy_config", f"{field.name} must be {bound}, got {value!r}", "raise it")
+            least, strict = int(field.name == "window"), field.name in ("ageing", "tpot")
+            if not least <= value <= MOST or (strict and value == 0):
+                bound = f"{'above 0' if strict else f'at least {least}'} and at most {MOST:,}"
+                raise ConfigError("policy_config", f"{field.name} must be {bound}", "choose a number in between")
         if not self.input_weight and not self.output_weight:
             raise ConfigError("policy_config", "input_weight and output_weight are both 0", "raise one of them")
 

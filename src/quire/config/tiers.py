@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -51,7 +53,7 @@ def read_tiers(
     host: int | str | None, swap_space: object, disk_path: object, disk: int | str | None, write: object
 ) -> TierConfig:
     """What was asked for, in bytes: `settle_tiers` makes blocks of it. `swap_space` is host memory in GiB."""
-    if write not in ("back", "through"):
+    if write not in (None, "back", "through"):
         raise ConfigError("tier_write", f"{write!r} is unknown", 'use "back" or "through"')
     if host is not None and swap_space is not None:
         raise ConfigError("swap_space", "cannot be given together with host_cache_memory", "choose one of them")
@@ -59,15 +61,25 @@ def read_tiers(
     if swap_space is not None:
         if isinstance(swap_space, bool) or not isinstance(swap_space, int | float) or not 0 <= swap_space < 2**40:
             raise ConfigError("swap_space", f"must be a number of GiB, got {swap_space!r}", "4 is four GiB")
-        host_bytes = int(swap_space * GIB)
-    if disk_path is not None and (not isinstance(disk_path, str) or not disk_path):
-        raise ConfigError("disk_cache_path", f"must be the path of a folder, got {disk_path!r}")
+        host_bytes = math.ceil(swap_space * GIB)
+    if write is not None and not host_bytes:
+        raise ConfigError("tier_write", "means nothing without host_cache_memory", "add that, or leave it out")
     if (disk_path is None) != (disk is None):
         missing = "disk_cache_path" if disk_path is None else "disk_cache_memory"
         raise ConfigError(missing, "is missing: the disk tier needs a folder and a size", "give both or neither")
     disk_bytes = 0 if disk is None else parse_size("disk_cache_memory", disk)
-    path = "" if disk_path is None else str(Path(disk_path).expanduser())
+    path = "" if disk_path is None else _read_folder(disk_path)
     return TierConfig(host_bytes, path, disk_bytes, "through" if write == "through" else "back")
+
+
+def _read_folder(given: object) -> str:
+    path = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ConfigError("disk_cache_path", f"must be the path of a folder, got {given!r}", "give one of your own")
+    try:
+        return str(Path(path).expanduser())
+    except RuntimeError:
+        raise ConfigError("disk_cache_path", f"there is no home for {path!r}", "write the whole path") from None
 
 
 def check_tiers(tiers: TierConfig, preemption: PreemptionName, policy: PolicyName, layout: str) -> None:
@@ -81,9 +93,10 @@ def check_tiers(tiers: TierConfig, preemption: PreemptionName, policy: PolicyNam
         raise ConfigError("host_cache_memory", reason, _LEAVE_OUT)
 
 
-def settle_tiers(asked: TierConfig, block_bytes: int) -> TierConfig:
-    """The same in blocks of so many bytes. Raises ConfigError where a tier does not hold one."""
-    for name, size in (("host_cache_memory", asked.host_blocks), ("disk_cache_memory", asked.disk_blocks)):
+def settle_tiers(asked: TierConfig, block_bytes: int, host_field: str = "host_cache_memory") -> TierConfig:
+    """The same in blocks of so many bytes. Raises ConfigError where a tier does not hold one; `host_field` is the name
+    under which host memory was asked for."""
+    for name, size in ((host_field, asked.host_blocks), ("disk_cache_memory", asked.disk_blocks)):
         if 0 < size < block_bytes:
             reason = f"{format_size(size)} hold no block: one takes {format_size(block_bytes)}"
             raise ConfigError(name, reason, "raise it")

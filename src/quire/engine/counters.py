@@ -16,7 +16,7 @@ class Counters:
         self.steps = self.finished = self.output_tokens = 0
         self._prompt_tokens = self._computed_tokens = 0
         self._steps_by_size = [0] * (len(STEP_SIZES) + 1)
-        self._step_seconds = self._last_step_seconds = 0.0
+        self._step_seconds = 0.0
 
     def note_plan(self, plan: StepPlan) -> None:
         num_tokens = plan.num_tokens
@@ -28,7 +28,6 @@ class Counters:
         """A step came back after so long, with tokens of those that run ahead."""
         self.steps += 1
         self.output_tokens += num_outputs
-        self._last_step_seconds = seconds
         self._step_seconds += seconds
 
     def stats(self, scheduler: Scheduler, paced: PacedRows, cache: CacheConfig) -> EngineStats:
@@ -52,7 +51,6 @@ class Counters:
             prompt_tokens=self._prompt_tokens,
             output_tokens=self.output_tokens + paced.num_searched,
             step_seconds=self._step_seconds,
-            last_step_seconds=self._last_step_seconds,
             blocks=blocks,
             computed_tokens=self._computed_tokens,
             steps_by_size=tuple(self._steps_by_size),

@@ -33,6 +33,8 @@ def _values(stats: EngineStats) -> dict[str, float]:
         "prefix_cache_hits": stats.prefix_hits,
         "prefix_cache_evicted_blocks": stats.evicted_blocks,
         "prefix_cache_pinned_blocks": blocks.pinned,
+        "prefix_cache_pinned_prefixes": stats.pinned_prefixes,
+        "cache_tier_held_blocks": stats.tiers.host_held,
         "spec_decode_num_drafts": stats.drafts,
         "spec_decode_num_draft_tokens": stats.drafted_tokens,
         "spec_decode_num_accepted_tokens": stats.accepted_tokens,
@@ -59,13 +61,9 @@ def _labelled(stats: EngineStats) -> dict[str, dict[str, float]]:
         "cache_tier_used_blocks": {"host": tiers.host_used, "disk": tiers.disk_used},
         "cache_tier_moved_blocks": moved,
         "cache_tier_moved_bytes": {way: count * tiers.block_bytes for way, count in moved.items()},
-        "cache_tier_evicted_blocks": {
-            "device": stats.evicted_blocks,
-            "host": tiers.host_evicted,
-            "disk": tiers.disk_evicted,
-        },
+        "cache_tier_evicted_blocks": {"host": tiers.host_evicted, "disk": tiers.disk_evicted},
         "cache_tier_failures": dict.fromkeys(TIER_FAILURES, 0.0) | tiers.failures,
     }
 
 
-_NONE = EngineStats(0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, BlockStats(0, 0, 0, 0, 0, 0))
+_NONE = EngineStats(0, 0, 0, 0, 0, 0, 0, 0.0, BlockStats(0, 0, 0, 0, 0, 0))

@@ -15,8 +15,6 @@ from quire.engine.decoding.grammar_compiler import GrammarCompiler
 from quire.engine.decoding.lookahead_registry import make_lookaheads
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.decoding.vocabulary import VocabularySource
-from quire.engine.recording.core import RecordedCore
-from quire.engine.recording.tape import Tape
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.hardware import detect_hardware
 from quire.runtime.loading.files import ModelFiles
@@ -40,8 +38,10 @@ class PlannedEngine:
         self, load_format: Literal["auto", "dummy"], progress: Progress, tools: DecodingTools | None = None
     ) -> EngineCore:
         """Load the weights and make the engine; its `close` gives the memory back."""
-        namespace = cache_namespace(self.files, self.model, self.config, load_format)
-        config = replace(self.config, cache=replace(self.config.cache, namespace=namespace))
+        config = self.config
+        if config.cache.tiers.disk_path:  # what else is cached ends with this process, which has one model
+            namespace = cache_namespace(self.files, self.model, config, load_format)
+            config = replace(config, cache=replace(config.cache, namespace=namespace))
         executor = SingleExecutor(
             self.files,
             self.model,
@@ -71,6 +71,9 @@ class PlannedEngine:
 def _make_core(executor: SingleExecutor, config: EngineConfig, vocab_size: int, tools: DecodingTools) -> EngineCore:
     if config.recording is None:
         return EngineCore(executor, config.cache, config.scheduler, vocab_size, tools=tools)
+    from quire.engine.recording.core import RecordedCore  # needless where nothing is recorded
+    from quire.engine.recording.tape import Tape
+
     tape = Tape.of(config, vocab_size, executor.depth)
     return RecordedCore(executor, config.cache, config.scheduler, vocab_size, tape=tape, tools=tools)
 

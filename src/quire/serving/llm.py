@@ -28,6 +28,7 @@ from quire.serving.prompts import (
     Message,
     Prompt,
     PromptLike,
+    is_conversation,
     pair_beams,
     pair_sampling,
     read_conversations,
@@ -207,9 +208,8 @@ class LLM:
         named: object = name
         if not isinstance(named, str) or not named:
             raise InvalidRequest("name", f"must be text, got {named!r}", "give a name to list and remove it by")
-        is_chat = not isinstance(prompt, str | Mapping) and bool(prompt) and isinstance(prompt[0], Mapping)
-        if is_chat:
-            prompts = self._render(read_conversations(prompt), None, None, add_generation_prompt=False)  # type: ignore[arg-type]
+        if is_chat := is_conversation(prompt):
+            prompts = self._render(read_conversations(prompt), None, None, add_generation_prompt=False)
         else:
             prompts = read_prompts(prompt)  # type: ignore[arg-type]
         if len(prompts) != 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypedDict, TypeVar
+from typing import TypeAlias, TypedDict, TypeGuard, TypeVar
 
 from quire.types.beam import BeamSearchParams
 from quire.types.errors import InvalidRequest
@@ -66,6 +66,13 @@ def _pair(name: str, kind: type[_Params], params: _Params | Sequence[_Params], n
         if not isinstance(one, kind):
             raise InvalidRequest(f"{name}[{i}]", f"must be {kind.__name__}, got {type(one).__name__}")
     return params
+
+
+def is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
+    """Whether it is a list of messages and no prompt: its first item says whose words it is."""
+    if not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return isinstance(prompt[0], Mapping) and "role" in prompt[0]
 
 
 def read_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:

@@ -36,9 +36,10 @@ class Cost:
 
 
 class Fit(NamedTuple):
-    """A cost and how well it tells what it was fitted to: the sum of its errors / the sum of all seconds."""
+    """A cost and how well it tells all steps, those left out too: the sum of its errors / the sum of all seconds."""
 
     cost: Cost
+    num_used: int  # of the steps
     num_steps: int
     error: float
 
@@ -46,16 +47,16 @@ class Fit(NamedTuple):
 def fit_cost(steps: Sequence[StepSize]) -> Fit:
     """The line of least squares with no negative price. Steps far off it, such as a first one, are left out."""
     if not steps:
-        return Fit(Cost(1e-3, 0.0, 0.0), 0, 0.0)
+        return Fit(Cost(1e-3, 0.0, 0.0), 0, 0, 0.0)
     table = np.array(steps, dtype=np.float64)  # [steps, 3]
     prices = _solve(table)
     errors = np.abs(_predict(table, prices) - table[:, 2])
     spread = float(np.median(errors))
     near = table[errors <= _FAR * spread + 1e-9]
-    if 3 < len(near) < len(table):
-        prices = _solve(near)
-    error = float(np.abs(_predict(near, prices) - near[:, 2]).sum() / max(near[:, 2].sum(), 1e-12))
-    return Fit(Cost(*(float(price) for price in prices)), len(table), error)
+    used = near if len(near) > 3 else table
+    prices = _solve(used)
+    error = float(np.abs(_predict(table, prices) - table[:, 2]).sum() / max(table[:, 2].sum(), 1e-12))
+    return Fit(Cost(*(float(price) for price in prices)), len(used), len(table), error)
 
 
 def _predict(table: npt.NDArray[np.float64], prices: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -13,7 +13,7 @@ from quire.simulator.clock import VirtualClock
 from quire.simulator.cost import Cost
 from quire.simulator.link import DEFAULT_LINK, LinkCost, SimulatedLink
 from quire.types.step import Candidates, RowDraft, RowFailure, RowLogprobs, StepPlan, StepResult, TokenLogprobs
-from quire.types.transfer import TransferReport
+from quire.types.transfer import FoundFile, TransferReport
 
 Answer = Callable[[StepPlan], StepResult]
 
@@ -33,10 +33,11 @@ class SimulatedExecutor:
         answer: Answer = say_nothing,
         depth: int = 1,
         link: LinkCost = DEFAULT_LINK,
+        files: tuple[FoundFile, ...] = (),
     ) -> None:
         self.depth = depth
         self._clock, self._cost, self._answer = clock, cost, answer
-        self._link = SimulatedLink(clock, link)
+        self._link = SimulatedLink(clock, link, files)
         self._flights: deque[tuple[float, StepResult]] = deque()  # when each is done
         self._free_at = 0.0
 

@@ -12,15 +12,14 @@ from quire.simulator.timeline import Span, timeline
 
 def export_run(run: Run) -> dict[str, Any]:
     """A run with everything that is known of it; times in seconds since its first arrival."""
+    begin = run.begin
     return {
         "name": run.name,
         "cache": asdict(run.cache),
         "scheduler": asdict(run.scheduler),
         "summary": summarize(run),
-        "requests": [_request(run, outcome, spans) for outcome, spans in timeline(run)],
-        "steps": [
-            step._asdict() | {"start": step.start - run.begin, "end": step.end - run.begin} for step in run.steps
-        ],
+        "requests": [_request(outcome, spans, begin) for outcome, spans in timeline(run)],
+        "steps": [step._asdict() | {"start": step.start - begin, "end": step.end - begin} for step in run.steps],
     }
 
 
@@ -29,7 +28,7 @@ def export_changes(before: Run, after: Run) -> list[dict[str, Any]]:
     return [_change(change) for change in compare(before, after)]
 
 
-def _request(run: Run, outcome: Outcome, spans: list[Span]) -> dict[str, Any]:
+def _request(outcome: Outcome, spans: list[Span], begin: float) -> dict[str, Any]:
     return {
         "id": outcome.request_id,
         "tenant": outcome.request.tenant,
@@ -37,7 +36,7 @@ def _request(run: Run, outcome: Outcome, spans: list[Span]) -> dict[str, Any]:
         "prompt_tokens": len(outcome.request.prompt_token_ids),
         "output_tokens": outcome.num_outputs,
         "cached_tokens": outcome.num_cached,
-        "arrival": outcome.arrival - run.begin,
+        "arrival": outcome.arrival - begin,
         "waited": outcome.waited,
         "ttft": outcome.ttft,
         "tpot": outcome.tpot,
@@ -46,7 +45,7 @@ def _request(run: Run, outcome: Outcome, spans: list[Span]) -> dict[str, Any]:
         "finish_reasons": outcome.reasons,
         "error": outcome.error,
         "refused": outcome.refused,
-        "timeline": [[span.state, span.start - run.begin, span.end - run.begin, span.why] for span in spans],
+        "timeline": [[span.state, span.start - begin, span.end - begin, span.why] for span in spans],
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.simulator.clock import VirtualClock
-from quire.types.transfer import NO_TRANSFERS, NOTHING_MOVED, TransferReport, Transfers
+from quire.types.transfer import NO_TRANSFERS, NOTHING_MOVED, FoundFile, TransferReport, Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,14 @@ class _Carried(NamedTuple):
 
 
 class SimulatedLink:
-    """A link and a disk, each busy with one thing at a time. Nothing fails."""
+    """A link and a disk, each busy with one thing at a time. Nothing fails. `files` are on the disk at the start."""
 
-    def __init__(self, clock: VirtualClock, cost: LinkCost) -> None:
+    def __init__(self, clock: VirtualClock, cost: LinkCost, files: tuple[FoundFile, ...] = ()) -> None:
         self._clock, self._cost = clock, cost
         self._link_free_at = self._disk_free_at = 0.0
         self._under_way: deque[_Carried] = deque()
+        if files:
+            self._under_way.append(_Carried(clock.now, TransferReport(found=files)))
 
     def carry(self, orders: Transfers) -> None:
         if orders is NO_TRANSFERS:
@@ -58,6 +60,7 @@ class SimulatedLink:
         return TransferReport(
             stored=tuple(key for report in done for key in report.stored),
             fetched=tuple(key for report in done for key in report.fetched),
+            found=tuple(file for report in done for file in report.found),
             num_saved=sum(report.num_saved for report in done),
             num_loaded=sum(report.num_loaded for report in done),
             save_seconds=sum(report.save_seconds for report in done),

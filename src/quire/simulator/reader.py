@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -53,13 +55,13 @@ def read_recording(path: Path) -> Recording:
     reader = _Reader(_checked(path, number, lambda: _setup(first)))
     for number, record in lines:
         _checked(path, number, lambda record=record: reader.take(record))  # type: ignore[misc]
-    return reader.finish()
+    return _checked(path, number, reader.finish)
 
 
 def _checked(path: Path, number: int, read: Callable[[], T]) -> T:
     try:
         return read()
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, QuireError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, QuireError) as error:
         what = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise RecordingError(f"{path}, line {number}: not a record of format {FORMAT}: {what}") from None
 
@@ -128,7 +130,8 @@ class _Reader:
             end = recording.ends.get(ordinal)
             if submitted.ends_by_text and end is not None and end.error is None and "abort" not in end.reasons:
                 said = [ids for (owner, _), ids in recording.answers.tokens.items() if owner == ordinal]
-                most = self._most_tokens(submitted.request) if "length" in end.reasons else len(max(said, key=len)) + 1
+                longest = max(map(len, said), default=0)
+                most = self._most_tokens(submitted.request) if "length" in end.reasons else longest + 1
                 recording.answers.scripts[ordinal].over |= {path_digest(ids) for ids in said if len(ids) < most}
         return recording
 
@@ -139,6 +142,8 @@ class _Reader:
 
     def _when(self, record: Record) -> tuple[float, tuple[float, ...]]:
         clock = tuple(float(reading) for reading in record["clock"])
+        if not all(before <= after < inf for before, after in pairwise((self._at, *clock))):
+            raise ValueError("a clock that went back")
         at = clock[0] if clock else self._at
         self._at = clock[-1] if clock else self._at
         return at, clock
@@ -148,15 +153,15 @@ class _Reader:
         at, clock = self._when(record)
         ordinal, texts = int(record["of"]), record["texts"]
         rules = TokenRules(
-            end_ids=tuple(record["rules"]["end_ids"]),
-            eos_ids=tuple(record["rules"]["eos_ids"]),
+            end_ids=_whole(record["rules"]["end_ids"]),
+            eos_ids=_whole(record["rules"]["eos_ids"]),
             grammar=str(ordinal) if texts else "",
         )
         sampling = {name: value for name, value in record["sampling"].items() if name not in _TEXTS}
         beam, source = record.get("beam"), record.get("source")
         request = Submit(
-            request_id=record["id"],
-            prompt_token_ids=tuple(record["prompt"]),
+            request_id=str(record["id"]),
+            prompt_token_ids=_whole(record["prompt"]),
             sampling=SamplingParams(**sampling),
             rules=rules,
             priority=record.get("priority", 0),
@@ -184,7 +189,9 @@ class _Reader:
 
     def _abort(self, record: Record) -> None:
         index, stop, count = record["index"], bool(record["stop"]), int(record["tokens"])
-        self._recording.events.append(Aborted(*self._when(record), int(record["of"]), index, stop, count))
+        ordinal = self._requests[int(record["of"])].ordinal
+        index = None if index is None else int(index)
+        self._recording.events.append(Aborted(*self._when(record), ordinal, index, stop, count))
 
     def _unpin(self, record: Record) -> None:
         self._recording.events.append(Unpinned(*self._when(record), record["salt"], record["name"]))
@@ -218,7 +225,9 @@ class _Reader:
         )
 
     def _dead(self, record: Record) -> None:
-        self._recording.dead = str(record["reason"])
+        recording = self._recording
+        if recording.fatal is None:
+            recording.dead, recording.fatal = str(record["reason"]), len(recording.events) - 1
 
     def _over(self, record: Record) -> None:
         self._recording.over = str(record["reason"])
@@ -226,10 +235,11 @@ class _Reader:
     # ----------------------------------------------------------------------------------------- what the model said
     def _tokens(self, record: Record) -> None:
         ordinal, index = record["of"]
-        ids = record["ids"]
-        if not all(isinstance(token, int) for token in ids):
-            raise ValueError("ids that are no whole numbers")
-        self._recording.answers.add_tokens((int(ordinal), int(index)), int(record["at"]), ids)
+        ids = list(_whole(record["ids"]))
+        place, longest = int(record["at"]), self._recording.setup.scheduler.max_model_len
+        if not 0 <= place < longest:
+            raise ValueError(f"place {place} of an answer, beyond max_model_len {longest}")
+        self._recording.answers.add_tokens((int(ordinal), int(index)), place, ids)
 
     def _beams(self, record: Record) -> None:
         lines = [[-np.inf if score is None else score for score in line] for line in record["scores"]]
@@ -276,12 +286,18 @@ def _setup(record: Record) -> Setup:
     )
 
 
+def _whole(ids: list[int]) -> tuple[int, ...]:
+    if not all(isinstance(token, int) for token in ids):
+        raise ValueError("ids that are no whole numbers")
+    return tuple(ids)
+
+
 def _report(record: Record) -> TransferReport:
     return TransferReport(
         stored=tuple(map(bytes.fromhex, record.get("stored", ()))),
         fetched=tuple(map(bytes.fromhex, record.get("fetched", ()))),
         failed=tuple(FailedFile(bytes.fromhex(key), reason) for key, reason in record.get("failed", ())),
-        found=tuple(FoundFile(bytes.fromhex(key), used_at) for key, used_at in record.get("found", ())),
+        found=tuple(FoundFile(bytes.fromhex(key), *about) for key, *about in record.get("found", ())),
         num_saved=int(record.get("num_saved", 0)),
         num_loaded=int(record.get("num_loaded", 0)),
         save_seconds=float(record.get("save_seconds", 0.0)),
@@ -306,6 +322,6 @@ def _revive_value(hint: Any, value: Any) -> Any:
         hint = next((each for each in get_args(hint) if is_dataclass(each)), hint)
     if isinstance(value, dict) and is_dataclass(hint):
         return revive(hint, value)  # type: ignore[arg-type]
-    if isinstance(value, list):
-        return tuple(value)
-    return value
+    if hint in (int, str, bool) and not isinstance(value, hint):
+        raise ValueError(f"{value!r} is no {hint.__name__}")
+    return tuple(value) if isinstance(value, list) else value

@@ -119,7 +119,8 @@ class Recording:
     ends: dict[int, Ended] = field(default_factory=dict)
     answers: Answers = field(default_factory=Answers)
     over: str | None = None
-    dead: str | None = None  # what the engine died of, with this recording's last step
+    dead: str | None = None  # what the engine died of ...
+    fatal: int | None = None  # ... and the place among the events of the step it died in
     inexact: list[str] = field(default_factory=list)  # what cannot be decided again from what was recorded, and why
 
     def submits(self) -> Iterator[Submitted]:

@@ -49,6 +49,11 @@ class Outcome:
         return bool(self.reasons) or self.error is not None
 
     @property
+    def fault(self) -> str | None:
+        """Why it was refused or failed."""
+        return self.refused or self.error
+
+    @property
     def ttft(self) -> float | None:
         first = self._first("first_token")
         return None if first is None else first - self.arrival

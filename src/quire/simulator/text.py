@@ -16,10 +16,10 @@ KEY = "  ".join(f"{mark} {state}" for state, mark in MARKS.items())
 
 def show_run(run: Run, rows: int) -> str:
     """A run's figures and the first requests' lanes; `rows` 0: all."""
-    told = timeline(run)
+    told, begin, seconds = timeline(run), run.begin, run.seconds
     shown = told[:rows] if rows else told
     header = ["request", "arrived", "waited", "TTFT", "end", "out", "preempted", "why", "timeline"]
-    lines = [_request_row(run, outcome, spans) for outcome, spans in shown]
+    lines = [[*_request_row(outcome, spans, begin), _lane(spans, begin, seconds)] for outcome, spans in shown]
     parts = [show_summary([run]), table(header, lines, left=(0, 7, 8)), f"timeline: {KEY}"]
     if len(shown) < len(told):
         parts.append(f"{len(told) - len(shown)} more requests: --rows 0 shows all")
@@ -28,6 +28,11 @@ def show_run(run: Run, rows: int) -> str:
 
 def show_summary(runs: Sequence[Run]) -> str:
     """The figures of runs beside each other."""
+    return table(["", *(run.name for run in runs)], summary_rows(runs))
+
+
+def summary_rows(runs: Sequence[Run]) -> list[list[str]]:
+    """The figures' names, each with what it is in every run."""
     found = [summarize(run) for run in runs]
     rows = [
         ["requests finished", *(f"{each['finished']} of {each['requests']}" for each in found)],
@@ -44,7 +49,7 @@ def show_summary(runs: Sequence[Run]) -> str:
     for name in ("failed", "refused"):
         if any(each[name] for each in found):
             rows.append([name, *(str(each[name]) for each in found)])
-    return table(["", *(run.name for run in runs)], rows)
+    return rows
 
 
 def show_changes(before: Run, after: Run, rows: int) -> str:
@@ -55,7 +60,7 @@ def show_changes(before: Run, after: Run, rows: int) -> str:
     header = ["request", f"TTFT {before.name}", after.name, "end", after.name, "change", "preempted"]
     moved = [change for change in changes if change.verdict != "same"]
     half = (rows + 1) // 2
-    shown = moved if not rows or len(moved) <= rows else [*moved[:half], *moved[-(rows - half) :]]
+    shown = moved if not rows or len(moved) <= rows else [*moved[:half], *moved[half - rows + len(moved) :]]
     title = f"from {before.name} to {after.name}: {told}"
     parts = [show_summary([before, after]), title]
     if shown:
@@ -79,25 +84,24 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[i
     return "\n".join(lines)
 
 
-def _request_row(run: Run, outcome: Outcome, spans: list[Span]) -> list[str]:
+def _request_row(outcome: Outcome, spans: list[Span], begin: float) -> list[str]:
     end = outcome.ended_at
     return [
-        _short(outcome.request_id, 24),
-        _seconds(outcome.arrival - run.begin),
+        shorten(outcome.request_id),
+        _seconds(outcome.arrival - begin),
         _seconds(outcome.waited),
         _seconds(outcome.ttft),
-        _seconds(None if end is None else end - run.begin),
+        _seconds(None if end is None else end - begin),
         str(outcome.num_outputs),
         str(outcome.num_preemptions),
-        _short(_reason(outcome, spans), 32),
-        _lane(run, spans),
+        shorten(_reason(outcome, spans), 32),
     ]
 
 
 def _change_row(change: Change) -> list[str]:
     before, after, moved = change.before, change.after, change.latency
     return [
-        _short(before.request_id, 24),
+        shorten(before.request_id),
         _seconds(before.ttft),
         _seconds(after.ttft),
         _seconds(before.latency),
@@ -109,19 +113,19 @@ def _change_row(change: Change) -> list[str]:
 
 def _reason(outcome: Outcome, spans: list[Span]) -> str:
     """What a request waited for longest, or how it ended badly."""
-    if outcome.refused is not None or outcome.error is not None:
-        return outcome.refused or outcome.error or ""
+    if outcome.fault is not None:
+        return outcome.fault
     stopped = [span for span in spans if span.state in ("waiting", "preempted", "swapped")]
     longest = max(stopped, key=lambda span: span.end - span.start, default=None)
     return "" if longest is None else longest.why.removeprefix("in the queue").removeprefix("; ")
 
 
-def _lane(run: Run, spans: list[Span]) -> str:
-    scale = LANE / run.seconds if run.seconds > 0 else 0.0
+def _lane(spans: list[Span], begin: float, seconds: float) -> str:
+    scale = LANE / seconds if seconds > 0 else 0.0
     lane = [" "] * LANE
     for span in spans:
-        first = min(int((span.start - run.begin) * scale), LANE - 1)
-        last = min(max(int((span.end - run.begin) * scale), first + 1), LANE)
+        first = min(int((span.start - begin) * scale), LANE - 1)
+        last = min(max(int((span.end - begin) * scale), first + 1), LANE)
         lane[first:last] = MARKS[span.state] * (last - first)
     return "".join(lane)
 
@@ -130,5 +134,6 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}s"
 
 
-def _short(text: str, length: int) -> str:
+def shorten(text: str, length: int = 24) -> str:
+    """A text that takes no more than so many characters."""
     return text if len(text) <= length else f"{text[: length - 3]}..."

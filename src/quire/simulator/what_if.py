@@ -6,11 +6,13 @@ size took; a sample says what it said.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import RESERVING
+from quire.config.tiers import TierConfig, check_tiers
 from quire.engine.recording.open import OpenRequests
 from quire.simulator.clock import VirtualClock
 from quire.simulator.cost import Fit, fit_cost
@@ -18,7 +20,16 @@ from quire.simulator.engine import ReplayedCore, Watch, sizes
 from quire.simulator.executor import Prompter, SimulatedExecutor
 from quire.simulator.grammars import ScriptedGrammars
 from quire.simulator.link import LinkCost, fit_link
-from quire.simulator.recording import Aborted, CacheReset, Recording, RecordingError, Stepped, Submitted, Unpinned
+from quire.simulator.recording import (
+    Aborted,
+    CacheReset,
+    Event,
+    Recording,
+    RecordingError,
+    Stepped,
+    Submitted,
+    Unpinned,
+)
 from quire.simulator.run import Outcome, Run, StepRun
 from quire.types.errors import InvalidRequest
 from quire.types.output import TokensOut
@@ -39,10 +50,22 @@ class Scenario:
         return cls(recording, fit_cost(recording.step_sizes()), fit_link(reports))
 
     def run(self, name: str, cache: CacheConfig, scheduler: SchedulerConfig) -> Run:
-        """Raises ConfigError for sections that do not go together, RecordingError if the engine stops."""
+        """Raises ConfigError for sections that do not go together, RecordingError if the engine stops.
+
+        Policies that reserve memory share and move no blocks: under them there is no prefix cache and no tier.
+        """
         if scheduler.policy in RESERVING:
-            cache = replace(cache, enable_prefix_caching=False)
+            cache = replace(cache, enable_prefix_caching=False, tiers=TierConfig())
+            scheduler = replace(scheduler, preemption="recompute")
+        check_tiers(cache.tiers, scheduler.preemption, scheduler.policy, cache.layout)
         return _Play(self, Run(name, cache, scheduler)).play()
+
+
+class _Input(NamedTuple):
+    """Something that came in, and when the engine's next step began: an idle engine takes all of that step together."""
+
+    event: Event
+    step_at: float
 
 
 @dataclass(slots=True)
@@ -72,8 +95,10 @@ class _Play:
         setup, answers = recording.setup, recording.answers
         prompter = Prompter(answers, run.scheduler.num_rows)
         self.watch = Watch(prompter)
-        prices = self.scenario.fit.cost, self.scenario.link
-        self.executor = SimulatedExecutor(self.clock, prices[0], self.watch, setup.depth, prices[1])
+        cost, link = self.scenario.fit.cost, self.scenario.link
+        found = tuple(file for step in recording.steps() for report in step.reports for file in report.found)
+        files = found if run.cache.tiers.disk_path else ()
+        self.executor = SimulatedExecutor(self.clock, cost, self.watch, setup.depth, link, files)
         self.core = ReplayedCore(
             self.executor,
             setup,
@@ -93,23 +118,23 @@ class _Play:
         self.clock.now += seconds
 
     def play(self) -> Run:
-        events = [event for event in self.scenario.recording.events if not isinstance(event, Stepped)]
+        events = self.scenario.recording.events
         texts = {(e.ordinal, e.index): e.num_tokens for e in events if isinstance(e, Aborted) and e.stop}
-        events = [event for event in events if not isinstance(event, Aborted) or not event.stop]
-        place, core = 0, self.core
-        while place < len(events) or core.has_work:
-            if not core.has_work:
-                self.clock.move_to(events[place].at)
-            while place < len(events) and events[place].at <= self.clock.now:
-                self._take(events[place], texts)
-                place += 1
+        inputs, core = deque(_inputs(events)), self.core
+        while inputs or core.has_work:
+            now = self.clock.now if core.has_work else max(self.clock.now, inputs[0].step_at)
+            while inputs and inputs[0].event.at <= now:
+                event = inputs.popleft().event
+                self.clock.move_to(event.at)
+                self._take(event, texts)
+            self.clock.move_to(now)
             if core.has_work:
                 self._step()
         core.check()
         self.run.outcomes.sort(key=lambda outcome: outcome.ordinal)
         return self.run
 
-    def _take(self, event: object, texts: dict[tuple[int, int | None], int]) -> None:
+    def _take(self, event: Event, texts: dict[tuple[int, int | None], int]) -> None:
         if isinstance(event, Submitted):
             self._submit(event, texts)
         elif isinstance(event, Aborted) and event.ordinal in self.ids:
@@ -173,3 +198,14 @@ class _Play:
             if stop is not None and self.heard[handle] >= stop.num_tokens:
                 del self.stops[handle]
                 self.core.abort(stop.abort)
+
+
+def _inputs(events: list[Event]) -> list[_Input]:
+    """All that came in, in order, without the ends that what was said brought about."""
+    found, step_at = list[_Input](), events[-1].at if events else 0.0
+    for event in reversed(events):
+        if isinstance(event, Stepped):
+            step_at = event.at
+        elif not isinstance(event, Aborted) or not event.stop:
+            found.append(_Input(event, step_at))
+    return found[::-1]

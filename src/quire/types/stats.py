@@ -77,7 +77,6 @@ class EngineStats:
     prompt_tokens: int  # computed in chunks, recomputation included
     output_tokens: int
     step_seconds: float  # total over all steps, launch to commit
-    last_step_seconds: float
     blocks: BlockStats
     computed_tokens: int = 0  # by all steps, prompts and decodes
     steps_by_size: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # entry i: steps above bound i - 1, up to bound i

@@ -35,20 +35,22 @@ class Transfers:
     stores: tuple[FileMove, ...] = ()  # slot to file
     fetches: tuple[FileMove, ...] = ()  # file to slot
     drops: tuple[bytes, ...] = ()  # files to delete
+    drops_found: bool = False  # and, before anything is stored, all that earlier processes left and no report has named
 
 
 class FoundFile(NamedTuple):
-    """A file that an earlier process left."""
+    """A file that an earlier process left, perhaps with another model."""
 
     key: bytes
     used_at: float  # seconds since the epoch
+    num_blocks: int = 1  # whose room it takes, rounded up: another model's blocks may be larger
 
 
 class FailedFile(NamedTuple):
     """A file that was not written or cannot be read; it is gone, and so is what it held."""
 
     key: bytes
-    reason: str  # "full", "io", "missing", "corrupt", "slow"
+    reason: str  # "full", "io", "missing", "corrupt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class TransferReport:
     stored: tuple[bytes, ...] = ()
     fetched: tuple[bytes, ...] = ()
     failed: tuple[FailedFile, ...] = ()
-    found: tuple[FoundFile, ...] = ()
+    found: tuple[FoundFile, ...] = ()  # those of one report are no newer than those of the report before
     num_saved: int = 0
     num_loaded: int = 0
     save_seconds: float = 0.0

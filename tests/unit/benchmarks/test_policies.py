@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks import policies
-from benchmarks.policy_replay import Arrival, Replay, at_rate, read_arrivals
+from benchmarks.gpu.models import MODELS
+from benchmarks.policy_replay import Arrival, MappingCost, Replay, at_rate, page_tokens, read_arrivals
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.simulator.cost import Cost
 from quire.types.output import TokensOut
@@ -28,6 +29,14 @@ def test_the_clock_moves_by_what_steps_cost() -> None:
     assert run.tpot == pytest.approx([1.5])
     assert run.seconds == pytest.approx(51)
     assert run.throughput == pytest.approx(4 / 51)
+
+
+def test_the_virtual_layout_pays_for_every_page_that_a_row_gets() -> None:
+    assert page_tokens(MODELS["llama-3.1-8b"].kv_numbers * 2) == 16
+    arrivals = [Arrival(0.0, prompt=10, output=3)]
+    mapping = MappingCost(COST.step, COST.token, COST.row, 100.0)
+    runs = [Replay(cost, CacheConfig(4, 64, False), SCHEDULER).run(arrivals) for cost in (COST, mapping)]
+    assert runs[1].seconds - runs[0].seconds == pytest.approx(3 * 100)  # 12 tokens are computed
 
 
 def test_memory_is_split_into_what_is_used_reserved_never_used_and_free() -> None:

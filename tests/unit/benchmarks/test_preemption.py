@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.preemption import FITS, WAYS, Run, draw, median, rows
+from benchmarks.preemption import FITS, WAYS, Run, draw, median, missed, rows
 
 
 def run(way: str, seconds: float, size: int = 16, **changes: int) -> Run:
@@ -29,3 +29,16 @@ def test_auto_is_shown_beside_the_better_of_the_others_and_all_beside_a_cache_th
     assert size == 16
     assert figures[:5] == ["1.00", "2.00", "4.00", "2.10", "1.050"]
     assert figures[5:8] == ["50%", "25%", "48%"]
+
+
+def test_goals_that_choosing_misses_are_told() -> None:
+    good = dict(zip((FITS, *WAYS), (1.0, 1.2, 1.5, 1.25), strict=True))
+    runs = [run(way, each) for way, each in good.items()]
+    assert missed(runs, (16,)) == []
+    bad = dict(zip((FITS, *WAYS), (1.0, 1.2, 1.5, 1.6), strict=True))
+    runs += [run(way, each, 64, most_preemptions=5) for way, each in bad.items()]
+    assert [goal.split(",")[0] for goal in missed(runs, (16, 64))] == [
+        "blocks of 64: auto takes 1.333 of the better way",
+        "blocks of 64: the goodput of auto is 62%",
+        "blocks of 64: a request was preempted 5 times",
+    ]

@@ -5,9 +5,11 @@ import json
 import jsonschema
 import pytest
 
+from benchmarks import structured
 from benchmarks.schemas import make_schemas
-from benchmarks.structured import Stopwatch
+from benchmarks.structured import Stopwatch, refuse_all
 from byte_vocabulary import RULES, SIZE, byte_vocabulary
+from hostile_structures import Hostile
 from quire.engine.decoding.grammar_matcher import GrammarMatcher
 from quire.engine.decoding.grammar_tokens import GrammarTokens, reason_of
 from quire.serving.text.structure import Structure, grammar_of
@@ -39,3 +41,20 @@ def test_the_stopwatch_times_masks_and_puts_everything_back() -> None:
     assert len(watch.masks) == 3
     assert watch.total > sum(watch.masks) > 0
     assert GrammarMatcher.mask is plain
+
+
+def test_the_slowest_refusals_come_again_at_once_and_what_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    hostiles = [
+        Hostile("no JSON", {"json": "{"}),
+        Hostile("harmless", {"regex": "a+"}),
+        Hostile("may be taken", {"regex": "b+"}, refused=False),
+        Hostile("nothing matches", {"json": "false"}),
+        Hostile("no regex", {"regex": "("}),
+    ]
+    monkeypatch.setattr(structured, "all_hostile", lambda: hostiles)
+    refusals = refuse_all(byte_vocabulary, 2)
+    assert len(refusals.alone) == 3
+    assert len(refusals.at_once) == 2
+    assert max(refusals.at_once) > min(refusals.alone) > 0.0
+    assert refusals.passed == ["harmless"]
+    assert refuse_all(byte_vocabulary, 0).at_once == []

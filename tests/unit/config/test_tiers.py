@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from quire.config.sizes import GIB, MIB
 from quire.config.tiers import TierConfig
 from quire.types.errors import ConfigError, DoesNotFit
 from tests.unit.config.machines import LAPTOP, LARGE, SERVER, SMALL
+
+DISK = {"host_cache_memory": "64MiB", "disk_cache_memory": "1GiB"}
 
 
 def resolve(**settings: Any) -> tuple[EngineConfig, MemoryPlan]:
@@ -36,6 +39,10 @@ def test_sizes_become_blocks(tmp_path: Any) -> None:
     assert tiers.disk_blocks == GIB // plan.block_bytes
     assert (tiers.disk_path, tiers.write, tiers.block_bytes) == (str(tmp_path), "through", plan.block_bytes)
     assert plan.host_cache == tiers.host_blocks * plan.block_bytes
+
+
+def test_a_folder_may_be_given_as_a_path(tmp_path: Path) -> None:
+    assert resolve(**DISK, disk_cache_path=tmp_path)[0].cache.tiers.disk_path == str(tmp_path)
 
 
 def test_swap_space_is_host_memory_in_gibibytes() -> None:
@@ -70,6 +77,12 @@ def test_a_way_to_preempt_can_be_chosen(name: str) -> None:
             "disk_cache_memory: 1.00 KiB hold no block",
         ),
         ({"tier_write": "never"}, "tier_write: 'never' is unknown"),
+        ({"tier_write": "through"}, "tier_write: means nothing without host_cache_memory; add that, or leave it out"),
+        ({"tier_write": "back", "swap_space": 0}, "tier_write: means nothing without host_cache_memory"),
+        ({"swap_space": 1e-12}, "swap_space: 1 B hold no block"),
+        ({**DISK, "disk_cache_path": "~nosuchuser/x"}, "disk_cache_path: there is no home for '~nosuchuser/x'; write"),
+        ({**DISK, "disk_cache_path": "a\0b"}, r"disk_cache_path: must be the path of a folder, got 'a\\x00b'"),
+        ({**DISK, "disk_cache_path": 7}, "disk_cache_path: must be the path of a folder, got 7"),
         ({"host_cache_memory": "64MiB", "policy": "orca-max"}, "host_cache_memory: .*'orca-max' policy"),
         ({"host_cache_memory": "64MiB", "kv_layout": "virtual"}, 'host_cache_memory: .*kv_layout "virtual"'),
     ],
@@ -77,6 +90,14 @@ def test_a_way_to_preempt_can_be_chosen(name: str) -> None:
 def test_what_cannot_be_is_refused_with_the_field_and_the_fix(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(**settings)
+
+
+def test_a_host_tier_that_leaves_a_cpu_no_room_for_a_sequence_is_named_with_the_size_that_would_fit() -> None:
+    with pytest.raises(DoesNotFit, match=r"host_cache_memory: not even 256 tokens fit beside 11.9 GiB of it") as caught:
+        resolve(host_cache_memory="12200MiB")
+    lowered = caught.value.fix.split()[3]
+    assert caught.value.fix == f"lower it to {lowered} or less"
+    assert resolve(host_cache_memory=lowered)[1].num_sequences >= 1
 
 
 def test_more_host_memory_than_there_is_does_not_fit() -> None:

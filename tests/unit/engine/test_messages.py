@@ -39,7 +39,7 @@ from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.stats import BlockMap, BlockStats, EngineStats, RequestBlocks
 from quire.types.step import TokenLogprobs
 
-STATS = EngineStats(1, 2, 3, 4, 5, 6, 7, 0.5, 0.25, BlockStats(8, 4, 1, 4, 30, 64))
+STATS = EngineStats(1, 2, 3, 4, 5, 6, 7, 0.5, BlockStats(8, 4, 1, 4, 30, 64))
 
 
 def entry(*ids: int) -> TokenLogprobs:

@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fake_executor import VOCAB
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.recording import RecordingConfig, check_recording, read_recording
+from quire.engine.core import EngineCore
 from quire.engine.recording import tape as tape_module
 from quire.engine.recording.tape import Tape
 from quire.engine.recording.tokens import ExactTokens, HashedTokens
 from quire.types.errors import ConfigError, InvalidRequest
 from quire.types.request import Abort
 from quire.types.sampling import TokenRules
-from recorded_load import RecordedLoad, play_random_load
+from recorded_load import RecordedLoad, TickingClock, play_random_load
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -71,6 +73,7 @@ def test_a_full_recording_says_so_and_the_engine_goes_on(tmp_path: Path, monkeyp
     play_random_load(load)
     assert len(load.finished) == 40
     records = read(load.close())
+    assert not load.tape._items
     assert records[-1] == {"is": "over", "reason": "the file has the 4000 bytes it may have"}
     assert not any(record["is"] == "over" for record in records[:-1])
 
@@ -103,6 +106,7 @@ def test_a_disk_that_fails_ends_the_recording_alone(tmp_path: Path, monkeypatch:
     load.run()
     load.close()
     assert len(load.finished["one"].samples[0].token_ids) == 4
+    assert not load.tape._items
 
 
 def test_a_recording_ends_when_its_program_does(tmp_path: Path) -> None:
@@ -174,13 +178,39 @@ def test_a_hashed_recording_holds_no_token_and_no_words(tmp_path: Path) -> None:
 
 
 def test_recording_changes_no_decision(tmp_path: Path) -> None:
-    answers = []
-    for name in ("one", "two"):
+    decided = []
+    for name in ("recorded", "plain"):
         load = RecordedLoad(tmp_path / name, seed=3)
+        if name == "plain":
+            load.core = EngineCore(load.executor, load.cache, load.scheduler, VOCAB, clock=TickingClock(load.seed))  # type: ignore[assignment]
         play_random_load(load, 20)
         load.close()
-        answers.append({request: message.samples for request, message in load.finished.items()})
-    assert answers[0] == answers[1]
+        load.tape.close()
+        ledgers = {
+            request: [(entry.kind, entry.amount) for entry in message.ledger]
+            for request, message in load.finished.items()
+        }
+        answers = {request: message.samples for request, message in load.finished.items()}
+        decided.append((answers, ledgers, load.core.stats().steps))
+    assert decided[0] == decided[1]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_step_took_is_no_time_in_which_nothing_was_launched(depth: int, tmp_path: Path) -> None:
+    load = RecordedLoad(tmp_path / "run.jsonl", depth=depth)
+    clock = load.core._time
+    assert isinstance(clock, TickingClock)
+    load.submit("one", [5, 6, 7], max_tokens=6)
+    load.step()
+    load.core.abort(Abort("one"))
+    load.submit("two", [5, 6, 7], max_tokens=6)
+    clock.now += 30.0  # the loop that calls the engine is held up
+    load.run()
+    took = [second for step in of_kind(read(load.close()), "step") for second in step["took"]]
+    assert len(took) >= 7
+    held_up = 1 if depth == 2 else 0  # a step was in flight meanwhile
+    assert sum(second > 1.0 for second in took) == held_up
+    assert min(took) > 0
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from tests.unit.observability.records import ended
 NAMES = [
     "quire:cache_tier_evicted_blocks_total",
     "quire:cache_tier_failures_total",
+    "quire:cache_tier_held_blocks",
     "quire:cache_tier_moved_blocks_total",
     "quire:cache_tier_moved_bytes_total",
     "quire:cache_tier_used_blocks",
@@ -47,6 +48,7 @@ NAMES = [
     "quire:prefix_cache_evicted_blocks_total",
     "quire:prefix_cache_hits_total",
     "quire:prefix_cache_pinned_blocks",
+    "quire:prefix_cache_pinned_prefixes",
     "quire:prefix_cache_queries_total",
     "quire:prefix_cache_tier_hits_total",
     "quire:prompt_tokens_total",
@@ -77,7 +79,6 @@ def stats(**changes: object) -> EngineStats:
         "prompt_tokens": 50,
         "output_tokens": 40,
         "step_seconds": 0.5,
-        "last_step_seconds": 0.05,
         "blocks": BlockStats(total=8, used=2, shared=0, free=6, slots_used=24, slots_allocated=32),
         "computed_tokens": 90,
         "steps_by_size": (8, 0, 2) + (0,) * (len(STEP_SIZES) - 2),
@@ -219,6 +220,7 @@ def test_the_engine_is_asked_once_a_second_at_most_and_shown_as_it_answers() -> 
 def test_what_the_tiers_hold_move_and_fail_at_is_shown_by_label() -> None:
     tiers = TierStats(
         host_used=5,
+        host_held=2,
         disk_used=9,
         saved=7,
         loaded=4,
@@ -232,15 +234,21 @@ def test_what_the_tiers_hold_move_and_fail_at_is_shown_by_label() -> None:
     metrics.engine_up(1)
 
     async def ask() -> EngineStats:
-        return stats(tiers=tiers, host_hits=5, disk_hits=3, swaps=2, evicted_blocks=8)
+        return stats(tiers=tiers, host_hits=5, disk_hits=3, swaps=2, evicted_blocks=8, pinned_prefixes=4)
 
     found = page(metrics, ask)
     hits = [found[f"quire:prefix_cache_tier_hits_total{{{tier}}}"] for tier in ("device", "host", "disk")]
     assert hits == [12, 5, 3]
-    assert found["quire:cache_tier_used_blocks{disk}"] == 9
+    assert (found["quire:cache_tier_used_blocks{disk}"], found["quire:cache_tier_held_blocks"]) == (9, 2)
+    assert found["quire:prefix_cache_pinned_prefixes"] == 4
     assert found["quire:cache_tier_moved_blocks_total{loaded}"] == 4
     assert found["quire:cache_tier_moved_bytes_total{saved}"] == 70
-    assert found["quire:cache_tier_evicted_blocks_total{device}"] == 8
+    evicted = {name: count for name, count in found.items() if name.startswith("quire:cache_tier_evicted_blocks")}
+    assert evicted == {
+        "quire:cache_tier_evicted_blocks_total{host}": 1,
+        "quire:cache_tier_evicted_blocks_total{disk}": 0,
+    }
+    assert found["quire:prefix_cache_evicted_blocks_total"] == 8
     failures = [found[f"quire:cache_tier_failures_total{{{reason}}}"] for reason in ("io", "corrupt")]
     assert failures == [6, 0]
     assert found["quire:num_swaps_total"] == 2

@@ -37,12 +37,20 @@ def test_token_ids_and_the_beginning_of_a_conversation_can_be_registered(make_ll
     assert output.num_cached_tokens == chat.num_tokens == len(ids(f"system:{SYSTEM}\n"))
 
 
+def test_a_list_of_one_prompt_is_that_prompt_and_no_conversation(make_llm: MakeLLM) -> None:
+    llm = make_llm(echo)
+    assert llm.register_prefix("listed", [{"prompt": SYSTEM}]).num_tokens == len(ids(SYSTEM))
+
+
 def test_what_cannot_be_registered_is_refused_by_name(make_llm: MakeLLM) -> None:
     llm = make_llm(echo)
     with pytest.raises(InvalidRequest, match="name"):
         llm.register_prefix("", SYSTEM)
     with pytest.raises(InvalidRequest, match="one at a time"):
         llm.register_prefix("two", ["a", "b"])  # type: ignore[arg-type]
+    for neither in (5, None):
+        with pytest.raises(InvalidRequest, match="prompts: cannot be a "):
+            llm.register_prefix("number", neither)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="is empty"):
         llm.register_prefix("nothing", "")
     with pytest.raises(InvalidRequest, match=r"name: 'nobody' is not registered"):

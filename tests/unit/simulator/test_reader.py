@@ -58,6 +58,11 @@ def test_another_format_is_refused_with_its_maker(path: Path) -> None:
         ('{"is": "tokens", "of": [0, 0], "at": 0, "ids": ["a"]}', "ids that are no whole numbers"),
         ('{"is": "beams", "of": 0, "at": 0, "sampled": [], "ids": [[1]], "scores": [[1.0]]}', "of different shapes"),
         ('{"is": "abort", "of": 0}', "has no 'index'"),
+        ('{"is": "abort", "of": 7, "index": null, "stop": false, "tokens": 0, "clock": []}', "has no 7"),
+        ('{"is": "tokens", "of": [0, 0], "at": 99999999999999, "ids": [1]}', "beyond max_model_len 160"),
+        ('{"is": "beams", "of": 0, "at": 0, "sampled": [1], "ids": [[5000000000]], "scores": [[1.0]]}', "line 3"),
+        ('{"is": "reset_cache", "clock": [-1.0]}', "a clock that went back"),
+        ('{"is": "reset_cache", "clock": [NaN]}', "a clock that went back"),
         ('{"is": "end", "of": 0, "ledger": [[1, 2, 3, 4, 5]]}', "line 3"),
     ],
 )
@@ -71,12 +76,30 @@ def test_a_damaged_record_is_named_by_its_line(line: str, told: str, path: Path)
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_answers_that_were_cut_out_of_a_file_are_no_end_of_the_reader(reason: str, tmp_path: Path) -> None:
+    load = RecordedLoad(tmp_path / "run.jsonl")
+    load.submit("one", [5, 6, 7], max_tokens=4)
+    load.run()
+    path = load.close()
+    lines = [line for line in path.read_text().splitlines() if '"is":"tokens"' not in line]
+    text = "\n".join(lines).replace('"texts":[]', '"texts":["stop"]')
+    path.write_text(text.replace('"reasons":["length"]', f'"reasons":["{reason}"]') + "\n")
+    assert not read_recording(path).answers.tokens
+
+
 def test_a_configuration_that_this_version_does_not_know_is_named(path: Path) -> None:
     lines = path.read_text().splitlines()
     header = json.loads(lines[0])
     header["scheduler"]["unheard_of"] = 1
     path.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
     with pytest.raises(RecordingError, match="line 1: .*SchedulerConfig has no 'unheard_of'"):
+        read_recording(path)
+
+
+def test_a_setting_of_another_kind_is_told(path: Path) -> None:
+    path.write_text(path.read_text().replace('"num_blocks":48', '"num_blocks":"many"'))
+    with pytest.raises(RecordingError, match="line 1: .*'many' is no int"):
         read_recording(path)
 
 

@@ -19,17 +19,20 @@ from quire.config.speculation import SpeculationConfig
 from quire.config.tiers import PreemptionName, TierConfig, TierWrite
 from quire.simulator.reader import read_recording
 from quire.simulator.rehearsal import rehearse
+from quire.simulator.run import Run
 from quire.types.decoding import BeamRules
 from quire.types.request import Abort
 from quire.types.sampling import TokenRules
-from recorded_load import RecordedLoad, play_random_load
+from recorded_load import RecordedLoad, play_crowd, play_random_load
 
 SEEDS = int(os.environ.get("QUIRE_TEST_SEEDS", "1"))
 
 
-def rehearsed(load: RecordedLoad) -> Any:
+def rehearsed(load: RecordedLoad) -> Run:
+    """The recording of a load, run again, after all of it was the same."""
     rehearsal = rehearse(read_recording(load.close()))
     assert rehearsal.difference is None, str(rehearsal.difference)
+    assert sorted(outcome.request_id for outcome in rehearsal.run.outcomes) == sorted(load.finished)
     for outcome in rehearsal.run.outcomes:
         message = load.finished[outcome.request_id]
         assert outcome.ledger == message.ledger
@@ -45,15 +48,12 @@ def test_random_loads_are_decided_again_as_they_were(policy: PolicyName, depth: 
         scheduler = SchedulerConfig(8, 32, 160, policy=policy, seed=7)
         load = RecordedLoad(tmp_path / f"{seed}.jsonl", cache, scheduler, depth, seed=seed)
         play_random_load(load, 24)
-        run = rehearsed(load)
-        assert len(run.outcomes) == 24
+        assert len(rehearsed(load).outcomes) == 24
 
 
 def test_preempted_requests_are_preempted_again(tmp_path: Path) -> None:
     load = RecordedLoad(tmp_path / "run.jsonl", CacheConfig(4, 20), SchedulerConfig(8, 32, 80))
-    for number in range(8):
-        load.submit(f"r{number}", [number + 5] * 12, max_tokens=40)
-    load.run()
+    play_crowd(load)
     assert load.core.stats().preemptions > 0
     run = rehearsed(load)
     assert sum(outcome.num_preemptions for outcome in run.outcomes) == load.core.stats().preemptions
@@ -62,11 +62,13 @@ def test_preempted_requests_are_preempted_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_drafts_are_verified_again(depth: int, tmp_path: Path) -> None:
     speculation = SpeculationConfig(method="ngram", num_tokens=4)
-    load = RecordedLoad(tmp_path / "run.jsonl", CacheConfig(4, 80), depth=depth, speculation=speculation)
+    load = RecordedLoad(tmp_path / "run.jsonl", CacheConfig(4, 140), depth=depth, speculation=speculation)
+    load.executor.period = 4
     for number in range(6):
-        load.submit(f"r{number}", [5, 6, 7, 8] * 6, max_tokens=30)
+        load.submit(f"r{number}", [5, 6, 7, 8] * 6, max_tokens=60)  # more than it runs ahead before it looks
     load.run()
-    rehearsed(load)
+    assert load.core.stats().drafts > 0
+    assert len(rehearsed(load).outcomes) == 6
 
 
 def test_ordered_drafts_come_back_from_the_recording(tmp_path: Path) -> None:
@@ -76,7 +78,7 @@ def test_ordered_drafts_come_back_from_the_recording(tmp_path: Path) -> None:
     load.submit("r1", [9, 6, 7, 8], max_tokens=30)
     load.run()
     assert load.core.stats().drafts > 0
-    rehearsed(load)
+    assert len(rehearsed(load).outcomes) == 2
 
 
 def test_beams_choose_the_same_and_failures_strike_again(tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ def test_beams_choose_the_same_and_failures_strike_again(tmp_path: Path) -> None
 def test_hashed_recordings_are_decided_alike(tmp_path: Path) -> None:
     load = RecordedLoad(tmp_path / "run.jsonl", CacheConfig(4, 600), tokens="hashed", seed=5)
     play_random_load(load, 24)
-    rehearsed(load)
+    assert len(rehearsed(load).outcomes) == 24
 
 
 def test_what_a_dead_engine_had_decided_is_decided_again(tmp_path: Path) -> None:
@@ -103,6 +105,20 @@ def test_what_a_dead_engine_had_decided_is_decided_again(tmp_path: Path) -> None
     load.run()
     rehearsal = rehearse(read_recording(load.close()))
     assert rehearsal.difference is None
+    assert "device lost" in str(rehearsal.run.outcomes[0].error)
+
+
+def test_what_is_asked_of_a_dead_engine_is_not_played(tmp_path: Path) -> None:
+    load = RecordedLoad(tmp_path / "run.jsonl")
+    load.executor.crash_at = 4
+    load.submit("one", [5, 6], max_tokens=20)
+    load.run()
+    load.core.reset_cache()
+    load.core.unpin("", "nobody")
+    load.step()
+    rehearsal = rehearse(read_recording(load.close()))
+    assert rehearsal.difference is None
+    assert len(rehearsal.run.steps) == 4
     assert "device lost" in str(rehearsal.run.outcomes[0].error)
 
 
@@ -117,6 +133,7 @@ def test_a_recording_that_breaks_off_is_replayed_as_far_as_it_goes(tmp_path: Pat
         recording = read_recording(torn)
         assert recording.over is None
         rehearsal = rehearse(recording)
+        assert rehearsal.difference is None, str(rehearsal.difference)
         assert len(rehearsal.run.outcomes) == sum(1 for _ in recording.submits())
 
 
@@ -164,7 +181,7 @@ def test_tiers_are_used_again_as_they_were(preemption: PreemptionName, write: Ti
         load = RecordedLoad(tmp_path / f"{seed}.jsonl", cache, scheduler, 1 + seed % 2, seed=seed, behind=behind)
         play_random_load(load, 30)
         assert load.executor.tiers.num_stored > 0
-        rehearsed(load)
+        assert len(rehearsed(load).outcomes) == 30
 
 
 def test_an_id_that_is_used_again_at_once_is_another_request(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -88,6 +90,47 @@ def test_two_runs_tell_who_got_faster_and_who_slower() -> None:
     assert "+3.000s" in shown
     assert "-2.000s" in shown
     assert [each["verdict"] for each in export_changes(before, after)] == ["slower", "same", "faster"]
+    one = show_changes(before, after, 1)
+    assert "+3.000s" in one
+    assert "-2.000s" not in one
+    assert "1 more that changed: --rows 0 shows all" in one
+
+
+def test_two_timelines_have_one_scale_and_tell_who_was_refused_or_failed() -> None:
+    done = outcome(("queued", 0, 1, ""), ("admitted", 0, 0, ""), ("finished", 4.0, 5, ""))
+    failed = replace(done, ordinal=1, reasons=("error",), error="the device <was> lost")
+    refused = Outcome(2, Submit("a-request-with-a-very-long-name", (1,), SamplingParams()), 1.0, refused="too long")
+    sections = CacheConfig(4, 8), SchedulerConfig()
+    slow = outcome(("queued", 0, 1, ""), ("admitted", 0, 0, ""), ("finished", 16.0, 5, ""))
+    page = render("both", [Run("one", *sections, [done, failed, refused]), Run("two", *sections, [slow])])
+    widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', page)]
+    assert widths[-1] == pytest.approx(4 * widths[0], abs=0.5)
+    assert page.count(">16 s</text>") == 2
+    assert "failed: the device &lt;was&gt; lost<title>" in page
+    assert "refused: too long<title>" in page
+    assert "<td>refused</td><td>1</td><td>0</td>" in page
+    assert ">a-request-with-a-very...</text>" in page
+
+
+def test_a_runs_begin_and_length_are_looked_up_a_few_times_however_long_it_is() -> None:
+    reads: list[str] = []
+
+    class Watched(Run):
+        @property
+        def begin(self) -> float:
+            reads.append("begin")
+            return 0.0
+
+        @property
+        def seconds(self) -> float:
+            reads.append("seconds")
+            return 9.0
+
+    run = Watched("", CacheConfig(4, 8), SchedulerConfig(), [STORY] * 50, STEPS * 50)
+    for tell in (export_run, lambda run: render("", [run]), lambda run: show_run(run, 0)):
+        reads.clear()
+        tell(run)
+        assert len(reads) < 10
 
 
 @pytest.fixture(scope="module")

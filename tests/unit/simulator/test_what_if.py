@@ -8,19 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fake_tiers import FakeTiers
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import POLICY_NAMES, PolicyName
+from quire.config.tiers import TierConfig
 from quire.simulator.clock import VirtualClock
 from quire.simulator.cost import Cost, StepSize, fit_cost
 from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.link import LinkCost, SimulatedLink, fit_link
 from quire.simulator.reader import read_recording
 from quire.simulator.what_if import Scenario
+from quire.types.errors import ConfigError
 from quire.types.request import Abort
 from quire.types.sampling import TokenRules
 from quire.types.step import StepPlan
 from quire.types.transfer import FileMove, SlotMove, TransferReport, Transfers
-from recorded_load import RecordedLoad, play_random_load
+from recorded_load import RecordedLoad, play_crowd, play_random_load
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +56,56 @@ def test_answers_are_as_long_as_they_were(scenario: Scenario) -> None:
 
 def test_less_memory_preempts_more(tmp_path: Path) -> None:
     load = RecordedLoad(tmp_path / "run.jsonl", CacheConfig(4, 200), SchedulerConfig(8, 32, 80))
-    for number in range(8):
-        load.submit(f"r{number}", [number + 5] * 12, max_tokens=40)
-    load.run()
+    play_crowd(load)
     scenario = Scenario.of(read_recording(load.close()))
     setup = scenario.recording.setup
     runs = [scenario.run("", CacheConfig(4, blocks), setup.scheduler) for blocks in (200, 24)]
     preempted = [sum(outcome.num_preemptions for outcome in run.outcomes) for run in runs]
     assert preempted[0] == 0 < preempted[1]
     assert runs[0].seconds < runs[1].seconds
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "static"])
+def test_an_idle_engine_takes_together_what_it_took_together(policy: PolicyName, tmp_path: Path) -> None:
+    cache = CacheConfig(4, 400, enable_prefix_caching=False)
+    load = RecordedLoad(tmp_path / "run.jsonl", cache, SchedulerConfig(8, 128, 80, policy=policy))
+    play_crowd(load)
+    scenario = Scenario.of(read_recording(load.close()))
+    recording = scenario.recording
+    run = scenario.run("recorded", cache, recording.setup.scheduler)
+    first, _, _ = recording.step_sizes()[0]
+    assert run.steps[0].prompt_tokens == first == 8 * 12
+    assert len(run.steps) == sum(len(step.plans) for step in recording.steps()) == 40
+    queued = [outcome.ledger[0].at for outcome in run.outcomes]
+    assert queued == [submitted.at for submitted in recording.submits()]
+
+
+def test_files_that_were_found_at_the_start_are_found_again(tmp_path: Path) -> None:
+    tiers = TierConfig(host_blocks=16, disk_path="/nowhere", disk_blocks=64, write="through")
+    prompt, files = list(range(5, 37)), dict[bytes, np.ndarray[tuple[int], np.dtype[np.int64]]]()
+    for name in ("first", "second"):
+        behind = FakeTiers(16, 4, files=files)
+        load = RecordedLoad(tmp_path / name, CacheConfig(4, 48, tiers=tiers), behind=behind)
+        load.submit(name, prompt, max_tokens=4)
+        load.run()
+        while behind.num_queued:
+            behind.report()
+    recording = read_recording(load.close())
+    setup = recording.setup
+    (outcome,) = Scenario.of(recording).run("recorded", setup.cache, setup.scheduler).outcomes
+    assert outcome.num_cached == recording.ends[0].num_cached > 0
+
+
+def test_policies_that_reserve_memory_do_without_tiers(tmp_path: Path) -> None:
+    cache, scheduler = CacheConfig(4, 48, tiers=TierConfig(16)), SchedulerConfig(8, 32, 160, preemption="swap")
+    load = RecordedLoad(tmp_path / "run.jsonl", cache, scheduler)
+    play_crowd(load)
+    scenario = Scenario.of(read_recording(load.close()))
+    run = scenario.run("static", cache, replace(scheduler, policy="static"))
+    assert all(outcome.is_over for outcome in run.outcomes)
+    assert (run.cache.tiers, run.scheduler.preemption) == (TierConfig(), "recompute")
+    with pytest.raises(ConfigError, match="virtual"):
+        scenario.run("virtual", replace(cache, layout="virtual"), scheduler)
 
 
 def test_a_request_that_cannot_be_is_refused_alone(tmp_path: Path) -> None:
@@ -104,7 +148,10 @@ def test_a_cost_is_found_again() -> None:
     steps = [StepSize(p, d, 0.005 + 2e-5 * p + 3e-4 * d) for p in (0, 10, 200) for d in range(8)]
     fit = fit_cost([*steps, StepSize(0, 1, 9.0)])  # one step compiled something
     assert (fit.cost.step, fit.cost.token, fit.cost.row) == pytest.approx((cost.step, cost.token, cost.row))
-    assert fit.error < 1e-6
+    assert (fit.num_used, fit.num_steps) == (24, 25)
+    off, total = 9.0 - (cost.step + cost.row), 9.0 + sum(step.seconds for step in steps)
+    assert fit.error == pytest.approx(off / total)
+    assert fit_cost(steps).error < 1e-6
 
 
 def test_a_cost_has_no_negative_price_and_none_for_what_never_changed() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from typing import NamedTuple
 
 from quire.engine.decoding.lookahead_costs import StepCosts
@@ -21,6 +21,16 @@ class Chances(NamedTuple):
 
     first: float
     following: float
+
+
+class Length(NamedTuple):
+    """How long a draft should be."""
+
+    num_tokens: int
+    is_try: bool = False  # it looks too dear, and is made to see what it costs
+
+
+NO_DRAFT = Length(0)
 
 
 class Experience:
@@ -54,8 +64,8 @@ class Control:
         self.num_steps = 0
         self._rows, self._others_drafted, self._others_accepted = 1.0, 0.0, 0.0  # of a step, running means
         self._ordered = self._drafted = self._accepted = 0  # since the last step
-        self._tries: defaultdict[int, int] = defaultdict(int)  # by octave
-        self._is_trying = False
+        self._tries: Counter[int] = Counter()  # by octave
+        self._was_tried = False  # since the last step
 
     def note_step(self, num_tokens: int, num_samples: int, seconds: float) -> None:
         """Comes after the results of the step's drafts. Where a step holds no prompt, each of its tokens is sampled
@@ -63,7 +73,7 @@ class Control:
         self.num_steps += 1
         if num_tokens == num_samples and num_tokens:
             rows = max(1, num_samples - self._drafted)
-            if self._is_trying and self._drafted:
+            if self._was_tried:
                 self._tries[rows.bit_length()] += 1
             self.costs.note(num_tokens, seconds, drafting=self._ordered > 0)
             self._referee.note(rows, self._drafted, self._accepted, seconds)
@@ -72,7 +82,7 @@ class Control:
             self._others_drafted += _RATE * (self._drafted * others - self._others_drafted)
             self._others_accepted += _RATE * (self._accepted * others - self._others_accepted)
         self._ordered = self._drafted = self._accepted = 0
-        self._is_trying = False
+        self._was_tried = False
 
     @property
     def allows_drafts(self) -> bool:
@@ -83,19 +93,20 @@ class Control:
         """The runtime drafts so many tokens after the step that is being planned."""
         self._ordered += num_tokens
 
-    def note_result(self, num_drafted: int, num_accepted: int) -> None:
-        """How a draft fared."""
+    def note_result(self, num_drafted: int, num_accepted: int, *, is_try: bool) -> None:
+        """How a draft fared. `is_try` as its length was given."""
         self._drafted += num_drafted
         self._accepted += num_accepted
+        self._was_tried |= is_try
 
-    def length(self, chances: Chances, limit: int, rounds: float, *, drafting: bool = False) -> int:
-        """The draft of at most `limit` tokens that gains most for the whole batch; 0 where none gains anything.
+    def length(self, chances: Chances, limit: int, rounds: float, *, drafting: bool = False) -> Length:
+        """The draft of at most `limit` tokens that gains most for the whole batch; none where none gains anything.
 
         `rounds` is how many steps go by from one step of the sequence to its next, as it waits for its results;
         `drafting` if the runtime makes the draft.
         """
         if not self.allows_drafts:
-            return 0
+            return NO_DRAFT
         rows = max(1, round(self._rows))
         usual = max(rows, round(self._rows + self._others_drafted))
         plain = rows * self.costs.cost(usual) / self.costs.cost(rows)
@@ -108,8 +119,8 @@ class Control:
             if gain > best_gain:
                 best, best_gain = length, gain
         if not best and chances.first >= _TRY_CHANCE and self._tries[rows.bit_length()] < _TRIES:
-            self._is_trying, best = True, min(limit, max(1, _TRIED_TOKENS // rows))
-        return best
+            return Length(min(limit, max(1, _TRIED_TOKENS // rows)), is_try=True)
+        return Length(best)
 
 
 class Rounds:

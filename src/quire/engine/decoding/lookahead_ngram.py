@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quire.config.speculation import SpeculationConfig
 from quire.engine.decoding.lookahead import NO_LOOKAHEAD, Lookahead
-from quire.engine.decoding.lookahead_control import Chances, Control, Experience, Rounds
+from quire.engine.decoding.lookahead_control import NO_DRAFT, Chances, Control, Experience, Length, Rounds
 from quire.engine.decoding.lookahead_index import NgramIndex
 from quire.types.request import Submit
 
@@ -68,6 +68,7 @@ class NgramLookahead:
         self._common, self._own = common, _Guesses(_OWN_FORGETS)
         self._shadow, self._rounds = _Shadow(), Rounds(control, runs_ahead=runs_ahead)
         self._look = _FIRST_LOOK
+        self._is_try = False  # what the control said of the draft that was proposed last
         self.num_ahead = _FIRST_LOOK if runs_ahead else 0
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -84,7 +85,10 @@ class NgramLookahead:
 
     def propose(self, limit: int) -> tuple[int, ...]:
         guess = self._guess(max(1, limit))
-        return guess[: self._length(len(guess))] if limit > 0 else ()
+        if limit <= 0:
+            return ()
+        length, self._is_try = self._length(len(guess))
+        return guess[:length]
 
     def order(self, limit: int) -> int:  # noqa: ARG002 - Lookahead's signature
         return 0
@@ -93,7 +97,7 @@ class NgramLookahead:
         raise AssertionError(f"{len(tokens)} tokens were drafted that nobody ordered")
 
     def result(self, num_drafted: int, num_accepted: int) -> None:
-        self._control.note_result(num_drafted, num_accepted)
+        self._control.note_result(num_drafted, num_accepted, is_try=self._is_try)
 
     def clone(self) -> NgramLookahead:
         other = NgramLookahead(self._prompt, self._config, self._control, self._common, runs_ahead=self._runs_ahead)
@@ -118,11 +122,11 @@ class NgramLookahead:
             guesses.after[self._shadow.was_right].add(is_right=is_right)
         self._shadow.was_right = is_right
 
-    def _length(self, limit: int) -> int:
+    def _length(self, limit: int) -> Length:
         """How much of a guess is worth verifying. Nobody knows of a sequence that was never guessed at: its first guess
         is only looked at."""
         if not limit or not (self._shadow.was_right or self._own.after[False].has_any):
-            return 0
+            return NO_DRAFT
         chances = Chances(self._chance(after_right=self._shadow.was_right), self._chance(after_right=True))
         return self._control.length(chances, limit, self._rounds.mean)
 
@@ -134,7 +138,7 @@ class NgramLookahead:
         """How far to run ahead: not at all where there is a draft."""
         if not self._control.allows_drafts:
             return _LONGEST_LOOK
-        if self._length(len(self._guess(self._config.num_tokens))):
+        if self._length(len(self._guess(self._config.num_tokens))).num_tokens:
             self._look = _LOOK_AFTER_DRAFT
             return 0
         look, self._look = self._look, min(2 * self._look, _LONGEST_LOOK)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from quire.config.speculation import SpeculationConfig
 from quire.engine.decoding.lookahead import NO_LOOKAHEAD, Lookahead
-from quire.engine.decoding.lookahead_control import Chances, Control, Experience, Rounds
+from quire.engine.decoding.lookahead_control import Chances, Control, Experience, Length, Rounds
 from quire.types.request import Submit
 
 FIRST_REST, LONGEST_REST = 16, 512  # tokens without a draft after one that did not pay; doubles each time
@@ -46,6 +46,7 @@ class OrderedLookahead:
         self._rounds = Rounds(control, runs_ahead=runs_ahead)
         self._rest, self._next_rest, self._on_trial = 0, FIRST_REST, False  # tokens to come before the next draft
         self._offered: tuple[int, ...] = ()
+        self._orders_try = self._offers_try = False  # what the control said of the draft: ordered last, offered last
         self.num_ahead = 0
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -64,22 +65,23 @@ class OrderedLookahead:
         limit = min(limit, self._num_tokens)
         if limit <= 0 or self._rest > 0:
             return 0
-        is_tried = self._on_trial and self._control.allows_drafts
-        length = self._length(limit) or (min(limit, TRIAL) if is_tried else 0)
+        length, self._orders_try = self._length(limit)
+        if not length and self._on_trial and self._control.allows_drafts:
+            length = min(limit, TRIAL)
         if length:
             self._control.note_order(length)
         return length
 
     def offer(self, tokens: Sequence[int]) -> None:
-        self._offered = tuple(tokens)
+        self._offered, self._offers_try = tuple(tokens), self._orders_try
 
     def result(self, num_drafted: int, num_accepted: int) -> None:
-        self._control.note_result(num_drafted, num_accepted)
+        self._control.note_result(num_drafted, num_accepted, is_try=self._offers_try)
         for place in range(min(num_accepted + 1, num_drafted)):
             for guesses in (self._own, self._common):
                 guesses.add(is_right=place < num_accepted)
         self._on_trial = False
-        if self._length(self._num_tokens):
+        if self._length(self._num_tokens).num_tokens:
             self._next_rest = FIRST_REST
         else:
             self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
@@ -87,6 +89,6 @@ class OrderedLookahead:
     def clone(self) -> OrderedLookahead:
         return OrderedLookahead(self._num_tokens, self._control, self._common, runs_ahead=self._runs_ahead)
 
-    def _length(self, limit: int) -> int:
+    def _length(self, limit: int) -> Length:
         chance = self._own.mean(self._common.mean(_PRIOR, _PRIOR_WEIGHT), _COMMON_WEIGHT)
         return self._control.length(Chances(chance, chance), limit, self._rounds.mean, drafting=True)

@@ -21,27 +21,29 @@ class Referee:
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=_RECENT)
         self._plain_run = 0  # steps without a draft so far
-        self._courts: dict[int, _Court] = {}
+        self._courts: dict[int, _Court] = {}  # by octave
+        self._court = self._find_court(1)  # of the present batch
 
     @property
     def allows(self) -> bool:
         """Whether drafts may be made at the present batch."""
         return self._court.rest == 0
 
-    @property
-    def _court(self) -> _Court:
-        octave = max(self._recent, default=1).bit_length()
-        return self._courts.setdefault(octave, _Court(max(_LEAST_WINDOW, _WINDOW >> (octave // 2))))
-
     def note(self, rows: int, num_drafted: int, num_accepted: int, seconds: float) -> None:
         """A step of so many rows that verified so much took so long."""
         self._recent.append(rows)
-        court = self._court
+        court = self._court = self._find_court(max(self._recent))
         self._plain_run = 0 if num_drafted else self._plain_run + 1
         if self._plain_run > _CLEAN:
             court.note_plain(rows, seconds)
         else:
             court.note_drafted(rows + num_accepted, seconds, is_draft=num_drafted > 0)
+
+    def _find_court(self, rows: int) -> _Court:
+        octave = rows.bit_length()
+        if octave not in self._courts:
+            self._courts[octave] = _Court(max(_LEAST_WINDOW, _WINDOW >> (octave // 2)))
+        return self._courts[octave]
 
 
 class _Court:

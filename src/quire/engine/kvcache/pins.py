@@ -29,6 +29,14 @@ class _Promise:
     num_blocks: int
 
 
+def check_share(num_own: int, num_others: int, num_total: int) -> None:
+    """Raise InvalidRequest if a prompt of so many blocks cannot be held beside what is."""
+    limit = num_total // SHARE
+    if num_own + num_others > limit:
+        reason = f"needs {num_own} kv blocks beside the {num_others} of others; {limit} of {num_total} are the limit"
+        raise InvalidRequest("prompt", reason, "shorten it, remove another, or raise num_kv_blocks")
+
+
 class Pins:
     """Holds the blocks of named prompts, each in a table of its own, and what requests in work are to leave here.
 
@@ -79,21 +87,20 @@ class Pins:
         """
         if not self._has_cache:
             reason = "cannot stay resident: nothing is cached here"
-            raise InvalidRequest("prefix", reason, "turn enable_prefix_caching on, with a policy that shares memory")
+            raise InvalidRequest("prompt", reason, "turn enable_prefix_caching on, with a policy that shares memory")
         pin, num_tokens = self._held.get((request.cache_salt, request.pin)), len(request.prompt_token_ids)
         is_held = pin is not None and pin.token_ids[: pin.num_tokens] == request.prompt_token_ids
         own, others = 0 if is_held else -(-num_tokens // self._block_size), self.num_reserved
-        total, limit = self._pool.num_blocks, self._pool.num_blocks // SHARE
-        if own + others > limit:
-            reason = f"needs {own} kv blocks beside the {others} of others; {limit} of {total} are the limit"
-            raise InvalidRequest("prefix", reason, "shorten it, remove another, or raise num_kv_blocks")
+        total = self._pool.num_blocks
+        check_share(own, others, total)
         if own + others + num_needed > total:
             reason = f"leaves {total - own - others} of {total} kv blocks, and a live request may need {num_needed}"
-            raise InvalidRequest("prefix", reason, "try again when that has ended, or raise num_kv_blocks")
+            raise InvalidRequest("prompt", reason, "try again when that has ended, or raise num_kv_blocks")
         self._promised[request.request_id] = _Promise(num_tokens, own)
 
     def settle(self, request: Submit, end: Finished) -> None:
-        """A request has ended. If it was computed and all its prompt is cached, hold that under the name it gave."""
+        """A request has ended. If it was computed, all its prompt is cached and there is the room that was promised,
+        hold that under the name it gave; else it is not listed."""
         promise = self._promised.pop(request.request_id)
         if end.error is not None or any(sample.finish_reason == "abort" for sample in end.samples):
             return
@@ -101,6 +108,8 @@ class Pins:
         match = self._prefixes.find(request.cache_salt, lambda start, stop: tokens[start:stop], len(tokens))
         if match.num_tokens < len(tokens):
             return
+        if sum(node.block not in self._holds for node in match.nodes) > promise.num_blocks:
+            return  # what it was promised to share was let go of meanwhile
         table = BlockTable(self._pool, self._block_size)
         self._prefixes.adopt(table, match)
         self._holds.update(table.blocks)

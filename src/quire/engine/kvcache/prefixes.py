@@ -102,7 +102,7 @@ class PrefixCache:
         self, table: BlockTable, salt: str, tokens_of: TokensOf, num_tokens: int, *, leaving: bool = False
     ) -> None:
         tree, size, node, blocks = self._tree, self._block_size, table.trail, table.blocks
-        if node is None or node not in tree or num_tokens // size <= node.depth:
+        if node is None or node not in tree or num_tokens // size <= node.depth or (table.is_second and not leaving):
             return
         first, last, replaced = node.depth, num_tokens // size, False
         keys = tree.keys(first, salt, tokens_of(first * size, last * size))
@@ -112,7 +112,7 @@ class PrefixCache:
                 break
             if child.block != blocks[index]:  # another sequence computed the same tokens, and was first
                 if not leaving:
-                    table.trail = node
+                    table.trail, table.is_second = node, True
                     return
                 table.replace(index, child.block)
                 replaced = True

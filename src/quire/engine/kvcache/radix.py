@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
-from quire.engine.kvcache.keys import TOKEN_BYTES, next_key, pack, root_key
+from quire.engine.kvcache.keys import TOKEN_BYTES, frame, next_key, pack, root_key
 
 TokensOf = Callable[[int, int], Sequence[int]]  # a sequence's known tokens from a position to another
 
@@ -181,9 +182,9 @@ class PrefixTree:
         assert found == len(self._nodes)
 
 
+@lru_cache(maxsize=256)
 def _frame(salt: str) -> bytes:
-    data = salt.encode("utf-8", "surrogatepass")
-    return b"salt" + len(data).to_bytes(8, "big") + data
+    return frame(salt.encode("utf-8", "surrogatepass"))
 
 
 def _salt(framed: bytes) -> str:

@@ -13,15 +13,17 @@ from quire.types.step import BlockCopy
 class BlockTable:
     """The blocks of one sequence, in order. A partial tail that is shared or kept is copied before its first write.
 
-    `trail` is the deepest of its blocks that the prefix tree knows, or the root; None: it leaves no prefix behind.
+    `trail` is the deepest of its blocks that the prefix tree knows, or the root; None: it leaves no prefix behind. Of
+    one that `is_second`, the tree has the next block from another table: it leaves nothing more before its end.
     """
 
-    __slots__ = ("_block_size", "_pool", "blocks", "num_tokens", "trail")
+    __slots__ = ("_block_size", "_pool", "blocks", "is_second", "num_tokens", "trail")
 
     def __init__(self, pool: BlockPool, block_size: int, *, blocks: Iterable[int] = (), num_tokens: int = 0) -> None:
         self._pool, self._block_size = pool, block_size
         self.blocks, self.num_tokens = list(blocks), num_tokens
         self.trail: Node | None = None
+        self.is_second = False
 
     @property
     def capacity(self) -> int:
@@ -34,9 +36,9 @@ class BlockTable:
         blocks = self.blocks if num_tokens is None else self.blocks[: -(-count // self._block_size)]
         shared = [self._pool.share(block) for block in blocks]
         forked = BlockTable(self._pool, self._block_size, blocks=shared, num_tokens=count)
-        forked.trail = self.trail
+        forked.trail, forked.is_second = self.trail, self.is_second
         while forked.trail is not None and forked.trail.depth * self._block_size > count:
-            forked.trail = forked.trail.parent
+            forked.trail, forked.is_second = forked.trail.parent, False
         return forked
 
     def follow(self, other: BlockTable) -> int:
@@ -52,7 +54,7 @@ class BlockTable:
         while len(own) > same:
             self._pool.release(own.pop())
         own += theirs[same:]
-        self.num_tokens, self.trail = other.num_tokens, other.trail
+        self.num_tokens, self.trail, self.is_second = other.num_tokens, other.trail, other.is_second
         return same
 
     def truncate(self, num_tokens: int) -> None:
@@ -107,7 +109,7 @@ class BlockTable:
         """Give every block back, tail first, so that the next table gets them in the order they had."""
         while self.blocks:
             self._pool.release(self.blocks.pop())
-        self.num_tokens, self.trail = 0, None
+        self.num_tokens, self.trail, self.is_second = 0, None, False
 
     def _must_copy_tail(self) -> bool:
         return self.num_tokens % self._block_size != 0 and not self._pool.is_writable(self.blocks[-1])

@@ -86,7 +86,7 @@ class RecordedCore(EngineCore):
         self._ordinals: OpenRequests[int] = OpenRequests()
         self._num_searches = 0
         self._compiled: tuple[int, ...] = ()
-        self._last_collected = 0.0  # when the last step was, if there was more to do since
+        self._took: tuple[float, ...] = ()  # of the step that was collected, if one was
 
     def _read(self) -> float:
         now = round(self._time(), 6)
@@ -143,10 +143,9 @@ class RecordedCore(EngineCore):
         counts = condition(scheduler)
         happened = tuple(self._happened)
         self._happened.clear()
-        self._tape.put(Stepped(happened, self._take_readings(), self._compiled, finished, *counts, self.dead))
-        self._compiled = ()
-        if not self.has_work:
-            self._last_collected = 0.0
+        readings = self._take_readings()
+        self._tape.put(Stepped(happened, readings, self._took, self._compiled, finished, *counts, self.dead))
+        self._took = self._compiled = ()
         return out
 
     def _take_compiled(self) -> None:
@@ -162,16 +161,16 @@ class RecordedCore(EngineCore):
         return flight
 
     def _commit(self, flight: Flight, result: StepResult) -> Batch:
-        now = self._time()
-        since, self._last_collected = self._last_collected or flight.launched, now
-        candidates = result.candidates
+        since, candidates = max(flight.launched, self._last_commit), result.candidates
         if candidates is not None:
             candidates = Candidates(candidates.samples.copy(), candidates.token_ids.copy(), candidates.scores.copy())
         ranked = tuple(each for each in result.logprobs if self._is_ranked(each.row))
         tokens = np.array(result.token_ids)  # the executor's own may be used again
         drafts = tuple(RowDraft(draft.row, draft.token_ids.copy()) for draft in result.drafts)
-        self._happened.append(Collected(tokens, ranked, result.failures, candidates, drafts, now - since))
-        return super()._commit(flight, result)
+        self._happened.append(Collected(tokens, ranked, result.failures, candidates, drafts))
+        batch = super()._commit(flight, result)
+        self._took = (self._last_commit - since,)
+        return batch
 
     def _is_ranked(self, row: int) -> bool:
         """Whether a row's logprobs decide something."""

@@ -45,14 +45,13 @@ class Launched(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """A step's result, with arrays of its own. `seconds`: since the result before it, or its launch."""
+    """A step's result, with arrays of its own."""
 
     token_ids: Ints
     logprobs: tuple[RowLogprobs, ...]
     failures: tuple[RowFailure, ...]
     candidates: Candidates | None
     drafts: tuple[RowDraft, ...]
-    seconds: float
 
 
 class Moved(NamedTuple):
@@ -76,6 +75,7 @@ class Stepped(NamedTuple):
 
     happened: tuple[Launched | Collected | Moved | GrammarNote, ...]
     clock: Clock
+    took: tuple[float, ...]  # seconds of the step it took in, from its launch or from the end of the one before
     compiled: tuple[int, ...]  # whose grammars became ready
     finished: tuple[tuple[int, Finished], ...]
     num_used: int  # blocks

@@ -46,7 +46,6 @@ class Scribe:
         self._names, self._rows = names, RowMirror(num_rows)
         self._flights: deque[tuple[Samples, tuple[Search, ...]]] = deque()
         self._plans: list[Record] = []  # of the step in work, as are these
-        self._seconds: list[float] = []
         self._reports: list[Record] = []
         self._gathered: list[Longs] = []  # [4, samples]: ordinals, indices, places, tokens
         self._searching: set[int] = set()
@@ -148,7 +147,6 @@ class Scribe:
     # ---------------------------------------------------------------------------------------------------- steps
     def _collect(self, item: Collected) -> list[Record]:
         samples, searches = self._flights.popleft()
-        self._seconds.append(item.seconds)
         plain = ~np.isin(samples.ordinals, list(self._searching)) if self._searching else slice(None)
         self._gathered.append(np.stack([*(each[plain] for each in samples[1:]), item.token_ids[plain]]))
         records = [self._beams(search, samples, item) for search in searches]
@@ -185,8 +183,8 @@ class Scribe:
         }
 
     def _step(self, item: Stepped) -> list[Record]:
-        record: Record = {"is": "step", "plans": self._plans, "took": [round(each, 6) for each in self._seconds]}
-        self._plans, self._seconds = [], []
+        record: Record = {"is": "step", "plans": self._plans, "took": [round(each, 6) for each in item.took]}
+        self._plans = []
         if item.compiled:
             record["compiled"] = item.compiled
         if any(self._reports):

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ class Tape:
         except Exception as error:  # noqa: BLE001 - a recording must not be what an engine dies of
             self._end(repr(error))
         finally:
+            self._items.clear()  # what came after the end
             os.close(self._file)
 
     def _follow(self) -> None:
@@ -166,8 +168,8 @@ def _encode(record: Record) -> str:
 
 def _create(path: Path) -> tuple[Path, int]:
     """A new file, for its owner alone; `path` itself, or with the first number behind it that is free."""
-    names = [path, *(path.with_name(f"{path.name}.{number}") for number in range(2, MAX_FILES))]
-    for name in names:
+    others = (path.with_name(f"{path.name}.{number}") for number in range(2, MAX_FILES))
+    for name in chain([path], others):
         try:
             return name, os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except FileExistsError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,10 @@ from quire.engine.kvcache.prefixes import NO_MATCH, Match, Prefixes
 from quire.engine.kvcache.tiers.base import Found, Tiers, Wanted
 from quire.engine.scheduler.accounts import num_computed
 from quire.engine.scheduler.draft import PlanDraft
+from quire.engine.scheduler.rows import RowBook
+from quire.engine.scheduler.speakers import Speakers
 from quire.engine.scheduler.under_way import is_under_way
+from quire.types.step import Chunk
 from quire.types.transfer import SlotMove
 
 _NOTHING = Found(NO_MATCH, 0)
@@ -21,10 +24,10 @@ _NOTHING = Found(NO_MATCH, 0)
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Blocks by name, and where the content is now; how many of each sequence's tokens they hold."""
+    """What a sequence would find again: so many of its tokens, in blocks by name, and where their content is now."""
 
+    num_tokens: int
     blocks: dict[bytes, int]
-    lengths: dict[Sequence, int]
 
 
 class Inheritance:
@@ -36,12 +39,14 @@ class Inheritance:
         pool: BlockPool,
         prefixes: Prefixes,
         tiers: Tiers,
+        rows: RowBook,
         block_size: int,
         *,
         has_cache: bool,
         has_branches: bool = True,
     ) -> None:
-        self._pool, self._prefixes, self._tiers, self._block_size = pool, prefixes, tiers, block_size
+        self._pool, self._prefixes, self._tiers, self._rows = pool, prefixes, tiers, rows
+        self._block_size, self.speakers = block_size, Speakers(prefixes, rows, block_size)
         self._has_cache, self._has_branches = has_cache, has_branches
         self._arriving: dict[Group, None] = {}  # groups for which the plan in work loads blocks
         self.num_queries = self.num_hits = 0  # prompt tokens that were looked for, and found
@@ -86,15 +91,20 @@ class Inheritance:
     def _match(self, sequence: Sequence, limit: int) -> Match:
         if not self.reads_cache(sequence.group):
             return NO_MATCH
-        return self._prefixes.find(sequence.group.request.cache_salt, sequence.known, limit)
+        salt = sequence.group.request.cache_salt
+        match = self._prefixes.find(salt, sequence.known, limit)
+        while match.num_tokens < limit and self.speakers.leave_at(match, sequence):
+            match = self._prefixes.find(salt, sequence.known, limit)
+        return match
 
-    def _find(self, sequence: Sequence, limit: int) -> Found:
-        """What there is of the sequence's first `limit` tokens; without a cache, only what it parked itself."""
-        if not self.reads_cache(sequence.group):
-            limit = min(limit, sequence.parked)
-        if limit <= 0:
-            return _NOTHING
-        return self._tiers.find(self._match(sequence, limit), self._wanted(sequence, limit))
+    def _find(self, limits: Mapping[Sequence, int]) -> dict[Sequence, Found]:
+        """What there is of the first tokens of each; without a cache, only what it parked itself."""
+        matches = {sequence: self._match(sequence, limit) for sequence, limit in limits.items()}
+        found = {}
+        for sequence, match in matches.items():  # after all were matched: what that saves drives out nothing found
+            limit = limits[sequence] if self.reads_cache(sequence.group) else min(limits[sequence], sequence.parked)
+            found[sequence] = self._tiers.find(match, self._wanted(sequence, limit)) if limit > 0 else _NOTHING
+        return found
 
     def _wanted(self, sequence: Sequence, limit: int) -> Wanted:
         return Wanted(self._salt(sequence.group), sequence.known, limit, sequence.parked)
@@ -110,12 +120,15 @@ class Inheritance:
 
         Returns whether it must wait a step for what is loaded.
         """
-        found = {sequence: self._find(sequence, limit) for sequence, limit in self.limits(group).items()}
+        limits = self.limits(group)
+        found = self._find(limits)
         if len(found) > 1:
             group.forked = all(each.num_tokens >= group.num_prompt for each in found.values())
             if not group.forked:
-                found = {group.leader: self._find(group.leader, self._leader_limit(group))}
+                limits = {group.leader: self._leader_limit(group)}
+                found = self._find(limits)
         coming = [sequence for sequence, each in found.items() if self._take(sequence, each, draft, tick)]
+        self._drop_tails(limits)
         loaded: Counter[str] = Counter()
         for sequence in coming:  # after all were taken: what is loaded for one drives out nothing of another
             loaded += self._load(sequence, found[sequence], draft)
@@ -150,9 +163,22 @@ class Inheritance:
             return False
         self._prefixes.adopt(sequence.table, found.match)
         sequence.computed = found.match.num_tokens
-        for slot in found.slots:
+        for slot in reversed(found.slots):  # let go of in this order: who leads to others goes after them
             self._tiers.hold(slot)
         return bool(found.slots)
+
+    def _drop_tails(self, limits: Mapping[Sequence, int]) -> None:
+        """A block that is found in part is held beside the copy of it: where there is no room for both and for all
+        that is to be computed, its tokens are computed."""
+        size = self._block_size
+        tails = [sequence for sequence in limits if sequence.table.num_tokens % size]
+        if not tails:
+            return
+        missing = sum(-(-(limit + 1) // size) - each.table.num_tokens // size for each, limit in limits.items())
+        if missing > self._pool.num_free:
+            for sequence in tails:
+                sequence.computed -= sequence.table.num_tokens % size
+                sequence.table.truncate(sequence.computed)
 
     def _load(self, sequence: Sequence, found: Found, draft: PlanDraft) -> Counter[str]:
         """Blocks for what was found in slots, as far as there are some; returns how many tokens came from where."""
@@ -187,15 +213,25 @@ class Inheritance:
             self._pool.release(block)
         return fresh
 
-    def settle(self) -> None:
-        """The plan in work is made: later ones may read what it loads, and need not keep what was parked for it."""
+    def settle(self, chunks: Iterable[Chunk]) -> None:
+        """The plan in work is made: later ones may read what it computes and loads, and need not keep what was parked
+        for it."""
+        for chunk in chunks:
+            self.leave(self._rows.seated(chunk.row))
+            for row in chunk.sample_rows:
+                sequence = self._rows.seated(row)
+                if row != chunk.row:
+                    self.leave(sequence)
+                if sequence.group.search is None:
+                    self.speakers.place(sequence)
         for group in self._arriving:
             if group.running:
                 for sequence in group.live:
                     if sequence.introduced:
                         self.leave(sequence)
-                    sequence.parked = 0
-                self._tiers.unpark(group)
+                    if sequence.parked:
+                        sequence.parked = 0
+                        self._tiers.unpark(sequence)
         self._arriving.clear()
 
     # ------------------------------------------------------------------------------------------------- leaving
@@ -205,14 +241,15 @@ class Inheritance:
         salt = sequence.group.request.cache_salt
         self._prefixes.keep(sequence.table, salt, sequence.known, num_tokens, leaving=leaving)
 
-    def parcel(self, group: Group, draft: PlanDraft) -> Parcel:
-        """What a group that leaves its blocks would find again if they were in host memory."""
-        blocks: dict[bytes, int] = {}
-        lengths = {sequence: min(sequence.computed, limit) for sequence, limit in self.limits(group).items()}
-        for sequence, length in lengths.items():
+    def parcels(self, group: Group, draft: PlanDraft) -> dict[Sequence, Parcel]:
+        """What those of a group that leave their blocks would find again if they were in host memory."""
+        found = {}
+        for sequence, limit in self.limits(group).items():
+            length = min(sequence.computed, limit)
             names = self._tiers.names(self._salt(group), sequence.known, length)
-            blocks |= zip(names, map(draft.source_of, sequence.table.blocks), strict=False)
-        return Parcel(blocks, lengths)
+            blocks = zip(names, map(draft.source_of, sequence.table.blocks), strict=False)
+            found[sequence] = Parcel(length, dict(blocks))
+        return found
 
     def _num_shared(self, group: Group, origin: Sequence, draft: PlanDraft, tick: int) -> int:
         """How many tokens a branch can take over from the sequence it branches off, if that still runs."""

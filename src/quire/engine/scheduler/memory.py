@@ -8,6 +8,7 @@ from typing import Protocol
 
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import RESERVING
+from quire.config.tiers import check_tiers
 from quire.engine.admission import most_blocks
 from quire.engine.decoding.group import Group
 from quire.engine.kvcache.pool import BlockPool
@@ -61,29 +62,38 @@ class OnDemand:
         """Room for all the group knows and for what it grows by next, so that it is not thrown out at once."""
         if not len(running):
             return True
-        size, prompt, pool = self._block_size, group.num_prompt, self._pool
-        own = sum(-(-sequence.num_known // size) - prompt // size for sequence in group.live)
-        missing = prompt // size + own + self._headroom(group, running) - pool.num_free
-        if 0 < missing <= prompt // size:  # blocks it would share with those who run cost nothing
-            missing -= sum(pool.holders(node.block) > 0 for node in self._inheritance.find_first(group).nodes)
+        size, pool, shareable = self._block_size, self._pool, group.num_prompt // self._block_size
+        own = sum(-(-sequence.num_known // size) - shareable for sequence in group.live)
+        left = pool.num_free - own  # if it shared its whole prompt
+        missing = shareable + self._headroom(group, running, left) - left
+        if 0 < missing <= shareable:  # blocks it would share with those who run cost nothing
+            match = self._inheritance.find_first(group)
+            missing -= sum(pool.holders(node.block) > 0 for node in match.nodes[: match.num_tokens // size])
         return missing <= 0
 
-    def _headroom(self, group: Group, running: GroupQueue) -> int:
+    def _headroom(self, group: Group, running: GroupQueue, most: int) -> int:
         """Some tokens for each live sequence. One that was preempted waits for more, ever more of what it is expected
-        to grow by, and at last for all that it and everybody beside it can: then nobody is preempted while it runs."""
+        to grow by, and at last for all that it and everybody beside it can: then nobody is preempted while it runs.
+        What is above `most` may be counted in part."""
         size = self._block_size
         least = -(-self._rows.num_taken * min(AHEAD, size) // size) + group.num_beams_to_come
         self._weary = [each for each in self._weary if each.running]
         if self._weary or group.num_preemptions >= PATIENCE:
-            sure = [self._growth(each, _most_tokens(each)) for each in (group, *running)]
-            return max(least, sum(sure))
+            sure = 0
+            for each in (group, *running):
+                sure += self._growth(each, _most_tokens(each))
+                if sure > most:
+                    break
+            return max(least, sure)
         if not group.num_preemptions:
             return least
         return least + self._growth(group, _expected_tokens(group)) * group.num_preemptions // PATIENCE
 
     def _growth(self, group: Group, num_tokens: int) -> int:
         """Blocks that a group needs to reach so many tokens besides what it holds, or while it waits, knows."""
-        if group.running:
+        if group.running and len(group.live) == 1:
+            held = len(group.leader.table.blocks)
+        elif group.running:
             held = len({block for sequence in group.live for block in sequence.table.blocks})
         else:
             size, shared = self._block_size, group.num_prompt // self._block_size
@@ -146,27 +156,22 @@ class Furniture:
 def furnish(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows: RowBook) -> Furniture:
     """What the configuration asks for. Raises ConfigError for what cannot be had together."""
     size, caching, compute = cache.block_size, cache.enable_prefix_caching, ComputeTime()
+    check_tiers(cache.tiers, config.preemption, config.policy, cache.layout)
     pool: BlockPool
     if config.policy in RESERVING:
-        _check_reserving(cache, config)
+        if caching:
+            reason = f"shares memory, and the {config.policy!r} policy gives each sequence its own"
+            raise ConfigError("enable_prefix_caching", reason, "turn it off")
         pool, prefixes, tiers = RunPool(cache.num_blocks), NoPrefixCache(), NoTiers()
-        inheritance = Inheritance(pool, prefixes, tiers, size, has_cache=False, has_branches=False)
+        inheritance = Inheritance(pool, prefixes, tiers, rows, size, has_cache=False, has_branches=False)
         memory: Memory = Reserving(pool, size, policy, to_the_end=config.policy == "static")
         return Furniture(pool, prefixes, tiers, inheritance, memory, compute, Recompute(compute), NoPrefetch())
     tree = make_tree(cache)
     shelves, has_tiers = make_tiers(cache, tree), cache.tiers.enabled
     on_evict = shelves.evicted if has_tiers else None
     pool, cached = make_prefixes(cache, tree, on_evict=on_evict, on_keep=shelves.kept)
-    inheritance = Inheritance(pool, cached, shelves, size, has_cache=caching)
+    inheritance = Inheritance(pool, cached, shelves, rows, size, has_cache=caching)
     memory = OnDemand(pool, size, inheritance, rows)
     preemption = make_preemption(config.preemption, compute, shelves, inheritance, has_tiers=has_tiers)
-    prefetch = FilePrefetch(inheritance, shelves, compute, size) if cache.tiers.disk_path else NoPrefetch()
+    prefetch = NoPrefetch() if not cache.tiers.disk_path else FilePrefetch(policy, inheritance, shelves, compute, size)
     return Furniture(pool, cached, shelves, inheritance, memory, compute, preemption, prefetch)
-
-
-def _check_reserving(cache: CacheConfig, config: SchedulerConfig) -> None:
-    reason = f"shares memory, and the {config.policy!r} policy gives each sequence its own"
-    if cache.enable_prefix_caching:
-        raise ConfigError("enable_prefix_caching", reason, "turn it off")
-    if cache.tiers.enabled:
-        raise ConfigError("host_cache_memory", reason, "leave it out")

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from quire.config.tiers import PreemptionName
-from quire.engine.decoding.group import Group
+from quire.engine.decoding.group import Group, Sequence
 from quire.engine.kvcache.tiers.base import Tiers
 from quire.engine.scheduler.draft import PlanDraft
 from quire.engine.scheduler.inheritance import Inheritance, Parcel
 from quire.engine.scheduler.policies.step_time import StepTime
-from quire.types.errors import ConfigError
 from quire.types.step import StepPlan
 
 
@@ -75,28 +74,32 @@ class Swap:
             return "nothing was computed"
         if group.request.sampling.prompt_logprobs is not None:
             return self._recompute.vacate(group, draft, num_tokens)
-        parcel = self._inheritance.parcel(group, draft)
-        num_saved = self._tiers.num_missing(parcel.blocks)
+        parcels = self._inheritance.parcels(group, draft)
+        blocks = {name: block for parcel in parcels.values() for name, block in parcel.blocks.items()}
+        if not blocks:  # no more than the token that is computed anew in any case
+            return self._recompute.vacate(group, draft, num_tokens)
+        num_saved = self._tiers.num_missing(blocks)
         if num_saved is None:
             return f"host memory is full, {self._recompute.vacate(group, draft, num_tokens)}"
-        moving = self._tiers.move_seconds(num_saved, len(parcel.blocks))
+        moving = self._tiers.move_seconds(num_saved, len(blocks))
         again = self._compute.seconds(num_tokens)
         if not self.is_cheaper(moving, again):
-            self._tiers.doubt(parcel.blocks)
+            self._tiers.doubt(blocks)
             return f"{self._recompute.vacate(group, draft, num_tokens)} (swap est. {_milliseconds(moving)})"
-        self._move(group, parcel)
+        self._move(group, parcels)
         costs = f"est. {_milliseconds(moving)} (recompute est. {_milliseconds(again)})"
-        return f"swapped {len(parcel.blocks)} blocks, {costs}"
+        return f"swapped {len(blocks)} blocks, {costs}"
 
     def is_cheaper(self, moving: float, again: float | None) -> bool:  # noqa: ARG002 - for those that compare
         """Whether blocks that take `moving` seconds to move are moved, or computed in `again` seconds."""
         return True
 
-    def _move(self, group: Group, parcel: Parcel) -> None:
+    def _move(self, group: Group, parcels: dict[Sequence, Parcel]) -> None:
         self.num_swaps += 1
-        self._tiers.park(group, parcel.blocks)
-        for sequence, length in parcel.lengths.items():
-            sequence.parked = length
+        for sequence, parcel in parcels.items():
+            if parcel.blocks:
+                self._tiers.park(sequence, parcel.blocks)
+                sequence.parked = parcel.num_tokens
         free(group)
 
 
@@ -117,13 +120,15 @@ def free(group: Group) -> None:
 def make_preemption(
     name: PreemptionName, compute: ComputeTime, tiers: Tiers, inheritance: Inheritance, *, has_tiers: bool
 ) -> Preemption:
-    """How groups give up their blocks. Raises ConfigError if there is nowhere to move them."""
-    if name == "swap" and not has_tiers:
-        raise ConfigError("preemption", '"swap" needs host memory', 'set host_cache_memory="4GiB" or another size')
+    """How groups give up their blocks; all are computed again where there is nowhere to move them."""
     if name == "recompute" or not has_tiers:
         return Recompute(compute)
     return (Swap if name == "swap" else ByCost)(compute, tiers, inheritance)
 
 
 def _milliseconds(seconds: float | None) -> str:
-    return "unknown" if seconds is None else f"{seconds * 1e3:.3g} ms"
+    """Three figures, or all before the point."""
+    if seconds is None:
+        return "unknown"
+    shown = seconds * 1e3
+    return f"{shown:.3g} ms" if shown < 99.5 else f"{shown:,.0f} ms"

@@ -7,10 +7,10 @@ from typing import Protocol
 from quire.engine.decoding.group import Group
 from quire.engine.kvcache.tiers.base import Tiers
 from quire.engine.scheduler.inheritance import Inheritance
+from quire.engine.scheduler.policies.base import Policy, View
 from quire.engine.scheduler.preemption import ComputeTime
-from quire.engine.scheduler.queue import GroupQueue
 
-_NEAR = 8  # groups at the head of the queue for which files are read
+_NEAR = 8  # groups that are soon to be let in, for which files are read
 _LEAST_SECONDS, _MOST_SECONDS = 0.02, 2.0  # how long a group whose turn it is waits for its files
 _MOST_LOOKS = 2_000  # and how often it is looked at meanwhile, at most
 
@@ -18,7 +18,7 @@ _MOST_LOOKS = 2_000  # and how often it is looked at meanwhile, at most
 class Prefetch(Protocol):
     """Has files read for groups that wait, and says how long it is worth waiting for them."""
 
-    def look(self, waiting: GroupQueue) -> None:
+    def look(self, view: View) -> None:
         """Order what those first in line will need."""
 
     def delay(self, group: Group, now: float) -> str:
@@ -31,7 +31,7 @@ class Prefetch(Protocol):
 class NoPrefetch:
     """There are no files."""
 
-    def look(self, waiting: GroupQueue) -> None: ...
+    def look(self, view: View) -> None: ...
 
     def delay(self, group: Group, now: float) -> str:  # noqa: ARG002 - Prefetch's signature
         return ""
@@ -52,24 +52,32 @@ class _Errand:
 
 
 class FilePrefetch:
-    """Looks for a group once, when it comes near the head of the queue. Bound: whoever is first waits no longer than
+    """Looks for a group once, when it is soon to be let in by the policy. Bound: whoever is first waits no longer than
     computing the tokens would take twice, and never longer than two seconds."""
 
-    def __init__(self, inheritance: Inheritance, tiers: Tiers, compute: ComputeTime, block_size: int) -> None:
-        self._inheritance, self._tiers, self._compute, self._block_size = inheritance, tiers, compute, block_size
+    def __init__(
+        self, policy: Policy, inheritance: Inheritance, tiers: Tiers, compute: ComputeTime, block_size: int
+    ) -> None:
+        self._policy, self._inheritance, self._tiers, self._compute = policy, inheritance, tiers, compute
+        self._block_size = block_size
         self._errands: dict[Group, _Errand] = {}
 
-    def look(self, waiting: GroupQueue) -> None:
-        for group in waiting.head(_NEAR):
-            errand = self._errands.get(group)
-            if errand is None:
-                errand = self._errands[group] = _Errand(self._inheritance.find_files(group))
-            if errand.left:
-                errand.left = self._tiers.fetch(errand.left)
+    def look(self, view: View) -> None:
+        for group in self._policy.soon(view, _NEAR):
+            self._run(group)
+
+    def _run(self, group: Group) -> _Errand:
+        """Order what is still to be ordered."""
+        errand = self._errands.get(group)
+        if errand is None:
+            errand = self._errands[group] = _Errand(self._inheritance.find_files(group))
+        if errand.left:
+            errand.left = self._tiers.fetch(errand.left)
+        return errand
 
     def delay(self, group: Group, now: float) -> str:
-        errand = self._errands.get(group)
-        if errand is None or errand.is_over:
+        errand = self._run(group)
+        if errand.is_over:
             return ""
         awaited = len(errand.left) + sum(self._tiers.is_fetching(name) for name in errand.names)
         if errand.since is None:

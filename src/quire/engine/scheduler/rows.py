@@ -65,6 +65,12 @@ class RowBook:
         self.end_ids[row, : len(group.request.rules.end_ids)] = group.request.rules.end_ids
         return row
 
+    def seated(self, row: int) -> Sequence:
+        """Who sits in a row that is taken."""
+        sequence = self.sequences[row]
+        assert sequence is not None
+        return sequence
+
     def unseat(self, sequence: Sequence) -> int:
         """Free the sequence's row; its outputs move back into the sequence."""
         row = sequence.row
@@ -97,9 +103,9 @@ class RowBook:
         self._outputs[row, : len(outputs)] = outputs
         self.counts[row] = len(outputs)
 
-    def outputs(self, row: int, start: int = 0) -> list[int]:
-        """What has come back for a row, from its `start`-th output on."""
-        outputs: list[int] = self._outputs[row, start : self.counts[row]].tolist()
+    def outputs(self, row: int, start: int = 0, stop: int | None = None) -> list[int]:
+        """What has come back for a row, from its `start`-th output on, before its `stop`-th."""
+        outputs: list[int] = self._outputs[row, start : self.counts[row] if stop is None else stop].tolist()
         return outputs
 
     def _make_room(self, outputs: int, end_ids: int) -> None:

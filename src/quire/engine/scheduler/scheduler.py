@@ -66,19 +66,19 @@ class Scheduler:
             self._leave_row(sequence)
             if keep:
                 self.inheritance.leave(sequence, leaving=True)
+        else:
+            self.tiers.unpark(sequence)
         sequence.table.free()
         return sequence.outputs
 
-    def remove(self, group: Group, *, returns: bool = False) -> None:
-        """Forget a group whose sequences have left their rows, and what it parked, unless it returns for that."""
+    def remove(self, group: Group) -> None:
+        """Forget a group whose sequences have left their rows."""
         (self.running if group.running else self.waiting).remove(group)
         self.policy.left(group, self)
         self._owing.pop(group, None)
         self._prefetch.forget(group)
         self.rows.reserve(-group.num_spare)
         group.running, group.num_spare = False, 0
-        if not returns:
-            self.tiers.unpark(group)
 
     def reset_cache(self) -> int:
         """Forget cached prefixes in all tiers, pinned ones too; returns how many blocks that freed on the device."""
@@ -109,7 +109,7 @@ class Scheduler:
         if self._stride:
             self._decode(draft)
         if self._owing or len(self.waiting):
-            self._prefetch.look(self.waiting)
+            self._prefetch.look(self)
             self._prefill(draft)
         if not self._stride and draft.is_idle:  # there is nothing to pause for
             self._stride = 1
@@ -121,11 +121,7 @@ class Scheduler:
         self._released.clear()
         self._step += 1
         self.tick += self._stride
-        for chunk in plan.chunks:  # what this step computes, later ones may read
-            sequence = self.rows.sequences[chunk.row]
-            assert sequence is not None
-            self.inheritance.leave(sequence)
-        self.inheritance.settle()
+        self.inheritance.settle(plan.chunks)
         return plan
 
     def _decode(self, draft: PlanDraft) -> None:
@@ -279,6 +275,8 @@ class Scheduler:
             return None, "token budget" if draft.budget <= 0 else "no free row"
         if (group := self.policy.choose(self)) is None:
             return None, "not its turn"
+        if group in draft.prompts:  # nobody is let in twice
+            return None, "preempted in this step"
         if len(group.live) + group.num_beams_to_come > self.rows.num_free:
             return None, "no free row"
         if delay := self._prefetch.delay(group, self._now) or self.inheritance.delay(group, draft.prompts):
@@ -310,7 +308,7 @@ class Scheduler:
         draft.drop_loads(self.pool)
         num_owed = 0 if any(sequence.parked for sequence in group.live) else num_tokens
         group.ledger.note("preempted", self._now, num_owed, f"no free blocks; {how}")
-        self.remove(group, returns=True)
+        self.remove(group)
         group.num_preemptions += 1
         self.num_preemptions += 1
         self.add(group)
@@ -326,7 +324,7 @@ class Scheduler:
 
     def _stop_decoding(self, sequence: Sequence) -> None:
         if sequence.decoding and sequence.row is not None:
-            sequence.computed, sequence.decoding = self.tick + sequence.base, False
+            sequence.computed, sequence.decoding, sequence.event = self.tick + sequence.base, False, -1
             self._decoding.discard(sequence.row)
 
     def _land(self, sequence: Sequence) -> None:
@@ -340,6 +338,7 @@ class Scheduler:
         if sequence.pacer is not PLAIN:
             self.paced.discard(sequence)
         sequence.event, sequence.introduced, sequence.begun = -1, False, False
+        self.inheritance.speakers.discard(sequence)
         row = self.rows.unseat(sequence)
         self._released.append(row)
         return row
@@ -393,7 +392,7 @@ class Scheduler:
     def check(self) -> None:
         """Every block is held exactly by the tables that list it; rows, queues and decode set agree."""
         queues = self.waiting, self.running, self._decoding, self.paced
-        for owner in (self.pool, self._prefixes, self.tiers, self.rows, *queues):
+        for owner in (self.pool, self._prefixes, self.tiers, self.rows, self.inheritance.speakers, *queues):
             owner.check()
         accounts.check_blocks(self.running, self.pool, self._memory.kept, self.pins)
         accounts.check_groups(self.running, self.waiting, self.rows, self._decoding, self.tick)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -23,7 +24,7 @@ from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.registry import build_model
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
-from quire.runtime.tiers.make import make_tiers
+from quire.runtime.tiers.make import check_folder, make_tiers
 from quire.runtime.tuned import adopt_tuned
 from quire.runtime.worker.output import StepOutput
 from quire.runtime.worker.worker import Worker
@@ -32,6 +33,7 @@ from quire.types.step import StepPlan, StepResult
 from quire.types.transfer import NOTHING_MOVED, TransferReport
 
 Progress = Callable[[str, int, int], None]
+Load = Callable[[ModelFiles, ModelConfig, LayerBuilder], Decoder]
 DEPTHS = {"cpu": 1, "cuda": 2}
 PREPARING_SECONDS = 4.0  # in which a GPU compiles and captures ahead of the first request
 
@@ -58,6 +60,7 @@ class SingleExecutor:
         draft_files: ModelFiles | None = None,  # of the draft model, where the config has one
         depth: int | None = None,  # steps to keep in flight; None: what suits the device
     ) -> None:
+        check_folder(config.cache.tiers)  # before the weights are loaded
         if config.device.threads is not None:
             torch.set_num_threads(config.device.threads)
         self._device = torch.device(config.device.device)
@@ -67,28 +70,25 @@ class SingleExecutor:
         self._depth = depth or DEPTHS[self._device.type]
         builder = LayerBuilder(config.device, model_config.heads, config.cache.block_size)
         self._compiles = self._device.type == "cuda" and builder.backend.kernels == "triton"
-        if self._compiles:
-            from quire.kernels.triton.compiling import begin_early
-
-            begin_early()  # goes on while the weights are loaded
-            adopt_tuned(self._device)
-        load = partial(_load, progress=progress)
+        self._worker: Worker | None = None
+        self._launched: deque[StepResult | _Launched] = deque()
+        self._ring = TokenRing(config.scheduler.num_samples)
+        load: Load = partial(_load, progress=progress)
         if load_format == "dummy":
             load = partial(_noise, seed=config.scheduler.seed)
-        model = load(files, model_config, builder)
-        scheduler, kernels = config.scheduler, builder.backend.kernels
-        sampler = make_sampler(
-            scheduler.num_rows, model_config.vocab_size, self._device, kernels, scheduler.num_samples
-        )
-        self._worker: Worker | None = Worker(model, builder.backend, sampler, model_config, config)
-        self._worker.drafter = make_drafter(
-            self._worker, model, model_config, config, partial(load, draft_files or files)
-        )
-        self._worker.tiers = make_tiers(self._worker.cache, config.cache, triton=kernels == "triton")
-        self._launched: deque[StepResult | _Launched] = deque()
-        self._ring = TokenRing(scheduler.num_samples)
-        if self._compiles:
-            self._worker.prepare(PREPARING_SECONDS)
+        try:
+            if self._compiles:
+                from quire.kernels.triton.compiling import begin_early
+
+                begin_early()  # goes on while the weights are loaded
+                adopt_tuned(self._device)
+            self._worker = _make_worker(load, files, draft_files or files, builder, model_config, config)
+            if self._compiles:
+                self._worker.prepare(PREPARING_SECONDS)
+        except BaseException:
+            with suppress(Exception):  # what went wrong first is what is to be heard
+                self.close()
+            raise
         gc.collect()
         gc.freeze()  # what there is now stays: collections while serving need not look at it
 
@@ -122,15 +122,35 @@ class SingleExecutor:
             self._worker.check()
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.tiers.close()
-        self._worker = None
+        """Give everything back, even where the device has failed; then it raises at the end."""
+        worker, self._worker = self._worker, None
         self._launched.clear()
-        gc.unfreeze()
-        if self._compiles:
-            from quire.kernels.triton.compiling import stop_background
+        with ExitStack() as last_first:
+            if self._compiles:
+                from quire.kernels.triton.compiling import stop_background
 
-            stop_background()
+                last_first.callback(stop_background)
+            last_first.callback(gc.unfreeze)
+            if worker is not None:
+                last_first.callback(worker.tiers.close)
+
+
+def _make_worker(
+    load: Load,
+    files: ModelFiles,
+    draft_files: ModelFiles,
+    builder: LayerBuilder,
+    model_config: ModelConfig,
+    config: EngineConfig,
+) -> Worker:
+    """With its model, and with what drafts and keeps blocks for it. Starts no thread if it raises."""
+    model, kernels = load(files, model_config, builder), builder.backend.kernels
+    device, scheduler = torch.device(config.device.device), config.scheduler
+    sampler = make_sampler(scheduler.num_rows, model_config.vocab_size, device, kernels, scheduler.num_samples)
+    worker = Worker(model, builder.backend, sampler, model_config, config)
+    worker.drafter = make_drafter(worker, model, model_config, config, partial(load, draft_files))
+    worker.tiers = make_tiers(worker.cache, config.cache, triton=kernels == "triton")
+    return worker
 
 
 def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progress: Progress | None) -> Decoder:

@@ -15,7 +15,7 @@ _FIELDS = struct.Struct("<8sI32sQ")  # magic, version, key, bytes of the block
 _DIGEST_BYTES = 32
 HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
 
-Reason = Literal["full", "io", "missing", "corrupt", "slow"]
+Reason = Literal["full", "io", "missing", "corrupt"]
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -7,20 +7,20 @@ import logging
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import NamedTuple
 
-from quire.runtime.tiers.block_file import KEY_BYTES, Reason, read_block, reason_of, write_block
+from quire.runtime.tiers.block_file import HEADER_BYTES, KEY_BYTES, Reason, read_block, reason_of, write_block
 from quire.runtime.tiers.folder import Folder
 from quire.types.transfer import FailedFile, FoundFile
 
 logger = logging.getLogger("quire.runtime")
 
-MOST_QUEUED = 1_024  # stores that may wait; more are refused
 NUM_WRITERS, NUM_READERS = 2, 2
 CLOSING_SECONDS = 2.0
 MOST_FOUND = 4_096  # files that one report names: the engine takes them up between two steps
@@ -57,33 +57,33 @@ class _Job:
 
 class DiskStore:
     """Owns the files of one folder. `bytes_of` is a slot's memory; nobody else touches that of an order's slot until
-    the order is reported. No failure raises: it is reported, and the file is gone."""
+    the order is reported. No failure raises: it is reported, and the file is gone.
 
-    def __init__(self, folder: Folder, bytes_of: Bytes, *, most_queued: int = MOST_QUEUED) -> None:
-        self._folder, self._bytes_of, self._most_queued = folder, bytes_of, most_queued
+    Whoever orders stores bounds how many wait.
+    """
+
+    def __init__(self, folder: Folder, bytes_of: Bytes) -> None:
+        self._folder, self._bytes_of = folder, bytes_of
+        self._file_bytes = HEADER_BYTES + len(bytes_of(0))
         self._writing: SimpleQueue[_Job | None] = SimpleQueue()
         self._reading: SimpleQueue[_Job | None] = SimpleQueue()
         self._over: SimpleQueue[_Job] = SimpleQueue()
-        self._found: SimpleQueue[FoundFile] = SimpleQueue()
-        self._refused: list[FailedFile] = []
+        self._found: deque[FoundFile] = deque()  # newest first, once the folder is read
+        self._keeps_found, self._finding = True, Lock()
         self._last_of_key: dict[bytes, _Job] = {}
         self._last_of_slot: dict[int, _Job] = {}
-        self._num_stores = 0  # that are not over, or not yet reported
         self._numbers = itertools.count()
         self._said: set[Reason] = set()
         self._closing = Event()
         queues = [self._writing] * NUM_WRITERS + [self._reading] * NUM_READERS
         self._threads = [Thread(target=self._serve, args=(queue,), name="quire-disk", daemon=True) for queue in queues]
-        self._threads.append(Thread(target=self._scan, name="quire-disk-scan", daemon=True))
+        self._scanner = Thread(target=self._scan, name="quire-disk-scan", daemon=True)
+        self._threads.append(self._scanner)
         for thread in self._threads:
             thread.start()
 
     def store(self, key: bytes, slot: int, ready: Wait) -> None:
-        """Write a slot to the key's file once `ready` returns. Refused as too slow when too many wait already."""
-        if self._num_stores >= self._most_queued:
-            self._refused.append(FailedFile(key, "slow"))
-            return
-        self._num_stores += 1
+        """Write a slot to the key's file once `ready` returns."""
         self._order(self._writing, key, slot, lambda: self._write(key, slot), "stored", ready)
 
     def fetch(self, key: bytes, slot: int, ready: Wait) -> None:
@@ -94,12 +94,19 @@ class DiskStore:
         """Delete the key's file, if it is there. One that cannot be deleted is logged, and found at the next start."""
         self._order(self._writing, key, None, lambda: self._remove(key.hex()), "", _at_once)
 
+    def drop_found(self) -> None:
+        """Delete what earlier processes left and no report has named; none is named any more."""
+        with self._finding:
+            found, self._found, self._keeps_found = self._found, deque(), False
+        for file in found:
+            self.drop(file.key)
+
     def take(self) -> DiskReport:
         """What is over since the last call. Never waits."""
-        if self._over.empty() and self._found.empty() and not self._refused:
+        if self._over.empty() and not self._found:
             return NOTHING_OVER
         keys: dict[str, list[bytes]] = {"stored": [], "fetched": [], "": []}
-        failed, self._refused = self._refused, []
+        failed: list[FailedFile] = []
         with suppress(Empty):
             while True:
                 job = self._over.get_nowait()
@@ -108,11 +115,8 @@ class DiskStore:
                     keys[job.outcome].append(job.key)
                 elif job.outcome:
                     failed.append(FailedFile(job.key, job.failure))
-        found: list[FoundFile] = []
-        with suppress(Empty):
-            while len(found) < MOST_FOUND:
-                found.append(self._found.get_nowait())
-        return DiskReport(tuple(keys["stored"]), tuple(keys["fetched"]), tuple(failed), tuple(found))
+        found = tuple(self._found.popleft() for _ in range(min(MOST_FOUND, len(self._found))))
+        return DiskReport(tuple(keys["stored"]), tuple(keys["fetched"]), tuple(failed), found)
 
     def check(self) -> None:
         assert all(job.slot == slot for slot, job in self._last_of_slot.items())
@@ -123,6 +127,8 @@ class DiskStore:
         deadline = time.monotonic() + seconds
         for job in list(self._last_of_key.values()):
             job.over.wait(max(0.0, deadline - time.monotonic()))
+        if not self._keeps_found:
+            self._scanner.join(max(0.0, deadline - time.monotonic()))
         self._closing.set()
         for queue in (self._writing, self._reading):
             for _ in self._threads:
@@ -152,7 +158,6 @@ class DiskStore:
         queue.put(job)
 
     def _forget(self, job: _Job) -> None:
-        self._num_stores -= job.outcome == "stored"
         if self._last_of_key.get(job.key) is job:
             del self._last_of_key[job.key]
         if job.slot is not None and self._last_of_slot.get(job.slot) is job:
@@ -202,22 +207,33 @@ class DiskStore:
             self._folder.unlink(name)
 
     def _remove_quietly(self, name: str) -> None:
-        """After a failure, which is reported itself."""
+        """What is not to be used again: that it could not be deleted changes nothing."""
         with suppress(OSError):
             self._folder.unlink(name)
 
     def _scan(self) -> None:
         """Say which blocks earlier processes left; remove what they began and nobody will finish."""
+        found: list[FoundFile] = []
         try:
             for entry in self._folder.entries():
                 if self._closing.is_set():
                     return
                 if _BLOCK_NAME.fullmatch(entry.name):
-                    self._found.put(FoundFile(bytes.fromhex(entry.name), entry.used_at))
+                    num_blocks = max(1, -(-entry.num_bytes // self._file_bytes))
+                    found.append(FoundFile(bytes.fromhex(entry.name), entry.used_at, num_blocks))
                 elif _PART_NAME.fullmatch(entry.name):
                     self._remove_if_abandoned(entry.name)
         except OSError as error:
             logger.warning("disk cache: the folder could not be read to its end: %s", error)
+        found.sort(key=lambda file: file.used_at, reverse=True)
+        with self._finding:
+            if self._keeps_found:
+                self._found = deque(found)
+                return
+        for file in found:
+            if self._closing.is_set():
+                return
+            self._remove_quietly(file.key.hex())
 
     def _remove_if_abandoned(self, name: str) -> None:
         with suppress(OSError):  # it was finished, or removed, meanwhile

@@ -21,6 +21,7 @@ class Entry(NamedTuple):
 
     name: str
     used_at: float  # seconds since the epoch
+    num_bytes: int
 
 
 class Folder(Protocol):
@@ -38,7 +39,7 @@ class Folder(Protocol):
     def unlink(self, name: str) -> None: ...
 
     def entries(self) -> Iterator[Entry]:
-        """All plain files."""
+        """All plain files. One that goes meanwhile may be left out."""
 
     def is_in_use(self, name: str) -> bool:
         """Whether some process is still writing the file it created by this name."""
@@ -93,8 +94,13 @@ class PrivateFolder:
     def entries(self) -> Iterator[Entry]:
         with os.scandir(self._handle) as found:
             for entry in found:
-                if entry.is_file(follow_symlinks=False):
-                    yield Entry(entry.name, entry.stat(follow_symlinks=False).st_mtime)
+                if not entry.is_file(follow_symlinks=False):
+                    continue
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # it was deleted or renamed after its name was read
+                    continue
+                yield Entry(entry.name, status.st_mtime, status.st_size)
 
     def is_in_use(self, name: str) -> bool:
         handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._handle)

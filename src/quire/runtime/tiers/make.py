@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from quire.config.engine import CacheConfig
+from quire.config.tiers import TierConfig
 from quire.runtime.tiers.disk_store import DiskStore
 from quire.runtime.tiers.folder import PrivateFolder
 from quire.runtime.tiers.host_store import HostStore
@@ -13,7 +16,12 @@ from quire.runtime.tiers.routes import RouteName
 from quire.runtime.tiers.staged_link import StagedLink
 from quire.runtime.tiers.tiers import NO_TIERS, CacheTiers, Disk, NoDisk, Tiers
 from quire.runtime.worker.cache import KVCache
-from quire.types.errors import ConfigError
+
+
+def check_folder(tiers: TierConfig) -> None:
+    """Make the disk tier's folder, if there is one to be. Raises ConfigError if it cannot be used."""
+    if tiers.disk_path:
+        PrivateFolder(tiers.disk_path).close()
 
 
 def make_tiers(cache: KVCache, config: CacheConfig, *, triton: bool) -> Tiers:
@@ -25,20 +33,21 @@ def make_tiers(cache: KVCache, config: CacheConfig, *, triton: bool) -> Tiers:
     tiers = config.tiers
     if not tiers.enabled:
         return NO_TIERS
-    if config.layout == "virtual":
-        reason = 'cannot be had with kv_layout="virtual", whose blocks are pages mapped for one sequence'
-        raise ConfigError("host_cache_memory", reason, 'use kv_layout="paged", or leave it out')
-    folder = PrivateFolder(tiers.disk_path) if tiers.disk_path else None
-    host, link = _make_link(cache, tiers.host_blocks, "auto" if triton else "copies")
-    disk: Disk = NoDisk() if folder is None else DiskStore(folder, host.bytes_of)
+    with ExitStack() as undo:
+        host = _make_host(cache, tiers.host_blocks)
+        undo.callback(host.close)
+        link = _make_link(cache, host, "auto" if triton else "copies")
+        disk: Disk = DiskStore(PrivateFolder(tiers.disk_path), host.bytes_of) if tiers.disk_path else NoDisk()
+        undo.pop_all()
     return CacheTiers(host, link, disk)
 
 
-def _make_link(cache: KVCache, num_slots: int, route: RouteName) -> tuple[HostStore, Link]:
+def _make_host(cache: KVCache, num_slots: int) -> HostStore:
     blocks = cache.blocks
-    shape, device = (blocks.shape[0], blocks.shape[2]), blocks.device
-    if device.type == "cpu":
-        host = HostStore(num_slots, shape, blocks.dtype)
-        return host, PlainLink(cache, host)
-    host = HostStore(num_slots, shape, blocks.dtype, CudaPinning(device))
-    return host, StagedLink(cache, host, cuda_lanes(device), route=route)
+    pinning = None if blocks.device.type == "cpu" else CudaPinning(blocks.device)
+    return HostStore(num_slots, (blocks.shape[0], blocks.shape[2]), blocks.dtype, pinning)
+
+
+def _make_link(cache: KVCache, host: HostStore, route: RouteName) -> Link:
+    device = cache.blocks.device
+    return PlainLink(cache, host) if device.type == "cpu" else StagedLink(cache, host, cuda_lanes(device), route=route)

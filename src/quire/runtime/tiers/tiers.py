@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Protocol
 
 from quire.runtime.tiers.disk_store import NOTHING_OVER, DiskReport
@@ -61,6 +62,8 @@ class Disk(Protocol):
 
     def drop(self, key: bytes) -> None: ...
 
+    def drop_found(self) -> None: ...
+
     def take(self) -> DiskReport: ...
 
     def check(self) -> None: ...
@@ -79,6 +82,9 @@ class NoDisk:
 
     def drop(self, key: bytes) -> None:  # noqa: ARG002
         raise ValueError("a plan deletes a file, and the worker has no disk tier")
+
+    def drop_found(self) -> None:
+        raise ValueError("a plan deletes files, and the worker has no disk tier")
 
     def take(self) -> DiskReport:
         return NOTHING_OVER
@@ -103,6 +109,8 @@ class CacheTiers:
             return
         link.save(transfers.saves)
         link.load(transfers.loads)
+        if transfers.drops_found:
+            self._disk.drop_found()
         for key, slot in transfers.stores:
             self._disk.store(key, slot, link.settled(slot))
         for key, slot in transfers.fetches:
@@ -125,6 +133,7 @@ class CacheTiers:
         self._disk.check()
 
     def close(self) -> None:
-        self._disk.close()
-        self._link.close()
-        self._host.close()
+        with ExitStack() as last_first:  # each of them, even where a device has failed and another raises
+            last_first.callback(self._host.close)
+            last_first.callback(self._link.close)
+            last_first.callback(self._disk.close)

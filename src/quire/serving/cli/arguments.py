@@ -47,7 +47,10 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--swap-space": (float, "the same in GiB"),
     "--disk-cache-path": (str, "a folder of your own for blocks that host memory gives up (none)"),
     "--disk-cache-memory": (str, 'how much of it to fill, like "50GiB"'),
-    "--tier-write": (str, "back: save a block when it is evicted (default); through: when it is computed"),
+    "--tier-write": (
+        str,
+        "back: save a block when it is evicted (default); through: when it is computed, so that a restart finds it",
+    ),
     "--threads": (int, "CPU threads (all cores)"),
     "--quantization": (str, "fp8: the layers' weights as float8, quantized while they are loaded"),
     "--kv-cache-dtype": (str, "auto: as --dtype; fp8 or fp8_e4m3: half the memory per token"),

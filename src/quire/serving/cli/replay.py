@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.config.policy import POLICY_NAMES, read_policy_settings
+from quire.config.policy import POLICY_NAMES, RESERVING, read_policy_settings
 from quire.config.prefix import EVICTION_NAMES
-from quire.config.tiers import PREEMPTION_NAMES
+from quire.config.tiers import PREEMPTION_NAMES, TierConfig, check_tiers
 from quire.serving.cli.arguments import Commands, OneLineParser, add_debug, examples, json_object
 from quire.types.errors import ConfigError
 
@@ -27,6 +28,8 @@ _CACHE = {
     "prefix_eviction": "eviction",
 }
 DIFFERENT = 1  # exit code of a check that failed
+ROWS = 40
+_EXTRAS = ("prefix cache", "host memory", "disk tier")
 
 
 def add_replay(commands: Commands[OneLineParser]) -> None:
@@ -54,7 +57,7 @@ def add_replay(commands: Commands[OneLineParser]) -> None:
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON instead of tables")
     out.add_argument("--html", metavar="FILE", help="write timelines as a page")
-    out.add_argument("--rows", type=int, default=40, metavar="N", help="requests in a table; 0: all (40)")
+    out.add_argument("--rows", type=int, metavar="N", help=f"requests in a table; 0: all ({ROWS})")
     add_debug(parser)
     _add_changes(parser.add_argument_group("what if (as recorded when left out)"))
 
@@ -66,7 +69,9 @@ def _add_changes(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-num-seqs", type=int, default=absent, help="sequences that run at once")
     group.add_argument("--max-num-batched-tokens", type=int, default=absent, help="tokens computed in one step")
     group.add_argument("--num-kv-blocks", type=int, default=absent, help="size of the KV cache in blocks")
-    group.add_argument("--host-cache-blocks", type=int, default=absent, help="blocks that host memory holds; 0: none")
+    group.add_argument(
+        "--host-cache-blocks", type=int, default=absent, help="blocks that host memory holds; 0: none, nor a disk tier"
+    )
     group.add_argument("--preemption", choices=PREEMPTION_NAMES, default=absent, help="how blocks are given up")
     group.add_argument("--prefix-eviction", choices=EVICTION_NAMES, default=absent, help="what the cache forgets first")
     group.add_argument(
@@ -78,17 +83,26 @@ def run_replay(args: argparse.Namespace) -> int:
     """Raises ConfigError or RecordingError."""
     from quire.simulator.reader import read_recording
 
-    if args.rows < 0:
-        raise ConfigError("rows", f"must be at least 0, got {args.rows}", "0 shows all")
-    recording = read_recording(Path(args.file))
     changes = changed_names(args)
+    _check_flags(args, changes)
+    recording = read_recording(Path(args.file))
     if args.check:
-        if changes or args.against:
-            raise ConfigError("check", "runs a recording as it was", "leave the changes out")
         return _check(recording, args)
     runs, facts = _runs(recording, args, changes)
     _show(runs, facts | {"recording": _facts(recording)}, args)
     return 0
+
+
+def _check_flags(args: argparse.Namespace, changes: list[str]) -> None:
+    if args.rows is not None and args.rows < 0:
+        raise ConfigError("rows", f"must be at least 0, got {args.rows}", "0 shows all")
+    if args.check and (changes or args.against):
+        raise ConfigError("check", "runs a recording as it was", "leave the changes out")
+    for name in ("html", "rows"):
+        if args.check and getattr(args, name) is not None:
+            raise ConfigError(name, "is of no use with --check, which compares and draws nothing", "leave one out")
+    if args.html is not None and Path(args.html).resolve() == Path(args.file).resolve():
+        raise ConfigError("html", f"{args.html} is the recording itself", "name another file")
 
 
 def changed_names(args: argparse.Namespace) -> list[str]:
@@ -107,8 +121,21 @@ def changed(
         given["policy_settings"] = read_policy_settings(policy, getattr(args, "policy_config", None))
     in_cache = {field: getattr(args, name) for name, field in _CACHE.items() if name in args}
     if "host_cache_blocks" in args:
-        in_cache["tiers"] = replace(cache.tiers, host_blocks=args.host_cache_blocks, disk_path="", disk_blocks=0)
-    return replace(cache, **in_cache), replace(scheduler, **given)
+        tiers = cache.tiers if args.host_cache_blocks else TierConfig()  # files pass through host memory
+        in_cache["tiers"] = replace(tiers, host_blocks=args.host_cache_blocks)
+    cache, scheduler = replace(cache, **in_cache), replace(scheduler, **given)
+    if scheduler.policy in RESERVING:
+        _check_reserving(args, cache, scheduler)
+    return cache, scheduler
+
+
+def _check_reserving(args: argparse.Namespace, cache: CacheConfig, scheduler: SchedulerConfig) -> None:
+    """Raise ConfigError for what was asked for by name and cannot be had where every sequence has its own memory."""
+    tiers = cache.tiers if "host_cache_blocks" in args else TierConfig()
+    check_tiers(tiers, getattr(args, "preemption", "recompute"), scheduler.policy, cache.layout)
+    if getattr(args, "enable_prefix_caching", False):
+        reason = f"shares memory, and the {scheduler.policy!r} policy gives each sequence its own"
+        raise ConfigError("enable_prefix_caching", reason, "leave it out")
 
 
 def _check(recording: Recording, args: argparse.Namespace) -> int:
@@ -117,12 +144,16 @@ def _check(recording: Recording, args: argparse.Namespace) -> int:
     if recording.inexact:
         raise ConfigError("check", f"cannot tell: {recording.inexact[0]}", "leave --check out")
     rehearsal = rehearse(recording)
-    steps = sum(1 for _ in recording.steps())
+    steps, requests, facts = len(rehearsal.run.steps), len(rehearsal.run.outcomes), _facts(recording)
     if args.json:
         difference = None if rehearsal.difference is None else str(rehearsal.difference)
-        print(json.dumps({"same": difference is None, "steps": steps, "difference": difference}))
-    elif rehearsal.difference is None:
-        print(f"the same: {steps} step calls, {len(rehearsal.run.outcomes)} requests")
+        counts = {"steps": steps, "requests": requests}
+        print(json.dumps({"same": difference is None, **counts, "difference": difference, "recording": facts}))
+        return 0 if rehearsal.difference is None else DIFFERENT
+    for line in _remarks({"recording": facts}):
+        print(line)
+    if rehearsal.difference is None:
+        print(f"the same: {steps} step calls, {requests} requests")
     else:
         print(f"not the same: {rehearsal.difference}")
     return 0 if rehearsal.difference is None else DIFFERENT
@@ -150,14 +181,33 @@ def _runs(recording: Recording, args: argparse.Namespace, changes: list[str]) ->
         settings = read_policy_settings(args.against, None)
         other = replace(scheduler, policy=args.against, policy_settings=settings)
         runs.insert(0, scenario.run(args.against, cache, other))
-    fit = scenario.fit
+    fit, without = scenario.fit, [told for run in runs if (told := _without(run, (setup.cache, cache)))]
     prices = {"step_seconds": fit.cost.step, "prompt_token_seconds": fit.cost.token, "row_seconds": fit.cost.row}
-    return runs, {"cost": prices | {"fitted_steps": fit.num_steps, "error": fit.error}}
+    fitted = {"fitted_steps": fit.num_used, "steps": fit.num_steps, "error": fit.error}
+    return runs, {"cost": prices | fitted, "without": without}
+
+
+def _without(run: Run, others: Iterable[CacheConfig]) -> str:
+    """What was recorded or asked for and a run has not."""
+    wanted = set().union(*map(_extras, others))
+    lost = [name for name in _EXTRAS if name in wanted - _extras(run.cache)]
+    return f"{run.name}: without {', '.join(lost)}" if lost else ""
+
+
+def _extras(cache: CacheConfig) -> set[str]:
+    switches = (cache.enable_prefix_caching, cache.tiers.enabled, cache.tiers.disk_path)
+    return {name for name, is_on in zip(_EXTRAS, switches, strict=True) if is_on}
 
 
 def _facts(recording: Recording) -> dict[str, Any]:
     setup = recording.setup
-    return {"quire": setup.quire, "date": setup.date, "tokens": setup.tokens, "over": recording.over}
+    return {
+        "quire": setup.quire,
+        "date": setup.date,
+        "tokens": setup.tokens,
+        "over": recording.over,
+        "dead": recording.dead,
+    }
 
 
 def _show(runs: list[Run], facts: dict[str, Any], args: argparse.Namespace) -> None:
@@ -175,9 +225,10 @@ def _show(runs: list[Run], facts: dict[str, Any], args: argparse.Namespace) -> N
         found = facts | {"runs": [export_run(run) for run in runs]}
         print(json.dumps(found | {"changes": export_changes(*runs)} if len(runs) == 2 else found))
         return
-    for line in _remarks(facts):
-        print(line)
-    print(show_changes(runs[0], runs[1], args.rows) if len(runs) == 2 else show_run(runs[0], args.rows))
+    if remarks := _remarks(facts):
+        print(*remarks, "", sep="\n")
+    rows = ROWS if args.rows is None else args.rows
+    print(show_changes(runs[0], runs[1], rows) if len(runs) == 2 else show_run(runs[0], rows))
 
 
 def _remarks(facts: dict[str, Any]) -> list[str]:
@@ -187,12 +238,16 @@ def _remarks(facts: dict[str, Any]) -> list[str]:
         lines.append("the recording breaks off: what came last may be missing")
     elif facts["recording"]["over"] != "closed":
         lines.append(f"the recording ended early: {facts['recording']['over']}")
+    if facts["recording"]["dead"] is not None:
+        lines.append(f"the engine died in its last step: {facts['recording']['dead']}")
     lines += [f"not as recorded: {each}" for each in facts.get("inexact", ())]
+    lines += facts.get("without", ())
     if facts.get("difference") is not None:
         lines.append(f"this version decides otherwise, and stopped there: {facts['difference']}")
     if "cost" in facts:
         cost = facts["cost"]
         prices = f"{1e3 * cost['step_seconds']:.3f} ms + {1e6 * cost['prompt_token_seconds']:.2f} us / prompt token"
         told = f"{prices} + {1e6 * cost['row_seconds']:.2f} us / decoding row"
-        lines.append(f"a step takes {told}: fitted to {cost['fitted_steps']} steps, {cost['error']:.0%} off on average")
-    return [*lines, ""] if lines else lines
+        fitted = f"fitted to {cost['fitted_steps']} of {cost['steps']} steps, {cost['error']:.0%} off over all"
+        lines.append(f"a step takes {told}: {fitted}")
+    return lines

@@ -9,6 +9,7 @@ import secrets
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from quire.config.asked import read_arguments
 from quire.config.environment import read_environment
 from quire.config.resolve import EngineArguments
 from quire.config.server import AccessConfig, ModelSource, ServerConfig
@@ -38,9 +39,11 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, str | None]:
         value: float = getattr(args, name)
         if not math.isfinite(value) or value < 0 or (name == "step_timeout" and value == 0):
             raise ConfigError(name, f"must be a number of seconds above 0, got {value:g}")
+    engine = EngineArguments(**engine_settings(args))
+    read_arguments(engine)  # raises for what is impossible with every model, before one is loaded
     config = ServerConfig(
         source=_source(args),
-        engine=EngineArguments(**engine_settings(args)),
+        engine=engine,
         access=access,
         host=args.host,
         port=args.port,

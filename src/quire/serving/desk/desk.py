@@ -43,7 +43,7 @@ class Draining(QuireError):
 
 
 def _nobody_waits() -> None:
-    """Nothing is to be done when an engine comes up."""
+    """Nothing is to be entered when an engine comes up."""
 
 
 class Desk:
@@ -223,8 +223,8 @@ class Desk:
         self.engine = self.known_engine = ready
         self._room.turns.by_tenant, self._room.turns.ageing = ready.policy == "fair", ready.ageing
         self._observer.engine_up(ready.generation)
-        self._let_in()
         self.on_engine_up()
+        self._loop.call_soon(self._let_in)  # after what that enters
 
     def _take_engine_down(self, lost: list[Ticket], reason: str) -> None:
         logger.error("the engine is down: %s; %d requests were in it, %d wait", reason, len(lost), len(self._room))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -10,7 +11,8 @@ from quire.serving.desk.ticket import Ticket
 
 
 class Turns:
-    """Gives every ticket a key, smaller first: its priority, less one for every `ageing` seconds it has waited.
+    """Gives every ticket a key, smaller first: its priority, less one for every `ageing` seconds it has waited. What is
+    to stay resident goes before all: it is operators who ask for it, and others find it then.
 
     With `by_tenant`, tenants take turns instead, by prompt tokens (start-time fair queueing): what one sends at once
     stands behind what it sent before, not before what another sends later.
@@ -23,6 +25,8 @@ class Turns:
         self._ends: dict[str, float] = {}  # by tenant: where its next ticket stands, if that is not reached yet
 
     def key(self, ticket: Ticket) -> float:
+        if ticket.submit.pin:
+            return -math.inf
         if not self.by_tenant:
             return ticket.submit.priority + self._clock() / self.ageing
         tenant = ticket.submit.tenant

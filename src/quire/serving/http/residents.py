@@ -8,10 +8,12 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from quire.config.server import AccessConfig
-from quire.serving.desk.desk import Desk
+from quire.engine.kvcache.pins import check_share
+from quire.serving.desk.desk import Desk, QueueFull
 from quire.serving.desk.mailbox import Mailbox
 from quire.serving.desk.observer import RequestRecord
 from quire.serving.desk.prefix_book import BookedPrefix, PrefixBook
@@ -28,6 +30,8 @@ from quire.types.sampling import SamplingParams
 logger = logging.getLogger("quire.edge")
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before what is not resident is tried again; it doubles
+Place = tuple[str, str]  # name and salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +46,15 @@ class ResidentRow:
 
 
 class Residents:
-    """Registers prompts through the desk as ordinary requests of one token, whose prompts the engine then holds.
+    """Registers prompts through the desk as ordinary requests of one token, whose prompts the engine then holds. What
+    is written down and not held is computed again until it is.
 
-    Belongs to the event loop.
+    Belongs to the event loop. The book is changed by one call at a time; another edge may change it at any time.
     """
 
     def __init__(self, desk: Desk, link: EngineLink, access: AccessConfig, book: PrefixBook) -> None:
         self._desk, self._link, self._access, self._book = desk, link, access, book
+        self._changing = asyncio.Lock()
         self._recalling: asyncio.Task[None] | None = None
 
     def owners(self, api_key: str | None) -> tuple[str, ...]:
@@ -61,27 +67,37 @@ class Residents:
         return ("",) if self._access.shares_cache else (digest,)
 
     async def register(self, name: str, token_ids: tuple[int, ...], owners: Sequence[str]) -> list[PinnedPrefix]:
-        """Compute and hold a prompt for each of the owners, or for none. Raises ApiError or InvalidRequest."""
-        done: list[PinnedPrefix] = []
-        try:
-            for owner in owners:
-                done.append(await self._hold(BookedPrefix(name, owner, token_ids)))
-        except QuireError:
-            for pinned in done:
-                await self._let_go(pinned.salt, name)
-            raise
-        self._book.add([BookedPrefix(name, owner, token_ids) for owner in owners])
-        return done
+        """Compute and hold a prompt for each of the owners, or leave everything as it was. Raises ApiError or
+        InvalidRequest."""
+        wanted, done = [BookedPrefix(name, owner, token_ids) for owner in owners], list[BookedPrefix]()
+        async with self._changing:
+            try:
+                await self._check_room(wanted)
+                for booked in wanted:  # one by one: what a new prompt replaces makes room for the next
+                    if (refused := await self._hold([booked])) is not None:
+                        raise refused
+                    done.append(booked)
+                held = await self._held()
+                if any(self._place(booked) not in held for booked in wanted):
+                    reason = "the cache was reset meanwhile; register it again"
+                    raise ApiError(409, reason, code="cache_reset", param="name")
+            except QuireError as error:
+                await self._take_back(done)
+                if isinstance(error, EngineDead):
+                    raise engine_unavailable("the engine is down or does not answer") from None
+                raise
+            self._book.add(wanted)
+        return [held[self._place(booked)] for booked in wanted]
 
     async def listing(self) -> list[ResidentRow]:
         """All that is written down, and whether the engine holds it now."""
         try:
-            held = {(pinned.name, pinned.salt): pinned for pinned in await self._link.pins()}
+            held = await self._held()
         except EngineDead:
             held = {}
         rows = []
         for booked in self._book.entries():
-            pinned = held.get((booked.name, self._salt(booked.owner)))
+            pinned = held.get(self._place(booked))
             blocks = 0 if pinned is None else pinned.num_blocks
             key = booked.owner[:8] or None
             rows.append(ResidentRow(booked.name, key, len(booked.token_ids), blocks, pinned is not None))
@@ -89,10 +105,11 @@ class Residents:
 
     async def remove(self, name: str) -> int:
         """Forget a prompt, for all owners; returns for how many. It stays cached as others do."""
-        found = [booked for booked in self._book.entries() if booked.name == name]
-        for booked in found:
-            await self._let_go(self._salt(booked.owner), name)
-        self._book.remove(name)
+        async with self._changing:
+            found = [booked for booked in self._book.entries() if booked.name == name]
+            self._book.remove(name)
+            for booked in found:
+                await self._let_go(booked)
         return len(found)
 
     def forget(self) -> None:
@@ -100,38 +117,92 @@ class Residents:
         self._book.clear()
 
     def recall(self) -> None:
-        """A new engine is up: compute again what it does not hold."""
-        if self._book.entries():
-            self._recalling = asyncio.ensure_future(self._recall())
+        """A new engine is up, which holds nothing: compute again what is written down. It goes before what waits."""
+        self._restore(self._book.entries())
 
-    async def _recall(self) -> None:
-        try:
-            held = {(pinned.name, pinned.salt) for pinned in await self._link.pins()}
-        except EngineDead:
-            return
-        for booked in self._book.entries():
-            if (booked.name, self._salt(booked.owner)) in held:
-                continue
+    # ------------------------------------------------------------------------------------------------- the works
+    def _restore(self, lost: Sequence[BookedPrefix]) -> None:
+        if lost:
+            if self._recalling is not None:
+                self._recalling.cancel()
+            self._recalling = asyncio.ensure_future(self._recall(lost))
+
+    async def _recall(self, lost: Sequence[BookedPrefix]) -> None:
+        """Until nothing is missing, or the engine is: the next one is told of everything."""
+        pause = _PAUSE
+        while lost and self._desk.engine is not None and not self._desk.is_draining:
+            async with self._changing:
+                await self._hold_again(lost)
             try:
-                await self._hold(booked)
-            except QuireError as error:
-                logger.error("prefix %s is not resident in the new engine: %s", booked.name, error)
+                held = await self._held()
+                lost = [booked for booked in self._book.entries() if self._place(booked) not in held]
+            except EngineDead:
+                lost = self._book.entries()
+            if lost:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def _hold(self, booked: BookedPrefix) -> PinnedPrefix:
+    async def _hold_again(self, lost: Sequence[BookedPrefix]) -> None:
+        """What was removed or replaced meanwhile, at this edge or another, is not held."""
+        known = self._book.entries()
+        lost = [booked for booked in lost if booked in known]
+        try:
+            if (refused := await self._hold(lost)) is not None:
+                raise refused
+        except QuireError as error:
+            names = ", ".join(dict.fromkeys(booked.name for booked in lost))
+            logger.error("not all of these prefixes are resident: %s; they are tried again: %s", names, error)
+        known = self._book.entries()
+        for booked in lost:
+            if booked not in known:
+                await self._let_go(booked)
+
+    async def _check_room(self, wanted: Sequence[BookedPrefix]) -> None:
+        """Raise InvalidRequest, before anything is computed, if not all of it can be held."""
+        engine = self._desk.known_engine
+        assert engine is not None, "prefixes are registered with an engine that was up"
+        stats, held, known = await self._link.stats(), await self._held(), self._book.entries()
+        reserved = stats.blocks.pinned
+        for booked in wanted:
+            old = held.get(self._place(booked))
+            if old is not None and booked in known:
+                continue
+            own = -(-len(booked.token_ids) // engine.block_size)
+            check_share(own, reserved, stats.blocks.total)
+            reserved += own - (0 if old is None else old.num_blocks)
+
+    async def _hold(self, wanted: Sequence[BookedPrefix]) -> ApiError | None:
+        """Have prompts computed and held, all at once; returns why one of them is not."""
+        tickets = [self._ticket(booked) for booked in wanted]
+        try:
+            with self._desk.visit():
+                try:
+                    refused = self._enter(tickets)
+                    for ticket in tickets:
+                        while ticket.state != "new" and not ticket.mailbox.is_over:
+                            await ticket.mailbox.wait()
+                finally:
+                    self._desk.leave(tickets)
+        except QuireError as error:
+            raise as_refusal(error) from None
+        failures = (ticket.mailbox.failure for ticket in tickets)
+        return refused or next((as_failure(failure) for failure in failures if failure is not None), None)
+
+    def _enter(self, tickets: Sequence[Ticket]) -> ApiError | None:
+        """All at once, so that none stands behind what waits; else as many as there is room for, and why not all."""
+        with suppress(QueueFull):
+            self._desk.enter(tickets)
+            return None
+        try:
+            for ticket in tickets:
+                self._desk.enter([ticket])
+        except QueueFull as error:
+            return as_refusal(error)
+        return None
+
+    def _ticket(self, booked: BookedPrefix) -> Ticket:
         salt, number = self._salt(booked.owner), secrets.token_hex(8)
         submit = Submit(f"prefix-{number}", booked.token_ids, _ONE_TOKEN, cache_salt=salt, pin=booked.name)
-        await self._compute(submit)
-        try:
-            pins = await self._link.pins()
-        except EngineDead:
-            raise engine_unavailable("the engine is down or does not answer") from None
-        for pinned in pins:
-            if (pinned.name, pinned.salt) == (booked.name, salt):
-                return pinned
-        raise ApiError(409, "the cache was reset meanwhile; register it again", code="cache_reset", param="name")
-
-    async def _compute(self, submit: Submit) -> None:
-        mailbox = Mailbox(asyncio.get_running_loop(), 1)
         record = RequestRecord(
             submit.request_id,
             "prefix",
@@ -141,25 +212,26 @@ class Residents:
             received_at=time.monotonic(),
             name=submit.request_id,
         )
-        ticket = Ticket(submit, record, mailbox)
-        try:
-            with self._desk.visit():
-                self._desk.enter([ticket])
-                try:
-                    while not mailbox.is_over:
-                        await mailbox.wait()
-                finally:
-                    self._desk.leave([ticket])
-        except QuireError as error:
-            raise as_refusal(error) from None
-        if mailbox.failure is not None:
-            raise as_failure(mailbox.failure)
+        return Ticket(submit, record, Mailbox(asyncio.get_running_loop(), 1))
 
-    async def _let_go(self, salt: str, name: str) -> None:
+    async def _take_back(self, done: Sequence[BookedPrefix]) -> None:
+        """What was computed for a registration that came to nothing is let go, and what it replaced comes back."""
+        for booked in done:
+            await self._let_go(booked)
+        places = {self._place(booked) for booked in done}
+        self._restore([booked for booked in self._book.entries() if self._place(booked) in places])
+
+    async def _held(self) -> dict[Place, PinnedPrefix]:
+        return {(pinned.name, pinned.salt): pinned for pinned in await self._link.pins()}
+
+    async def _let_go(self, booked: BookedPrefix) -> None:
         try:
-            await self._link.unpin(salt, name)
+            await self._link.unpin(self._salt(booked.owner), booked.name)
         except EngineDead:
-            logger.info("prefix %s went with its engine", name)
+            logger.info("prefix %s went with its engine", booked.name)
+
+    def _place(self, booked: BookedPrefix) -> Place:
+        return booked.name, self._salt(booked.owner)
 
     def _salt(self, owner: str) -> str:
         return cache_salt(owner, "", is_shared=self._access.shares_cache)

@@ -6,6 +6,7 @@ import pytest
 
 from quire.config.speculation import SpeculationConfig
 from quire.engine.decoding.lookahead import NO_LOOKAHEAD, NoLookaheads
+from quire.engine.decoding.lookahead_control import Length
 from quire.engine.decoding.lookahead_ngram import NgramLookaheads
 from quire.engine.decoding.lookahead_ordered import OrderedLookaheads
 from quire.engine.decoding.lookahead_registry import make_lookaheads
@@ -88,6 +89,24 @@ def test_an_ordered_draft_is_proposed_once_and_only_for_what_it_followed() -> No
     lookahead.result(2, 1)
     lookahead.observe((5, 9))
     assert lookahead.propose(8) == ()
+
+
+def test_a_draft_that_is_ordered_as_a_try_counts_as_one_when_it_is_verified() -> None:
+    lookaheads, given, said = OrderedLookaheads(DRAFT, runs_ahead=False), list[bool](), [Length(3, is_try=True)]
+    lookaheads.control.length = lambda *_, **__: said[-1]  # type: ignore[method-assign]
+    lookaheads.control.note_result = lambda *_, is_try: given.append(is_try)  # type: ignore[method-assign]
+    lookahead = lookaheads.begin(request((1, 2, 3)))
+    lookahead.order(8)
+    lookahead.observe((4,))
+    lookahead.offer((5, 6, 7))
+    said.append(Length(3))  # the next one pays, and is ordered before the first is verified
+    for _ in range(2):
+        lookahead.propose(8)
+        lookahead.order(8)
+        lookahead.result(3, 1)
+        lookahead.observe((5, 9))
+        lookahead.offer((5, 6, 7))
+    assert given == [True, False]
 
 
 def test_a_model_whose_drafts_fail_is_asked_ever_less() -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from quire.engine.decoding.lookahead_control import Chances, Control, Experience, Rounds
+from quire.engine.decoding.lookahead_control import Chances, Control, Experience, Length, Rounds
 from quire.engine.decoding.lookahead_costs import StepCosts
 
 
@@ -67,34 +67,49 @@ def control(extra: float, rows: int = 1) -> Control:
     return made
 
 
+def length(control: Control, chances: Chances, rounds: float) -> int:
+    return control.length(chances, 16, rounds).num_tokens
+
+
 def test_a_draft_is_as_long_as_its_tokens_are_likely_enough_to_pay() -> None:
     cheap, dear = control(0.05), control(0.4)
-    assert cheap.length(Chances(0.9, 0.9), 16, 1.0) >= 14
-    assert 2 <= cheap.length(Chances(0.5, 0.5), 16, 1.0) <= 6
-    assert cheap.length(Chances(0.02, 0.5), 16, 1.0) == 0
-    assert dear.length(Chances(0.35, 0.35), 16, 1.0) == 0
-    assert dear.length(Chances(0.9, 0.9), 16, 1.0) in range(4, 12)
-    assert dear.length(Chances(0.7, 0.98), 16, 1.0) == 16  # it may not begin, but then it goes on
+    assert length(cheap, Chances(0.9, 0.9), 1.0) >= 14
+    assert 2 <= length(cheap, Chances(0.5, 0.5), 1.0) <= 6
+    assert length(cheap, Chances(0.02, 0.5), 1.0) == 0
+    assert length(dear, Chances(0.35, 0.35), 1.0) == 0
+    assert length(dear, Chances(0.9, 0.9), 1.0) in range(4, 12)
+    assert length(dear, Chances(0.7, 0.98), 1.0) == 16  # it may not begin, but then it goes on
 
 
 def test_where_steps_are_bound_by_arithmetic_nothing_is_drafted() -> None:
     full = control(1 / 64, rows=64)  # a token costs the 64th part of a step of 64: as much as it can bring
-    tries = 0
-    while length := full.length(Chances(0.95, 0.95), 16, 1.0):  # it is tried a few times, by a token of each row
-        assert length == 1
-        full.note_result(64, 60)
+    tries, likely = 0, Chances(0.95, 0.95)
+    while (tried := full.length(likely, 16, 1.0)).num_tokens:  # it is tried a few times, by a token of each row
+        assert tried == Length(1, is_try=True)
+        full.note_result(64, 60, is_try=True)
         full.note_step(128, 128, 0.02)
         tries += 1
     assert tries <= 5
     free = control(0.0, rows=64)
-    assert free.length(Chances(0.95, 0.95), 16, 1.0) == 16
+    assert length(free, Chances(0.95, 0.95), 1.0) == 16
+
+
+def test_asking_how_long_a_draft_should_be_uses_up_no_try() -> None:
+    """Neither do drafts that were made because they pay, in steps in which somebody asked."""
+    asked, likely = control(1 / 64, rows=64), Chances(0.95, 0.95)
+    for _ in range(20):
+        assert asked.length(likely, 16, 1.0).is_try
+        asked.note_result(1, 1, is_try=False)
+        asked.note_step(65, 65, 0.01)
+    asked.note_result(64, 60, is_try=True)
+    assert asked.length(likely, 16, 1.0).is_try  # one of a few
 
 
 def test_waiting_for_results_counts_as_tokens_lost() -> None:
     cheap = control(0.02)
-    assert cheap.length(Chances(0.45, 0.45), 16, 1.0) > 0
-    assert cheap.length(Chances(0.45, 0.45), 16, 2.0) == 0
-    assert cheap.length(Chances(0.9, 0.9), 16, 2.0) > 0
+    assert length(cheap, Chances(0.45, 0.45), 1.0) > 0
+    assert length(cheap, Chances(0.45, 0.45), 2.0) == 0
+    assert length(cheap, Chances(0.9, 0.9), 2.0) > 0
 
 
 def test_experience_begins_with_its_prior_and_forgets_what_is_long_ago() -> None:

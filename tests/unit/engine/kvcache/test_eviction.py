@@ -11,7 +11,7 @@ from quire.config.engine import CacheConfig
 from quire.config.prefix import EVICTION_NAMES, EvictionName, read_eviction
 from quire.engine.kvcache.eviction.size_aware import EVEN_CONTEXT
 from quire.engine.kvcache.pool import BlockPool
-from quire.engine.kvcache.prefixes import PrefixCache, make_prefixes, make_tree
+from quire.engine.kvcache.prefixes import NO_MATCH, PrefixCache, make_prefixes, make_tree
 from quire.engine.kvcache.radix import Node, PrefixTree
 from quire.engine.kvcache.table import BlockTable
 from quire.types.errors import ConfigError
@@ -171,6 +171,26 @@ def test_what_enters_the_tree_is_told_once_in_order_of_depth() -> None:
     cache.use(1, 2)
     cache.use(1, 2, 3)
     assert [node.depth for node in cache.kept] == [1, 2, 3]
+
+
+def test_a_second_copy_is_looked_at_no_more_until_it_leaves() -> None:
+    cache, read = Cache("lru", 40), list[tuple[int, int]]()
+    tokens = [place // SIZE for place in range(10 * SIZE)]
+
+    def tokens_of(start: int, stop: int) -> list[int]:
+        read.append((start, stop))
+        return tokens[start:stop]
+
+    first, second = cache.hold(tokens[:10]), BlockTable(cache.pool, SIZE)
+    cache.prefixes.adopt(second, NO_MATCH)
+    for length in range(SIZE, len(tokens) + 1, SIZE):
+        second.append(SIZE)
+        cache.prefixes.keep(second, "", tokens_of, length)
+    assert read == [(0, SIZE)]
+    cache.prefixes.keep(second, "", tokens_of, len(tokens), leaving=True)
+    cache.check()
+    assert second.blocks[:5] == first.blocks
+    assert len(cache.tree) == 10
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import numpy as np
 import pytest
 
-from quire.engine.scheduler.preemption import ComputeTime
+from quire.engine.decoding.group import Group
+from quire.engine.scheduler.draft import PlanDraft
+from quire.engine.scheduler.preemption import ComputeTime, Recompute
 from quire.types.step import Chunk, StepPlan
 from quire.types.transfer import SlotMove, Transfers
 
@@ -43,3 +48,16 @@ def test_a_step_that_also_moved_blocks_says_nothing() -> None:
     compute.note_step(prompt(500), 0.05)
     compute.note_step(prompt(500, Transfers(saves=(SlotMove(0, 0),))), 5.0)
     assert compute.seconds(500) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.000_012_34, "0.0123 ms"), (0.0126, "12.6 ms"), (0.0999, "100 ms"), (0.999_9, "1,000 ms"), (4.6, "4,600 ms")],
+)
+def test_a_ledger_shows_whole_milliseconds_from_a_hundred_on(seconds: float, shown: str) -> None:
+    class Known(ComputeTime):
+        def seconds(self, num_tokens: int) -> float:
+            return seconds
+
+    nobody = cast("Group", SimpleNamespace(live=()))
+    assert Recompute(Known()).vacate(nobody, cast("PlanDraft", None), 1) == f"recompute est. {shown}"

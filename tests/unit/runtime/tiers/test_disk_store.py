@@ -2,79 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import stat
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
 
-import numpy as np
 import pytest
 
-from faulty_folder import BROKEN, FULL, QUOTA, FaultyFolder
+from disk_bench import NUM_SLOTS, SLOT_BYTES, Disk, at_once, key
+from faulty_folder import BROKEN, FULL, QUOTA
 from quire.runtime.tiers.block_file import HEADER_BYTES
-from quire.runtime.tiers.disk_store import DiskReport, DiskStore
+from quire.runtime.tiers.disk_store import DiskReport
 from quire.runtime.tiers.folder import PrivateFolder
 from quire.types.errors import ConfigError
 from quire.types.transfer import FailedFile
-
-NUM_SLOTS, SLOT_BYTES = 8, 1_000
-
-
-def key(number: int) -> bytes:
-    return hashlib.blake2b(str(number).encode(), digest_size=32).digest()
-
-
-def at_once() -> None:
-    """The slot is ready."""
-
-
-class Disk:
-    """A disk store over plain slots; waits for reports."""
-
-    def __init__(self, path: Path, **settings: int) -> None:
-        self.path = path
-        self.slots = np.zeros((NUM_SLOTS, SLOT_BYTES), dtype=np.uint8)
-        self.folder = FaultyFolder(PrivateFolder(str(path)))
-        self.store = DiskStore(self.folder, lambda slot: memoryview(self.slots[slot]), **settings)
-        self.report = DiskReport()
-
-    def fill(self, slot: int, number: int) -> None:
-        self.slots[slot] = np.random.default_rng(number).integers(0, 256, SLOT_BYTES)
-
-    def holds(self, slot: int, number: int) -> bool:
-        return bool((self.slots[slot] == np.random.default_rng(number).integers(0, 256, SLOT_BYTES)).all())
-
-    def put(self, number: int, slot: int = 0) -> DiskReport:
-        """Store a block and wait for the report."""
-        self.fill(slot, number)
-        self.store.store(key(number), slot, at_once)
-        return self.wait(lambda report: report.stored or report.failed)
-
-    def get(self, number: int, slot: int = 1) -> DiskReport:
-        self.slots[slot] = 0
-        self.store.fetch(key(number), slot, at_once)
-        return self.wait(lambda report: report.fetched or report.failed)
-
-    def wait(self, wanted: Callable[[DiskReport], object]) -> DiskReport:
-        """All that was reported until `wanted` is true of it."""
-        deadline, total = time.monotonic() + 20, DiskReport()
-        while not wanted(total):
-            assert time.monotonic() < deadline, f"only {total} was reported"
-            total = DiskReport(*(a + b for a, b in zip(total, self.store.take(), strict=True)))
-            time.sleep(0.001)
-        self.store.check()
-        return total
-
-    def file(self, number: int) -> Path:
-        return self.path / key(number).hex()
-
-    @property
-    def names(self) -> set[str]:
-        return {entry.name for entry in self.path.iterdir()}
 
 
 @pytest.fixture
@@ -105,44 +48,6 @@ def test_a_file_holds_a_header_and_the_bytes_as_they_are(disk: Disk) -> None:
     assert len(data) == HEADER_BYTES + SLOT_BYTES
     assert data[HEADER_BYTES:] == disk.slots[0].tobytes()
     assert key(1) in data[:HEADER_BYTES]
-
-
-def test_what_an_earlier_process_left_is_found_and_read(tmp_path: Path) -> None:
-    first = Disk(tmp_path)
-    tmp_path.chmod(0o700)
-    for number in (1, 2):
-        first.put(number)
-    first.store.close()
-    os.utime(first.file(1), (50.0, 50.0))
-    second = Disk(tmp_path)
-    found = dict(second.wait(lambda report: len(report.found) == 2).found)
-    assert set(found) == {key(1), key(2)}
-    assert found[key(1)] == 50.0
-    assert second.get(2).fetched == (key(2),)
-    assert second.holds(1, 2)
-    second.get(1)
-    assert second.file(1).stat().st_mtime > 50.0  # it counts as used
-    second.store.close()
-
-
-def test_leftovers_of_writing_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    part, target = f"{key(1).hex()}.123-4.part", tmp_path.parent / "elsewhere"
-    target.write_text("precious")
-    (tmp_path / part).write_text("half a block")
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / key(2).hex()).symlink_to(target)
-    (tmp_path / key(3).hex()).mkdir()
-    in_use = PrivateFolder(str(tmp_path))
-    other = f"{key(4).hex()}.99-1.part"
-    with in_use.create(other):
-        disk = Disk(tmp_path)
-        disk.put(5)
-        disk.store.close()
-        assert disk.store.take().found in ((), ((key(5), disk.file(5).stat().st_mtime),))
-        assert disk.names == {"notes.txt", key(2).hex(), key(3).hex(), key(5).hex(), other}
-    assert target.read_text() == "precious"
-    in_use.close()
 
 
 def test_a_link_is_never_followed(disk: Disk) -> None:
@@ -248,16 +153,6 @@ def test_a_file_that_cannot_be_deleted_is_logged_and_fails_no_later_order(
     assert "(io)" in caplog.text
 
 
-def test_a_folder_that_cannot_be_listed_is_used_all_the_same(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    folder = FaultyFolder(PrivateFolder(str(tmp_path)), {"entries": BROKEN})
-    slots = np.zeros((1, SLOT_BYTES), dtype=np.uint8)
-    store = DiskStore(folder, lambda slot: memoryview(slots[slot]))
-    store.store(key(1), 0, at_once)
-    store.close()
-    assert store.take().stored == (key(1),)
-
-
 def test_a_store_waits_until_its_slot_is_ready(disk: Disk) -> None:
     arrived = Event()
     disk.store.store(key(1), 0, lambda: (arrived.wait(), None)[1])
@@ -279,18 +174,6 @@ def test_orders_on_a_key_or_a_slot_happen_in_turn(disk: Disk) -> None:
     assert (report.fetched, report.stored, report.failed) == ((key(1),), (key(2),), ())
     assert disk.names == {key(2).hex()}
     assert disk.file(2).read_bytes()[HEADER_BYTES:] == disk.slots[0].tobytes()
-
-
-def test_more_stores_than_may_wait_are_refused_at_once(tmp_path: Path) -> None:
-    disk, held = Disk(tmp_path / "cache", most_queued=3), Event()
-    for number in range(5):
-        disk.store.store(key(number), number, lambda: (held.wait(), None)[1])
-    refused = disk.wait(lambda report: len(report.failed) == 2)
-    assert refused.failed == (FailedFile(key(3), "slow"), FailedFile(key(4), "slow"))
-    held.set()
-    assert set(disk.wait(lambda report: len(report.stored) == 3).stored) == {key(0), key(1), key(2)}
-    assert disk.put(6).stored == (key(6),)
-    disk.store.close()
 
 
 def test_a_disk_that_hangs_does_not_hold_up_closing(disk: Disk) -> None:

@@ -16,7 +16,7 @@ from interpreter import HAS_TRITON
 from quire.config.engine import CacheConfig
 from quire.config.model import Heads
 from quire.runtime.tiers.host_store import HostStore
-from quire.runtime.tiers.link import Link, PlainLink
+from quire.runtime.tiers.link import NOTHING_CARRIED, Link, Moved, PlainLink
 from quire.runtime.tiers.pinning import Pageable
 from quire.runtime.tiers.routes import RouteName, lined_up, runs
 from quire.runtime.tiers.staged_link import StagedLink
@@ -53,6 +53,7 @@ class Drill:
         self.arriving: dict[int, int] = {}
         self.fresh = 0
         self.counts = [0, 0]
+        self.reads_ordered = self.reads_done = 0
 
     def plan(self) -> None:
         self.link.begin_plan()
@@ -70,6 +71,7 @@ class Drill:
 
     def _compute(self, blocks: list[int]) -> None:
         """Read all blocks but those that loads are on their way to; overwrite some."""
+        self.reads_ordered += len(blocks)
         for block in blocks:
             self.run(partial(self._read, block, self.blocks[block]))
         for block in self.rng.sample(blocks, len(blocks) // 2):
@@ -82,6 +84,7 @@ class Drill:
 
     def _read(self, block: int, wanted: int) -> None:
         assert (self.cache.blocks[:, block] == wanted).all()
+        self.reads_done += 1
 
     def _write(self, block: int, value: int) -> None:
         self.cache.blocks[:, block] = value
@@ -101,7 +104,8 @@ def test_a_cpu_carries_orders_out_as_they_are_given(dtype: torch.dtype) -> None:
         for slot, value in drill.slots.items():
             assert (host.slots[slot] == value).all()
         drill.link.check()
-    assert drill.link.take()[0] > 0
+    assert drill.reads_done == drill.reads_ordered > 0
+    assert min(drill.link.take()) > 0
 
 
 def staged(cache: KVCache, host: HostStore, world: World, route: RouteName, pieces: int, size: int) -> StagedLink:
@@ -111,11 +115,12 @@ def staged(cache: KVCache, host: HostStore, world: World, route: RouteName, piec
     )
 
 
-def run_staged(cache: KVCache, route: RouteName, seed: int, num_plans: int) -> None:
+def run_staged(cache: KVCache, route: RouteName, seed: int, num_plans: int) -> Moved:
+    """What was carried, after all that blocks and slots hold was compared with what they must."""
     rng, world, host = random.Random(seed), World(seed), make_host(cache)
     link = staged(cache, host, world, route, pieces=rng.choice([1, 2, 3]), size=rng.choice([1, 2, 4]))
     drill = Drill(cache, link, seed, world.lanes.computing.run)
-    moved = np.zeros(4)
+    moved = NOTHING_CARRIED
     for _ in range(num_plans):
         drill.plan()
         for _ in range(rng.choice([0, 5, 50])):
@@ -124,28 +129,30 @@ def run_staged(cache: KVCache, route: RouteName, seed: int, num_plans: int) -> N
             slot = rng.randrange(NUM_SLOTS)
             link.settled(slot)()
             assert (host.slots[slot] == drill.slots[slot]).all()
-        moved += link.take()
+        moved = moved.plus(link.take())
         link.check()
     world.finish()
     for slot, value in drill.slots.items():
         assert (host.slots[slot] == value).all()
-    moved += link.take()
-    assert moved[:2].tolist() == drill.counts
-    assert (moved[2:] > 0).all()
+    moved = moved.plus(link.take())
+    assert [moved.num_saved, moved.num_loaded] == drill.counts
+    assert drill.reads_done == drill.reads_ordered >= num_plans
+    assert world.num_choices > num_plans  # so the order was left to chance
     link.close()
+    return moved
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_a_gpu_does_first_blocks_and_slots_hold_what_orders_in_turn_would_leave(seed: int) -> None:
-    run_staged(make_cache(), "copies", seed, num_plans=40)
+    assert min(run_staged(make_cache(), "copies", seed, num_plans=40)) > 0
 
 
 @pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="for the interpreter")
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4))
 def test_kernels_over_host_memory_leave_the_same(seed: int) -> None:
     from quire.runtime.worker.device_cache import DeviceCache
 
-    run_staged(make_cache(DeviceCache), "kernel", seed, num_plans=4)
+    assert min(run_staged(make_cache(DeviceCache), "kernel", seed, num_plans=20)) > 0
 
 
 def test_neighbouring_slots_cross_together_unless_they_are_pinned_apart() -> None:

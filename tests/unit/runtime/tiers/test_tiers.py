@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,8 +18,11 @@ from quire.config.tiers import TierConfig
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.loading.resolve import ModelFiles
 from quire.runtime.speculation.coverage import OwnCoverage
+from quire.runtime.tiers import make
+from quire.runtime.tiers.host_store import HostStore
 from quire.runtime.tiers.make import make_tiers
-from quire.runtime.tiers.tiers import NO_TIERS
+from quire.runtime.tiers.tiers import NO_TIERS, CacheTiers
+from quire.runtime.worker.worker import Worker
 from quire.types.errors import ConfigError
 from quire.types.step import Chunk, StepPlan
 from quire.types.transfer import NOTHING_MOVED, FileMove, SlotMove, TransferReport, Transfers
@@ -163,12 +169,51 @@ def test_without_a_disk_files_are_refused() -> None:
             bench.transfer(**orders)
 
 
-def test_the_virtual_layout_has_no_tiers() -> None:
+def test_without_host_memory_there_are_no_tiers() -> None:
     cache = TieredBench("reference").worker.cache
-    config = CacheConfig(4, 32, layout="virtual", tiers=TierConfig(host_blocks=4))
-    with pytest.raises(ConfigError, match=r'host_cache_memory: .*kv_layout="virtual"'):
-        make_tiers(cache, config, triton=False)
-    assert make_tiers(cache, replace(config, tiers=TierConfig()), triton=False) is NO_TIERS
+    assert make_tiers(cache, CacheConfig(4, 32), triton=False) is NO_TIERS
+
+
+class Mishap(Exception):
+    """What a device says when it has failed."""
+
+
+def mishap(*_: object) -> None:
+    raise Mishap
+
+
+def watch_closing(monkeypatch: pytest.MonkeyPatch) -> list[HostStore]:
+    """The host stores that are closed from now on."""
+    closed, close = list[HostStore](), HostStore.close
+    monkeypatch.setattr(HostStore, "close", lambda host: (closed.append(host), close(host)))
+    return closed
+
+
+def disk_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("quire-disk")]
+
+
+def test_tiers_that_cannot_be_made_give_back_what_there_was_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = watch_closing(monkeypatch)
+    monkeypatch.setattr(make, "_make_link", mishap)
+    with pytest.raises(Mishap):
+        TieredBench("reference", tmp_path / "cache")
+    assert len(closed) == 1
+    assert not disk_threads()
+
+
+def test_what_can_be_closed_is_closed_where_a_device_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers, closed = TieredBench("reference", tmp_path / "cache").worker.tiers, watch_closing(monkeypatch)
+    assert isinstance(tiers, CacheTiers)
+    monkeypatch.setattr(tiers._link, "close", mishap)
+    with pytest.raises(Mishap):
+        tiers.close()
+    assert len(closed) == 1
+    assert not disk_threads()
 
 
 def test_a_draft_model_computes_again_what_was_loaded_for_the_target_alone() -> None:
@@ -181,9 +226,12 @@ def test_a_draft_model_computes_again_what_was_loaded_for_the_target_alone() -> 
     assert coverage.start(0, 9, 0) == 4
 
 
+def make_executor(config: EngineConfig, load_format: Literal["auto", "dummy"] = "dummy") -> SingleExecutor:
+    return SingleExecutor(ModelFiles("tiny", Path("nowhere"), "hf"), tiny_config(), config, load_format=load_format)
+
+
 def test_the_executor_runs_plans_of_nothing_but_transfers_and_reports_them() -> None:
-    config = with_tiers(engine_config(block_size=16, rows=4))
-    single = SingleExecutor(ModelFiles("tiny", Path("nowhere"), "hf"), tiny_config(), config, load_format="dummy")
+    single = make_executor(with_tiers(engine_config(block_size=16, rows=4)))
     assert single.transfers() is NOTHING_MOVED
     single.launch(StepPlan(0, transfers=Transfers(saves=(SlotMove(1, 2), SlotMove(3, 0)), loads=(SlotMove(5, 2),))))
     assert len(single.collect().token_ids) == 0
@@ -195,3 +243,31 @@ def test_the_executor_runs_plans_of_nothing_but_transfers_and_reports_them() -> 
         saved, loaded = saved + report.num_saved, loaded + report.num_loaded
     single.close()
     assert single.transfers() is NOTHING_MOVED
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="disk_cache_path"):
+        make_executor(with_tiers(engine_config(block_size=16, rows=4), disk=tmp_path), "auto")  # there are no files
+
+
+def test_an_executor_whose_device_has_failed_gives_back_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    single = make_executor(with_tiers(engine_config(block_size=16, rows=4)))
+    assert gc.get_freeze_count() > 0
+    monkeypatch.setattr(CacheTiers, "close", mishap)
+    with pytest.raises(Mishap):
+        single.close()
+    assert gc.get_freeze_count() == 0
+    assert single.transfers() is NOTHING_MOVED
+    single.close()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled for a CPU")
+def test_an_executor_that_cannot_be_made_ready_closes_its_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Worker, "prepare", mishap)
+    with pytest.raises(Mishap):
+        make_executor(with_tiers(engine_config(block_size=16, rows=4), disk=tmp_path / "cache"))
+    assert not disk_threads()

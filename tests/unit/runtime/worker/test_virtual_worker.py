@@ -10,10 +10,12 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.runtime.worker.virtual_cache import VirtualCache
+from quire.runtime.worker.virtual_ranges import RowRanges
 from quire.types.step import Chunk
 from tiny_models import DEVICE, VOCAB, Bench, engine_config, random_checkpoint, tiny_config
 from worker_executor import TinyEngine, similar_checkpoint
@@ -40,16 +42,33 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def both(load: list[list[int]], sampling: dict[str, Any], **settings: Any) -> TinyEngine:
-    """The virtual engine, after it said the same as the paged one."""
+    """The virtual engine, after it said the same as the paged one, from ranges of addresses."""
     paged, virtual = engine("paged", **settings), engine("virtual", **settings)
     assert virtual.answers(load, **sampling) == paged.answers(load, **sampling)
+    for name, message in paged.finished.items():
+        for one, other in zip(message.samples, virtual.finished[name].samples, strict=True):
+            assert len(one.logprobs) == (len(one.token_ids) if "logprobs" in sampling else 0)
+            for wanted, found in zip(one.logprobs, other.logprobs, strict=True):
+                np.testing.assert_array_equal(found.token_ids, wanted.token_ids)
+                np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=1e-5)
+    assert ranges_of(virtual).cost.mapped > len(load)
     virtual.executor.worker.check()
     return virtual
 
 
+def ranges_of(virtual: TinyEngine) -> RowRanges:
+    cache = virtual.executor.worker.cache
+    assert isinstance(cache, VirtualCache)
+    return cache.ranges
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_answers_are_those_of_the_paged_layout(depth: int) -> None:
-    both(prompts(8), {"max_tokens": SIZE + 9, "logprobs": 2, "temperature": 0.7, "seed": 3}, depth=depth)
+    load, length = prompts(8), SIZE + 9
+    virtual = both(load, {"max_tokens": length, "logprobs": 2, "temperature": 0.7, "seed": 3}, depth=depth)
+    assert [len(message.samples[0].token_ids) for message in virtual.finished.values()] == [length] * 8
+    held = sum(-(-(len(prompt) + length - 1) // SIZE) for prompt in load)  # blocks; a last token is never written
+    assert ranges_of(virtual).cost.mapped >= held
 
 
 def test_samples_that_share_a_prompt_see_it_at_addresses_of_their_own() -> None:
@@ -80,6 +99,7 @@ def test_drafts_are_verified_and_made_over_it(method: str) -> None:
     virtual = engine("virtual", num_blocks=96, speculative_config=asked, draft=draft)
     paged = engine("paged", num_blocks=96)
     assert virtual.answers(load, max_tokens=SIZE + 9) == paged.answers(load, max_tokens=SIZE + 9)
+    assert virtual.core.stats().drafts > 0
 
 
 def test_as_many_pages_are_mapped_as_rows_hold_blocks() -> None:

@@ -123,6 +123,9 @@ def test_a_template_that_cannot_work_is_refused_before_anything_is_loaded(tmp_pa
         (["--chat-template", "/dev/null"], "chat_template: /dev/null is empty"),
         (["--trace-endpoint", "collector:4318"], "trace_endpoint: 'collector:4318' is no URL"),
         (["a.gguf", "--model", "b.gguf"], "model: is given twice"),
+        (["--policy-config", '{"tpot": NaN}', "--policy", "deadline"], "policy_config: tpot must be above 0"),
+        (["--host-cache-memory", "lots"], "host_cache_memory: 'lots' is not a size"),
+        (["--no-enable-prefix-caching", "--policy", "lpm"], "policy: 'lpm' goes by what is cached"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(flags: list[str], cause: str) -> None:
@@ -144,6 +147,16 @@ def test_missing_packages_are_named_with_the_fix(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "zmq" else object())
     assert main(["serve"]) == 2
     assert capsys.readouterr().err == "quire: error: serve: needs zmq; pip install 'quire[server]'\n"
+
+
+def test_an_engine_setting_that_no_model_could_have_is_refused_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quire.serving.process import supervisor
+
+    monkeypatch.setattr(supervisor, "Supervisor", None)
+    assert main(["serve", "--preemption", "swap"]) == 2
+    assert capsys.readouterr().err.startswith('quire: error: preemption: "swap" needs host memory; set')
 
 
 def test_the_supervisor_gets_the_configuration_and_its_exit_code_is_the_commands(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,10 +19,10 @@ from quire.types.sampling import SamplingParams
 SAMPLING = SamplingParams()
 
 
-def ticket(name: str, priority: int = 0, num_tokens: int = 1, tenant: str = "") -> Ticket:
+def ticket(name: str, priority: int = 0, num_tokens: int = 1, tenant: str = "", pin: str = "") -> Ticket:
     loop = asyncio.new_event_loop()
     loop.close()
-    submit = Submit(name, (1,) * num_tokens, SAMPLING, priority=priority, tenant=tenant)
+    submit = Submit(name, (1,) * num_tokens, SAMPLING, priority=priority, tenant=tenant, pin=pin)
     return Ticket(submit, RequestRecord(name, "chat", num_tokens, SAMPLING, False, 0.0), Mailbox(loop, 1))
 
 
@@ -38,6 +39,15 @@ def test_priority_goes_before_arrival() -> None:
     for name, priority in (("late", 5), ("first", 0), ("second", 0), ("urgent", -1)):
         room.add(ticket(name, priority))
     assert leave_all(room) == ["urgent", "first", "second", "late"]
+
+
+@pytest.mark.parametrize("by_tenant", [False, True])
+def test_what_is_to_stay_resident_goes_before_all(by_tenant: bool) -> None:
+    room = WaitingRoom(10, 100)
+    room.turns.by_tenant = by_tenant
+    for name, pin in (("first", ""), ("prefix", "system"), ("second", "")):
+        room.add(ticket(name, priority=-5, pin=pin))
+    assert leave_all(room) == ["prefix", "first", "second"]
 
 
 def test_who_has_waited_long_enough_goes_before_the_urgent() -> None:

@@ -42,7 +42,8 @@ class Tiers(Protocol):
         """What follows the device's match in host memory. Changes nothing but the order of use."""
 
     def find_files(self, match: Match, wanted: Wanted) -> list[bytes]:
-        """The files whose blocks follow what `find` finds."""
+        """The files whose blocks follow what `find` finds, as far as host memory has room for all of it at once.
+        Changes nothing but the order of use."""
 
     def names(self, salt: str, tokens_of: TokensOf, num_tokens: int) -> list[bytes]:
         """What the blocks of a sequence's first tokens are called, a partial tail included."""

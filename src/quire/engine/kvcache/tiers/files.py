@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from quire.engine.kvcache.tiers.disk import DiskShelf
 from quire.engine.kvcache.tiers.host import HostShelf, Slot
-from quire.types.transfer import FileMove, TransferReport
+from quire.types.transfer import FileMove, FoundFile, TransferReport
 
 QUEUE = 256  # blocks that are being written at once, at most, and never more than half of the slots
+
+
+class FileOrders(NamedTuple):
+    """The fields of a plan's transfers that are about files."""
+
+    stores: tuple[FileMove, ...]
+    fetches: tuple[FileMove, ...]
+    drops: tuple[bytes, ...]
+    drops_found: bool
 
 
 class Files:
@@ -29,6 +39,8 @@ class Files:
         self._stores: list[FileMove] = []
         self._fetches: list[FileMove] = []
         self._drops: dict[bytes, None] = {}
+        self._drops_found = False  # is to be ordered
+        self._keeps_found = True
         self.num_stored = self.num_fetched = 0
         self.failures: Counter[str] = Counter()
 
@@ -37,6 +49,11 @@ class Files:
 
     def is_fetching(self, name: bytes) -> bool:
         return name in self._fetching
+
+    @property
+    def most_fetched(self) -> int:
+        """Files that are in slots at once for those that wait, at most."""
+        return self._queue
 
     @property
     def num_held(self) -> int:
@@ -67,34 +84,42 @@ class Files:
             if is_full or (slot := self._host.take()) is None:
                 left.append(name)
                 continue
-            self.shelf.touch(name)
             self._fetching[name] = slot
             self._awaited.add(name)
             self._fetches.append(FileMove(name, slot.number))
+        for name in reversed(names):  # who leads to others is used after them, and goes after them
+            self.touch(name)
         return left
+
+    def touch(self, name: bytes) -> None:
+        """A file was used just now, if there is one."""
+        if name in self.shelf:
+            self.shelf.touch(name)
 
     def let_go(self, names: Sequence[bytes]) -> None:
         """Whoever asked for these has come, or never will."""
         self._awaited.difference_update(names)
-        for name in names:
+        for name in reversed(names):
             if name in self._fetched:
                 self._host.release(self._fetched.pop(name))
 
     @property
     def has_orders(self) -> bool:
-        return bool(self._stores or self._fetches or self._drops)
+        return bool(self._stores or self._fetches or self._drops or self._drops_found)
 
-    def take_orders(self) -> tuple[tuple[FileMove, ...], tuple[FileMove, ...], tuple[bytes, ...]]:
-        orders = tuple(self._stores), tuple(self._fetches), tuple(self._drops)
+    def take_orders(self) -> FileOrders:
+        orders = FileOrders(tuple(self._stores), tuple(self._fetches), tuple(self._drops), self._drops_found)
         self._stores.clear()
         self._fetches.clear()
         self._drops.clear()
+        self._drops_found = False
         return orders
 
     def take_report(self, report: TransferReport) -> None:
         for name in report.stored:
             if (slot := self._storing.pop(name, None)) is not None:
                 self.num_stored += 1
+                self.shelf.written()
                 self._host.release(slot)
         for name in report.fetched:
             if (slot := self._fetching.pop(name, None)) is not None:
@@ -106,7 +131,13 @@ class Files:
             if failed.reason == "full":
                 self.shelf.shrink()
         if report.found:
-            self._drops.update(dict.fromkeys(self.shelf.found(report.found)))
+            self._drops.update(dict.fromkeys(self._find(report.found)))
+
+    def _find(self, files: Sequence[FoundFile]) -> list[bytes]:
+        """Take up what an earlier process left; returns what of it is to be deleted."""
+        if self._keeps_found:
+            return self.shelf.found(files)
+        return [file.key for file in files if file.key not in self.shelf]
 
     def _shelve(self, name: bytes, slot: Slot) -> None:
         """What was fetched can be found, unless it was forgotten meanwhile or is there already."""
@@ -127,7 +158,7 @@ class Files:
                 self._host.release(waiting.pop(name))
 
     def clear(self) -> None:
-        """Delete all files. Orders that were not carried out yet are taken back."""
+        """Delete all files, those not found yet too. Orders that were not carried out yet are taken back."""
         for move in self._stores:
             self._host.release(self._storing.pop(move.key))
         for move in self._fetches:
@@ -136,6 +167,7 @@ class Files:
         self._fetches.clear()
         self.let_go([*self._fetched, *self._awaited])
         self._drops.update(dict.fromkeys(self.shelf.clear()))
+        self._keeps_found, self._drops_found = False, self.shelf.quota > 0
 
     def check(self) -> None:
         self.shelf.check()

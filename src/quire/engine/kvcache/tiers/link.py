@@ -41,6 +41,10 @@ class LinkTime:
         if report.num_saved:
             self._doubts = 0
 
+    def trust(self) -> None:
+        """Something was moved because of what this says: when it speaks against that again, it is soon doubted."""
+        self._stale = _STALE
+
     def seconds(self, num_saved: int, num_loaded: int) -> float:
         """To move so many blocks away and so many back."""
         save, load = self._save.seconds, self._load.seconds

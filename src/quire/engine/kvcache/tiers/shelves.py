@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from quire.config.tiers import TierConfig
-from quire.engine.kvcache.keys import next_key, pack
+from quire.engine.kvcache.keys import chain, next_key, pack
 from quire.engine.kvcache.prefixes import Match
 from quire.engine.kvcache.radix import Node, PrefixTree, TokensOf
 from quire.engine.kvcache.tiers.base import Found, Wanted
@@ -15,7 +15,7 @@ from quire.engine.kvcache.tiers.files import Files
 from quire.engine.kvcache.tiers.host import HostShelf, Slot
 from quire.engine.kvcache.tiers.link import LinkTime
 from quire.types.stats import TierStats
-from quire.types.transfer import SlotMove, TransferReport, Transfers
+from quire.types.transfer import NO_TRANSFERS, SlotMove, TransferReport, Transfers
 
 _SAMPLE = 2  # blocks that are saved to see how long it takes
 
@@ -65,15 +65,22 @@ class Shelves:
     def find_files(self, match: Match, wanted: Wanted) -> list[bytes]:
         if match.num_tokens >= wanted.limit or not len(self._files.shelf):
             return []
-        whole, found = match.num_tokens // self._block_size, list[bytes]()
+        whole, found, here = match.num_tokens // self._block_size, list[bytes](), list[Slot]()
         name = self._name_of(match, wanted.salt)
         for following in self._names(name, wanted.tokens_of, whole, wanted.limit // self._block_size):
-            if following in self._host:
-                continue
-            if not self._files.has(following):
+            if (slot := self._host.find(following)) is not None:
+                here.append(slot)
+            elif self._files.has(following) and self._has_place(len(found), len(here)):
+                found.append(following)
+            else:
                 break
-            found.append(following)
+        for slot in reversed(here):  # the files drive out others before these, and of these the last first
+            self._host.touch(slot)
         return found
+
+    def _has_place(self, num_files: int, num_here: int) -> bool:
+        """Whether one more file can be read for somebody beside so many, and what is in host memory for him."""
+        return num_files < self._files.most_fetched and num_files + num_here < self._host.num_slots
 
     def names(self, salt: str, tokens_of: TokensOf, num_tokens: int) -> list[bytes]:
         whole = num_tokens // self._block_size
@@ -90,24 +97,34 @@ class Shelves:
     def _names(self, name: bytes, tokens_of: TokensOf, start: int, stop: int) -> Iterator[bytes]:
         """Of full blocks `start` .. `stop`; `name` is the one before them."""
         size = self._block_size
-        for index in range(start, stop):
-            name = next_key(name, pack(tokens_of(index * size, (index + 1) * size)))
-            yield name
+        return chain(name, (pack(tokens_of(index * size, (index + 1) * size)) for index in range(start, stop)))
 
     # -------------------------------------------------------------------------------------------------- saving
     def evicted(self, node: Node) -> None:
         self._shelve(node)
+        self._use(node)
 
     def kept(self, nodes: Sequence[Node]) -> None:
         if self._config.write == "through":
+            first = len(self._touched)
             for node in nodes:
                 self._shelve(node)
+            self._touched[first:] = reversed(self._touched[first:])
+            for node in reversed(nodes):  # who leads to others is used after them, and goes after them
+                self._use(node)
 
     def _shelve(self, node: Node) -> None:
         name = self._tree.key_of(node)
         slot = self._host.find(name) or self._save(name, node.block)
         if slot is not None:
             self._files.store(name, slot)
+
+    def _use(self, node: Node) -> None:
+        """It was used just now, wherever it is."""
+        name = self._tree.key_of(node)
+        if (slot := self._host.find(name)) is not None:
+            self._host.touch(slot)
+        self._files.touch(name)
 
     def _save(self, name: bytes, block: int) -> Slot | None:
         slot = self._host.take()
@@ -125,14 +142,15 @@ class Shelves:
         return missing if missing <= self._host.num_available - idle else None
 
     def park(self, owner: object, blocks: Mapping[bytes, int]) -> None:
-        assert owner not in self._parked
-        present = [slot for name in blocks if (slot := self._host.find(name)) is not None]
-        parked = self._parked[owner] = [self._host.hold(slot) for slot in present]
+        present = [self._host.hold(slot) for name in blocks if (slot := self._host.find(name)) is not None]
+        parked = self._parked.setdefault(owner, [])
         for name, block in blocks.items():
-            if name not in self._host:
-                slot = self._save(name, block)
-                assert slot is not None
-                parked.append(self._host.hold(slot))
+            slot = self._host.find(name) or self._save(name, block)
+            assert slot is not None
+            parked.append(self._host.hold(slot))
+        for slot in present:
+            self._host.release(slot)
+        self._link.trust()
 
     def unpark(self, owner: object) -> None:
         for slot in reversed(self._parked.pop(owner, ())):
@@ -161,16 +179,20 @@ class Shelves:
         return bool(self._saves) or self._files.has_orders
 
     def take_orders(self, loads: tuple[SlotMove, ...]) -> Transfers:
-        stores, fetches, drops = self._files.take_orders()
-        orders = Transfers(tuple(self._saves), loads, stores, fetches, drops)
-        self._counts["saved"] += len(self._saves)
-        self._counts["loaded"] += len(loads)
-        self._num_awaited += len(self._saves) + len(loads)
-        self._saves.clear()
+        orders = NO_TRANSFERS
+        if loads or self.has_orders:
+            orders = Transfers(tuple(self._saves), loads, *self._files.take_orders())
+            self._counts["saved"] += len(self._saves)
+            self._counts["loaded"] += len(loads)
+            self._num_awaited += len(self._saves) + len(loads)
+            self._saves.clear()
+        self._release_touched()
+        return orders
+
+    def _release_touched(self) -> None:
         for slot in self._touched:
             self._host.release(slot)
         self._touched.clear()
-        return orders
 
     @property
     def wants_report(self) -> bool:
@@ -195,6 +217,7 @@ class Shelves:
         self._saves.clear()
         self._host.clear()
         self._files.clear()
+        self._release_touched()
 
     def stats(self) -> TierStats:
         host, disk, counts = self._host, self._files.shelf, self._counts
@@ -203,7 +226,7 @@ class Shelves:
             host_used=host.num_used,
             host_held=host.num_held,
             disk_blocks=disk.quota,
-            disk_used=len(disk),
+            disk_used=disk.num_used,
             saved=counts["saved"],
             loaded=counts["loaded"],
             stored=self._files.num_stored,

@@ -52,6 +52,10 @@ class Policy:
         """Who is let in next; None: nobody now. Asked again after each that was let in."""
         return view.waiting.first()
 
+    def soon(self, view: View, count: int) -> list[Group]:
+        """Who is likely to be let in next, so many at most. Decides nothing."""
+        return view.waiting.head(count)
+
     def goes_before(self, waiting: Group, running: Group) -> bool:  # noqa: ARG002 - for those that look
         """Whether a prompt in work waits for one that can be let in."""
         return False

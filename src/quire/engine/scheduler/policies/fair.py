@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import nsmallest
 
 from quire.engine.decoding.group import Group
 from quire.engine.scheduler.policies.base import Policy, View
@@ -46,6 +47,10 @@ class Fair(Policy):
                 self._charge(group, view.tick)
         least = min(self._backlogged.values(), key=lambda tenant: tenant.counter, default=None)
         return None if least is None else least.waiting.first()
+
+    def soon(self, view: View, count: int) -> list[Group]:  # noqa: ARG002 - Policy's signature
+        least = nsmallest(count, self._backlogged.values(), key=lambda tenant: tenant.counter)
+        return [group for tenant in least for group in tenant.waiting.head(count // len(least))]
 
     def added(self, group: Group, view: View) -> None:
         name = group.request.tenant

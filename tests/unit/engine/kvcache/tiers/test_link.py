@@ -43,3 +43,13 @@ def test_a_link_that_nothing_is_moved_over_is_measured_ever_less_often() -> None
     pauses = [later - earlier for earlier, later in pairwise(sampled)]
     assert pauses == sorted(pauses)
     assert len(sampled) <= 5
+
+
+def test_a_link_over_which_something_was_moved_is_doubted_as_soon_as_at_first() -> None:
+    link = LinkTime(0)
+    for _ in range(200):
+        if link.doubt():
+            link.note(TransferReport(num_saved=1, save_seconds=1.0))
+    link.note(TransferReport(num_saved=9, save_seconds=1.0))
+    link.trust()
+    assert sum(link.doubt() for _ in range(9)) == 1

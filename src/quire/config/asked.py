@@ -1,0 +1,130 @@
+"""What was asked for, read and checked as far as that takes neither the machine nor the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from quire.config.engine import MAX_BLOCK_SIZE
+from quire.config.layout import read_layout
+from quire.config.model import Dtype
+from quire.config.policy import RESERVING, PolicyName, PolicySettings, read_policy, read_policy_settings
+from quire.config.prefix import EvictionName, read_eviction
+from quire.config.recording import RecordingConfig, check_recording, read_recording
+from quire.config.sizes import parse_size
+from quire.config.speculation import SpeculationConfig, read_speculation
+from quire.config.tiers import PreemptionName, TierConfig, check_tiers, read_preemption, read_tiers
+from quire.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.config.resolve import EngineArguments
+
+DTYPES: dict[str, Dtype] = {
+    "float32": "float32",
+    "float": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+}
+_FLOAT8_NAMES = ("fp8", "fp8_e4m3")
+_COUNTS = ("block_size", "num_kv_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Settings as the engine knows them. The tiers' sizes are bytes: `settle_tiers` makes blocks of them."""
+
+    policy: PolicyName
+    policy_settings: PolicySettings
+    preemption: PreemptionName
+    layout: Literal["paged", "virtual"]
+    eviction: EvictionName
+    tiers: TierConfig
+    speculation: SpeculationConfig | None
+    recording: RecordingConfig | None
+
+
+def read_arguments(args: EngineArguments) -> Asked:
+    """Raises ConfigError for all that is impossible on every machine with every model."""
+    _check_numbers(args)
+    _check_names(args)
+    policy = read_policy(args.policy, args.scheduling_policy)
+    disk = (args.disk_cache_path, args.disk_cache_memory)
+    asked = Asked(
+        policy=policy,
+        policy_settings=read_policy_settings(policy, args.policy_config),
+        preemption=read_preemption(args.preemption),
+        layout=read_layout(args.kv_layout),
+        eviction=read_eviction(args.prefix_eviction),
+        tiers=read_tiers(args.host_cache_memory, args.swap_space, *disk, args.tier_write),
+        speculation=read_speculation(args.speculative_config),
+        recording=read_recording(args.record, args.record_tokens, args.record_limit),
+    )
+    check_tiers(asked.tiers, asked.preemption, policy, asked.layout)
+    speculates, has_files = asked.speculation is not None, bool(asked.tiers.disk_path)
+    check_recording(asked.recording, speculates=speculates, has_files=has_files)
+    if policy in RESERVING:
+        check_uncached(args, policy, f"the {policy!r} policy caches nothing")
+    elif args.enable_prefix_caching is False:
+        check_uncached(args, policy, "enable_prefix_caching is off")
+    return asked
+
+
+def check_uncached(args: EngineArguments, policy: PolicyName, why: str) -> None:
+    """Raise ConfigError for what means nothing where no prompt is cached; `why` says why none is."""
+    if policy == "lpm":
+        raise ConfigError("policy", f"'lpm' goes by what is cached, and {why}", "use another policy")
+    given = {
+        "prefix_eviction": (args.prefix_eviction, "says which cached prompts go first"),
+        "disk_cache_path": (args.disk_cache_path, "holds cached prompts"),
+        "tier_write": (args.tier_write, "says when cached prompts are saved"),
+    }
+    for name, (value, use) in given.items():
+        if value is not None:
+            raise ConfigError(name, f"{use}, and {why}", "leave it out")
+
+
+def _check_numbers(args: EngineArguments) -> None:
+    for name in _COUNTS:
+        value = getattr(args, name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(name, f"must be a whole number, got {value!r}")
+        if value < 1:
+            raise ConfigError(name, f"must be at least 1, got {value}", "raise it")
+    if args.block_size > MAX_BLOCK_SIZE:
+        raise ConfigError(
+            "block_size", f"must be at most {MAX_BLOCK_SIZE}, got {args.block_size}", "16 suits most loads"
+        )
+    seed: object = args.seed
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ConfigError("seed", f"must be a whole number in [0, 2**64), got {args.seed!r}")
+    share: object = args.gpu_memory_utilization
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
+        raise ConfigError("gpu_memory_utilization", f"must be a number, got {share!r}")
+    if share is not None and not 0.0 < share <= 1.0:
+        raise ConfigError("gpu_memory_utilization", f"must be in (0, 1], got {share!r}", "0.9 is the default")
+    if args.num_kv_blocks is not None and args.kv_cache_memory is not None:
+        raise ConfigError("num_kv_blocks", "cannot be given together with kv_cache_memory", "choose one of them")
+    if args.kv_cache_memory is not None:
+        parse_size("kv_cache_memory", args.kv_cache_memory)
+
+
+def _check_names(args: EngineArguments) -> None:
+    for switch in ("enforce_eager", "enable_prefix_caching"):
+        value = getattr(args, switch)
+        if not isinstance(value, bool) and (value is not None or switch == "enforce_eager"):
+            raise ConfigError(switch, f"must be true or false, got {value!r}")
+    kind, colon, index = args.device.partition(":")
+    known = (("auto", ""), ("cpu", ""), ("cuda", ""), ("cuda", ":"))
+    if (kind, colon) not in known or (colon and not index.isdigit()):
+        raise ConfigError("device", f"{args.device!r} is unknown", 'use "auto", "cpu", "cuda" or "cuda:N"')
+    if args.dtype != "auto" and args.dtype not in DTYPES:
+        raise ConfigError("dtype", f"{args.dtype!r} is unknown", 'use "auto", "float32", "bfloat16" or "float16"')
+    if args.quantization not in (None, "fp8"):
+        raise ConfigError("quantization", f"{args.quantization!r} is unknown", 'use "fp8", or leave it out')
+    if args.kv_cache_dtype not in ("auto", *_FLOAT8_NAMES):
+        names = " or ".join(f'"{name}"' for name in _FLOAT8_NAMES)
+        raise ConfigError("kv_cache_dtype", f"{args.kv_cache_dtype!r} is unknown", f'use "auto", {names}')

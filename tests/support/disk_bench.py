@@ -1,0 +1,71 @@
+"""A disk store over plain slots, for tests that order files and wait for reports."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from faulty_folder import FaultyFolder
+from quire.runtime.tiers.disk_store import DiskReport, DiskStore
+from quire.runtime.tiers.folder import PrivateFolder
+
+NUM_SLOTS, SLOT_BYTES = 8, 1_000
+
+
+def key(number: int) -> bytes:
+    return hashlib.blake2b(str(number).encode(), digest_size=32).digest()
+
+
+def at_once() -> None:
+    """The slot is ready."""
+
+
+class Disk:
+    """A disk store over plain slots; waits for reports."""
+
+    def __init__(self, path: Path, *, lists: bool = True) -> None:
+        self.path = path
+        self.slots = np.zeros((NUM_SLOTS, SLOT_BYTES), dtype=np.uint8)
+        self.folder = FaultyFolder(PrivateFolder(str(path)))
+        if not lists:
+            self.folder.listing.clear()
+        self.store = DiskStore(self.folder, lambda slot: memoryview(self.slots[slot]))
+        self.report = DiskReport()
+
+    def fill(self, slot: int, number: int) -> None:
+        self.slots[slot] = np.random.default_rng(number).integers(0, 256, SLOT_BYTES)
+
+    def holds(self, slot: int, number: int) -> bool:
+        return bool((self.slots[slot] == np.random.default_rng(number).integers(0, 256, SLOT_BYTES)).all())
+
+    def put(self, number: int, slot: int = 0) -> DiskReport:
+        """Store a block and wait for the report."""
+        self.fill(slot, number)
+        self.store.store(key(number), slot, at_once)
+        return self.wait(lambda report: report.stored or report.failed)
+
+    def get(self, number: int, slot: int = 1) -> DiskReport:
+        self.slots[slot] = 0
+        self.store.fetch(key(number), slot, at_once)
+        return self.wait(lambda report: report.fetched or report.failed)
+
+    def wait(self, wanted: Callable[[DiskReport], object]) -> DiskReport:
+        """All that was reported until `wanted` is true of it."""
+        deadline, total = time.monotonic() + 20, DiskReport()
+        while not wanted(total):
+            assert time.monotonic() < deadline, f"only {total} was reported"
+            total = DiskReport(*(a + b for a, b in zip(total, self.store.take(), strict=True)))
+            time.sleep(0.001)
+        self.store.check()
+        return total
+
+    def file(self, number: int) -> Path:
+        return self.path / key(number).hex()
+
+    @property
+    def names(self) -> set[str]:
+        return {entry.name for entry in self.path.iterdir()}
