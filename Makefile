@@ -6,6 +6,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 QUESTION ?= What is the capital of France?
 ARGS ?=# more arguments for quire serve
 PIP_ARGS ?=# more arguments for pip, for example --index-url URL
+WORKERS ?= 2# test files that run side by side
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
@@ -32,7 +33,7 @@ demo: $(MODEL_STAMP) ## set up and answer one question (QUESTION="...")
 	$(BIN)/quire chat "$(QUESTION)"
 
 test: $(DEV_STAMP) $(MODEL_STAMP) ## run the tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 check: $(DEV_STAMP) ## lint, formatting, types, architecture
 	$(BIN)/ruff check $(wildcard $(CODE))

@@ -1,4 +1,5 @@
-"""Shared by all tests: nothing reaches for the hub, tokenizers leave the cores to torch, long runs are on demand."""
+"""Shared by all tests: nothing reaches for the hub, tokenizers leave the cores to torch, long runs are on demand.
+Threads that wait sleep, as several test files may share the cores."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
