@@ -165,8 +165,8 @@ inline uint8_t* aligned_room(std::vector<uint8_t>& room, int64_t bytes) {
     return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(room.data()) + 63) / 64 * 64);
 }
 
-// One pair of panels x all `blocks` of packed rows: each(block, sums), one after the other. `room`: for the pair as plain
-// tiles.
+// One pair of panels x all `blocks` of packed rows: each(block, sums), one after the other. `room`: for the pair as
+// plain tiles.
 template <Format FORMAT, bool TWO_TILES, typename Each>
 inline void multiply_blocks(const uint8_t* packed, const uint8_t* pair, int64_t blocks, int64_t tiles, uint8_t* room,
                             Each each) {

@@ -85,7 +85,8 @@ inline void fold(State into, const State& next, int64_t rows, int64_t width) {
         into.highest[row] = highest;
         float* to = into.out + row * width;
         const float* from = next.out + row * width;
-        for (int64_t i = 0; i < width; i += LANES) store(to + i, add_product(load(to + i) * keep, load(from + i), all(take)));
+        for (int64_t i = 0; i < width; i += LANES)
+            store(to + i, add_product(load(to + i) * keep, load(from + i), all(take)));
     }
 }
 

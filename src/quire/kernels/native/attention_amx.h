@@ -1,6 +1,6 @@
-// Attention of bfloat16 on the tile units of x86 (AMX): keys and values are brought into the order of the tile units once
-// for all query rows of a group; scores and sums are float32, softmax weights are rounded to bfloat16 before they meet
-// the values.
+// Attention of bfloat16 on the tile units of x86 (AMX): keys and values are brought into the order of the tile units
+// once for all query rows of a group; scores and sums are float32, softmax weights are rounded to bfloat16 before they
+// meet the values.
 #pragma once
 
 #include "amx.h"
@@ -101,8 +101,8 @@ class TiledAttention {
             for (int64_t i = 0; i < shape_.dim; i += 32) _mm_prefetch(rows[t] + i, _MM_HINT_T0);
     }
 
-    // The state's rows from `from` on, those of the run, look at `count` positions from `tile` on. The tile units take 16
-    // rows of the group at a time: some of those may be of another run, and are not used.
+    // The state's rows from `from` on, those of the run, look at `count` positions from `tile` on. The tile units take
+    // 16 rows of the group at a time: some of those may be of another run, and are not used.
     void attend_run(const Work* work, const Run& run, int64_t head, int64_t from, int64_t tile, int64_t count,
                     State state) {
         const int64_t dim = shape_.dim, place = from * KEYS_AT_ONCE, end = from + run.rows;

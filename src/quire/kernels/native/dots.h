@@ -8,9 +8,9 @@ namespace {
 constexpr int FUSED = 4;      // rows per inner loop: their sums stay in registers
 constexpr int64_t LINE = 16;  // floats of a cache line
 
-// ROWS rows and `count` keys of `width` floats -> scores [ROWS, stride]. Four keys at a time: enough independent sums to
-// keep the multipliers busy. `keys` are a multiple of four, repeating the last one if need be. `ahead`: what will be read
-// next and is asked for meanwhile, or null.
+// ROWS rows and `count` keys of `width` floats -> scores [ROWS, stride]. Four keys at a time: enough independent sums
+// to keep the multipliers busy. `keys` are a multiple of four, repeating the last one if need be. `ahead`: what will be
+// read next and is asked for meanwhile, or null.
 template <int ROWS>
 void dot_rows(const float* rows, const float* const* keys, int64_t count, int64_t width, const float* const* ahead,
               float* scores, int64_t stride) {
@@ -32,8 +32,8 @@ void dot_rows(const float* rows, const float* const* keys, int64_t count, int64_
     }
 }
 
-// x [rows, inputs] times a weight [outputs, inputs] as it lies, transposed -> out [rows, outputs]. The inputs are a multiple
-// of LANES.
+// x [rows, inputs] times a weight [outputs, inputs] as it lies, transposed -> out [rows, outputs]. The inputs are a
+// multiple of LANES.
 inline void multiply_rows(const float* x, const float* weight, const Product& product, float* out) {
     constexpr int64_t AT_ONCE = 32;
 #pragma omp parallel for schedule(static)

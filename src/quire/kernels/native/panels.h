@@ -1,8 +1,8 @@
-// Products of float32 rows with a weight [outputs, inputs] cut into panels of PANEL_OUTPUTS outputs, padded with zeros. An
-// output is summed over its inputs in order, however many rows there are. In memory a panel is, for
+// Products of float32 rows with a weight [outputs, inputs] cut into panels of PANEL_OUTPUTS outputs, padded with zeros.
+// An output is summed over its inputs in order, however many rows there are. In memory a panel is, for
 //   PLAIN    each input, PANEL_OUTPUTS numbers;
-//   NIBBLES  each group of 32 inputs, PANEL_OUTPUTS scales, as many offsets (float16), then 16 lines of PANEL_OUTPUTS bytes:
-//            line i has the levels of input i in the low halves and of input i + 16 in the high ones;
+//   NIBBLES  each group of 32 inputs, PANEL_OUTPUTS scales, as many offsets (float16), then 16 lines of PANEL_OUTPUTS
+//            bytes: line i has the levels of input i in the low halves and of input i + 16 in the high ones;
 //   BYTES    the same with 32 lines of signed bytes, one per input.
 // Levels become numbers a piece of a panel at a time, for all rows. Behind the last panel 16 more bytes can be read.
 #pragma once
@@ -147,7 +147,7 @@ inline void add_input(const float* weights, const float* x, Floats (&sums)[ROWS]
 template <int ROWS> void add_inputs(const float* x, const float* weights, int64_t inputs, float* sums) {
     Floats own[ROWS][PANEL_PIECES];
     const auto each = [&](auto body) {
-        unroll<ROWS>([&](auto r) { unroll<PANEL_PIECES>([&](auto p) { body(own[r][p], sums + (r * PANEL_PIECES + p) * LANES); }); });
+        unroll<ROWS * PANEL_PIECES>([&](auto i) { body(own[i / PANEL_PIECES][i % PANEL_PIECES], sums + i * LANES); });
     };
     each([](Floats& sum, const float* from) { sum = load(from); });
     for (const float* end = weights + inputs * PANEL_OUTPUTS; weights < end; weights += PANEL_OUTPUTS, x += ROWS)
@@ -211,7 +211,8 @@ void multiply_panels(const float* x, const uint8_t* weight, const float* bias, c
     for (int64_t row = 0; row < product.rows; row += ROWS_AT_ONCE) {
         Product some = product;
         some.rows = std::min(ROWS_AT_ONCE, product.rows - row);
-        multiply_some<FORMAT>(x + row * product.inputs, weight, bias, some, room.data(), out + row * product.out_stride);
+        multiply_some<FORMAT>(x + row * product.inputs, weight, bias, some, room.data(),
+                              out + row * product.out_stride);
     }
 }
 

@@ -5,8 +5,8 @@
 
 namespace {
 
-// Numbers of the rows' type, or levels of four or eight bits: a weight is level * scale + offset, both float16, shared by
-// 32 neighbouring inputs of an output.
+// Numbers of the rows' type, or levels of four or eight bits: a weight is level * scale + offset, both float16, shared
+// by 32 neighbouring inputs of an output.
 enum Format : int64_t { PLAIN = 0, NIBBLES = 1, BYTES = 2 };
 
 struct Product {

@@ -73,7 +73,8 @@ void quire_rotate(int64_t type, void* x, int64_t stride, const void* cos, const 
                              angle_stride, rows, heads, dim))
 }
 
-// Every layer of a decoder on step.x, in place. float32: weights in panels; bfloat16: in tiles, on tile units. False, and nothing done, when a weight has no kernel here.
+// Every layer of a decoder on step.x, in place. float32: weights in panels; bfloat16: in tiles, on tile units. False,
+// and nothing done, when a weight has no kernel here.
 int64_t quire_decoder(int64_t type, const DecoderLayer* layers, const DecoderSizes* sizes, const DecoderStep* step) {
     for (int64_t i = 0; i < sizes->layers; ++i) DISPATCH(type, if (!can_multiply<T>(layers[i])) return 0)
     DISPATCH(type, run_layers<T>(layers, *sizes, *step))
@@ -92,8 +93,8 @@ int64_t quire_has_tile_units() {
 #endif
 }
 
-// x [rows, inputs] times a weight packed in `format` (float32: see panels.h; bfloat16: tiles.h, on tile units), plus a bias
-// [outputs] or null. False, and nothing done, when there is no kernel for it here.
+// x [rows, inputs] times a weight packed in `format` (float32: see panels.h; bfloat16: tiles.h, on tile units), plus a
+// bias [outputs] or null. False, and nothing done, when there is no kernel for it here.
 int64_t quire_multiply(int64_t type, int64_t format, const void* x, const uint8_t* weight, const void* bias, void* out,
                        int64_t rows, int64_t inputs, int64_t outputs) {
     const Product product{rows, inputs, outputs, outputs};
@@ -111,7 +112,8 @@ int64_t quire_panel_outputs() { return PANEL_OUTPUTS; }
 // Whether float32 rows are better multiplied by panels of levels than of their numbers.
 int64_t quire_level_panels_pay() { return LEVELS_PAY; }
 
-// x [rows, inputs] times a weight [outputs, inputs] as it lies -> out [rows, outputs], all float32; inputs: a multiple of 16.
+// x [rows, inputs] times a weight [outputs, inputs] as it lies -> out [rows, outputs], all float32; inputs: a multiple
+// of 16.
 void quire_multiply_rows(const float* x, const float* weight, float* out, int64_t rows, int64_t inputs,
                          int64_t outputs) {
     multiply_rows(x, weight, Product{rows, inputs, outputs, outputs}, out);

@@ -55,7 +55,8 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t size) {
         T* to = out + row * size;
         in_pieces(size, [&](int64_t i, int64_t count) {
             const Floats g = fetch(gate + i, count);
-            put(to + i, rounded<T>(g / (1.0f + exponential(smaller(-g, all(LARGEST_EXPONENT))))) * fetch(up + i, count), count);
+            const Floats decay = exponential(smaller(-g, all(LARGEST_EXPONENT)));
+            put(to + i, rounded<T>(g / (1.0f + decay)) * fetch(up + i, count), count);
         });
     }
 }

@@ -160,8 +160,8 @@ inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 #endif
 
-// sum + x * y, rounded once where the machine can. Asked for by name: left to itself a compiler fuses in one loop and not
-// in another, and a row must have the same bits in both.
+// sum + x * y, rounded once where the machine can. Asked for by name: left to itself a compiler fuses in one loop and
+// not in another, and a row must have the same bits in both.
 inline Floats add_product(Floats sum, Floats x, Floats y) {
 #if defined(__aarch64__)
     return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)y);
@@ -193,8 +193,8 @@ inline float largest(Floats x) {
 #endif
 }
 
-// e^x by 2^n * p(f), relative error below 2e-7, for x up to LARGEST_EXPONENT; those below -87 give 0. Several at once: one
-// step of all comes before the next, so that none waits for its own last one.
+// e^x by 2^n * p(f), relative error below 2e-7, for x up to LARGEST_EXPONENT; those below -87 give 0. Several at once:
+// one step of all comes before the next, so that none waits for its own last one.
 constexpr float LARGEST_EXPONENT = 88.0f;
 template <int64_t N> inline void exponentials(Floats (&x)[N]) {
     constexpr float POLYNOMIAL[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,

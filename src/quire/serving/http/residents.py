@@ -79,7 +79,7 @@ class Residents:
                     done.append(booked)
                 held = await self._held()
                 if any(self._place(booked) not in held for booked in wanted):
-                    reason = "the cache was reset meanwhile; register it again"
+                    reason = "the cache was reset, or what the prompt shared was let go of meanwhile; register it again"
                     raise ApiError(409, reason, code="cache_reset", param="name")
             except QuireError as error:
                 await self._take_back(done)
