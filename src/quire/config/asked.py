@@ -88,7 +88,7 @@ def check_uncached(args: EngineArguments, policy: PolicyName, why: str) -> None:
 def _check_numbers(args: EngineArguments) -> None:
     for name in _COUNTS:
         value = getattr(args, name)
-        if value is None:
+        if value is None and name != "block_size":
             continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(name, f"must be a whole number, got {value!r}")
@@ -117,9 +117,9 @@ def _check_names(args: EngineArguments) -> None:
         value = getattr(args, switch)
         if not isinstance(value, bool) and (value is not None or switch == "enforce_eager"):
             raise ConfigError(switch, f"must be true or false, got {value!r}")
-    kind, colon, index = args.device.partition(":")
+    kind, colon, index = str(args.device).partition(":")
     known = (("auto", ""), ("cpu", ""), ("cuda", ""), ("cuda", ":"))
-    if (kind, colon) not in known or (colon and not index.isdigit()):
+    if (kind, colon) not in known or (colon and not (index.isascii() and index.isdigit())):
         raise ConfigError("device", f"{args.device!r} is unknown", 'use "auto", "cpu", "cuda" or "cuda:N"')
     if args.dtype != "auto" and args.dtype not in DTYPES:
         raise ConfigError("dtype", f"{args.dtype!r} is unknown", 'use "auto", "float32", "bfloat16" or "float16"')

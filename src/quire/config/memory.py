@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts
 from quire.config.graphs import GRAPH_ROWS, token_buckets
-from quire.config.model import DTYPE_BYTES, ModelConfig
+from quire.config.model import DTYPE_BYTES, ModelConfig, packed_bytes
 from quire.config.sizes import MIB, at_least, at_most, format_size
 from quire.types.errors import DoesNotFit
 
@@ -197,14 +197,21 @@ def _weights(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, wei
         small, outputs = model.layer_weights if quantized and _attention(config, facts) == "triton" else (0, 0)
         scales = outputs * DTYPE_BYTES["float32"]
         return (model.num_parameters - small) * weight_bytes + small * DTYPE_BYTES["float8"] + scales
-    levels, in_float32 = model.levels, config.device.dtype == "float32"
-    has_levels = levels.parameters > 0 and not quantized
-    if has_levels and (facts.level_panels if in_float32 else facts.tile_units):
-        return (model.num_parameters - levels.parameters) * weight_bytes + levels.num_bytes + head
+    levels, dtype, has_levels = model.levels, config.device.dtype, model.levels.parameters > 0 and not quantized
+    if has_levels and {"float32": facts.level_panels, "bfloat16": facts.tile_units}.get(dtype, False):
+        return (model.num_parameters - levels.parameters) * weight_bytes + levels.num_bytes + _level_table(model)
     if weight_bytes == DTYPE_BYTES["float32"]:
-        table = head if has_levels and in_float32 and facts.native_refusal is None else 0
-        return model.num_parameters * weight_bytes + table
+        beside = has_levels and dtype == "float32" and facts.native_refusal is None and model.tie_word_embeddings
+        return model.num_parameters * weight_bytes + (_level_table(model) if beside else 0)
     return (model.num_parameters + head) * weight_bytes
+
+
+def _level_table(model: ModelConfig) -> int:
+    """What an embedding table of levels, a byte each, takes beside the packed weights. One that is no head is among
+    those already, at the least as nibbles."""
+    size = model.vocab_size * model.hidden_size
+    counted = 0 if model.tie_word_embeddings else packed_bytes(size, nibbles=True)
+    return packed_bytes(size, nibbles=False) - counted
 
 
 def _attention(config: EngineConfig, facts: HardwareFacts) -> str:

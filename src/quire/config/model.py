@@ -42,10 +42,16 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class StoredLevels:
-    """How much of a model its file stores as small whole numbers that can be multiplied as they are."""
+    """How much of a model its file stores as small whole numbers that can be multiplied as they are; what those take
+    in memory."""
 
     parameters: int = 0
     num_bytes: int = 0
+
+
+def packed_bytes(num_weights: int, *, nibbles: bool) -> int:
+    """Memory of so many weights as levels: per 32 of them 16 or 32 bytes, a scale and an offset."""
+    return num_weights // 32 * (20 if nibbles else 36)
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,9 +129,14 @@ def resolve_engine_config(
     speculation = None if asked.speculation is None else settle(asked.speculation, model, draft_model)
     draft = EngineConfig(cache, scheduler, device, speculation, asked.recording)
     draft = settle_layout(draft, facts, model)
-    config = _size_cache(args, facts, model, draft, capacity)
-    plan = plan_memory(model, config, facts, capacity)
-    plan.check()
+    try:
+        config = _size_cache(args, facts, model, draft, capacity)
+        plan = plan_memory(model, config, facts, capacity)
+        plan.check()
+    except DoesNotFit as error:
+        if error.setting != "host_cache_memory":
+            raise
+        raise DoesNotFit(host_field, error.reason, error.fix) from None
     return config, plan
 
 

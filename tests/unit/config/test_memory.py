@@ -133,13 +133,15 @@ def test_levels_are_counted_as_they_are_kept() -> None:
         config = EngineConfig(CacheConfig(16, 10), SchedulerConfig(), DeviceConfig("cpu", dtype, dtype))
         return plan_memory(stored, config, facts, 80 * GIB).weights
 
-    head = SMALL.vocab_size * SMALL.hidden_size
+    table = SMALL.vocab_size * SMALL.hidden_size * 36 // 32
     numbers = SMALL.num_parameters - 1_000
-    assert weights("float32", replace(LAPTOP, native_refusal=None, level_panels=True)) == 4 * numbers + 600 + head
-    assert weights("float32", replace(LAPTOP, native_refusal=None)) == 4 * SMALL.num_parameters + head
+    assert weights("float32", replace(LAPTOP, native_refusal=None, level_panels=True)) == 4 * numbers + 600 + table
+    assert weights("float32", replace(LAPTOP, native_refusal=None)) == 4 * SMALL.num_parameters + table
     assert weights("float32", replace(LAPTOP, native_refusal="not built")) == 4 * SMALL.num_parameters
     on_tiles = weights("bfloat16", replace(SERVER, native_refusal=None, tile_units=True))
-    assert on_tiles == 2 * numbers + 600 + head
+    assert on_tiles == 2 * numbers + 600 + table
+    in_halves = weights("float16", replace(SERVER, native_refusal=None, tile_units=True))
+    assert in_halves > 2 * SMALL.num_parameters, "no kernel multiplies halves by levels"
 
 
 def test_graphs_are_counted_where_steps_are_captured_and_nothing_is_gathered_there() -> None:

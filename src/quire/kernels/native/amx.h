@@ -21,6 +21,9 @@ inline bool request_tiles() {
     return granted;
 }
 
+// The intrinsics that read tiles do not tell the compiler what memory they read: what was stored must be there before.
+inline void finish_stores() { asm volatile("" ::: "memory"); }
+
 // Tiles 0-3 hold sums (two tiles of rows x two of 16 outputs), 4-5 rows, 6-7 weights. A tile of rows has `rows` lines:
 // 16, zeros past the last row, or fewer for a product that is shorter than one tile and leaves 2, 3 and 5 alone.
 struct alignas(64) TileShapes {
@@ -32,6 +35,11 @@ struct alignas(64) TileShapes {
         lines[6] = lines[7] = LINES;
     }
 };
+
+inline void configure_tiles(const TileShapes& shapes) {
+    finish_stores();
+    _tile_loadconfig(&shapes);
+}
 
 inline __m512 twice(__m512 values, bool upper) {  // the lower or upper eight of sixteen numbers, each two times
     const __m512i lower_places = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
@@ -78,6 +86,7 @@ inline void pack_rows(const bf16* x, int64_t rows, int64_t inputs, int64_t block
 
 // Tile t of packed rows (one block, or its first 16) x two tiles of 16 outputs, on top of the sums in tiles 0-3.
 template <bool TWO_TILES> inline void add_tiles(const uint8_t* rows, const uint8_t* left, const uint8_t* right) {
+    finish_stores();
     _tile_loadd(6, left, 64);
     _tile_loadd(4, rows, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -192,6 +201,7 @@ inline void multiply_blocks(const uint8_t* packed, const uint8_t* pair, int64_t 
 template <Format FORMAT>
 void multiply_tiles(const bf16* x, const uint8_t* weight, const bf16* bias, const Product& product, bf16* out) {
     static thread_local std::vector<uint8_t> packed_room, panel_room;
+    if (product.rows == 0) return;  // tiles without lines are refused by the units
     const int64_t inputs = product.inputs, tiles = tiles_of(product);
     const int64_t at_once = std::max<int64_t>(1, CACHED_BYTES / (ROW_BLOCK * inputs * 2)) * ROW_BLOCK;
     uint8_t* packed = aligned_room(packed_room, std::min(at_once, product.rows + ROW_BLOCK) * inputs * 2);
@@ -199,8 +209,7 @@ void multiply_tiles(const bf16* x, const uint8_t* weight, const bf16* bias, cons
 #pragma omp parallel
     {
         uint8_t* room = aligned_room(panel_room, FORMAT == PLAIN ? 0 : 2 * tiles * 1024);
-        const TileShapes shapes(std::min<int64_t>(16, product.rows));
-        _tile_loadconfig(&shapes);
+        configure_tiles(TileShapes(std::min<int64_t>(16, product.rows)));
         for (int64_t first = 0; first < product.rows; first += at_once) {
             const int64_t rows = std::min(at_once, product.rows - first), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
 #pragma omp for schedule(static)

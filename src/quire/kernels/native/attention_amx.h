@@ -70,8 +70,7 @@ class TiledAttention {
         values_ = reinterpret_cast<bf16*>(next(positions));
         added_ = reinterpret_cast<float*>(next(added));
         request_tiles();
-        const TileShapes shapes(TILE_ROWS);
-        _tile_loadconfig(&shapes);
+        configure_tiles(TileShapes(TILE_ROWS));
     }
     ~TiledAttention() { _tile_release(); }
 
@@ -135,6 +134,7 @@ class TiledAttention {
     // scores_ of 16 query rows from `row` on.
     void score(int64_t row, int64_t count) {
         const int64_t dim = shape_.dim;
+        finish_stores();
         for (int64_t t = 0; t < count; t += 64) {
             const bf16* keys = turned_ + t * dim;
             _tile_zero(0);
@@ -182,6 +182,7 @@ class TiledAttention {
     // added_ [16 rows, dim]: softmax weights of the rows from `row` on times values, 32 positions at a time.
     void weigh(int64_t row, int64_t steps) {
         const int64_t dim = shape_.dim;
+        finish_stores();
         for (int64_t column = 0; column < dim; column += 32) {
             _tile_zero(0);
             _tile_zero(1);

@@ -70,6 +70,7 @@ class DiskStore:
         self._over: SimpleQueue[_Job] = SimpleQueue()
         self._found: deque[FoundFile] = deque()  # newest first, once the folder is read
         self._keeps_found, self._finding = True, Lock()
+        self._stored: set[bytes] = set()  # since found files are dropped, until the folder is read
         self._last_of_key: dict[bytes, _Job] = {}
         self._last_of_slot: dict[int, _Job] = {}
         self._numbers = itertools.count()
@@ -84,6 +85,9 @@ class DiskStore:
 
     def store(self, key: bytes, slot: int, ready: Wait) -> None:
         """Write a slot to the key's file once `ready` returns."""
+        if not self._keeps_found and self._scanner.is_alive():
+            with self._finding:
+                self._stored.add(key)
         self._order(self._writing, key, slot, lambda: self._write(key, slot), "stored", ready)
 
     def fetch(self, key: bytes, slot: int, ready: Wait) -> None:
@@ -233,7 +237,9 @@ class DiskStore:
         for file in found:
             if self._closing.is_set():
                 return
-            self._remove_quietly(file.key.hex())
+            with self._finding:
+                if file.key not in self._stored:
+                    self._remove_quietly(file.key.hex())
 
     def _remove_if_abandoned(self, name: str) -> None:
         with suppress(OSError):  # it was finished, or removed, meanwhile

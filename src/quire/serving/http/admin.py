@@ -60,9 +60,8 @@ class Admin:
 
     async def reset_cache(self, exchange: Exchange) -> None:
         """Forget all cached prompts, resident ones too."""
-        self._service.residents.forget()
         try:
-            await exchange.reply_json({"freed_blocks": await self._service.link.reset_cache()})
+            await exchange.reply_json({"freed_blocks": await self._service.residents.reset_cache()})
         except EngineDead:
             raise engine_unavailable("the engine is down or does not answer") from None
 

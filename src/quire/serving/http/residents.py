@@ -112,9 +112,13 @@ class Residents:
                 await self._let_go(booked)
         return len(found)
 
-    def forget(self) -> None:
-        """The cache was reset: nothing is resident, and nothing is to be recalled."""
-        self._book.clear()
+    async def reset_cache(self) -> int:
+        """Have the engine forget all cached prompts: none is resident then, and none is to be recalled. Returns how
+        many blocks that freed. Raises EngineDead."""
+        self._book.clear()  # what a new engine computes again is let go of at once
+        async with self._changing:
+            self._book.clear()  # what was registered meanwhile
+            return await self._link.reset_cache()
 
     def recall(self) -> None:
         """A new engine is up, which holds nothing: compute again what is written down. It goes before what waits."""

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.native.loader import why_not_native
+from quire.config.model import packed_bytes
+from quire.kernels.native.loader import open_library, why_not_native
 from quire.kernels.native.panels import cut_level_panels, cut_panels
 from quire.kernels.native.product import PackedWeight, multiply, multiply_rows
 from random_levels import random_levels
@@ -92,3 +93,13 @@ def test_a_weight_as_it_lies_must_fit_the_rows() -> None:
     ):
         with pytest.raises(ValueError, match="must be"):
             multiply_rows(x, weight)
+
+
+@pytest.mark.parametrize("nibbles", [True, False])
+def test_levels_take_the_memory_that_is_planned_for_them(nibbles: bool) -> None:
+    width = open_library().quire_panel_outputs()
+    weight = random_levels(4 * width, 96, nibbles=nibbles)
+    panels = cut_level_panels(weight.levels, weight.scales, weight.offsets, nibbles=nibbles)
+    assert panels.data.nbytes == packed_bytes(4 * width * 96, nibbles=nibbles) + 16  # read behind the last
+    table = weight.levels.nbytes + weight.scales.nbytes + weight.offsets.nbytes
+    assert table == packed_bytes(4 * width * 96, nibbles=False)

@@ -41,7 +41,7 @@ def test_bfloat16_rows_are_refused_without_tile_units() -> None:
 
 
 @needs_tile_units
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 70, 400])
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 32, 33, 70, 400])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["plain", "nibbles", "bytes"])
 def test_tile_units_multiply_what_torch_would(rows: int, shape: tuple[int, int], kind: str) -> None:

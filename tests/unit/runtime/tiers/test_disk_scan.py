@@ -97,6 +97,18 @@ def test_what_was_found_and_not_reported_can_be_deleted_before_it_is_written_aga
     assert disk.names == {key(3).hex()}
 
 
+def test_what_is_written_after_the_found_are_dropped_stays_though_the_folder_is_still_read(tmp_path: Path) -> None:
+    left(tmp_path / "cache", dict.fromkeys(range(20), 1.0))
+    disk = Disk(tmp_path / "cache", lists=False)
+    disk.store.drop_found()
+    assert disk.put(3).stored == (key(3),)
+    disk.folder.listing.set()
+    disk.store._scanner.join()
+    assert disk.names == {key(3).hex()}
+    assert disk.get(3).fetched == (key(3),)
+    disk.store.close()
+
+
 def test_closing_waits_for_files_to_be_deleted_that_are_not_found_yet(tmp_path: Path) -> None:
     left(tmp_path / "cache", dict.fromkeys(range(20), 1.0))
     disk = Disk(tmp_path / "cache", lists=False)

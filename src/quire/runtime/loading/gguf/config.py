@@ -7,12 +7,12 @@ from typing import cast
 
 import numpy as np
 
-from quire.config.model import Architecture, Dtype, Heads, ModelConfig, Rope, StoredLevels
+from quire.config.model import Architecture, Dtype, Heads, ModelConfig, Rope, StoredLevels, packed_bytes
 from quire.runtime.loading.checks import check_config, inside
 from quire.runtime.loading.fields import Fields
 from quire.runtime.loading.gguf.names import ROPE_FACTORS
 from quire.runtime.loading.gguf.shards import GgufModel
-from quire.runtime.loading.gguf.types import LEVEL_TYPES
+from quire.runtime.loading.gguf.types import LEVEL_TYPES, NIBBLE_TYPES
 from quire.types.errors import ModelLoadError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -66,10 +66,9 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
 
 def _read_levels(model: GgufModel) -> StoredLevels:
     stored = [owner.tensors[name] for name, owner in model.owners.items()]
-    levels = [tensor for tensor in stored if tensor.ggml_type.name in LEVEL_TYPES and len(tensor.shape) == 2]
-    return StoredLevels(
-        sum(tensor.shape[0] * tensor.shape[1] for tensor in levels), sum(tensor.nbytes for tensor in levels)
-    )
+    matrices = [tensor for tensor in stored if tensor.ggml_type.name in LEVEL_TYPES and len(tensor.shape) == 2]
+    sizes = [(tensor.shape[0] * tensor.shape[1], tensor.ggml_type.name in NIBBLE_TYPES) for tensor in matrices]
+    return StoredLevels(sum(size for size, _ in sizes), sum(packed_bytes(size, nibbles=four) for size, four in sizes))
 
 
 def _refuse_unknown(fields: Fields, architecture: str) -> None:

@@ -51,7 +51,8 @@ GGML_TYPES: dict[int, GgmlType] = {
     35: GgmlType("TQ2_0", 256, 66),
     39: GgmlType("MXFP4", 32, 17),
 }
-LEVEL_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # a level, a scale, perhaps an offset: see levels.py
+NIBBLE_TYPES = ("Q4_0", "Q4_1")
+LEVEL_TYPES = (*NIBBLE_TYPES, "Q5_0", "Q5_1", "Q8_0")  # a level, a scale, perhaps an offset: see levels.py
 TYPE_BY_NAME: dict[str, GgmlType] = {kind.name: kind for kind in GGML_TYPES.values()}
 
 # Numbers that mean something and are refused all the same.
