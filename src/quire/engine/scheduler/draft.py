@@ -36,7 +36,7 @@ class PlanDraft:
 
     @property
     def is_idle(self) -> bool:
-        return not self._chunks and not self._paced
+        return not self._chunks and not self._paced and not self._new_rows
 
     def add_row(self, sequence: Sequence) -> None:
         """Tell the workers of a seated sequence: all it knows, and the blocks it holds."""
