@@ -350,3 +350,24 @@ def test_a_row_that_fails_when_it_is_told_of_while_its_blocks_are_loaded_ends_it
     assert engine.finished["again"].error == "no such thing"
     engine.executor.collect = collect  # type: ignore[method-assign]
     ask(engine, "later", STORY)
+
+
+def test_a_row_that_waits_for_a_block_to_load_into_is_made_known_all_the_same() -> None:
+    """Its leader is cut off, a block of its prompt has come to host memory meanwhile, and no block is free for it."""
+    engine = Harness(num_blocks=12, block_size=4, depth=1, tiers=HOST, max_num_batched_tokens=4, max_num_seqs=4)
+    scheduler = engine.core._scheduler
+    engine.submit("pair", STORY, n=2, max_tokens=3, seed=1)
+    engine.step()
+    names = scheduler.tiers.names("", lambda start, stop: tuple(STORY[start:stop]), 8)
+    slot = scheduler.tiers._host.take()
+    scheduler.tiers._host.name(slot, names[1])
+    scheduler.tiers._host.release(slot)
+    engine.tiers.slots[slot.number] = STORY[4:8]
+    taken = [scheduler.pool.take() for _ in range(scheduler.pool.num_free)]
+    engine.core.abort(Abort("pair", 0, "text"))
+    engine.core.step()
+    for block in taken:
+        scheduler.pool.release(block)
+    engine.run()
+    assert not engine.core.dead
+    assert "pair" in engine.finished
