@@ -218,6 +218,9 @@ def test_a_prompt_that_fills_what_resident_ones_leave_is_computed() -> None:
     tale = [96 - token for token in LONG]
     for name, prompt in (("a", tale), ("b", [*tale[:38], 1, 2]), ("c", [*LONG[:23], *tale[:17]])):
         ask(engine, name, prompt, max_tokens=1)
+        assert engine.finished[name].num_preemptions == 0
+    assert engine.finished["c"].num_cached_tokens >= 20  # of the resident one
+    assert engine.core.stats().blocks.pinned == 6
 
 
 def test_nobody_is_let_in_twice_in_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:

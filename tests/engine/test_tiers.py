@@ -237,12 +237,17 @@ def test_a_request_that_ends_while_its_blocks_are_parked_gives_the_slots_back() 
     assert engine.answer("old") == continuation(STORY[:8], 20, seed=1)
 
 
-def test_files_are_read_while_a_request_waits_for_its_turn() -> None:
+def left_behind() -> FakeTiers:
+    """What an earlier process has left on the disk: the story and more than host memory holds."""
     first = Harness(num_blocks=40, tiers=TierConfig(64, "folder", 200, "through"))
     ask(first, "first", STORY)
     for number in range(4):
         ask(first, f"later {number}", other(number))
-    behind = FakeTiers(12, 4, files=dict(first.tiers.files))
+    return FakeTiers(12, 4, files=dict(first.tiers.files))
+
+
+def test_files_are_read_while_a_request_waits_for_its_turn() -> None:
+    behind = left_behind()
     engine = Harness(num_blocks=40, tiers=DISK, behind=behind, max_num_seqs=1)
     engine.submit("running", other(9), max_tokens=12, seed=1)
     engine.step()
@@ -257,11 +262,7 @@ def test_files_are_read_while_a_request_waits_for_its_turn() -> None:
 
 
 def test_files_are_read_for_whom_the_policy_lets_in_next_however_many_others_wait() -> None:
-    first = Harness(num_blocks=40, tiers=TierConfig(64, "folder", 200, "through"))
-    ask(first, "first", STORY)
-    for number in range(4):
-        ask(first, f"later {number}", other(number))
-    behind = FakeTiers(12, 4, files=dict(first.tiers.files))
+    behind = left_behind()
     engine = Harness(num_blocks=40, tiers=DISK, behind=behind, policy="fair", max_num_seqs=2)
     for number in range(12):
         engine.submit(f"flood {number}", other(number + 20), max_tokens=9, seed=1, tenant="flood")
@@ -276,11 +277,7 @@ def test_files_are_read_for_whom_the_policy_lets_in_next_however_many_others_wai
 
 @pytest.mark.parametrize("policy", ["lpm", "spf"])
 def test_files_are_read_for_one_that_overtakes_many(policy: str) -> None:
-    first = Harness(num_blocks=40, tiers=TierConfig(64, "folder", 200, "through"))
-    ask(first, "first", STORY)
-    for number in range(4):
-        ask(first, f"later {number}", other(number))
-    behind = FakeTiers(12, 4, files=dict(first.tiers.files))
+    behind = left_behind()
     engine = Harness(num_blocks=60, tiers=DISK, behind=behind, policy=policy, max_num_seqs=1)
     ask(engine, "device", STORY[:4])  # so that it has the longest prefix
     for number in range(12):

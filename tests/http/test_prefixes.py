@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -166,19 +167,26 @@ def test_an_engine_that_does_not_answer_at_first_is_told_of_registered_prompts_t
     open_server: TestServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(residents, "_PAUSE", 0.01)
-    answer, silences = open_server.link.pins, iter(range(3))
+    """Neither to prompts nor to the question which of them it holds."""
+    kept, num_silent = open_server.service.residents, 4
 
-    async def hesitate() -> Any:
-        if next(silences, None) is not None:
-            raise EngineDead("no answer")
-        return await answer()
+    def hesitating(ask: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def hesitate(*arguments: Any) -> Any:
+            nonlocal num_silent
+            if num_silent:
+                num_silent -= 1
+                raise EngineDead("no answer")
+            return await ask(*arguments)
 
-    register(open_server)
-    register(open_server, name="other", prompt="Another prompt.")
+        return hesitate
+
+    assert register(open_server).status_code == 201
+    assert register(open_server, name="other", prompt="Another prompt.").status_code == 201
     open_server.link.kill()
-    monkeypatch.setattr(open_server.link, "pins", hesitate)
+    monkeypatch.setattr(open_server.link, "pins", hesitating(open_server.link.pins))
+    monkeypatch.setattr(kept, "_hold", hesitating(kept._hold))
     open_server.link.revive()
-    open_server.wait(lambda: next(silences, None) is None)
+    open_server.wait(lambda: num_silent == 0)  # asked by the server itself
     open_server.wait(lambda: [row["resident"] for row in listed(open_server)] == [True, True])
 
 

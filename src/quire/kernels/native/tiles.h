@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int64_t TILE_OUTPUTS = 16, TILE_INPUTS = 32, LINES = 16, TILE_LANES = 32;
+constexpr int64_t TILE_OUTPUTS = 16, TILE_INPUTS = 32, LINES = 16;
 constexpr int64_t PAIR_OUTPUTS = 2 * TILE_OUTPUTS;  // two tiles side by side are worked on together
 constexpr int64_t SCALE_BYTES = 2 * 2 * TILE_OUTPUTS;
 
