@@ -21,7 +21,7 @@ from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
 from quire.types.output import Finished
 from quire.types.request import Abort, Branch
-from toy_decoding import BeamQuestion, ToyGrammars, ToyLookaheads, beam_answers, grammar_answer, letter
+from toy_decoding import BeamQuestion, ToyGrammars, ToyProposers, beam_answers, grammar_answer, letter
 from toy_model import VOCAB, continuation, logprob
 
 SEEDS = int(os.environ.get("QUIRE_TEST_SEEDS", "300"))
@@ -132,7 +132,7 @@ class Mix:
         self.grammars = ToyGrammars()
         policy = random.Random(seed).choice(["fcfs"] * 5 + list(POLICY_NAMES))
         tiers, behind, preemption = tiers_of(seed, block_size, policy, files)
-        lookaheads = ToyLookaheads(rng.random() < 0.5, rng.random() < 0.7)
+        lookaheads = ToyProposers(rng.random() < 0.5, rng.random() < 0.7)
         self.is_crowd = preemption == "swap" and rng.random() < 0.5
         num_tokens = rng.choice([45, 60, 80, 150, 300])
         if tiers.enabled:  # few: blocks must move

@@ -178,17 +178,17 @@ def test_a_lost_executor_ends_every_request_with_an_error_and_refuses_new_ones(d
         engine.submit("late", [1])
 
 
-def test_an_error_inside_one_requests_farewell_is_that_requests_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_inside_one_requests_last_message_is_that_requests_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.engine.decoding.group import Group
 
-    original = Group.farewell
+    original = Group.finish_message
 
     def fragile(group: Group, error: str | None = None) -> object:
         if group.request.request_id == "bad":
             raise ZeroDivisionError("its own fault")
         return original(group, error)
 
-    monkeypatch.setattr(Group, "farewell", fragile)
+    monkeypatch.setattr(Group, "finish_message", fragile)
     engine = Harness()
     engine.submit("bad", [1], max_tokens=3, seed=1)
     engine.submit("good", [2], max_tokens=6, seed=1)

@@ -15,7 +15,7 @@ from quire.types.decoding import BeamRules
 from quire.types.errors import ConfigError
 from quire.types.request import Abort, Branch
 from quire.types.step import StepPlan
-from toy_decoding import BeamQuestion, ToyGrammars, ToyLookaheads, beam_answers, grammar_answer
+from toy_decoding import BeamQuestion, ToyGrammars, ToyProposers, beam_answers, grammar_answer
 from toy_model import continuation
 
 HOST = TierConfig(host_blocks=64)
@@ -26,7 +26,7 @@ def prompt(number: int, length: int = 10) -> list[int]:
 
 
 def engine_of(num_blocks: int, preemption: str = "swap", **settings: Any) -> Harness:
-    tools = DecodingTools(ToyGrammars(), ToyLookaheads(settings.pop("guesses", False), True), lambda: VOCABULARY)
+    tools = DecodingTools(ToyGrammars(), ToyProposers(settings.pop("guesses", False), True), lambda: VOCABULARY)
     return Harness(**{"num_blocks": num_blocks, "tiers": HOST, "tools": tools, "preemption": preemption, **settings})
 
 
@@ -239,7 +239,7 @@ def test_a_sample_that_ends_while_it_waits_gives_its_slots_back_and_the_others_g
         engine.submit("two", prompt(7, 28), max_tokens=4, seed=2, n=2)
         (group,) = [each for each in engine.core._scheduler.waiting if each.request.request_id == "two"]
         while engine.core.has_work:
-            if not group.running and len(group.live) == 2 and group.leader.parked:
+            if not group.is_running and len(group.live) == 2 and group.leader.swapped:
                 held = engine.core.stats().tiers.host_held
                 engine.core.abort(Abort("two", 0))
                 met += engine.core.stats().tiers.host_held < held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -307,8 +308,9 @@ def test_of_a_prompt_the_end_is_forgotten_before_the_beginning(host_blocks: int,
 def _length_in_tiers(engine: Harness, tokens: list[int]) -> int:
     """How much of a prompt is found; none of its blocks behind that is in host memory."""
     scheduler = engine.core._scheduler
-    names = scheduler.tiers.names("", lambda start, stop: tuple(tokens[start:stop]), len(tokens))
-    on_device = scheduler._prefixes.find("", lambda start, stop: tuple(tokens[start:stop]), len(tokens)).num_tokens // 4
+    packed = array("i", tokens).tobytes()
+    names = scheduler.tiers.keys("", packed, len(tokens))
+    on_device = scheduler.tree.match("", packed, len(tokens)).num_blocks
     in_host = [name in scheduler.tiers._host for name in names]  # type: ignore[attr-defined]
     length = next((place for place in range(on_device, len(names)) if not in_host[place]), len(names))
     assert not any(in_host[length:])
@@ -355,16 +357,15 @@ def test_a_row_that_waits_for_a_block_to_load_into_is_made_known_all_the_same() 
     scheduler = engine.core._scheduler
     engine.submit("pair", STORY, n=2, max_tokens=3, seed=1)
     engine.step()
-    names = scheduler.tiers.names("", lambda start, stop: tuple(STORY[start:stop]), 8)
+    names = scheduler.tiers.keys("", array("i", STORY).tobytes(), 8)
     slot = scheduler.tiers._host.take()
     scheduler.tiers._host.name(slot, names[1])
     scheduler.tiers._host.release(slot)
     engine.tiers.slots[slot.number] = STORY[4:8]
-    taken = [scheduler.pool.take() for _ in range(scheduler.pool.num_free)]
+    taken = scheduler.pool.take(scheduler.pool.num_free)
     engine.core.abort(Abort("pair", 0, "text"))
     engine.core.step()
-    for block in taken:
-        scheduler.pool.release(block)
+    scheduler.pool.release(taken)
     engine.run()
     assert not engine.core.dead
     assert "pair" in engine.finished

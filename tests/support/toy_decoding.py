@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.engine.decoding.grammar import GrammarError, Matcher
-from quire.engine.decoding.lookahead import NO_LOOKAHEAD, Lookahead
+from quire.engine.speculation.proposer import FOREVER, NO_PROPOSER, DraftProposer
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
 from quire.types.request import Submit
@@ -142,23 +142,34 @@ class ToyGrammars:
 
 # -------------------------------------------------------------------------------------------------------- guesses
 @dataclass
-class ToyLookahead:
-    """Knows what the model would say without a grammar, and is wrong now and then; runs ahead now and then."""
+class ToyProposer:
+    """Knows what the model would say without a grammar, and is wrong now and then; runs ahead now and then. One that is
+    observed is passed every token while it runs ahead, and asks to be paced now and then."""
 
-    owner: ToyLookaheads
+    owner: ToyProposers
     seed: int
     index: int
     tokens: list[int]
     offered: tuple[int, ...] = ()
+    is_observed: bool = False
+    wants_pacing: bool = False
+    is_closed: bool = False
 
     @property
     def num_ahead(self) -> int:
+        if self.is_observed:
+            return 0 if self.wants_pacing else FOREVER
         return (0, 0, 0, 2, 5)[digest(self.tokens, 3) % 5] if self.owner.may_run_ahead else 0
+
+    def wants_draft(self) -> bool:
+        return self.num_ahead == 0
 
     def observe(self, tokens: Sequence[int]) -> None:
         assert len(tokens) > 0
+        assert not self.is_closed
         self.tokens.extend(tokens)
         self.offered = ()
+        self.wants_pacing = digest(self.tokens, 11) % 4 == 0
 
     def propose(self, limit: int) -> tuple[int, ...]:
         assert limit > 0
@@ -182,25 +193,37 @@ class ToyLookahead:
         self.owner.num_drafted += num_drafted
         self.owner.num_accepted += num_accepted
 
-    def clone(self) -> ToyLookahead:
-        return ToyLookahead(self.owner, self.seed, self.index + 1, list(self.tokens), self.offered)
+    def clone(self) -> ToyProposer:
+        return ToyProposer(
+            self.owner, self.seed, self.index + 1, list(self.tokens), self.offered, self.is_observed, self.wants_pacing
+        )
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 @dataclass
-class ToyLookaheads:
-    """Guesses for requests with a seed of at least 100; on order by the executor, if `orders`."""
+class ToyProposers:
+    """Proposes drafts for requests with a seed of at least 100; on order by the executor, if `orders`."""
 
     orders: bool = False
     may_run_ahead: bool = True
+    observes: bool = False
     num_drafted: int = 0
     num_accepted: int = 0
     num_steps: int = 0
 
-    def begin(self, request: Submit) -> Lookahead:
+    def begin(self, request: Submit) -> DraftProposer:
         seed = request.sampling.seed
         if seed is None or seed < 100:
-            return NO_LOOKAHEAD
-        return ToyLookahead(self, seed, 0, list(request.prompt_token_ids))
+            return NO_PROPOSER
+        return ToyProposer(self, seed, 0, list(request.prompt_token_ids), is_observed=self.observes)
+
+    def observe(self, proposers: Sequence[DraftProposer], tokens: npt.NDArray[np.int32]) -> list[int]:
+        assert len(proposers) == len(tokens) == len(set(map(id, proposers)))
+        for proposer, token in zip(proposers, tokens.tolist(), strict=True):
+            proposer.observe([token])
+        return [place for place, proposer in enumerate(proposers) if proposer.num_ahead == 0]
 
     def note_step(self, num_tokens: int, num_samples: int, seconds: float) -> None:
         assert num_tokens > 0

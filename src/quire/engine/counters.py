@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.config.engine import CacheConfig
-from quire.engine.paced import PacedRows
+from quire.engine.paced_results import PacedResults
 from quire.engine.scheduler.scheduler import Scheduler
 from quire.types.stats import STEP_SIZES, BlockStats, EngineStats
 from quire.types.step import StepPlan
@@ -25,21 +25,21 @@ class Counters:
         self._steps_by_size[min(max(num_tokens - 1, 0).bit_length(), len(STEP_SIZES))] += 1
 
     def note_step(self, seconds: float, num_outputs: int) -> None:
-        """A step came back after so long, with tokens of those that run ahead."""
+        """A step came back after so long, and generated so many tokens."""
         self.steps += 1
         self.output_tokens += num_outputs
         self._step_seconds += seconds
 
-    def stats(self, scheduler: Scheduler, paced: PacedRows, cache: CacheConfig) -> EngineStats:
-        pool, pins, inheritance = scheduler.pool, scheduler.pins, scheduler.inheritance
+    def stats(self, scheduler: Scheduler, paced: PacedResults, cache: CacheConfig) -> EngineStats:
+        pool, pins, reuse = scheduler.pool, scheduler.pins, scheduler.reuse
         blocks = BlockStats(
             total=pool.num_blocks,
             used=pool.num_used,
-            shared=pool.num_shared,
+            shared=pool.num_shared + scheduler.tree.num_shared,
             free=pool.num_free,
             slots_used=scheduler.slots_used(),
             slots_allocated=pool.num_used * cache.block_size,
-            cached=pool.num_idle,
+            cached=pool.num_evictable,
             pinned=pins.num_blocks,
         )
         return EngineStats(
@@ -54,12 +54,12 @@ class Counters:
             blocks=blocks,
             computed_tokens=self._computed_tokens,
             steps_by_size=tuple(self._steps_by_size),
-            prefix_queries=inheritance.num_queries,
-            prefix_hits=inheritance.num_hits,
+            prefix_queries=reuse.num_queries,
+            prefix_hits=reuse.num_hits,
             evicted_blocks=pool.num_evicted,
             pinned_prefixes=len(pins),
-            host_hits=inheritance.tier_hits["host"],
-            disk_hits=inheritance.tier_hits["disk"],
+            host_hits=reuse.tier_hits["host"],
+            disk_hits=reuse.tier_hits["disk"],
             swaps=scheduler.preemption.num_swaps,
             tiers=scheduler.tiers.stats(),
             drafted_tokens=paced.num_drafted,

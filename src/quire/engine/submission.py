@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from quire.engine.decoding.beam import BeamSearch
 from quire.engine.decoding.grammar import Matcher
-from quire.engine.decoding.group import UNHEARD, Group, Sequence
-from quire.engine.decoding.lookahead import NO_LOOKAHEAD
-from quire.engine.decoding.pace import PLAIN, Pacer
+from quire.engine.decoding.controller import PLAIN, StepController
+from quire.engine.decoding.group import NOT_STREAMED, Group, Sequence
 from quire.engine.decoding.stop_text import StopRules, StopText
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.kvcache.table import BlockTable
-from quire.engine.scheduler.rows import RowBook
+from quire.engine.scheduler.row_table import RowTable
+from quire.engine.speculation.proposer import NO_PROPOSER
 from quire.types.errors import InvalidRequest
 from quire.types.request import Submit
 
@@ -33,29 +33,29 @@ def make_group(request: Submit, ordinal: int, limit: int, handle: int, vocab_siz
     return Group(request, ordinal, limit, _seed_for(request, engine_seed, ordinal), handle, sampling, search)
 
 
-def add_sequences(group: Group, new_table: Callable[[], BlockTable], pacer: Pacer) -> None:
+def add_sequences(group: Group, new_table: Callable[[], BlockTable], controller: StepController) -> None:
     """The sequences a group begins with: one that all beams come from, or all its samples."""
     count = 1 if group.search is not None else group.request.sampling.num_sequences
     for index in range(count):
-        own = pacer if index == 0 or pacer is PLAIN else pacer.clone()
-        handle = UNHEARD if group.is_ranked else group.handle + index
+        own = controller if index == 0 or controller is PLAIN else controller.clone()
+        handle = NOT_STREAMED if group.is_ranked else group.handle + index
         group.live.append(Sequence(group, index, handle, new_table(), own))
 
 
-def make_pacer(group: Group, tools: DecodingTools, matcher: Matcher | None) -> Pacer:
+def make_controller(group: Group, tools: DecodingTools, matcher: Matcher | None) -> StepController:
     """What decides how the group's first sequence goes on; PLAIN if nothing does."""
     request, is_beam = group.request, group.search is not None
     stops = None
     if group.is_ranked and request.sampling.stops:
         assert tools.vocabulary is not None
         stops = StopText(StopRules.of(request.sampling, request.rules, tools.vocabulary()))
-    lookahead = NO_LOOKAHEAD if is_beam else tools.lookaheads.begin(request)
-    if matcher is None and stops is None and lookahead is NO_LOOKAHEAD and not is_beam:
+    proposer = NO_PROPOSER if is_beam else tools.proposers.begin(request)
+    if matcher is None and stops is None and proposer is NO_PROPOSER and not is_beam:
         return PLAIN
-    return Pacer(request.rules, matcher=matcher, lookahead=lookahead, stops=stops, held=is_beam)
+    return StepController(request.rules, matcher=matcher, proposer=proposer, stops=stops, is_held=is_beam)
 
 
-def find_origin(request: Submit, groups: Mapping[str, Group], rows: RowBook) -> Sequence | None:
+def find_origin(request: Submit, groups: Mapping[str, Group], rows: RowTable) -> Sequence | None:
     """The live sequence that a request branches off; None if it is over. Raises InvalidRequest if it is another's."""
     source, prompt = request.source, request.prompt_token_ids
     if source is None:

@@ -12,9 +12,9 @@ from quire.config.resolve import EngineArguments, resolve_engine_config
 from quire.config.speculation import read_speculation
 from quire.engine.core import EngineCore
 from quire.engine.decoding.grammar_compiler import GrammarCompiler
-from quire.engine.decoding.lookahead_registry import make_lookaheads
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.decoding.vocabulary import VocabularySource
+from quire.engine.speculation.registry import make_proposers
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.hardware import detect_hardware
 from quire.runtime.loading.files import ModelFiles
@@ -50,8 +50,8 @@ class PlannedEngine:
             progress=progress,
             draft_files=self.draft_files,
         )
-        lookaheads = make_lookaheads(config.speculation, executor.depth)
-        tools = replace(tools or DecodingTools(), lookaheads=lookaheads)
+        proposers = make_proposers(config.speculation, executor.depth)
+        tools = replace(tools or DecodingTools(), proposers=proposers)
         try:
             return _make_core(executor, config, self.model.vocab_size, tools)
         except BaseException:
@@ -71,11 +71,11 @@ class PlannedEngine:
 def _make_core(executor: SingleExecutor, config: EngineConfig, vocab_size: int, tools: DecodingTools) -> EngineCore:
     if config.recording is None:
         return EngineCore(executor, config.cache, config.scheduler, vocab_size, tools=tools)
-    from quire.engine.recording.core import RecordedCore  # needless where nothing is recorded
+    from quire.engine.recording.recorder import make_recorded_core  # needless where nothing is recorded
     from quire.engine.recording.tape import Tape
 
     tape = Tape.of(config, vocab_size, executor.depth)
-    return RecordedCore(executor, config.cache, config.scheduler, vocab_size, tape=tape, tools=tools)
+    return make_recorded_core(executor, config.cache, config.scheduler, vocab_size, tape=tape, tools=tools)
 
 
 def plan_engine(files: ModelFiles, arguments: EngineArguments) -> PlannedEngine:

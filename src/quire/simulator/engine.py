@@ -8,51 +8,48 @@ from typing import Any
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.decoding.grammar import Grammars
-from quire.engine.decoding.group import Group
-from quire.engine.decoding.lookahead_registry import make_lookaheads
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.executor import Executor
-from quire.engine.pipeline import Flight
-from quire.engine.recording.core import condition
+from quire.engine.in_flight import InFlightStep
+from quire.engine.observer import EngineObserver
 from quire.engine.recording.plans import plan_record
 from quire.engine.recording.rows import find_searches, find_seats
 from quire.engine.recording.tokens import WIDE_VOCABULARY
+from quire.engine.speculation.registry import make_proposers
 from quire.simulator.executor import Prompter
 from quire.simulator.recording import Setup
 from quire.types.step import StepPlan, StepResult
 
 
-class ReplayedCore(EngineCore):
-    """An EngineCore that tells a prompter whose answers it will ask for."""
+class _Cue(EngineObserver):
+    """Tells a prompter, before each step is launched, whose answers will be asked for."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        setup: Setup,
-        prompter: Prompter,
-        *,
-        cache: CacheConfig,
-        scheduler: SchedulerConfig,
-        grammars: Grammars,
-        clock: Callable[[], float],
-    ) -> None:
-        tools = DecodingTools(grammars, make_lookaheads(setup.speculation, setup.depth))
-        super().__init__(executor, cache, scheduler, WIDE_VOCABULARY, tools=tools, depth=setup.depth, clock=clock)
+    def __init__(self, prompter: Prompter) -> None:
         self._prompter = prompter
+        self.core: EngineCore | None = None
 
-    def _make_flight(self, plan: StepPlan) -> Flight:
-        flight = super()._make_flight(plan)
-        seats = find_seats(plan, self._scheduler.rows)
-        self._prompter.expect(seats, find_searches(flight, self._scheduler.running) if flight.paced else ())
-        return flight
+    def planned(self, step: InFlightStep) -> None:
+        assert self.core is not None
+        seats = find_seats(step.plan, self.core.rows)
+        self._prompter.expect(seats, find_searches(step, self.core.running) if step.paced else ())
 
-    @property
-    def counts(self) -> tuple[int, int, int, int, int]:
-        """Blocks that are held, groups that run, groups that wait; preemptions and swaps so far."""
-        return condition(self._scheduler)
 
-    def group(self, request_id: str) -> Group | None:
-        return self._groups.get(request_id)
+def make_replayed_core(
+    executor: Executor,
+    setup: Setup,
+    prompter: Prompter,
+    *,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    grammars: Grammars,
+    clock: Callable[[], float],
+) -> EngineCore:
+    """An EngineCore whose answers a prompter gives."""
+    tools, cue = DecodingTools(grammars, make_proposers(setup.speculation, setup.depth)), _Cue(prompter)
+    core = cue.core = EngineCore(
+        executor, cache, scheduler, WIDE_VOCABULARY, tools=tools, depth=setup.depth, clock=clock, observer=cue
+    )
+    return core
 
 
 class Watch:

@@ -6,9 +6,10 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quire.engine.core import EngineCore
 from quire.engine.recording.open import OpenRequests
 from quire.simulator.clock import RecordedClock
-from quire.simulator.engine import ReplayedCore, Watch, sizes
+from quire.simulator.engine import Watch, make_replayed_core, sizes
 from quire.simulator.executor import AnsweringExecutor, Prompter
 from quire.simulator.grammars import ScriptedGrammars
 from quire.simulator.recording import (
@@ -76,7 +77,7 @@ class _Stage:
     run: Run = field(init=False)
     watch: Watch = field(init=False)
     executor: _Executor = field(init=False)
-    core: ReplayedCore = field(init=False)
+    core: EngineCore = field(init=False)
 
     def __post_init__(self) -> None:
         setup, answers = self.recording.setup, self.recording.answers
@@ -84,7 +85,7 @@ class _Stage:
         self.watch = Watch(prompter)
         self.executor = _Executor(self.watch, setup.depth)
         self.run = Run("recorded", setup.cache, setup.scheduler)
-        self.core = ReplayedCore(
+        self.core = make_replayed_core(
             self.executor,
             setup,
             prompter,

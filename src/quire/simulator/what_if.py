@@ -13,10 +13,11 @@ from typing import NamedTuple
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import RESERVING
 from quire.config.tiers import TierConfig, check_tiers
+from quire.engine.core import EngineCore
 from quire.engine.recording.open import OpenRequests
 from quire.simulator.clock import VirtualClock
 from quire.simulator.cost import Fit, fit_cost
-from quire.simulator.engine import ReplayedCore, Watch, sizes
+from quire.simulator.engine import Watch, make_replayed_core, sizes
 from quire.simulator.executor import Prompter, SimulatedExecutor
 from quire.simulator.grammars import ScriptedGrammars
 from quire.simulator.link import LinkCost, fit_link
@@ -88,7 +89,7 @@ class _Play:
     heard: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # tokens, by sample handle
     watch: Watch = field(init=False)
     executor: SimulatedExecutor = field(init=False)
-    core: ReplayedCore = field(init=False)
+    core: EngineCore = field(init=False)
 
     def __post_init__(self) -> None:
         recording, run = self.scenario.recording, self.run
@@ -99,7 +100,7 @@ class _Play:
         found = tuple(file for step in recording.steps() for report in step.reports for file in report.found)
         files = found if run.cache.tiers.disk_path else ()
         self.executor = SimulatedExecutor(self.clock, cost, self.watch, setup.depth, link, files)
-        self.core = ReplayedCore(
+        self.core = make_replayed_core(
             self.executor,
             setup,
             prompter,

@@ -10,6 +10,7 @@ LedgerKind = Literal[
     "queued",  # it entered the engine's queue
     "admitted",  # it was given rows and blocks
     "cached",  # the first `amount` tokens it owes were found in the prefix cache
+    "missed",  # the prefix cache had no more: `amount` is the first prompt token to compute, counted from 1
     "chunk",  # part of its prompt was planned: `amount` tokens
     "first_token",
     "preempted",  # its blocks were taken: `amount` computed tokens are owed again

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from quire.engine.decoding.pace import Ending
+from quire.engine.decoding.controller import Ending
 from quire.types.decoding import BeamRules
 from quire.types.step import Floats, Ints
 
-_ENDS_BY_TEXT = 8  # candidates besides, where stop strings or a grammar may end a beam
+_ENDS_BY_TEXT = 8  # more candidates, where stop strings or a grammar may end a beam
+_LARGEST = sys.float_info.max
 
 EndOf = Callable[[int, int], Ending | None]  # how a beam, by its place, would end with a token
 
@@ -32,7 +34,7 @@ class Hypothesis:
 
     token_ids: tuple[int, ...]
     logprob: float  # summed
-    score: float  # logprob / (tokens ** length_penalty)
+    rank: tuple[int, float]  # compares as its score does: see `BeamSearch.rank`
     ending: Ending
 
 
@@ -76,19 +78,33 @@ class BeamSearch:
                 if len(children) < self.width:
                     children.append(Child(parent, token, logprob))
             elif rank < self.width:  # a lower one is only there so that enough go on
-                self._finish(Hypothesis((*beams[parent], token), logprob, self.score(logprob), ending))
+                self._finish(Hypothesis((*beams[parent], token), logprob, self.rank(logprob, self.length), ending))
         if not children or not self._can_improve(children[0].logprob):
             return ()
         self.logprobs = np.array([child.logprob for child in children], dtype=np.float32)
         return tuple(children)
 
-    def score(self, logprob: float) -> float:
-        """What a hypothesis of the present length is worth."""
-        return logprob / float(max(self.length, 1) ** self._rules.length_penalty)
+    def rank(self, logprob: float, length: int) -> tuple[int, float]:
+        """Compares hypotheses as their scores do, logprob / length ** length_penalty, but neither over- nor underflows:
+        by the sign of the score, then by its logarithm."""
+        if logprob == 0.0:
+            return 0, 0.0
+        magnitude = math.log(abs(logprob)) - self._rules.length_penalty * math.log(max(length, 1))
+        return (1, magnitude) if logprob > 0.0 else (-1, -magnitude)
+
+    def score(self, logprob: float, num_tokens: int) -> float:
+        """What a hypothesis of so many tokens is worth: logprob / num_tokens ** length_penalty, or the nearest number."""
+        try:
+            score = logprob / float(max(num_tokens, 1) ** self._rules.length_penalty)
+        except OverflowError:
+            return 0.0
+        except ZeroDivisionError:
+            score = math.copysign(math.inf, logprob) if logprob else 0.0
+        return max(-_LARGEST, min(score, _LARGEST))
 
     def _finish(self, hypothesis: Hypothesis) -> None:
         self.finished.append(hypothesis)
-        self.finished.sort(key=lambda one: -one.score)
+        self.finished.sort(key=lambda one: one.rank, reverse=True)
         del self.finished[self.width :]
 
     def _can_improve(self, best: float) -> bool:
@@ -100,7 +116,7 @@ class BeamSearch:
             return False
         at_its_end = rules.early_stopping == "never" and rules.length_penalty > 0
         length = self._max_tokens if at_its_end else self.length
-        return best / float(length**rules.length_penalty) > self.finished[-1].score
+        return self.rank(best, length) > self.finished[-1].rank
 
 
 def ranked(logprobs: Floats, token_ids: Ints, scores: Floats) -> Iterator[tuple[int, int, float]]:

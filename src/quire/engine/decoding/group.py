@@ -1,73 +1,102 @@
-"""A request while it lives: its sequences, what they hold, and what is collected for its last message."""
+"""A request while it lives: its sequences, the state each is in, and what is collected for its last message."""
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from quire.engine.decoding.beam import BeamSearch
+from quire.engine.decoding.controller import StepController
 from quire.engine.decoding.ledger import Ledger
-from quire.engine.decoding.pace import PLAIN, Pacer
-from quire.engine.decoding.parallel import rank
+from quire.engine.decoding.ranking import rank
 from quire.engine.kvcache.table import BlockTable
 from quire.types.output import Finished, FinishReason, SampleEnd
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
-from quire.types.step import TokenLogprobs
+from quire.types.step import Ints, TokenLogprobs
 
-UNHEARD = -1  # the handle of samples that are ranked before anything is said of them
+if TYPE_CHECKING:
+    from quire.engine.scheduler.prefix_reuse import Hit
+
+NOT_STREAMED = -1  # the handle of samples that are ranked before anything is said of them
+
+
+class SequenceState(Enum):
+    """What a sequence does. All but WAITING have a row.
+
+    A sequence begins with PREFILL. Then it runs ahead, or is paced; it may change between the two at any token.
+    """
+
+    WAITING = auto()  # it holds nothing; `swapped` of its tokens may be in host memory
+    PREFILL = auto()  # it computes tokens that are known already
+    STARTING = auto()  # its first token is sampled by a planned step; it joins the decode set with the next one
+    AHEAD = auto()  # in the decode set: one token a tick, each fed to the next step on the device
+    DRAINING = auto()  # it left the decode set, and results of its steps are still to come
+    DUE = auto()  # paced: all its tokens are known, and its next step may be planned
+    AWAITING = auto()  # paced: a planned step computes its next tokens, and nothing is planned before their result
+
+
+@dataclass(slots=True)
+class RunAhead:
+    """How far a sequence has run ahead. It is known by counting ticks, so that no step touches it."""
+
+    event: int  # the tick at which the scheduler must look at the sequence again
+    base: int = 0  # computed tokens - ticks
+    until: int = 0  # computed tokens at which it must leave the decode set
 
 
 class Sequence:
-    """One sample of a request, or one beam: tokens and a BlockTable. Holds a row while it runs, none while it waits.
-
-    It begins by computing what it owes. Then it runs ahead (`decoding`: one token per scheduler tick, and `base` stands
-    for a count: computed = tick + base) or is paced: in no step until its last result came, and `outputs` is exact.
-    """
+    """One sample of a request, or one beam: tokens and a BlockTable."""
 
     __slots__ = (
-        "base", "begun", "computed", "decoding", "draft", "event", "group", "handle", "index", "introduced",
-        "logprob_sum", "logprobs", "outputs", "paced", "pacer", "parked", "right", "row", "table", "told", "until",
+        "ahead", "controller", "draft", "group", "handle", "index", "is_introduced", "logprob_sum", "logprobs",
+        "num_computed", "outputs", "row", "state", "swapped", "synced_blocks", "synced_tokens", "table",
     )  # fmt: skip
 
-    def __init__(self, group: Group, index: int, handle: int, table: BlockTable, pacer: Pacer = PLAIN) -> None:
-        self.group, self.index, self.handle, self.table, self.pacer = group, index, handle, table, pacer
+    def __init__(self, group: Group, index: int, handle: int, table: BlockTable, controller: StepController) -> None:
+        self.group, self.index, self.handle, self.table, self.controller = group, index, handle, table, controller
+        self.state = SequenceState.WAITING
         self.row: int | None = None
-        self.outputs: list[int] = []  # generated tokens, exact while the sequence has no row or is paced
-        self.computed = 0  # tokens whose keys and values a launched step has written, exact while not decoding
-        self.parked = 0  # while it waits: tokens whose blocks were moved to host memory
-        self.introduced = False  # the workers were told of its row
-        self.begun = False  # all it knew when it was seated is computed
-        self.paced = False
-        self.decoding = False
-        self.base = 0
-        self.until = 0  # while decoding: tokens at which it stops running ahead
-        self.event = -1  # the tick at which the scheduler must look at it again
-        self.right = 0  # so many of the tokens in its row are its own: more must be written before it is computed
-        self.told: int | None = None  # from this slot on, the workers are to be told its blocks again; None: they know
-        self.draft: tuple[int, ...] = ()  # what the step in flight verifies
+        self.outputs: list[int] = []  # generated tokens; while STARTING, AHEAD or DRAINING the row table has them
+        self.num_computed = 0  # tokens whose keys and values a planned step writes; while AHEAD, see `computed_at`
+        self.swapped = 0  # WAITING: tokens whose blocks were moved to host memory
+        self.ahead: RunAhead | None = None  # STARTING, AHEAD
+        self.draft: tuple[int, ...] = ()  # AWAITING: the guesses that the planned step verifies
+        self.is_introduced = False  # the workers know of its row
+        self.synced_tokens = 0  # so many tokens in the workers' row are right; others must be written before they count
+        self.synced_blocks: int | None = None  # the workers know so many of its blocks; None: all
         self.logprobs: list[TokenLogprobs] = []
-        self.logprob_sum = 0.0  # of the chosen tokens, where logprobs come
+        self.logprob_sum = 0.0  # of the chosen tokens, where logprobs are asked for
 
     @property
-    def num_known(self) -> int:
-        """Tokens known on the host, exact only while the sequence has no row, has not begun to decode, or is paced."""
+    def num_tokens(self) -> int:
+        """Tokens known on the host, prompt included; not while STARTING, AHEAD or DRAINING."""
         return self.group.num_prompt + len(self.outputs)
 
     @property
     def target(self) -> int:
-        """How far it computes before it is due: to its end, but beams all compute their last token together."""
-        return self.num_known - (self.group.search is not None and len(self.group.live) > 1)
+        """How many tokens PREFILL computes: all, but beams compute their last token together, when they are due."""
+        return self.num_tokens - (self.group.search is not None and len(self.group.live) > 1)
 
     def computed_at(self, tick: int) -> int:
-        """`computed`, exact at the scheduler's present tick."""
-        return tick + self.base if self.decoding else self.computed
+        """`num_computed` at the decode set's present tick."""
+        return tick + self.ahead.base if self.state is SequenceState.AHEAD and self.ahead else self.num_computed
 
-    def known(self, start: int, stop: int) -> tuple[int, ...]:
+    def tokens(self) -> bytes:
+        """All known tokens as int32."""
+        prompt = self.group.prompt
+        return prompt + array("i", self.outputs).tobytes() if self.outputs else prompt
+
+    def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
         """Known tokens `start` .. `stop`."""
-        prompt = self.group.request.prompt_token_ids
-        if stop <= len(prompt):
+        prompt, count = self.group.request.prompt_token_ids, self.group.num_prompt
+        if stop <= count:
             return prompt[start:stop]
-        return (*prompt[start:], *self.outputs[max(start - len(prompt), 0) : stop - len(prompt)])
+        return (*prompt[start:], *self.outputs[max(start - count, 0) : stop - count])
 
 
 @dataclass(slots=True, eq=False)
@@ -84,20 +113,29 @@ class Group:
     origin: Sequence | None = None  # the sequence of another group that it branches off, until it has begun
     live: list[Sequence] = field(default_factory=list)
     ended: list[SampleEnd] = field(default_factory=list)
-    forked: bool = False  # the live sequences have tables of their own
-    running: bool = False
+    is_forked: bool = False  # the live sequences have tables of their own
+    is_running: bool = False
     num_spare: int = 0  # rows held back for beams to come
     num_preemptions: int = 0
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     arrival: float = 0.0  # when it was submitted, on the engine's clock
     queued_step: int = 0  # the scheduler's step when it last began to wait
+    waited_for: str = ""  # what it was last passed over for, while it waits
     has_token: bool = False  # a generated token has come back
     num_cached: int | None = None  # prompt tokens found in the prefix cache at first; None: not looked for yet
+    hit: Hit | None = None  # what was found when it was last looked for, while it waits
     num_prompt: int = field(init=False)
+    prompt: bytes = field(init=False)  # its tokens as int32: keys are slices of it, and comparing is a memcmp
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt_token_ids)
+        self.prompt = array("i", self.request.prompt_token_ids).tobytes()
+
+    @property
+    def prompt_ids(self) -> Ints:
+        """The prompt as an array, without a copy."""
+        return np.frombuffer(self.prompt, dtype=np.int32)
 
     @property
     def leader(self) -> Sequence:
@@ -120,26 +158,21 @@ class Group:
         return 0 if self.search is None else self.search.width - len(self.live)
 
     def end(self, sequence: Sequence, outputs: list[int], reason: FinishReason, stop_reason: int | str | None) -> None:
+        """Note the end of one sample."""
         self.live.remove(sequence)
-        has_logprobs = self.sampling.logprobs is not None
-        self.ended.append(
-            SampleEnd(
-                sequence.index,
-                tuple(outputs),
-                reason,
-                stop_reason,
-                tuple(sequence.logprobs),
-                sequence.logprob_sum if has_logprobs else None,
-            )
-        )
+        total = sequence.logprob_sum if self.sampling.logprobs is not None else None
+        logprobs = tuple(sequence.logprobs)
+        self.ended.append(SampleEnd(sequence.index, tuple(outputs), reason, stop_reason, logprobs, total))
 
-    def farewell(self, at: float, error: str | None = None, refused: str = "") -> Finished:
-        """The request's one terminal message, said at time `at`."""
-        sampling = self.request.sampling
-        wanted = sampling.prompt_logprobs is not None
-        entries = (None, *(self.prompt_logprobs.get(i) for i in range(1, self.num_prompt))) if wanted else None
-        samples = tuple(sorted(self.ended, key=lambda sample: sample.index))
-        if self.sampling is not sampling and self.search is None:  # the logprobs were not for the user
+    def finish_message(self, at: float, error: str | None = None, refused: str = "") -> Finished:
+        """The request's one terminal message, made at time `at`."""
+        sampling, samples = self.request.sampling, tuple(self.ended)
+        entries = None
+        if sampling.prompt_logprobs is not None:
+            entries = (None, *(self.prompt_logprobs.get(i) for i in range(1, self.num_prompt)))
+        if len(samples) > 1:
+            samples = tuple(sorted(samples, key=lambda sample: sample.index))
+        if self.sampling is not sampling and self.search is None:  # the logprobs were for the ranking, not for the user
             samples = tuple(replace(sample, logprobs=()) for sample in samples)
         if self.search is None and self.is_ranked:
             samples = rank(samples, sampling.n, sampling.rank_by)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.engine.decoding.grammar import Grammars, NoGrammars
-from quire.engine.decoding.lookahead import Lookaheads, NoLookaheads
+
 from quire.engine.decoding.vocabulary import VocabularySource
+from quire.engine.speculation.proposer import DraftProposers, NoProposers
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,5 +15,5 @@ class DecodingTools:
     """By default nothing is guessed, and an engine that has no vocabulary refuses what depends on text."""
 
     grammars: Grammars = field(default_factory=NoGrammars)
-    lookaheads: Lookaheads = field(default_factory=NoLookaheads)
+    proposers: DraftProposers = field(default_factory=NoProposers)
     vocabulary: VocabularySource | None = None

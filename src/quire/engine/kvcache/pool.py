@@ -1,45 +1,33 @@
-"""The physical blocks and who counts as holding them."""
+"""The physical blocks: which are free, and how many tables hold each block that is not in the prefix tree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
-from quire.engine.kvcache.eviction.base import IdleOrder
-from quire.engine.kvcache.eviction.lru import LeastRecent
 from quire.types.errors import OutOfBlocks
 
 
-def _nobody_asks(block: int) -> None:
-    """Who keeps nothing needs no word of an eviction."""
-
-
 class BlockPool:
-    """Hands out physical block ids and counts their holders. Knows nothing of tokens.
+    """Hands out physical block ids. Knows nothing of tokens.
 
-    What was freed last goes out first: its memory is warm, and memory that was never needed stays untouched. A block
-    marked by `keep` is idle, not free, once nobody holds it: only when nothing is free is the one that `order` says
-    taken back, after `on_evict` was told.
+    A block is free, or private (held by the tables that list it, counted here), or cached (in the prefix tree, which
+    counts its holders and keeps it when nobody holds it). `num_free` counts the blocks that `take` can hand out: free
+    ones, and cached ones that nobody holds, which the tree evicts when no free block is left. Blocks freed last are
+    handed out first: their memory is warm, and memory that was never needed stays untouched.
     """
 
-    def __init__(
-        self, num_blocks: int, on_evict: Callable[[int], None] = _nobody_asks, order: IdleOrder | None = None
-    ) -> None:
-        self._holders = [0] * num_blocks
+    def __init__(self, num_blocks: int) -> None:
+        self._holders = [0] * num_blocks  # tables that hold a private block
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._kept = bytearray(num_blocks)
-        self._idle: IdleOrder = LeastRecent() if order is None else order  # kept and not held
-        self._on_evict = on_evict
-        self._num_shared = 0
-        self.num_free = num_blocks  # blocks that can be taken, idle ones included
+        self._num_shared = 0  # private blocks with several holders
+        self.evict: Callable[[int], list[int]] | None = None  # set by the prefix tree: evict so many blocks
+        self.num_free = num_blocks
+        self.num_evictable = 0  # cached blocks that nobody holds; the prefix tree keeps this count and `num_free`
         self.num_evicted = 0  # since the start
 
     @property
     def num_blocks(self) -> int:
         return len(self._holders)
-
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
 
     @property
     def num_used(self) -> int:
@@ -48,86 +36,79 @@ class BlockPool:
 
     @property
     def num_shared(self) -> int:
-        """Blocks with more than one holder."""
+        """Private blocks with more than one holder."""
         return self._num_shared
 
-    def take(self) -> int:
-        if self._free:
-            block = self._free.pop()
-        elif self.num_free:
-            block = self._idle.evict()
-            self._kept[block] = False
-            self.num_evicted += 1
-            self._on_evict(block)
+    def take(self, count: int) -> list[int]:
+        """Hand out `count` private blocks, each with one holder. Raises OutOfBlocks and changes nothing."""
+        if count > self.num_free:
+            raise OutOfBlocks(f"kv cache: {count} blocks needed, {self.num_free} of {len(self._holders)} are free")
+        free = self._free
+        missing = count - len(free)
+        if missing <= 0:
+            taken = free[: -count - 1 : -1]
+            del free[len(free) - count :]
         else:
-            raise OutOfBlocks(f"kv cache: all {len(self._holders)} blocks are in use")
-        self._holders[block] = 1
-        self.num_free -= 1
-        return block
+            assert self.evict is not None
+            taken = free[::-1]
+            free.clear()
+            taken += self.evict(missing)
+            self.num_evictable -= missing
+            self.num_evicted += missing
+        self.num_free -= count
+        holders = self._holders
+        for block in taken:
+            holders[block] = 1
+        return taken
 
-    def share(self, block: int) -> int:
-        """One more holder of a block that is held or idle."""
-        holders = self._holders[block]
-        if holders == 0:
-            if not self._kept[block]:
-                raise ValueError(f"block {block} is free and cannot be shared")
-            self._idle.remove(block)
-            self.num_free -= 1
-        self._num_shared += holders == 1
-        self._holders[block] = holders + 1
-        return block
-
-    def release(self, block: int) -> None:
-        holders = self._holders[block] - 1
-        if holders < 0:
-            raise ValueError(f"block {block} was released more often than it was held")
-        self._holders[block] = holders
-        if holders == 0:
-            self.num_free += 1
-            if self._kept[block]:
-                self._idle.add(block)
-            else:
-                self._free.append(block)
-        elif holders == 1:
-            self._num_shared -= 1
-
-    def keep(self, blocks: Iterable[int]) -> None:
-        """From now on these held blocks outlive their holders, and nobody may write to them."""
+    def share(self, blocks: Sequence[int]) -> None:
+        """Count one more holder of each of these private blocks."""
+        holders = self._holders
         for block in blocks:
-            if self._holders[block] == 0:
-                raise ValueError(f"block {block} is held by nobody and cannot be kept")
-            self._kept[block] = True
+            count = holders[block]
+            if count == 0:
+                raise ValueError(f"block {block} is no table's own and cannot be shared")
+            self._num_shared += count == 1
+            holders[block] = count + 1
 
-    def forget_kept(self) -> int:
-        """Keep no block any longer; returns how many idle ones that freed."""
-        freed = len(self._idle)
-        self._free.extend(self._idle)
-        self._idle.clear()
-        self._kept = bytearray(len(self._kept))
-        return freed
+    def release(self, blocks: Sequence[int]) -> None:
+        """Count one holder less of each of these private blocks, the last one first; free those without a holder."""
+        holders, free, freed = self._holders, self._free, 0
+        for block in reversed(blocks):
+            count = holders[block] - 1
+            if count < 0:
+                raise ValueError(f"block {block} was released more often than it was held")
+            holders[block] = count
+            if count == 0:
+                free.append(block)
+                freed += 1
+            elif count == 1:
+                self._num_shared -= 1
+        self.num_free += freed
 
-    def is_writable(self, block: int) -> bool:
-        """Whether its one holder may write to it."""
-        return self._holders[block] == 1 and not self._kept[block]
+    def hand_over(self, blocks: Sequence[int]) -> None:
+        """One holder of each of these private blocks gives them to the prefix tree, which counts it from now on."""
+        holders = self._holders
+        for block in blocks:
+            count = holders[block]
+            if count == 0:
+                raise ValueError(f"block {block} is no table's own and cannot be cached")
+            self._num_shared -= count == 2
+            holders[block] = count - 1
 
-    def is_kept(self, block: int) -> bool:
-        return bool(self._kept[block])
+    def add_free(self, blocks: Sequence[int]) -> None:
+        """The prefix tree forgets these cached blocks, which nobody holds. They count as free already."""
+        self._free.extend(reversed(blocks))
 
     def holders(self, block: int) -> int:
+        """Tables that hold a private block; 0 for a free or cached one."""
         return self._holders[block]
 
-    def all_holders(self) -> tuple[int, ...]:
-        """The number of holders of every block, by its id."""
-        return tuple(self._holders)
-
-    def idle_blocks(self) -> tuple[int, ...]:
-        """Idle longest first."""
-        return tuple(self._idle)
-
-    def check(self) -> None:
-        assert sorted([*self._free, *self._idle]) == [block for block, count in enumerate(self._holders) if count == 0]
-        assert self.num_free == len(self._free) + len(self._idle)
-        assert all(self._kept[block] for block in self._idle)
-        assert not any(self._kept[block] for block in self._free)
+    def check(self, num_cached: int = 0) -> None:
+        """Assert that the counts agree; `num_cached` blocks are in the prefix tree."""
+        assert len(set(self._free)) == len(self._free)
+        assert all(self._holders[block] == 0 for block in self._free)
+        assert self.num_free == len(self._free) + self.num_evictable
+        assert sum(count > 0 for count in self._holders) + len(self._free) + num_cached == len(self._holders)
         assert min(self._holders, default=0) >= 0
         assert self._num_shared == sum(count > 1 for count in self._holders)

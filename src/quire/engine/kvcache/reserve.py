@@ -7,6 +7,7 @@ from bisect import insort
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.table import BlockTable
 from quire.types.errors import OutOfBlocks
+from quire.types.step import BlockCopy
 
 
 def reserved_tokens(policy: str, num_prompt: int, limit: int, max_model_len: int) -> int:
@@ -59,7 +60,8 @@ class RunPool(BlockPool):
                 joined.append((start, length))
         self._runs = joined
 
-    def check(self) -> None:
+    def check(self, num_cached: int = 0) -> None:
+        assert num_cached == 0
         free = [block for start, length in self._runs for block in range(start, start + length)]
         assert free == [block for block, count in enumerate(self._holders) if count == 0]
         assert all(length > 0 for _, length in self._runs)
@@ -89,6 +91,11 @@ class ReservedTable(BlockTable):
         if self.blocks:
             self._keeper.give_back(self.blocks)
         self.blocks, self.num_tokens = [], 0
+
+    def append(self, num_tokens: int = 1) -> list[BlockCopy]:
+        self.num_tokens += num_tokens
+        assert self.num_tokens <= self.capacity
+        return []
 
     def check(self) -> None:
         assert self.num_tokens <= self.capacity

@@ -2,126 +2,160 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from quire.engine.kvcache.pool import BlockPool
-from quire.engine.kvcache.radix import Node
-from quire.types.errors import OutOfBlocks
+from quire.engine.kvcache.prefix_tree import Node, PrefixTree
 from quire.types.step import BlockCopy
 
 
 class BlockTable:
-    """The blocks of one sequence, in order. A partial tail that is shared or kept is copied before its first write.
+    """The blocks of one sequence, in order. A partial tail that other tables hold is copied before its first write.
 
-    `trail` is the deepest of its blocks that the prefix tree knows, or the root; None: it leaves no prefix behind. Of
-    one that `is_second`, the tree has the next block from another table: it leaves nothing more before its end.
+    The first blocks are the prefix tree's, up to the end of `node`'s run, which this table holds; all others are
+    private. `node` is None where nothing is cached.
     """
 
-    __slots__ = ("_block_size", "_pool", "blocks", "is_second", "num_tokens", "trail")
+    __slots__ = ("_block_size", "_pool", "_tree", "blocks", "is_duplicate", "node", "num_tokens")
 
-    def __init__(self, pool: BlockPool, block_size: int, *, blocks: Iterable[int] = (), num_tokens: int = 0) -> None:
-        self._pool, self._block_size = pool, block_size
-        self.blocks, self.num_tokens = list(blocks), num_tokens
-        self.trail: Node | None = None
-        self.is_second = False
+    def __init__(self, pool: BlockPool, block_size: int, tree: PrefixTree | None = None) -> None:
+        self._pool, self._tree, self._block_size = pool, tree, block_size
+        self.blocks: list[int] = []
+        self.num_tokens = 0
+        self.node: Node | None = None
+        self.is_duplicate = False  # another table has cached the same next block: this one caches no more before its end
 
     @property
     def capacity(self) -> int:
         """Tokens the held blocks have room for."""
         return len(self.blocks) * self._block_size
 
-    def fork(self, num_tokens: int | None = None) -> BlockTable:
-        """A second holder of every block, or of those that hold the first `num_tokens`; copies nothing."""
-        count = self.num_tokens if num_tokens is None else num_tokens
-        blocks = self.blocks if num_tokens is None else self.blocks[: -(-count // self._block_size)]
-        shared = [self._pool.share(block) for block in blocks]
-        forked = BlockTable(self._pool, self._block_size, blocks=shared, num_tokens=count)
-        forked.trail, forked.is_second = self.trail, self.is_second
-        while forked.trail is not None and forked.trail.depth * self._block_size > count:
-            forked.trail, forked.is_second = forked.trail.parent, False
+    @property
+    def num_cached(self) -> int:
+        """Blocks that are the prefix tree's."""
+        node = self.node
+        return 0 if node is None else node.start + len(node.blocks)
+
+    def hold(self, node: Node) -> None:
+        """Begin an empty table with the blocks on the way to a node."""
+        assert not self.blocks
+        assert self._tree is not None
+        self._tree.lock(node)
+        self.node, self.blocks = node, self._tree.path(node)
+        self.num_tokens = len(self.blocks) * self._block_size
+
+    def fork(self) -> BlockTable:
+        """A second table with the same blocks; copies nothing."""
+        forked = BlockTable(self._pool, self._block_size, self._tree)
+        forked._share(self)
         return forked
 
+    def borrow(self, other: BlockTable, num_tokens: int) -> None:
+        """Go on after full blocks with the private blocks that another table has there, up to `num_tokens` tokens."""
+        assert self.num_tokens == self.capacity
+        borrowed = other.blocks[len(self.blocks) : -(-num_tokens // self._block_size)]
+        self._pool.share(borrowed)
+        self.extend(borrowed, num_tokens)
+
     def follow(self, other: BlockTable) -> int:
-        """Hold what another table holds instead; returns the first slot that changed. What is alike is kept."""
-        own, theirs = self.blocks, other.blocks
-        same = min(len(own), len(theirs))
-        while same and own[same - 1] != theirs[same - 1]:  # tables that came from one differ at the end
-            same -= 1
-        if own[:same] != theirs[:same]:
-            same = 0
-        for block in theirs[same:]:
-            self._pool.share(block)
-        while len(own) > same:
-            self._pool.release(own.pop())
-        own += theirs[same:]
-        self.num_tokens, self.trail, self.is_second = other.num_tokens, other.trail, other.is_second
+        """Hold what another table holds instead; returns how many of the first blocks stayed the same."""
+        own = self.blocks
+        same = next((i for i, (a, b) in enumerate(zip(own, other.blocks, strict=False)) if a != b), None)
+        same = min(len(own), len(other.blocks)) if same is None else same
+        before = own, self.node
+        self._share(other)
+        self._give_back(*before)
         return same
 
+    def _share(self, other: BlockTable) -> None:
+        self.blocks, self.num_tokens, self.node = other.blocks.copy(), other.num_tokens, other.node
+        self.is_duplicate = other.is_duplicate
+        self._pool.share(self.blocks[self.num_cached :])
+        if self.node is not None and self._tree is not None:
+            self._tree.lock(self.node)
+
+    def _give_back(self, blocks: list[int], node: Node | None) -> None:
+        self._pool.release(blocks if node is None else blocks[node.end :])
+        if node is not None and self._tree is not None:
+            self._tree.unlock(node)
+
     def truncate(self, num_tokens: int) -> None:
-        """Forget what is beyond the first `num_tokens`; blocks that held nothing else are given back."""
-        while (len(self.blocks) - 1) * self._block_size >= num_tokens and self.blocks:
-            self._pool.release(self.blocks.pop())
+        """Forget what is beyond the first `num_tokens`; give back blocks that held nothing else."""
+        kept = max(-(-num_tokens // self._block_size), self.num_cached)
+        if kept < len(self.blocks):
+            self._pool.release(self.blocks[kept:])
+            del self.blocks[kept:]
         self.num_tokens = min(self.num_tokens, num_tokens)
 
-    def adopt(self, blocks: Iterable[int], num_tokens: int, trail: Node) -> None:
-        """Begin an empty table with blocks that are held or idle already."""
-        assert not self.blocks
-        self.blocks = [self._pool.share(block) for block in blocks]
-        self.num_tokens, self.trail = num_tokens, trail
-
-    def extend(self, blocks: Iterable[int], num_tokens: int) -> None:
-        """Go on after full blocks with blocks that were taken or shared for it, up to `num_tokens` tokens."""
+    def extend(self, blocks: Sequence[int], num_tokens: int) -> None:
+        """Go on after full blocks with private blocks that were taken for it, up to `num_tokens` tokens."""
         assert self.num_tokens == self.capacity
         self.blocks += blocks
         self.num_tokens = num_tokens
-
-    def replace(self, slot: int, block: int) -> None:
-        """Hold another block in a slot, which has the same content."""
-        own, self.blocks[slot] = self.blocks[slot], self._pool.share(block)
-        self._pool.release(own)
 
     def append(self, num_tokens: int = 1) -> list[BlockCopy]:
         """Make room for more tokens; return the copies to run before the next forward.
 
         Raises OutOfBlocks and changes nothing if the pool cannot serve it.
         """
-        pool, blocks = self._pool, self.blocks
+        blocks, size = self.blocks, self._block_size
         total = self.num_tokens + num_tokens
-        unshare = num_tokens > 0 and self._must_copy_tail()
-        missing = -(-total // self._block_size) - len(blocks)
-        if missing + unshare > pool.num_free:
-            raise OutOfBlocks(f"kv cache: {missing + unshare} blocks needed, {pool.num_free} free")
-        copies = [self._unshare_tail()] if unshare else []
+        missing = -(-total // size) - len(blocks)
+        copies: list[BlockCopy] = []
+        if num_tokens > 0 and self.num_tokens % size and self._pool.holders(blocks[-1]) != 1:
+            (own, *fresh) = self._pool.take(missing + 1)
+            copies.append(BlockCopy(blocks[-1], own))
+            self._pool.release(blocks[-1:])
+            blocks[-1] = own
+            blocks += fresh
+        elif missing > 0:
+            blocks += self._pool.take(missing)
         self.num_tokens = total
-        for _ in range(missing):
-            blocks.append(pool.take())
         return copies
 
     def append_block(self) -> int:
         """Begin a new block with its first token; the blocks held so far count as full from now on."""
-        block = self._pool.take()
+        (block,) = self._pool.take(1)
         blocks = self.blocks
         self.num_tokens = len(blocks) * self._block_size + 1
         blocks.append(block)
         return block
 
+    def cache(self, node: Node, tokens: bytes, count: int, owner: str) -> Node:
+        """Put the `count` full private blocks that follow `node` into the prefix tree; returns their node.
+
+        The table must hold `node`, and its blocks up to there.
+        """
+        assert self._tree is not None
+        start = node.end
+        self.node = self._tree.insert(node, tokens, self.blocks[start : start + count], owner)
+        return self.node
+
+    def advance(self, node: Node) -> None:
+        """Hold the tree's blocks up to `node` in place of private ones: the same blocks, or others of the same tokens."""
+        tree, before, first = self._tree, self.node, self.num_cached
+        assert tree is not None
+        tree.lock(node)
+        own, theirs = self.blocks[first : node.end], tree.path(node)
+        self._pool.hand_over([block for block, other in zip(own, theirs[first:], strict=True) if block == other])
+        self._pool.release([block for block, other in zip(own, theirs[first:], strict=True) if block != other])
+        self.blocks[: node.end] = theirs
+        if before is not None:
+            tree.unlock(before)
+        self.node = node
+
     def free(self) -> None:
         """Give every block back, tail first, so that the next table gets them in the order they had."""
-        while self.blocks:
-            self._pool.release(self.blocks.pop())
-        self.num_tokens, self.trail, self.is_second = 0, None, False
-
-    def _must_copy_tail(self) -> bool:
-        return self.num_tokens % self._block_size != 0 and not self._pool.is_writable(self.blocks[-1])
-
-    def _unshare_tail(self) -> BlockCopy:
-        source, target = self.blocks[-1], self._pool.take()
-        self.blocks[-1] = target
-        self._pool.release(source)
-        return BlockCopy(source, target)
+        self._give_back(self.blocks, self.node)
+        self.blocks, self.num_tokens, self.node, self.is_duplicate = [], 0, None, False
 
     def check(self) -> None:
         assert (len(self.blocks) - 1) * self._block_size < self.num_tokens <= self.capacity or not self.blocks
         assert self.num_tokens == 0 or self.blocks
         assert len(set(self.blocks)) == len(self.blocks)
-        assert all(self._pool.holders(block) > 0 for block in self.blocks)
+        assert self.num_cached <= len(self.blocks)
+        assert all(self._pool.holders(block) > 0 for block in self.blocks[self.num_cached :])
+        if self.node is not None:
+            assert self._tree is not None
+            assert self.node.locks > 0 or self.node.parent is None
+            assert self._tree.path(self.node) == self.blocks[: self.num_cached]

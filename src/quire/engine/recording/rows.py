@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.engine.decoding.group import Group
-from quire.engine.pipeline import Flight
-from quire.engine.scheduler.rows import RowBook
+from quire.engine.in_flight import InFlightStep
+from quire.engine.scheduler.row_table import RowTable
 from quire.types.step import StepPlan
 
 Longs = npt.NDArray[np.int64]
@@ -42,9 +42,9 @@ class Search(NamedTuple):
     num_candidates: int
 
 
-def find_searches(flight: Flight, running: Iterable[Group]) -> tuple[Search, ...]:
-    """The searches of which a step in flight is one."""
-    awaited, found = {each.row for each in flight.paced}, []
+def find_searches(step: InFlightStep, running: Iterable[Group]) -> tuple[Search, ...]:
+    """The beam searches that a step in flight computes."""
+    awaited, found = {each.row for each in step.paced}, []
     for group in running:
         rows = tuple(sequence.row for sequence in group.live if sequence.row is not None)
         if group.search is not None and rows and awaited.issuperset(rows):
@@ -52,11 +52,11 @@ def find_searches(flight: Flight, running: Iterable[Group]) -> tuple[Search, ...
     return tuple(found)
 
 
-def find_seats(plan: StepPlan, book: RowBook) -> tuple[Seat, ...]:
-    """Who takes the plan's new rows, as long as the book is as it was when the plan was made."""
+def find_seats(plan: StepPlan, table: RowTable) -> tuple[Seat, ...]:
+    """Which sequences take the plan's new rows, as long as the table is as it was when the plan was made."""
     seats = []
     for new in plan.new_rows:
-        sequence = book.sequences[new.row]
+        sequence = table.sequences[new.row]
         if sequence is not None:
             seats.append(Seat(new.row, sequence.group.ordinal, sequence.index, new.num_prompt_tokens))
     return tuple(seats)

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from quire.engine.decoding.group import Group, Sequence
-from quire.engine.kvcache.pins import Pins
+from quire.engine.decoding.group import Group, Sequence, SequenceState
+from quire.engine.kvcache.pinned_prefixes import PinnedPrefixes
 from quire.engine.kvcache.pool import BlockPool
-from quire.engine.scheduler.rows import DecodeSet, RowBook
+from quire.engine.kvcache.prefix_tree import Node, PrefixTree
+from quire.engine.scheduler.decode_set import DecodeSet
+from quire.engine.scheduler.row_table import RowTable
 from quire.types.stats import RequestBlocks
 
 
 def num_computed(group: Group, tick: int) -> int:
     """Tokens a group has computed, a prompt that its sequences share counted once."""
     each = [sequence.computed_at(tick) for sequence in group.live]
-    shared = min(group.num_prompt, *each) * (len(each) - 1) if group.forked and len(each) > 1 else 0
+    shared = min(group.num_prompt, *each) * (len(each) - 1) if group.is_forked and len(each) > 1 else 0
     return sum(each) - shared
 
 
@@ -45,47 +47,81 @@ def request_blocks(groups: Iterable[Group], tick: int) -> tuple[RequestBlocks, .
     """What every live request holds."""
     found = []
     for group in groups:
-        state = "running" if group.running else "preempted" if group.num_preemptions else "waiting"
+        state = "running" if group.is_running else "preempted" if group.num_preemptions else "waiting"
         blocks = tuple(dict.fromkeys(block for sequence in group.live for block in sequence.table.blocks))
         found.append(RequestBlocks(group.request.request_id, state, num_computed(group, tick), blocks))
     return tuple(found)
 
 
-def check_blocks(groups: Iterable[Group], pool: BlockPool, kept: Iterable[int], pins: Pins) -> None:
-    """Assert that every block is held exactly by the tables that list it, by pins, or is `kept`."""
+def block_holders(groups: Iterable[Group], pool: BlockPool, pins: PinnedPrefixes) -> tuple[int, ...]:
+    """The number of tables that hold each block, by its id."""
+    holders = [pool.holders(block) for block in range(pool.num_blocks)]
+    counted: set[Node] = set()
+    for table in [*(sequence.table for group in groups for sequence in group.live), *pins.tables]:
+        node = table.node
+        while node is not None and node.parent is not None and node not in counted:
+            counted.add(node)
+            for block in node.blocks:
+                holders[block] = node.locks
+            node = node.parent
+    return tuple(holders)
+
+
+def check_blocks(
+    groups: Iterable[Group], pool: BlockPool, kept: Iterable[int], pins: PinnedPrefixes, tree: PrefixTree
+) -> None:
+    """Assert that every private block is held exactly by the tables that list it, or is `kept`, and that every run of
+    the prefix tree is held by as many tables as it says."""
     pins.check()
     held: defaultdict[int, int] = defaultdict(int)
-    for block in [*kept, *pins.blocks]:
+    locks: defaultdict[Node, int] = defaultdict(int)
+    for block in kept:
         held[block] += 1
+    tables = pins.tables
     for group in groups:
-        assert group.running
+        assert group.is_running
         assert group.live
-        for sequence in group.live:
-            for block in sequence.table.blocks:
-                held[block] += 1
+        tables += [sequence.table for sequence in group.live]
+    for table in tables:
+        for block in table.blocks[table.num_cached :]:
+            held[block] += 1
+        node = table.node
+        while node is not None:
+            locks[node] += 1
+            node = node.parent
     assert all(pool.holders(block) == held[block] for block in range(pool.num_blocks))
+    assert all(node.locks == count for node, count in locks.items())
+    assert all(node.locks == locks[node] for node in tree.nodes())
 
 
 def check_groups(
-    running: Iterable[Group], waiting: Iterable[Group], rows: RowBook, decoding: DecodeSet, tick: int
+    running: Iterable[Group], waiting: Iterable[Group], rows: RowTable, decoding: DecodeSet
 ) -> None:
     """Assert that those that run have rows, and that those that wait hold nothing."""
     seated = [sequence for group in running for sequence in group.live]
+    num_ahead = 0
     for sequence in seated:
-        _check_sequence(sequence, rows, decoding, tick)
+        _check_sequence(sequence, rows, decoding.tick)
+        num_ahead += sequence.state is SequenceState.AHEAD
     assert rows.num_taken == len(seated)
+    assert num_ahead == len(decoding)
     for group in waiting:
-        assert not group.running
-        assert all(s.row is None and not s.table.blocks for s in group.live)
+        assert not group.is_running
+        for sequence in group.live:
+            assert sequence.row is None
+            assert sequence.state is SequenceState.WAITING
+            assert not sequence.table.blocks
 
 
-def _check_sequence(sequence: Sequence, rows: RowBook, decoding: DecodeSet, tick: int) -> None:
+def _check_sequence(sequence: Sequence, rows: RowTable, tick: int) -> None:
     """Assert that a running sequence's row, table and counts agree."""
     sequence.table.check()
     assert sequence.row is not None
     assert rows.sequences[sequence.row] is sequence
-    assert sequence.decoding == (sequence.row in decoding)
+    assert sequence.state is not SequenceState.WAITING
+    assert (sequence.ahead is not None) == (sequence.state in (SequenceState.STARTING, SequenceState.AHEAD))
     computed = sequence.computed_at(tick)
-    assert sequence.table.num_tokens <= computed or sequence.paced
+    is_paced = sequence.state in (SequenceState.DUE, SequenceState.AWAITING)
+    assert sequence.table.num_tokens <= computed or is_paced
     assert computed <= sequence.table.capacity
     assert computed < sequence.group.limit

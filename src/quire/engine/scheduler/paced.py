@@ -2,112 +2,145 @@
 
 from __future__ import annotations
 
-from quire.engine.decoding.group import Group, Sequence
-from quire.engine.decoding.pace import Fault, fault_of
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from quire.engine.decoding.controller import Fault, fault_of
+from quire.engine.decoding.group import Group, Sequence, SequenceState
 from quire.engine.kvcache.pool import BlockPool
-from quire.engine.scheduler.draft import PlanDraft
-from quire.engine.scheduler.rows import RowBook
-from quire.types.step import Chunk
+from quire.engine.scheduler.plan_builder import PlanBuilder
+from quire.engine.scheduler.row_table import RowTable
+
+FORCED_ROWS = 16  # with more rows than this in a step, tokens that a grammar forces are not worth a draft
 
 
 class PacedSet:
-    """Knows which sequences are due, and which still have results to come from when they ran ahead."""
+    """Knows which paced sequences are due, and which sequences that ran ahead still have results to come.
 
-    def __init__(self, rows: RowBook, pool: BlockPool, block_size: int) -> None:
+    `least_forced` is how many tokens a grammar must force for a guided sequence to be paced, so that one step verifies
+    them all. `faults` collects requests whose own code failed here; the engine ends them.
+    """
+
+    def __init__(self, rows: RowTable, pool: BlockPool, block_size: int) -> None:
         self._rows, self._pool, self._block_size = rows, pool, block_size
-        self.due: dict[Sequence, None] = {}  # they owe the token they were given last
-        self.landing: dict[Sequence, None] = {}
+        self.least_forced = 1
+        self.due: dict[Sequence, None] = {}
+        self.draining: dict[Sequence, None] = {}  # those that go on when their results have come
         self.faults: list[tuple[Group, Fault]] = []
+
+    @contextmanager
+    def guarded(self, group: Group) -> Iterator[None]:
+        """Run a request's own code; if it fails, note the fault and go on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
+            self.faults.append((group, fault_of(error)))
+
+    @property
+    def looks_for_forced(self) -> bool:
+        """Whether few enough sequences run for tokens that a grammar forces to be worth a draft."""
+        return self._rows.num_taken <= FORCED_ROWS
+
+    def num_ahead(self, sequence: Sequence) -> int:
+        """How many tokens a sequence may run ahead from here; 0: it is paced."""
+        controller = sequence.controller
+        if controller.is_guided and self.looks_for_forced:
+            with self.guarded(sequence.group):
+                controller.look_for_forced(self.least_forced)
+        return controller.num_ahead
 
     def add(self, sequence: Sequence) -> None:
         """Its next step may be planned."""
-        sequence.begun = sequence.paced = True
+        sequence.state = SequenceState.DUE
         self.due[sequence] = None
 
     def discard(self, sequence: Sequence) -> None:
+        """It loses its row. Idempotent."""
         self.due.pop(sequence, None)
-        self.landing.pop(sequence, None)
-        sequence.paced, sequence.draft = False, ()
+        self.draining.pop(sequence, None)
+        sequence.draft = ()
 
-    def compute(self, draft: PlanDraft, sequence: Sequence) -> None:
-        """Plan the token that a due sequence owes, for which budget was set aside, and what it is guessed to say."""
-        row, start = sequence.row, sequence.num_known - 1
+    # -------------------------------------------------------------------------------------------------- planning
+    def compute(self, builder: PlanBuilder, sequence: Sequence) -> None:
+        """Plan the one token that a due sequence owes, for which there is a block. A draft may follow it."""
+        row, position = sequence.row, sequence.num_tokens - 1
         assert row is not None
         del self.due[sequence]
-        guess = self.guess(draft, sequence, draft.budget)
-        draft.write(sequence, guess)
-        sequence.computed = start + 1 + len(guess)
-        draft.budget += 1
-        if guess:
-            draft.compute(Chunk(row, start, 1 + len(guess), (row,), 1 + len(guess)))
-        else:
-            draft.compute_one(row, start)
+        sequence.state, sequence.num_computed = SequenceState.AWAITING, position + 1
+        builder.write(sequence)
+        builder.compute_one(row, position)
+        builder.drafting.append(sequence)
 
-    def guess(self, draft: PlanDraft, sequence: Sequence, room: int) -> tuple[int, ...]:
-        """What a sequence may say next, with blocks for it, but never at another's cost. Its masks are noted."""
-        row, table, left = sequence.row, sequence.table, sequence.group.limit - 1 - sequence.num_known
+    def add_drafts(self, builder: PlanBuilder) -> None:
+        """Guess what paced sequences of this step may say next, with the budget and the blocks that are left: every
+        token that is owed has got its own before."""
+        for sequence in builder.drafting:
+            if sequence.row is not None and sequence.state is SequenceState.AWAITING:
+                with self.guarded(sequence.group):
+                    self._add_draft(builder, sequence)
+
+    def _add_draft(self, builder: PlanBuilder, sequence: Sequence) -> None:
+        group, row, table, controller = sequence.group, sequence.row, sequence.table, sequence.controller
         assert row is not None
-        if sequence.group.search is not None:
-            room = 0  # beams stay of one length
+        left = group.limit - 1 - sequence.num_tokens
+        takes_draft = group.search is None and group.sampling.prompt_logprobs is None and builder.samples_alone(row)
+        room = max(min(builder.budget, left), 0) if takes_draft else 0  # beams stay of one length
+        proposal = controller.propose(room)
         free = table.capacity + self._pool.num_free * self._block_size - table.num_tokens
-        try:
-            proposal = sequence.pacer.propose(max(min(room, left), 0))
-            guess = proposal.draft[:free]
-            num_ordered = min(sequence.pacer.order(left - len(guess)), free - len(guess)) if room > 0 else 0
-        except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
-            self.faults.append((sequence.group, fault_of(error)))
-            return ()
-        draft.mask(row, proposal.masks[: len(guess) + 1])
-        if guess or num_ordered:
-            draft.append(row, table, len(guess) + num_ordered)
+        draft = proposal.draft[:free]
+        num_ordered = min(controller.order(left - len(draft)), free - len(draft)) if room else 0
+        builder.mask(row, proposal.masks[: len(draft) + 1])
+        if draft or num_ordered:
+            builder.append(row, table, len(draft) + num_ordered)
         if num_ordered:
-            draft.order(row, num_ordered)
-        sequence.draft = guess
-        return guess
+            builder.order(row, num_ordered)
+        if draft:
+            builder.verify(sequence, draft)
+            sequence.draft = draft
+            sequence.num_computed += len(draft)
 
-    def take_faults(self) -> list[tuple[Group, Fault]]:
-        """Groups whose own code failed while the last step was planned; they are to be ended."""
-        faults, self.faults = self.faults, []
-        return faults
-
+    # ------------------------------------------------------------------------------------------------- committing
     def grow(self, sequence: Sequence, tokens: tuple[int, ...], *, written: bool) -> None:
-        """A sequence's last step came to these tokens. `written`: its row has the last of them already."""
+        """A paced sequence's step came to these tokens. `written`: its row has the last of them already."""
         assert sequence.row is not None
         sequence.outputs.extend(tokens)
         self._rows.extend(sequence.row, tokens)
-        sequence.computed = sequence.num_known - 1
-        sequence.right = sequence.num_known - (not written)
-        sequence.table.truncate(sequence.computed)
+        sequence.num_computed = sequence.num_tokens - 1
+        sequence.synced_tokens = sequence.num_tokens - (not written)
+        sequence.table.truncate(sequence.num_computed)
         sequence.draft = ()
 
-    def landed(self) -> list[Sequence]:
-        """Sequences that ran ahead and of which all results came. Their pacers were told what they said meanwhile."""
+    def take_drained(self) -> list[Sequence]:
+        """Sequences that ran ahead and all of whose results have come. They know all their tokens again."""
         found = []
-        for sequence in list(self.landing):
-            assert sequence.row is not None
-            if self._rows.counts[sequence.row] + sequence.group.num_prompt > sequence.computed:
-                del self.landing[sequence]
-                tokens = self._rows.outputs(sequence.row, len(sequence.outputs))
+        for sequence in list(self.draining):
+            row = sequence.row
+            assert row is not None
+            if self._rows.counts[row] + sequence.group.num_prompt > sequence.num_computed:
+                del self.draining[sequence]
+                tokens = self._rows.outputs(row, len(sequence.outputs))
                 sequence.outputs.extend(tokens)
-                sequence.right = sequence.num_known
+                sequence.synced_tokens = sequence.num_tokens
                 found.append(sequence)
-                self._tell(sequence, tokens)
+                if tokens and not sequence.controller.proposer.is_observed:
+                    with self.guarded(sequence.group):
+                        sequence.controller.proposer.observe(tokens)
         return found
 
-    def _tell(self, sequence: Sequence, tokens: list[int]) -> None:
-        try:
-            sequence.pacer.catch_up(tokens)
-        except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
-            self.faults.append((sequence.group, fault_of(error)))
+    def take_faults(self) -> list[tuple[Group, Fault]]:
+        """Groups whose own code failed since the last call; they are to be ended."""
+        faults, self.faults = self.faults, []
+        return faults
 
+    # ------------------------------------------------------------------------------------------------------ beams
     def fork(self, parent: Sequence, token: int) -> Sequence:
         """A beam that goes on from another with a token of its own, in a row that was held back for it."""
         group = parent.group
-        child = Sequence(group, parent.index, parent.handle, parent.table.fork(), parent.pacer.clone())
-        child.outputs, child.computed = [*parent.outputs, token], parent.computed
+        child = Sequence(group, parent.index, parent.handle, parent.table.fork(), parent.controller.clone())
+        child.outputs, child.num_computed = [*parent.outputs, token], parent.num_computed
         group.num_spare -= 1
         self._rows.reserve(-1)
-        self._rows.seat(child)
+        self._rows.assign(child)
         group.live.append(child)
         return child
 
@@ -115,20 +148,20 @@ class PacedSet:
         """A beam that does not go on becomes one that goes on from another: its row and what is alike are kept."""
         assert sequence.row is not None
         same = sequence.table.follow(parent.table)
-        sequence.told = same if sequence.told is None else min(same, sequence.told)
-        sequence.outputs, sequence.computed = [*parent.outputs, token], parent.computed
-        sequence.right = min(sequence.right, same * self._block_size, sequence.computed)
-        sequence.pacer = parent.pacer.clone()
+        sequence.synced_blocks = same if sequence.synced_blocks is None else min(same, sequence.synced_blocks)
+        sequence.outputs, sequence.num_computed = [*parent.outputs, token], parent.num_computed
+        sequence.synced_tokens = min(sequence.synced_tokens, same * self._block_size, sequence.num_computed)
+        sequence.controller = parent.controller.clone()
         self._rows.rewrite(sequence.row, sequence.outputs)
 
     def check(self) -> None:
-        assert not self.due.keys() & self.landing.keys()
-        for sequence in (*self.due, *self.landing):
-            assert sequence.begun
+        assert not self.due.keys() & self.draining.keys()
+        for sequence in self.draining:
             assert sequence.row is not None
+            assert sequence.state is SequenceState.DRAINING
         for sequence in self.due:
-            assert sequence.paced
             assert sequence.row is not None
-            assert sequence.computed == sequence.num_known - 1
-            assert sequence.table.num_tokens <= sequence.computed
+            assert sequence.state is SequenceState.DUE
+            assert sequence.num_computed == sequence.num_tokens - 1
+            assert sequence.table.num_tokens <= sequence.num_computed
             assert sequence.outputs == self._rows.outputs(sequence.row)

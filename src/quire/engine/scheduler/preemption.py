@@ -1,4 +1,4 @@
-"""What becomes of a group whose blocks are needed by a more urgent one: they are moved away, or computed again."""
+"""What becomes of a preempted group's blocks: they are swapped to host memory, or freed and computed again later."""
 
 from __future__ import annotations
 
@@ -7,31 +7,9 @@ from typing import Protocol
 from quire.config.tiers import PreemptionName
 from quire.engine.decoding.group import Group, Sequence
 from quire.engine.kvcache.tiers.base import Tiers
-from quire.engine.scheduler.draft import PlanDraft
-from quire.engine.scheduler.inheritance import Inheritance, Parcel
-from quire.engine.scheduler.policies.step_time import StepTime
-from quire.types.step import StepPlan
-
-
-class ComputeTime:
-    """Seconds that known tokens take to compute, learned from steps with and without prompts in equal parts; not from
-    those that also moved blocks."""
-
-    def __init__(self) -> None:
-        self._steps = StepTime()
-        self._decodes_next = False
-
-    def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long."""
-        has_prompt = bool(plan.chunks)
-        if (has_prompt or self._decodes_next) and not plan.transfers.saves and not plan.transfers.loads:
-            self._steps.note(plan.num_tokens, seconds)
-            self._decodes_next = has_prompt
-
-    def seconds(self, num_tokens: int) -> float | None:
-        """None before anything was computed."""
-        each = self._steps.per_token
-        return None if each is None else each * num_tokens
+from quire.engine.scheduler.plan_builder import PlanBuilder
+from quire.engine.scheduler.prefix_reuse import PrefixReuse, SwapBlocks
+from quire.engine.scheduler.step_time import ComputeTime
 
 
 class Preemption(Protocol):
@@ -39,10 +17,10 @@ class Preemption(Protocol):
 
     num_swaps: int  # groups whose blocks were moved
 
-    def vacate(self, group: Group, draft: PlanDraft, num_tokens: int) -> str:
+    def vacate(self, group: Group, builder: PlanBuilder, num_tokens: int) -> str:
         """Give up all blocks of the group, which has computed so many tokens; returns what the ledger says of it.
 
-        Sets `computed` to what each sequence still has when it is seated again.
+        Sets `num_computed` to what each sequence still has when it is admitted again.
         """
 
 
@@ -54,7 +32,7 @@ class Recompute:
     def __init__(self, compute: ComputeTime) -> None:
         self._compute = compute
 
-    def vacate(self, group: Group, draft: PlanDraft, num_tokens: int) -> str:  # noqa: ARG002 - Preemption's signature
+    def vacate(self, group: Group, builder: PlanBuilder, num_tokens: int) -> str:  # noqa: ARG002 - Preemption's signature
         free(group)
         return f"recompute est. {_milliseconds(self._compute.seconds(num_tokens))}"
 
@@ -63,30 +41,30 @@ class Swap:
     """Move all blocks to host memory, where they are found again: nothing is owed but what was not computed. Where
     that has no room for all, or every position must be computed for its logprobs, recompute."""
 
-    def __init__(self, compute: ComputeTime, tiers: Tiers, inheritance: Inheritance) -> None:
-        self._compute, self._tiers, self._inheritance = compute, tiers, inheritance
+    def __init__(self, compute: ComputeTime, tiers: Tiers, reuse: PrefixReuse) -> None:
+        self._compute, self._tiers, self._reuse = compute, tiers, reuse
         self._recompute = Recompute(compute)
         self.num_swaps = 0
 
-    def vacate(self, group: Group, draft: PlanDraft, num_tokens: int) -> str:
-        if not any(sequence.computed for sequence in group.live):  # what it parked before it was let in is still there
+    def vacate(self, group: Group, builder: PlanBuilder, num_tokens: int) -> str:
+        if not any(sequence.num_computed for sequence in group.live):  # what it swapped before is still there
             free(group)
             return "nothing was computed"
         if group.request.sampling.prompt_logprobs is not None:
-            return self._recompute.vacate(group, draft, num_tokens)
-        parcels = self._inheritance.parcels(group, draft)
-        blocks = {name: block for parcel in parcels.values() for name, block in parcel.blocks.items()}
+            return self._recompute.vacate(group, builder, num_tokens)
+        found = self._reuse.swap_blocks(group, builder)
+        blocks = {key: block for each in found.values() for key, block in each.blocks.items()}
         if not blocks:  # no more than the token that is computed anew in any case
-            return self._recompute.vacate(group, draft, num_tokens)
+            return self._recompute.vacate(group, builder, num_tokens)
         num_saved = self._tiers.num_missing(blocks)
         if num_saved is None:
-            return f"host memory is full, {self._recompute.vacate(group, draft, num_tokens)}"
+            return f"host memory is full, {self._recompute.vacate(group, builder, num_tokens)}"
         moving = self._tiers.move_seconds(num_saved, len(blocks))
         again = self._compute.seconds(num_tokens)
         if not self.is_cheaper(moving, again):
             self._tiers.doubt(blocks)
-            return f"{self._recompute.vacate(group, draft, num_tokens)} (swap est. {_milliseconds(moving)})"
-        self._move(group, parcels)
+            return f"{self._recompute.vacate(group, builder, num_tokens)} (swap est. {_milliseconds(moving)})"
+        self._move(group, found)
         costs = f"est. {_milliseconds(moving)} (recompute est. {_milliseconds(again)})"
         return f"swapped {len(blocks)} blocks, {costs}"
 
@@ -94,12 +72,12 @@ class Swap:
         """Whether blocks that take `moving` seconds to move are moved, or computed in `again` seconds."""
         return True
 
-    def _move(self, group: Group, parcels: dict[Sequence, Parcel]) -> None:
+    def _move(self, group: Group, found: dict[Sequence, SwapBlocks]) -> None:
         self.num_swaps += 1
-        for sequence, parcel in parcels.items():
-            if parcel.blocks:
-                self._tiers.park(sequence, parcel.blocks)
-                sequence.parked = parcel.num_tokens
+        for sequence, each in found.items():
+            if each.blocks:
+                self._tiers.park(sequence, each.blocks)
+                sequence.swapped = each.num_tokens
         free(group)
 
 
@@ -114,16 +92,16 @@ def free(group: Group) -> None:
     """Give up all blocks; every known token is owed."""
     for sequence in group.live:
         sequence.table.free()
-        sequence.computed = 0
+        sequence.num_computed = 0
 
 
 def make_preemption(
-    name: PreemptionName, compute: ComputeTime, tiers: Tiers, inheritance: Inheritance, *, has_tiers: bool
+    name: PreemptionName, compute: ComputeTime, tiers: Tiers, reuse: PrefixReuse, *, has_tiers: bool
 ) -> Preemption:
     """How groups give up their blocks; all are computed again where there is nowhere to move them."""
     if name == "recompute" or not has_tiers:
         return Recompute(compute)
-    return (Swap if name == "swap" else ByCost)(compute, tiers, inheritance)
+    return (Swap if name == "swap" else ByCost)(compute, tiers, reuse)
 
 
 def _milliseconds(seconds: float | None) -> str:

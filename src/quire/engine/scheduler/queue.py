@@ -4,49 +4,87 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 from quire.engine.decoding.group import Group
 from quire.engine.scheduler.policies.base import Key
 
 
 class GroupQueue:
-    """Groups sorted by their keys, which are unique and unchanging; insertion and removal by binary search."""
+    """Groups sorted by their keys, which are unique and unchanging; insertion and removal by binary search.
+
+    A deferred group is not ready to be admitted: it keeps its place, but is passed over until it is resumed.
+    """
 
     def __init__(self, key: Callable[[Group], Key]) -> None:
         self._key_of = key
-        self._entries: list[tuple[Key, Group]] = []
+        self._ready: list[tuple[Key, Group]] = []
+        self._deferred: dict[Group, None] = {}
+        self.version = 0  # changes with every group that comes or goes
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._ready) + len(self._deferred)
 
     def __iter__(self) -> Iterator[Group]:
-        """Most urgent first, over a copy: members may leave while it runs."""
-        return iter([group for _, group in self._entries])
+        """All groups, most urgent first, over a copy: members may leave meanwhile."""
+        groups = [group for _, group in self._ready]
+        return iter(sorted([*groups, *self._deferred], key=self._key_of) if self._deferred else groups)
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
 
     def head(self, count: int) -> list[Group]:
-        """The most urgent, so many at most."""
-        return [group for _, group in self._entries[:count]]
+        """The most urgent of those that are ready, so many at most."""
+        return [group for _, group in self._ready[:count]]
+
+    def ready(self, count: int) -> Iterator[Group]:
+        """The same, one by one; the queue must not change meanwhile."""
+        return (group for _, group in islice(self._ready, count))
 
     def add(self, group: Group) -> None:
-        insort(self._entries, (self._key_of(group), group), key=_key)
+        self.version += 1
+        insort(self._ready, (self._key_of(group), group), key=_key)
 
     def remove(self, group: Group) -> None:
-        position = bisect_left(self._entries, self._key_of(group), key=_key)
-        if position == len(self._entries) or self._entries[position][1] is not group:
-            raise KeyError(group.request.request_id)
-        del self._entries[position]
+        self.version += 1
+        if self._deferred and group in self._deferred:
+            del self._deferred[group]
+        else:
+            self._take_out(group)
+
+    def defer(self, group: Group) -> None:
+        """Pass the group over from now on."""
+        self._take_out(group)
+        self._deferred[group] = None
+
+    def resume(self, group: Group) -> None:
+        """Pass the group over no longer."""
+        del self._deferred[group]
+        insort(self._ready, (self._key_of(group), group), key=_key)
+
+    def is_deferred(self, group: Group) -> bool:
+        return group in self._deferred
 
     def first(self) -> Group | None:
-        return self._entries[0][1] if self._entries else None
+        """The most urgent of those that are ready."""
+        return self._ready[0][1] if self._ready else None
 
     def last(self) -> Group | None:
-        """The least urgent."""
-        return self._entries[-1][1] if self._entries else None
+        """The least urgent of those that are ready."""
+        return self._ready[-1][1] if self._ready else None
+
+    def _take_out(self, group: Group) -> None:
+        position = bisect_left(self._ready, self._key_of(group), key=_key)
+        if position == len(self._ready) or self._ready[position][1] is not group:
+            raise KeyError(group.request.request_id)
+        del self._ready[position]
 
     def check(self) -> None:
-        keys = [key for key, _ in self._entries]
+        keys = [key for key, _ in self._ready]
         assert keys == sorted(set(keys))
-        assert keys == [self._key_of(group) for _, group in self._entries]
+        assert keys == [self._key_of(group) for _, group in self._ready]
+        assert not self._deferred.keys() & {group for _, group in self._ready}
 
 
 def _key(entry: tuple[Key, Group]) -> Key:

@@ -2,94 +2,102 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from quire.config.engine import CacheConfig, SchedulerConfig
-from quire.engine.decoding.group import Group, Sequence
-from quire.engine.decoding.pace import PLAIN
-from quire.engine.kvcache.pins import Pins
+from quire.engine.decoding.controller import PLAIN
+from quire.engine.decoding.group import Group, Sequence, SequenceState
 from quire.engine.scheduler import accounts
 from quire.engine.scheduler.budget import chunk_size, held_back
-from quire.engine.scheduler.draft import PlanDraft
-from quire.engine.scheduler.memory import furnish
+from quire.engine.scheduler.decode_set import DecodeSet
 from quire.engine.scheduler.paced import PacedSet
+from quire.engine.scheduler.parts import make_parts
+from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.policies.registry import make_policy
+from quire.engine.scheduler.prefetch import NEAR
 from quire.engine.scheduler.queue import GroupQueue
-from quire.engine.scheduler.rows import DecodeSet, RowBook
+from quire.engine.scheduler.row_table import RowTable
 from quire.types.errors import OutOfBlocks
 from quire.types.stats import RequestBlocks
-from quire.types.step import NO_ROWS, Chunk, Ints, StepPlan
+from quire.types.step import NO_ROWS, Chunk, Ints, Masks, StepPlan
+
+_LOOK_AHEAD = 32  # waiting groups for which running prompts may leave part of a step
+_AHEAD = (SequenceState.STARTING, SequenceState.AHEAD)
 
 
 class Scheduler:
     """Decides every step anew which sequences compute how many tokens, and owns rows, blocks and queues for it.
 
-    Steady decoding costs nothing per sequence: all members of the decode set advance by one token per tick, and
-    a sequence is looked at again only at the tick where it needs a block or has all its tokens. A paced sequence is
-    planned when it is due: `paced` knows who is, and `go_on` makes it so.
+    Steady decoding costs nothing per sequence: see DecodeSet. A paced sequence is planned when it is due: `paced` knows
+    which are, and `go_on` makes it so.
     """
 
     def __init__(self, cache: CacheConfig, config: SchedulerConfig) -> None:
-        self.policy, self.rows = make_policy(config), RowBook(config.num_rows)
-        has = furnish(cache, config, self.policy, self.rows)
-        self.pool, self.tiers, self.inheritance, self._memory = has.pool, has.tiers, has.inheritance, has.memory
-        self._prefixes, self._compute, self._prefetch = has.prefixes, has.compute, has.prefetch
-        self.new_table, self.preemption = has.memory.new_table, has.preemption
-        self.pins = Pins(self._prefixes, self.pool, cache.block_size, has_cache=cache.enable_prefix_caching)
+        self.policy, self.rows = make_policy(config), RowTable(config.num_rows)
+        parts = make_parts(cache, config, self.policy, self.rows)
+        self.pool, self.tree, self.tiers, self.reuse, self._room = parts.pool, parts.tree, parts.tiers, parts.reuse, parts.room
+        self.new_table, self.preemption, self.pins = parts.room.new_table, parts.preemption, parts.pins
+        self._compute_time = parts.compute_time
         self.paced = PacedSet(self.rows, self.pool, cache.block_size)
         self.waiting, self.running = GroupQueue(self.policy.key), GroupQueue(self.policy.key)
         self.num_preemptions = 0
         self.block_size, self._budget = cache.block_size, config.max_num_batched_tokens
-        self._decoding = DecodeSet(config.num_rows)
+        self.decoding = DecodeSet(config.num_rows)
         self._owing: dict[Group, None] = {}  # running groups with known tokens to compute, in no order
-        self.tick = 0  # steps in which the decode set has advanced
-        self._stride = 1  # by how many ticks the plan in work advances it: 0 while it is paused
-        self.ahead_rows: Ints = NO_ROWS  # those that run ahead in the last plan, the first of its decode_rows
-        self._events: defaultdict[int, list[Sequence]] = defaultdict(list)
+        self._stride = 1  # ticks by which the plan in work advances the decode set: 0 while it is paused
+        self.ahead_rows: Ints = NO_ROWS  # rows that run ahead in the last plan, the first of its decode_rows
+        self.masks: Masks | None = None  # masks of the last plan that were known when it was made
         self._released: list[int] = []
         self._step = 0
         self._now = 0.0  # when the plan in work was begun, on the engine's clock
-        self._stopped_step, self._stopped_for = -1, ""  # when and why a waiting group was last not let in
+        self._stopped_step, self._stopped_for = -1, ""  # when and why a waiting group was last not admitted
 
     # ------------------------------------------------------------------------------------------ coming and going
     def add(self, group: Group) -> None:
-        group.queued_step = self._step
+        group.queued_step, group.waited_for = self._step, ""
         self.waiting.add(group)
         self.policy.added(group, self)
 
     def end(self, sequence: Sequence, *, keep: bool = True) -> list[int]:
         """Free all that a sequence holds, row and blocks; return its outputs. The group is left to the caller.
 
-        `keep`: what it generated can be found by later prompts.
+        `keep`: later prompts can find what it generated.
         """
         if sequence.row is not None:
             self._leave_row(sequence)
             if keep:
-                self.inheritance.leave(sequence, leaving=True)
+                self.reuse.publish(sequence, leaving=True)
         else:
             self.tiers.unpark(sequence)
         sequence.table.free()
+        if sequence.controller is not PLAIN:
+            sequence.controller.close()
         return sequence.outputs
 
     def remove(self, group: Group) -> None:
         """Forget a group whose sequences have left their rows."""
-        (self.running if group.running else self.waiting).remove(group)
+        (self.running if group.is_running else self.waiting).remove(group)
         self.policy.left(group, self)
         self._owing.pop(group, None)
-        self._prefetch.forget(group)
-        self.rows.reserve(-group.num_spare)
-        group.running, group.num_spare = False, 0
+        self.reuse.forget(group)
+        if group.num_spare:
+            self.rows.reserve(-group.num_spare)
+        group.is_running, group.num_spare = False, 0
+        self._room.note_prefill(group)
 
     def reset_cache(self) -> int:
         """Forget cached prefixes in all tiers, pinned ones too; returns how many blocks that freed on the device."""
         self.tiers.reset()
-        return self._prefixes.reset() + self.pins.reset()
+        return self.reuse.reset() + self.pins.reset()
 
     # ------------------------------------------------------------------------------------- what policies look at
     @property
+    def tick(self) -> int:
+        """Steps in which those that decode have advanced."""
+        return self.decoding.tick
+
+    @property
     def num_decoding(self) -> int:
         """Tokens that those that decode take of the next step."""
-        return len(self._decoding) + len(self.paced.due)
+        return len(self.decoding) + len(self.paced.due)
 
     @property
     def is_prefilling(self) -> bool:
@@ -98,268 +106,279 @@ class Scheduler:
 
     def num_cached(self, group: Group) -> int:
         """How many of the tokens that a waiting group owes are in the prefix cache."""
-        return self.inheritance.find_first(group).num_tokens
+        return self.reuse.lookup(group).num_tokens
 
     # ------------------------------------------------------------------------------------------------- planning
     def plan(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None when nothing can be computed now. `now` is what ledgers say of it."""
         self._now = now
-        draft = PlanDraft(self._budget)
+        self.tree.now = now
+        builder = PlanBuilder(self._budget)
         self._stride = 0 if self.policy.pauses(self) else 1
         if self._stride:
-            self._decode(draft)
+            self._decode(builder)
         if self._owing or len(self.waiting):
-            self._prefetch.look(self)
-            self._prefill(draft)
-        if not self._stride and draft.is_idle:  # there is nothing to pause for
+            self._prefill(builder)
+        if not self._stride and builder.is_idle:  # there is nothing to pause for
             self._stride = 1
-            self._decode(draft)
-        self.ahead_rows = self._decoding.snapshot() if self._stride else NO_ROWS
-        if draft.is_idle and not len(self.ahead_rows) and not draft.loads and not self.tiers.has_orders:
+            self._decode(builder)
+        if builder.drafting:
+            self.paced.add_drafts(builder)
+        self.ahead_rows = self.decoding.snapshot() if self._stride else NO_ROWS
+        if builder.is_idle and not len(self.ahead_rows) and not builder.loads and not self.tiers.has_orders:
             return None
-        plan = draft.finish(self._step, self.ahead_rows, tuple(self._released), self.tiers.take_orders(draft.loads))
+        return self._finish(builder)
+
+    def _finish(self, builder: PlanBuilder) -> StepPlan:
+        transfers, released = self.tiers.take_orders(builder.loads), tuple(self._released)
+        is_guided = self.rows.num_guided > 0 and self._samples_guided(builder)
+        plan, self.masks = builder.finish(self._step, self.ahead_rows, released, transfers, is_guided=is_guided)
         self._released.clear()
         self._step += 1
-        self.tick += self._stride
-        self.inheritance.settle(plan.chunks)
+        self.decoding.tick += self._stride
+        self.reuse.publish_plan(plan.chunks)
         return plan
 
-    def _decode(self, draft: PlanDraft) -> None:
-        """One token for each that runs ahead, and what is due; the rest of the budget is for prompts."""
-        self._serve_events(draft)
-        if self.paced.landing:
-            self.take_landed()
-            self._serve_events(draft)
-        draft.budget = self.policy.budget(self._budget, self) - len(self._decoding)
-        if self.paced.due:
-            self._compute_due(draft)
+    def _samples_guided(self, builder: PlanBuilder) -> bool:
+        """Whether a guided row, which waits for its mask and nothing else, samples in the plan in work."""
+        if len(self.ahead_rows) and self.rows.guided[self.ahead_rows].any():
+            return True
+        rows, states = [row for chunk in builder.chunks for row in chunk.sample_rows], (SequenceState.STARTING,)
+        return any(self.rows.guided[row] and self.rows.sequence_at(row).state in states for row in rows)
 
-    def _prefill(self, draft: PlanDraft) -> None:
-        """What running groups owe, and whom to let in besides."""
+    def _decode(self, builder: PlanBuilder) -> None:
+        """One token for each that runs ahead, and for each that is due; the rest of the budget is for prompts."""
+        self._serve_events(builder)
+        if self.paced.draining:
+            self.take_drained()
+            self._serve_events(builder)
+        builder.budget = self.policy.budget(self._budget, self) - len(self.decoding)
+        if self.paced.due:
+            self._compute_due(builder)
+
+    def _prefill(self, builder: PlanBuilder) -> None:
+        """What running groups owe, and whom to admit besides."""
+        self._look_at_waiting()
         if self._owing:
             held = 0
-            draft.prompts.update(self._owing)
-            if len(self.waiting) and self._candidate(draft)[0] is not None:
-                first = self.waiting.head(self.rows.num_free)
-                held = held_back(draft.budget, self._owing, first, self.policy.goes_before)
-            draft.budget -= held
+            builder.prompts.update(self._owing)
+            if self.waiting.num_ready and self._candidate(builder)[0] is not None:
+                first = self.policy.soon(self, min(self.rows.num_free, _LOOK_AHEAD))
+                held = held_back(builder.budget, self._owing, first, self.policy.goes_before, self.num_cached)
+            builder.budget -= held
             for group in sorted(self._owing, key=self.policy.key):
-                if group.running and draft.budget > 0:
-                    self._compute_owed(draft, group)
-            draft.budget += held
-        self._admit(draft)
+                if group.is_running and builder.budget > 0:
+                    self._compute_owed(builder, group)
+            builder.budget += held
+        self._admit(builder)
 
-    def _serve_events(self, draft: PlanDraft) -> None:
-        """Sequences that begin to decode, need a block, or have run as far as they may."""
-        tick, events, size = self.tick, self._events, self.block_size
-        for sequence in events.pop(tick, ()):
-            if sequence.event != tick or sequence.row is None:
-                continue  # it left since
-            if sequence.decoding:
-                position, last = tick + sequence.base, sequence.until
-            else:
-                position, last = sequence.computed, sequence.group.limit - 1
-            if position >= last:
-                self._land(sequence)
-                continue
-            if sequence.decoding and self.pool.num_free:  # its blocks are full: the rule in steady decoding
-                capacity = draft.append_block(sequence.row, sequence.table) * size
-            elif self._grow(draft, sequence, position + 1 - sequence.table.num_tokens):
-                if not sequence.decoding:
-                    if sequence.pacer is not PLAIN:
-                        draft.write(sequence)
-                    last = self._start_decoding(sequence)
-                capacity = sequence.table.capacity
-            else:
-                continue
-            sequence.event = event = (capacity if capacity < last else last) - sequence.base
-            events[event].append(sequence)
+    def _serve_events(self, builder: PlanBuilder) -> None:
+        """Look at the sequences that begin to decode, need a block, or have run as far as they may."""
+        decoding, size = self.decoding, self.block_size
+        for sequence in decoding.take_events():
+            ahead = sequence.ahead
+            assert ahead is not None
+            assert sequence.row is not None
+            if sequence.state is SequenceState.AHEAD:
+                if decoding.tick + ahead.base >= ahead.until:
+                    self._leave_decoding(sequence)
+                elif self.pool.num_free:  # its blocks are full: the rule in steady decoding
+                    decoding.schedule(sequence, ahead, builder.append_block(sequence.row, sequence.table) * size)
+                elif self._grow(builder, sequence, decoding.tick + ahead.base + 1 - sequence.table.num_tokens):
+                    decoding.schedule(sequence, ahead, sequence.table.capacity)
+            elif sequence.num_computed >= sequence.group.limit - 1:
+                self._leave_decoding(sequence)
+            elif self._grow(builder, sequence, sequence.num_computed + 1 - sequence.table.num_tokens):
+                if sequence.controller is not PLAIN:
+                    builder.write(sequence)
+                decoding.schedule(sequence, decoding.join(sequence), sequence.table.capacity)
 
-    def _compute_due(self, draft: PlanDraft) -> None:
-        """The token that each paced sequence owes, for which there is always budget, and drafts with what is left."""
+    def _compute_due(self, builder: PlanBuilder) -> None:
+        """The one token that each due sequence owes, for which there is always budget."""
         due = sorted(self.paced.due, key=lambda sequence: self.policy.key(sequence.group))
-        draft.budget -= len(due)
         for sequence in due:
             if sequence not in self.paced.due:
                 continue  # preempted for one before it
-            if not sequence.introduced:
-                draft.add_row(sequence)
-            if self._grow(draft, sequence, sequence.num_known - sequence.table.num_tokens):
-                draft.tell(sequence)
-                self.paced.compute(draft, sequence)
+            if not sequence.is_introduced:
+                builder.introduce(sequence)
+            if self._grow(builder, sequence, sequence.num_tokens - sequence.table.num_tokens):
+                builder.sync_blocks(sequence)
+                self.paced.compute(builder, sequence)
 
-    def _compute_owed(self, draft: PlanDraft, group: Group) -> None:
-        """Hand a running group's owed tokens their share of the budget."""
-        is_new = not group.forked and not group.leader.introduced  # let in just now, or its last leader was ended
-        if is_new and self.inheritance.introduce(draft, group, self.tick, self._now):
+    def _compute_owed(self, builder: PlanBuilder, group: Group) -> None:
+        """Give a running group's owed tokens their share of the budget."""
+        is_new = not group.is_forked and not group.leader.is_introduced  # just admitted, or its last leader ended
+        if is_new and self.reuse.attach(builder, group, self.tick, self._now):
+            self._room.note_prefill(group)
             return
-        if not group.forked:
+        if not group.is_forked:
             leader = group.leader
-            target = leader.num_known if len(group.live) == 1 else group.num_prompt
-            if not self._compute_chunk(draft, leader, target) or leader.computed < target:
+            target = leader.num_tokens if len(group.live) == 1 else group.num_prompt
+            if not self._compute_chunk(builder, leader, target):
                 return
-            draft.fork(group)  # its own tokens wait a step: a tail is copied before a forward, not within
+            self._room.note_prefill(group)
+            if leader.num_computed < target:
+                return
+            builder.fork(group)  # its own tokens wait a step: a tail is copied before a forward, not within
         else:
             for sequence in group.live:
-                target = sequence.target
-                owes = not sequence.begun and sequence.computed < target and draft.budget > 0
-                if owes and not self._compute_chunk(draft, sequence, target):
+                owes = sequence.state is SequenceState.PREFILL and sequence.num_computed < sequence.target
+                if owes and builder.budget > 0 and not self._compute_chunk(builder, sequence, sequence.target):
                     return
-        waiting = [sequence for sequence in group.live if not sequence.begun]
-        if all(sequence.computed == sequence.target for sequence in waiting):
+        unbegun = [sequence for sequence in group.live if sequence.state is SequenceState.PREFILL]
+        if all(sequence.num_computed == sequence.target for sequence in unbegun):
             self._owing.pop(group)
-            for sequence in waiting:
+            for sequence in unbegun:
                 self.paced.add(sequence)
 
-    def _compute_chunk(self, draft: PlanDraft, sequence: Sequence, target: int) -> bool:
+    def _compute_chunk(self, builder: PlanBuilder, sequence: Sequence, target: int) -> bool:
         """False when the group had to give up its blocks."""
-        start = sequence.computed
-        count = chunk_size(target - start, draft.budget, self._budget, alone=not self.num_decoding)
-        if not self._grow(draft, sequence, start + count - sequence.table.num_tokens):
+        start, group = sequence.num_computed, sequence.group
+        count = chunk_size(target - start, builder.budget, self._budget, alone=not self.num_decoding)
+        if not self._grow(builder, sequence, start + count - sequence.table.num_tokens):
             return False
         assert sequence.row is not None
-        sequence.computed = start + count
-        sequence.group.ledger.note("chunk", self._now, count)
-        samplers: tuple[Sequence, ...] = ()
-        if sequence.computed == target:
-            siblings = (sequence,) if sequence.group.forked else tuple(sequence.group.live)
-            samplers = tuple(each for each in siblings if each.num_known == target)
-        guess = self._begin(draft, samplers, draft.budget - count)
-        sequence.computed += len(guess)
-        rows = tuple(each.row for each in samplers if each.row is not None)
-        draft.compute(Chunk(sequence.row, start, count + len(guess), rows, 1 + len(guess)))
+        sequence.num_computed = start + count
+        group.ledger.note("chunk", self._now, count)
+        samplers: list[Sequence] = []
+        if sequence.num_computed == target:
+            siblings = [sequence] if group.is_forked else group.live
+            samplers = [each for each in siblings if each.num_tokens == target]
+        builder.compute(Chunk(sequence.row, start, count, tuple([each.row for each in samplers if each.row is not None])))
+        for each in samplers:
+            self._begin(builder, each)
         return True
 
-    def _begin(self, draft: PlanDraft, samplers: tuple[Sequence, ...], room: int) -> tuple[int, ...]:
-        """Sequences take their first sample. Returns what a lone one is guessed to say, for the same step to verify."""
-        guess: tuple[int, ...] = ()
-        for sequence in samplers:
-            group, sequence.begun = sequence.group, True
-            sequence.paced = not sequence.pacer.num_ahead
-            if not sequence.paced:
-                self._set_event(sequence, self.tick + self._stride)
-                continue
-            is_alone = group.forked or len(group.live) == 1
-            guess = self.paced.guess(
-                draft, sequence, room if is_alone and group.sampling.prompt_logprobs is None else 0
-            )
-        if guess:
-            draft.write(samplers[0], guess)
-        return guess
+    def _begin(self, builder: PlanBuilder, sequence: Sequence) -> None:
+        """The sequence takes its first sample in the plan in work."""
+        if sequence.controller is PLAIN or self.paced.num_ahead(sequence):
+            self.decoding.prepare(sequence, self.tick + self._stride)
+        else:
+            sequence.state = SequenceState.AWAITING
+            builder.drafting.append(sequence)
 
-    def _admit(self, draft: PlanDraft) -> None:
-        """Let waiting groups in, in order, while rows, budget and blocks last; nothing that runs is disturbed."""
-        while len(self.waiting):
-            group, obstacle = self._candidate(draft)
+    # -------------------------------------------------------------------------------------------------- admitting
+    def _look_at_waiting(self) -> None:
+        """Have files read for groups that are soon to be admitted; put those back in line that are ready again."""
+        reuse = self.reuse
+        if reuse.prefetch is not None:
+            reuse.ready += reuse.prefetch.take_ready(self._now)
+            reuse.prefetch.look(self.policy.soon(self, NEAR))
+        if reuse.ready:
+            for group in reuse.ready:
+                if not group.is_running and self.waiting.is_deferred(group):
+                    self.waiting.resume(group)
+                    self.policy.resumed(group)
+            reuse.ready.clear()
+
+    def _admit(self, builder: PlanBuilder) -> None:
+        """Admit waiting groups, in order, while rows, budget and blocks last; nothing that runs is disturbed."""
+        while self.waiting.num_ready:
+            group, obstacle = self._candidate(builder)
             if group is None:
                 self._stopped_step, self._stopped_for = self._step, obstacle
                 return
-            has_waited = self._stopped_step >= group.queued_step
-            group.ledger.note("admitted", self._now, note=f"waited: {self._stopped_for}" if has_waited else "")
+            if self._stopped_step >= group.queued_step and not group.waited_for:
+                group.waited_for = self._stopped_for
+            group.ledger.note("admitted", self._now, 0, f"waited: {group.waited_for}" if group.waited_for else "")
             self.waiting.remove(group)
             self.running.add(group)
-            group.running, group.forked = True, False
+            group.is_running, group.is_forked = True, False
             for sequence in group.live:
-                self.rows.seat(sequence)
-            group.num_spare = group.num_beams_to_come
-            self.rows.reserve(group.num_spare)
-            self._memory.claim(group)
+                sequence.state = SequenceState.PREFILL
+                self.rows.assign(sequence)
+            if group.search is not None:
+                group.num_spare = group.num_beams_to_come
+                self.rows.reserve(group.num_spare)
+            self._room.admit(group)
             self.policy.admitted(group, self)
             self._owing[group] = None
-            self._compute_owed(draft, group)
-            self._prefetch.forget(group)
+            self._compute_owed(builder, group)
+            self.reuse.forget(group)
 
-    def _candidate(self, draft: PlanDraft) -> tuple[Group | None, str]:
-        """Who is let in next; or None, and what keeps everybody out of this step."""
-        if draft.budget <= 0 or self.rows.num_free <= 0:
-            return None, "token budget" if draft.budget <= 0 else "no free row"
-        if (group := self.policy.choose(self)) is None:
-            return None, "not its turn"
-        if group in draft.prompts:  # nobody is let in twice
-            return None, "preempted in this step"
-        if len(group.live) + group.num_beams_to_come > self.rows.num_free:
-            return None, "no free row"
-        if delay := self._prefetch.delay(group, self._now) or self.inheritance.delay(group, draft.prompts):
-            return None, delay
-        return (group, "") if self._memory.has_room(group, self.running) else (None, "no free blocks")
+    def _candidate(self, builder: PlanBuilder) -> tuple[Group | None, str]:
+        """Who is admitted next; or None, and what keeps everybody out of this step. Groups that are not ready are
+        deferred: they wait, and others go on."""
+        while True:
+            if builder.budget <= 0 or self.rows.num_free <= 0:
+                return None, "token budget" if builder.budget <= 0 else "no free row"
+            if (group := self.policy.choose(self)) is None:
+                return None, "not its turn"
+            if group in builder.prompts:  # nobody is admitted twice
+                return None, "preempted in this step"
+            if len(group.live) + group.num_beams_to_come > self.rows.num_free:
+                return None, "no free row"
+            reason = self.reuse.wait_reason(group, self._now)
+            if not reason:
+                return (group, "") if self._room.has_room(group, self.running) else (None, "no free blocks")
+            group.waited_for = reason
+            self.waiting.defer(group)
+            self.policy.deferred(group)
 
     # --------------------------------------------------------------------------------------------- preempting
-    def _grow(self, draft: PlanDraft, sequence: Sequence, num_tokens: int) -> bool:
+    def _grow(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
         """Room for more tokens, taken from less urgent groups if need be. False when its own group was the victim."""
         assert sequence.row is not None
         while True:
             try:
-                draft.append(sequence.row, sequence.table, num_tokens)
+                builder.append(sequence.row, sequence.table, num_tokens)
                 return True
             except OutOfBlocks:
                 victim = self.running.last() or sequence.group
-                self._preempt(draft, victim)
+                self._preempt(builder, victim)
                 if victim is sequence.group:
                     return False
 
-    def _preempt(self, draft: PlanDraft, group: Group) -> None:
-        dropped = draft.drop(sequence.row for sequence in group.live if sequence.row is not None)
+    def _preempt(self, builder: PlanBuilder, group: Group) -> None:
+        before = builder.drop(sequence.row for sequence in group.live if sequence.row is not None)
         for sequence in group.live:
             row = self._leave_row(sequence)
-            sequence.computed = dropped.get(row, sequence.computed)
-            self.inheritance.leave(sequence, leaving=True)
+            sequence.num_computed = before.get(row, sequence.num_computed)
+            self.reuse.publish(sequence, leaving=True)
         num_tokens = accounts.num_computed(group, self.tick)
-        how = self.preemption.vacate(group, draft, num_tokens)
-        draft.drop_loads(self.pool)
-        num_owed = 0 if any(sequence.parked for sequence in group.live) else num_tokens
+        how = self.preemption.vacate(group, builder, num_tokens)
+        builder.drop_loads(self.pool)
+        num_owed = 0 if any(sequence.swapped for sequence in group.live) else num_tokens
         group.ledger.note("preempted", self._now, num_owed, f"no free blocks; {how}")
         self.remove(group)
         group.num_preemptions += 1
         self.num_preemptions += 1
         self.add(group)
 
-    # ----------------------------------------------------------------------------------------- the decode set
-    def _start_decoding(self, sequence: Sequence) -> int:
-        """Returns how many tokens it computes at most before it is looked at again."""
-        assert sequence.row is not None
-        sequence.base, sequence.decoding = sequence.computed - self.tick, True
-        sequence.until = min(sequence.group.limit - 1, sequence.computed + max(sequence.pacer.num_ahead, 1))
-        self._decoding.add(sequence.row)
-        return sequence.until
+    # -------------------------------------------------------------------------------- between running ahead and paced
+    def _leave_decoding(self, sequence: Sequence) -> None:
+        """It has run as far as it may: to its limit, or to where its controller must be asked again."""
+        self.decoding.leave(sequence)
+        sequence.state = SequenceState.DRAINING
+        if sequence.num_computed < sequence.group.limit - 1:
+            self.paced.draining[sequence] = None
 
-    def _stop_decoding(self, sequence: Sequence) -> None:
-        if sequence.decoding and sequence.row is not None:
-            sequence.computed, sequence.decoding, sequence.event = self.tick + sequence.base, False, -1
-            self._decoding.discard(sequence.row)
+    def pace(self, sequence: Sequence) -> None:
+        """A sequence that runs ahead is paced as soon as the results of its steps have come."""
+        if sequence.state in _AHEAD:
+            self._leave_decoding(sequence)
 
-    def _land(self, sequence: Sequence) -> None:
-        """It has run as far as it may: to its limit, or to where its pacer must be asked again."""
-        self._stop_decoding(sequence)
-        if sequence.computed < sequence.group.limit - 1:
-            self.paced.landing[sequence] = None
-
-    def _leave_row(self, sequence: Sequence) -> int:
-        self._stop_decoding(sequence)
-        if sequence.pacer is not PLAIN:
-            self.paced.discard(sequence)
-        sequence.event, sequence.introduced, sequence.begun = -1, False, False
-        self.inheritance.speakers.discard(sequence)
-        row = self.rows.unseat(sequence)
-        self._released.append(row)
-        return row
-
-    def _set_event(self, sequence: Sequence, tick: int) -> None:
-        sequence.event = tick
-        self._events[tick].append(sequence)
-
-    # ---------------------------------------------------------------------------------------- paced sequences
     def go_on(self, sequence: Sequence) -> None:
-        """A paced sequence that has grown computes again: it is due, or it runs ahead from here."""
-        if sequence.pacer.num_ahead:
-            sequence.paced = False
-            self._set_event(sequence, self.tick)
+        """A sequence all of whose tokens are known computes again: it runs ahead from here, or is due."""
+        if self.paced.num_ahead(sequence):
+            self.decoding.prepare(sequence, self.tick)
         else:
             self.paced.add(sequence)
 
-    def take_landed(self) -> None:
-        """Sequences that ran ahead go on as their pacers say, once all their results came."""
-        for sequence in self.paced.landed():
+    def take_drained(self) -> None:
+        """Sequences that ran ahead go on as their controllers say, once all their results have come."""
+        for sequence in self.paced.take_drained():
             self.go_on(sequence)
+
+    def _leave_row(self, sequence: Sequence) -> int:
+        self.decoding.leave(sequence)
+        if sequence.controller is not PLAIN:
+            self.paced.discard(sequence)
+        sequence.state, sequence.is_introduced = SequenceState.WAITING, False
+        self.reuse.leave(sequence)
+        row = self.rows.release(sequence)
+        self._released.append(row)
+        return row
 
     def prune(self, sequence: Sequence) -> None:
         """End a beam that does not go on; its row is held back for another."""
@@ -372,11 +391,11 @@ class Scheduler:
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long."""
         self.policy.note_step(plan.num_tokens, seconds)
-        self._compute.note_step(plan, seconds)
+        self._compute_time.note_step(plan, seconds)
 
     def slots_used(self) -> int:
         """Token slots that hold a computed token, shared ones counted once."""
-        num_held, num_pinned = self.pool.num_used - len(self._memory.kept), self.pins.num_alone
+        num_held, num_pinned = self.pool.num_used - len(self._room.kept), self.pins.num_alone()
         return accounts.slots_used(self.running, self.pool, num_held, num_pinned, self.block_size, self.tick)
 
     def request_blocks(self) -> tuple[RequestBlocks, ...]:
@@ -391,8 +410,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Every block is held exactly by the tables that list it; rows, queues and decode set agree."""
-        queues = self.waiting, self.running, self._decoding, self.paced
-        for owner in (self.pool, self._prefixes, self.tiers, self.rows, self.inheritance.speakers, *queues):
+        self.pool.check(len(self.tree))
+        for owner in (self.reuse, self.tiers, self.rows, self.waiting, self.running, self.decoding, self.paced):
             owner.check()
-        accounts.check_blocks(self.running, self.pool, self._memory.kept, self.pins)
-        accounts.check_groups(self.running, self.waiting, self.rows, self._decoding, self.tick)
+        accounts.check_blocks(self.running, self.pool, self._room.kept, self.pins, self.tree)
+        accounts.check_groups(self.running, self.waiting, self.rows, self.decoding)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from quire.config.server import AccessConfig
-from quire.engine.kvcache.pins import check_share
+from quire.engine.kvcache.pinned_prefixes import check_share
 from quire.serving.desk.desk import Desk, QueueFull
 from quire.serving.desk.mailbox import Mailbox
 from quire.serving.desk.observer import RequestRecord

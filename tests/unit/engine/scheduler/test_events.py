@@ -6,13 +6,13 @@ import pytest
 
 from harness import VOCABULARY, Harness
 from quire.engine.decoding.tools import DecodingTools
-from toy_decoding import ToyGrammars, ToyLookaheads
+from toy_decoding import ToyGrammars, ToyProposers
 from toy_model import continuation
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_an_entry_that_a_sequence_left_behind_when_it_lost_its_row_changes_nothing(depth: int) -> None:
-    lookaheads = ToyLookaheads(True, True)
+    lookaheads = ToyProposers(True, True)
     engine = Harness(depth=depth, tools=DecodingTools(ToyGrammars(), lookaheads, lambda: VOCABULARY))
     asked = {f"r{number}": ([number, 5, 7], 100 + number) for number in range(4)}
     for name, (prompt, seed) in asked.items():

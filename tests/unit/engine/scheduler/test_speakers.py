@@ -11,7 +11,7 @@ from quire.config.policy import PolicySettings
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.kvcache.table import BlockTable
 from quire.types.errors import InvalidRequest
-from toy_decoding import ToyGrammars, ToyLookaheads
+from toy_decoding import ToyGrammars, ToyProposers
 
 
 @pytest.mark.parametrize("seed", [4, 10, 19, 28, 53, 54])
@@ -29,7 +29,7 @@ def test_a_full_block_that_is_left_while_its_speaker_runs_ahead_is_not_copied(
     monkeypatch.setattr(BlockTable, "_unshare_tail", watch)
     rng = random.Random(seed)
     size, num_blocks = rng.choice([2, 4]), rng.choice([8, 12, 20])
-    tools = DecodingTools(ToyGrammars(), ToyLookaheads(rng.random() < 0.5, True), lambda: VOCABULARY)
+    tools = DecodingTools(ToyGrammars(), ToyProposers(rng.random() < 0.5, True), lambda: VOCABULARY)
     engine = Harness(
         num_blocks=num_blocks,
         block_size=size,

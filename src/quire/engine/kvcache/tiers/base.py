@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from quire.engine.kvcache.prefixes import Match
-from quire.engine.kvcache.radix import Node, TokensOf
+from quire.engine.kvcache.prefix_tree import Match, Node
 from quire.engine.kvcache.tiers.host import Slot
 from quire.types.stats import NO_TIERS, TierStats
 from quire.types.transfer import NO_TRANSFERS, SlotMove, TransferReport, Transfers
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What is computed of a sequence's first `num_tokens` tokens: `match` on the device, what follows it in `slots`."""
+class TierHit(NamedTuple):
+    """How many of a sequence's first tokens are computed, on the device and in the slots of host memory that follow the
+    whole blocks there. The last slot may hold a partial block."""
 
-    match: Match
     num_tokens: int
     slots: tuple[Slot, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Whose tokens are looked for: the first `limit` of them. `parked` of them may end within a block."""
+class Wanted(NamedTuple):
+    """Whose tokens are looked for: the first `limit` of them. `swapped` of them may end within a block."""
 
     salt: str
-    tokens_of: TokensOf
+    tokens: bytes  # int32
     limit: int
-    parked: int = 0
+    swapped: int = 0
 
 
 class Tiers(Protocol):
@@ -38,21 +34,21 @@ class Tiers(Protocol):
     An owner `parks` blocks that must not be lost while it waits. Nothing here touches bytes, waits or fails.
     """
 
-    def find(self, match: Match, wanted: Wanted) -> Found:
+    def find(self, match: Match, wanted: Wanted) -> TierHit:
         """What follows the device's match in host memory. Changes nothing but the order of use."""
 
     def find_files(self, match: Match, wanted: Wanted) -> list[bytes]:
         """The files whose blocks follow what `find` finds, as far as host memory has room for all of it at once.
         Changes nothing but the order of use."""
 
-    def names(self, salt: str, tokens_of: TokensOf, num_tokens: int) -> list[bytes]:
-        """What the blocks of a sequence's first tokens are called, a partial tail included."""
+    def keys(self, salt: str, tokens: bytes, num_tokens: int) -> list[bytes]:
+        """The content hashes of the blocks of a sequence's first tokens, a partial tail included."""
 
-    def evicted(self, node: Node) -> None:
-        """The device gives a cached block away."""
+    def evicted(self, node: Node, index: int) -> None:
+        """The device gives away a cached block, by its place in a run of the prefix tree."""
 
-    def kept(self, nodes: Sequence[Node]) -> None:
-        """The device caches these blocks from now on."""
+    def kept(self, node: Node, first: int) -> None:
+        """The device caches the blocks of a run from its `first`-th block on."""
 
     def num_missing(self, names: Mapping[bytes, int]) -> int | None:
         """How many of these blocks would have to be saved to park them; None if host memory has no room."""
@@ -110,18 +106,18 @@ class NoTiers:
 
     has_orders = wants_report = False
 
-    def find(self, match: Match, wanted: Wanted) -> Found:  # noqa: ARG002 - Tiers' signature
-        return Found(match, match.num_tokens)
+    def find(self, match: Match, wanted: Wanted) -> TierHit:  # noqa: ARG002 - Tiers' signature
+        return TierHit(match.num_tokens)
 
     def find_files(self, match: Match, wanted: Wanted) -> list[bytes]:  # noqa: ARG002 - Tiers' signature
         return []
 
-    def names(self, salt: str, tokens_of: TokensOf, num_tokens: int) -> list[bytes]:  # noqa: ARG002
+    def keys(self, salt: str, tokens: bytes, num_tokens: int) -> list[bytes]:  # noqa: ARG002 - Tiers' signature
         return []
 
-    def evicted(self, node: Node) -> None: ...
+    def evicted(self, node: Node, index: int) -> None: ...
 
-    def kept(self, nodes: Sequence[Node]) -> None: ...
+    def kept(self, node: Node, first: int) -> None: ...
 
     def num_missing(self, names: Mapping[bytes, int]) -> int | None:  # noqa: ARG002 - Tiers' signature
         return None

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from quire.config.tiers import TierConfig
-from quire.engine.kvcache.keys import chain, next_key, pack
-from quire.engine.kvcache.prefixes import Match
-from quire.engine.kvcache.radix import Node, PrefixTree, TokensOf
-from quire.engine.kvcache.tiers.base import Found, Wanted
+from quire.engine.kvcache.keys import TOKEN_BYTES, chain, next_key
+from quire.engine.kvcache.prefix_tree import Match, Node, PrefixTree
+from quire.engine.kvcache.tiers.base import TierHit, Wanted
 from quire.engine.kvcache.tiers.disk import DiskShelf
 from quire.engine.kvcache.tiers.files import Files
 from quire.engine.kvcache.tiers.host import HostShelf, Slot
@@ -40,34 +39,34 @@ class Shelves:
         self._counts: Counter[str] = Counter()
 
     # ------------------------------------------------------------------------------------------------- looking
-    def find(self, match: Match, wanted: Wanted) -> Found:
+    def find(self, match: Match, wanted: Wanted) -> TierHit:
         if match.num_tokens >= wanted.limit or not self._host.num_used:
-            return Found(match, match.num_tokens)
-        whole, slots = match.num_tokens // self._block_size, list[Slot]()
-        name = self._name_of(match, wanted.salt)
-        for following in self._names(name, wanted.tokens_of, whole, wanted.limit // self._block_size):
+            return TierHit(match.num_tokens)
+        whole, slots = match.num_blocks, list[Slot]()
+        key = self._key_before(match, wanted.salt)
+        for following in self._chain(key, wanted.tokens, whole, wanted.limit // self._block_size):
             if (slot := self._host.find(following)) is None:
                 break
             slots.append(slot)
-            name = following
+            key = following
         num_tokens = (whole + len(slots)) * self._block_size
-        if num_tokens < wanted.parked <= min(wanted.limit, num_tokens + self._block_size - 1):
-            tail = next_key(name, pack(wanted.tokens_of(num_tokens, wanted.parked)))
-            if (slot := self._host.find(tail)) is not None:
+        if num_tokens < wanted.swapped <= min(wanted.limit, num_tokens + self._block_size - 1):
+            tail = wanted.tokens[num_tokens * TOKEN_BYTES : wanted.swapped * TOKEN_BYTES]
+            if (slot := self._host.find(next_key(key, tail))) is not None:
                 slots.append(slot)
-                num_tokens = wanted.parked
+                num_tokens = wanted.swapped
         if num_tokens <= match.num_tokens:
-            return Found(match, match.num_tokens)
-        for slot in reversed(slots):  # who leads to others is used after them, and goes after them
+            return TierHit(match.num_tokens)
+        for slot in reversed(slots):  # the head of a chain counts as used last, and is given away last
             self._host.touch(slot)
-        return Found(Match(match.nodes[:whole], whole * self._block_size), num_tokens, tuple(slots))
+        return TierHit(num_tokens, tuple(slots))
 
     def find_files(self, match: Match, wanted: Wanted) -> list[bytes]:
         if match.num_tokens >= wanted.limit or not len(self._files.shelf):
             return []
-        whole, found, here = match.num_tokens // self._block_size, list[bytes](), list[Slot]()
-        name = self._name_of(match, wanted.salt)
-        for following in self._names(name, wanted.tokens_of, whole, wanted.limit // self._block_size):
+        found, here = list[bytes](), list[Slot]()
+        key = self._key_before(match, wanted.salt)
+        for following in self._chain(key, wanted.tokens, match.num_blocks, wanted.limit // self._block_size):
             if (slot := self._host.find(following)) is not None:
                 here.append(slot)
             elif self._files.has(following) and self._has_place(len(found), len(here)):
@@ -79,52 +78,55 @@ class Shelves:
         return found
 
     def _has_place(self, num_files: int, num_here: int) -> bool:
-        """Whether one more file can be read for somebody beside so many, and what is in host memory for him."""
+        """Whether host memory has room for one more file beside so many, and beside what it has for the same request."""
         return num_files < self._files.most_fetched and num_files + num_here < self._host.num_slots
 
-    def names(self, salt: str, tokens_of: TokensOf, num_tokens: int) -> list[bytes]:
+    def keys(self, salt: str, tokens: bytes, num_tokens: int) -> list[bytes]:
         whole = num_tokens // self._block_size
-        names = list(self._names(self._tree.root_key(salt), tokens_of, 0, whole))
-        if tail := tokens_of(whole * self._block_size, num_tokens):
-            names.append(next_key(names[-1] if names else self._tree.root_key(salt), pack(tail)))
-        return names
+        keys = list(self._chain(self._tree.root_key(salt), tokens, 0, whole))
+        if tail := tokens[whole * self._block_size * TOKEN_BYTES : num_tokens * TOKEN_BYTES]:
+            keys.append(next_key(keys[-1] if keys else self._tree.root_key(salt), tail))
+        return keys
 
-    def _name_of(self, match: Match, salt: str) -> bytes:
-        """The last of a match's full blocks, or where there is none, what all begin with."""
-        whole = match.num_tokens // self._block_size
-        return self._tree.key_of(match.nodes[whole - 1]) if whole else self._tree.root_key(salt)
+    def _key_before(self, match: Match, salt: str) -> bytes:
+        """The content hash of the last of a match's whole blocks, or where there is none, of the salt."""
+        node, count = match.node, match.num_blocks
+        if node is None or count == 0:
+            return self._tree.root_key(salt)
+        while node.start >= count and node.parent is not None:
+            node = node.parent
+        return self._tree.key_of(node, count - 1 - node.start)
 
-    def _names(self, name: bytes, tokens_of: TokensOf, start: int, stop: int) -> Iterator[bytes]:
-        """Of full blocks `start` .. `stop`; `name` is the one before them."""
-        size = self._block_size
-        return chain(name, (pack(tokens_of(index * size, (index + 1) * size)) for index in range(start, stop)))
+    def _chain(self, key: bytes, tokens: bytes, start: int, stop: int) -> Iterator[bytes]:
+        """The content hashes of full blocks `start` .. `stop`; `key` is that of the block before them."""
+        width = self._block_size * TOKEN_BYTES
+        return chain(key, (tokens[index * width : (index + 1) * width] for index in range(start, stop)))
 
     # -------------------------------------------------------------------------------------------------- saving
-    def evicted(self, node: Node) -> None:
-        self._shelve(node)
-        self._use(node)
+    def evicted(self, node: Node, index: int) -> None:
+        key = self._tree.key_of(node, index)
+        self._shelve(key, node.blocks[index])
+        self._use(key)
 
-    def kept(self, nodes: Sequence[Node]) -> None:
+    def kept(self, node: Node, first: int) -> None:
         if self._config.write == "through":
-            first = len(self._touched)
-            for node in nodes:
-                self._shelve(node)
-            self._touched[first:] = reversed(self._touched[first:])
-            for node in reversed(nodes):  # who leads to others is used after them, and goes after them
-                self._use(node)
+            before, keys = len(self._touched), [self._tree.key_of(node, i) for i in range(first, len(node.blocks))]
+            for key, block in zip(keys, node.blocks[first:], strict=True):
+                self._shelve(key, block)
+            self._touched[before:] = reversed(self._touched[before:])
+            for key in reversed(keys):  # the head of a chain counts as used last, and is given away last
+                self._use(key)
 
-    def _shelve(self, node: Node) -> None:
-        name = self._tree.key_of(node)
-        slot = self._host.find(name) or self._save(name, node.block)
+    def _shelve(self, key: bytes, block: int) -> None:
+        slot = self._host.find(key) or self._save(key, block)
         if slot is not None:
-            self._files.store(name, slot)
+            self._files.store(key, slot)
 
-    def _use(self, node: Node) -> None:
+    def _use(self, key: bytes) -> None:
         """It was used just now, wherever it is."""
-        name = self._tree.key_of(node)
-        if (slot := self._host.find(name)) is not None:
+        if (slot := self._host.find(key)) is not None:
             self._host.touch(slot)
-        self._files.touch(name)
+        self._files.touch(key)
 
     def _save(self, name: bytes, block: int) -> Slot | None:
         slot = self._host.take()

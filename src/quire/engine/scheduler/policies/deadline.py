@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.engine.decoding.group import Group
 from quire.engine.scheduler.policies.base import Key, Policy, View
-from quire.engine.scheduler.policies.step_time import StepTime
+from quire.engine.scheduler.step_time import StepTime
 
 _LEAST_SHARE = 8  # one in so many tokens of a full step are for prompts, however late the decodes are
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import nsmallest
 
+import numpy as np
+
 from quire.engine.decoding.group import Group
 from quire.engine.scheduler.policies.base import Policy, View
 from quire.engine.scheduler.queue import GroupQueue
+from quire.types.step import Ints
 
 _MANY_TENANTS = 1_024  # that are remembered, before those that can be forgotten are
 
@@ -15,6 +18,7 @@ _MANY_TENANTS = 1_024  # that are remembered, before those that can be forgotten
 @dataclass(slots=True)
 class _Tenant:
     waiting: GroupQueue
+    slot: int  # its place in arrays over tenants
     counter: float = 0.0  # what it was served, in weighted tokens, lifted when it came back from idle
     num_running: int = 0
 
@@ -22,62 +26,80 @@ class _Tenant:
 class Fair(Policy):
     """A virtual token counter per tenant (Sheng et al., OSDI 2024): the one with the least is let in next.
 
-    A prompt counts when it is let in, an output token when it is computed. A tenant that comes back from idle starts no
-    lower than the least of those that wait, so idling saves up nothing. Bound: let U be the larger of input_weight x
-    the longest prompt and output_weight x the cache's token slots. Counters of tenants that wait never differ by more
-    than U: only the least is let in, which adds a prompt, and what already runs adds at most what fits in the cache. So
-    the services of two tenants with requests waiting all the time differ by at most 2 U, however many one sends.
+    A prompt counts when it is admitted, an output token when its step's result comes. A tenant that comes back from
+    idle starts no lower than the least of those that wait, so idling saves up nothing. Bound: let U be the larger of
+    input_weight x the longest prompt and output_weight x the cache's token slots. Counters of tenants that wait never
+    differ by more than U: only the least is admitted, which adds a prompt, and what already runs adds at most what fits
+    in the cache. So the services of two tenants with requests waiting all the time differ by at most 2 U, however many
+    one sends.
     """
 
-    def __init__(self, input_weight: float, output_weight: float) -> None:
+    counts_outputs = True
+
+    def __init__(self, input_weight: float, output_weight: float, num_rows: int) -> None:
         self._input_weight, self._output_weight = input_weight, output_weight
         self._tenants: dict[str, _Tenant] = {}
         self._backlogged: dict[str, _Tenant] = {}  # those with somebody waiting
-        self._charged: dict[Group, int] = {}  # running -> output tokens that were counted
         self._num_remembered = _MANY_TENANTS  # at this many, some are forgotten
-        self._last_to_wait = _Tenant(GroupQueue(self.key))  # the last that has nobody waiting any longer
+        self._last_to_wait = _Tenant(GroupQueue(self.key), 0)  # the last that has nobody waiting any longer
+        self._slots: list[_Tenant | None] = [None]  # the tenant of each slot; nobody has the first
+        self._free_slots: list[int] = []
+        self._slot_of_row = np.zeros(num_rows, dtype=np.int64)
+        self._outputs = np.zeros(1, dtype=np.int64)  # generated tokens by slot that are in no counter yet
 
     def counter(self, tenant: str) -> float:
-        """What a tenant was served, in weighted tokens, as counted so far."""
+        """What a tenant was served, in weighted tokens."""
+        self._charge()
         return self._tenants[tenant].counter if tenant in self._tenants else 0.0
 
     def choose(self, view: View) -> Group | None:
         if len(self._backlogged) > 1:  # else there is no choice
-            for group in self._charged:
-                self._charge(group, view.tick)
-        least = min(self._backlogged.values(), key=lambda tenant: tenant.counter, default=None)
+            self._charge()
+        ready = [tenant for tenant in self._backlogged.values() if tenant.waiting.num_ready]
+        least = min(ready, key=_counter, default=None)
         return None if least is None else least.waiting.first()
 
     def soon(self, view: View, count: int) -> list[Group]:  # noqa: ARG002 - Policy's signature
-        least = nsmallest(count, self._backlogged.values(), key=lambda tenant: tenant.counter)
+        least = nsmallest(count, self._backlogged.values(), key=_counter)
         return [group for tenant in least for group in tenant.waiting.head(count // len(least))]
 
-    def added(self, group: Group, view: View) -> None:
+    def added(self, group: Group, view: View) -> None:  # noqa: ARG002 - Policy's signature
         name = group.request.tenant
         if name not in self._tenants:
             self._forget_some()
-            self._tenants[name] = _Tenant(GroupQueue(self.key))
+            self._tenants[name] = self._new_tenant()
         tenant = self._tenants[name]
         if name not in self._backlogged:
-            for running in self._charged:
-                self._charge(running, view.tick)
+            self._charge()
             tenant.counter = max(tenant.counter, self._floor())
             self._backlogged[name] = tenant
         tenant.waiting.add(group)
 
+    def deferred(self, group: Group) -> None:
+        self._tenants[group.request.tenant].waiting.defer(group)
+
+    def resumed(self, group: Group) -> None:
+        self._tenants[group.request.tenant].waiting.resume(group)
+
     def admitted(self, group: Group, view: View) -> None:  # noqa: ARG002 - Policy's signature
         tenant = self._dequeue(group)
         tenant.num_running += 1
-        if not group.num_preemptions:  # what was taken from it is not its debt
+        if not group.num_preemptions:  # a preempted prompt is computed again at nobody's expense
             tenant.counter += self._input_weight * group.num_prompt
-        self._charged[group] = _num_outputs(group, 0)
+        for sequence in group.live:
+            assert sequence.row is not None
+            self._slot_of_row[sequence.row] = tenant.slot
 
-    def left(self, group: Group, view: View) -> None:
-        if not group.running:
+    def generated(self, rows: Ints) -> None:
+        self._outputs += np.bincount(self._slot_of_row[rows], minlength=len(self._outputs))
+
+    def generated_paced(self, group: Group, num_tokens: int) -> None:
+        self._outputs[self._tenants[group.request.tenant].slot] += num_tokens
+
+    def left(self, group: Group, view: View) -> None:  # noqa: ARG002 - Policy's signature
+        if not group.is_running:
             self._dequeue(group)
             return
-        self._charge(group, view.tick)
-        del self._charged[group]
         self._tenants[group.request.tenant].num_running -= 1
 
     def _dequeue(self, group: Group) -> _Tenant:
@@ -89,12 +111,23 @@ class Fair(Policy):
             self._last_to_wait = tenant
         return tenant
 
-    def _charge(self, group: Group, tick: int) -> None:
-        """Count what a group has computed since it was last charged."""
-        outputs, before = _num_outputs(group, tick), self._charged[group]
-        if outputs > before:
-            self._charged[group] = outputs
-            self._tenants[group.request.tenant].counter += self._output_weight * (outputs - before)
+    def _charge(self) -> None:
+        """Bring the counters up to date."""
+        (slots,) = self._outputs.nonzero()
+        for slot in slots.tolist():
+            tenant = self._slots[slot]
+            if tenant is not None:
+                tenant.counter += self._output_weight * int(self._outputs[slot])
+        self._outputs[slots] = 0
+
+    def _new_tenant(self) -> _Tenant:
+        if not self._free_slots:
+            self._free_slots.append(len(self._slots))
+            self._slots.append(None)
+            self._outputs = np.append(self._outputs, 0)
+        slot = self._free_slots.pop()
+        tenant = self._slots[slot] = _Tenant(GroupQueue(self.key), slot)
+        return tenant
 
     def _floor(self) -> float:
         """Where a tenant that comes back from idle begins, at least. Never falls."""
@@ -104,14 +137,15 @@ class Fair(Policy):
         """Idle tenants that would be lifted to the floor anyway need not be remembered."""
         if len(self._tenants) < self._num_remembered:
             return
+        self._charge()
         floor = self._floor()
         for name, tenant in list(self._tenants.items()):
             if tenant.counter <= floor and not tenant.num_running and not len(tenant.waiting):
+                self._slots[tenant.slot] = None
+                self._free_slots.append(tenant.slot)
                 del self._tenants[name]
         self._num_remembered = max(_MANY_TENANTS, 2 * len(self._tenants))
 
 
-def _num_outputs(group: Group, tick: int) -> int:
-    """Tokens a group has generated, those of samples that ended too."""
-    live = sum(max(sequence.computed_at(tick) - group.num_prompt + 1, len(sequence.outputs)) for sequence in group.live)
-    return live + sum(len(sample.token_ids) for sample in group.ended)
+def _counter(tenant: _Tenant) -> float:
+    return tenant.counter

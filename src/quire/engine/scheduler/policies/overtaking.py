@@ -1,4 +1,4 @@
-"""The best of those at the head of the queue goes first, but nobody is overtaken more often than he must bear."""
+"""The best of those at the head of the queue goes first, but nobody is overtaken too often."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from quire.engine.scheduler.policies.base import Policy, View
 
 
 class Overtaking(Policy, ABC):
-    """Compares the first `window` that wait. Bound: at most `max_overtakes` that came later are let in before one.
+    """Compares the first `window` that wait and are ready. Bound: at most `max_overtakes` requests that came later are
+    admitted before one that is ready.
 
-    The first for whom the bound is reached goes next: whoever stands before it has been passed by less often. A choice
-    stands until it is let in or gone.
+    A group for which the bound is reached goes next. A choice stands until it is admitted, deferred or gone.
     """
 
     def __init__(self, window: int, max_overtakes: int) -> None:
@@ -33,12 +33,22 @@ class Overtaking(Policy, ABC):
             self._chosen = min(head, key=lambda group: self.score(group, view))
         return self._chosen
 
+    def soon(self, view: View, count: int) -> list[Group]:
+        best = sorted(view.waiting.ready(self._window), key=lambda group: self.score(group, view))
+        if self._chosen is not None:
+            best.remove(self._chosen)
+            best.insert(0, self._chosen)
+        return best[:count]
+
     def admitted(self, group: Group, view: View) -> None:
         self._forget(group)
-        for other in view.waiting:
+        for other in view.waiting.ready(self._window):  # whoever is chosen was one of these
             if other.ordinal > group.ordinal:
                 break
             self._overtaken[other] = self._overtaken.get(other, 0) + 1
+
+    def deferred(self, group: Group) -> None:
+        self._chosen = None if group is self._chosen else self._chosen
 
     def left(self, group: Group, view: View) -> None:  # noqa: ARG002 - Policy's signature
         self._forget(group)

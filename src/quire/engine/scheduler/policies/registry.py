@@ -28,7 +28,7 @@ def make_policy(config: SchedulerConfig) -> Policy:
         "priority": lambda: ByPriority(settings.ageing),
         "lpm": lambda: LongestPrefix(settings.window, settings.max_overtakes),
         "spf": lambda: ShortestPrompt(settings.window, settings.max_overtakes),
-        "fair": lambda: Fair(settings.input_weight, settings.output_weight),
+        "fair": lambda: Fair(settings.input_weight, settings.output_weight, config.num_rows),
         "deadline": lambda: ByDeadline(settings.ttft, settings.ttft_per_token, settings.tpot),
         "waiting_served_ratio": lambda: WaitingServedRatio(settings.waiting_served_ratio, settings.max_waiting_tokens),
         "static": StaticBatch,

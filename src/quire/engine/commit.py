@@ -1,0 +1,204 @@
+"""Takes a step's result in: tokens are recorded, sequences end or go on, and all that is said of it becomes one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.engine.decoding.controller import Ending, Fault, fault_of
+from quire.engine.decoding.group import Group, Sequence
+from quire.engine.decoding.stopping import explain_end, find_ends
+from quire.engine.guided_rows import GuidedRows
+from quire.engine.in_flight import InFlightStep, find_awaited
+from quire.engine.paced_results import PacedResult, PacedResults
+from quire.engine.scheduler.row_table import RowTable
+from quire.engine.scheduler.scheduler import Scheduler
+from quire.engine.speculation.proposer import DraftProposers
+from quire.types.step import NO_ROWS, Ints, StepPlan, StepResult, TokenLogprobs
+
+Batch = tuple[npt.NDArray[np.int64], Ints, tuple[tuple[int, TokenLogprobs], ...]]  # sample handles, tokens, logprobs
+NO_BATCH: Batch = (np.empty(0, dtype=np.int64), NO_ROWS, ())
+
+
+class RowColumns(NamedTuple):
+    """The row table's columns for some rows, as of one version of the table."""
+
+    rows: Ints
+    version: int
+    leases: npt.NDArray[np.int64]
+    handles: npt.NDArray[np.int64]
+    streamed: npt.NDArray[np.bool_] | None  # [rows], False where nothing is said before the end; None: nowhere
+    end_ids: Ints  # [rows, k]
+    limits: Ints
+
+    @classmethod
+    def of(cls, rows: Ints, table: RowTable) -> RowColumns:
+        handles = table.handles[rows]
+        streamed = handles >= 0 if table.num_not_streamed else None
+        return cls(rows, table.version, table.leases[rows], handles, streamed, table.end_ids[rows], table.limits[rows])
+
+
+_NOTHING = RowColumns(NO_ROWS, -1, NO_BATCH[0], NO_BATCH[0], None, NO_ROWS, NO_ROWS)
+
+
+class Commit:
+    """Takes in results in the order of their steps. `end` finishes a sequence, `fail` a request by its own fault."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        proposers: DraftProposers,
+        guided: GuidedRows,
+        paced: PacedResults,
+        end: Callable[[Sequence, Ending], None],
+        fail: Callable[[Group, Fault], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler, self._proposers, self._guided, self._paced = scheduler, proposers, guided, paced
+        self._end, self._fail, self._clock = end, fail, clock
+        self._columns = _NOTHING
+
+    def prepare(self, plan: StepPlan) -> InFlightStep:
+        """A plan as a step in flight: whose samples it will bring, and which sequences wait for them."""
+        table, rows = self._scheduler.rows, self._scheduler.ahead_rows
+        masks, awaits = self._scheduler.masks if plan.guided else None, plan.guided
+        if not plan.chunks and not plan.new_rows and len(rows) == len(plan.decode_rows):
+            leases = self._gather(rows).leases
+            return InFlightStep(plan, rows, leases, table.version, {}, self._clock(), None, (), masks, awaits)
+        paced, ahead, places = find_awaited(plan, len(rows), table)
+        if ahead:
+            rows = np.concatenate([rows, np.array(ahead, dtype=np.int32)])
+        others = [chunk.row for chunk in plan.chunks]
+        others += [new.row for new in plan.new_rows]
+        leases = self._gather(rows).leases
+        noted = dict(zip(others, table.leases[others].tolist(), strict=True)) | {each.row: each.lease for each in paced}
+        return InFlightStep(plan, rows, leases, table.version, noted, self._clock(), places, paced, masks, awaits)
+
+    def _gather(self, rows: Ints) -> RowColumns:
+        """The table's columns for `rows`, kept while neither changes: the rule in steady decoding."""
+        table = self._scheduler.rows
+        if self._columns.rows is not rows or self._columns.version != table.version:
+            self._columns = RowColumns.of(rows, table)
+        return self._columns
+
+    def take(self, step: InFlightStep, result: StepResult) -> tuple[Batch, int]:
+        """Take in what a step produced, as far as it is still awaited, and end what it ended. Returns what is to be said
+        of it, and how many tokens were generated."""
+        for failure in result.failures:
+            if (sequence := self._awaited(step.lease_of(failure.row), failure.row)) is not None:
+                self._fail(sequence.group, Fault(failure.reason))
+        table = self._scheduler.rows
+        rows, tokens = step.rows, result.token_ids if step.places is None else result.token_ids[step.places]
+        if table.version != step.version:
+            awaited = table.leases[rows] == step.leases
+            if not awaited.all():
+                rows, tokens = rows[awaited], tokens[awaited]
+        if step.plan.chunks:
+            self._note_first_tokens(step)
+        columns = self._gather(rows)
+        counts = table.record(rows, tokens)
+        ends = find_ends(tokens, columns.end_ids, counts, columns.limits)
+        ended = [(table.sequence_at(row), token) for row, token in zip(rows[ends].tolist(), tokens[ends].tolist(), strict=True)]
+        if self._scheduler.policy.counts_outputs:
+            self._scheduler.policy.generated(rows)
+        paced = self._paced.take(step, result) if step.paced else []
+        logprobs = self._take_logprobs(step, result, paced) if result.logprobs or result.prompt_logprobs else ()
+        batch = (columns.handles, tokens, logprobs)
+        if paced or columns.streamed is not None:
+            batch = _with_paced(columns, tokens, paced, logprobs)
+        for sequence, token in ended:
+            if sequence.row is not None:  # else it failed meanwhile, or a sibling did
+                self._end(sequence, explain_end(token, sequence.group.request.rules))
+        self._follow_up(rows, tokens, paced)
+        return batch, len(tokens) + sum(len(verified.tokens) for _, verified in paced)
+
+    def _follow_up(self, rows: Ints, tokens: Ints, paced: list[PacedResult]) -> None:
+        """Grammars and draft proposers take in the tokens of sequences that run ahead; paced sequences go on."""
+        table = self._scheduler.rows
+        if table.num_guided:
+            self._guided.take(rows, tokens)
+            self._pace_forced(rows)
+        if table.num_observed:
+            self._observe(rows, tokens)
+        if paced:
+            self._paced.settle(paced)
+        if self._scheduler.paced.draining:
+            self._scheduler.take_drained()
+
+    def _pace_forced(self, rows: Ints) -> None:
+        """Pace guided sequences whose grammar forces what follows, where few rows make that worth it."""
+        table, scheduler = self._scheduler.rows, self._scheduler
+        for row in rows[table.guided[rows]].tolist() if scheduler.paced.looks_for_forced else ():
+            sequence = table.sequences[row]
+            if sequence is not None and not scheduler.paced.num_ahead(sequence):
+                scheduler.pace(sequence)
+
+    def _observe(self, rows: Ints, tokens: Ints) -> None:
+        """Draft proposers observe the tokens of sequences that run ahead; those worth a draft are paced."""
+        table = self._scheduler.rows
+        (places,) = table.observed[rows].nonzero()
+        sequences = tuple(self._scheduler.rows.sequence_at(row) for row in rows[places].tolist())
+        proposers, observed = tuple(sequence.controller.proposer for sequence in sequences), tokens[places]
+        try:
+            wanted = self._proposers.observe(proposers, observed)
+        except Exception:  # noqa: BLE001 - one request's fault must not become everyone's: find out whose it is
+            wanted = []
+            for place, sequence in enumerate(sequences):
+                try:
+                    self._proposers.observe(proposers[place : place + 1], observed[place : place + 1])
+                except Exception as error:  # noqa: BLE001 - likewise
+                    self._fail(sequence.group, fault_of(error))
+        for place in wanted:
+            if sequences[place].row is not None:
+                self._scheduler.pace(sequences[place])
+
+    def _note_first_tokens(self, step: InFlightStep) -> None:
+        now = self._clock()
+        for row in [row for chunk in step.plan.chunks for row in chunk.sample_rows]:
+            sequence = self._awaited(step.lease_of(row), row)
+            if sequence is not None and not sequence.group.has_token:
+                sequence.group.has_token = True
+                sequence.group.ledger.note("first_token", now)
+
+    def _take_logprobs(
+        self, step: InFlightStep, result: StepResult, paced: list[PacedResult]
+    ) -> tuple[tuple[int, TokenLogprobs], ...]:
+        leases = dict(zip(step.rows.tolist(), step.leases.tolist(), strict=True)) | step.other_leases
+        left = {sequence: len(verified.tokens) for sequence, verified in paced}  # of a draft only what was right counts
+        taken = []
+        for item in result.logprobs:
+            sequence = self._awaited(leases.get(item.row), item.row)
+            if sequence is None or sequence.group.search is not None or left.get(sequence) == 0:
+                continue
+            if sequence in left:
+                left[sequence] -= 1
+            sequence.logprobs.append(item.entry)
+            sequence.logprob_sum += float(item.entry.logprobs[0])
+            if not sequence.group.is_ranked:
+                taken.append((sequence.handle, item.entry))
+        for prompt in result.prompt_logprobs:
+            if (sequence := self._awaited(leases.get(prompt.row), prompt.row)) is not None:
+                sequence.group.prompt_logprobs.update(enumerate(prompt.entries, prompt.start))
+        return tuple(taken)
+
+    def _awaited(self, lease: int | None, row: int) -> Sequence | None:
+        """The sequence that has a row, if it is still the one the lease was given to."""
+        table = self._scheduler.rows
+        return table.sequences[row] if lease == table.leases[row] else None
+
+
+def _with_paced(
+    columns: RowColumns, tokens: Ints, paced: list[PacedResult], logprobs: tuple[tuple[int, TokenLogprobs], ...]
+) -> Batch:
+    """A token of each row that runs ahead, then all that paced ones grew by, each in order."""
+    handles = columns.handles
+    if columns.streamed is not None:
+        handles, tokens = handles[columns.streamed], tokens[columns.streamed]
+    said = [(sequence.handle, verified.tokens) for sequence, verified in paced if not sequence.group.is_ranked]
+    if said:
+        handles = np.concatenate([handles, np.repeat([handle for handle, _ in said], [len(t) for _, t in said])])
+        tokens = np.concatenate([tokens, np.array([token for _, t in said for token in t], dtype=np.int32)])
+    return handles, tokens, logprobs

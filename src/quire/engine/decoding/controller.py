@@ -1,0 +1,203 @@
+"""How one sequence goes on: which tokens it may choose, what is guessed to follow, and where its text ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.engine.decoding.grammar import GrammarError, Matcher
+from quire.engine.decoding.stop_text import StopText
+from quire.engine.decoding.stopping import explain_end
+from quire.engine.speculation.proposer import FOREVER, NO_PROPOSER, DraftProposer
+from quire.types.errors import InvalidRequest, QuireError
+from quire.types.output import FinishReason
+from quire.types.sampling import TokenRules
+from quire.types.step import Bits
+
+Ending = tuple[FinishReason, int | str | None]  # finish reason and stop reason
+_OVER: Ending = ("stop", None)
+_FULL: Ending = ("length", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Draft tokens, and which tokens each of the samples may choose: `masks[i]` holds after `draft[:i]`."""
+
+    draft: tuple[int, ...] = ()
+    masks: tuple[Bits, ...] = ()  # one more than the draft has tokens; none: anything may be chosen
+
+
+class Verified(NamedTuple):
+    """What a paced step came to: the tokens its sequence grew by, why it ended with them, how its draft fared."""
+
+    tokens: tuple[int, ...]
+    ending: Ending | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+
+_NO_PROPOSAL = Proposal()
+
+
+class StepController:
+    """Belongs to one sequence and knows all its tokens. A sequence without grammar, drafts and ranked text has PLAIN,
+    which is asked nothing.
+
+    A sequence is guided if nothing but a grammar controls it: it runs ahead, and only its sampling waits for the mask.
+    """
+
+    __slots__ = ("_has_forced", "_num_forced", "_rules", "_stops", "is_guided", "is_held", "matcher", "proposer")
+
+    def __init__(
+        self,
+        rules: TokenRules,
+        *,
+        matcher: Matcher | None = None,
+        proposer: DraftProposer = NO_PROPOSER,
+        stops: StopText | None = None,
+        is_held: bool = False,
+    ) -> None:
+        """`is_held`: every step waits for the result of the one before, whatever else there is."""
+        self._rules, self.matcher, self.proposer, self._stops = rules, matcher, proposer, stops
+        self.is_guided = matcher is not None and proposer is NO_PROPOSER and stops is None and not is_held
+        self.is_held = is_held or stops is not None or (matcher is not None and not self.is_guided)
+        self._num_forced = 0  # of the draft proposed last, tokens that the grammar forces
+        self._has_forced = False
+
+    @property
+    def num_ahead(self) -> int:
+        """How many tokens may be generated before this is asked again; 0: it is asked before every step."""
+        if self.is_guided:
+            return 0 if self._has_forced else FOREVER
+        return 0 if self.is_held else self.proposer.num_ahead
+
+    def look_for_forced(self, least: int) -> bool:
+        """Whether the grammar forces `least` tokens or more from here: then a guided sequence is better paced, and all
+        of them are verified in one step. Raises GrammarError."""
+        matcher = self.matcher
+        self._has_forced = matcher is not None and not matcher.is_over and len(matcher.forced(least)) >= least
+        return self._has_forced
+
+    def clone(self) -> StepController:
+        """For a fork."""
+        return StepController(
+            self._rules,
+            matcher=None if self.matcher is None else self.matcher.clone(),
+            proposer=self.proposer.clone(),
+            stops=self._stops,
+            is_held=self.is_held,
+        )
+
+    def close(self) -> None:
+        """The sequence ended."""
+        self.proposer.close()
+
+    # ------------------------------------------------------------------------------------------------ before a step
+    def propose(self, limit: int) -> Proposal:
+        """At most `limit` tokens to verify, and the masks of their samples. Raises GrammarError."""
+        guess = self._before_end(self.proposer.propose(limit)) if limit > 0 else ()
+        matcher = self.matcher
+        if matcher is None:
+            return Proposal(guess) if guess else _NO_PROPOSAL
+        forced = self._before_end(matcher.forced(limit)) if limit > 0 else ()
+        wanted = guess if guess[: len(forced)] == forced else forced
+        draft: list[int] = []
+        masks = [matcher.mask()]
+        for place, token in enumerate(wanted, 1):
+            if not matcher.advance(token):
+                break
+            if matcher.is_over:  # nothing is sampled after it, so it is sampled itself
+                matcher.rollback(1)
+                break
+            draft.append(token)
+            masks.append(_only(forced[place], len(masks[0])) if place < len(forced) else matcher.mask())
+        matcher.rollback(len(draft))
+        self._num_forced = min(len(forced), len(draft))
+        return Proposal(tuple(draft), tuple(masks))
+
+    def order(self, limit: int) -> int:
+        """How many tokens the runtime shall draft after the step."""
+        return self.proposer.order(limit) if limit > 0 else 0
+
+    # ------------------------------------------------------------------------------------------------- after a step
+    def verify(self, sampled: Sequence[int], draft: Sequence[int], room: int) -> Verified:
+        """Take in what was sampled at each position of a draft and after it, as far as the draft was right.
+
+        `room` is how many tokens may still come. Raises GrammarError.
+        """
+        taken: list[int] = []
+        for place, token in enumerate(sampled):
+            taken.append(token)
+            ending = self.take(token) or (_FULL if len(taken) == room else None)
+            if ending is not None or place == len(draft) or token != draft[place]:
+                break
+        num_right = len(taken) - 1 + (len(taken) <= len(draft) and taken[-1] == draft[len(taken) - 1])
+        drafted, accepted = len(draft) - self._num_forced, max(num_right - self._num_forced, 0)
+        self._num_forced = 0
+        if drafted > 0:
+            self.proposer.result(drafted, accepted)
+        self.proposer.observe(taken)
+        return Verified(tuple(taken), ending, max(drafted, 0), accepted)
+
+    def peek(self, token: int) -> Ending | None:
+        """How `token` would end the sequence. Changes nothing. Raises GrammarError."""
+        if token in self._rules.end_ids:
+            return explain_end(token, self._rules)
+        if self._stops is not None and (stop := self._stops.push(token)[1]) is not None:
+            return "stop", stop
+        if self.matcher is None:
+            return None
+        self._follow(self.matcher, token)
+        is_over = self.matcher.is_over
+        self.matcher.rollback(1)
+        return _OVER if is_over else None
+
+    def take(self, token: int) -> Ending | None:
+        """One token further; how it ends the sequence, if it does. Raises GrammarError."""
+        if token in self._rules.end_ids:
+            return explain_end(token, self._rules)
+        stop = None
+        if self._stops is not None:
+            self._stops, stop = self._stops.push(token)
+        matcher = self.matcher
+        if matcher is not None:
+            self._follow(matcher, token)
+        if stop is not None:
+            return "stop", stop
+        return _OVER if matcher is not None and matcher.is_over else None
+
+    def _follow(self, matcher: Matcher, token: int) -> None:
+        if not matcher.advance(token):
+            raise GrammarError(f"structured_outputs: token {token} was chosen where the grammar does not allow it")
+
+    def _before_end(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """A token that ends the sequence is sampled, not drafted: nothing could follow it."""
+        for place, token in enumerate(tokens):
+            if token in self._rules.end_ids:
+                return tokens[:place]
+        return tokens
+
+
+PLAIN = StepController(TokenRules())
+
+
+def _only(token: int, words: int) -> Bits:
+    bits = np.zeros(words, dtype=np.uint32)
+    bits[token // 32] = np.uint32(1 << (token % 32))
+    return bits
+
+
+class Fault(NamedTuple):
+    """What a request is told when its own decoding failed, and the field at fault if it asked for the impossible."""
+
+    reason: str
+    refused: str = ""
+
+
+def fault_of(error: Exception) -> Fault:
+    if isinstance(error, GrammarError | InvalidRequest):
+        return Fault(str(error), "structured_outputs")
+    return Fault(str(error) if isinstance(error, QuireError) else f"the request failed inside the engine: {error!r}")

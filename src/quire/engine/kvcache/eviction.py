@@ -1,0 +1,226 @@
+"""Eviction policies: which cached run of blocks that nobody holds shrinks first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Protocol
+
+from quire.config.engine import CacheConfig
+from quire.config.prefix import EvictionName
+
+if TYPE_CHECKING:
+    from quire.engine.kvcache.prefix_tree import Node
+
+# Tokens of context at which attention costs as much as the rest of a layer: 10,000 to 30,000 in today's models.
+EVEN_CONTEXT = 16_384
+_SLACK = 64  # outdated heap entries that are tolerated at any size
+
+
+class EvictionPolicy(Protocol):
+    """Orders the runs of the prefix tree that nobody holds. Only a leaf may be the victim.
+
+    Whoever holds a run holds all runs on the way to it, so a parent is never let go of before its children.
+    """
+
+    name: EvictionName
+
+    def __iter__(self) -> Iterator[Node]: ...
+
+    def __contains__(self, node: object) -> bool: ...
+
+    def add(self, node: Node) -> None:
+        """Nobody holds this run any more."""
+
+    def remove(self, node: Node) -> None:
+        """Somebody holds this run again."""
+
+    def victim(self) -> Node:
+        """The leaf that loses blocks next; it stays in the order until `evicted`. There is one."""
+
+    def evicted(self, node: Node) -> None:
+        """The victim has lost its last block and leaves the tree next."""
+
+    def entered(self, node: Node, *, is_new: bool) -> None:
+        """Blocks were cached: a new run, or more blocks at the end of one. Somebody holds it."""
+
+    def used(self, node: Node) -> None:
+        """A sequence found this run and all on the way to it."""
+
+    def split(self, head: Node, tail: Node) -> None:
+        """The first blocks of the run `tail` became the run `head`."""
+
+    def clear(self) -> None: ...
+
+    def check(self) -> None: ...
+
+
+class LeastRecentlyUsed:
+    """The run that nobody has held for the longest time shrinks first. Constant time."""
+
+    name: EvictionName = "lru"
+
+    def __init__(self) -> None:
+        self._idle: dict[Node, None] = {}  # let go of longest ago first; children before their parents
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._idle)
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._idle
+
+    def add(self, node: Node) -> None:
+        self._idle[node] = None
+
+    def remove(self, node: Node) -> None:
+        del self._idle[node]
+
+    def victim(self) -> Node:
+        return next(iter(self._idle))
+
+    def evicted(self, node: Node) -> None:
+        del self._idle[node]
+
+    def entered(self, node: Node, *, is_new: bool) -> None: ...
+
+    def used(self, node: Node) -> None: ...
+
+    def split(self, head: Node, tail: Node) -> None:
+        if tail.locks == 0:
+            self._idle[head] = None
+
+    def clear(self) -> None:
+        self._idle.clear()
+
+    def check(self) -> None:
+        age = {node: place for place, node in enumerate(self._idle)}
+        for node in age:
+            assert all(age[child] < age[node] for child in node.children)
+
+
+class LeastFrequentlyUsed:
+    """The leaf with the lowest score shrinks first; of equal ones, the one let go of longest ago. O(log n).
+
+    A run's score is its number of uses, on top of the age at its last use. The age is the highest score evicted so far,
+    so that what was popular once is outlived by what is in use now. Subclasses score otherwise.
+    """
+
+    name: EvictionName = "lfu"
+
+    def __init__(self) -> None:
+        self._since: dict[Node, int] = {}  # runs that nobody holds -> number of the change that made them so
+        self._heap: list[tuple[float, int, Node]] = []  # leaves: score, since, node; outdated entries are skipped
+        self._changes = 0
+        self._age = 0.0
+
+    def worth(self, node: Node) -> float:  # noqa: ARG002 - for subclasses
+        """What one use of a run counts."""
+        return 1.0
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._since)
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._since
+
+    def add(self, node: Node) -> None:
+        self._changes += 1
+        self._since[node] = self._changes
+        if not node.children:
+            self._push(node)
+
+    def remove(self, node: Node) -> None:
+        del self._since[node]
+
+    def victim(self) -> Node:
+        while self._since.get(self._heap[0][2]) != self._heap[0][1]:
+            heappop(self._heap)
+        return self._heap[0][2]
+
+    def evicted(self, node: Node) -> None:
+        score, _, _ = heappop(self._heap)
+        del self._since[node]
+        self._age = max(self._age, score)
+        parent = node.parent
+        if parent is not None and len(parent.children) == 1 and parent in self._since:
+            self._push(parent)  # it is a leaf from now on
+
+    def entered(self, node: Node, *, is_new: bool) -> None:
+        if is_new:
+            node.uses = 0
+        self._use(node)
+
+    def used(self, node: Node) -> None:
+        while node.parent is not None:
+            self._use(node)
+            node = node.parent
+
+    def _use(self, node: Node) -> None:
+        node.uses += 1
+        node.score = self._age + node.uses * self.worth(node)
+
+    def split(self, head: Node, tail: Node) -> None:
+        head.uses, head.score = tail.uses, tail.score
+        if tail.locks == 0:
+            self._changes += 1
+            self._since[head] = self._changes
+
+    def clear(self) -> None:
+        self._since.clear()
+        self._heap.clear()
+
+    def _push(self, node: Node) -> None:
+        heappush(self._heap, (node.score, self._since[node], node))
+        if len(self._heap) > 2 * len(self._since) + _SLACK:
+            self._heap = [entry for entry in self._heap if self._since.get(entry[2]) == entry[1]]
+            heapify(self._heap)
+
+    def check(self) -> None:
+        counted = {node for _, since, node in self._heap if self._since.get(node) == since}
+        assert counted == {node for node in self._since if not node.children}
+        assert len(self._heap) <= 2 * len(self._since) + _SLACK
+
+
+class FirstInFirstOut(LeastFrequentlyUsed):
+    """Of the leaves, the one that was computed first shrinks first, however often it was found since."""
+
+    name: EvictionName = "fifo"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ordinal = 0
+
+    def entered(self, node: Node, *, is_new: bool) -> None:
+        self._ordinal += 1
+        if is_new:
+            node.score = self._ordinal
+
+    def used(self, node: Node) -> None: ...
+
+
+class CheapestToRecompute(LeastFrequentlyUsed):
+    """A use of a run counts as much as computing its last block again costs.
+
+    All blocks take the same memory and the same work in linear layers, but attention reads all tokens before: the end
+    of a long branch costs more than the end of a short one, which goes first at equal use.
+    """
+
+    name: EvictionName = "size-aware"
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__()
+        self._block_size = block_size
+
+    def worth(self, node: Node) -> float:
+        return 1.0 + node.end * self._block_size / EVEN_CONTEXT
+
+
+def make_eviction_policy(cache: CacheConfig) -> EvictionPolicy:
+    """The policy that the configuration names."""
+    policies: dict[EvictionName, Callable[[], EvictionPolicy]] = {
+        "lru": LeastRecentlyUsed,
+        "lfu": LeastFrequentlyUsed,
+        "fifo": FirstInFirstOut,
+        "size-aware": lambda: CheapestToRecompute(cache.block_size),
+    }
+    return policies[cache.eviction]()

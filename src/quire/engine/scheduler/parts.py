@@ -1,0 +1,62 @@
+"""What a scheduler is made of, as the configuration asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.config.policy import RESERVING
+from quire.config.tiers import check_tiers
+from quire.engine.kvcache.eviction import make_eviction_policy
+from quire.engine.kvcache.pinned_prefixes import PinnedPrefixes
+from quire.engine.kvcache.pool import BlockPool
+from quire.engine.kvcache.prefix_tree import PrefixTree
+from quire.engine.kvcache.reserve import RunPool
+from quire.engine.kvcache.tiers.base import NoTiers, Tiers
+from quire.engine.kvcache.tiers.shelves import Shelves
+from quire.engine.scheduler.policies.base import Policy
+from quire.engine.scheduler.preemption import Preemption, make_preemption
+from quire.engine.scheduler.prefetch import FilePrefetch
+from quire.engine.scheduler.prefix_reuse import PrefixReuse
+from quire.engine.scheduler.room import OnDemandRoom, ReservedRoom, Room
+from quire.engine.scheduler.row_table import RowTable
+from quire.engine.scheduler.step_time import ComputeTime
+from quire.types.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    pool: BlockPool
+    tree: PrefixTree  # stays empty where nothing is cached
+    tiers: Tiers
+    reuse: PrefixReuse
+    room: Room
+    preemption: Preemption
+    pins: PinnedPrefixes
+    compute_time: ComputeTime
+
+
+def make_parts(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows: RowTable) -> Parts:
+    """Raises ConfigError for what cannot be had together."""
+    check_tiers(cache.tiers, config.preemption, config.policy, cache.layout)
+    size, caches, reserves = cache.block_size, cache.enable_prefix_caching, config.policy in RESERVING
+    if reserves and caches:
+        reason = f"shares memory, and the {config.policy!r} policy gives each sequence its own"
+        raise ConfigError("enable_prefix_caching", reason, "turn it off")
+    pool = RunPool(cache.num_blocks) if reserves else BlockPool(cache.num_blocks)
+    tree = PrefixTree(pool, size, make_eviction_policy(cache), bytes.fromhex(cache.namespace))
+    has_tiers = cache.tiers.enabled and not reserves
+    tiers: Tiers = Shelves(cache.tiers, tree, size) if has_tiers else NoTiers()
+    if has_tiers:
+        tree.on_evict = tiers.evicted
+    cached = tree if caches else None
+    reuse, compute = PrefixReuse(pool, cached, tiers, rows, size), ComputeTime()
+    reuse.shares_memory = not reserves
+    if has_tiers and cache.tiers.disk_path:
+        reuse.prefetch = FilePrefetch(tiers, compute, size)
+        reuse.prefetch.find = reuse.find_files
+    room: Room = OnDemandRoom(pool, cached, size, reuse, rows)
+    if isinstance(pool, RunPool):
+        room = ReservedRoom(pool, size, policy, to_the_end=config.policy == "static")
+    preemption = make_preemption(config.preemption, compute, tiers, reuse, has_tiers=has_tiers)
+    return Parts(pool, tree, tiers, reuse, room, preemption, PinnedPrefixes(pool, cached, size), compute)

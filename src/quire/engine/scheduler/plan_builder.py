@@ -1,0 +1,251 @@
+"""A step plan while it is being decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from quire.engine.decoding.group import Group, Sequence
+from quire.engine.kvcache.pool import BlockPool
+from quire.engine.kvcache.table import BlockTable
+from quire.types.step import NO_ROWS, Bits, BlockCopy, Chunk, DraftOrder, Ints, Masks, NewRow, RowTokens, StepPlan
+from quire.types.transfer import SlotMove, Transfers
+
+
+class PlanBuilder:
+    """Collects what changes in one step. A row that is dropped takes all it was promised out of the plan again."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget  # tokens that may still be handed out
+        self.prompts: dict[Group, None] = {}  # groups whose known tokens this step computes, or a later one
+        self.drafting: list[Sequence] = []  # paced sequences in this step, for which tokens may be guessed
+        self._paced: dict[int, int] = {}  # rows that compute one token and wait for what follows -> its position
+        self._chunks: dict[int, Chunk] = {}  # by row
+        self._new_rows: list[NewRow] = []
+        self._grants: list[tuple[int, int, int]] = []  # row, slot, block
+        self._copies: list[tuple[int, BlockCopy]] = []  # row, copy
+        self._writes: list[tuple[int, int, tuple[int, ...]]] = []  # row, start, tokens
+        self._masks: dict[int, tuple[Bits, ...]] = {}  # by row: one for each of its samples
+        self._orders: list[DraftOrder] = []
+        self._loads: dict[bytes, SlotMove] = {}  # by the block's content hash
+        self._undone: dict[int, int] = {}  # targets of copies that were dropped -> their sources
+
+    @property
+    def loads(self) -> tuple[SlotMove, ...]:
+        return tuple(self._loads.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """The step would compute nothing but what runs ahead."""
+        return not self._chunks and not self._paced and not self._new_rows
+
+    @property
+    def chunks(self) -> Iterable[Chunk]:
+        return self._chunks.values()
+
+    def introduce(self, sequence: Sequence) -> None:
+        """Tell the workers of a sequence that has a row: all it knows, and the blocks it holds."""
+        group, row = sequence.group, sequence.row
+        assert row is not None
+        self.prompts[group] = None
+        sequence.is_introduced, sequence.synced_tokens, sequence.synced_blocks = True, sequence.num_tokens, None
+        tokens = group.prompt_ids
+        if sequence.outputs:
+            tokens = np.concatenate([tokens, np.array(sequence.outputs, dtype=np.int32)])
+        self._new_rows.append(
+            NewRow(
+                row,
+                tokens,
+                group.num_prompt,
+                tuple(sequence.table.blocks),
+                group.sampling,
+                group.request.rules,
+                sequence.index,
+                group.seed,
+                group.num_candidates,
+            )
+        )
+
+    def fork(self, group: Group) -> None:
+        """The prompt is computed: every other sequence of the group shares the leader's blocks."""
+        leader = group.leader
+        for sequence in group.live[1:]:
+            sequence.table = leader.table.fork()
+            sequence.num_computed = leader.num_computed
+            self.introduce(sequence)
+        group.is_forked = True
+
+    def sync_blocks(self, sequence: Sequence) -> None:
+        """Tell the workers which blocks the sequence holds now, as far as they do not know."""
+        first = sequence.synced_blocks
+        if first is not None:
+            assert sequence.row is not None
+            for slot, block in enumerate(sequence.table.blocks[first:], first):
+                self._grants.append((sequence.row, slot, block))
+            sequence.synced_blocks = None
+
+    def append(self, row: int, table: BlockTable, num_tokens: int) -> None:
+        """Grow the row's table and note what the workers must learn of it. Raises OutOfBlocks and changes nothing."""
+        before = len(table.blocks)
+        copies = table.append(num_tokens)
+        if copies:  # the tail was replaced by a copy of its own
+            self._copies.append((row, copies[0]))
+            self._grants.append((row, before - 1, copies[0].target))
+        for slot in range(before, len(table.blocks)):
+            self._grants.append((row, slot, table.blocks[slot]))
+
+    def append_block(self, row: int, table: BlockTable) -> int:
+        """Grow a table whose blocks are full by one block; returns how many it has now."""
+        slot = len(table.blocks)
+        self._grants.append((row, slot, table.append_block()))
+        return slot + 1
+
+    def copy(self, row: int, copy: BlockCopy) -> None:
+        """Fill a row's block with another block's content. The row is introduced by this plan, with that block."""
+        self._copies.append((row, copy))
+
+    def compute(self, chunk: Chunk) -> None:
+        self._chunks[chunk.row] = chunk
+        self.budget -= chunk.num_tokens
+
+    def compute_one(self, row: int, position: int) -> None:
+        """Compute a paced row's one token, as a decode."""
+        self._paced[row] = position
+        self.budget -= 1
+
+    def samples_alone(self, row: int) -> bool:
+        """Whether no other row samples from the positions that this step computes for a row."""
+        return row in self._paced or (row in self._chunks and self._chunks[row].sample_rows == (row,))
+
+    def verify(self, sequence: Sequence, draft: tuple[int, ...]) -> None:
+        """Let the step verify a draft after the tokens it computes for a paced row."""
+        row = sequence.row
+        assert row is not None
+        position, count = self._paced.pop(row, None), len(draft)
+        if position is not None:
+            self._chunks[row] = Chunk(row, position, 1 + count, (row,), 1 + count)
+        else:
+            chunk = self._chunks[row]
+            self._chunks[row] = Chunk(row, chunk.start, chunk.num_tokens + count, chunk.sample_rows, 1 + count)
+        self.budget -= count
+        self._writes.append((row, sequence.num_tokens, draft))
+
+    def write(self, sequence: Sequence) -> None:
+        """Tell the workers the tokens of the sequence that its row does not hold yet."""
+        assert sequence.row is not None
+        start, stop = sequence.synced_tokens, sequence.num_tokens
+        if start < stop:
+            self._writes.append((sequence.row, start, sequence.token_ids(start, stop)))
+            sequence.synced_tokens = stop
+
+    def mask(self, row: int, masks: tuple[Bits, ...]) -> None:
+        """Say which tokens each of the row's samples may choose."""
+        if masks:
+            self._masks[row] = masks
+
+    def order(self, row: int, num_tokens: int) -> None:
+        """Have the runtime draft tokens that follow the row."""
+        self._orders.append(DraftOrder(row, num_tokens))
+
+    def load(self, key: bytes, move: SlotMove) -> None:
+        """Bring a block from host memory; only the next step may read it."""
+        self._loads[key] = move
+
+    def loading(self, key: bytes) -> int | None:
+        """The block into which this plan loads the content of a hash."""
+        move = self._loads.get(key)
+        return None if move is None else move.block
+
+    def copies_from(self, block: int) -> bool:
+        """Whether this step copies a block, which somebody may have given back since."""
+        return any(copy.source == block for _, copy in self._copies)
+
+    def drop_loads(self, pool: BlockPool) -> None:
+        """Load nothing into blocks that nobody holds any longer."""
+        if self._loads:
+            self._loads = {key: move for key, move in self._loads.items() if pool.holders(move.block)}
+
+    def source_of(self, block: int) -> int:
+        """Where the content is that a block would have had, if the copy of it was dropped."""
+        while block in self._undone:
+            block = self._undone[block]
+        return block
+
+    def start_of(self, row: int) -> int | None:
+        """The first position of a row that this step computes; None for rows that run ahead or compute nothing."""
+        chunk = self._chunks.get(row)
+        return self._paced.get(row) if chunk is None else chunk.start
+
+    def drop(self, rows: Iterable[int]) -> dict[int, int]:
+        """Take some rows out of the plan; returns, for those it computed or introduced, how far they were before it."""
+        gone = set(rows)
+        before = {row: self._paced.pop(row) for row in gone if row in self._paced}
+        before |= {row: self._chunks.pop(row).start for row in gone if row in self._chunks}
+        before |= {new.row: 0 for new in self._new_rows if new.row in gone}
+        self._new_rows = [new for new in self._new_rows if new.row not in gone]
+        self._grants = [grant for grant in self._grants if grant[0] not in gone]
+        self._undone |= {copy.target: copy.source for row, copy in self._copies if row in gone}
+        self._copies = [(row, copy) for row, copy in self._copies if row not in gone]
+        self._writes = [write for write in self._writes if write[0] not in gone]
+        self._masks = {row: masks for row, masks in self._masks.items() if row not in gone}
+        self._orders = [order for order in self._orders if order.row not in gone]
+        return before
+
+    # -------------------------------------------------------------------------------------------------- finishing
+    def finish(
+        self, step: int, ahead_rows: Ints, released: tuple[int, ...], transfers: Transfers, *, is_guided: bool
+    ) -> tuple[StepPlan, Masks | None]:
+        """The plan, and the masks that are known already. A guided plan's masks all come later, these among them."""
+        rows = slots = blocks = decode_rows = NO_ROWS
+        if self._grants:
+            rows, slots, blocks = np.array(self._grants, dtype=np.int32).T
+        decode_rows = ahead_rows
+        if self._paced:
+            decode_rows = np.concatenate([ahead_rows, np.fromiter(self._paced, dtype=np.int32)])
+        chunks = tuple(self._chunks.values())
+        masks = self._place_masks(len(ahead_rows)) if self._masks else None
+        plan = StepPlan(
+            step=step,
+            decode_rows=decode_rows,
+            chunks=chunks,
+            new_rows=tuple(self._new_rows),
+            grant_rows=rows,
+            grant_slots=slots,
+            grant_blocks=blocks,
+            copies=tuple(copy for _, copy in self._copies),
+            released=released,
+            writes=self._row_tokens() if self._writes else (),
+            masks=None if is_guided else masks,
+            drafts=tuple(self._orders),
+            transfers=transfers,
+            guided=is_guided,
+        )
+        return plan, masks
+
+    def _row_tokens(self) -> tuple[RowTokens, ...]:
+        """All writes, one for each row, as parts of one array."""
+        joined: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for row, start, written in self._writes:  # a draft is written behind what its row did not hold yet
+            begun = joined.get(row)
+            joined[row] = (start, written) if begun is None else (begun[0], (*begun[1], *written))
+        tokens = np.array([token for _, written in joined.values() for token in written], dtype=np.int32)
+        writes, place = [], 0
+        for row, (start, written) in joined.items():
+            writes.append(RowTokens(row, start, tokens[place : place + len(written)]))
+            place += len(written)
+        return tuple(writes)
+
+    def _place_masks(self, num_ahead: int) -> Masks:
+        """The masks with the places of their samples: rows that run ahead have none here."""
+        places: list[int] = []
+        bits: list[Bits] = []
+        place = num_ahead
+        samples = [(row, 1) for row in self._paced]
+        samples += [(row, chunk.num_sampled) for chunk in self._chunks.values() for row in chunk.sample_rows]
+        for row, count in samples:
+            masks = self._masks.get(row, ())
+            places += range(place, place + len(masks))
+            bits += masks
+            place += count
+        return Masks(np.array(places, dtype=np.int32), np.stack(bits))

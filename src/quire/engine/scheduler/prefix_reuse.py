@@ -1,0 +1,413 @@
+"""What a sequence need not compute, because it is computed already, and what it publishes for those that come later."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from quire.engine.decoding.group import Group, Sequence
+from quire.engine.kvcache.keys import TOKEN_BYTES
+from quire.engine.kvcache.pool import BlockPool
+from quire.engine.kvcache.prefix_tree import NO_MATCH, Match, PrefixTree
+from quire.engine.kvcache.tiers.base import TierHit, Tiers, Wanted
+from quire.engine.scheduler.accounts import num_computed
+from quire.engine.scheduler.live_suffixes import LiveSuffixIndex
+from quire.engine.scheduler.pending_prefixes import PendingPrefixes
+from quire.engine.scheduler.plan_builder import PlanBuilder
+from quire.engine.scheduler.prefetch import FilePrefetch
+from quire.engine.scheduler.row_table import RowTable
+from quire.types.step import BlockCopy, Chunk
+from quire.types.transfer import SlotMove
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What the device has of the tokens that a waiting group computes first, and the state of the tree it rests on."""
+
+    match: Match
+    changes: int  # of the match's node
+
+
+@dataclass(frozen=True, slots=True)
+class SwapBlocks:
+    """The blocks that a sequence would find again: so many of its tokens, by content hash, and where they are now."""
+
+    num_tokens: int
+    blocks: dict[bytes, int]
+
+
+class PrefixReuse:
+    """The one door to everything that is computed already: the prefix tree, the tiers behind it, sequences that are
+    generating or computing a prompt now, and the sequence that a branch goes on from.
+
+    `lookup` says what a waiting group would find, `attach` gives it that, `publish` lets others find what a sequence has
+    computed. What comes from a tier is loaded, and only the next step may read it. `tree` is None where nothing is
+    cached.
+    """
+
+    def __init__(
+        self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int
+    ) -> None:
+        self._pool, self._tree, self._tiers, self._rows = pool, tree, tiers, rows
+        self._block_size, self._width = block_size, block_size * TOKEN_BYTES
+        self._live, self._pending = LiveSuffixIndex(block_size), PendingPrefixes(block_size)
+        self._loading: dict[Group, None] = {}  # groups for which the plan in work loads blocks
+        self.prefetch: FilePrefetch | None = None  # where there is a disk tier
+        self.shares_memory = True  # False: each sequence has memory of its own, and branches borrow nothing
+        self.ready: list[Group] = []  # groups that were not ready and are now; the scheduler takes them
+        self.num_queries = self.num_hits = 0  # prompt tokens that were looked for, and found
+        self.tier_hits: Counter[str] = Counter()  # those that were found in a tier
+
+    def reads_cache(self, group: Group) -> bool:
+        """Where prompt logprobs are asked for, every position must be computed."""
+        return self._tree is not None and group.request.sampling.prompt_logprobs is None
+
+    # ------------------------------------------------------------------------------------------------- looking up
+    def lookup(self, group: Group) -> Match:
+        """What the device has of the tokens that a waiting group's leader computes first; the last is always computed.
+
+        Costs nothing while the tree has not changed where the last lookup ended.
+        """
+        tree = self._tree
+        if tree is None or not self.reads_cache(group):
+            return NO_MATCH
+        hit = group.hit
+        if hit is not None:
+            match, node = hit.match, hit.match.node
+            if node is None:
+                if not tree.has(group.request.cache_salt):
+                    return match
+            elif node.changes == hit.changes and not node.is_detached and node.end >= match.num_blocks:
+                return match
+        return self._look(tree, group)
+
+    def _look(self, tree: PrefixTree, group: Group) -> Match:
+        match = self._match(tree, group.leader, self._leader_limit(group))
+        group.hit = Hit(match, 0 if match.node is None else match.node.changes)
+        return match
+
+    def wait_reason(self, group: Group, now: float) -> str:
+        """Why a group had better not be admitted now; "": it is ready. It is in `ready` when that is over."""
+        tree = self._tree
+        if tree is None or not self.reads_cache(group):
+            return ""
+        if self.prefetch is not None and self.prefetch.is_awaited(group, now):
+            return "its blocks are read from disk"
+        other = self._pending.find(group, self.lookup(group), self._leader_limit(group))
+        return "" if other is None else f"request {other.group.request.request_id} computes the same prefix"
+
+    def _leader_limit(self, group: Group) -> int:
+        return (group.leader.num_tokens if len(group.live) == 1 else group.num_prompt) - 1
+
+    def _limits(self, group: Group) -> dict[Sequence, int]:
+        """Which sequences are looked up when the group is admitted, and how many tokens of each: all its samples where
+        each has generated something, else its leader."""
+        if len(group.live) > 1 and all(sequence.outputs for sequence in group.live):
+            return {sequence: sequence.target - 1 for sequence in group.live}
+        return {group.leader: self._leader_limit(group)}
+
+    def _match(self, tree: PrefixTree, sequence: Sequence, limit: int) -> Match:
+        salt, tokens = sequence.group.request.cache_salt, sequence.tokens()
+        match = tree.match(salt, tokens, limit)
+        while match.num_tokens < limit and self._publish_live(match, tokens):
+            match = tree.match(salt, tokens, limit)
+        return match
+
+    def _publish_live(self, match: Match, tokens: bytes) -> bool:
+        """Publish the blocks of every generating sequence that could extend a match; whether there were any."""
+        return sum([self._publish_outputs(sequence) for sequence in self._live.find(match, tokens)]) > 0
+
+    def _publish_outputs(self, sequence: Sequence) -> bool:
+        """Publish what a generating sequence has computed. A step whose result came was carried out, so all its known
+        tokens but the last are computed."""
+        table, row = sequence.table, sequence.row
+        assert row is not None
+        num_computed = sequence.group.num_prompt + int(self._rows.counts[row]) - 1
+        if num_computed // self._block_size <= table.num_cached:
+            return False
+        table.num_tokens = max(table.num_tokens, num_computed)  # while it runs ahead, that is a block behind
+        tokens = sequence.group.prompt + self._rows.output_bytes(row)
+        is_published = self._publish(sequence, tokens, num_computed, leaving=False)
+        self._live.place(sequence)
+        return is_published
+
+    def _wanted(self, sequence: Sequence, limit: int) -> Wanted:
+        return Wanted(self._tier_salt(sequence.group), sequence.tokens(), limit, sequence.swapped)
+
+    def _tier_salt(self, group: Group) -> str:
+        """The salt of what a group has in the tiers: its own alone, where it shares nothing."""
+        request = group.request
+        return request.cache_salt if self.reads_cache(group) else f"{request.request_id} of {request.cache_salt}"
+
+    def find_files(self, group: Group) -> list[bytes]:
+        """The files that hold more of the tokens that the leader computes first."""
+        tree = self._tree
+        if tree is None or not self.reads_cache(group):
+            return []
+        limit = self._leader_limit(group)
+        return self._tiers.find_files(self._look(tree, group), self._wanted(group.leader, limit))
+
+    # -------------------------------------------------------------------------------------------------- attaching
+    def attach(self, builder: PlanBuilder, group: Group, tick: int, now: float) -> bool:
+        """Begin a group's tables with what is computed already, and tell the workers of its rows: of its leader's, or
+        of all its samples' where each finds its own prompt and more. Returns whether it waits a step for loads."""
+        limits = self._limits(group)
+        found = self._find(limits)
+        if len(found) > 1:
+            group.is_forked = all(hit.num_tokens >= group.num_prompt for _, hit in found.values())
+            if not group.is_forked:
+                limits = {group.leader: self._leader_limit(group)}
+                found = self._find(limits)
+        for sequence, (match, hit) in found.items():
+            self._hold(sequence, match, hit, builder, tick)
+        loaded: Counter[str] = Counter()
+        self._copy_partials({sequence: match for sequence, (match, hit) in found.items() if not hit.slots}, builder)
+        for sequence, (_, hit) in found.items():  # after all hold what they found: a load evicts nothing of another
+            if hit.slots:
+                loaded += self._load(sequence, hit, builder)
+        for sequence in found:
+            builder.introduce(sequence)
+        self._note(group, found[group.leader][0], limits[group.leader], num_computed(group, tick), loaded, now)
+        group.origin = group.hit = None
+        if loaded or any(sequence.swapped for sequence in group.live):
+            self._loading[group] = None
+        if self._tree is not None and not group.is_forked:
+            self.ready += self._pending.place(group.leader)
+        return bool(loaded)
+
+    def _find(self, limits: Mapping[Sequence, int]) -> dict[Sequence, tuple[Match, TierHit]]:
+        """What the device has of the first tokens of each sequence, and what follows it in host memory: without a
+        cache, only what the sequence swapped out itself."""
+        tree = self._tree
+        matches = {
+            sequence: NO_MATCH if tree is None or not self.reads_cache(sequence.group) else self._match(tree, sequence, limit)
+            for sequence, limit in limits.items()
+        }
+        found = {}
+        for sequence, match in matches.items():  # after all were matched: what that publishes evicts nothing found
+            limit = limits[sequence] if self.reads_cache(sequence.group) else min(limits[sequence], sequence.swapped)
+            hit = TierHit(match.num_tokens)
+            if limit > match.num_tokens:
+                hit = self._tiers.find(match, self._wanted(sequence, limit))
+            found[sequence] = match, hit
+        return found
+
+    def _hold(self, sequence: Sequence, match: Match, hit: TierHit, builder: PlanBuilder, tick: int) -> None:
+        """Begin an empty table with the whole blocks that the device has, and with more of the sequence that it branches
+        off. Slots that follow are lost to nobody from now on."""
+        tree, table = self._tree, sequence.table
+        if tree is not None:
+            salt = sequence.group.request.cache_salt
+            node = tree.root(salt) if match.node is None else tree.node_at(match.node, match.num_blocks)
+            table.hold(node)
+            tree.used(node)
+        origin = sequence.group.origin
+        if origin is not None and self.shares_memory and origin.table.num_cached <= len(table.blocks):
+            shared = self._num_shared(sequence.group, origin, builder, tick)
+            if shared > max(hit.num_tokens, table.num_tokens):
+                table.borrow(origin.table, shared)
+        for slot in reversed(hit.slots):  # released in this order: the last block of a chain may be given away first
+            self._tiers.hold(slot)
+        sequence.num_computed = table.num_tokens
+
+    def _copy_partials(self, matches: Mapping[Sequence, Match], builder: PlanBuilder) -> None:
+        """Go on with copies of the blocks that agree in their first tokens, as far as there are blocks for them."""
+        copied = [
+            (sequence, match.partial, match.num_tokens, match.closest)
+            for sequence, match in matches.items()
+            if match.partial is not None and match.closest is not None and sequence.num_computed < match.num_tokens
+        ]
+        tree = self._tree
+        if not copied or tree is None:
+            return
+        for *_, node in copied:  # no copy may take the place of a block that is still to be copied
+            tree.lock(node)
+        for sequence, partial, num_tokens, _ in copied:
+            if self._pool.num_free:
+                blocks = self._pool.take(1)
+                assert sequence.row is not None
+                builder.copy(sequence.row, BlockCopy(partial, blocks[0]))
+                sequence.table.extend(blocks, num_tokens)
+                sequence.num_computed = num_tokens
+        for *_, node in copied:
+            tree.unlock(node)
+
+    def _load(self, sequence: Sequence, hit: TierHit, builder: PlanBuilder) -> Counter[str]:
+        """Take blocks for what was found in slots, as far as there are some; returns how many tokens came from where."""
+        blocks: list[int] = []
+        loaded: Counter[str] = Counter()
+        for slot in hit.slots:
+            assert slot.name is not None
+            length = min(self._block_size, hit.num_tokens - sequence.num_computed)
+            if (block := builder.loading(slot.name)) is not None:
+                self._pool.share([block])
+            elif (block := self._fresh_block(builder)) is not None:
+                builder.load(slot.name, SlotMove(block, slot.number))
+                loaded[slot.read()] += length
+            else:
+                break
+            blocks.append(block)
+            sequence.num_computed += length
+        sequence.table.extend(blocks, sequence.num_computed)
+        return loaded
+
+    def _fresh_block(self, builder: PlanBuilder) -> int | None:
+        """A block that the plan in work copies nothing from: what is loaded may be there before that is done."""
+        passed: list[int] = []
+        fresh: int | None = None
+        while fresh is None and self._pool.num_free:
+            (block,) = self._pool.take(1)
+            if builder.copies_from(block):
+                passed.append(block)
+            else:
+                fresh = block
+        self._pool.release(passed)
+        return fresh
+
+    def _num_shared(self, group: Group, origin: Sequence, builder: PlanBuilder, tick: int) -> int:
+        """How many tokens a branch can take over from the sequence it branches off, if that still runs."""
+        source = group.request.source
+        if source is None or origin.row is None or origin.group in self._loading:
+            return 0
+        if group.request.sampling.prompt_logprobs is not None:
+            return 0
+        start = builder.start_of(origin.row)  # what this step computes, only later ones may read
+        computed = origin.computed_at(tick) if start is None else start
+        return min(source.num_tokens, computed, group.num_prompt - 1)
+
+    def _note(
+        self, group: Group, match: Match, limit: int, num_found: int, loaded: Counter[str], now: float
+    ) -> None:
+        """Write into the ledger what was found, and why no more."""
+        if num_found:
+            parts = {"device": max(num_found - loaded.total(), 0), **loaded} if loaded else {}
+            note = ", ".join(f"{tier} {count}" for tier, count in parts.items() if count)
+            group.ledger.note("cached", now, num_found, note)
+        is_read = self.reads_cache(group)
+        if is_read and num_found < limit and num_found == match.num_tokens:
+            group.ledger.note("missed", now, match.num_tokens + 1, self._why_missed(group, match, now))
+        if group.num_cached is None:
+            group.num_cached = min(num_found, group.num_prompt)
+            self.num_hits += group.num_cached
+            self.num_queries += group.num_prompt if is_read else 0
+            self.tier_hits += loaded
+
+    def _why_missed(self, group: Group, match: Match, now: float) -> str:
+        """Why the prefix cache has no more of a prompt than a match says."""
+        node, tree = match.node, self._tree
+        if node is None or tree is None:
+            return "nothing is cached for this tenant"
+        start = match.num_blocks * self._width
+        if node.ghosts is not None and node.end == match.num_blocks:
+            evicted = node.ghosts.get(group.prompt[start : start + self._width])
+            if evicted is not None:
+                seconds = f"{now - evicted.at:.1f} s ago by {tree.policy_name}"
+                return f"{evicted.num_blocks} blocks from here on were evicted {seconds}"
+        if match.closest is None:
+            return "no request has computed more" if match.num_blocks else "nothing is cached for this tenant"
+        return f"from here on it differs from request {match.closest.owner}"
+
+    # ------------------------------------------------------------------------------------------------- publishing
+    def publish_plan(self, chunks: Iterable[Chunk]) -> None:
+        """The plan in work is made: later ones may read what it computes and loads."""
+        for chunk in chunks:
+            sequence = self._rows.sequence_at(chunk.row)
+            group = sequence.group
+            for each in [sequence] if len(group.live) == 1 else [sequence, *group.live]:
+                if each.is_introduced:  # forks share the blocks that the leader publishes
+                    self.publish(each)
+            if self._tree is not None:
+                if group.search is None:
+                    for row in chunk.sample_rows:
+                        self._live.place(self._rows.sequence_at(row))
+                self.ready += self._pending.remove(sequence) if group.is_forked else self._pending.place(sequence)
+        for group in self._loading:
+            if group.is_running:
+                for sequence in group.live:
+                    if sequence.is_introduced:
+                        self.publish(sequence)
+                    if sequence.swapped:
+                        sequence.swapped = 0
+                        self._tiers.unpark(sequence)
+        self._loading.clear()
+
+    def publish(self, sequence: Sequence, *, leaving: bool = False) -> None:
+        """Let others find the full blocks whose tokens are known and computed by the steps planned so far.
+
+        A sequence that is `leaving` frees its table next: it gives up copies of blocks that are cached already.
+        """
+        if self._tree is not None:
+            num_tokens = min(sequence.num_computed, sequence.num_tokens)
+            if num_tokens // self._block_size > sequence.table.num_cached:
+                self._publish(sequence, sequence.tokens(), num_tokens, leaving=leaving)
+                self._live.refresh(sequence)
+
+    def _publish(self, sequence: Sequence, tokens: bytes, num_tokens: int, *, leaving: bool) -> bool:
+        """Cache the full blocks of the first `num_tokens` tokens; whether any are new."""
+        tree, table, last = self._tree, sequence.table, num_tokens // self._block_size
+        node, first = table.node, table.num_cached
+        if tree is None or node is None or node.is_detached or last <= first or (table.is_duplicate and not leaving):
+            return False
+        deepest, count = tree.descend(node, tokens, last)
+        if count > first:
+            if not leaving and tree.path(deepest)[first:count] != table.blocks[first:count]:
+                table.is_duplicate = True  # another sequence computed the same tokens, and was first
+                return False
+            table.advance(tree.node_at(deepest, count))
+            first = count
+        fresh, width = self._num_own(sequence, first, last), self._width
+        if not fresh:
+            return False
+        assert table.node is not None
+        published = tokens[first * width : (first + fresh) * width]
+        added = table.cache(table.node, published, fresh, sequence.group.request.request_id)
+        self._tiers.kept(added, len(added.blocks) - fresh)
+        return True
+
+    def _num_own(self, sequence: Sequence, first: int, last: int) -> int:
+        """How many blocks from `first` on only the group of a sequence holds: other holders would not hold the way."""
+        blocks, holders, live = sequence.table.blocks, self._pool.holders, sequence.group.live
+        for index in range(first, last):
+            block = blocks[index]
+            if holders(block) != 1 and holders(block) != sum(block in s.table.blocks[index : index + 1] for s in live):
+                return index - first
+        return last - first
+
+    # ---------------------------------------------------------------------------------------------------- leaving
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence loses its row: it generates and computes no more."""
+        if self._tree is not None:
+            self._live.discard(sequence)
+            self.ready += self._pending.remove(sequence)
+
+    def forget(self, group: Group) -> None:
+        """A group waits no longer: it was admitted, or ended. Idempotent."""
+        self._pending.forget(group)
+        if self.prefetch is not None:
+            self.prefetch.forget(group)
+
+    def swap_blocks(self, group: Group, builder: PlanBuilder) -> dict[Sequence, SwapBlocks]:
+        """What the sequences of a preempted group would find again if it were in host memory."""
+        found = {}
+        for sequence, limit in self._limits(group).items():
+            length = min(sequence.num_computed, limit)
+            keys = self._tiers.keys(self._tier_salt(group), sequence.tokens(), length)
+            blocks = zip(keys, map(builder.source_of, sequence.table.blocks), strict=False)
+            found[sequence] = SwapBlocks(length, dict(blocks))
+        return found
+
+    def reset(self) -> int:
+        """Forget all cached prefixes on the device; returns how many blocks that freed."""
+        if self._tree is None:
+            return 0
+        freed = self._tree.clear()
+        self._live = LiveSuffixIndex(self._block_size)
+        self.ready += self._pending.clear()
+        return freed
+
+    def check(self) -> None:
+        self._live.check()
+        self._pending.check()
+        if self._tree is not None:
+            self._tree.check()

@@ -1,0 +1,167 @@
+"""Whether there are blocks for a group that waits: as it will need them, or all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.engine.admission import most_blocks
+from quire.engine.decoding.group import Group
+from quire.engine.kvcache.pool import BlockPool
+from quire.engine.kvcache.prefix_tree import PrefixTree
+from quire.engine.kvcache.reserve import ReservedTable, RunKeeper, RunPool
+from quire.engine.kvcache.table import BlockTable
+from quire.engine.scheduler.policies.base import Policy
+from quire.engine.scheduler.prefix_reuse import PrefixReuse
+from quire.engine.scheduler.queue import GroupQueue
+from quire.engine.scheduler.row_table import RowTable
+
+AHEAD = 16  # tokens that all may still grow by when another is admitted, or a block if that is smaller
+LEAST_EXPECTED = 64  # tokens that an answer is expected to go on for, at least
+PATIENCE = 3  # preemptions, after which a group comes back only where it will not be preempted again
+
+
+class Room(Protocol):
+    """How groups come to their blocks."""
+
+    def new_table(self) -> BlockTable: ...
+
+    def has_room(self, group: Group, running: GroupQueue) -> bool:
+        """Whether a waiting group may be admitted beside those that run."""
+
+    def admit(self, group: Group) -> None:
+        """A group is admitted: give its tables what they have from the start."""
+
+    def note_prefill(self, group: Group) -> None:
+        """A running group computed some of its known tokens, or all, or holds no blocks any more."""
+
+    @property
+    def kept(self) -> Sequence[int]:
+        """Blocks that are taken though no table holds them."""
+
+
+class OnDemandRoom:
+    """A block when the one before it is full."""
+
+    kept: Sequence[int] = ()
+
+    def __init__(
+        self, pool: BlockPool, tree: PrefixTree | None, block_size: int, reuse: PrefixReuse, rows: RowTable
+    ) -> None:
+        self._pool, self._tree, self._block_size, self._reuse, self._rows = pool, tree, block_size, reuse, rows
+        self._owed: dict[Group, int] = {}  # blocks that running groups must still take for tokens that are known
+        self._num_owed = 0  # all of these
+        self._no_preempt: list[Group] = []  # groups that were admitted for the last time
+        self._refused: tuple[Group, int] | None = None  # one that had no room, and the version of the running queue
+
+    def new_table(self) -> BlockTable:
+        return BlockTable(self._pool, self._block_size, self._tree)
+
+    def has_room(self, group: Group, running: GroupQueue) -> bool:
+        """Whether there are blocks for all the group knows and for what it grows by next, so that it is not preempted
+        at once, beside what running prompts still have to take."""
+        if not len(running):
+            return True
+        size, shareable = self._block_size, group.num_prompt // self._block_size
+        own = sum(-(-sequence.num_tokens // size) - shareable for sequence in group.live)
+        left = self._pool.num_free - self._num_owed - own  # if it shared its whole prompt
+        missing = shareable + self._headroom(group, running, left) - left
+        if 0 < missing <= shareable:  # blocks it would share with those who run cost nothing
+            missing -= self._num_shared(group)
+        return missing <= 0
+
+    def _num_shared(self, group: Group) -> int:
+        """Whole blocks of the group's first tokens that somebody holds now."""
+        match = self._reuse.lookup(group)
+        node = match.node
+        while node is not None and node.parent is not None and (node.locks == 0 or node.start >= match.num_blocks):
+            node = node.parent
+        return 0 if node is None else min(node.end, match.num_blocks)
+
+    def _headroom(self, group: Group, running: GroupQueue, most: int) -> int:
+        """Blocks for some tokens of each live sequence. A group that was preempted waits for more, ever more of what it
+        is expected to grow by, and at last for all that it and everybody beside it can: then nobody is preempted while
+        it runs. What is above `most` may be counted in part."""
+        size = self._block_size
+        least = -(-self._rows.num_taken * min(AHEAD, size) // size) + group.num_beams_to_come
+        if self._no_preempt:
+            self._no_preempt = [each for each in self._no_preempt if each.is_running]
+        if self._no_preempt or group.num_preemptions >= PATIENCE:
+            return max(least, self._certain_growth(group, running, most))
+        if not group.num_preemptions:
+            return least
+        return least + self._growth(group, _expected_tokens(group)) * group.num_preemptions // PATIENCE
+
+    def _certain_growth(self, group: Group, running: GroupQueue, most: int) -> int:
+        """Blocks that a group and all that run can grow by. While the same groups run, it needs no second count: they
+        take blocks, and the blocks they may still take become fewer by as many."""
+        if self._refused == (group, running.version):
+            return most + 1
+        sure = 0
+        for each in (group, *running):
+            sure += self._growth(each, _most_tokens(each))
+            if sure > most:
+                self._refused = group, running.version
+                break
+        return sure
+
+    def _growth(self, group: Group, num_tokens: int) -> int:
+        """Blocks that a group needs to reach so many tokens besides what it holds, or while it waits, knows."""
+        if group.is_running and len(group.live) == 1:
+            held = len(group.leader.table.blocks)
+        elif group.is_running:
+            held = len({block for sequence in group.live for block in sequence.table.blocks})
+        else:
+            size, shared = self._block_size, group.num_prompt // self._block_size
+            held = shared + sum(-(-sequence.num_tokens // size) - shared for sequence in group.live)
+        return max(most_blocks(group.request, num_tokens, self._block_size) - held, 0)
+
+    def admit(self, group: Group) -> None:
+        if group.num_preemptions >= PATIENCE:
+            self._no_preempt.append(group)
+
+    def note_prefill(self, group: Group) -> None:
+        before = self._owed.pop(group, 0)
+        self._num_owed -= before
+        if group.is_running and group.live and not group.is_forked:
+            leader = group.leader
+            owed = -(-leader.num_tokens // self._block_size) - len(leader.table.blocks)
+            if owed > 0:
+                self._owed[group] = owed
+                self._num_owed += owed
+
+
+def _most_tokens(group: Group) -> int:
+    """How long a group's sequences can become. A request without a bound is taken to need what is expected."""
+    return group.limit if group.request.sampling.max_tokens is not None else _expected_tokens(group)
+
+
+def _expected_tokens(group: Group) -> int:
+    """How long its sequences are expected to become: an answer goes on for as long as it has gone on so far."""
+    length = max(max(sequence.num_tokens, sequence.table.num_tokens) for sequence in group.live)
+    return min(group.limit, length + max(length - group.num_prompt, LEAST_EXPECTED))
+
+
+class ReservedRoom:
+    """A run of blocks for a sequence's whole life, as long as the policy says."""
+
+    def __init__(self, pool: RunPool, block_size: int, policy: Policy, *, to_the_end: bool) -> None:
+        self._pool, self._block_size, self._policy = pool, block_size, policy
+        self._keeper = RunKeeper(pool, to_the_end=to_the_end)
+
+    @property
+    def kept(self) -> Sequence[int]:
+        return self._keeper.kept
+
+    def new_table(self) -> BlockTable:
+        return ReservedTable(self._keeper, self._block_size)
+
+    def has_room(self, group: Group, running: GroupQueue) -> bool:  # noqa: ARG002 - Room's signature
+        return -(-self._policy.reserved(group) // self._block_size) <= self._pool.longest_run
+
+    def admit(self, group: Group) -> None:
+        for sequence in group.live:
+            assert isinstance(sequence.table, ReservedTable)
+            sequence.table.reserve(self._policy.reserved(group))
+
+    def note_prefill(self, group: Group) -> None: ...

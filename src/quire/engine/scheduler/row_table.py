@@ -1,0 +1,166 @@
+"""The engine's side of the rows: which sequence has which row, and what has come back for it, as arrays over all rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.engine.decoding.group import Sequence
+from quire.types.step import Ints
+
+Longs = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class RowTable:
+    """Gives rows to sequences and keeps their generated tokens.
+
+    Each time a row is given away it gets a lease number that is never used again, so a result that arrives late, for a
+    sequence that has left, can be told from one that is awaited. `version` changes whenever a row is given or taken
+    back: what was gathered from the table stays true while it stands.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.sequences: list[Sequence | None] = [None] * num_rows
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._num_reserved = 0
+        self._next_lease = 1
+        self.version = 0
+        self.num_not_streamed = 0  # rows whose outputs nobody hears before the end: their handle is negative
+        self.num_guided = self.num_observed = 0
+        self.leases: Longs = np.zeros(num_rows, dtype=np.int64)  # 0: nobody
+        self.handles: Longs = np.zeros(num_rows, dtype=np.int64)
+        self.counts: Ints = np.zeros(num_rows, dtype=np.int32)  # outputs that have come back
+        self.limits: Ints = np.zeros(num_rows, dtype=np.int32)  # outputs at which the sequence is over
+        self.guided: Bools = np.zeros(num_rows, dtype=np.bool_)  # a grammar's mask guides each of its samples
+        self.observed: Bools = np.zeros(num_rows, dtype=np.bool_)  # a draft proposer observes its tokens
+        self.end_ids: Ints = np.full((num_rows, 4), -1, dtype=np.int32)  # [rows, k]
+        self._end_ids: list[tuple[int, ...]] = [()] * num_rows  # what each line of `end_ids` holds
+        self._outputs: Ints = np.empty((num_rows, 256), dtype=np.int32)  # [rows, capacity]
+
+    @property
+    def num_free(self) -> int:
+        """Rows that anybody may take."""
+        return len(self._free) - self._num_reserved
+
+    @property
+    def num_taken(self) -> int:
+        """Rows that a sequence has."""
+        return len(self.sequences) - len(self._free)
+
+    def reserve(self, num_rows: int) -> None:
+        """Hold so many more free rows back, or fewer: whoever asked for them takes one by reserving one less."""
+        self._num_reserved += num_rows
+        assert 0 <= self._num_reserved <= len(self._free)
+
+    def assign(self, sequence: Sequence) -> int:
+        """Give the sequence a row and a fresh lease; its outputs so far move into the table."""
+        row = self._free.pop()
+        group, ends = sequence.group, sequence.group.request.rules.end_ids
+        limit = group.limit - group.num_prompt
+        if limit > self._outputs.shape[1] or len(ends) > self.end_ids.shape[1]:
+            self._make_room(limit, len(ends))
+        sequence.row = row
+        self.sequences[row] = sequence
+        self.leases[row] = self._next_lease
+        self._next_lease += 1
+        self.version += 1
+        self.handles[row] = sequence.handle
+        self.num_not_streamed += sequence.handle < 0
+        self.limits[row] = limit
+        self.counts[row] = len(sequence.outputs)
+        if sequence.outputs:
+            self._outputs[row, : len(sequence.outputs)] = sequence.outputs
+        if ends != self._end_ids[row]:
+            self.end_ids[row] = -1
+            self.end_ids[row, : len(ends)] = ends
+            self._end_ids[row] = ends
+        controller = sequence.controller
+        if controller.is_guided:
+            self.guided[row] = True
+            self.num_guided += 1
+        if controller.proposer.is_observed:
+            self.observed[row] = True
+            self.num_observed += 1
+        return row
+
+    def sequence_at(self, row: int) -> Sequence:
+        """The sequence that has a row which is taken."""
+        sequence = self.sequences[row]
+        assert sequence is not None
+        return sequence
+
+    def release(self, sequence: Sequence) -> int:
+        """Take the sequence's row back; its outputs move into the sequence."""
+        row = sequence.row
+        assert row is not None
+        sequence.outputs = self.outputs(row)
+        sequence.row = None
+        self.sequences[row] = None
+        self.leases[row] = 0
+        self.version += 1
+        self.num_not_streamed -= sequence.handle < 0
+        if self.guided[row]:
+            self.guided[row] = False
+            self.num_guided -= 1
+        if self.observed[row]:
+            self.observed[row] = False
+            self.num_observed -= 1
+        self._free.append(row)
+        return row
+
+    def record(self, rows: Ints, tokens: Ints) -> Ints:
+        """One more output for each of `rows`, which are distinct; returns how many each now has."""
+        counts = self.counts[rows]
+        self._outputs[rows, counts] = tokens
+        counts += 1
+        self.counts[rows] = counts
+        return counts
+
+    def extend(self, row: int, tokens: tuple[int, ...]) -> None:
+        """More outputs for one row."""
+        count = int(self.counts[row])
+        self._outputs[row, count : count + len(tokens)] = tokens
+        self.counts[row] = count + len(tokens)
+
+    def rewrite(self, row: int, outputs: list[int]) -> None:
+        """Other outputs for one row."""
+        self._outputs[row, : len(outputs)] = outputs
+        self.counts[row] = len(outputs)
+
+    def outputs(self, row: int, start: int = 0) -> list[int]:
+        """What has come back for a row, from its `start`-th output on."""
+        outputs: list[int] = self._outputs[row, start : self.counts[row]].tolist()
+        return outputs
+
+    def output_bytes(self, row: int) -> bytes:
+        """What has come back for a row, as int32."""
+        return self._outputs[row, : self.counts[row]].tobytes()
+
+    def _make_room(self, outputs: int, end_ids: int) -> None:
+        rows, capacity = self._outputs.shape
+        if outputs > capacity:
+            grown = np.empty((rows, max(outputs, 2 * capacity)), dtype=np.int32)  # pages untouched cost nothing
+            grown[:, :capacity] = self._outputs
+            self._outputs = grown
+        width = self.end_ids.shape[1]
+        if end_ids > width:
+            self.end_ids = np.pad(self.end_ids, ((0, 0), (0, end_ids - width)), constant_values=-1)
+
+    def check(self) -> None:
+        taken = [row for row, sequence in enumerate(self.sequences) if sequence is not None]
+        assert sorted([*self._free, *taken]) == list(range(len(self.sequences)))
+        assert len(set(self.leases[taken].tolist())) == len(taken)
+        for row in taken:
+            sequence = self.sequence_at(row)
+            assert sequence.row == row
+            assert self.leases[row] > 0
+            assert self.handles[row] == sequence.handle
+            assert self.counts[row] < self.limits[row]
+            assert self.guided[row] == sequence.controller.is_guided
+            assert tuple(self.end_ids[row].tolist())[: len(self._end_ids[row])] == self._end_ids[row]
+        assert all(self.leases[row] == 0 for row in self._free)
+        assert self.num_not_streamed == sum(self.sequence_at(row).handle < 0 for row in taken)
+        assert self.num_guided == int(self.guided.sum())
+        assert self.num_observed == int(self.observed.sum())
+        assert 0 <= self._num_reserved <= len(self._free)
