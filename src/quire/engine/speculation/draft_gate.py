@@ -1,0 +1,83 @@
+"""Whether drafts pay at all: tokens a second with drafts and without, as they were measured."""
+
+from __future__ import annotations
+
+from collections import deque
+
+_WINDOW, _LEAST_WINDOW = 24, 6  # steps with drafts that are judged together: fewer where a step has many rows
+_CLEAN = 3  # steps without a draft after which a step counts as plain: no row waits for a result any more
+_RECENT = 16  # steps whose largest batch is the present one: rows that wait for results are missing from some
+_RATE = 0.1  # of the running mean of plain steps
+_FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096  # plain steps after a window that was slower; doubles each time
+
+
+class DraftGate:
+    """Compares steps with drafts to plain steps, separately for batches of each octave. Drafts are allowed until a
+    window of steps with drafts was slower than plain steps. Then they pause, each time twice as long, and one more
+    window of them is tried.
+
+    So whatever a step's parts cost on a machine, little time is lost to drafts that do not pay.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque(maxlen=_RECENT)
+        self._plain_run = 0  # steps since the last one with a draft
+        self._octaves: dict[int, _Octave] = {}
+        self.octave = 1  # of the present batch: the bits of its number of rows
+        self._present = self._find(1)
+
+    @property
+    def allows(self) -> bool:
+        """Whether drafts may be made at the present batch size."""
+        return self._present.pause == 0
+
+    def note(self, rows: int, num_drafted: int, num_accepted: int, seconds: float) -> None:
+        """A step of so many rows, which verified so many draft tokens and accepted some, took so long."""
+        self._recent.append(rows)
+        self.octave = max(self._recent).bit_length()
+        present = self._present = self._find(self.octave)
+        self._plain_run = 0 if num_drafted else self._plain_run + 1
+        if self._plain_run > _CLEAN:
+            present.note_plain(rows, seconds)
+        else:
+            present.note_drafted(rows + num_accepted, seconds, is_draft=num_drafted > 0)
+
+    def _find(self, octave: int) -> _Octave:
+        if octave not in self._octaves:
+            self._octaves[octave] = _Octave(max(_LEAST_WINDOW, _WINDOW >> (octave // 2)))
+        return self._octaves[octave]
+
+
+class _Octave:
+    """Batches of one octave, judged after each window of `window` steps with drafts."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self.pause = 0  # plain steps before drafts are allowed again
+        self._next_pause = _FIRST_PAUSE
+        self._plain: float | None = None  # tokens a second
+        self._tokens, self._seconds, self._drafts = 0, 0.0, 0  # of the window
+
+    def note_plain(self, rows: int, seconds: float) -> None:
+        self.pause = max(0, self.pause - 1)
+        if seconds > 0.0:
+            rate = rows / seconds
+            self._plain = rate if self._plain is None else self._plain + _RATE * (rate - self._plain)
+
+    def note_drafted(self, num_tokens: int, seconds: float, *, is_draft: bool) -> None:
+        """A step that verified drafts, or one soon after it: rows that wait for results are part of the price."""
+        self._tokens += num_tokens
+        self._seconds += seconds
+        self._drafts += is_draft
+        if self._drafts >= self._window:
+            self._judge()
+
+    def _judge(self) -> None:
+        rate = self._tokens / max(self._seconds, 1e-9)
+        self._tokens, self._seconds, self._drafts = 0, 0.0, 0
+        if self._plain is None:
+            self.pause = 2 * _CLEAN  # long enough to see plain steps
+        elif rate < self._plain:
+            self.pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE)
+        else:
+            self._next_pause = _FIRST_PAUSE

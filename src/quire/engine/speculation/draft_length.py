@@ -1,0 +1,190 @@
+"""How long a draft should be: as long as the tokens it is expected to save are worth what verifying it costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.engine.speculation.draft_gate import DraftGate
+from quire.engine.speculation.step_costs import StepCosts
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+_MARGIN, _CAUTION = 0.1, 1.15  # tokens a draft must be expected to gain, with costs taken to be this much higher
+_PROBES = 5  # steps, at batches of each octave, with drafts that may look too dear: their cost is not known yet
+_PROBE_CHANCE = 0.5  # the least chance of a probe's first token
+_PROBE_TOKENS = 16  # draft tokens in such a step, or as many as it has rows: enough to tell what they cost
+_RATE = 0.3  # of running means over steps
+_MOST_ROUNDS = 4  # steps from one paced step to the next; more were lost to something else, as a preemption
+
+
+class Chances(NamedTuple):
+    """The chance that a draft's first token is accepted, and of each further one if those before it were."""
+
+    first: float
+    following: float
+
+
+class DraftLength(NamedTuple):
+    """How long a draft should be."""
+
+    num_tokens: int
+    is_probe: bool = False  # the draft looks too dear, and is made to measure what it costs
+
+
+NO_DRAFT = DraftLength(0)
+
+
+class DraftLengths:
+    """Chooses draft lengths by what all sequences share: what steps cost, how full they are, whether drafts pay at all.
+
+    With `depth` > 1 steps in flight, a paced sequence is missing from the steps that are launched while it waits for
+    its result. Each of them costs it a token, so a draft must gain more than that. How many there are is measured, for
+    batches of each octave: a sequence alone in its batch misses none.
+
+    A probe is a draft that looks too dear, made to measure what it costs. The first steps at each octave have some.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.costs = StepCosts()
+        self._gate = DraftGate()
+        self._depth = depth
+        self.num_steps = 0
+        self._rows, self._others_drafted, self._others_accepted = 1.0, 0.0, 0.0  # of a step, running means
+        self._ordered = self._drafted = self._accepted = 0  # since the last step
+        self._num_probes: Counter[int] = Counter()  # steps with probes, by octave
+        self._was_probe = False  # since the last step
+        self.probe_room = _PROBE_TOKENS  # draft tokens that probes of the next step may still have
+        self._rounds: dict[int, float] = {}  # running means by octave
+        self._prices: dict[tuple[int, bool], list[float]] = {}  # since the last step
+
+    # ------------------------------------------------------------------------------------------------ what was seen
+    def note_step(self, num_tokens: int, num_samples: int, seconds: float) -> None:
+        """A step is over; comes after the results of its drafts. Where it held no prompt, each of its tokens was
+        sampled from."""
+        self.num_steps += 1
+        if num_tokens == num_samples and num_tokens:
+            rows = max(1, num_samples - self._drafted)
+            self.costs.note(num_tokens, seconds, drafting=self._ordered > 0)
+            self._gate.note(rows, self._drafted, self._accepted, seconds)
+            self._num_probes[self._gate.octave] += self._was_probe
+            self._rows += _RATE * (rows - self._rows)
+            others = 1.0 - 1.0 / rows  # what a sequence adds its own draft to
+            self._others_drafted += _RATE * (self._drafted * others - self._others_drafted)
+            self._others_accepted += _RATE * (self._accepted * others - self._others_accepted)
+        self._ordered = self._drafted = self._accepted = 0
+        self._was_probe = False
+        has_probes = self._num_probes[self._gate.octave] < _PROBES
+        self.probe_room = max(_PROBE_TOKENS, round(self._rows)) if has_probes else 0
+        self._prices.clear()
+
+    def note_order(self, num_tokens: int) -> None:
+        """The runtime drafts so many tokens after the step that is being planned."""
+        self._ordered += num_tokens
+
+    def note_probe(self, num_tokens: int) -> None:
+        """The step that is being planned verifies, or is followed by, a probe of so many tokens."""
+        self.probe_room -= num_tokens
+
+    def note_result(self, num_drafted: int, num_accepted: int, *, is_probe: bool) -> None:
+        """A step verified a draft. `is_probe` as its DraftLength said."""
+        self._drafted += num_drafted
+        self._accepted += num_accepted
+        self._was_probe |= is_probe
+
+    def note_rounds(self, since: int) -> None:
+        """A paced sequence has its result. The one before came after `since` steps, by `num_steps`."""
+        if self._depth > 1:
+            steps = min(max(self.num_steps - since, 1), _MOST_ROUNDS)
+            self._rounds[self._gate.octave] = self.rounds + _RATE * (steps - self.rounds)
+
+    # ------------------------------------------------------------------------------------------------------- asked
+    @property
+    def allows_drafts(self) -> bool:
+        """False while drafts have turned out slower than none at batches like the present."""
+        return self._gate.allows
+
+    @property
+    def rounds(self) -> float:
+        """How many steps there are from one step of a paced sequence to its next, that one included."""
+        return self._rounds.get(self._gate.octave, 1.0)
+
+    def length(self, chances: Chances, limit: int, *, drafting: bool = False) -> DraftLength:
+        """The draft of at most `limit` tokens that gains most for the whole batch; none where none gains anything.
+        `drafting`: the runtime makes the draft."""
+        if not self.allows_drafts:
+            return NO_DRAFT
+        best, best_gain, expected, power = 0, _MARGIN + self.rounds - 1.0, 0.0, chances.first
+        for length, price in enumerate(self._price(limit, drafting), 1):
+            expected += power
+            power *= chances.following
+            gain = expected - price
+            if gain > best_gain:
+                best, best_gain = length, gain
+        if not best and self.probe_room > 0 and chances.first >= _PROBE_CHANCE:
+            return DraftLength(min(limit, self.probe_room), is_probe=True)
+        return DraftLength(best)
+
+    def are_worth(self, first: Floats, following: Floats, limit: int) -> Bools:
+        """Whether `length` returns a draft, for each sequence of a batch by its chances. Probes are left to as many as
+        there is room for."""
+        most = Chances(float(first.max(initial=0.0)), float(following.max(initial=0.0)))
+        if not self.length(most, limit).num_tokens:  # a likelier draft gains more, so none of them pays
+            return np.zeros(len(first), dtype=np.bool_)
+        powers = np.empty((len(first), limit))
+        powers[:, 0], powers[:, 1:] = first, following[:, None]
+        np.multiply.accumulate(powers, axis=1, out=powers)
+        gains = np.add.accumulate(powers, axis=1) - np.array(self._price(limit, drafting=False))
+        worth: Bools = gains.max(axis=1) > _MARGIN + self.rounds - 1.0
+        if self.probe_room > 0:
+            (probes,) = np.nonzero(~worth & (first >= _PROBE_CHANCE))
+            worth[probes[: -(-self.probe_room // limit)]] = True
+        return worth
+
+    def _price(self, limit: int, drafting: bool) -> list[float]:
+        """How many tokens the time to verify a draft would bring otherwise, for drafts of 1, 2 ... `limit` tokens."""
+        found = self._prices.get((limit, drafting))
+        if found is None:
+            rows = max(1, round(self._rows))
+            usual = max(rows, round(self._rows + self._others_drafted))
+            plain = rows * self.costs.cost(usual) / self.costs.cost(rows)
+            usual_tokens = max(plain, self._rows + self._others_accepted)  # that the time of a usual step brings
+            price = _CAUTION * usual_tokens
+            found = [price * extra for extra in self.costs.extra(usual, limit, drafting=drafting)]
+            self._prices[limit, drafting] = found
+        return found
+
+
+class Experience:
+    """How many guesses were right of those that were made, old ones worth less."""
+
+    __slots__ = ("_forget", "_made", "_right", "_weights")
+
+    def __init__(self, forget: float) -> None:
+        self._forget = forget
+        self._weights = np.ones(1)  # of the last guesses, oldest first
+        self._right = self._made = 0.0
+
+    @property
+    def has_any(self) -> bool:
+        return self._made > 0.0
+
+    def add(self, *, is_right: bool) -> None:
+        self._right = self._right * self._forget + is_right
+        self._made = self._made * self._forget + 1.0
+
+    def add_all(self, are_right: Bools) -> None:
+        """As `add` for each, in this order."""
+        if len(self._weights) <= len(are_right):
+            self._weights = self._forget ** np.arange(2 * len(are_right), -1, -1.0)
+        weights = self._weights[-1 - len(are_right) :]
+        self._right = float(self._right * weights[0] + weights[1:] @ are_right)
+        self._made = float(self._made * weights[0] + weights[1:].sum())
+
+    def mean(self, prior: float, weight: float) -> float:
+        """The share that was right; the prior counts for `weight` guesses."""
+        return (self._right + weight * prior) / (self._made + weight)
