@@ -1,0 +1,75 @@
+"""Memory for the tokens of many sequences: one array of int32 that grows without being copied."""
+
+from __future__ import annotations
+
+import mmap
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from quire.types.step import Ints
+
+_WORD = 4  # bytes
+_FIRST_WORDS = 1 << 20
+_RETURNED_WORDS = 1 << 14  # a freed extent of at least so many words goes back to the operating system
+
+
+class TokenArena:
+    """Hands out extents of one int32 array. Pages that were never written take no memory.
+
+    `words` is the array for batches; `cells` is the same memory for single reads and writes. `allocate` may move both,
+    so nobody keeps either, or a view of it, across a call.
+    """
+
+    def __init__(self) -> None:
+        self._map = mmap.mmap(-1, _FIRST_WORDS * _WORD, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._used = 0  # words that were ever handed out
+        self._free: dict[int, list[int]] = {}  # freed extents, by their length
+        self.words: Ints
+        self.cells: Any
+        self._make_views()
+
+    @property
+    def num_words(self) -> int:
+        """Words that are handed out or wait to be used again."""
+        return self._used
+
+    def allocate(self, num_words: int) -> int:
+        """The start of an extent of so many words, whose content is unspecified."""
+        freed = self._free.get(num_words)
+        if freed:
+            return freed.pop()
+        start, self._used = self._used, self._used + num_words
+        if self._used > len(self.words):
+            self._grow(self._used)
+        return start
+
+    def free(self, start: int, num_words: int) -> None:
+        """An extent that `allocate` returned is not needed any more."""
+        self._free.setdefault(num_words, []).append(start)
+        if num_words >= _RETURNED_WORDS:
+            first = -(-start * _WORD // mmap.PAGESIZE) * mmap.PAGESIZE
+            last = (start + num_words) * _WORD // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def _grow(self, num_words: int) -> None:
+        """The kernel moves the pages' addresses; no byte is copied."""
+        size = len(self.words)
+        while size < num_words:
+            size *= 2
+        self.cells.release()
+        del self.words, self.cells
+        self._map.resize(size * _WORD)
+        self._make_views()
+
+    def _make_views(self) -> None:
+        self.words = np.frombuffer(self._map, dtype=np.int32)
+        self.cells = memoryview(self._map).cast("i")
+
+    def check(self) -> None:
+        """Freed extents lie in what was handed out, and none twice."""
+        extents = sorted((start, start + size) for size, starts in self._free.items() for start in starts)
+        for (_, end), (start, _) in pairwise(extents):
+            assert end <= start
+        assert not extents or extents[-1][1] <= self._used
