@@ -1,0 +1,116 @@
+"""Drafts that the runtime makes on order: with a smaller model, or with the first layers of the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.config.speculation import SpeculationConfig
+from quire.engine.speculation.draft_length import Chances, DraftLength, DraftLengths, Experience
+from quire.engine.speculation.proposer import NO_PROPOSER, DraftProposer
+from quire.types.request import Submit
+from quire.types.step import Ints
+
+FIRST_REST, LONGEST_REST = 16, 512  # tokens without a draft after one that did not pay; doubles each time
+TRIAL = 2  # tokens drafted after a rest, whatever is expected of them
+_PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # the chance of a token before any was seen, and how many tokens it counts for
+_COMMON_WEIGHT = 2.0  # how many of a sequence's own tokens the experience of all sequences counts for
+_OWN_FORGET, _ALL_FORGET = 0.9, 0.995
+
+
+class RuntimeDraftProposers:
+    """Orders drafts from the runtime, as long as pays. A sequence runs ahead where none pays."""
+
+    def __init__(self, config: SpeculationConfig, depth: int) -> None:
+        self._num_tokens = config.num_tokens
+        self.lengths = DraftLengths(depth)
+        self._all = Experience(_ALL_FORGET)
+
+    def begin(self, request: Submit) -> DraftProposer:
+        if request.sampling.max_tokens == 1:
+            return NO_PROPOSER
+        return RuntimeDraftProposer(self._num_tokens, self.lengths, self._all)
+
+    def observe(self, proposers: Sequence[DraftProposer], tokens: Ints) -> Sequence[int]:
+        raise AssertionError(
+            f"{len(proposers)} sequences are observed by {len(tokens)} tokens, though none asked for it"
+        )
+
+    def note_step(self, num_tokens: int, num_samples: int, seconds: float) -> None:
+        self.lengths.note_step(num_tokens, num_samples, seconds)
+
+
+class RuntimeDraftProposer:
+    """Orders the drafts of one sequence. Where no draft pays the sequence rests: it runs ahead, each time twice as far,
+    and then a short trial is drafted. A draft that was lost, as in a preemption, is not proposed."""
+
+    is_observed = False
+
+    def __init__(self, num_tokens: int, lengths: DraftLengths, common: Experience) -> None:
+        self._num_tokens, self._lengths = num_tokens, lengths
+        self._common, self._own = common, Experience(_OWN_FORGET)
+        self._paced_since: int | None = None  # the number of steps when its last paced result came
+        self._rest, self._next_rest, self._on_trial = 0, FIRST_REST, False  # tokens to come before the next draft
+        self._offered: tuple[int, ...] = ()
+        self._orders_probe = self._offers_probe = False  # what DraftLength said of the draft ordered and offered last
+        self.num_ahead = 0
+
+    def wants_draft(self) -> bool:
+        return self.num_ahead == 0
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self._offered = ()  # it followed what came before these
+        self._note_rounds()
+        if self._rest > 0:
+            self._rest = max(0, self._rest - len(tokens))
+            self._on_trial = self._rest == 0
+        self.num_ahead = self._rest
+
+    def propose(self, limit: int) -> tuple[int, ...]:
+        return self._offered[: max(limit, 0)]
+
+    def order(self, limit: int) -> int:
+        limit = min(limit, self._num_tokens)
+        if limit <= 0 or self._rest > 0:
+            return 0
+        length, self._orders_probe = self._length(limit)
+        if not length and self._on_trial and self._lengths.allows_drafts:
+            length = min(limit, TRIAL)
+        if length:
+            self._lengths.note_order(length)
+            if self._orders_probe:
+                self._lengths.note_probe(length)
+        else:
+            self._begin_rest()
+        return length
+
+    def offer(self, tokens: Sequence[int]) -> None:
+        self._offered, self._offers_probe = tuple(tokens), self._orders_probe
+
+    def result(self, num_drafted: int, num_accepted: int) -> None:
+        self._lengths.note_result(num_drafted, num_accepted, is_probe=self._offers_probe)
+        for place in range(min(num_accepted + 1, num_drafted)):
+            for guesses in (self._own, self._common):
+                guesses.add(is_right=place < num_accepted)
+        self._on_trial = False
+        if self._length(self._num_tokens).num_tokens:
+            self._next_rest = FIRST_REST
+        else:
+            self._begin_rest()
+
+    def clone(self) -> RuntimeDraftProposer:
+        return RuntimeDraftProposer(self._num_tokens, self._lengths, self._common)
+
+    def close(self) -> None: ...
+
+    def _note_rounds(self) -> None:
+        was_paced = self.num_ahead == 0
+        if was_paced and self._paced_since is not None:
+            self._lengths.note_rounds(self._paced_since)
+        self._paced_since = self._lengths.num_steps if was_paced else None
+
+    def _begin_rest(self) -> None:
+        self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
+
+    def _length(self, limit: int) -> DraftLength:
+        chance = self._own.mean(self._common.mean(_PRIOR, _PRIOR_WEIGHT), _COMMON_WEIGHT)
+        return self._lengths.length(Chances(chance, chance), limit, drafting=True)
