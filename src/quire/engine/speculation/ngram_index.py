@@ -16,7 +16,7 @@ Longs = npt.NDArray[np.int64]
 
 NOWHERE = -1
 LINKS = 16  # earlier places looked at, latest first: bounds the cost of a token that comes again and again
-CATCH_UP_TOKENS = 4096  # tokens a step that are indexed later than they came: prompts, and what came unindexed
+CATCH_UP_TOKENS = 4096  # tokens a step that are indexed later than they came: prompts, and tokens only stored
 _MULTIPLIER = 0x9E3779B1  # of a multiplicative hash
 _MASK = 2**32 - 1
 _LEAST_HEADS = 1 << 10
@@ -25,13 +25,14 @@ _LEAST_HEADS = 1 << 10
 class NgramIndexes:
     """The tokens of many sequences, each in a slot, and for each an index of its n-grams of `shortest` tokens.
 
-    A place is the position of a token; the n-gram before it leads to it. The index of a slot is a hash table of heads,
-    each the latest place whose n-gram has that hash, and chains from every place to the one before it. An extent of the
-    arena holds tokens, chains and heads, one part after the other, each as long as there are heads. It is replaced by
-    one twice as long when all its words for tokens but one are taken; that one says that NOWHERE leads nowhere.
+    A place is the position of a token; its n-gram is the tokens right before it. The index of a slot is a hash table:
+    a head for each hash is the latest place whose n-gram has that hash, and a chain leads from each place to the one
+    before it with the same hash. An extent of the arena holds the tokens, chains and heads of a slot, three parts of
+    the same size. The last word of the tokens part is no token: it holds NOWHERE, so that a batch that follows the
+    chain of NOWHERE stays there. A full extent is replaced by one of twice the size.
 
-    A slot that is behind has tokens that are not indexed yet, and nothing is found in it until `catch_up` has indexed
-    them: it takes `CATCH_UP_TOKENS` a step in all, so long prompts delay nobody.
+    A slot that is behind has tokens that are not indexed yet. Nothing is found in it until `catch_up` has indexed them.
+    All slots together index at most CATCH_UP_TOKENS so in a step, so that long prompts make no step slow.
     """
 
     def __init__(self, slots: SlotTable, shortest: int, longest: int) -> None:
@@ -284,7 +285,7 @@ class NgramIndexes:
         base = self._base.cells[slot] = self._arena.allocate(3 * size)
         self._size.cells[slot], self._indexed.cells[slot], self._head.cells[slot] = size, 0, NOWHERE
         self._arena.words[base + 2 * size : base + 3 * size] = NOWHERE
-        self._arena.cells[base + size - 1] = NOWHERE  # where the chain of NOWHERE is read
+        self._arena.cells[base + size - 1] = NOWHERE  # read as the chain of NOWHERE
 
     def _make_room(self, slots: Longs) -> Longs:
         """The lengths of these slots, after which each has room for one more token."""

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.config.speculation import SpeculationConfig
+from quire.engine.speculation.draft_length import DraftLength
+from quire.engine.speculation.ngram import NgramProposers
+from quire.engine.speculation.proposer import FOREVER, NO_PROPOSER, NoProposers
+from quire.engine.speculation.registry import make_proposers
+from quire.engine.speculation.runtime_drafts import RuntimeDraftProposers
+from quire.types.request import Submit
+from quire.types.sampling import SamplingParams
+
+NGRAM = SpeculationConfig(method="ngram", num_tokens=6)
+DRAFT = SpeculationConfig(method="draft_model", num_tokens=4, model="small")
+SELF = SpeculationConfig(method="self_draft", num_tokens=3, num_layers=2)
+
+
+def request(prompt: tuple[int, ...], max_tokens: int = 64) -> Submit:
+    return Submit("r", prompt, SamplingParams(max_tokens=max_tokens))
+
+
+def test_an_ordered_draft_is_proposed_once_and_only_for_what_it_followed() -> None:
+    proposer = RuntimeDraftProposers(DRAFT, 1).begin(request((1, 2, 3)))
+    assert proposer.wants_draft()
+    assert proposer.propose(8) == ()
+    assert 1 <= proposer.order(8) <= 4
+    proposer.observe((4,))
+    proposer.offer((5, 6, 7))
+    assert proposer.propose(2) == (5, 6)
+    assert proposer.propose(0) == ()
+    proposer.result(2, 1)
+    proposer.observe((5, 9))
+    assert proposer.propose(8) == ()
+
+
+def test_a_draft_that_is_ordered_as_a_probe_counts_as_one_when_it_is_verified() -> None:
+    proposers, given, said = RuntimeDraftProposers(DRAFT, 1), list[bool](), [DraftLength(3, is_probe=True)]
+    proposers.lengths.length = lambda *_, **__: said[-1]  # type: ignore[method-assign]
+    proposers.lengths.note_result = lambda *_, is_probe: given.append(is_probe)  # type: ignore[method-assign]
+    proposer = proposers.begin(request((1, 2, 3)))
+    room = proposers.lengths.probe_room
+    proposer.order(8)
+    assert proposers.lengths.probe_room == room - 3
+    proposer.observe((4,))
+    proposer.offer((5, 6, 7))
+    said.append(DraftLength(3))  # the next one pays, and is ordered before the first is verified
+    for _ in range(2):
+        proposer.propose(8)
+        proposer.order(8)
+        proposer.result(3, 1)
+        proposer.observe((5, 9))
+        proposer.offer((5, 6, 7))
+    assert given == [True, False]
+    assert proposers.lengths.probe_room == room - 3
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_model_whose_drafts_fail_is_asked_ever_less(depth: int) -> None:
+    proposers = RuntimeDraftProposers(DRAFT, depth)
+    proposer = proposers.begin(request((1, 2, 3), 10_000))
+    assert proposer.num_ahead == 0
+    orders = tokens = 0
+    while tokens < 4_000:
+        if proposer.num_ahead:
+            assert not proposer.wants_draft()
+            ahead = proposer.num_ahead
+            proposer.observe((7,) * ahead)
+            tokens += ahead
+            continue
+        ordered = proposer.order(8)
+        orders += ordered > 0
+        proposer.observe((4,))
+        proposers.note_step(1, 1, 0.01)
+        if ordered:
+            proposer.offer((5,) * ordered)
+            proposer.result(len(proposer.propose(8)), 0)
+            proposer.observe((6,))
+            proposers.note_step(1 + ordered, 1 + ordered, 0.015)
+        tokens += 2
+    assert 2 < orders < 40
+
+
+def test_a_sequence_for_which_no_draft_pays_runs_ahead_and_is_tried_later() -> None:
+    proposers = RuntimeDraftProposers(DRAFT, 2)
+    proposers.lengths.length = lambda *_, **__: DraftLength(0)  # type: ignore[method-assign]
+    proposer = proposers.begin(request((1, 2, 3)))
+    assert proposer.order(8) == 0
+    proposer.observe((4,))
+    assert 0 < proposer.num_ahead < FOREVER
+    proposer.observe((5,) * proposer.num_ahead)
+    assert proposer.wants_draft()
+    assert proposer.order(8) == 2
+    assert proposer.clone().wants_draft()
+
+
+def test_runtime_drafts_are_never_observed_while_a_sequence_runs_ahead() -> None:
+    proposers = RuntimeDraftProposers(DRAFT, 2)
+    proposer = proposers.begin(request((1, 2, 3)))
+    assert not proposer.is_observed
+    with pytest.raises(AssertionError, match="observed"):
+        proposers.observe([proposer], np.array([1], dtype=np.int32))
+    proposer.close()
+
+
+def test_a_request_for_one_token_gets_no_proposer() -> None:
+    assert RuntimeDraftProposers(DRAFT, 1).begin(request((1, 2), 1)) is NO_PROPOSER
+
+
+def test_without_speculation_nothing_is_proposed_or_observed() -> None:
+    proposers = NoProposers()
+    proposer = proposers.begin(request((1, 2, 1, 2)))
+    assert proposer is NO_PROPOSER
+    assert not proposer.is_observed
+    assert not proposer.wants_draft()
+    assert proposer.num_ahead == FOREVER
+    assert proposer.propose(4) == ()
+    assert proposer.order(4) == 0
+    assert proposer.clone() is proposer
+    assert list(proposers.observe((), np.empty(0, dtype=np.int32))) == []
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_settings_choose_the_proposers(depth: int) -> None:
+    assert isinstance(make_proposers(None, depth), NoProposers)
+    assert isinstance(make_proposers(DRAFT, depth), RuntimeDraftProposers)
+    assert isinstance(make_proposers(SELF, depth), RuntimeDraftProposers)
+    assert isinstance(make_proposers(NGRAM, depth), NgramProposers)
