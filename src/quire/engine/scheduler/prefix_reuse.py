@@ -297,7 +297,7 @@ class PrefixReuse:
         """Why the prefix cache has no more of a prompt than a match says."""
         node, tree = match.node, self._tree
         if node is None or tree is None:
-            return "nothing is cached for this tenant"
+            return "nothing is cached"
         start = match.num_blocks * self._width
         if node.ghosts is not None and node.end == match.num_blocks:
             evicted = node.ghosts.get(group.prompt[start : start + self._width])
@@ -305,7 +305,7 @@ class PrefixReuse:
                 seconds = f"{now - evicted.at:.1f} s ago by {tree.policy_name}"
                 return f"{evicted.num_blocks} blocks from here on were evicted {seconds}"
         if match.closest is None:
-            return "no request has computed more" if match.num_blocks else "nothing is cached for this tenant"
+            return "no request has computed more" if match.num_blocks else "nothing is cached"
         return f"from here on it differs from request {match.closest.owner}"
 
     # ------------------------------------------------------------------------------------------------- publishing

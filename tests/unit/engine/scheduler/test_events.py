@@ -19,7 +19,7 @@ def test_an_entry_that_a_sequence_left_behind_when_it_lost_its_row_changes_nothi
         engine.submit(name, prompt, max_tokens=30, seed=seed)
 
     def list_twice(_: int) -> None:
-        for sequences in engine.core._scheduler._events.values():
+        for sequences in engine.core._scheduler.decoding._events.values():
             sequences[:] = [*dict.fromkeys(sequences)] * 2
 
     engine.run(each=list_twice)
