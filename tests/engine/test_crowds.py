@@ -78,8 +78,6 @@ def test_a_burst_behind_a_cached_prefix_costs_what_its_requests_cost() -> None:
     assert burst_calls(8_192, 32) < 1.25 * few
 
 
-
-
 def steps_until(engine: Harness, name: str) -> int:
     """Steps until a request's first token has come."""
     for number in range(1, 500):

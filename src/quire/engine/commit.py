@@ -73,7 +73,7 @@ class Commit:
             rows = np.concatenate([rows, np.array(ahead, dtype=np.int32)])
         others = [chunk.row for chunk in plan.chunks]
         others += [new.row for new in plan.new_rows]
-        leases = self._gather(rows).leases
+        leases = table.leases[rows]
         noted = dict(zip(others, table.leases[others].tolist(), strict=True)) | {each.row: each.lease for each in paced}
         return InFlightStep(plan, rows, leases, table.version, noted, self._clock(), places, paced, masks, awaits)
 
@@ -101,7 +101,10 @@ class Commit:
         columns = self._gather(rows)
         counts = table.record(rows, tokens)
         ends = find_ends(tokens, columns.end_ids, counts, columns.limits)
-        ended = [(table.sequence_at(row), token) for row, token in zip(rows[ends].tolist(), tokens[ends].tolist(), strict=True)]
+        ended = [
+            (table.sequence_at(row), token)
+            for row, token in zip(rows[ends].tolist(), tokens[ends].tolist(), strict=True)
+        ]
         if self._scheduler.policy.counts_outputs:
             self._scheduler.policy.generated(rows)
         paced = self._paced.take(step, result) if step.paced else []

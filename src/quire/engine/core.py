@@ -61,9 +61,7 @@ class EngineCore:
         self._guided = GuidedRows(self._scheduler.rows, vocab_size, self._end, self._fail)
         self._paced = PacedResults(self._scheduler, self._end, self._fail, self._close_search)
         proposers = self._tools.proposers
-        self._commit = Commit(
-            self._scheduler, proposers, self._guided, self._paced, self._end, self._fail, clock
-        )
+        self._commit = Commit(self._scheduler, proposers, self._guided, self._paced, self._end, self._fail, clock)
         self._compiling: dict[Group, Compilation] = {}
         self._groups: dict[str, Group] = {}
         self._finished: list[Finished] = []
@@ -89,7 +87,9 @@ class EngineCore:
             self.pins.settle(request, None)
             if isinstance(error, InvalidRequest):
                 raise
-            raise InvalidRequest("request", f"failed inside the engine: {error!r}", "change it or report this") from error
+            raise InvalidRequest(
+                "request", f"failed inside the engine: {error!r}", "change it or report this"
+            ) from error
         self._ordinal += 1
         self._next_handle += request.sampling.n
         self._groups[request.request_id] = group
@@ -287,7 +287,11 @@ class EngineCore:
         if group.search is not None and group.live:
             group.ended.append(SampleEnd(0, tuple(group.leader.outputs), "error"))
         for sequence in list(group.live):
-            outputs = self._scheduler.end(sequence, keep=False) if sequence.table.blocks or sequence.row is not None else sequence.outputs
+            outputs = (
+                self._scheduler.end(sequence, keep=False)
+                if sequence.table.blocks or sequence.row is not None
+                else sequence.outputs
+            )
             group.live.remove(sequence)
             if group.search is None:
                 group.ended.append(SampleEnd(sequence.index, tuple(outputs), "error"))

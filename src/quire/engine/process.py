@@ -124,7 +124,9 @@ class EngineLoop:
     def _linger(self) -> None:
         """Hear who comes before the next step must be planned."""
         while (
-            not self._stopping and (seconds := self._core.slack_seconds()) >= 1e-3 and self._edges.wait(self._wake, seconds)
+            not self._stopping
+            and (seconds := self._core.slack_seconds()) >= 1e-3
+            and self._edges.wait(self._wake, seconds)
         ):
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)

@@ -100,6 +100,14 @@ class BlockPool:
         """The prefix tree forgets these cached blocks, which nobody holds. They count as free already."""
         self._free.extend(reversed(blocks))
 
+    def num_unshared(self, blocks: Sequence[int]) -> int:
+        """How many of these private blocks, from the first on, have one holder each."""
+        holders = self._holders
+        for place, block in enumerate(blocks):
+            if holders[block] != 1:
+                return place
+        return len(blocks)
+
     def holders(self, block: int) -> int:
         """Tables that hold a private block; 0 for a free or cached one."""
         return self._holders[block]

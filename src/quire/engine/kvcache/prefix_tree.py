@@ -28,13 +28,14 @@ class Node:
     """
 
     __slots__ = (
-        "blocks", "changes", "children", "first_keys", "ghosts", "is_detached", "keys", "locks", "owner", "parent",
+        "blocks", "changes", "children", "end", "first_keys", "ghosts", "is_detached", "keys", "locks", "owner", "parent",
         "salt", "score", "start", "tokens", "uses",
     )  # fmt: skip
 
     def __init__(self, blocks: list[int], tokens: bytes, parent: Node | None, owner: str, salt: str) -> None:
         self.blocks, self.tokens, self.parent, self.owner, self.salt = blocks, tokens, parent, owner, salt
-        self.start: int = 0 if parent is None else parent.start + len(parent.blocks)  # blocks before this run
+        self.start: int = 0 if parent is None else parent.end  # blocks from the root to this run
+        self.end: int = self.start + len(blocks)  # and to its end
         self.locks = 0
         self.changes = 0  # how often a match that ends here may have become longer
         self.first_keys: list[bytes] = []  # the tokens of each child's first block, sorted
@@ -44,11 +45,6 @@ class Node:
         self.is_detached = False  # nothing finds this run any more: it was evicted, or the tree was cleared
         self.uses = 0  # the eviction policy's own, as is `score`
         self.score = 0.0
-
-    @property
-    def end(self) -> int:
-        """Blocks from the root to the end of this run."""
-        return self.start + len(self.blocks)
 
     def child(self, first_block: bytes) -> Node | None:
         """The child whose run begins with a block of exactly these tokens."""
@@ -142,9 +138,10 @@ class PrefixTree:
         position = bisect_left(node.first_keys, wanted)
         closest, most = node.children[max(position - 1, 0)], 0
         for child in node.children[max(position - 1, 0) : position + 1]:  # in sorted order the closest is a neighbour
-            common = common_bytes(child.tokens, wanted, 0, len(wanted))
-            if common > most:
-                closest, most = child, common
+            if child.tokens[:TOKEN_BYTES] == wanted[:TOKEN_BYTES]:
+                common = common_bytes(child.tokens, wanted, 0, len(wanted))
+                if common > most:
+                    closest, most = child, common
         common = most // TOKEN_BYTES
         partial = closest.blocks[0] if common else None
         return Match(node, num_blocks, num_blocks * self._block_size + common, partial, closest)
@@ -245,6 +242,7 @@ class PrefixTree:
         if node.locks == 1 and not node.children and node.parent is not None:
             node.tokens = node.tokens[: len(node.blocks) * self._width] + tokens
             node.blocks += blocks
+            node.end += len(blocks)
             node.ghosts = None
             self._policy.entered(node, is_new=False)
             return node
@@ -285,6 +283,7 @@ class PrefixTree:
                     self.on_evict(node, index)
             found += node.blocks[: left - 1 if left else None : -1]
             del node.blocks[left:], node.keys[left:]
+            node.end -= taken
             if left:
                 self._remember(node, node.tokens[left * self._width : (left + 1) * self._width], taken)
             else:
@@ -369,6 +368,7 @@ class PrefixTree:
             assert node.blocks
             assert len(node.tokens) >= len(node.blocks) * width
             assert node.start == parent.end
+            assert node.end == node.start + len(node.blocks)
             assert not node.is_detached
             assert parent.locks >= node.locks >= sum(child.locks for child in node.children)
             assert parent.child(node.tokens[:width]) is node

@@ -23,7 +23,9 @@ class BlockTable:
         self.blocks: list[int] = []
         self.num_tokens = 0
         self.node: Node | None = None
-        self.is_duplicate = False  # another table has cached the same next block: this one caches no more before its end
+        self.is_duplicate = (
+            False  # another table has cached the same next block: this one caches no more before its end
+        )
 
     @property
     def capacity(self) -> int:
@@ -33,8 +35,7 @@ class BlockTable:
     @property
     def num_cached(self) -> int:
         """Blocks that are the prefix tree's."""
-        node = self.node
-        return 0 if node is None else node.start + len(node.blocks)
+        return 0 if self.node is None else self.node.end
 
     def hold(self, node: Node) -> None:
         """Begin an empty table with the blocks on the way to a node."""
@@ -112,14 +113,6 @@ class BlockTable:
             blocks += self._pool.take(missing)
         self.num_tokens = total
         return copies
-
-    def append_block(self) -> int:
-        """Begin a new block with its first token; the blocks held so far count as full from now on."""
-        (block,) = self._pool.take(1)
-        blocks = self.blocks
-        self.num_tokens = len(blocks) * self._block_size + 1
-        blocks.append(block)
-        return block
 
     def cache(self, node: Node, tokens: bytes, count: int, owner: str) -> Node:
         """Put the `count` full private blocks that follow `node` into the prefix tree; returns their node.

@@ -94,9 +94,7 @@ def check_blocks(
     assert all(node.locks == locks[node] for node in tree.nodes())
 
 
-def check_groups(
-    running: Iterable[Group], waiting: Iterable[Group], rows: RowTable, decoding: DecodeSet
-) -> None:
+def check_groups(running: Iterable[Group], waiting: Iterable[Group], rows: RowTable, decoding: DecodeSet) -> None:
     """Assert that those that run have rows, and that those that wait hold nothing."""
     seated = [sequence for group in running for sequence in group.live]
     num_ahead = 0

@@ -75,6 +75,22 @@ class DecodeSet:
         ahead.event = event = (capacity if capacity < ahead.until else ahead.until) - ahead.base
         self._events[event].append(sequence)
 
+    def append_blocks(self, sequences: list[Sequence], blocks: list[int], size: int) -> list[tuple[int, int, int]]:
+        """Give each of these members, whose blocks are full, a block for its next tokens; returns row, slot and block of
+        each. Steady decoding does nothing else in Python, so this is one loop."""
+        events, grants = self._events, []
+        for sequence, block in zip(sequences, blocks, strict=True):
+            table, ahead = sequence.table, sequence.ahead
+            held = table.blocks
+            slot = len(held)
+            held.append(block)
+            table.num_tokens = slot * size + 1
+            grants.append((sequence.row, slot, block))
+            capacity = slot * size + size
+            ahead.event = event = (capacity if capacity < ahead.until else ahead.until) - ahead.base  # type: ignore[union-attr]
+            events[event].append(sequence)
+        return grants  # type: ignore[return-value]
+
     def take_events(self) -> Iterator[Sequence]:
         """The sequences to look at in this tick, once each. Entries of sequences that left meanwhile are skipped."""
         tick = self.tick

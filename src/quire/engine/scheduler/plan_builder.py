@@ -95,11 +95,9 @@ class PlanBuilder:
         for slot in range(before, len(table.blocks)):
             self._grants.append((row, slot, table.blocks[slot]))
 
-    def append_block(self, row: int, table: BlockTable) -> int:
-        """Grow a table whose blocks are full by one block; returns how many it has now."""
-        slot = len(table.blocks)
-        self._grants.append((row, slot, table.append_block()))
-        return slot + 1
+    def grant(self, grants: list[tuple[int, int, int]]) -> None:
+        """Tell the workers of blocks that rows got: row, slot and block of each."""
+        self._grants += grants
 
     def copy(self, row: int, copy: BlockCopy) -> None:
         """Fill a row's block with another block's content. The row is introduced by this plan, with that block."""

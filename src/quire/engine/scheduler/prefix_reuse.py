@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from quire.engine.decoding.group import Group, Sequence
+from quire.engine.decoding.group import Group, Sequence, SequenceState
 from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import NO_MATCH, Match, PrefixTree
-from quire.engine.kvcache.tiers.base import TierHit, Tiers, Wanted
+from quire.engine.kvcache.tiers.base import NoTiers, TierHit, Tiers, Wanted
 from quire.engine.scheduler.accounts import num_computed
 from quire.engine.scheduler.live_suffixes import LiveSuffixIndex
 from quire.engine.scheduler.pending_prefixes import PendingPrefixes
@@ -21,12 +22,15 @@ from quire.types.step import BlockCopy, Chunk
 from quire.types.transfer import SlotMove
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+_NOTHING_LOADED: Counter[str] = Counter()
+
+
+class Hit(NamedTuple):
     """What the device has of the tokens that a waiting group computes first, and the state of the tree it rests on."""
 
     match: Match
     changes: int  # of the match's node
+    plan: int  # the plan for which generating sequences were asked for more
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +50,15 @@ class PrefixReuse:
     cached.
     """
 
-    def __init__(
-        self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int
-    ) -> None:
+    def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
         self._pool, self._tree, self._tiers, self._rows = pool, tree, tiers, rows
         self._block_size, self._width = block_size, block_size * TOKEN_BYTES
         self._live, self._pending = LiveSuffixIndex(block_size), PendingPrefixes(block_size)
+        self._has_tiers = not isinstance(tiers, NoTiers)
         self._loading: dict[Group, None] = {}  # groups for which the plan in work loads blocks
         self.prefetch: FilePrefetch | None = None  # where there is a disk tier
         self.shares_memory = True  # False: each sequence has memory of its own, and branches borrow nothing
+        self._plan = 0  # plans made so far
         self.ready: list[Group] = []  # groups that were not ready and are now; the scheduler takes them
         self.num_queries = self.num_hits = 0  # prompt tokens that were looked for, and found
         self.tier_hits: Counter[str] = Counter()  # those that were found in a tier
@@ -73,18 +77,21 @@ class PrefixReuse:
         if tree is None or not self.reads_cache(group):
             return NO_MATCH
         hit = group.hit
-        if hit is not None:
-            match, node = hit.match, hit.match.node
-            if node is None:
-                if not tree.has(group.request.cache_salt):
-                    return match
-            elif node.changes == hit.changes and not node.is_detached and node.end >= match.num_blocks:
-                return match
-        return self._look(tree, group)
+        return hit.match if hit is not None and self._is_valid(tree, group, hit) else self._look(tree, group)
+
+    def _is_valid(self, tree: PrefixTree, group: Group, hit: Hit) -> bool:
+        """Whether the tree still has what was found, and nothing more at the place where the lookup ended."""
+        match = hit.match
+        node, closest = match.node, match.closest
+        if node is None:
+            return not tree.has(group.request.cache_salt)
+        if node.changes != hit.changes or node.is_detached or node.end < match.num_blocks:
+            return False
+        return closest is None or (not closest.is_detached and closest.end > match.num_blocks)
 
     def _look(self, tree: PrefixTree, group: Group) -> Match:
         match = self._match(tree, group.leader, self._leader_limit(group))
-        group.hit = Hit(match, 0 if match.node is None else match.node.changes)
+        group.hit = Hit(match, 0 if match.node is None else match.node.changes, self._plan)
         return match
 
     def wait_reason(self, group: Group, now: float) -> str:
@@ -152,6 +159,9 @@ class PrefixReuse:
     def attach(self, builder: PlanBuilder, group: Group, tick: int, now: float) -> bool:
         """Begin a group's tables with what is computed already, and tell the workers of its rows: of its leader's, or
         of all its samples' where each finds its own prompt and more. Returns whether it waits a step for loads."""
+        if len(group.live) == 1 and group.origin is None and not self._has_tiers:
+            self._attach_one(builder, group, now)
+            return False
         limits = self._limits(group)
         found = self._find(limits)
         if len(found) > 1:
@@ -176,12 +186,31 @@ class PrefixReuse:
             self.ready += self._pending.place(group.leader)
         return bool(loaded)
 
+    def _attach_one(self, builder: PlanBuilder, group: Group, now: float) -> None:
+        """`attach` for the usual group: one sequence that finds nothing but what the device has."""
+        sequence, tree, limit = group.live[0], self._tree, self._leader_limit(group)
+        match = NO_MATCH
+        if tree is not None and self.reads_cache(group):
+            match = self.lookup(group)
+            if group.hit is None or group.hit.plan != self._plan:
+                match = self._look(tree, group)
+        self._hold_blocks(sequence, match)
+        if match.partial is not None:
+            self._copy_partials({sequence: match}, builder)
+        builder.introduce(sequence)
+        self._note(group, match, limit, sequence.num_computed, _NOTHING_LOADED, now)
+        group.hit = None
+        if tree is not None:
+            self.ready += self._pending.place(sequence)
+
     def _find(self, limits: Mapping[Sequence, int]) -> dict[Sequence, tuple[Match, TierHit]]:
         """What the device has of the first tokens of each sequence, and what follows it in host memory: without a
         cache, only what the sequence swapped out itself."""
         tree = self._tree
         matches = {
-            sequence: NO_MATCH if tree is None or not self.reads_cache(sequence.group) else self._match(tree, sequence, limit)
+            sequence: NO_MATCH
+            if tree is None or not self.reads_cache(sequence.group)
+            else self._match(tree, sequence, limit)
             for sequence, limit in limits.items()
         }
         found = {}
@@ -194,21 +223,26 @@ class PrefixReuse:
         return found
 
     def _hold(self, sequence: Sequence, match: Match, hit: TierHit, builder: PlanBuilder, tick: int) -> None:
-        """Begin an empty table with the whole blocks that the device has, and with more of the sequence that it branches
-        off. Slots that follow are lost to nobody from now on."""
-        tree, table = self._tree, sequence.table
-        if tree is not None:
-            salt = sequence.group.request.cache_salt
-            node = tree.root(salt) if match.node is None else tree.node_at(match.node, match.num_blocks)
-            table.hold(node)
-            tree.used(node)
-        origin = sequence.group.origin
+        """Begin an empty table with what the device has, and with more of the sequence that it branches off. Slots that
+        follow are lost to nobody from now on."""
+        self._hold_blocks(sequence, match)
+        table, origin = sequence.table, sequence.group.origin
         if origin is not None and self.shares_memory and origin.table.num_cached <= len(table.blocks):
             shared = self._num_shared(sequence.group, origin, builder, tick)
             if shared > max(hit.num_tokens, table.num_tokens):
                 table.borrow(origin.table, shared)
         for slot in reversed(hit.slots):  # released in this order: the last block of a chain may be given away first
             self._tiers.hold(slot)
+        sequence.num_computed = table.num_tokens
+
+    def _hold_blocks(self, sequence: Sequence, match: Match) -> None:
+        """Begin an empty table with the whole blocks that the device has."""
+        tree, table = self._tree, sequence.table
+        if tree is not None:
+            salt = sequence.group.request.cache_salt
+            node = tree.root(salt) if match.node is None else tree.node_at(match.node, match.num_blocks)
+            table.hold(node)
+            tree.used(node)
         sequence.num_computed = table.num_tokens
 
     def _copy_partials(self, matches: Mapping[Sequence, Match], builder: PlanBuilder) -> None:
@@ -276,9 +310,7 @@ class PrefixReuse:
         computed = origin.computed_at(tick) if start is None else start
         return min(source.num_tokens, computed, group.num_prompt - 1)
 
-    def _note(
-        self, group: Group, match: Match, limit: int, num_found: int, loaded: Counter[str], now: float
-    ) -> None:
+    def _note(self, group: Group, match: Match, limit: int, num_found: int, loaded: Counter[str], now: float) -> None:
         """Write into the ledger what was found, and why no more."""
         if num_found:
             parts = {"device": max(num_found - loaded.total(), 0), **loaded} if loaded else {}
@@ -291,7 +323,8 @@ class PrefixReuse:
             group.num_cached = min(num_found, group.num_prompt)
             self.num_hits += group.num_cached
             self.num_queries += group.num_prompt if is_read else 0
-            self.tier_hits += loaded
+            if loaded:
+                self.tier_hits += loaded
 
     def _why_missed(self, group: Group, match: Match, now: float) -> str:
         """Why the prefix cache has no more of a prompt than a match says."""
@@ -331,6 +364,7 @@ class PrefixReuse:
                         sequence.swapped = 0
                         self._tiers.unpark(sequence)
         self._loading.clear()
+        self._plan += 1
 
     def publish(self, sequence: Sequence, *, leaving: bool = False) -> None:
         """Let others find the full blocks whose tokens are known and computed by the steps planned so far.
@@ -367,10 +401,11 @@ class PrefixReuse:
 
     def _num_own(self, sequence: Sequence, first: int, last: int) -> int:
         """How many blocks from `first` on only the group of a sequence holds: other holders would not hold the way."""
-        blocks, holders, live = sequence.table.blocks, self._pool.holders, sequence.group.live
-        for index in range(first, last):
-            block = blocks[index]
-            if holders(block) != 1 and holders(block) != sum(block in s.table.blocks[index : index + 1] for s in live):
+        blocks = sequence.table.blocks
+        count = self._pool.num_unshared(blocks[first:last])
+        for index in range(first + count, last):
+            live = sum(blocks[index] in each.table.blocks[index : index + 1] for each in sequence.group.live)
+            if self._pool.holders(blocks[index]) != live:
                 return index - first
         return last - first
 
@@ -379,11 +414,13 @@ class PrefixReuse:
         """A sequence loses its row: it generates and computes no more."""
         if self._tree is not None:
             self._live.discard(sequence)
-            self.ready += self._pending.remove(sequence)
+            if sequence.state is SequenceState.PREFILL:
+                self.ready += self._pending.remove(sequence)
 
     def forget(self, group: Group) -> None:
         """A group waits no longer: it was admitted, or ended. Idempotent."""
-        self._pending.forget(group)
+        if self._tree is not None:
+            self._pending.forget(group)
         if self.prefetch is not None:
             self.prefetch.forget(group)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from itertools import islice
 
 from quire.engine.decoding.group import Group
 from quire.engine.scheduler.policies.base import Key
@@ -18,7 +17,8 @@ class GroupQueue:
 
     def __init__(self, key: Callable[[Group], Key]) -> None:
         self._key_of = key
-        self._ready: list[tuple[Key, Group]] = []
+        self._keys: list[Key] = []  # of the groups that are ready, sorted
+        self._ready: list[Group] = []  # in the same order
         self._deferred: dict[Group, None] = {}
         self.version = 0  # changes with every group that comes or goes
 
@@ -27,8 +27,7 @@ class GroupQueue:
 
     def __iter__(self) -> Iterator[Group]:
         """All groups, most urgent first, over a copy: members may leave meanwhile."""
-        groups = [group for _, group in self._ready]
-        return iter(sorted([*groups, *self._deferred], key=self._key_of) if self._deferred else groups)
+        return iter(sorted([*self._ready, *self._deferred], key=self._key_of) if self._deferred else self._ready[:])
 
     @property
     def num_ready(self) -> int:
@@ -36,15 +35,11 @@ class GroupQueue:
 
     def head(self, count: int) -> list[Group]:
         """The most urgent of those that are ready, so many at most."""
-        return [group for _, group in self._ready[:count]]
-
-    def ready(self, count: int) -> Iterator[Group]:
-        """The same, one by one; the queue must not change meanwhile."""
-        return (group for _, group in islice(self._ready, count))
+        return self._ready[:count]
 
     def add(self, group: Group) -> None:
         self.version += 1
-        insort(self._ready, (self._key_of(group), group), key=_key)
+        self._insert(group)
 
     def remove(self, group: Group) -> None:
         self.version += 1
@@ -61,31 +56,32 @@ class GroupQueue:
     def resume(self, group: Group) -> None:
         """Pass the group over no longer."""
         del self._deferred[group]
-        insort(self._ready, (self._key_of(group), group), key=_key)
+        self._insert(group)
 
     def is_deferred(self, group: Group) -> bool:
         return group in self._deferred
 
     def first(self) -> Group | None:
         """The most urgent of those that are ready."""
-        return self._ready[0][1] if self._ready else None
+        return self._ready[0] if self._ready else None
 
     def last(self) -> Group | None:
         """The least urgent of those that are ready."""
-        return self._ready[-1][1] if self._ready else None
+        return self._ready[-1] if self._ready else None
+
+    def _insert(self, group: Group) -> None:
+        key = self._key_of(group)
+        position = bisect_left(self._keys, key)
+        self._keys.insert(position, key)
+        self._ready.insert(position, group)
 
     def _take_out(self, group: Group) -> None:
-        position = bisect_left(self._ready, self._key_of(group), key=_key)
-        if position == len(self._ready) or self._ready[position][1] is not group:
+        position = bisect_left(self._keys, self._key_of(group))
+        if position == len(self._ready) or self._ready[position] is not group:
             raise KeyError(group.request.request_id)
-        del self._ready[position]
+        del self._keys[position], self._ready[position]
 
     def check(self) -> None:
-        keys = [key for key, _ in self._ready]
-        assert keys == sorted(set(keys))
-        assert keys == [self._key_of(group) for _, group in self._ready]
-        assert not self._deferred.keys() & {group for _, group in self._ready}
-
-
-def _key(entry: tuple[Key, Group]) -> Key:
-    return entry[0]
+        assert self._keys == sorted(set(self._keys))
+        assert self._keys == [self._key_of(group) for group in self._ready]
+        assert not self._deferred.keys() & set(self._ready)

@@ -33,7 +33,13 @@ class Scheduler:
     def __init__(self, cache: CacheConfig, config: SchedulerConfig) -> None:
         self.policy, self.rows = make_policy(config), RowTable(config.num_rows)
         parts = make_parts(cache, config, self.policy, self.rows)
-        self.pool, self.tree, self.tiers, self.reuse, self._room = parts.pool, parts.tree, parts.tiers, parts.reuse, parts.room
+        self.pool, self.tree, self.tiers, self.reuse, self._room = (
+            parts.pool,
+            parts.tree,
+            parts.tiers,
+            parts.reuse,
+            parts.room,
+        )
         self.new_table, self.preemption, self.pins = parts.room.new_table, parts.preemption, parts.pins
         self._compute_time = parts.compute_time
         self.paced = PacedSet(self.rows, self.pool, cache.block_size)
@@ -174,24 +180,36 @@ class Scheduler:
 
     def _serve_events(self, builder: PlanBuilder) -> None:
         """Look at the sequences that begin to decode, need a block, or have run as far as they may."""
-        decoding, size = self.decoding, self.block_size
+        decoding, full = self.decoding, list[Sequence]()
         for sequence in decoding.take_events():
             ahead = sequence.ahead
             assert ahead is not None
-            assert sequence.row is not None
             if sequence.state is SequenceState.AHEAD:
                 if decoding.tick + ahead.base >= ahead.until:
                     self._leave_decoding(sequence)
-                elif self.pool.num_free:  # its blocks are full: the rule in steady decoding
-                    decoding.schedule(sequence, ahead, builder.append_block(sequence.row, sequence.table) * size)
-                elif self._grow(builder, sequence, decoding.tick + ahead.base + 1 - sequence.table.num_tokens):
-                    decoding.schedule(sequence, ahead, sequence.table.capacity)
+                else:
+                    full.append(sequence)
             elif sequence.num_computed >= sequence.group.limit - 1:
                 self._leave_decoding(sequence)
             elif self._grow(builder, sequence, sequence.num_computed + 1 - sequence.table.num_tokens):
                 if sequence.controller is not PLAIN:
                     builder.write(sequence)
                 decoding.schedule(sequence, decoding.join(sequence), sequence.table.capacity)
+        if full:
+            self._append_blocks(builder, [sequence for sequence in full if sequence.ahead is not None])
+
+    def _append_blocks(self, builder: PlanBuilder, full: list[Sequence]) -> None:
+        """A block for each sequence that runs ahead and whose blocks are full: all at once, the rule in steady decoding,
+        or one by one where that takes preemptions."""
+        decoding, pool = self.decoding, self.pool
+        if pool.num_free >= len(full):
+            builder.grant(decoding.append_blocks(full, pool.take(len(full)), self.block_size))
+            return
+        for sequence in full:
+            ahead = sequence.ahead
+            if ahead is not None:
+                if self._grow(builder, sequence, decoding.tick + ahead.base + 1 - sequence.table.num_tokens):
+                    decoding.schedule(sequence, ahead, sequence.table.capacity)
 
     def _compute_due(self, builder: PlanBuilder) -> None:
         """The one token that each due sequence owes, for which there is always budget."""
@@ -216,8 +234,10 @@ class Scheduler:
             target = leader.num_tokens if len(group.live) == 1 else group.num_prompt
             if not self._compute_chunk(builder, leader, target):
                 return
-            self._room.note_prefill(group)
-            if leader.num_computed < target:
+            is_whole = leader.num_computed == target
+            if not is_whole or not is_new:
+                self._room.note_prefill(group)
+            if not is_whole:
                 return
             builder.fork(group)  # its own tokens wait a step: a tail is copied before a forward, not within
         else:
@@ -244,7 +264,9 @@ class Scheduler:
         if sequence.num_computed == target:
             siblings = [sequence] if group.is_forked else group.live
             samplers = [each for each in siblings if each.num_tokens == target]
-        builder.compute(Chunk(sequence.row, start, count, tuple([each.row for each in samplers if each.row is not None])))
+        builder.compute(
+            Chunk(sequence.row, start, count, tuple([each.row for each in samplers if each.row is not None]))
+        )
         for each in samplers:
             self._begin(builder, each)
         return True
@@ -374,8 +396,8 @@ class Scheduler:
         self.decoding.leave(sequence)
         if sequence.controller is not PLAIN:
             self.paced.discard(sequence)
-        sequence.state, sequence.is_introduced = SequenceState.WAITING, False
         self.reuse.leave(sequence)
+        sequence.state, sequence.is_introduced = SequenceState.WAITING, False
         row = self.rows.release(sequence)
         self._released.append(row)
         return row

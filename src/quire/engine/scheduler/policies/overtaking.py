@@ -34,7 +34,7 @@ class Overtaking(Policy, ABC):
         return self._chosen
 
     def soon(self, view: View, count: int) -> list[Group]:
-        best = sorted(view.waiting.ready(self._window), key=lambda group: self.score(group, view))
+        best = sorted(view.waiting.head(self._window), key=lambda group: self.score(group, view))
         if self._chosen is not None:
             best.remove(self._chosen)
             best.insert(0, self._chosen)
@@ -42,7 +42,7 @@ class Overtaking(Policy, ABC):
 
     def admitted(self, group: Group, view: View) -> None:
         self._forget(group)
-        for other in view.waiting.ready(self._window):  # whoever is chosen was one of these
+        for other in view.waiting.head(self._window):  # whoever is chosen was one of these
             if other.ordinal > group.ordinal:
                 break
             self._overtaken[other] = self._overtaken.get(other, 0) + 1
