@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
+from operator import attrgetter
 from typing import Any
+
+import numpy as np
 
 from quire.types.decoding import StructuredOutputsParams, read_structured_outputs
 from quire.types.errors import InvalidRequest
@@ -21,6 +25,7 @@ MAX_LOGIT_BIAS = 10_000.0
 MAX_SEED = 2**64 - 1
 MAX_PATTERN_SIZE = 4_096
 MAX_PATTERN_COUNT = 65_536
+_MANY_TOKENS = 128  # from so many on, packing token ids is faster than a loop over them
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +87,39 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        for name, check in _CHECKS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+        # A default needs no check. Identity finds it: equality would call code of whatever was passed.
+        given = [
+            (name, value)
+            for (name, default), value in zip(_DEFAULT_ITEMS, _read_values(self), strict=True)
+            if value is not default
+        ]
+        if not given:
+            return
+        for name, value in given:
+            object.__setattr__(self, name, _CHECKS[name](name, value))
         if self.logprob_token_ids and self.logprobs is None:
             object.__setattr__(self, "logprobs", 0)
         _check_together(self)
+
+    @classmethod
+    def trusted(cls, **values: Any) -> SamplingParams:
+        """Make an instance without checking its values. Fields that are not named get their defaults.
+
+        The values must be those of an instance that was validated before, as for one that arrives from another
+        process of this server. An unknown name raises InvalidRequest.
+        """
+        if not values.keys() <= _DEFAULTS.keys():
+            unknown = next(name for name in values if name not in _DEFAULTS)
+            raise InvalidRequest(unknown, "is no sampling parameter", "leave it out")
+        params = object.__new__(cls)
+        for name, write in _WRITE_FIELD.items():
+            write(params, values.get(name, _DEFAULTS[name]))
+        return params
+
+    def changed_fields(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, by name: what `trusted` needs to make an equal instance."""
+        fields = zip(_DEFAULT_ITEMS, _read_values(self), strict=True)
+        return {name: value for (name, default), value in fields if value is not default and value != default}
 
     @property
     def is_greedy(self) -> bool:
@@ -144,7 +177,7 @@ class _Whole:
     def __call__(self, name: str, value: object) -> int | None:
         if value is None and self.optional:
             return None
-        if isinstance(value, bool) or not isinstance(value, Integral):
+        if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
             raise InvalidRequest(name, f"must be a whole number, got {_shown(value)}")
         number = int(value)
         if number == self.off:
@@ -163,7 +196,7 @@ class _Number:
     is_open: bool = False
 
     def __call__(self, name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, Real):
+        if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
             raise InvalidRequest(name, f"must be a number, got {_shown(value)}")
         number: Any = value  # comparing needs no float(), which a huge whole number overflows
         if not self.low <= number <= self.high or (self.is_open and number == self.low):  # NaN is not inside
@@ -316,6 +349,14 @@ _CHECKS: dict[str, Any] = {
 }
 
 
+_DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(SamplingParams)}
+_DEFAULT_ITEMS = tuple(_DEFAULTS.items())
+_WRITE_FIELD: dict[str, Callable[[SamplingParams, Any], None]] = {
+    name: getattr(SamplingParams, name).__set__ for name in _DEFAULTS
+}
+_read_values: Callable[[SamplingParams], tuple[Any, ...]] = attrgetter(*_DEFAULTS)
+
+
 def _check_together(params: SamplingParams) -> None:
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         reason = f"is {params.min_tokens}, above max_tokens={params.max_tokens}"
@@ -330,7 +371,19 @@ def _check_together(params: SamplingParams) -> None:
 
 def check_vocabulary(field: str, ids: Iterable[int], vocab_size: int) -> None:
     """Raise InvalidRequest if `ids` hold a token that a model of `vocab_size` tokens does not have."""
-    for token in ids:
+    tokens = ids if isinstance(ids, tuple | list) else tuple(ids)
+    if len(tokens) >= _MANY_TOKENS and _are_below(tokens, vocab_size):
+        return
+    for token in tokens:
         if not 0 <= token < vocab_size:
             reason = f"names token {token}, outside the vocabulary [0, {vocab_size})"
             raise InvalidRequest(field, reason, f"use ids from 0 to {vocab_size - 1}")
+
+
+def _are_below(tokens: Sequence[int], limit: int) -> bool:
+    """Whether all of them, at least one, are whole numbers in [0, limit)."""
+    try:
+        packed = struct.pack(f"{len(tokens)}I", *tokens)
+    except struct.error:  # one is negative, too large or no whole number
+        return False
+    return int(np.frombuffer(packed, np.uint32).max()) < limit
