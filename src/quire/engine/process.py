@@ -14,7 +14,6 @@ from typing import NoReturn
 from quire.engine.answer_size import check_answer_size
 from quire.engine.core import EngineCore
 from quire.engine.messages import (
-    AbortRequest,
     Accepted,
     Ask,
     BlockMapAnswer,
@@ -25,9 +24,7 @@ from quire.engine.messages import (
     PinsAnswer,
     Refused,
     StatsAnswer,
-    SubmitRequest,
     ToEngine,
-    Tokens,
     Unpin,
     Unpinned,
 )
@@ -36,7 +33,7 @@ from quire.engine.routing import Routes
 from quire.engine.transport import EngineSocket
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.output import Finished, TokensOut
-from quire.types.request import Abort
+from quire.types.request import Abort, Submit
 
 logger = logging.getLogger("quire.engine")
 
@@ -137,11 +134,11 @@ class EngineLoop:
             self._obey(edge, message)
 
     def _obey(self, edge: int, message: ToEngine) -> None:
-        if isinstance(message, SubmitRequest):
+        if isinstance(message, Submit):
             self._say(edge, self._submit(edge, message))
-        elif isinstance(message, AbortRequest):
-            if self._routes.edge_of(message.abort.request_id) == edge:
-                self._core.abort(message.abort)
+        elif isinstance(message, Abort):
+            if self._routes.edge_of(message.request_id) == edge:
+                self._core.abort(message)
         elif isinstance(message, Ask):
             self._say(edge, self._answer(message))
         elif isinstance(message, Unpin):
@@ -149,13 +146,12 @@ class EngineLoop:
         elif isinstance(message, Goodbye):
             self._drop(edge)
 
-    def _submit(self, edge: int, message: SubmitRequest) -> Accepted | Refused:
+    def _submit(self, edge: int, request: Submit) -> Accepted | Refused:
         try:
-            request = message.request()
             check_answer_size(request, self._core.config, self._core.vocab_size)
             handle = self._core.submit(request)
         except InvalidRequest as error:
-            return Refused(message.request_id, error.field, error.reason, error.fix)
+            return Refused(request.request_id, error.field, error.reason, error.fix)
         self._routes.add(edge, request.request_id, handle, request.sampling.n)
         return Accepted(request.request_id, handle)
 
@@ -190,7 +186,7 @@ class EngineLoop:
             self._core.abort(Abort(request_id))
 
 
-def _messages(part: TokensOut) -> list[Tokens]:
+def _messages(part: TokensOut) -> list[TokensOut]:
     """One message; a request with logprobs ends in one of its own, as it may be large."""
     small: list[Finished] = []
     large: list[Finished] = []
@@ -198,6 +194,6 @@ def _messages(part: TokensOut) -> list[Tokens]:
         has_logprobs = end.prompt_logprobs or any(sample.logprobs for sample in end.samples)
         (large if has_logprobs else small).append(end)
     if not large:
-        return [Tokens(part)]
+        return [part]
     alone = [TokensOut(part.step, part.samples[:0], part.token_ids[:0], finished=(end,)) for end in large]
-    return [Tokens(out) for out in (replace(part, finished=tuple(small)), *alone)]
+    return [replace(part, finished=tuple(small)), *alone]

@@ -12,6 +12,7 @@ from quire.engine.messages import (
     MAX_MESSAGE,
     BadMessage,
     FromEngine,
+    Refused,
     ToEngine,
     decode_from_engine,
     decode_to_engine,
@@ -63,6 +64,9 @@ class EngineSocket:
                     message = decode_to_engine(frame)
                 except BadMessage as error:
                     logger.warning("dropped a message of edge %d: %s", int(sender), error)
+                    if error.submit_id is not None:  # the edge waits for an answer to it
+                        refused = Refused(error.submit_id, "request", "cannot be read by the engine", "send it again")
+                        self.send(int(sender), [refused])
                     continue
                 yield int(sender), message
 
