@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
-from quire.engine.answer_size import check_answer_size
+from quire.engine.admission import check_answer_size
 from quire.engine.core import EngineCore
 from quire.engine.messages import (
     Accepted,

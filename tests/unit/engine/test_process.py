@@ -13,7 +13,7 @@ from engine_thread import EngineThread, PlainEdge
 from fake_executor import continuation
 from quire.config.engine import SchedulerConfig
 from quire.engine import transport
-from quire.engine.answer_size import MAX_ANSWER, check_answer_size
+from quire.engine.admission import MAX_ANSWER, check_answer_size
 from quire.engine.messages import (
     Ask,
     BlockMapAnswer,
