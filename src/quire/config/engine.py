@@ -7,10 +7,9 @@ from typing import Literal
 
 from quire.config.model import CacheDtype, Dtype, Quantization
 from quire.config.policy import PolicyName, PolicySettings
-from quire.config.prefix import EvictionName
 from quire.config.recording import RecordingConfig
 from quire.config.speculation import SpeculationConfig
-from quire.config.tiers import PreemptionName, TierConfig
+from quire.config.tiers import EvictionName, PreemptionName, TierConfig
 from quire.types.errors import ConfigError
 
 MAX_BLOCK_SIZE = 256

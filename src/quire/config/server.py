@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quire.config.resolve import EngineArguments
+from quire.config.arguments import EngineArguments
 
 DEFAULT_PORT = 8000
 DEFAULT_DRAIN_SECONDS = 30.0

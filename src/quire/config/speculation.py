@@ -30,7 +30,7 @@ _FIELDS: dict[Method, tuple[str, ...]] = {
 class SpeculationConfig:
     """How tokens are guessed ahead of the model, which then verifies several at once.
 
-    `draft` is what the model at `model` is, and `num_layers` is set, once `settle` has seen the target.
+    `draft` is what the model at `model` is, and `num_layers` is set, once `resolve_speculation` has seen the target.
     """
 
     method: Method
@@ -66,7 +66,7 @@ def read_speculation(value: Mapping[str, Any] | None) -> SpeculationConfig | Non
     return SpeculationConfig(method=method, **settings)
 
 
-def settle(config: SpeculationConfig, target: ModelConfig, draft: ModelConfig | None) -> SpeculationConfig:
+def resolve_speculation(config: SpeculationConfig, target: ModelConfig, draft: ModelConfig | None) -> SpeculationConfig:
     """The same for a target model; `draft` is the draft model where there is one. Raises ConfigError."""
     if config.method == "self_draft":
         layers = config.num_layers or max(1, target.num_layers // SELF_DRAFT_SHARE)

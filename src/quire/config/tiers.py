@@ -14,8 +14,10 @@ from quire.types.errors import ConfigError
 
 TierWrite = Literal["back", "through"]
 PreemptionName = Literal["auto", "swap", "recompute"]
+EvictionName = Literal["lru", "lfu", "fifo", "size-aware"]
 _LEAVE_OUT = "leave one of them out"
 PREEMPTION_NAMES: tuple[PreemptionName, ...] = get_args(PreemptionName)
+EVICTION_NAMES: tuple[EvictionName, ...] = get_args(EvictionName)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,15 @@ class TierConfig:
         return self.host_blocks > 0
 
 
+def read_eviction(name: str | None) -> EvictionName:
+    """The eviction policy of that name; lru if none was given. Raises ConfigError for one that is not known."""
+    if name is None:
+        return "lru"
+    if name not in EVICTION_NAMES:
+        raise ConfigError("prefix_eviction", f"{name!r} is unknown", f"use one of {', '.join(EVICTION_NAMES)}")
+    return name
+
+
 def read_preemption(name: object) -> PreemptionName:
     for known in PREEMPTION_NAMES:
         if name == known:
@@ -52,7 +63,7 @@ def read_preemption(name: object) -> PreemptionName:
 def read_tiers(
     host: int | str | None, swap_space: object, disk_path: object, disk: int | str | None, write: object
 ) -> TierConfig:
-    """What was asked for, in bytes: `settle_tiers` makes blocks of it. `swap_space` is host memory in GiB."""
+    """What was asked for, in bytes: `resolve_tiers` makes blocks of it. `swap_space` is host memory in GiB."""
     if write not in (None, "back", "through"):
         raise ConfigError("tier_write", f"{write!r} is unknown", 'use "back" or "through"')
     if host is not None and swap_space is not None:
@@ -93,7 +104,7 @@ def check_tiers(tiers: TierConfig, preemption: PreemptionName, policy: PolicyNam
         raise ConfigError("host_cache_memory", reason, _LEAVE_OUT)
 
 
-def settle_tiers(asked: TierConfig, block_bytes: int, host_field: str = "host_cache_memory") -> TierConfig:
+def resolve_tiers(asked: TierConfig, block_bytes: int, host_field: str = "host_cache_memory") -> TierConfig:
     """The same in blocks of so many bytes. Raises ConfigError where a tier does not hold one; `host_field` is the name
     under which host memory was asked for."""
     for name, size in ((host_field, asked.host_blocks), ("disk_cache_memory", asked.disk_blocks)):

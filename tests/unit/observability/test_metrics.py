@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.config.resolve import EngineArguments
+from quire.config.arguments import EngineArguments
 from quire.config.server import ModelSource, ServerConfig
 from quire.observability.catalogue import METRICS
 from quire.observability.metrics import ServerMetrics, server_metrics

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config.resolve import EngineArguments
+from quire.config.arguments import EngineArguments
 from quire.config.server import ServerConfig
 from quire.runtime.loading.catalogue import DEFAULT
 from quire.serving.cli import _parser, main

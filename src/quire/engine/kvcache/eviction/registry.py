@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.config.engine import CacheConfig
-from quire.config.prefix import EvictionName
+from quire.config.tiers import EvictionName
 from quire.engine.kvcache.eviction.base import IdleOrder
 from quire.engine.kvcache.eviction.fifo import FirstKept
 from quire.engine.kvcache.eviction.lfu import LeastFrequent

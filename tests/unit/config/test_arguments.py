@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire.config.asked import read_arguments
+from quire.config.arguments import EngineArguments, read_arguments
 from quire.config.model import Rope
-from quire.config.resolve import EngineArguments, resolve_engine_config
+from quire.config.resolve import resolve_engine_config
 from quire.types.errors import ConfigError
 from tests.unit.config.machines import LAPTOP, SMALL
 
