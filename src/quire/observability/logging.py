@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, TextIO
 
-from quire.observability.flood import FloodGuard
 from quire.types.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -16,11 +19,17 @@ LogFormat = Literal["text", "json"]
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
 _MAX_FIELD = 2_000  # characters; a longer text is cut
 
+CLIENT_LOGGERS = ("uvicorn", "asyncio", "quire.text")  # whose lines anybody can cause, as many as they like
+MOST_LINES = 5  # of one kind ...
+WINDOW_SECONDS = 60.0  # ... in this time
+_MAX_KINDS = 256
+_KEY_CHARACTERS = 100
+
 
 def set_up_logging(level: str, kind: LogFormat, process: str, stream: TextIO | None = None) -> None:
     """Send this process's logs to `stream` (stderr), replacing what was set up before. `process` names their source.
 
-    Lines that clients can cause at will are bounded: see FloodGuard.
+    Lines that clients can cause at will are bounded: see LogRateLimit.
     """
     if level not in LEVELS:
         raise ConfigError("log_level", f"{level!r} is unknown", f"use one of {', '.join(LEVELS)}")
@@ -28,7 +37,7 @@ def set_up_logging(level: str, kind: LogFormat, process: str, stream: TextIO | N
         raise ConfigError("log_format", f"{kind!r} is unknown", "use text or json")
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines(process) if kind == "json" else TextLines(process))
-    handler.addFilter(FloodGuard())
+    handler.addFilter(LogRateLimit())
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
@@ -84,3 +93,48 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _MAX_FIELD else f"{text[: _MAX_FIELD - 3]}..."
+
+
+@dataclass(slots=True)
+class _Kind:
+    began: float
+    num_seen: int = 0
+
+
+class LogRateLimit(logging.Filter):
+    """Lets a few lines of each kind pass in a window and leaves out the rest; the next that passes says how many.
+
+    A kind is a logger and the text of a message before its values are put in. Only lines of `CLIENT_LOGGERS` and their
+    children are counted.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._kinds: dict[tuple[str, str], _Kind] = {}
+        self._lock = threading.Lock()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not any(record.name == name or record.name.startswith(f"{name}.") for name in CLIENT_LOGGERS):
+            return True
+        with self._lock:
+            passes, note = self._judge((record.name, str(record.msg)[:_KEY_CHARACTERS]))
+        if passes and note:
+            record.msg, record.args = f"{record.getMessage()} ({note})", ()
+        return passes
+
+    def _judge(self, key: tuple[str, str]) -> tuple[bool, str]:
+        """Whether a line of this kind passes, and what is to be added to it."""
+        now = self._clock()
+        kind = self._kinds.get(key)
+        note = ""
+        if kind is None or now - kind.began >= WINDOW_SECONDS:
+            missed = 0 if kind is None else kind.num_seen - MOST_LINES
+            note = f"{missed} more were left out before" if missed > 0 else ""
+            if kind is None and len(self._kinds) >= _MAX_KINDS:
+                self._kinds.clear()
+            kind = self._kinds[key] = _Kind(now)
+        kind.num_seen += 1
+        if kind.num_seen == MOST_LINES:
+            note = f"more of these are left out for {WINDOW_SECONDS:g} s"
+        return kind.num_seen <= MOST_LINES, note

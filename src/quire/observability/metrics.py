@@ -10,12 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from quire.config.server import ServerConfig
-from quire.observability.engine_view import EngineView
-from quire.observability.exposition import render
-from quire.observability.ledger import phases
-from quire.observability.record import Record
-from quire.observability.shared import SharedCounts
-from quire.observability.tally import Tally
+from quire.observability.counts import Counts, SharedCounts
+from quire.observability.observed_request import ObservedRequest, phases
+from quire.observability.prometheus import EngineMetrics, render
 from quire.observability.tracing import NoTracer, Tracer, make_tracer
 from quire.types.errors import EngineDead
 from quire.types.stats import EngineStats
@@ -42,7 +39,7 @@ class ServerMetrics:
     def __init__(self, model_name: str, shared: SharedCounts | None = None, tracer: Tracer | None = None) -> None:
         self._model_name, self._shared = model_name, shared
         self._tracer = tracer or NoTracer()
-        self._tally, self._lock = Tally(), threading.Lock()
+        self._counts, self._lock = Counts(), threading.Lock()
         self._restarts = 0
         self._is_up = False
         self._stats: EngineStats | None = None
@@ -53,7 +50,7 @@ class ServerMetrics:
     def start(self) -> None:
         if self._shared is not None:
             with self._lock:
-                self._shared.inherit(self._tally)
+                self._shared.inherit(self._counts)
             self._sharer.start()
 
     def close(self) -> None:
@@ -66,50 +63,50 @@ class ServerMetrics:
     # ------------------------------------------------------------------------------------------------ the observer
     def received(self, endpoint: str) -> None:
         with self._lock:
-            self._tally.count("http_requests", endpoint)
+            self._counts.count("http_requests", endpoint)
 
     def refused(self, endpoint: str, status: int, code: str) -> None:  # noqa: ARG002 - the observer's signature
         with self._lock:
-            self._tally.count("http_refusals", str(status))
+            self._counts.count("http_refusals", str(status))
 
-    def queued(self, record: Record) -> None:
+    def queued(self, record: ObservedRequest) -> None:
         with self._lock:
-            self._tally.gauges["num_requests_waiting"] += 1
-            self._tally.observe("request_prompt_tokens", record.num_prompt_tokens)
-            self._tally.observe("request_params_n", record.sampling.n)
+            self._counts.gauges["num_requests_waiting"] += 1
+            self._counts.observe("request_prompt_tokens", record.num_prompt_tokens)
+            self._counts.observe("request_params_n", record.sampling.n)
             if record.sampling.max_tokens is not None:
-                self._tally.observe("request_params_max_tokens", record.sampling.max_tokens)
+                self._counts.observe("request_params_max_tokens", record.sampling.max_tokens)
 
-    def submitted(self, record: Record) -> None:  # noqa: ARG002
+    def submitted(self, record: ObservedRequest) -> None:  # noqa: ARG002
         with self._lock:
-            self._tally.gauges["num_requests_waiting"] -= 1
+            self._counts.gauges["num_requests_waiting"] -= 1
 
-    def first_token(self, record: Record) -> None:
+    def first_token(self, record: ObservedRequest) -> None:
         if record.first_token_at is not None:
             with self._lock:
-                self._tally.observe("time_to_first_token_seconds", record.first_token_at - record.received_at)
+                self._counts.observe("time_to_first_token_seconds", record.first_token_at - record.received_at)
 
     def tokens(self, num_tokens: int, intervals: Sequence[float]) -> None:  # noqa: ARG002
         if intervals:
             with self._lock:
-                histogram = self._tally.histograms["inter_token_latency_seconds"]
+                histogram = self._counts.histograms["inter_token_latency_seconds"]
                 for interval in intervals:
                     histogram.observe(interval)
 
-    def finished(self, record: Record) -> None:
+    def finished(self, record: ObservedRequest) -> None:
         reason = next((reason for reason in _WORST_FIRST if reason in record.finish_reasons), "stop")
         with self._lock:
-            self._tally.count("request_success", reason)
-            self._tally.observe("request_generation_tokens", record.num_output_tokens)
+            self._counts.count("request_success", reason)
+            self._counts.observe("request_generation_tokens", record.num_output_tokens)
             self._observe_times(record)
         self._tracer.ended(record)
 
-    def aborted(self, record: Record, reason: str) -> None:
+    def aborted(self, record: ObservedRequest, reason: str) -> None:
         with self._lock:
             if reason != "refused":  # by the engine: it was answered as a bad request
-                self._tally.count("request_success", "error" if reason == "engine_down" else "abort")
+                self._counts.count("request_success", "error" if reason == "engine_down" else "abort")
             if record.submitted_at is None:
-                self._tally.gauges["num_requests_waiting"] -= 1
+                self._counts.gauges["num_requests_waiting"] -= 1
         self._tracer.ended(record)
 
     def engine_up(self, generation: int) -> None:
@@ -125,33 +122,33 @@ class ServerMetrics:
             self._asked_at = time.monotonic()
             with suppress(EngineDead):  # in a long step it does not answer in time: its last numbers stand
                 self._stats = await ask()
-        total = Tally()
+        total = Counts()
         with self._lock:
-            total.absorb(self._tally.snapshot(), gauges=True)
+            total.absorb(self._counts.snapshot(), gauges=True)
         if self._shared is not None:
             self._shared.add_others(total)
-        return render(total, EngineView(self._stats, self._restarts, is_up=self._is_up), self._model_name)
+        return render(total, EngineMetrics(self._stats, self._restarts, is_up=self._is_up), self._model_name)
 
     # ----------------------------------------------------------------------------------------------------- the works
-    def _observe_times(self, record: Record) -> None:
-        end, tally = record.finished_at, self._tally
+    def _observe_times(self, record: ObservedRequest) -> None:
+        end, counts = record.finished_at, self._counts
         if end is None:
             return
-        tally.observe("e2e_request_latency_seconds", end - record.received_at)
+        counts.observe("e2e_request_latency_seconds", end - record.received_at)
         first = next((entry.at for entry in record.ledger if entry.kind == "first_token"), record.first_token_at)
         if first is not None:
             if not record.streamed:
-                tally.observe("time_to_first_token_seconds", max(first - record.received_at, 0.0))
+                counts.observe("time_to_first_token_seconds", max(first - record.received_at, 0.0))
             num_samples = max(len(record.finish_reasons), 1)
             following = record.num_output_tokens - num_samples
             if following > 0:
                 each = max(end - first, 0.0) * num_samples / following
-                tally.observe("request_time_per_output_token_seconds", each)
+                counts.observe("request_time_per_output_token_seconds", each)
         spent = phases(record.ledger, record.received_at, record.first_token_at, end)
         for name in ("queue", "prefill", "decode", "inference"):
             seconds: float | None = getattr(spent, name)
             if seconds is not None:
-                tally.observe(f"request_{name}_time_seconds", seconds)
+                counts.observe(f"request_{name}_time_seconds", seconds)
 
     def _keep_sharing(self) -> None:
         assert self._shared is not None
@@ -159,7 +156,7 @@ class ServerMetrics:
         while True:
             ended = self._closed.wait(SHARE_SECONDS)
             with self._lock:
-                text = self._shared.encode(self._tally)
+                text = self._shared.encode(self._counts)
             if text != written:
                 try:
                     self._shared.write(text)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from quire import __version__
-from quire.observability.ledger import phases
-from quire.observability.record import Record
+from quire.observability.observed_request import ObservedRequest, phases
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ SPAN_NAME = "llm_request"
 class Tracer(Protocol):
     """Told of every request that ended. Must not block or raise."""
 
-    def ended(self, record: Record) -> None: ...
+    def ended(self, record: ObservedRequest) -> None: ...
 
     def close(self) -> None:
         """Send what is left, within a few seconds. Idempotent."""
@@ -29,7 +28,7 @@ class Tracer(Protocol):
 class NoTracer:
     """Traces nothing."""
 
-    def ended(self, record: Record) -> None: ...
+    def ended(self, record: ObservedRequest) -> None: ...
 
     def close(self) -> None: ...
 
@@ -71,7 +70,7 @@ class SpanTracer:
         self._tracer = self._provider.get_tracer("quire", __version__)
         self._epoch = time.time_ns() - time.monotonic_ns()  # turns monotonic times into dates
 
-    def ended(self, record: Record) -> None:
+    def ended(self, record: ObservedRequest) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -98,7 +97,9 @@ class SpanTracer:
         return self._epoch + int(moment * 1e9)
 
 
-def _attributes(record: Record, model_name: str, end: float) -> dict[str, str | bool | int | float | Sequence[str]]:
+def _attributes(
+    record: ObservedRequest, model_name: str, end: float
+) -> dict[str, str | bool | int | float | Sequence[str]]:
     sampling = record.sampling
     spent = phases(record.ledger, record.received_at, record.first_token_at, end)
     first = record.first_token_at

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from quire.observability.catalogue import METRICS
+from quire.observability.metric_table import METRICS
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/quire.json").read_text(encoding="utf-8"))

@@ -1,11 +1,46 @@
-"""Where a request spent its time, read from its ledger."""
+"""What observers know of a request."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from quire.types.ledger import LedgerEntry
+from quire.types.sampling import SamplingParams
+
+
+class ObservedRequest(Protocol):
+    """What is known of a request when it ends; the desk's RequestRecord is one."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def endpoint(self) -> str: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def streamed(self) -> bool: ...
+    @property
+    def received_at(self) -> float: ...
+    @property
+    def submitted_at(self) -> float | None: ...
+    @property
+    def first_token_at(self) -> float | None: ...
+    @property
+    def finished_at(self) -> float | None: ...
+    @property
+    def num_output_tokens(self) -> int: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def finish_reasons(self) -> tuple[str, ...]: ...
+    @property
+    def ledger(self) -> tuple[LedgerEntry, ...]: ...
+    @property
+    def traceparent(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
