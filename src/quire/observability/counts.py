@@ -1,4 +1,4 @@
-"""Numbers that only grow, and what is now: cheap to add to, easy to add up across processes."""
+"""Counters, gauges and histograms of one API worker, and the files through which workers share them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _PATTERN = "counts-*.json"
 
 
 class Histogram:
-    """Counts of values by bucket, and their sum."""
+    """The number of values in each bucket, and the sum of all values."""
 
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # the last holds what is above every bound
+        self.counts = [0] * (len(bounds) + 1)  # the last bucket holds values above every bound
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
@@ -30,7 +30,7 @@ class Histogram:
 
 
 class Counts:
-    """All that one edge counts, by the names of the catalogue. Not thread-safe."""
+    """The values of all metrics that one API worker counts, by name. Not thread-safe."""
 
     def __init__(self) -> None:
         own = [metric for metric in METRICS if metric.source == "edge"]
@@ -39,7 +39,7 @@ class Counts:
         self.gauges = {metric.name: 0.0 for metric in own if metric.kind == "gauge"}
 
     def count(self, name: str, label: str = "", amount: float = 1) -> None:
-        """Raise a counter. Labels come from small fixed sets, never from a request."""
+        """Add to a counter. `label` must come from a small fixed set, never from a request."""
         by_label = self.counters[name]
         by_label[label] = by_label.get(label, 0) + amount
 
@@ -47,7 +47,7 @@ class Counts:
         self.histograms[name].observe(value, times)
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it."""
+        """All values, in types that JSON can hold."""
         return {
             "histograms": {name: [each.counts, each.total] for name, each in self.histograms.items()},
             "counters": self.counters,
@@ -55,7 +55,7 @@ class Counts:
         }
 
     def absorb(self, snapshot: Mapping[str, Any], *, gauges: bool) -> None:
-        """Add what another tally's snapshot holds; what is now only if `gauges`. Names nobody knows are passed over."""
+        """Add the values of another worker's snapshot, its gauges only if `gauges`. Unknown names are skipped."""
         for name, (counts, total) in snapshot["histograms"].items():
             own = self.histograms.get(name)
             if own is not None and len(own.counts) == len(counts):
@@ -70,30 +70,33 @@ class Counts:
 
 
 class SharedCounts:
-    """This edge's file, and the reading of the others'. Files are replaced whole: a reader never sees half of one."""
+    """The file with this API worker's counts, and the files of the other workers in the same directory.
+
+    Any worker can so expose the counts of all. A file is replaced as a whole: a reader never sees half of it.
+    """
 
     def __init__(self, directory: Path, edge: int) -> None:
         self._directory, self._own = directory, directory / f"counts-{edge}.json"
 
     def encode(self, counts: Counts) -> str:
-        """The text of this edge's file."""
+        """The text for this worker's file."""
         return json.dumps({"pid": os.getpid(), **counts.snapshot()})
 
     def write(self, text: str) -> None:
-        """Replace this edge's file."""
-        draft = self._own.with_suffix(".draft")
-        draft.write_text(text, encoding="ascii")
-        draft.replace(self._own)
+        """Replace this worker's file."""
+        new = self._own.with_suffix(".new")
+        new.write_text(text, encoding="ascii")
+        new.replace(self._own)
 
     def add_others(self, counts: Counts) -> None:
-        """Add the counts of all other edges; of edges that ended, not what is now."""
+        """Add the counts of all other workers, without the gauges of workers that ended."""
         for path in self._directory.glob(_PATTERN):
             if path != self._own:
                 for snapshot in _read(path):
                     counts.absorb(snapshot, gauges=_is_alive(snapshot["pid"]))
 
     def inherit(self, counts: Counts) -> None:
-        """Take over the counts of edges that ended and remove their files. Of several heirs one gets each file."""
+        """Take over the counts of workers that ended, and delete their files. Only one worker takes over each file."""
         for path in self._directory.glob(_PATTERN):
             if path == self._own or any(_is_alive(snapshot["pid"]) for snapshot in _read(path)):
                 continue
@@ -108,7 +111,7 @@ class SharedCounts:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """The file's counts, or nothing if it was taken away meanwhile."""
+    """Yield the counts in a file, or nothing if another worker has taken it meanwhile."""
     try:
         yield json.loads(path.read_text(encoding="ascii"))
     except FileNotFoundError:

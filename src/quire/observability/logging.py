@@ -1,4 +1,7 @@
-"""Logs of every process of the server: a line per event on stderr, as text or JSON. Never a prompt, never a key."""
+"""Logging of every process of the server: one line per event on stderr, as text or JSON.
+
+Prompts, answers and keys are never logged.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ LogFormat = Literal["text", "json"]
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
 _MAX_FIELD = 2_000  # characters; a longer text is cut
 
-CLIENT_LOGGERS = ("uvicorn", "asyncio", "quire.text")  # whose lines anybody can cause, as many as they like
-MOST_LINES = 5  # of one kind ...
-WINDOW_SECONDS = 60.0  # ... in this time
+CLIENT_LOGGERS = ("uvicorn", "asyncio", "quire.text")  # loggers of lines that any client can cause
+MOST_LINES = 5  # that pass of one kind ...
+WINDOW_SECONDS = 60.0  # ... in so many seconds
 _MAX_KINDS = 256
 _KEY_CHARACTERS = 100
 
 
 def set_up_logging(level: str, kind: LogFormat, process: str, stream: TextIO | None = None) -> None:
-    """Send this process's logs to `stream` (stderr), replacing what was set up before. `process` names their source.
+    """Send this process's logs to `stream` (default: stderr), instead of to the handlers set up before.
 
-    Lines that clients can cause at will are bounded: see LogRateLimit.
+    Every line carries `process` as the name of its source. LogRateLimit bounds the lines that clients can cause.
     """
     if level not in LEVELS:
         raise ConfigError("log_level", f"{level!r} is unknown", f"use one of {', '.join(LEVELS)}")
@@ -48,7 +51,7 @@ def set_up_logging(level: str, kind: LogFormat, process: str, stream: TextIO | N
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per event: time, level, process, logger, message, what `extra` gave, and the error if any."""
+    """Formats an event as one JSON object: time, level, process, logger, message, the fields of `extra`, the error."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -69,7 +72,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """`time LEVEL process: message key=value`; a traceback follows on lines of its own."""
+    """Formats an event as `time LEVEL process: message key=value`, then a traceback if there is one."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -97,15 +100,15 @@ def _cut(text: str) -> str:
 
 @dataclass(slots=True)
 class _Kind:
-    began: float
+    started_at: float
     num_seen: int = 0
 
 
 class LogRateLimit(logging.Filter):
-    """Lets a few lines of each kind pass in a window and leaves out the rest; the next that passes says how many.
+    """Limits the log lines that clients can cause, so that they cannot fill a disk.
 
-    A kind is a logger and the text of a message before its values are put in. Only lines of `CLIENT_LOGGERS` and their
-    children are counted.
+    `MOST_LINES` lines of a kind pass in `WINDOW_SECONDS`; the first line after that says how many were dropped. A kind
+    is a logger and a message before its arguments are formatted. Only `CLIENT_LOGGERS` and their children are limited.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -118,19 +121,19 @@ class LogRateLimit(logging.Filter):
         if not any(record.name == name or record.name.startswith(f"{name}.") for name in CLIENT_LOGGERS):
             return True
         with self._lock:
-            passes, note = self._judge((record.name, str(record.msg)[:_KEY_CHARACTERS]))
+            passes, note = self._count((record.name, str(record.msg)[:_KEY_CHARACTERS]))
         if passes and note:
             record.msg, record.args = f"{record.getMessage()} ({note})", ()
         return passes
 
-    def _judge(self, key: tuple[str, str]) -> tuple[bool, str]:
-        """Whether a line of this kind passes, and what is to be added to it."""
+    def _count(self, key: tuple[str, str]) -> tuple[bool, str]:
+        """Count a line of this kind. Returns whether it passes, and the note to append to it."""
         now = self._clock()
         kind = self._kinds.get(key)
         note = ""
-        if kind is None or now - kind.began >= WINDOW_SECONDS:
-            missed = 0 if kind is None else kind.num_seen - MOST_LINES
-            note = f"{missed} more were left out before" if missed > 0 else ""
+        if kind is None or now - kind.started_at >= WINDOW_SECONDS:
+            num_dropped = 0 if kind is None else kind.num_seen - MOST_LINES
+            note = f"{num_dropped} more were left out before" if num_dropped > 0 else ""
             if kind is None and len(self._kinds) >= _MAX_KINDS:
                 self._kinds.clear()
             kind = self._kinds[key] = _Kind(now)

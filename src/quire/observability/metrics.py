@@ -1,4 +1,4 @@
-"""The server's metrics: counts what the desk reports, asks the engine when somebody looks, shows both."""
+"""The server's metrics: counts requests and tokens, asks the engine for its stats, and makes the /metrics page."""
 
 from __future__ import annotations
 
@@ -19,21 +19,25 @@ from quire.types.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0  # the engine is asked for its numbers at most this often
-SHARE_SECONDS = 1.0  # and other edges see this one's counts at most this late
+POLL_SECONDS = 1.0  # the engine is asked for its stats at most once in so many seconds
+SHARE_SECONDS = 1.0  # other API workers see this one's counts with at most this delay
 _WORST_FIRST = ("error", "abort", "repetition", "length", "stop")
 
 
 def server_metrics(config: ServerConfig, model_name: str, directory: str | None, edge: int) -> ServerMetrics:
-    """The metrics and traces of one edge, as the server is configured. Raises ConfigError without the `trace` extra."""
+    """Make the metrics and the tracer of one API worker from the server's settings.
+
+    Raises ConfigError if a trace endpoint is set and the packages of the `trace` extra are missing.
+    """
     shared = None if directory is None else SharedCounts(Path(directory), edge)
     return ServerMetrics(model_name, shared, make_tracer(config.trace_endpoint, model_name))
 
 
 class ServerMetrics:
-    """An observer of the desk that counts, and hands requests that ended to a tracer. Thread-safe and quick.
+    """Observes all requests of one API worker: counts them, and passes those that ended to a tracer.
 
-    With `shared`, `start()` begins a thread that lets the other edges see these counts; `close()` ends it.
+    Thread-safe. With `shared`, `start()` starts a thread that writes the counts to a file for the other workers;
+    `close()` ends it.
     """
 
     def __init__(self, model_name: str, shared: SharedCounts | None = None, tracer: Tracer | None = None) -> None:
@@ -45,22 +49,22 @@ class ServerMetrics:
         self._stats: EngineStats | None = None
         self._asked_at = float("-inf")
         self._closed = threading.Event()
-        self._sharer = threading.Thread(target=self._keep_sharing, name="quire-metrics", daemon=True)
+        self._sharing_thread = threading.Thread(target=self._share_counts, name="quire-metrics", daemon=True)
 
     def start(self) -> None:
         if self._shared is not None:
             with self._lock:
                 self._shared.inherit(self._counts)
-            self._sharer.start()
+            self._sharing_thread.start()
 
     def close(self) -> None:
-        """Write the last counts, send the last spans. Idempotent."""
+        """Write the last counts and send the last spans. Idempotent."""
         self._closed.set()
-        if self._sharer.is_alive():
-            self._sharer.join()
+        if self._sharing_thread.is_alive():
+            self._sharing_thread.join()
         self._tracer.close()
 
-    # ------------------------------------------------------------------------------------------------ the observer
+    # ----------------------------------------------------------------------------------- called as requests proceed
     def received(self, endpoint: str) -> None:
         with self._lock:
             self._counts.count("http_requests", endpoint)
@@ -103,7 +107,7 @@ class ServerMetrics:
 
     def aborted(self, record: ObservedRequest, reason: str) -> None:
         with self._lock:
-            if reason != "refused":  # by the engine: it was answered as a bad request
+            if reason != "refused":  # a request that the engine refused was answered as a bad request
                 self._counts.count("request_success", "error" if reason == "engine_down" else "abort")
             if record.submitted_at is None:
                 self._counts.gauges["num_requests_waiting"] -= 1
@@ -115,12 +119,12 @@ class ServerMetrics:
     def engine_down(self) -> None:
         self._is_up, self._stats, self._asked_at = False, None, float("-inf")
 
-    # ------------------------------------------------------------------------------------------------- showing them
+    # ------------------------------------------------------------------------------------------- called for /metrics
     async def page(self, ask: Callable[[], Awaitable[EngineStats]]) -> bytes:
-        """All metrics of the server as text. `ask` is the engine link's `stats`; called at most once a second."""
+        """The text of all metrics of the server. `ask` gets the engine's stats; it is called at most once a second."""
         if self._is_up and time.monotonic() - self._asked_at >= POLL_SECONDS:
             self._asked_at = time.monotonic()
-            with suppress(EngineDead):  # in a long step it does not answer in time: its last numbers stand
+            with suppress(EngineDead):  # the engine does not answer during a long step: keep its last stats
                 self._stats = await ask()
         total = Counts()
         with self._lock:
@@ -129,7 +133,7 @@ class ServerMetrics:
             self._shared.add_others(total)
         return render(total, EngineMetrics(self._stats, self._restarts, is_up=self._is_up), self._model_name)
 
-    # ----------------------------------------------------------------------------------------------------- the works
+    # -------------------------------------------------------------------------------------------------------- private
     def _observe_times(self, record: ObservedRequest) -> None:
         end, counts = record.finished_at, self._counts
         if end is None:
@@ -150,7 +154,7 @@ class ServerMetrics:
             if seconds is not None:
                 counts.observe(f"request_{name}_time_seconds", seconds)
 
-    def _keep_sharing(self) -> None:
+    def _share_counts(self) -> None:
         assert self._shared is not None
         written = ""
         while True:

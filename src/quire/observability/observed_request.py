@@ -1,4 +1,4 @@
-"""What observers know of a request."""
+"""A request as metrics and traces see it, and the time it spent in each phase."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.types.sampling import SamplingParams
 
 
 class ObservedRequest(Protocol):
-    """What is known of a request when it ends; the desk's RequestRecord is one."""
+    """The protocol of a request that metrics and traces are made of. Times are on the monotonic clock, in seconds."""
 
     @property
     def request_id(self) -> str: ...
@@ -45,7 +45,7 @@ class ObservedRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """How long a request spent where, in seconds; None for what it never reached."""
+    """Seconds that a request spent in each phase; None for a phase that it never reached."""
 
     queue: float | None
     prefill: float | None
@@ -56,7 +56,7 @@ class Phases:
 def phases(
     entries: Sequence[LedgerEntry], received_at: float, first_token_at: float | None, finished_at: float
 ) -> Phases:
-    """Queue, prefill and decode times. The queue lasts until the first admission; a later preemption is in decode."""
+    """The phases of a request. It is queued until its first admission; later preemptions count as decode time."""
     admitted = next((entry.at for entry in entries if entry.kind == "admitted"), None)
     first = next((entry.at for entry in entries if entry.kind == "first_token"), first_token_at)
     if admitted is None:

@@ -1,4 +1,4 @@
-"""The counts in Prometheus's text format."""
+"""All metrics in the text format of Prometheus: the counts of the API workers and the stats of the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def render(counts: Counts, engine: EngineMetrics, model_name: str) -> bytes:
-    """Every metric of the catalogue, each with the label model_name."""
+    """The text with every metric of the table, each with the label model_name."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
@@ -73,7 +73,8 @@ def _buckets(counted: Histogram, written: object) -> list[tuple[str, float]]:
 
 
 class EngineMetrics:
-    """The values of all metrics the engine is the source of. Without stats (there were none yet) they are zero."""
+    """The values of all metrics that the engine reports. They are zero until there are stats, and count from zero again
+    in every new engine process."""
 
     def __init__(self, stats: EngineStats | None, restarts: int, *, is_up: bool) -> None:
         self.steps = Histogram(tuple(float(size) for size in STEP_SIZES))
