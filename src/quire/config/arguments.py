@@ -37,7 +37,7 @@ _COUNTS = ("block_size", "num_kv_blocks", "max_model_len", "max_num_seqs", "max_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArguments:
-    """The engine settings a user may give; None means: choose for this machine and model."""
+    """The engine settings a user may give. None means that the engine chooses, by the machine and the model."""
 
     dtype: str = "auto"
     device: str = "auto"
@@ -49,7 +49,7 @@ class EngineArguments:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     policy: str | None = None
-    scheduling_policy: str | None = None  # the same by another name
+    scheduling_policy: str | None = None  # another name of policy
     policy_config: dict[str, Any] | None = None
     seed: int = 0
     threads: int | None = None
@@ -63,7 +63,7 @@ class EngineArguments:
     speculative_config: dict[str, Any] | None = None
     preemption: str = "auto"
     host_cache_memory: int | str | None = None
-    swap_space: float | None = None  # the same in GiB
+    swap_space: float | None = None  # host_cache_memory in GiB
     disk_cache_path: str | None = None
     disk_cache_memory: int | str | None = None
     tier_write: str | None = None
@@ -73,7 +73,7 @@ class EngineArguments:
 
 
 class EngineSettings(TypedDict, total=False):
-    """EngineArguments as the keywords of a call."""
+    """The fields of EngineArguments as keyword arguments."""
 
     dtype: str
     device: str
@@ -110,7 +110,7 @@ class EngineSettings(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class ParsedArguments:
-    """Settings as the engine knows them. The tiers' sizes are bytes: `settle_tiers` makes blocks of them."""
+    """Arguments in the types of the configuration. The sizes of tiers are bytes until `resolve_tiers` converts them."""
 
     policy: PolicyName
     policy_settings: PolicySettings
@@ -123,7 +123,7 @@ class ParsedArguments:
 
 
 def read_arguments(args: EngineArguments) -> ParsedArguments:
-    """Raises ConfigError for all that is impossible on every machine with every model."""
+    """Parse the arguments. Raises ConfigError for values that are wrong on every machine with every model."""
     _check_numbers(args)
     _check_names(args)
     policy = read_policy(args.policy, args.scheduling_policy)
@@ -142,18 +142,18 @@ def read_arguments(args: EngineArguments) -> ParsedArguments:
     speculates, has_files = parsed.speculation is not None, bool(parsed.tiers.disk_path)
     check_recording(parsed.recording, speculates=speculates, has_files=has_files)
     if policy in RESERVING:
-        check_uncached(args, policy, f"the {policy!r} policy caches nothing")
+        check_uncached(args, policy, f"the {policy!r} policy has no prefix cache")
     elif args.enable_prefix_caching is False:
         check_uncached(args, policy, "enable_prefix_caching is off")
     return parsed
 
 
 def check_uncached(args: EngineArguments, policy: PolicyName, why: str) -> None:
-    """Raise ConfigError for what means nothing where no prompt is cached; `why` says why none is."""
+    """Raise ConfigError for arguments that need a prefix cache. `why` is the reason why there is none."""
     if policy == "lpm":
-        raise ConfigError("policy", f"'lpm' goes by what is cached, and {why}", "use another policy")
+        raise ConfigError("policy", f"'lpm' orders requests by their cached prefixes, and {why}", "use another policy")
     given = {
-        "prefix_eviction": (args.prefix_eviction, "says which cached prompts go first"),
+        "prefix_eviction": (args.prefix_eviction, "says which cached prompts are evicted first"),
         "disk_cache_path": (args.disk_cache_path, "holds cached prompts"),
         "tier_write": (args.tier_write, "says when cached prompts are saved"),
     }
