@@ -114,7 +114,7 @@ class BadMessage(QuireError):
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
-    """Raise BadMessage for what cannot travel: too large, an integer out of range, text that is no Unicode."""
+    """Encode a message. Raises BadMessage if it is too large, or has an integer out of range or invalid Unicode."""
     form = _FORMS.get(type(message))
     try:
         frame = _ENCODER.encode(message if form is None else form.pack(message))
@@ -171,7 +171,7 @@ def _read_submit_id(frame: bytes) -> str | None:
 # ------------------------------------------------------------------------------------------------------- wire forms
 @dataclass(frozen=True, slots=True)
 class _WireForm:
-    """How values of one type travel: what is sent, and the functions that make it of a value and a value of it."""
+    """How values of one type are sent: the type on the wire, and the functions that convert to it and back."""
 
     wire: Any  # a type that msgspec encodes and decodes
     pack: Callable[[Any], Any]
@@ -179,7 +179,8 @@ class _WireForm:
 
 
 def _message_form(kind: type, tag: str) -> _WireForm:
-    """A tagged struct for a dataclass: of its fields where some of them are packed, else around it as it is."""
+    """The wire form of a message: a tagged struct. It has the fields of the dataclass if some of them are in `_PACKED`;
+    otherwise it has one field, which holds the dataclass."""
     hints = get_type_hints(kind)
     packed = [(place, _PACKED[hint]) for place, hint in enumerate(hints.values()) if hint in _PACKED]
     if not packed:
@@ -217,8 +218,8 @@ def _struct_of(kind: Any, types: Mapping[str, Any], tag: str | None = None) -> t
 
 
 def _sampling_form() -> _WireForm:
-    """SamplingParams travel as the fields that differ from their defaults. The edge has validated them, so they and
-    the dataclasses in them are made again without checks; the decoder still checks names and types."""
+    """The wire form of SamplingParams: the fields that differ from their defaults. The edge has validated them, so
+    `unpack` makes them and the dataclasses in them without checks. The decoder still checks names and types."""
     hints = get_type_hints(SamplingParams)
     wire = _struct_of(SamplingParams, {name: _validated_type(hint) for name, hint in hints.items()})
     parts = {name: kind for name, hint in hints.items() for kind in _alternatives(hint) if is_dataclass(kind)}
@@ -234,8 +235,8 @@ def _sampling_form() -> _WireForm:
 
 
 def _validated_type(hint: Any) -> Any:
-    """The type that a field has after validation, by the annotation of what may be given: an Iterable has become a
-    tuple, a single string beside it too, and a Mapping beside a dataclass has become that dataclass."""
+    """The type of a field after validation. Its annotation is the type of what users may give: validation converts an
+    Iterable to a tuple, a str to a tuple where an Iterable is allowed, and a Mapping to a dataclass where one is."""
     kinds = _alternatives(hint)
     if any(get_origin(kind) is Iterable for kind in kinds):
         kinds = [kind for kind in kinds if kind is not str]
@@ -257,7 +258,7 @@ def _alternatives(hint: Any) -> list[Any]:
 
 
 def _without_checks(kind: Any, sent: Any) -> Any:
-    """A dataclass with the values of its struct; its __post_init__ is not called."""
+    """Make a dataclass with the values of its wire struct, without calling __post_init__."""
     made = object.__new__(kind)
     for item in fields(kind):
         object.__setattr__(made, item.name, getattr(sent, item.name))
@@ -294,7 +295,7 @@ def _wire_dtype(kind: Any) -> np.dtype[Any]:
 
 _PACKED: dict[Any, _WireForm] = {  # by the annotation of a message's field
     SamplingParams: _sampling_form(),
-    tuple[int, ...]: _WireForm(bytes, _pack_ints, _unpack_ints),  # a prompt: half the time of a list of integers
+    tuple[int, ...]: _WireForm(bytes, _pack_ints, _unpack_ints),  # a prompt: decoding takes half the time of a list
 }
 _TAGS: dict[type, str] = {Submit: "submit", Abort: "abort", TokensOut: "tokens"}
 _FORMS: dict[type, _WireForm] = {kind: _message_form(kind, tag) for kind, tag in _TAGS.items()}
