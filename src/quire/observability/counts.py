@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms of one API worker, and the files through which workers share them."""
+"""Counters, gauges and histograms of one edge, and the files through which edges share them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Histogram:
 
 
 class Counts:
-    """The values of all metrics that one API worker counts, by name. Not thread-safe."""
+    """The values of all metrics that one edge counts, by name. Not thread-safe."""
 
     def __init__(self) -> None:
         own = [metric for metric in METRICS if metric.source == "edge"]
@@ -55,7 +55,7 @@ class Counts:
         }
 
     def absorb(self, snapshot: Mapping[str, Any], *, gauges: bool) -> None:
-        """Add the values of another worker's snapshot, its gauges only if `gauges`. Unknown names are skipped."""
+        """Add the values of another edge's snapshot, its gauges only if `gauges`. Unknown names are skipped."""
         for name, (counts, total) in snapshot["histograms"].items():
             own = self.histograms.get(name)
             if own is not None and len(own.counts) == len(counts):
@@ -70,33 +70,33 @@ class Counts:
 
 
 class SharedCounts:
-    """The file with this API worker's counts, and the files of the other workers in the same directory.
+    """The file with this edge's counts, and the files of the other edges in the same directory.
 
-    Any worker can so expose the counts of all. A file is replaced as a whole: a reader never sees half of it.
+    Any edge can so expose the counts of all. A file is replaced as a whole: a reader never sees half of it.
     """
 
     def __init__(self, directory: Path, edge: int) -> None:
         self._directory, self._own = directory, directory / f"counts-{edge}.json"
 
     def encode(self, counts: Counts) -> str:
-        """The text for this worker's file."""
+        """The text for this edge's file."""
         return json.dumps({"pid": os.getpid(), **counts.snapshot()})
 
     def write(self, text: str) -> None:
-        """Replace this worker's file."""
+        """Replace this edge's file."""
         new = self._own.with_suffix(".new")
         new.write_text(text, encoding="ascii")
         new.replace(self._own)
 
     def add_others(self, counts: Counts) -> None:
-        """Add the counts of all other workers, without the gauges of workers that ended."""
+        """Add the counts of all other edges, without the gauges of edges that ended."""
         for path in self._directory.glob(_PATTERN):
             if path != self._own:
                 for snapshot in _read(path):
                     counts.absorb(snapshot, gauges=_is_alive(snapshot["pid"]))
 
     def inherit(self, counts: Counts) -> None:
-        """Take over the counts of workers that ended, and delete their files. Only one worker takes over each file."""
+        """Take over the counts of edges that ended, and delete their files. Only one edge takes over each file."""
         for path in self._directory.glob(_PATTERN):
             if path == self._own or any(_is_alive(snapshot["pid"]) for snapshot in _read(path)):
                 continue
@@ -111,7 +111,7 @@ class SharedCounts:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the counts in a file, or nothing if another worker has taken it meanwhile."""
+    """Yield the counts in a file, or nothing if another edge has taken it meanwhile."""
     try:
         yield json.loads(path.read_text(encoding="ascii"))
     except FileNotFoundError:

@@ -9,7 +9,7 @@ from quire.types.stats import STEP_SIZES
 
 PREFIX = "quire:"
 Kind = Literal["counter", "gauge", "histogram"]
-Source = Literal["edge", "engine"]  # counted by the API workers and added up, or reported by the engine
+Source = Literal["edge", "engine"]  # counted by the edges and added up, or reported by the engine
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75,
@@ -40,7 +40,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "num_requests_waiting",
         "gauge",
-        "Requests that wait for the engine, queued in an API worker or in the engine itself.",
+        "Requests that wait for the engine, queued in the server or in the engine.",
     ),
     Metric(
         "kv_cache_usage_perc",

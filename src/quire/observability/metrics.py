@@ -20,12 +20,12 @@ from quire.types.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0  # the engine is asked for its stats at most once in so many seconds
-SHARE_SECONDS = 1.0  # other API workers see this one's counts with at most this delay
+SHARE_SECONDS = 1.0  # other edges see this one's counts with at most this delay
 _WORST_FIRST = ("error", "abort", "repetition", "length", "stop")
 
 
 def server_metrics(config: ServerConfig, model_name: str, directory: str | None, edge: int) -> ServerMetrics:
-    """Make the metrics and the tracer of one API worker from the server's settings.
+    """Make the metrics and the tracer of one edge from the server's settings.
 
     Raises ConfigError if a trace endpoint is set and the packages of the `trace` extra are missing.
     """
@@ -34,9 +34,9 @@ def server_metrics(config: ServerConfig, model_name: str, directory: str | None,
 
 
 class ServerMetrics:
-    """Observes all requests of one API worker: counts them, and passes those that ended to a tracer.
+    """Observes all requests of one edge: counts them, and passes those that ended to a tracer.
 
-    Thread-safe. With `shared`, `start()` starts a thread that writes the counts to a file for the other workers;
+    Thread-safe. With `shared`, `start()` starts a thread that writes the counts to a file for the other edges;
     `close()` ends it.
     """
 

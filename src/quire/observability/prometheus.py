@@ -1,4 +1,4 @@
-"""All metrics in the text format of Prometheus: the counts of the API workers and the stats of the engine."""
+"""All metrics in the text format of Prometheus: the counts of the edges and the stats of the engine."""
 
 from __future__ import annotations
 
