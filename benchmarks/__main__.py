@@ -16,6 +16,7 @@ from benchmarks.report import ROOT
 # name: (what it shows, arguments for a run that needs nothing else)
 BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "control_plane": ("microseconds of Python per step, no model", ()),
+    "messages": ("microseconds of Python per request between edge and engine, no model", ()),
     "kv_waste": ("KV memory in use / allocated, on trace lengths, no model", ("--requests", "4000")),
     "policies": ("scheduling policies and baselines on one trace, by a cost model", ("memory", "--requests", "400")),
     "kv_layouts": ("paged against virtual KV memory: speed, waste, mapping", ("--requests", "8", "--repeats", "1")),

@@ -25,8 +25,8 @@ import torch
 from benchmarks.gpu.models import MODELS, BenchModel
 from benchmarks.lengths import Lengths, synthetic_trace
 from benchmarks.report import facts, publish, save, table
+from quire.config.arguments import EngineArguments
 from quire.config.memory import kv_block_bytes
-from quire.config.resolve import EngineArguments
 from quire.engine.core import EngineCore
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.loading.files import ModelFiles

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from benchmarks.lengths import Lengths, read_trace, synthetic_trace
 from quire.config.engine import CacheConfig, SchedulerConfig
-from quire.config.layout import GPU_PAGE
 from quire.config.policy import RESERVING
+from quire.config.resolve import GPU_PAGE
 from quire.engine.core import EngineCore
 from quire.simulator.clock import VirtualClock
 from quire.simulator.cost import Cost

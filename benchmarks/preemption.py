@@ -30,8 +30,8 @@ from benchmarks.kv_layouts import SMALL
 from benchmarks.lengths import Lengths
 from benchmarks.plot import Curves, save_plot
 from benchmarks.report import facts, publish, save
+from quire.config.arguments import EngineArguments
 from quire.config.memory import kv_block_bytes
-from quire.config.resolve import EngineArguments
 from quire.engine.core import EngineCore
 from quire.runtime.loading.files import ModelFiles
 from quire.serving.assembly import PlannedEngine, plan_engine

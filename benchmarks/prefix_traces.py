@@ -29,7 +29,7 @@ from benchmarks.prefix_trace_data import (
 )
 from benchmarks.report import facts, publish, save
 from quire.config.engine import CacheConfig, SchedulerConfig
-from quire.config.prefix import EVICTION_NAMES, EvictionName
+from quire.config.tiers import EVICTION_NAMES, EvictionName
 from quire.simulator.cost import Cost
 
 MOST_TOKENS = 2_048  # of a step

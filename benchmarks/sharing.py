@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.plot import Bars, save_plot
 from benchmarks.report import ROOT, facts, publish, save
-from quire.config.resolve import EngineArguments
+from quire.config.arguments import EngineArguments
 from quire.engine.core import EngineCore
 from quire.runtime.loading.progress import silent
 from quire.runtime.loading.resolve import resolve_model

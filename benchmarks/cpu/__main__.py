@@ -109,7 +109,8 @@ def _parse() -> argparse.Namespace:
 
 
 def _dtype_chosen_by_quire(model: str | None) -> str:
-    from quire.config.resolve import EngineArguments, resolve_engine_config
+    from quire.config.arguments import EngineArguments
+    from quire.config.resolve import resolve_engine_config
     from quire.runtime.hardware import detect_hardware
     from quire.runtime.loading.model_config import read_model_config
     from quire.runtime.loading.resolve import resolve_model

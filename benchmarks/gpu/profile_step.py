@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.gpu import floor
 from benchmarks.gpu.models import MODELS
-from quire.config.resolve import EngineArguments
+from quire.config.arguments import EngineArguments
 from quire.engine.core import EngineCore
 from quire.engine.executor import Executor
 from quire.runtime.executor.single import SingleExecutor

@@ -21,9 +21,9 @@ import torch
 
 from benchmarks.gpu.models import MODELS
 from benchmarks.report import facts, publish, save, table
+from quire.config.arguments import EngineArguments
 from quire.config.engine import CacheConfig
 from quire.config.model import Heads
-from quire.config.resolve import EngineArguments
 from quire.config.tiers import TierConfig
 from quire.engine.core import EngineCore
 from quire.runtime.executor.single import SingleExecutor

@@ -8,8 +8,7 @@ import pytest
 
 from fake_executor import VOCAB, continuation
 from harness import VOCABULARY, Harness
-from quire.config.prefix import EVICTION_NAMES
-from quire.config.tiers import TierConfig
+from quire.config.tiers import EVICTION_NAMES, TierConfig
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.kvcache.prefix_tree import PrefixTree
 from quire.types.decoding import BeamRules

@@ -6,7 +6,7 @@ import pytest
 
 from fake_executor import VOCAB, continuation
 from harness import Harness
-from quire.config.prefix import EVICTION_NAMES, EvictionName
+from quire.config.tiers import EVICTION_NAMES, EvictionName
 from quire.types.errors import InvalidRequest
 from quire.types.request import Abort
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from parity_prompts import SHORT
-from quire.config.resolve import EngineArguments
+from quire.config.arguments import EngineArguments
 from quire.engine.core import EngineCore
 from quire.runtime.loading.progress import silent
 from quire.runtime.loading.resolve import ModelFiles, resolve_model

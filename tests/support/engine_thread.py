@@ -12,12 +12,12 @@ import zmq
 from fake_executor import VOCAB, FakeExecutor
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
-from quire.engine.messages import Accepted, FromEngine, Refused, SubmitRequest, ToEngine, Tokens, encode
+from quire.engine.messages import Accepted, FromEngine, Refused, ToEngine, encode
 from quire.engine.process import EngineLoop
 from quire.engine.progress import ProgressRecord
 from quire.engine.transport import EdgeSocket, EngineSocket
 from quire.types.errors import EngineDead
-from quire.types.output import Finished
+from quire.types.output import Finished, TokensOut
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
 
@@ -82,7 +82,7 @@ class PlainEdge:
 
     def submit(self, request_id: str, prompt: list[int], **params: object) -> None:
         sampling = SamplingParams(**{"max_tokens": 8, "seed": 0, **params})  # type: ignore[arg-type]
-        self.say(SubmitRequest.of(Submit(request_id, tuple(prompt), sampling)))
+        self.say(Submit(request_id, tuple(prompt), sampling))
 
     def wait(self, found: Callable[[], bool]) -> None:
         """Listen until something is so."""
@@ -96,7 +96,7 @@ class PlainEdge:
         return request_id in self.ends()
 
     def ends(self) -> dict[str, Finished]:
-        return {end.request_id: end for said in self.heard if isinstance(said, Tokens) for end in said.out.finished}
+        return {end.request_id: end for said in self.heard if isinstance(said, TokensOut) for end in said.finished}
 
     def handles(self) -> dict[str, int]:
         return {said.request_id: said.handle for said in self.heard if isinstance(said, Accepted)}
@@ -106,7 +106,7 @@ class PlainEdge:
 
     def stream(self, handle: int) -> list[int]:
         """The tokens of a sample as they came."""
-        batches = [said.out for said in self.heard if isinstance(said, Tokens)]
+        batches = [said for said in self.heard if isinstance(said, TokensOut)]
         return [
             token
             for out in batches

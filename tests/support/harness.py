@@ -8,8 +8,7 @@ from collections.abc import Callable
 from fake_executor import VOCAB, FakeExecutor
 from fake_tiers import FakeTiers
 from quire.config.engine import CacheConfig, SchedulerConfig
-from quire.config.prefix import EvictionName
-from quire.config.tiers import TierConfig
+from quire.config.tiers import EvictionName, TierConfig
 from quire.engine.core import EngineCore
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.decoding.vocabulary import Vocabulary

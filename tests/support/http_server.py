@@ -15,8 +15,8 @@ import httpx
 import uvloop
 
 from local_link import LocalLink
+from quire.config.arguments import EngineArguments
 from quire.config.engine import CacheConfig, SchedulerConfig
-from quire.config.resolve import EngineArguments
 from quire.config.server import ModelSource, ServerConfig
 from quire.engine.core import EngineCore
 from quire.serving.desk.board import Board

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.config.resolve import EngineArguments
+from quire.config.arguments import EngineArguments
 from quire.config.server import ModelSource, ServerConfig
 from quire.serving.process.supervisor import Programs, Supervisor
 from quire.types.errors import QuireError

@@ -11,7 +11,7 @@ import torch
 
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
-from quire.config.speculation import read_speculation, settle
+from quire.config.speculation import read_speculation, resolve_speculation
 from quire.engine.core import EngineCore
 from quire.engine.decoding.lookahead_registry import make_lookaheads
 from quire.engine.decoding.tools import DecodingTools
@@ -70,7 +70,7 @@ class TinyEngine:
     ) -> None:
         speculation = read_speculation(speculative_config)
         if speculation is not None:
-            speculation = settle(speculation, checkpoint.config, None if draft is None else draft.config)
+            speculation = resolve_speculation(speculation, checkpoint.config, None if draft is None else draft.config)
         config = replace(engine_config(**settings), speculation=speculation)
         config = replace(config, device=replace(config.device, attention_backend=attention))
         self.config = config

@@ -1,4 +1,4 @@
-"""How the engine runs: frozen sections, resolved once from arguments and hardware facts, printed at start."""
+"""The configuration of an engine, in frozen sections. `resolve_engine_config` makes it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Literal
 
 from quire.config.model import CacheDtype, Dtype, Quantization
 from quire.config.policy import PolicyName, PolicySettings
-from quire.config.prefix import EvictionName
 from quire.config.recording import RecordingConfig
 from quire.config.speculation import SpeculationConfig
-from quire.config.tiers import PreemptionName, TierConfig
+from quire.config.tiers import EvictionName, PreemptionName, TierConfig
 from quire.types.errors import ConfigError
 
 MAX_BLOCK_SIZE = 256
-LEAST_SAMPLES = 64  # positions sampled from at once even where fewer sequences are let in: drafts have several
+LEAST_SAMPLES = 64  # a step can sample from so many positions even if rows are fewer: a draft needs several per row
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +22,15 @@ class CacheConfig:
 
     block_size: int
     num_blocks: int
-    enable_prefix_caching: bool = True  # blocks outlive their sequences and serve prompts that begin alike
-    layout: Literal["paged", "virtual"] = "paged"  # virtual: a sequence's blocks are mapped side by side
-    eviction: EvictionName = "lru"  # which of the cached blocks that nobody holds goes first
-    # Hex digest of all that shapes keys and values besides tokens and salt: weights, dtypes, sizes. It keeps the blocks
-    # of models apart where they outlive a process, on disk; within one there is one model.
+    enable_prefix_caching: bool = True  # keep blocks of finished sequences for prompts with the same prefix
+    layout: Literal["paged", "virtual"] = "paged"  # virtual: blocks of a sequence are mapped to contiguous addresses
+    eviction: EvictionName = "lru"  # the order in which cached blocks without holders are evicted
+    # A hex digest of all that keys and values depend on besides tokens and salt: weights, dtypes, sizes. It separates
+    # the blocks of different models on disk, where blocks outlive the process. Without a disk tier it is empty.
     namespace: str = ""
-    tiers: TierConfig = field(default_factory=TierConfig)  # where blocks go that the device has no room for
+    tiers: TierConfig = field(
+        default_factory=TierConfig
+    )  # host memory and disk for blocks that do not fit on the device
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
@@ -48,15 +49,17 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The budgets of one step."""
+    """The limits of a step, and the policy that chooses what runs in it."""
 
-    max_num_seqs: int = 64  # live sequences (rows)
+    max_num_seqs: int = 64  # sequences that run at once (rows)
     max_num_batched_tokens: int = 2_048  # tokens computed in one step
     max_model_len: int = 2_048  # prompt and output together
     policy: PolicyName = "fcfs"
     seed: int = 0
     policy_settings: PolicySettings = field(default_factory=PolicySettings)
-    preemption: PreemptionName = "auto"  # what becomes of the blocks of a request that must make room
+    preemption: PreemptionName = (
+        "auto"  # whether a preempted request's blocks are copied to host memory or computed again
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -65,32 +68,35 @@ class SchedulerConfig:
 
     @property
     def num_rows(self) -> int:
-        """Every live sequence must be able to take one token a step, so rows never outnumber the token budget."""
+        """The number of rows. Every running sequence computes at least one token per step, so rows never exceed the
+        token budget."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def num_samples(self) -> int:
-        """Positions that are sampled from at once; a step that verifies more does so bit by bit."""
+        """The number of positions that are sampled from at once. A step with more of them samples in several rounds."""
         return max(self.num_rows, LEAST_SAMPLES)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    """Where and in what precision the model runs."""
+    """The device that runs the model, and the data types on it."""
 
     device: str  # "cpu", "cuda", "cuda:1"
     dtype: Dtype
     kv_dtype: CacheDtype
     threads: int | None = None  # CPU threads; None: all
     attention_backend: str = "auto"
-    enforce_eager: bool = False  # never capture a step as a graph
-    quantization: Quantization | None = None  # of the layers' weights, made at load
+    enforce_eager: bool = False  # never capture steps as CUDA graphs
+    quantization: Quantization | None = None  # of the layers' weights, quantized while loading
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
+    """The whole configuration of an engine."""
+
     cache: CacheConfig
     scheduler: SchedulerConfig
     device: DeviceConfig
-    speculation: SpeculationConfig | None = None  # None: one token after the other
+    speculation: SpeculationConfig | None = None  # None: no speculative decoding
     recording: RecordingConfig | None = None  # None: nothing is recorded

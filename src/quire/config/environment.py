@@ -1,4 +1,4 @@
-"""Every environment variable Quire reads. A value that makes no sense raises ConfigError."""
+"""All environment variables that Quire reads. A bad value raises ConfigError."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the surroundings say, read once where it is needed."""
+    """The values of Quire's environment variables."""
 
-    cache: Path  # QUIRE_CACHE: where models and tuning tables are kept; default $XDG_CACHE_HOME/quire or ~/.cache/quire
-    offline: bool  # QUIRE_OFFLINE: never reach for the network
-    api_key: str | None = field(default=None, repr=False)  # QUIRE_API_KEY: asked of clients, or sent by them
+    cache: Path  # QUIRE_CACHE: folder of models and tuning tables; default $XDG_CACHE_HOME/quire or ~/.cache/quire
+    offline: bool  # QUIRE_OFFLINE: never use the network
+    api_key: str | None = field(
+        default=None, repr=False
+    )  # QUIRE_API_KEY: the key that a server requires and a client sends
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """The settings in `variables` (default: the process's own)."""
+    """Read the variables from `variables` (default: the environment of this process)."""
     variables = os.environ if variables is None else variables
     return Environment(
         cache=_read_cache(variables), offline=_read_flag(variables, OFFLINE), api_key=variables.get(API_KEY)
@@ -31,7 +33,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """The process's own variables with some changed, for a process it starts."""
+    """The environment of this process with `changes`, for a child process."""
     return {**os.environ, **changes}
 
 

@@ -1,4 +1,4 @@
-"""What the machine is, as plain numbers. Gathered once by the runtime; read by the resolver and the doctor."""
+"""Facts about the machine: CPU, memory and GPUs. The runtime collects them once; the configuration depends on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.config.model import DTYPE_BYTES, Dtype
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """One CUDA device. Memory in bytes; `free_memory` is what the driver would hand out now."""
+    """One CUDA device. Memory is in bytes; `free_memory` is what the driver can allocate now."""
 
     name: str
     total_memory: int
@@ -27,31 +27,31 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class HardwareFacts:
-    """The machine this process may use: limits of its control group and its CPU affinity are already applied."""
+    """The part of the machine that this process may use, within the limits of its control group and CPU affinity."""
 
     machine: str  # "x86_64", "aarch64"
     cpu_name: str
     cores: int
     isa: frozenset[str]  # instruction set extensions by their /proc/cpuinfo names
-    supports_bf16: bool  # the CPU multiplies this type in hardware, not by emulation
-    supports_fp16: bool
+    supports_bf16: bool  # the CPU multiplies bfloat16 in hardware, without emulation
+    supports_fp16: bool  # the CPU multiplies float16 in hardware
     total_memory: int
     available_memory: int
     torch_version: str
     cuda: tuple[CudaDevice, ...] = ()
-    native_refusal: str | None = None  # why the compiled CPU kernels cannot be used; None: they can
-    triton: bool = False  # Triton is installed, so that kernels can be compiled for the CUDA devices
-    page_size: int = 4096  # bytes, of the CPU's virtual memory
-    level_panels: bool = False  # the compiled kernels multiply float32 rows by levels as their file stores them
-    tile_units: bool = False  # the CPU multiplies tiles of bfloat16 (AMX), and the compiled kernels know how
+    native_refusal: str | None = None  # why the native CPU kernels cannot be used; None: they can
+    triton: bool = False  # Triton is installed and can compile kernels for the CUDA devices
+    page_size: int = 4096  # bytes of a page of the CPU's virtual memory
+    level_panels: bool = False  # the native kernels multiply float32 rows by quantized weights as stored in the file
+    tile_units: bool = False  # the CPU has AMX for bfloat16, and the native kernels use it
 
     @property
     def device(self) -> str:
-        """The kind of device a model runs on when nobody chose one."""
+        """The kind of device that a model runs on by default."""
         return "cuda" if self.cuda else "cpu"
 
     def computes(self, dtype: Dtype, device: str) -> bool:
-        """Whether `device` multiplies `dtype` in hardware."""
+        """Whether `device` can multiply `dtype` in hardware."""
         if dtype == "float32":
             return True
         if device != "cpu":
@@ -59,10 +59,10 @@ class HardwareFacts:
         return self.supports_bf16 if dtype == "bfloat16" else self.supports_fp16
 
     def weight_bytes(self, dtype: Dtype, device: str) -> int:
-        """Bytes of one resident weight: a CPU without the half type in hardware holds float32 instead."""
+        """Bytes of one weight in memory. A CPU without hardware support for a half type holds float32 instead."""
         return DTYPE_BYTES[dtype] if device != "cpu" or self.computes(dtype, device) else DTYPE_BYTES["float32"]
 
 
 def cuda_index(device: str) -> int:
-    """The number in "cuda:1"; plain "cuda" is the first device."""
+    """The index of a device: 1 for "cuda:1", 0 for "cuda"."""
     return int(device.partition(":")[2] or 0)

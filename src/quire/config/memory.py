@@ -1,4 +1,4 @@
-"""The memory plan: what a model and its settings will take, by arithmetic, before anything is allocated."""
+"""The memory plan: how much memory a model needs with its settings, computed before anything is allocated."""
 
 from __future__ import annotations
 
@@ -11,44 +11,47 @@ from quire.config.model import DTYPE_BYTES, ModelConfig, packed_bytes
 from quire.config.sizes import MIB, at_least, at_most, format_size
 from quire.types.errors import DoesNotFit
 
-PROCESS_BYTES = {"cpu": 320 * MIB, "cuda": 768 * MIB}  # interpreter, torch and its libraries; on CUDA the context
-SAMPLING_BYTES_PER_LOGIT = 64  # the logits, a float32 copy, weights, their sort and its running sum in float64
-GATHERED_BYTES = {"cpu": 2 * MIB, "cuda": 256 * MIB}  # keys that attention gathers at once; one sequence always fits
-IN_PLACE_BYTES = {  # of attention that gathers nothing: work lists and partial results
+PROCESS_BYTES = {"cpu": 320 * MIB, "cuda": 768 * MIB}  # Python, torch and its libraries; on a GPU the CUDA context
+SAMPLING_BYTES_PER_LOGIT = 64  # logits, a float32 copy, probabilities, their sort and its float64 sum
+GATHERED_BYTES = {
+    "cpu": 2 * MIB,
+    "cuda": 256 * MIB,
+}  # keys that gathering attention copies at once, or one sequence if larger
+IN_PLACE_BYTES = {  # work lists and partial results of attention backends that read the cache in place
     "native": 16 * MIB,
-    "triton": 64 * MIB,  # those of products too
+    "triton": 64 * MIB,  # and partial results of gemms
     "flashinfer": 160 * MIB,
-    "virtual": 64 * MIB,  # masks
+    "virtual": 64 * MIB,  # attention masks
 }
-GRAPH_BYTES = 16 * MIB  # a captured graph, its launches and the kernels they need
-TOKEN_GRAPH_BYTES = 8 * MIB  # the graphs for a number of tokens: prompts, decoding rows, or both
-NUM_GRAPHS = 32  # of different numbers of rows, some with and without top_k or top_p
-SAVE_STAGING_BYTES = 512 * MIB  # on a GPU, of blocks on their way to host memory: what the bus carries in a long step
-LOAD_STAGING_BYTES = 256 * MIB  # and of those on their way back
-PROMPT_POSITIONS = 128  # prompt logprobs are made for that many positions at a time ...
-PROMPT_BYTES_PER_LOGIT = 24  # ... from their logits, in float32, normalised and compared
+GRAPH_BYTES = 16 * MIB  # one captured decode graph: its nodes and kernels
+TOKEN_GRAPH_BYTES = 8 * MIB  # the captured graphs of one token bucket: prompts, decodes, or both
+NUM_GRAPHS = 32  # captured decode graphs: row buckets, some with and without top_k and top_p
+SAVE_STAGING_BYTES = 512 * MIB  # GPU buffer for blocks being copied to host memory: what PCIe carries in a long step
+LOAD_STAGING_BYTES = 256 * MIB  # GPU buffer for blocks being copied from host memory
+PROMPT_POSITIONS = 128  # prompt logprobs are computed for so many positions at a time ...
+PROMPT_BYTES_PER_LOGIT = 24  # ... with these buffers: logits in float32, log-softmax, comparison for ranks
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by purpose, and what the KV cache holds. `str()` is the table printed at start."""
+    """Bytes by purpose, and the size of the KV cache in blocks. `str()` gives the table that is printed at start."""
 
     device: str
-    capacity: int  # bytes this process may take
+    capacity: int  # bytes that this process may use on the device
     process: int
     weights: int
     activations: int
     sampling: int  # logits and the sampler's buffers
-    rows: int  # persistent per-sequence state
+    rows: int  # persistent state of the sequences on the device
     graphs: int  # captured decode steps
     block_bytes: int
     num_blocks: int
     block_size: int
     max_model_len: int
-    draft: int = 0  # a draft model's weights, rows and sampling; its keys and values are part of the blocks
-    host_cache: int = 0  # blocks of the host tier: in the device's memory if that is a CPU, else beside it
-    host_available: int = 0  # bytes of host memory that a GPU's host tier may take
-    staging: int = 0  # on a GPU, blocks on their way between the two
+    draft: int = 0  # weights, rows and sampling of a draft model; its keys and values are part of the blocks
+    host_cache: int = 0  # the host tier; on a CPU it takes from the same memory as all else
+    host_available: int = 0  # bytes of host memory that the host tier of a GPU may use
+    staging: int = 0  # GPU buffers for blocks being copied to and from host memory
 
     @property
     def kv_cache(self) -> int:
@@ -60,7 +63,7 @@ class MemoryPlan:
 
     @property
     def fixed(self) -> int:
-        """All but the KV cache."""
+        """Bytes of everything but the KV cache."""
         needed = self.process + self.weights + self.activations + self.sampling + self.rows + self.graphs
         return needed + self.draft + self.staging + (self.host_cache if self.device == "cpu" else 0)
 
@@ -70,11 +73,11 @@ class MemoryPlan:
 
     @property
     def num_sequences(self) -> float:
-        """How many sequences of max_model_len the KV cache holds at once."""
+        """The number of sequences of max_model_len tokens that fit into the KV cache."""
         return self.num_blocks / self.blocks_per_sequence
 
     def check(self) -> None:
-        """Raise DoesNotFit, naming the setting to change, when the plan exceeds the capacity."""
+        """Raise DoesNotFit if the plan exceeds the capacity. The error names the setting to change."""
         if self.blocks_per_sequence > self.num_blocks:
             raise DoesNotFit(
                 "max_model_len",
@@ -96,7 +99,8 @@ class MemoryPlan:
         raise DoesNotFit(*self._largest_saving(short))
 
     def host_fix(self, kv_cache: int) -> str | None:
-        """What to do with a CPU's host tier so that a KV cache of so many bytes fits; None if that would not do."""
+        """The change of host_cache_memory that makes room for a KV cache of `kv_cache` bytes on a CPU; None if there is
+        no such change."""
         most = self.capacity - self.fixed + self.host_cache - kv_cache
         if self.device != "cpu" or not self.host_cache or most < 0:
             return None
@@ -120,18 +124,22 @@ class MemoryPlan:
 
     @property
     def _where_host_is(self) -> str:
-        return "as it fills" if self.device == "cpu" else "pinned as it fills, beside the device's memory"
+        return "allocated as it fills" if self.device == "cpu" else "pinned host memory, allocated as it fills"
 
     def __str__(self) -> str:
         lines = [
             ("weights", format_size(self.weights), ""),
-            *([("drafting", format_size(self.draft), "weights and rows of its own")] if self.draft else []),
-            ("activations", format_size(self.activations), "upper bound of one step"),
+            *([("drafting", format_size(self.draft), "weights, rows and sampling of the draft")] if self.draft else []),
+            ("activations", format_size(self.activations), "upper bound for one step"),
             ("logits, sampling", format_size(self.sampling), ""),
             ("rows", format_size(self.rows), ""),
             *([("graphs", format_size(self.graphs), "captured decode steps")] if self.graphs else []),
             ("KV cache", format_size(self.kv_cache), f"{self.num_blocks:,} blocks of {self.block_size} tokens"),
-            *([("staging", format_size(self.staging), "on the way to host memory and back")] if self.staging else []),
+            *(
+                [("staging", format_size(self.staging), "buffers for copies to and from host memory")]
+                if self.staging
+                else []
+            ),
             *([("host cache", format_size(self.host_cache), self._where_host_is)] if self.host_cache else []),
             ("process", format_size(self.process), "Python, torch, libraries"),
             ("total", format_size(self.total), f"of {format_size(self.capacity)} on {self.device}"),
@@ -144,12 +152,12 @@ class MemoryPlan:
 
 
 def kv_block_bytes(model: ModelConfig, kv_dtype: str, block_size: int) -> int:
-    """Keys and values of one block, in all layers."""
+    """Bytes of the keys and values of one block, in all layers."""
     return 2 * model.num_layers * model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
 
 
 def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, capacity: int) -> MemoryPlan:
-    """Count everything; allocate and refuse nothing."""
+    """Compute the memory plan. Allocates nothing; `MemoryPlan.check` raises if it does not fit."""
     device, kind = config.device.device, config.device.device.partition(":")[0]
     weight_bytes = facts.weight_bytes(config.device.dtype, device)
     scheduler, block_size, kv_dtype = config.scheduler, config.cache.block_size, config.device.kv_dtype
@@ -158,7 +166,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
     sampling, rows = _sampling(model, scheduler), _rows(scheduler, block_size)
     drafted = sampling + rows + _graphs(draft or model, config, facts) if drafting else 0
     block_bytes = kv_block_bytes(model, kv_dtype, block_size)
-    tier = config.cache.tiers.host_blocks * block_bytes  # a draft model's keys and values are not kept there
+    tier = config.cache.tiers.host_blocks * block_bytes  # the host tier does not hold the draft model's keys and values
     if draft is not None:
         drafted += _weights(draft, config, facts, weight_bytes)
         block_bytes += kv_block_bytes(draft, kv_dtype, block_size)
@@ -188,9 +196,12 @@ def _sampling(model: ModelConfig, scheduler: SchedulerConfig) -> int:
 
 
 def _weights(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, weight_bytes: int) -> int:
-    """On a CPU, half-type weights are repacked, so a tied head has its own copy beside the embedding table. Where our
-    own kernels run, that table keeps the levels it is stored as, and with `level_panels` or tile units all weights do.
-    Quantized weights are small where Triton multiplies by them; elsewhere they are rounded numbers of the run dtype."""
+    """Bytes of the weights.
+
+    On a CPU, half-precision weights are repacked, so a tied output head has a copy besides the embedding table. The
+    native kernels keep a quantized embedding table as it is stored, and with `level_panels` or `tile_units` all
+    quantized weights. On a GPU, fp8 weights take one byte with the Triton backend; elsewhere they are rounded values
+    of the run dtype."""
     quantized = config.device.quantization is not None
     head = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
     if config.device.device != "cpu":
@@ -207,15 +218,15 @@ def _weights(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, wei
 
 
 def _level_table(model: ModelConfig) -> int:
-    """What an embedding table of levels, a byte each, takes beside the packed weights. One that is no head is among
-    those already, at the least as nibbles."""
+    """Bytes of an embedding table of quantized weights, one byte each, besides the packed weights. A table that is not
+    the output head is counted among the packed weights already, with at least four bits per weight."""
     size = model.vocab_size * model.hidden_size
     counted = 0 if model.tie_word_embeddings else packed_bytes(size, nibbles=True)
     return packed_bytes(size, nibbles=False) - counted
 
 
 def _attention(config: EngineConfig, facts: HardwareFacts) -> str:
-    """The backend that will most likely run: those of IN_PLACE_BYTES read the cache in place, the others gather."""
+    """The attention backend that will most likely run. Backends in IN_PLACE_BYTES read the cache in place."""
     device = config.device
     if device.attention_backend != "auto":
         return device.attention_backend
@@ -226,8 +237,8 @@ def _attention(config: EngineConfig, facts: HardwareFacts) -> str:
 
 
 def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:
-    """A layer's widest moment (residual and normed input beside attention's or the MLP's tensors), and attention's
-    own memory: gathered keys and values, rounded up to a power of two, and the masks of chunks that see a past."""
+    """Bytes of a layer's activations at their peak (residual, normed input, and the tensors of attention or MLP), and
+    of attention's buffers: gathered keys and values, rounded up to a power of two, and masks of prompt chunks."""
     heads, scheduler, kv_bytes = model.heads, config.scheduler, DTYPE_BYTES[config.device.kv_dtype]
     value_bytes = facts.weight_bytes(config.device.dtype, config.device.device)
     widest = scheduler.max_num_batched_tokens * _widest(model) * max(value_bytes, DTYPE_BYTES["float32"])
@@ -242,14 +253,15 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
 
 
 def _widest(model: ModelConfig) -> int:
-    """Numbers a token has at a layer's widest moment."""
+    """The number of values per token when a layer's activations are at their peak."""
     heads = model.heads
     attention = 2 * (heads.query_size + 2 * heads.kv_size) + 2 * heads.query_size
     return 4 * model.hidden_size + max(attention, 3 * model.intermediate_size)
 
 
 def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:
-    """Captured steps share one pool, as large as the largest needs, twice over for what order of capture wastes."""
+    """Bytes of captured graphs. They share one memory pool of the size that the largest needs, counted twice because
+    the order of capture wastes some."""
     captured = config.device.device != "cpu" and not config.device.enforce_eager
     if not captured or _attention(config, facts) != "triton":
         return 0
@@ -260,6 +272,6 @@ def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
 
 
 def _rows(scheduler: SchedulerConfig, block_size: int) -> int:
-    """Token history and block tables, four bytes an entry, and a few dozen numbers for each row."""
+    """Bytes of all rows: token history and block table with four bytes per entry, and a few dozen numbers per row."""
     blocks = -(-scheduler.max_model_len // block_size)
     return scheduler.num_rows * ((scheduler.max_model_len + blocks) * 4 + 512)

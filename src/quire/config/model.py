@@ -1,4 +1,4 @@
-"""What a model is, as numbers: read from config.json or GGUF metadata, obeyed by models, loader and memory plan."""
+"""The shape of a model: sizes and options as read from config.json or GGUF metadata."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Literal
 
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-CacheDtype = Literal["float32", "bfloat16", "float16", "float8"]  # float8 is e4m3, finite numbers only
+CacheDtype = Literal["float32", "bfloat16", "float16", "float8"]  # float8 is e4m3fn
 Quantization = Literal["fp8"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Grouped-query attention: `num_query` heads share `num_kv` key/value heads of `dim` numbers each."""
+    """The heads of grouped-query attention: `num_query` query heads share `num_kv` key/value heads of size `dim`."""
 
     num_query: int
     num_kv: int
@@ -31,26 +31,26 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions (half-split layout). `kind` other than "default" reads `scaling`, its parameters by HF name."""
+    """Rotary position embedding, half-split layout. `scaling` holds the parameters of `kind` by their HF names."""
 
     theta: float = 10_000.0
     kind: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
     scaling: tuple[tuple[str, float], ...] = ()
-    max_position: int = 2_048  # the length the model was trained for
-    frequency_factors: tuple[float, ...] = ()  # dim / 2 divisors of the plain frequencies; (): none
+    max_position: int = 2_048  # the sequence length that the model was trained for
+    frequency_factors: tuple[float, ...] = ()  # dim / 2 divisors of the default frequencies; (): none
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLevels:
-    """How much of a model its file stores as small whole numbers that can be multiplied as they are; what those take
-    in memory."""
+    """The weights that the model's file stores quantized and that kernels can multiply as stored: their number, and
+    their bytes in memory."""
 
     parameters: int = 0
     num_bytes: int = 0
 
 
 def packed_bytes(num_weights: int, *, nibbles: bool) -> int:
-    """Memory of so many weights as levels: per 32 of them 16 or 32 bytes, a scale and an offset."""
+    """Bytes of quantized weights: each 32 of them take 16 bytes (nibbles) or 32 bytes, a scale and an offset."""
     return num_weights // 32 * (20 if nibbles else 36)
 
 
@@ -72,14 +72,15 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    dtype: Dtype = "bfloat16"  # what the checkpoint was made for
+    dtype: Dtype = "bfloat16"  # the checkpoint's dtype
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = field(default=())
     levels: StoredLevels = field(default_factory=StoredLevels)
 
     @property
     def layer_weights(self) -> tuple[int, int]:
-        """Numbers in the matrices of all layers, which quantization makes smaller, and how many outputs these have."""
+        """The number of weights in the matrices of all layers, which fp8 quantization shrinks, and of their output
+        features, each of which has a scale."""
         h, q, kv, i = self.hidden_size, self.heads.query_size, self.heads.kv_size, self.intermediate_size
         numbers, outputs = h * (q + 2 * kv) + q * h + 3 * h * i, (q + 2 * kv) + h + 2 * i + h
         return self.num_layers * numbers, self.num_layers * outputs

@@ -1,4 +1,4 @@
-"""Who goes first: the scheduling policies by name, and the settings some of them have."""
+"""The scheduling policies by name, and the settings that some of them have."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ PolicyName = Literal[
     "orca-oracle",
 ]
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
-RESERVING: frozenset[str] = frozenset({"static", "orca-max", "orca-pow2", "orca-oracle"})  # contiguous memory each
+RESERVING: frozenset[str] = frozenset(
+    {"static", "orca-max", "orca-pow2", "orca-oracle"}
+)  # policies that reserve contiguous memory per sequence
 
 SETTINGS: dict[PolicyName, tuple[str, ...]] = {
     "priority": ("ageing",),
@@ -30,25 +32,25 @@ SETTINGS: dict[PolicyName, tuple[str, ...]] = {
     "fair": ("input_weight", "output_weight"),
     "deadline": ("ttft", "ttft_per_token", "tpot"),
     "waiting_served_ratio": ("waiting_served_ratio", "max_waiting_tokens"),
-}  # what each policy reads; the others have none
+}  # the settings of each policy; policies that are not listed have none
 DEFAULT_AGEING = 30.0
-MOST = 10**9  # of any setting
+MOST = 10**9  # the largest value of any setting
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """The settings of the policies; each reads its own. Times are seconds."""
+    """The settings of all policies. Each policy reads its own. Times are in seconds."""
 
-    ageing: float = DEFAULT_AGEING  # priority: having waited so long counts as much as a priority lower by one
-    window: int = 32  # lpm, spf: how many that wait are compared
-    max_overtakes: int = 64  # lpm, spf: requests that came later and may go before one, at most
-    input_weight: float = 1.0  # fair: what a prompt token counts
-    output_weight: float = 2.0  # fair: what a generated token counts
-    ttft: float = 0.5  # deadline: until the first token, for a prompt of no length
-    ttft_per_token: float = 0.001  # deadline: and so much more for each of the prompt's tokens
-    tpot: float = 0.05  # deadline: between two tokens of an answer
-    waiting_served_ratio: float = 0.3  # waiting_served_ratio: above it, decodes pause for those that wait
-    max_waiting_tokens: int = 20  # waiting_served_ratio: after so many decode steps, they pause at any ratio
+    ageing: float = DEFAULT_AGEING  # priority: waiting this long counts as much as a priority lower by one
+    window: int = 32  # lpm, spf: how many waiting requests are compared
+    max_overtakes: int = 64  # lpm, spf: how many later requests may overtake a request
+    input_weight: float = 1.0  # fair: cost of a prompt token
+    output_weight: float = 2.0  # fair: cost of a generated token
+    ttft: float = 0.5  # deadline: time to first token, without the prompt's share
+    ttft_per_token: float = 0.001  # deadline: more time to first token for each prompt token
+    tpot: float = 0.05  # deadline: time between two output tokens
+    waiting_served_ratio: float = 0.3  # waiting_served_ratio: decodes pause if waiting / running requests exceed it
+    max_waiting_tokens: int = 20  # waiting_served_ratio: decodes pause after so many steps at any ratio
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -65,7 +67,7 @@ class PolicySettings:
 
 
 def read_policy(policy: str | None, scheduling_policy: str | None) -> PolicyName:
-    """The policy that was asked for under either name; fcfs if none was."""
+    """The policy that is given under either name; fcfs if none is. Raises ConfigError."""
     if policy is not None and scheduling_policy is not None and policy != scheduling_policy:
         reason = f"is {policy!r}, but scheduling_policy, which means the same, is {scheduling_policy!r}"
         raise ConfigError("policy", reason, "give one of them")
@@ -78,7 +80,7 @@ def read_policy(policy: str | None, scheduling_policy: str | None) -> PolicyName
 
 
 def read_policy_settings(policy: PolicyName, given: dict[str, Any] | None) -> PolicySettings:
-    """The policy's settings that were given, over the defaults."""
+    """The settings of a policy: the given values, and defaults for the others. Raises ConfigError."""
     if given is not None and not isinstance(given, dict):
         raise ConfigError("policy_config", f"must be an object, got {given!r}", 'like {"ttft": 1.0}')
     names = SETTINGS.get(policy, ())

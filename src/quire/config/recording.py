@@ -1,4 +1,4 @@
-"""What is recorded of an engine's inputs and decisions, and where."""
+"""The recording of an engine's inputs and decisions to a file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ DEFAULT_LIMIT = GIB
 
 @dataclass(frozen=True, slots=True)
 class RecordingConfig:
-    """A file that is never overwritten. Recording ends at `limit` bytes; the engine goes on."""
+    """Where to record, and what. An existing file is never overwritten. Recording stops at `limit` bytes; the engine
+    continues."""
 
     path: str
-    tokens: TokenForm = "exact"  # hashed: what prompts and answers have in common can be told, what they say cannot
+    tokens: TokenForm = "exact"  # hashed: shared prefixes stay visible, the text does not
     limit: int = DEFAULT_LIMIT
 
     def __post_init__(self) -> None:
@@ -28,7 +29,7 @@ class RecordingConfig:
 
 
 def read_recording(record: object, tokens: object, limit: int | str | None) -> RecordingConfig | None:
-    """What was asked for; None: nothing is recorded. Raises ConfigError."""
+    """The recording that the arguments ask for; None if they ask for none. Raises ConfigError."""
     if record is None:
         for name, value in (("record_tokens", tokens), ("record_limit", limit)):
             if value is not None:
@@ -44,7 +45,7 @@ def read_recording(record: object, tokens: object, limit: int | str | None) -> R
 
 
 def check_recording(recording: RecordingConfig | None, *, speculates: bool, has_files: bool) -> None:
-    """Raise ConfigError where hashed tokens could not be replayed."""
+    """Raise ConfigError for settings with which hashed tokens cannot be replayed."""
     if recording is None or recording.tokens == "exact":
         return
     if speculates:

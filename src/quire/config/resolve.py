@@ -1,113 +1,39 @@
-"""Arguments + hardware facts + model -> one frozen EngineConfig and its memory plan. Pure arithmetic."""
+"""Resolves arguments, machine and model into an EngineConfig and its memory plan. Nothing is allocated."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from dataclasses import replace
+from math import gcd
 
-from quire.config.asked import DTYPES, check_uncached, read_arguments
-from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from quire.config.arguments import DTYPES, EngineArguments, check_uncached, read_arguments
+from quire.config.engine import MAX_BLOCK_SIZE, CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts, cuda_index
-from quire.config.layout import settle_layout
 from quire.config.memory import MemoryPlan, kv_block_bytes, plan_memory
 from quire.config.model import CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.policy import RESERVING
-from quire.config.sizes import GIB, format_size, parse_size
-from quire.config.speculation import settle
-from quire.config.tiers import settle_tiers
+from quire.config.sizes import GIB, MIB, format_size, parse_size
+from quire.config.speculation import resolve_speculation
+from quire.config.tiers import resolve_tiers
 from quire.types.errors import ConfigError, DoesNotFit
 
-DEFAULT_BLOCK_SIZE = 16
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
-CPU_BATCHED_TOKENS = 512  # a CPU gains nothing from more, and answers late
-GPU_BATCHED_TOKENS, SMALL_MODEL_TOKENS = 2_048, 4_096  # some ten milliseconds of a large GPU
-SMALL_MODEL = 2_000_000_000  # parameters, below which a step of more tokens is as short
+CPU_BATCHED_TOKENS = 512  # more tokens per step are not faster on a CPU and delay answers
+GPU_BATCHED_TOKENS, SMALL_MODEL_TOKENS = 2_048, 4_096  # about ten milliseconds of work on a large GPU
+SMALL_MODEL = 2_000_000_000  # below so many parameters a step may have SMALL_MODEL_TOKENS
 DEFAULT_GPU_UTILIZATION = 0.9
-SHORTEST_MODEL_LEN = 256  # below this an engine that chose its own length is of no use
-CPU_CACHE_LIMIT, CPU_CACHE_SHARE = GIB, 4  # at most 1 GiB and at most a quarter of what is available
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineArguments:
-    """The engine settings a user may give; None means: choose for this machine and model."""
-
-    dtype: str = "auto"
-    device: str = "auto"
-    block_size: int = DEFAULT_BLOCK_SIZE
-    num_kv_blocks: int | None = None
-    kv_cache_memory: int | str | None = None
-    gpu_memory_utilization: float | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    policy: str | None = None
-    scheduling_policy: str | None = None  # the same by another name
-    policy_config: dict[str, Any] | None = None
-    seed: int = 0
-    threads: int | None = None
-    attention_backend: str = "auto"
-    enforce_eager: bool = False
-    enable_prefix_caching: bool | None = None
-    prefix_eviction: str | None = None
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    kv_layout: str = "paged"
-    speculative_config: dict[str, Any] | None = None
-    preemption: str = "auto"
-    host_cache_memory: int | str | None = None
-    swap_space: float | None = None  # the same in GiB
-    disk_cache_path: str | None = None
-    disk_cache_memory: int | str | None = None
-    tier_write: str | None = None
-    record: str | None = None
-    record_tokens: str | None = None
-    record_limit: int | str | None = None
-
-
-class EngineSettings(TypedDict, total=False):
-    """EngineArguments as the keywords of a call."""
-
-    dtype: str
-    device: str
-    block_size: int
-    num_kv_blocks: int | None
-    kv_cache_memory: int | str | None
-    gpu_memory_utilization: float | None
-    max_model_len: int | None
-    max_num_seqs: int | None
-    max_num_batched_tokens: int | None
-    policy: str | None
-    scheduling_policy: str | None
-    policy_config: dict[str, Any] | None
-    seed: int
-    threads: int | None
-    attention_backend: str
-    enforce_eager: bool
-    enable_prefix_caching: bool | None
-    prefix_eviction: str | None
-    quantization: str | None
-    kv_cache_dtype: str
-    kv_layout: str
-    speculative_config: dict[str, Any] | None
-    preemption: str
-    host_cache_memory: int | str | None
-    swap_space: float | None
-    disk_cache_path: str | None
-    disk_cache_memory: int | str | None
-    tier_write: str | None
-    record: str | None
-    record_tokens: str | None
-    record_limit: int | str | None
+SHORTEST_MODEL_LEN = 256  # max_model_len is not lowered further to fit the memory
+GPU_PAGE = 2 * MIB  # the smallest page that CUDA maps
+CPU_CACHE_LIMIT, CPU_CACHE_SHARE = GIB, 4  # by default, a quarter of the available memory but at most 1 GiB
 
 
 def resolve_engine_config(
     args: EngineArguments, facts: HardwareFacts, model: ModelConfig, draft_model: ModelConfig | None = None
 ) -> tuple[EngineConfig, MemoryPlan]:
-    """The whole configuration, checked against the machine. Raises ConfigError or DoesNotFit; allocates nothing.
+    """Make the whole configuration and check it against the machine. Raises ConfigError or DoesNotFit.
 
-    `draft_model` is what `speculative_config` names, where it names one.
+    `draft_model` is the draft model that `speculative_config` names, if it names one.
     """
-    asked = read_arguments(args)
+    parsed = read_arguments(args)
     device = _resolve_device(args, facts, model)
     kind = device.device.partition(":")[0]
     capacity = _capacity(args, facts, device.device)
@@ -117,20 +43,20 @@ def resolve_engine_config(
             args.max_num_batched_tokens if args.max_num_batched_tokens is not None else _batched_tokens(kind, model)
         ),
         max_model_len=_wanted_model_len(args, model),
-        policy=asked.policy,
+        policy=parsed.policy,
         seed=args.seed,
-        policy_settings=asked.policy_settings,
-        preemption=asked.preemption,
+        policy_settings=parsed.policy_settings,
+        preemption=parsed.preemption,
     )
     caching = _prefix_caching(args, model, scheduler)
     host_field = "host_cache_memory" if args.swap_space is None else "swap_space"
-    tiers = settle_tiers(asked.tiers, kv_block_bytes(model, device.kv_dtype, args.block_size), host_field)
-    cache = CacheConfig(args.block_size, 1, caching, asked.layout, asked.eviction, tiers=tiers)
-    speculation = None if asked.speculation is None else settle(asked.speculation, model, draft_model)
-    draft = EngineConfig(cache, scheduler, device, speculation, asked.recording)
-    draft = settle_layout(draft, facts, model)
+    tiers = resolve_tiers(parsed.tiers, kv_block_bytes(model, device.kv_dtype, args.block_size), host_field)
+    cache = CacheConfig(args.block_size, 1, caching, parsed.layout, parsed.eviction, tiers=tiers)
+    speculation = None if parsed.speculation is None else resolve_speculation(parsed.speculation, model, draft_model)
+    unsized = EngineConfig(cache, scheduler, device, speculation, parsed.recording)
+    unsized = _resolve_layout(unsized, facts, model)
     try:
-        config = _size_cache(args, facts, model, draft, capacity)
+        config = _size_cache(args, facts, model, unsized, capacity)
         plan = plan_memory(model, config, facts, capacity)
         plan.check()
     except DoesNotFit as error:
@@ -141,7 +67,7 @@ def resolve_engine_config(
 
 
 def model_length(model: ModelConfig) -> int:
-    """The longest sequence the model's positions are made for, its rope scaling included."""
+    """The longest sequence that the model supports, including its RoPE scaling."""
     rope, scaling = model.rope, dict(model.rope.scaling)
     if rope.kind in ("linear", "dynamic"):
         return int(rope.max_position * scaling.get("factor", 1.0))
@@ -152,7 +78,8 @@ def model_length(model: ModelConfig) -> int:
 
 
 def _prefix_caching(args: EngineArguments, model: ModelConfig, scheduler: SchedulerConfig) -> bool:
-    """On, unless the policy shares no memory, or a token's keys depend on more than the tokens before it."""
+    """Whether to cache prefixes. Not if the policy shares no memory, or if keys depend on the length of the sequence
+    (dynamic RoPE scaling)."""
     rope = model.rope
     if scheduler.policy in RESERVING:
         if args.enable_prefix_caching:
@@ -170,7 +97,7 @@ def _prefix_caching(args: EngineArguments, model: ModelConfig, scheduler: Schedu
 
 
 def _batched_tokens(kind: str, model: ModelConfig) -> int:
-    """Enough tokens to fill the device, few enough that those who decode do not wait long for a step."""
+    """The default number of tokens per step: enough to fill the device, few enough that decodes are not delayed."""
     if kind == "cpu":
         return CPU_BATCHED_TOKENS
     return SMALL_MODEL_TOKENS if model.num_parameters < SMALL_MODEL else GPU_BATCHED_TOKENS
@@ -223,8 +150,42 @@ def _auto_dtype(facts: HardwareFacts, device: str, model: ModelConfig) -> Dtype:
     return "bfloat16"
 
 
+def _resolve_layout(config: EngineConfig, facts: HardwareFacts, model: ModelConfig) -> EngineConfig:
+    """Set the attention backend that the layout of the KV cache needs. Raises ConfigError if the layout does not work
+    with the other settings."""
+    backend = config.device.attention_backend
+    if config.cache.layout == "paged":
+        if backend == "virtual":
+            raise ConfigError("attention_backend", '"virtual" reads no paged cache', 'set kv_layout="virtual" instead')
+        return config
+    if backend not in ("auto", "virtual"):
+        reason = f'{backend!r} reads a paged cache, and kv_layout is "virtual"'
+        raise ConfigError("attention_backend", reason, "leave one of them out")
+    if config.device.kv_dtype == "float8":
+        reason = 'float8 cannot be read in place, as kv_layout "virtual" does'
+        raise ConfigError("kv_cache_dtype", reason, 'use "auto", or kv_layout="paged"')
+    draft = None if config.speculation is None else config.speculation.draft
+    for each in (model, draft):
+        if each is not None:
+            _check_pages(config, facts, each)
+    return replace(config, device=replace(config.device, attention_backend="virtual"))
+
+
+def _check_pages(config: EngineConfig, facts: HardwareFacts, model: ModelConfig) -> None:
+    """Raise ConfigError unless a block is a whole number of pages: nothing smaller can be mapped."""
+    size, device = config.cache.block_size, config.device
+    page = facts.page_size if device.device == "cpu" else GPU_PAGE
+    token = kv_block_bytes(model, device.kv_dtype, 1)
+    if token * size % page == 0:
+        return
+    least = page // gcd(page, token)
+    reason = f"{size} tokens of {token:,} bytes are no whole number of pages of {format_size(page)}"
+    fix = f"use {least} or a multiple of it" if least <= MAX_BLOCK_SIZE else 'no size is; use kv_layout="paged"'
+    raise ConfigError("block_size", f'with kv_layout "virtual", {reason}', fix)
+
+
 def _capacity(args: EngineArguments, facts: HardwareFacts, device: str) -> int:
-    """Bytes the process may take on the device."""
+    """Bytes that the process may use on the device."""
     utilization = args.gpu_memory_utilization
     if device == "cpu":
         if utilization is not None:
@@ -246,25 +207,25 @@ def _wanted_model_len(args: EngineArguments, model: ModelConfig) -> int:
 
 
 def _size_cache(
-    args: EngineArguments, facts: HardwareFacts, model: ModelConfig, draft: EngineConfig, capacity: int
+    args: EngineArguments, facts: HardwareFacts, model: ModelConfig, unsized: EngineConfig, capacity: int
 ) -> EngineConfig:
-    """Give the draft its blocks, and where the user left max_model_len open, the longest that memory allows."""
+    """Set the number of blocks and, if the user gave no max_model_len, the longest length that fits into memory."""
     while True:
-        num_blocks = _num_blocks(args, plan_memory(model, draft, facts, capacity), draft.scheduler.num_rows)
-        sized = replace(draft, cache=replace(draft.cache, num_blocks=num_blocks))
-        length, held = draft.scheduler.max_model_len, num_blocks * args.block_size
+        num_blocks = _num_blocks(args, plan_memory(model, unsized, facts, capacity), unsized.scheduler.num_rows)
+        sized = replace(unsized, cache=replace(unsized.cache, num_blocks=num_blocks))
+        length, held = unsized.scheduler.max_model_len, num_blocks * args.block_size
         if args.max_model_len is not None or held >= length:
             return sized
         if args.num_kv_blocks is not None or args.kv_cache_memory is not None:
-            return replace(sized, scheduler=replace(draft.scheduler, max_model_len=held))
+            return replace(sized, scheduler=replace(unsized.scheduler, max_model_len=held))
         if length <= SHORTEST_MODEL_LEN:
-            raise _too_short(plan_memory(model, draft, facts, capacity))
+            raise _too_short(plan_memory(model, unsized, facts, capacity))
         shorter = max(SHORTEST_MODEL_LEN, held, length * 3 // 4)
-        draft = replace(draft, scheduler=replace(draft.scheduler, max_model_len=min(shorter, length - 1)))
+        unsized = replace(unsized, scheduler=replace(unsized.scheduler, max_model_len=min(shorter, length - 1)))
 
 
 def _too_short(plan: MemoryPlan) -> DoesNotFit:
-    """Not even a short sequence fits: the error that names what takes the memory."""
+    """The error for a machine on which not even a short sequence fits. It names what uses the memory."""
     where = f"in {format_size(plan.capacity)} on {plan.device}"
     fix = plan.host_fix(plan.blocks_per_sequence * plan.block_bytes)
     if fix is not None:
@@ -275,7 +236,7 @@ def _too_short(plan: MemoryPlan) -> DoesNotFit:
 
 
 def _num_blocks(args: EngineArguments, one: MemoryPlan, num_rows: int) -> int:
-    """The user's number of blocks, or as many as memory has room for; `one` is the plan with a single block."""
+    """The number of blocks that the user gave, or as many as fit into memory. `one` is the plan with a single block."""
     if args.num_kv_blocks is not None:
         return args.num_kv_blocks
     if args.kv_cache_memory is not None:

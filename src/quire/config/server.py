@@ -1,11 +1,11 @@
-"""How the server runs: frozen sections, made once by the command line and handed to every process it starts."""
+"""The configuration of the server, in frozen sections. The command line makes it; every server process receives it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quire.config.resolve import EngineArguments
+from quire.config.arguments import EngineArguments
 
 DEFAULT_PORT = 8000
 DEFAULT_DRAIN_SECONDS = 30.0
@@ -16,32 +16,32 @@ REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3", "mistral")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """What to serve and under which names. `model` is a path after it was resolved once by the supervisor."""
+    """The model to serve, and its names. The supervisor replaces a hub name in `model` by a path."""
 
     model: str
     tokenizer: str | None = None
     load_format: Literal["auto", "dummy"] = "auto"
-    served_names: tuple[str, ...] = ()  # the first is the one answers carry
-    chat_template: str | None = None  # the template's text, from the operator; None: the model's own
-    tool_call_parser: str = "auto"  # how calls of tools are written; auto: as the chat template writes them
-    reasoning_parser: str = "auto"  # how reasoning is marked; auto: as the chat template marks it
+    served_names: tuple[str, ...] = ()  # answers carry the first of them
+    chat_template: str | None = None  # text of a template that replaces the model's; None: the model's
+    tool_call_parser: str = "auto"  # the format of tool calls; auto: by the chat template
+    reasoning_parser: str = "auto"  # the format of reasoning; auto: by the chat template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessConfig:
-    """Who may come in. Keys are held as SHA-256 digests (hex); none means no key is asked for."""
+    """Who may use the server. Keys are kept as SHA-256 digests in hex. Without digests no key is required."""
 
     key_digests: tuple[str, ...] = ()
-    admin_digests: tuple[str, ...] = ()  # none: there are no admin routes
+    admin_digests: tuple[str, ...] = ()  # (): there are no admin routes
     cors_origins: tuple[str, ...] = ()
     playground: bool = True
     metrics_need_key: bool = True
-    shares_cache: bool = False  # cached prompts are found by clients of every key
+    shares_cache: bool = False  # clients with different keys share the prefix cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The whole server. `limits` overrides entries of the limits table by name."""
+    """The whole configuration of the server. `limits` overrides entries of the table of limits, by name."""
 
     source: ModelSource
     engine: EngineArguments
@@ -49,10 +49,10 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     api_workers: int = 1
-    lenient: bool = False  # unknown and unsupported parameters become warnings in the answer
+    lenient: bool = False  # unknown and unsupported request parameters cause warnings, not errors
     drain_seconds: float = DEFAULT_DRAIN_SECONDS
-    step_timeout: float = DEFAULT_STEP_TIMEOUT  # a step that takes longer counts as hung
+    step_timeout: float = DEFAULT_STEP_TIMEOUT  # seconds after which a step counts as hung
     limits: dict[str, int] = field(default_factory=dict)
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"
-    trace_endpoint: str | None = None  # OTLP; None: no traces
+    trace_endpoint: str | None = None  # URL of an OTLP collector; None: no traces

@@ -1,4 +1,4 @@
-"""Speculative decoding, as it is asked for in vLLM's names and as it is resolved for a model."""
+"""The settings of speculative decoding, with the names of vLLM, and their resolution for a model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from quire.types.errors import ConfigError
 
 Method = Literal["ngram", "draft_model", "self_draft"]
 METHODS: tuple[Method, ...] = get_args(Method)
-MAX_TOKENS = 64  # drafted at once
-MAX_LOOKUP = 32
-# Drafts are as long as pays, up to so many: a looked-up one costs nothing to make, the others a pass for each token.
+MAX_TOKENS = 64  # tokens of a draft
+MAX_LOOKUP = 32  # tokens of an n-gram
+# The engine adapts the length of drafts up to these. An n-gram draft is free; a model runs once per draft token.
 DEFAULT_TOKENS: dict[Method, int] = {"ngram": 16, "draft_model": 5, "self_draft": 3}
 DEFAULT_LOOKUP = (2, 4)
-SELF_DRAFT_SHARE = 3  # self_draft runs one in so many layers when nobody says how many
+SELF_DRAFT_SHARE = 3  # self_draft runs the first 1 / SELF_DRAFT_SHARE of the layers by default
 
 _SETTING = "speculative_config"
 _FIELDS: dict[Method, tuple[str, ...]] = {
@@ -28,22 +28,22 @@ _FIELDS: dict[Method, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """How tokens are guessed ahead of the model, which then verifies several at once.
+    """How draft tokens are proposed, which the model then verifies in one step.
 
-    `draft` is what the model at `model` is, and `num_layers` is set, once `settle` has seen the target.
+    `resolve_speculation` sets `draft`, the shape of the draft model `model`, or the default of `num_layers`.
     """
 
     method: Method
-    num_tokens: int  # drafted at once, at most
-    lookup_min: int = DEFAULT_LOOKUP[0]  # tokens that must match for what followed them to be a draft
-    lookup_max: int = DEFAULT_LOOKUP[1]  # matches are not told apart beyond so many
-    model: str | None = None
-    num_layers: int | None = None
+    num_tokens: int  # most tokens of a draft
+    lookup_min: int = DEFAULT_LOOKUP[0]  # ngram: shortest match that gives a draft
+    lookup_max: int = DEFAULT_LOOKUP[1]  # ngram: longest match that is searched for
+    model: str | None = None  # draft_model: name or path of the draft model
+    num_layers: int | None = None  # self_draft: layers that a draft runs
     draft: ModelConfig | None = None
 
 
 def read_speculation(value: Mapping[str, Any] | None) -> SpeculationConfig | None:
-    """The settings a user gave, checked by themselves. Raises ConfigError naming the field, the limit and the fix."""
+    """Parse `speculative_config`. Raises ConfigError that names the field, the limit and the fix."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -66,8 +66,8 @@ def read_speculation(value: Mapping[str, Any] | None) -> SpeculationConfig | Non
     return SpeculationConfig(method=method, **settings)
 
 
-def settle(config: SpeculationConfig, target: ModelConfig, draft: ModelConfig | None) -> SpeculationConfig:
-    """The same for a target model; `draft` is the draft model where there is one. Raises ConfigError."""
+def resolve_speculation(config: SpeculationConfig, target: ModelConfig, draft: ModelConfig | None) -> SpeculationConfig:
+    """Complete the settings for a target model. `draft` is the draft model, if there is one. Raises ConfigError."""
     if config.method == "self_draft":
         layers = config.num_layers or max(1, target.num_layers // SELF_DRAFT_SHARE)
         if layers >= target.num_layers:

@@ -1,4 +1,4 @@
-"""Where blocks go that the device has no room for: host memory, and files behind it."""
+"""The settings for KV blocks that do not fit on the device: eviction, preemption, and the host and disk tiers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from quire.types.errors import ConfigError
 
 TierWrite = Literal["back", "through"]
 PreemptionName = Literal["auto", "swap", "recompute"]
+EvictionName = Literal["lru", "lfu", "fifo", "size-aware"]
 _LEAVE_OUT = "leave one of them out"
 PREEMPTION_NAMES: tuple[PreemptionName, ...] = get_args(PreemptionName)
+EVICTION_NAMES: tuple[EvictionName, ...] = get_args(EvictionName)
 
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """The tiers beyond the device; without host blocks there are none."""
+    """The cache tiers behind the device: host memory, and a folder of files behind that. No host blocks: no tiers."""
 
-    host_blocks: int = 0  # blocks that host memory holds
-    disk_path: str = ""  # a folder for files, each a block; "": no disk tier
-    disk_blocks: int = 0  # files in it, at most
-    write: TierWrite = "back"  # when host memory gets a block: as the device evicts it, or as it is computed
-    block_bytes: int = 0  # of one block; 0: not known, as without a model
+    host_blocks: int = 0  # size of the host tier
+    disk_path: str = ""  # folder of the disk tier, one file per block; "": no disk tier
+    disk_blocks: int = 0  # size of the disk tier
+    write: TierWrite = "back"  # back: save blocks when the device evicts them; through: when they are computed
+    block_bytes: int = 0  # bytes of one block; 0: unknown, as no model is loaded
 
     def __post_init__(self) -> None:
         if self.host_blocks < 0 or self.disk_blocks < 0:
@@ -42,6 +44,15 @@ class TierConfig:
         return self.host_blocks > 0
 
 
+def read_eviction(name: str | None) -> EvictionName:
+    """The eviction policy of a name; lru if none is given. Raises ConfigError for an unknown name."""
+    if name is None:
+        return "lru"
+    if name not in EVICTION_NAMES:
+        raise ConfigError("prefix_eviction", f"{name!r} is unknown", f"use one of {', '.join(EVICTION_NAMES)}")
+    return name
+
+
 def read_preemption(name: object) -> PreemptionName:
     for known in PREEMPTION_NAMES:
         if name == known:
@@ -52,7 +63,8 @@ def read_preemption(name: object) -> PreemptionName:
 def read_tiers(
     host: int | str | None, swap_space: object, disk_path: object, disk: int | str | None, write: object
 ) -> TierConfig:
-    """What was asked for, in bytes: `settle_tiers` makes blocks of it. `swap_space` is host memory in GiB."""
+    """Parse the settings of the tiers. Sizes are bytes until `resolve_tiers` converts them. `swap_space` is the size of
+    the host tier in GiB. Raises ConfigError."""
     if write not in (None, "back", "through"):
         raise ConfigError("tier_write", f"{write!r} is unknown", 'use "back" or "through"')
     if host is not None and swap_space is not None:
@@ -83,7 +95,7 @@ def _read_folder(given: object) -> str:
 
 
 def check_tiers(tiers: TierConfig, preemption: PreemptionName, policy: PolicyName, layout: str) -> None:
-    """Raise ConfigError for what cannot be had together."""
+    """Raise ConfigError for settings that exclude each other."""
     if preemption == "swap" and not tiers.enabled:
         raise ConfigError("preemption", '"swap" needs host memory', 'set host_cache_memory="4GiB" or another size')
     if tiers.enabled and layout == "virtual":
@@ -93,9 +105,9 @@ def check_tiers(tiers: TierConfig, preemption: PreemptionName, policy: PolicyNam
         raise ConfigError("host_cache_memory", reason, _LEAVE_OUT)
 
 
-def settle_tiers(asked: TierConfig, block_bytes: int, host_field: str = "host_cache_memory") -> TierConfig:
-    """The same in blocks of so many bytes. Raises ConfigError where a tier does not hold one; `host_field` is the name
-    under which host memory was asked for."""
+def resolve_tiers(asked: TierConfig, block_bytes: int, host_field: str = "host_cache_memory") -> TierConfig:
+    """Convert the sizes of the tiers from bytes to blocks. Raises ConfigError if a tier holds no block; `host_field` is
+    the setting that gave the size of the host tier."""
     for name, size in ((host_field, asked.host_blocks), ("disk_cache_memory", asked.disk_blocks)):
         if 0 < size < block_bytes:
             reason = f"{format_size(size)} hold no block: one takes {format_size(block_bytes)}"

@@ -110,3 +110,34 @@ def _check_reservation(request: Submit, limit: int, cache: CacheConfig, config: 
     if -(-reserved // cache.block_size) > cache.num_blocks:
         reason = f"makes the {config.policy!r} policy reserve {reserved} tokens, the cache has {cache.num_slots}"
         raise InvalidRequest("max_tokens", reason, "lower it or max_model_len, or raise num_kv_blocks")
+
+
+MAX_ANSWER = 16 * 2**20  # bytes of one request's terminal message
+MAX_STEP_LOGPROBS = 32 * 2**20  # bytes of logprobs in one step's message, if every row asked for as many
+_PAIR = 8  # bytes of a token id and its logprob
+_ENTRY = 64  # bytes of one position besides its pairs
+_TOKEN = 5  # bytes of a token id at most
+
+
+def check_answer_size(request: Submit, config: SchedulerConfig, vocab_size: int) -> None:
+    """Raise InvalidRequest if the request's answer could exceed the size limit of messages between processes."""
+    sampling, prompt = request.sampling, len(request.prompt_token_ids)
+    room = config.max_model_len - prompt
+    outputs = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    entry = _entry_bytes(sampling.logprobs, len(tuple(sampling.logprob_token_ids or ())), vocab_size)
+    if entry * config.num_rows > MAX_STEP_LOGPROBS:
+        most = MAX_STEP_LOGPROBS // config.num_rows // _PAIR
+        raise InvalidRequest("logprobs", f"asks for more than {most} per token, the limit here", "ask for fewer")
+    prompt_entry = _entry_bytes(sampling.prompt_logprobs, 0, vocab_size)
+    size = sampling.n * outputs * (entry + _TOKEN) + prompt * prompt_entry
+    if size > MAX_ANSWER:
+        field = "prompt_logprobs" if prompt * prompt_entry > size // 2 else "logprobs" if entry else "max_tokens"
+        reason = f"makes the answer up to {size // 2**20} MiB large, limit {MAX_ANSWER // 2**20} MiB"
+        raise InvalidRequest(field, reason, "lower it, n or max_tokens")
+
+
+def _entry_bytes(logprobs: int | None, named: int, vocab_size: int) -> int:
+    """Bytes of the logprobs of one position."""
+    if logprobs is None:
+        return 0
+    return _ENTRY + _PAIR * (1 + named + (vocab_size if logprobs < 0 else logprobs))

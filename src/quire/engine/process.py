@@ -1,4 +1,4 @@
-"""The engine's own process: one thread that hears the edges, steps the core and answers."""
+"""The loop of the engine process: one thread receives messages of the edges, steps the core and sends its output."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
-from quire.engine.answer_size import check_answer_size
+from quire.engine.admission import check_answer_size
 from quire.engine.core import EngineCore
 from quire.engine.messages import (
-    AbortRequest,
     Accepted,
     Ask,
     BlockMapAnswer,
@@ -25,9 +24,7 @@ from quire.engine.messages import (
     PinsAnswer,
     Refused,
     StatsAnswer,
-    SubmitRequest,
     ToEngine,
-    Tokens,
     Unpin,
     Unpinned,
 )
@@ -36,15 +33,16 @@ from quire.engine.routing import Routes
 from quire.engine.transport import EngineSocket
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.output import Finished, TokensOut
-from quire.types.request import Abort
+from quire.types.request import Abort, Submit
 
 logger = logging.getLogger("quire.engine")
 
 
 class EngineLoop:
-    """Runs an EngineCore for the edges at a socket. `run` is called by one thread; `stop` and `forget_edge` by any.
+    """Runs an EngineCore for the edges that connect to a socket.
 
-    Every step ends with at most one batch per edge. What reached the socket before a step is heard before it.
+    One thread calls `run`; any thread may call `stop` and `forget_edge`. Messages that reach the socket before a step
+    starts are handled before it. Each edge is sent at most one batch of tokens per step.
     """
 
     def __init__(
@@ -53,19 +51,19 @@ class EngineLoop:
         self._core, self._edges, self._progress, self._on_stuck = core, edges, progress, on_stuck
         self._routes = Routes()
         self._outbox: dict[int, list[FromEngine]] = {}  # by edge
-        self._gone: deque[int] = deque()  # edges that ended, told by another thread
+        self._gone: deque[int] = deque()  # edges that ended; filled by other threads
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._waking = threading.Lock()
         self._stopping = self._closed = False
 
-    # --------------------------------------------------------------------------------------------- from any thread
+    # ------------------------------------------------------------------------------------------ called by any thread
     def stop(self) -> None:
-        """Return from `run` after the step that runs now."""
+        """Make `run` return after the current step."""
         self._stopping = True
         self._wake_up()
 
     def forget_edge(self, edge: int) -> None:
-        """Abort all that an edge has here, before the next step."""
+        """Abort all requests of an edge before the next step."""
         self._gone.append(edge)
         self._wake_up()
 
@@ -76,11 +74,12 @@ class EngineLoop:
 
     # -------------------------------------------------------------------------------------------------- the loop
     def run(self) -> None:
-        """Serve until `stop`. Raises EngineDead once every edge with a request was told that the executor is lost."""
+        """Serve until `stop`. If the executor fails, send Lost to every edge with a live request, then raise
+        EngineDead."""
         core, progress = self._core, self._progress
         while not self._stopping:
-            self._hear()
-            self._linger()
+            self._receive()
+            self._receive_during_slack()
             if core.has_work:
                 progress.begin_step()
                 out = core.step()
@@ -90,10 +89,10 @@ class EngineLoop:
             self._flush()
             if not core.has_work:
                 progress.idle()
-                self._rest()
+                self._sleep()
 
     def close(self) -> None:
-        """End what is live, tell its edges, and give back sockets and devices."""
+        """Abort all live requests, tell their edges, then close the socket and the core."""
         for request_id in self._routes.requests():
             self._core.abort(Abort(request_id))
         if self._core.has_work and self._core.dead is None:
@@ -107,22 +106,22 @@ class EngineLoop:
             os.close(self._wake)
 
     def _give_up(self, out: TokensOut, reason: str) -> NoReturn:
-        """Say what ended well before the executor failed, and that the rest is lost."""
+        """Send the results of requests that finished before the executor failed, and Lost for the others."""
         edges = self._routes.edges()
         self._deliver(replace(out, finished=tuple(end for end in out.finished if end.error is None)))
         for edge in edges:
-            self._say(edge, Lost(reason))
+            self._queue(edge, Lost(reason))
         self._flush()
         raise EngineDead(reason)
 
-    def _rest(self) -> None:
-        """Sleep until an edge or another thread has something to say."""
+    def _sleep(self) -> None:
+        """Block until an edge sends a message or another thread calls `_wake_up`."""
         self._edges.wait(self._wake)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
 
-    def _linger(self) -> None:
-        """Hear who comes before the next step must be planned."""
+    def _receive_during_slack(self) -> None:
+        """Receive messages for as long as the core can delay its next step without making any request later."""
         while (
             not self._stopping
             and (seconds := self._core.slack_seconds()) >= 1e-3
@@ -130,34 +129,33 @@ class EngineLoop:
         ):
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
-            self._hear()
+            self._receive()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         while self._gone:
             self._drop(self._gone.popleft())
         for edge, message in self._edges.receive():
-            self._obey(edge, message)
+            self._handle(edge, message)
 
-    def _obey(self, edge: int, message: ToEngine) -> None:
-        if isinstance(message, SubmitRequest):
-            self._say(edge, self._submit(edge, message))
-        elif isinstance(message, AbortRequest):
-            if self._routes.edge_of(message.abort.request_id) == edge:
-                self._core.abort(message.abort)
+    def _handle(self, edge: int, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            self._queue(edge, self._submit(edge, message))
+        elif isinstance(message, Abort):
+            if self._routes.edge_of(message.request_id) == edge:
+                self._core.abort(message)
         elif isinstance(message, Ask):
-            self._say(edge, self._answer(message))
+            self._queue(edge, self._answer(message))
         elif isinstance(message, Unpin):
-            self._say(edge, Unpinned(message.number, self._core.unpin(message.salt, message.name)))
+            self._queue(edge, Unpinned(message.number, self._core.unpin(message.salt, message.name)))
         elif isinstance(message, Goodbye):
             self._drop(edge)
 
-    def _submit(self, edge: int, message: SubmitRequest) -> Accepted | Refused:
+    def _submit(self, edge: int, request: Submit) -> Accepted | Refused:
         try:
-            request = message.request()
             check_answer_size(request, self._core.config, self._core.vocab_size)
             handle = self._core.submit(request)
         except InvalidRequest as error:
-            return Refused(message.request_id, error.field, error.reason, error.fix)
+            return Refused(request.request_id, error.field, error.reason, error.fix)
         self._routes.add(edge, request.request_id, handle, request.sampling.n)
         return Accepted(request.request_id, handle)
 
@@ -172,17 +170,17 @@ class EngineLoop:
 
     def _deliver(self, out: TokensOut) -> None:
         for edge, part in self._routes.split(out):
-            for message in _messages(part):
-                self._say(edge, message)
+            for message in _split_large(part):
+                self._queue(edge, message)
 
-    def _say(self, edge: int, message: FromEngine) -> None:
+    def _queue(self, edge: int, message: FromEngine) -> None:
         self._outbox.setdefault(edge, []).append(message)
 
     def _flush(self) -> None:
         outbox, self._outbox = self._outbox, {}
         for edge, messages in outbox.items():
             if not self._edges.send(edge, messages):
-                logger.warning("edge %d does not read its messages; its requests are ended", edge)
+                logger.warning("edge %d does not read its messages; its requests are aborted", edge)
                 self._drop(edge)
                 self._on_stuck(edge)
 
@@ -192,14 +190,14 @@ class EngineLoop:
             self._core.abort(Abort(request_id))
 
 
-def _messages(part: TokensOut) -> list[Tokens]:
-    """One message; a request with logprobs ends in one of its own, as it may be large."""
+def _split_large(part: TokensOut) -> list[TokensOut]:
+    """The batch as one message, and one more for each finished request with logprobs, as that may be large."""
     small: list[Finished] = []
     large: list[Finished] = []
     for end in part.finished:
         has_logprobs = end.prompt_logprobs or any(sample.logprobs for sample in end.samples)
         (large if has_logprobs else small).append(end)
     if not large:
-        return [Tokens(part)]
+        return [part]
     alone = [TokensOut(part.step, part.samples[:0], part.token_ids[:0], finished=(end,)) for end in large]
-    return [Tokens(out) for out in (replace(part, finished=tuple(small)), *alone)]
+    return [replace(part, finished=tuple(small)), *alone]

@@ -1,4 +1,4 @@
-"""How far the engine is, where a watcher in another process can read it without asking."""
+"""The engine's progress in a memory-mapped file, for a process that watches whether the engine is stuck."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import struct
 import time
 from pathlib import Path
 
-_RECORD = struct.Struct("<Qdd")  # steps begun, 1.0 while in one, seconds on the monotonic clock
+_RECORD = struct.Struct("<Qdd")  # steps started, 1.0 during a step else 0.0, monotonic time of the last change
 
 
 class ProgressRecord:
-    """The engine's side: a small file mapped into memory, so that writing it costs no system call."""
+    """The writing side, used by the engine. Writing costs no system call."""
 
     def __init__(self, path: Path) -> None:
         path.touch(mode=0o600)
@@ -33,7 +33,7 @@ class ProgressRecord:
 
 
 class ProgressReader:
-    """The watcher's side. A record seen twice is a whole one: a torn read does not repeat."""
+    """The reading side. It trusts a record only when it reads it twice: a torn read does not repeat."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -41,7 +41,7 @@ class ProgressReader:
         self._last = b""
 
     def stuck_for(self) -> float:
-        """Seconds the engine has been in the same step, seen so at two calls; 0 while it moves or is idle."""
+        """Seconds that the engine has been in its current step, if it was in it at the last call too; else 0."""
         record, last = self._map[: _RECORD.size], self._last
         self._last = record
         _, busy, since = _RECORD.unpack(record)

@@ -1,9 +1,10 @@
-"""Which edge hears of which request."""
+"""Which edge receives the tokens of which request."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,91 +12,174 @@ import numpy.typing as npt
 from quire.types.output import Finished, TokensOut
 
 Longs = npt.NDArray[np.int64]
+Places = npt.NDArray[np.intp]
+Entry = TypeVar("Entry", bound=tuple[int, Any])  # a sample handle, and what there is of it
+
+_NO_EDGE = -1
+_NO_HANDLE = -1
 
 
 class Routes:
-    """The edge of every live request. A step's batch is split among the edges by places that are worked out anew only
-    when the batch's members change."""
+    """The edge of every live request. `split` divides a step's tokens among the edges.
+
+    A request that joins or leaves costs constant time per sample. A batch costs a few array operations when its
+    samples differ from those of the batch before, and nothing per sample when they do not.
+    """
 
     def __init__(self) -> None:
         self._edges: dict[str, int] = {}  # by request id
         self._handles: dict[str, range] = {}  # by request id
-        self._owners: dict[int, int] = {}  # edge by sample handle
         self._requests: defaultdict[int, dict[str, None]] = defaultdict(dict)  # by edge
+        self._owners = _OwnerTable()
         self._samples: Longs | None = None  # the batch that `_places` is of
-        self._places: dict[int, npt.NDArray[np.intp]] = {}  # by edge
+        self._places: dict[int, Places] = {}  # by edge
 
     def add(self, edge: int, request_id: str, handle: int, n: int) -> None:
+        """Send the samples `handle` to `handle + n - 1` of a request to an edge from now on."""
         self._edges[request_id] = edge
         self._handles[request_id] = range(handle, handle + n)
-        self._owners.update(dict.fromkeys(self._handles[request_id], edge))
+        self._owners.add(self._handles[request_id], edge)
         self._requests[edge][request_id] = None
 
     def edge_of(self, request_id: str) -> int | None:
         return self._edges.get(request_id)
 
     def edges(self) -> list[int]:
-        """Who has a request here."""
+        """The edges that have a live request."""
         return [edge for edge, requests in self._requests.items() if requests]
 
     def requests(self) -> list[str]:
         return list(self._edges)
 
     def drop(self, edge: int) -> list[str]:
-        """Forget an edge; returns the requests that have nobody to answer to now."""
-        left = list(self._requests.pop(edge, ()))
-        for request_id in left:
+        """Forget an edge and its requests. Returns their ids."""
+        dropped = list(self._requests.pop(edge, ()))
+        for request_id in dropped:
             self._forget(request_id)
-        return left
+        return dropped
 
     def split(self, out: TokensOut) -> Iterator[tuple[int, TokensOut]]:
-        """Each edge's part of a batch; requests that ended are forgotten. What belongs to nobody is left out."""
-        ended: defaultdict[int, list[Finished]] = defaultdict(list)
-        for finished in out.finished:
-            edge = self._edges.get(finished.request_id)
+        """Each edge's part of a batch. Samples of unknown requests are left out, and finished requests forgotten."""
+        finished: defaultdict[int, list[Finished]] = defaultdict(list)
+        for end in out.finished:
+            edge = self._edges.get(end.request_id)
             if edge is not None:
-                ended[edge].append(finished)
-        places = self._find_places(out.samples)
-        best = {self._owners[handle]: None for handle, _ in out.best if handle in self._owners}
-        for edge in {**places, **ended, **best}:
-            yield edge, self._part(out, edge, places.get(edge), tuple(ended.get(edge, ())))
-        for finished in out.finished:
-            self._forget(finished.request_id)
+                finished[edge].append(end)
+        places, logprobs, best = self._find_places(out.samples), self._by_edge(out.logprobs), self._by_edge(out.best)
+        for edge in {**places, **finished, **best}:
+            samples, token_ids = _take(out, places.get(edge))
+            yield (
+                edge,
+                TokensOut(
+                    out.step,
+                    samples,
+                    token_ids,
+                    tuple(logprobs.get(edge, ())),
+                    tuple(finished.get(edge, ())),
+                    tuple(best.get(edge, ())),
+                ),
+            )
+        for end in out.finished:
+            self._forget(end.request_id)
 
-    def _part(
-        self, out: TokensOut, edge: int, places: npt.NDArray[np.intp] | None, ended: tuple[Finished, ...]
-    ) -> TokensOut:
-        best = tuple(entry for entry in out.best if self._owners.get(entry[0]) == edge)
-        if places is None:
-            return TokensOut(out.step, out.samples[:0], out.token_ids[:0], (), ended, best)
-        logprobs = tuple(entry for entry in out.logprobs if self._owners.get(entry[0]) == edge)
-        if len(places) == len(out.samples):
-            return TokensOut(out.step, out.samples, out.token_ids, logprobs, ended, best)
-        return TokensOut(out.step, out.samples[places], out.token_ids[places], logprobs, ended, best)
-
-    def _find_places(self, samples: Longs) -> dict[int, npt.NDArray[np.intp]]:
-        """Where in the batch each edge's samples are. The engine hands out the same array while nothing changes."""
+    def _find_places(self, samples: Longs) -> dict[int, Places]:
+        """The places of each edge's samples in the batch. The engine passes the same array while nothing changes."""
         if samples is not self._samples:
-            found: defaultdict[int, list[int]] = defaultdict(list)
-            for place, handle in enumerate(samples.tolist()):
-                edge = self._owners.get(handle)
-                if edge is not None:
-                    found[edge].append(place)
-            self._samples, self._places = samples, {e: np.array(p, dtype=np.intp) for e, p in found.items()}
+            owners = self._owners.of(samples)
+            found = {edge: np.flatnonzero(owners == edge) for edge in self._requests}
+            self._samples, self._places = samples, {edge: places for edge, places in found.items() if len(places)}
         return self._places
+
+    def _by_edge(self, entries: Iterable[Entry]) -> dict[int, list[Entry]]:
+        found: dict[int, list[Entry]] = {}
+        for entry in entries:
+            edge = self._owners.get(entry[0])
+            if edge is not None:
+                found.setdefault(edge, []).append(entry)
+        return found
 
     def _forget(self, request_id: str) -> None:
         edge = self._edges.pop(request_id, None)
         if edge is None:
             return
         self._samples = None
-        for handle in self._handles.pop(request_id):
-            del self._owners[handle]
+        self._owners.remove(self._handles.pop(request_id))
         if edge in self._requests:
             self._requests[edge].pop(request_id, None)
 
     def check(self) -> None:
         assert set(self._edges) == set(self._handles)
-        assert {h for handles in self._handles.values() for h in handles} == set(self._owners)
+        assert {h for handles in self._handles.values() for h in handles} == set(self._owners.handles())
         assert all(request_id in self._requests[edge] for request_id, edge in self._edges.items())
         assert sum(map(len, self._requests.values())) == len(self._edges)
+        self._owners.check()
+
+
+def _take(out: TokensOut, places: Places | None) -> tuple[Longs, npt.NDArray[np.int32]]:
+    if places is None:
+        return out.samples[:0], out.token_ids[:0]
+    if len(places) == len(out.samples):
+        return out.samples, out.token_ids
+    return out.samples[places], out.token_ids[places]
+
+
+class _OwnerTable:
+    """The edge of every live sample handle: a dict, and in front of it arrays that answer for a whole batch.
+
+    The place of a handle in the arrays is its last bits. Handles are numbered upwards, so two live ones rarely share a
+    place; then the arrays keep the first, and the dict answers for the other.
+    """
+
+    def __init__(self) -> None:
+        self._edges: dict[int, int] = {}
+        self._resize(1024)
+
+    def _resize(self, size: int) -> None:
+        """Make arrays of `size` places, a power of two."""
+        self._mask = size - 1
+        self._handle_at: Longs = np.full(size, _NO_HANDLE, dtype=np.int64)
+        self._edge_at: Longs = np.full(size, _NO_EDGE, dtype=np.int64)
+        for handle, edge in self._edges.items():
+            self._place(handle, edge)
+
+    def _place(self, handle: int, edge: int) -> None:
+        place = handle & self._mask
+        if self._handle_at[place] == _NO_HANDLE:
+            self._handle_at[place], self._edge_at[place] = handle, edge
+
+    def add(self, handles: range, edge: int) -> None:
+        for handle in handles:
+            self._edges[handle] = edge
+            self._place(handle, edge)
+        if len(self._edges) > len(self._handle_at) // 2:
+            self._resize(4 * len(self._handle_at))
+
+    def remove(self, handles: range) -> None:
+        for handle in handles:
+            del self._edges[handle]
+            place = handle & self._mask
+            if self._handle_at[place] == handle:
+                self._handle_at[place], self._edge_at[place] = _NO_HANDLE, _NO_EDGE
+
+    def get(self, handle: int) -> int | None:
+        return self._edges.get(handle)
+
+    def of(self, handles: Longs) -> Longs:
+        """The edge of each handle; a negative number where a handle is not known."""
+        places = handles & self._mask
+        edges: Longs = self._edge_at[places]
+        others = np.flatnonzero(self._handle_at[places] != handles)
+        if len(others):
+            edges[others] = [self._edges.get(handle, _NO_EDGE) for handle in handles[others].tolist()]
+        return edges
+
+    def handles(self) -> Iterable[int]:
+        return self._edges
+
+    def check(self) -> None:
+        for place in np.flatnonzero(self._handle_at != _NO_HANDLE).tolist():
+            handle = int(self._handle_at[place])
+            assert handle & self._mask == place
+            assert self._edges[handle] == self._edge_at[place]
+        known = np.fromiter(self._edges, np.int64, len(self._edges))
+        assert self.of(known).tolist() == list(self._edges.values())

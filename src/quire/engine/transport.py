@@ -1,4 +1,4 @@
-"""Messages between edges and the engine over a local socket that only this user can open."""
+"""The sockets between edges and the engine process: local ZeroMQ sockets that only this user can open."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from quire.engine.messages import (
     MAX_MESSAGE,
     BadMessage,
     FromEngine,
+    Refused,
     ToEngine,
     decode_from_engine,
     decode_to_engine,
@@ -21,13 +22,13 @@ from quire.engine.messages import (
 logger = logging.getLogger("quire.engine")
 
 _IPC = "ipc://"
-_FLUSH_MS = 500  # what was said last may take this long to leave
-_MAX_UNREAD = 4_096  # steps an edge may leave unread before it counts as stuck
-_MAX_UNSENT = 65_536  # batches an edge may have on the way to an engine that is in a long step
+_FLUSH_MS = 500  # how long closing waits for the last messages to be sent
+_MAX_UNREAD = 4_096  # batches an edge may leave unread before it counts as stuck
+_MAX_UNSENT = 65_536  # batches an edge may send while the engine is in a long step
 
 
 class EngineSocket:
-    """The engine's end: every edge is told from the others by its number. One thread uses it."""
+    """The engine's socket. Every edge connects to it under its number. Only one thread may use it."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
@@ -42,17 +43,17 @@ class EngineSocket:
         self._poller.register(self._socket, zmq.POLLIN)
 
     def wait(self, wake_fd: int, seconds: float | None = None) -> bool:
-        """Block until an edge says something or `wake_fd` becomes readable, at most so long in whole milliseconds.
+        """Block until a message arrives, `wake_fd` becomes readable, or the time is over (in whole milliseconds).
 
-        False when nothing came.
+        Returns False if the time is over.
         """
         self._poller.register(wake_fd, zmq.POLLIN)
-        came = self._poller.poll(None if seconds is None else int(seconds * 1e3))
+        ready = self._poller.poll(None if seconds is None else int(seconds * 1e3))
         self._poller.unregister(wake_fd)
-        return bool(came)
+        return bool(ready)
 
     def receive(self) -> Iterator[tuple[int, ToEngine]]:
-        """All that has arrived, as (edge, message). Never blocks; what is malformed is logged and skipped."""
+        """Yield the messages that have arrived, as (edge, message). Never blocks; logs and skips malformed ones."""
         while _has_message(self._socket):
             sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             if not sender.isdigit():
@@ -63,11 +64,14 @@ class EngineSocket:
                     message = decode_to_engine(frame)
                 except BadMessage as error:
                     logger.warning("dropped a message of edge %d: %s", int(sender), error)
+                    if error.submit_id is not None:  # the edge waits for an answer to it
+                        refused = Refused(error.submit_id, "request", "cannot be read by the engine", "send it again")
+                        self.send(int(sender), [refused])
                     continue
                 yield int(sender), message
 
     def send(self, edge: int, messages: Sequence[FromEngine]) -> bool:
-        """One batch for one edge. False when it cannot be reached or has read nothing for too long."""
+        """Send messages to an edge as one batch. Returns False if the edge is gone or its queue is full."""
         frames = [encode(message) for message in messages]
         try:
             self._socket.send_multipart([b"%d" % edge, *frames], zmq.NOBLOCK)
@@ -78,13 +82,13 @@ class EngineSocket:
         return True
 
     def close(self) -> None:
-        """Let what was said leave, for a moment, then close. Idempotent."""
+        """Wait shortly until the last messages are sent, then close. Idempotent."""
         self._socket.close(linger=_FLUSH_MS)
         self._context.term()
 
 
 class EdgeSocket:
-    """An edge's end of its line to one engine. One thread uses it."""
+    """An edge's socket to one engine. Only one thread may use it."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], edge: int, address: str) -> None:
         self._socket = context.socket(zmq.DEALER)
@@ -96,11 +100,11 @@ class EdgeSocket:
 
     @property
     def pollable(self) -> zmq.Socket[bytes]:
-        """For a poller; nothing else."""
+        """The raw socket, for use in a poller only."""
         return self._socket
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """Send encoded messages as one batch. False when the engine has left too much unread."""
+        """Send encoded messages as one batch. Returns False if the engine's queue is full."""
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -108,7 +112,7 @@ class EdgeSocket:
         return True
 
     def receive(self) -> Iterator[FromEngine]:
-        """All that has arrived. Never blocks; what is malformed is logged and skipped."""
+        """Yield the messages that have arrived. Never blocks; logs and skips malformed ones."""
         while _has_message(self._socket):
             for frame in self._socket.recv_multipart(zmq.NOBLOCK):
                 try:
@@ -122,5 +126,5 @@ class EdgeSocket:
         self._socket.close(linger=_FLUSH_MS if flush else 0)
 
 
-def _has_message(line: zmq.Socket[bytes]) -> bool:
-    return bool(int(line.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+def _has_message(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

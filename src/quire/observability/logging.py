@@ -1,14 +1,20 @@
-"""Logs of every process of the server: a line per event on stderr, as text or JSON. Never a prompt, never a key."""
+"""Logging of every process of the server: one line per event on stderr, as text or JSON.
+
+Prompts, answers and keys are never logged.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, TextIO
 
-from quire.observability.flood import FloodGuard
 from quire.types.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -16,11 +22,17 @@ LogFormat = Literal["text", "json"]
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
 _MAX_FIELD = 2_000  # characters; a longer text is cut
 
+CLIENT_LOGGERS = ("uvicorn", "asyncio", "quire.text")  # loggers of lines that any client can cause
+MOST_LINES = 5  # that pass of one kind ...
+WINDOW_SECONDS = 60.0  # ... in so many seconds
+_MAX_KINDS = 256
+_KEY_CHARACTERS = 100
+
 
 def set_up_logging(level: str, kind: LogFormat, process: str, stream: TextIO | None = None) -> None:
-    """Send this process's logs to `stream` (stderr), replacing what was set up before. `process` names their source.
+    """Send this process's logs to `stream` (default: stderr), instead of to the handlers set up before.
 
-    Lines that clients can cause at will are bounded: see FloodGuard.
+    Every line carries `process` as the name of its source. LogRateLimit bounds the lines that clients can cause.
     """
     if level not in LEVELS:
         raise ConfigError("log_level", f"{level!r} is unknown", f"use one of {', '.join(LEVELS)}")
@@ -28,7 +40,7 @@ def set_up_logging(level: str, kind: LogFormat, process: str, stream: TextIO | N
         raise ConfigError("log_format", f"{kind!r} is unknown", "use text or json")
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines(process) if kind == "json" else TextLines(process))
-    handler.addFilter(FloodGuard())
+    handler.addFilter(LogRateLimit())
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
@@ -39,7 +51,7 @@ def set_up_logging(level: str, kind: LogFormat, process: str, stream: TextIO | N
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per event: time, level, process, logger, message, what `extra` gave, and the error if any."""
+    """Formats an event as one JSON object: time, level, process, logger, message, the fields of `extra`, the error."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -60,7 +72,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """`time LEVEL process: message key=value`; a traceback follows on lines of its own."""
+    """Formats an event as `time LEVEL process: message key=value`, then a traceback if there is one."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -84,3 +96,48 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _MAX_FIELD else f"{text[: _MAX_FIELD - 3]}..."
+
+
+@dataclass(slots=True)
+class _Kind:
+    started_at: float
+    num_seen: int = 0
+
+
+class LogRateLimit(logging.Filter):
+    """Limits the log lines that clients can cause, so that they cannot fill a disk.
+
+    `MOST_LINES` lines of a kind pass in `WINDOW_SECONDS`; the first line after that says how many were dropped. A kind
+    is a logger and a message before its arguments are formatted. Only `CLIENT_LOGGERS` and their children are limited.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._kinds: dict[tuple[str, str], _Kind] = {}
+        self._lock = threading.Lock()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not any(record.name == name or record.name.startswith(f"{name}.") for name in CLIENT_LOGGERS):
+            return True
+        with self._lock:
+            passes, note = self._count((record.name, str(record.msg)[:_KEY_CHARACTERS]))
+        if passes and note:
+            record.msg, record.args = f"{record.getMessage()} ({note})", ()
+        return passes
+
+    def _count(self, key: tuple[str, str]) -> tuple[bool, str]:
+        """Count a line of this kind. Returns whether it passes, and the note to append to it."""
+        now = self._clock()
+        kind = self._kinds.get(key)
+        note = ""
+        if kind is None or now - kind.started_at >= WINDOW_SECONDS:
+            num_dropped = 0 if kind is None else kind.num_seen - MOST_LINES
+            note = f"{num_dropped} more were left out before" if num_dropped > 0 else ""
+            if kind is None and len(self._kinds) >= _MAX_KINDS:
+                self._kinds.clear()
+            kind = self._kinds[key] = _Kind(now)
+        kind.num_seen += 1
+        if kind.num_seen == MOST_LINES:
+            note = f"more of these are left out for {WINDOW_SECONDS:g} s"
+        return kind.num_seen <= MOST_LINES, note

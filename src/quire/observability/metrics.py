@@ -1,4 +1,4 @@
-"""The server's metrics: counts what the desk reports, asks the engine when somebody looks, shows both."""
+"""The server's metrics: counts requests and tokens, asks the engine for its stats, and makes the /metrics page."""
 
 from __future__ import annotations
 
@@ -10,106 +10,107 @@ from contextlib import suppress
 from pathlib import Path
 
 from quire.config.server import ServerConfig
-from quire.observability.engine_view import EngineView
-from quire.observability.exposition import render
-from quire.observability.ledger import phases
-from quire.observability.record import Record
-from quire.observability.shared import SharedCounts
-from quire.observability.tally import Tally
+from quire.observability.counts import Counts, SharedCounts
+from quire.observability.observed_request import ObservedRequest, phases
+from quire.observability.prometheus import EngineMetrics, render
 from quire.observability.tracing import NoTracer, Tracer, make_tracer
 from quire.types.errors import EngineDead
 from quire.types.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0  # the engine is asked for its numbers at most this often
-SHARE_SECONDS = 1.0  # and other edges see this one's counts at most this late
+POLL_SECONDS = 1.0  # the engine is asked for its stats at most once in so many seconds
+SHARE_SECONDS = 1.0  # other edges see this one's counts with at most this delay
 _WORST_FIRST = ("error", "abort", "repetition", "length", "stop")
 
 
 def server_metrics(config: ServerConfig, model_name: str, directory: str | None, edge: int) -> ServerMetrics:
-    """The metrics and traces of one edge, as the server is configured. Raises ConfigError without the `trace` extra."""
+    """Make the metrics and the tracer of one edge from the server's settings.
+
+    Raises ConfigError if a trace endpoint is set and the packages of the `trace` extra are missing.
+    """
     shared = None if directory is None else SharedCounts(Path(directory), edge)
     return ServerMetrics(model_name, shared, make_tracer(config.trace_endpoint, model_name))
 
 
 class ServerMetrics:
-    """An observer of the desk that counts, and hands requests that ended to a tracer. Thread-safe and quick.
+    """Observes all requests of one edge: counts them, and passes those that ended to a tracer.
 
-    With `shared`, `start()` begins a thread that lets the other edges see these counts; `close()` ends it.
+    Thread-safe. With `shared`, `start()` starts a thread that writes the counts to a file for the other edges;
+    `close()` ends it.
     """
 
     def __init__(self, model_name: str, shared: SharedCounts | None = None, tracer: Tracer | None = None) -> None:
         self._model_name, self._shared = model_name, shared
         self._tracer = tracer or NoTracer()
-        self._tally, self._lock = Tally(), threading.Lock()
+        self._counts, self._lock = Counts(), threading.Lock()
         self._restarts = 0
         self._is_up = False
         self._stats: EngineStats | None = None
         self._asked_at = float("-inf")
         self._closed = threading.Event()
-        self._sharer = threading.Thread(target=self._keep_sharing, name="quire-metrics", daemon=True)
+        self._sharing_thread = threading.Thread(target=self._share_counts, name="quire-metrics", daemon=True)
 
     def start(self) -> None:
         if self._shared is not None:
             with self._lock:
-                self._shared.inherit(self._tally)
-            self._sharer.start()
+                self._shared.inherit(self._counts)
+            self._sharing_thread.start()
 
     def close(self) -> None:
-        """Write the last counts, send the last spans. Idempotent."""
+        """Write the last counts and send the last spans. Idempotent."""
         self._closed.set()
-        if self._sharer.is_alive():
-            self._sharer.join()
+        if self._sharing_thread.is_alive():
+            self._sharing_thread.join()
         self._tracer.close()
 
-    # ------------------------------------------------------------------------------------------------ the observer
+    # ----------------------------------------------------------------------------------- called as requests proceed
     def received(self, endpoint: str) -> None:
         with self._lock:
-            self._tally.count("http_requests", endpoint)
+            self._counts.count("http_requests", endpoint)
 
     def refused(self, endpoint: str, status: int, code: str) -> None:  # noqa: ARG002 - the observer's signature
         with self._lock:
-            self._tally.count("http_refusals", str(status))
+            self._counts.count("http_refusals", str(status))
 
-    def queued(self, record: Record) -> None:
+    def queued(self, record: ObservedRequest) -> None:
         with self._lock:
-            self._tally.gauges["num_requests_waiting"] += 1
-            self._tally.observe("request_prompt_tokens", record.num_prompt_tokens)
-            self._tally.observe("request_params_n", record.sampling.n)
+            self._counts.gauges["num_requests_waiting"] += 1
+            self._counts.observe("request_prompt_tokens", record.num_prompt_tokens)
+            self._counts.observe("request_params_n", record.sampling.n)
             if record.sampling.max_tokens is not None:
-                self._tally.observe("request_params_max_tokens", record.sampling.max_tokens)
+                self._counts.observe("request_params_max_tokens", record.sampling.max_tokens)
 
-    def submitted(self, record: Record) -> None:  # noqa: ARG002
+    def submitted(self, record: ObservedRequest) -> None:  # noqa: ARG002
         with self._lock:
-            self._tally.gauges["num_requests_waiting"] -= 1
+            self._counts.gauges["num_requests_waiting"] -= 1
 
-    def first_token(self, record: Record) -> None:
+    def first_token(self, record: ObservedRequest) -> None:
         if record.first_token_at is not None:
             with self._lock:
-                self._tally.observe("time_to_first_token_seconds", record.first_token_at - record.received_at)
+                self._counts.observe("time_to_first_token_seconds", record.first_token_at - record.received_at)
 
     def tokens(self, num_tokens: int, intervals: Sequence[float]) -> None:  # noqa: ARG002
         if intervals:
             with self._lock:
-                histogram = self._tally.histograms["inter_token_latency_seconds"]
+                histogram = self._counts.histograms["inter_token_latency_seconds"]
                 for interval in intervals:
                     histogram.observe(interval)
 
-    def finished(self, record: Record) -> None:
+    def finished(self, record: ObservedRequest) -> None:
         reason = next((reason for reason in _WORST_FIRST if reason in record.finish_reasons), "stop")
         with self._lock:
-            self._tally.count("request_success", reason)
-            self._tally.observe("request_generation_tokens", record.num_output_tokens)
+            self._counts.count("request_success", reason)
+            self._counts.observe("request_generation_tokens", record.num_output_tokens)
             self._observe_times(record)
         self._tracer.ended(record)
 
-    def aborted(self, record: Record, reason: str) -> None:
+    def aborted(self, record: ObservedRequest, reason: str) -> None:
         with self._lock:
-            if reason != "refused":  # by the engine: it was answered as a bad request
-                self._tally.count("request_success", "error" if reason == "engine_down" else "abort")
+            if reason != "refused":  # a request that the engine refused was answered as a bad request
+                self._counts.count("request_success", "error" if reason == "engine_down" else "abort")
             if record.submitted_at is None:
-                self._tally.gauges["num_requests_waiting"] -= 1
+                self._counts.gauges["num_requests_waiting"] -= 1
         self._tracer.ended(record)
 
     def engine_up(self, generation: int) -> None:
@@ -118,48 +119,48 @@ class ServerMetrics:
     def engine_down(self) -> None:
         self._is_up, self._stats, self._asked_at = False, None, float("-inf")
 
-    # ------------------------------------------------------------------------------------------------- showing them
+    # ------------------------------------------------------------------------------------------- called for /metrics
     async def page(self, ask: Callable[[], Awaitable[EngineStats]]) -> bytes:
-        """All metrics of the server as text. `ask` is the engine link's `stats`; called at most once a second."""
+        """The text of all metrics of the server. `ask` gets the engine's stats; it is called at most once a second."""
         if self._is_up and time.monotonic() - self._asked_at >= POLL_SECONDS:
             self._asked_at = time.monotonic()
-            with suppress(EngineDead):  # in a long step it does not answer in time: its last numbers stand
+            with suppress(EngineDead):  # the engine does not answer during a long step: keep its last stats
                 self._stats = await ask()
-        total = Tally()
+        total = Counts()
         with self._lock:
-            total.absorb(self._tally.snapshot(), gauges=True)
+            total.absorb(self._counts.snapshot(), gauges=True)
         if self._shared is not None:
             self._shared.add_others(total)
-        return render(total, EngineView(self._stats, self._restarts, is_up=self._is_up), self._model_name)
+        return render(total, EngineMetrics(self._stats, self._restarts, is_up=self._is_up), self._model_name)
 
-    # ----------------------------------------------------------------------------------------------------- the works
-    def _observe_times(self, record: Record) -> None:
-        end, tally = record.finished_at, self._tally
+    # -------------------------------------------------------------------------------------------------------- private
+    def _observe_times(self, record: ObservedRequest) -> None:
+        end, counts = record.finished_at, self._counts
         if end is None:
             return
-        tally.observe("e2e_request_latency_seconds", end - record.received_at)
+        counts.observe("e2e_request_latency_seconds", end - record.received_at)
         first = next((entry.at for entry in record.ledger if entry.kind == "first_token"), record.first_token_at)
         if first is not None:
             if not record.streamed:
-                tally.observe("time_to_first_token_seconds", max(first - record.received_at, 0.0))
+                counts.observe("time_to_first_token_seconds", max(first - record.received_at, 0.0))
             num_samples = max(len(record.finish_reasons), 1)
             following = record.num_output_tokens - num_samples
             if following > 0:
                 each = max(end - first, 0.0) * num_samples / following
-                tally.observe("request_time_per_output_token_seconds", each)
+                counts.observe("request_time_per_output_token_seconds", each)
         spent = phases(record.ledger, record.received_at, record.first_token_at, end)
         for name in ("queue", "prefill", "decode", "inference"):
             seconds: float | None = getattr(spent, name)
             if seconds is not None:
-                tally.observe(f"request_{name}_time_seconds", seconds)
+                counts.observe(f"request_{name}_time_seconds", seconds)
 
-    def _keep_sharing(self) -> None:
+    def _share_counts(self) -> None:
         assert self._shared is not None
         written = ""
         while True:
             ended = self._closed.wait(SHARE_SECONDS)
             with self._lock:
-                text = self._shared.encode(self._tally)
+                text = self._shared.encode(self._counts)
             if text != written:
                 try:
                     self._shared.write(text)

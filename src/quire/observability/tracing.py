@@ -1,4 +1,4 @@
-"""One OpenTelemetry span per request, in the attribute names that vLLM's users know. Needs the `trace` extra."""
+"""Tracing: one OpenTelemetry span per request, with the attribute names of vLLM. Needs the `trace` extra."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from quire import __version__
-from quire.observability.ledger import phases
-from quire.observability.record import Record
+from quire.observability.observed_request import ObservedRequest, phases
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,24 +17,27 @@ SPAN_NAME = "llm_request"
 
 
 class Tracer(Protocol):
-    """Told of every request that ended. Must not block or raise."""
+    """Receives every request that ended. Its methods must not block or raise."""
 
-    def ended(self, record: Record) -> None: ...
+    def ended(self, record: ObservedRequest) -> None: ...
 
     def close(self) -> None:
-        """Send what is left, within a few seconds. Idempotent."""
+        """Send the remaining spans, within a few seconds. Idempotent."""
 
 
 class NoTracer:
-    """Traces nothing."""
+    """The tracer of a server without a trace endpoint: it does nothing."""
 
-    def ended(self, record: Record) -> None: ...
+    def ended(self, record: ObservedRequest) -> None: ...
 
     def close(self) -> None: ...
 
 
 def make_tracer(endpoint: str | None, model_name: str) -> Tracer:
-    """A tracer that sends to an OTLP/HTTP collector, or one that does nothing. Raises ConfigError without the extra."""
+    """Make a tracer that sends spans to an OTLP/HTTP collector, or NoTracer if `endpoint` is None.
+
+    Raises ConfigError if the packages of the `trace` extra are missing.
+    """
     if endpoint is None:
         return NoTracer()
     check_installed()
@@ -55,7 +57,7 @@ def check_installed() -> None:
 
 
 class SpanTracer:
-    """Makes a span of each request when it ends, from the times in its record, and exports in the background."""
+    """Makes a span of each request when the request ends. A background thread exports the spans."""
 
     def __init__(self, exporter: SpanExporter, model_name: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -69,9 +71,11 @@ class SpanTracer:
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("quire", __version__)
-        self._epoch = time.time_ns() - time.monotonic_ns()  # turns monotonic times into dates
+        self._epoch = (
+            time.time_ns() - time.monotonic_ns()
+        )  # nanoseconds to add to a time of the monotonic clock to get the time since 1970
 
-    def ended(self, record: Record) -> None:
+    def ended(self, record: ObservedRequest) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -94,11 +98,13 @@ class SpanTracer:
         self._provider.shutdown()
 
     def _date(self, moment: float) -> int:
-        """Nanoseconds since 1970 of a moment on the monotonic clock."""
+        """Nanoseconds since 1970 of a time on the monotonic clock."""
         return self._epoch + int(moment * 1e9)
 
 
-def _attributes(record: Record, model_name: str, end: float) -> dict[str, str | bool | int | float | Sequence[str]]:
+def _attributes(
+    record: ObservedRequest, model_name: str, end: float
+) -> dict[str, str | bool | int | float | Sequence[str]]:
     sampling = record.sampling
     spent = phases(record.ledger, record.received_at, record.first_token_at, end)
     first = record.first_token_at

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from quire.config.arguments import EngineArguments
 from quire.config.engine import EngineConfig
 from quire.config.memory import MemoryPlan
 from quire.config.model import ModelConfig
-from quire.config.resolve import EngineArguments, resolve_engine_config
+from quire.config.resolve import resolve_engine_config
 from quire.config.speculation import read_speculation
 from quire.engine.core import EngineCore
 from quire.engine.decoding.grammar_compiler import GrammarCompiler

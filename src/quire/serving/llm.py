@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, Unpack
 
-from quire.config.resolve import EngineArguments, EngineSettings
+from quire.config.arguments import EngineArguments, EngineSettings
 from quire.runtime.loading.resolve import resolve_model
 from quire.serving.assembly import plan_engine
 from quire.serving.batch import Batch

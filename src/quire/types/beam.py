@@ -1,4 +1,4 @@
-"""Beam search as users ask for it and get it, in the names vLLM's users know."""
+"""The parameters and results of beam search, with the names of vLLM."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from quire.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """A search for the likeliest answers. Frozen and fully validated when made; unknown arguments are errors.
+    """The parameters of a beam search. Frozen and fully validated when made; unknown arguments are errors.
 
-    Length penalty and early stopping mean what they mean in transformers. The other names mean what they mean in
+    `length_penalty` and `early_stopping` mean the same as in transformers, all other names the same as in
     SamplingParams.
     """
 
     beam_width: int
     max_tokens: int | None = 16  # None: up to max_model_len
     _: KW_ONLY
-    n: int | None = None  # how many answers are returned, best first; None: beam_width
-    temperature: float = 0.0  # beams are not sampled: nothing else is taken
+    n: int | None = None  # number of answers to return, best first; None: beam_width
+    temperature: float = 0.0  # must be 0: beams are not sampled
     length_penalty: float = 1.0  # answers are ranked by summed logprob / (generated tokens ** length_penalty)
     early_stopping: EarlyStopping = False
     ignore_eos: bool = False
@@ -42,7 +42,7 @@ class BeamSearchParams:
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        width = self.rules.width  # refuses what is none
+        width = self.rules.width  # raises if it is no width
         if self.temperature != 0:
             raise InvalidRequest("temperature", f"must be 0, got {self.temperature!r}", "beams are not sampled")
         if self.sampling.n > width:
@@ -54,7 +54,7 @@ class BeamSearchParams:
 
     @property
     def sampling(self) -> SamplingParams:
-        """What the search shares with sampling."""
+        """The parameters that a beam search shares with sampling."""
         return SamplingParams(
             n=self.beam_width if self.n is None else self.n,
             temperature=0.0,
@@ -77,13 +77,13 @@ class BeamSearchParams:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One answer of a search. `tokens` and `text` begin with the prompt, as vLLM's do."""
+    """One answer of a beam search. `tokens` and `text` include the prompt, as in vLLM."""
 
     tokens: list[int]
     text: str
-    cum_logprob: float  # of the generated tokens
-    score: float  # that, over their number ** length_penalty
-    output_token_ids: list[int]  # what was generated
+    cum_logprob: float  # sum over the generated tokens
+    score: float  # cum_logprob / (number of generated tokens ** length_penalty)
+    output_token_ids: list[int]  # without the prompt
     output_text: str
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -95,7 +95,7 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """What a search found for one prompt, best first."""
+    """The answers of a beam search to one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
     request_id: str = ""

@@ -1,4 +1,4 @@
-"""Decoding beyond one sample after another: what is asked of beam search and of structured output."""
+"""The rules of beam search, and the parameters of structured output."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ EarlyStopping = bool | Literal["never"]
 
 @dataclass(frozen=True, slots=True)
 class BeamRules:
-    """How the hypotheses of a beam search are kept and ranked, in transformers' meaning of the words.
+    """How a beam search keeps and ranks its hypotheses, as transformers does.
 
-    A finished hypothesis scores its summed logprob / (generated tokens ** length_penalty).
+    The score of a finished hypothesis is its summed logprob / (number of generated tokens ** length_penalty).
     """
 
     width: int
     length_penalty: float = 1.0
-    early_stopping: EarlyStopping = False  # True: stop at `width` finished ones; "never": only when none can be better
-    stream_best: bool = False  # TokensOut.best tells of every step
+    early_stopping: EarlyStopping = False  # True: stop at `width` finished ones; "never": when no better one can come
+    stream_best: bool = False  # report the best hypothesis of every step in TokensOut.best
 
     def __post_init__(self) -> None:
-        width: object = self.width  # whatever came: annotations check nothing
+        width: object = self.width  # may be of any type: annotations are not checked at run time
         penalty: object = self.length_penalty
         if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= MAX_BEAM_WIDTH:
             raise InvalidRequest("beam_width", f"must be in [1, {MAX_BEAM_WIDTH}], got {width!r}")
@@ -41,7 +41,7 @@ class BeamRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What an answer must match: exactly one of these, in the names vLLM's users know."""
+    """The constraint that an answer must match: exactly one of the fields. The names are those of vLLM."""
 
     json: str | Mapping[str, Any] | None = None  # a JSON schema, or its text
     regex: str | None = None
@@ -74,7 +74,7 @@ class StructuredOutputsParams:
 
 
 def read_structured_outputs(name: str, value: object) -> StructuredOutputsParams | None:
-    """The params as they are, or made of an object of their fields."""
+    """Convert a mapping of fields to StructuredOutputsParams; instances and None are returned as they are."""
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     known = [item.name for item in fields(StructuredOutputsParams)]
@@ -84,7 +84,7 @@ def read_structured_outputs(name: str, value: object) -> StructuredOutputsParams
 
 
 def _schema_text(schema: object) -> str:
-    """JSON text, its keys in their order: a schema's order is the order of an answer's members."""
+    """The JSON text of a schema, with its keys in the given order: an answer's members follow that order."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)

@@ -1,14 +1,14 @@
-"""Every error a user can meet. One line each: what was wrong, the limit, and the fix."""
+"""All errors that users can get. Each message is one line: the problem, the limit and the fix."""
 
 from __future__ import annotations
 
 
 class QuireError(Exception):
-    """Base of all errors raised on purpose; its text is one line fit to show a user."""
+    """The base of all errors of Quire. The message is one line that can be shown to a user."""
 
 
 class InvalidRequest(QuireError, ValueError):
-    """A request was refused before any work was done for it. Names the field, the limit and the fix."""
+    """A request was refused before any work was done for it. The message names the field, the limit and the fix."""
 
     def __init__(self, field: str, reason: str, fix: str = "") -> None:
         super().__init__(f"{field}: {reason}" + (f"; {fix}" if fix else ""))
@@ -16,7 +16,7 @@ class InvalidRequest(QuireError, ValueError):
 
 
 class ConfigError(QuireError, ValueError):
-    """An engine setting is impossible, alone or together with the others."""
+    """A setting of the engine is invalid, by itself or in combination with others."""
 
     def __init__(self, setting: str, reason: str, fix: str = "") -> None:
         super().__init__(f"{setting}: {reason}" + (f"; {fix}" if fix else ""))
@@ -24,11 +24,11 @@ class ConfigError(QuireError, ValueError):
 
 
 class DoesNotFit(ConfigError):
-    """The memory plan exceeds what the machine has. Raised before anything is allocated."""
+    """The memory plan exceeds the memory of the machine. Raised before anything is allocated."""
 
 
 class ModelLoadError(QuireError):
-    """A model file was refused. Names the file, the tensor or key when one is at fault, and the reason."""
+    """A model file was refused. The message names the file, the tensor or key (if one is at fault) and the reason."""
 
     def __init__(self, file: str, reason: str, *, tensor: str | None = None, fix: str = "") -> None:
         where = f"{file}: {tensor}" if tensor else file
@@ -37,8 +37,8 @@ class ModelLoadError(QuireError):
 
 
 class EngineDead(QuireError):
-    """The executor failed as a whole; every live request was ended with an error."""
+    """The executor failed. All live requests have ended with an error."""
 
 
 class OutOfBlocks(QuireError):
-    """The pool cannot serve an allocation. Nothing was changed."""
+    """There are not enough free blocks for an allocation. Nothing was changed."""

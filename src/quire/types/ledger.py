@@ -1,26 +1,24 @@
-"""Why a request took as long as it did: what happened to it, when, in order."""
+"""The ledger of a request: a list of events with their times, which explains how long the request took."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 LedgerKind = Literal[
-    "received",  # the server read it
-    "queued",  # it entered the engine's queue
-    "admitted",  # it was given rows and blocks
-    "cached",  # the first `amount` tokens it owes were found in the prefix cache
-    "missed",  # the prefix cache had no more: `amount` is the first prompt token to compute, counted from 1
-    "chunk",  # part of its prompt was planned: `amount` tokens
+    "received",  # the server received the request
+    "queued",  # the request entered the engine's queue
+    "admitted",  # the engine gave the request rows and blocks
+    "cached",  # the first `amount` tokens to compute were found in the prefix cache
+    "missed",  # the prefix cache ended before prompt token number `amount`; the note says why
+    "chunk",  # `amount` tokens of the prompt were planned
     "first_token",
-    "preempted",  # its blocks were taken: `amount` computed tokens are owed again
+    "preempted",  # the request lost its blocks: `amount` computed tokens must be computed or loaded again
     "finished",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerEntry:
-    """One event. `at` is seconds on the machine's monotonic clock; `note` says why, where there is a why."""
+class LedgerEntry(NamedTuple):
+    """One event. `at` is a time on the monotonic clock, in seconds; `note` is the reason, if there is one."""
 
     kind: LedgerKind
     at: float

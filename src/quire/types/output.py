@@ -1,4 +1,4 @@
-"""What comes up the stairs: token batches, and the outputs users hold in their hands."""
+"""The output of the engine: batches of tokens, and the results that users get."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 @dataclass(frozen=True, slots=True)
 class SampleEnd:
-    """One sample of a request is over; holds all it generated."""
+    """The end of one sample of a request, with all that it generated."""
 
     index: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    stop_reason: int | str | None = None  # the stop token id or stop string that ended it; None for eos and length
+    stop_reason: int | str | None = None  # the stop token id or stop string; None for eos and length
     logprobs: tuple[TokenLogprobs, ...] = ()
-    cumulative_logprob: float | None = None  # of its tokens; None where nobody needed their logprobs
-    score: float | None = None  # by which best_of or a beam search ranked it
+    cumulative_logprob: float | None = None  # sum over its tokens; None if their logprobs were not computed
+    score: float | None = None  # the score by which best_of or beam search ranks it
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The one terminal message of a request.
+    """The terminal message of a request. Every accepted request has exactly one.
 
-    Samples stand in the order of their indices: best first where they were ranked. A beam search may find fewer than n.
+    Samples are in the order of their indices, which is best first for ranked samples. A beam search may have fewer
+    than n.
     """
 
     request_id: str
@@ -42,16 +43,15 @@ class Finished:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     ledger: tuple[LedgerEntry, ...] = ()
-    refused: str = ""  # the field at fault, if the error is the request's own: it was accepted and then found invalid
+    refused: str = ""  # the invalid field, if the request was accepted and found invalid later
 
 
 @dataclass(frozen=True, slots=True)
 class TokensOut:
-    """All that one commit has to say: a batch of tokens, and the requests that ended with it.
+    """The output of one step: a batch of tokens, and the requests that finished.
 
-    `samples[i]` is the handle Submit was answered with plus the sample's index: see EngineCore.submit. A sample that
-    verified a draft may stand in it several times, in the order of its tokens. Samples that are ranked at the end are
-    not in it.
+    `samples[i]` is the handle that EngineCore.submit returned, plus the index of the sample. A sample that verified a
+    draft may occur several times, in the order of its tokens. Samples that are ranked at their end do not occur.
     """
 
     step: int
@@ -59,12 +59,12 @@ class TokensOut:
     token_ids: Ints
     logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (sample handle, entry)
     finished: tuple[Finished, ...] = ()
-    best: tuple[tuple[int, Ints], ...] = ()  # (handle, all tokens so far of a beam search's best live hypothesis)
+    best: tuple[tuple[int, Ints], ...] = ()  # (handle, all tokens of a beam search's best live hypothesis)
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's raw log-probability, its rank among all tokens (from 1), and its text."""
+    """The raw log-probability of a token, its rank in the vocabulary (from 1), and its text."""
 
     logprob: float
     rank: int | None = None
@@ -73,7 +73,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer to a request."""
+    """One answer to a request: one sample of a prompt."""
 
     index: int
     text: str
@@ -82,7 +82,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    score: float | None = None  # by which best_of or a beam search ranked it
+    score: float | None = None  # the score by which best_of or beam search ranks it
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -90,7 +90,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and all its answers."""
+    """A request and all of its answers."""
 
     request_id: str
     prompt: str | None

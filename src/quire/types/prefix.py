@@ -1,4 +1,4 @@
-"""Prompts that stay in the cache because a provider wants them there."""
+"""Prefixes that an operator pinned in the prefix cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefix:
-    """A prompt that is resident under a name: its blocks are held and never evicted. Found by requests of its salt."""
+    """A pinned prefix: a prompt whose blocks are never evicted. Requests with the same salt can reuse them."""
 
     name: str
     salt: str

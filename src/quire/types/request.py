@@ -1,4 +1,4 @@
-"""What goes down the stairs: a request, and the wish to end one."""
+"""The input of the engine: a request, and the order to abort one."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from quire.types.sampling import SamplingParams, TokenRules
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """One request, tokenized and validated by the text floor."""
+    """One request, tokenized and validated by the serving layer."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     rules: TokenRules = field(default_factory=TokenRules)
     priority: int = 0
-    cache_salt: str = ""  # prompts share cached blocks only with prompts of the same salt
-    beam: BeamRules | None = None  # search with so many beams; sampling.n of the best are returned
-    source: Branch | None = None  # where it goes on from, if that is still to be had: then nothing is computed again
-    tenant: str = ""  # on whose behalf it is computed
-    pin: str = ""  # a name under which its prompt, of whole blocks, stays in the cache when it is done
+    cache_salt: str = ""  # requests share cached blocks only if their salts are equal
+    beam: BeamRules | None = None  # beam search; the best sampling.n answers are returned
+    source: Branch | None = None  # where it branches off; its blocks are reused if they still exist
+    tenant: str = ""  # the client that it runs for; the fair policy shares by it
+    pin: str = ""  # if set: keep the prompt pinned under this name after the request
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A place in another request's sequence: right after the first `num_tokens` of its prompt and output."""
+    """A position in a sample of another request: after the first `num_tokens` tokens of its prompt and output."""
 
     request_id: str
     index: int
@@ -35,9 +35,9 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request, or only its sample `index`. Idempotent; an id nobody knows is ignored.
+    """End a request, or only its sample `index`. Idempotent; unknown ids are ignored.
 
-    `stop_reason` is set when the text floor found a stop string: the end then counts as a stop, not an abort.
+    The serving layer sets `stop_reason` when it finds a stop string: the finish reason is then "stop", not "abort".
     """
 
     request_id: str

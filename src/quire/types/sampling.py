@@ -1,11 +1,15 @@
-"""How the next token of a sequence is chosen, in the names vLLM's users know."""
+"""The sampling parameters of a request, with the names of vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
+from operator import attrgetter
 from typing import Any
+
+import numpy as np
 
 from quire.types.decoding import StructuredOutputsParams, read_structured_outputs
 from quire.types.errors import InvalidRequest
@@ -21,13 +25,14 @@ MAX_LOGIT_BIAS = 10_000.0
 MAX_SEED = 2**64 - 1
 MAX_PATTERN_SIZE = 4_096
 MAX_PATTERN_COUNT = 65_536
+_MANY_TOKENS = 128  # from here on, checking token ids as an array is faster than a loop over them
 
 
 @dataclass(frozen=True, slots=True)
 class RepetitionDetection:
-    """When an answer counts as a loop: its last tokens are one pattern, `min_count` times over.
+    """When an answer counts as a loop: its last tokens repeat one pattern at least `min_count` times.
 
-    A pattern has `min_pattern_size` to `max_pattern_size` tokens. Raises InvalidRequest for values that make no sense.
+    A pattern has `min_pattern_size` to `max_pattern_size` tokens. Raises InvalidRequest for invalid values.
     """
 
     max_pattern_size: int
@@ -46,21 +51,21 @@ class RepetitionDetection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """What a user may ask of decoding. Frozen and fully validated when made; unknown arguments are errors.
+    """The sampling parameters of a request. Frozen and fully validated when made; unknown arguments are errors.
 
-    Lists become tuples and lose their duplicates. Logprobs are raw: log-softmax of the model's logits before
-    temperature, penalties and filters. `dataclasses.replace` makes a changed copy.
+    Lists become tuples without duplicates. Logprobs are raw: the log-softmax of the model's logits before temperature,
+    penalties and filters. `dataclasses.replace` makes a changed copy.
     """
 
     n: int = 1
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: off
+    top_k: int = 0  # 0 or -1: all tokens
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int | None = None  # None or -1: any
+    seed: int | None = None  # None or -1: the engine derives one
     stop: str | Iterable[str] | None = ()
     stop_token_ids: Iterable[int] | None = ()
     bad_words: Iterable[str] | None = ()
@@ -69,24 +74,52 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: up to max_model_len
     min_tokens: int = 0
-    logprobs: int | None = None  # how many besides the chosen token's; -1: the whole vocabulary
+    logprobs: int | None = None  # how many most likely tokens, besides the chosen one; -1: the whole vocabulary
     prompt_logprobs: int | None = None
-    logprob_token_ids: Iterable[int] | None = ()  # tokens whose logprobs come besides those; implies logprobs=0
+    logprob_token_ids: Iterable[int] | None = ()  # more tokens whose logprobs are returned; implies logprobs=0
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    repetition_detection: RepetitionDetection | Mapping[str, int] | None = None  # answers that run in circles end
-    best_of: int | None = None  # generate so many and return the n best; None: n
-    rank_by: str = "mean"  # what best_of compares, of the tokens' logprobs: "mean" or "sum"
+    repetition_detection: RepetitionDetection | Mapping[str, int] | None = None  # ends answers that repeat themselves
+    best_of: int | None = None  # generate so many samples and return the n best; None: n
+    rank_by: str = "mean"  # best_of ranks by the "mean" or the "sum" of the tokens' logprobs
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        for name, check in _CHECKS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+        # A value that is the default object needs no check. Equality would not do: True == 1 and 1.0 == 1.
+        given = [
+            (name, value)
+            for (name, default), value in zip(_DEFAULT_ITEMS, _read_values(self), strict=True)
+            if value is not default
+        ]
+        if not given:
+            return
+        for name, value in given:
+            object.__setattr__(self, name, _CHECKS[name](name, value))
         if self.logprob_token_ids and self.logprobs is None:
             object.__setattr__(self, "logprobs", 0)
         _check_together(self)
+
+    @classmethod
+    def trusted(cls, **values: Any) -> SamplingParams:
+        """Make an instance without checking its values. Fields that are not named get their defaults.
+
+        The values must be those of an instance that was validated before, as for one that arrives from another
+        process of this server. An unknown name raises InvalidRequest.
+        """
+        if not values.keys() <= _DEFAULTS.keys():
+            unknown = next(name for name in values if name not in _DEFAULTS)
+            raise InvalidRequest(unknown, "is no sampling parameter", "leave it out")
+        params = object.__new__(cls)
+        for name, write in _WRITE_FIELD.items():
+            write(params, values.get(name, _DEFAULTS[name]))
+        return params
+
+    def changed_fields(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, by name: what `trusted` needs to make an equal instance."""
+        fields = zip(_DEFAULT_ITEMS, _read_values(self), strict=True)
+        return {name: value for (name, default), value in fields if value is not default and value != default}
 
     @property
     def is_greedy(self) -> bool:
@@ -94,57 +127,57 @@ class SamplingParams:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """`stop` as it is after validation."""
+        """`stop` with its type after validation."""
         assert isinstance(self.stop, tuple)
         return self.stop
 
     @property
     def loops(self) -> RepetitionDetection | None:
-        """`repetition_detection` as it is after validation."""
+        """`repetition_detection` with its type after validation."""
         assert not isinstance(self.repetition_detection, Mapping)
         return self.repetition_detection
 
     @property
     def num_sequences(self) -> int:
-        """How many are generated: best_of, or n."""
+        """The number of samples to generate: best_of, or n."""
         return self.best_of or self.n
 
     @property
     def structure(self) -> StructuredOutputsParams | None:
-        """`structured_outputs` as it is after validation."""
+        """`structured_outputs` with its type after validation."""
         assert not isinstance(self.structured_outputs, Mapping)
         return self.structured_outputs
 
     @property
     def ends_by_text(self) -> bool:
-        """Whether its answers must be read token by token to know when they end."""
+        """Whether the end of an answer depends on its text, so that every token must be checked."""
         return bool(self.stop) or self.repetition_detection is not None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """What the text floor resolved from words to ids for one request."""
+    """The token ids and the grammar that the serving layer derives from a request's words."""
 
-    end_ids: tuple[int, ...] = ()  # ids that end a sequence: eos (unless ignored) and stop_token_ids
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
-    eos_ids: tuple[int, ...] = field(default=())  # the subset of end_ids that is the model's own end of text
-    grammar: str = ""  # what the answer must match, as llguidance reads it; empty: anything
+    end_ids: tuple[int, ...] = ()  # tokens that end a sequence: eos (unless ignored) and stop_token_ids
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not occur in the output
+    eos_ids: tuple[int, ...] = field(default=())  # the part of end_ids that is the model's end of text
+    grammar: str = ""  # the grammar that the answer must match, in the format of llguidance; "": none
 
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """A whole number in [low, high]."""
+    """Checks for a whole number in [low, high]."""
 
     low: int
     high: int
     optional: bool = False
-    off: int | None = None  # another way to write the default ...
-    default: int | None = None  # ... which is this
+    off: int | None = None  # a value that stands for `default`
+    default: int | None = None
 
     def __call__(self, name: str, value: object) -> int | None:
         if value is None and self.optional:
             return None
-        if isinstance(value, bool) or not isinstance(value, Integral):
+        if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
             raise InvalidRequest(name, f"must be a whole number, got {_shown(value)}")
         number = int(value)
         if number == self.off:
@@ -156,14 +189,14 @@ class _Whole:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """A finite number up to `high`, from `low` or, if open, above it."""
+    """Checks for a number in [low, high] or, if `is_open`, in (low, high]."""
 
     low: float
     high: float
     is_open: bool = False
 
     def __call__(self, name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, Real):
+        if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
             raise InvalidRequest(name, f"must be a number, got {_shown(value)}")
         number: Any = value  # comparing needs no float(), which a huge whole number overflows
         if not self.low <= number <= self.high or (self.is_open and number == self.low):  # NaN is not inside
@@ -233,7 +266,7 @@ def _logit_bias(name: str, value: object) -> dict[int, float] | None:
 
 
 def _repetition_detection(name: str, value: object) -> RepetitionDetection | None:
-    """An object of vLLM's names; a max_pattern_size of 0 turns it off, a min_pattern_size of 0 is 1."""
+    """Convert a mapping with the names of vLLM. A max_pattern_size of 0 means none, a min_pattern_size of 0 means 1."""
     if value is None or isinstance(value, RepetitionDetection):
         return value
     known = ("max_pattern_size", "min_pattern_size", "min_count")
@@ -252,7 +285,7 @@ def _rank_by(name: str, value: object) -> str:
 
 
 def _from_json_key(token: object) -> object:
-    """JSON writes the keys of an object as strings."""
+    """The whole number in a string: the keys of a JSON object are strings."""
     return int(token) if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 20 else token
 
 
@@ -263,7 +296,7 @@ def _token_id(name: str, token: object) -> int:
 
 
 def _items(name: str, value: object, wanted: str) -> tuple[Any, ...]:
-    """The different items of a list, in order; a lone string is no list of its letters."""
+    """The items of a list without duplicates, in order. A single string is not a list of its characters."""
     if value is None:
         return ()
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
@@ -277,7 +310,7 @@ def _outside(name: str, value: object, limits: str) -> InvalidRequest:
 
 
 def _shown(value: object) -> str:
-    """A value as an error may quote it: short, however long it is."""
+    """A short representation of a value for an error message."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"a whole number of {value.bit_length()} bits"
     text = repr(value)
@@ -316,6 +349,14 @@ _CHECKS: dict[str, Any] = {
 }
 
 
+_DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(SamplingParams)}
+_DEFAULT_ITEMS = tuple(_DEFAULTS.items())
+_WRITE_FIELD: dict[str, Callable[[SamplingParams, Any], None]] = {
+    name: getattr(SamplingParams, name).__set__ for name in _DEFAULTS
+}
+_read_values: Callable[[SamplingParams], tuple[Any, ...]] = attrgetter(*_DEFAULTS)
+
+
 def _check_together(params: SamplingParams) -> None:
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         reason = f"is {params.min_tokens}, above max_tokens={params.max_tokens}"
@@ -329,8 +370,20 @@ def _check_together(params: SamplingParams) -> None:
 
 
 def check_vocabulary(field: str, ids: Iterable[int], vocab_size: int) -> None:
-    """Raise InvalidRequest if `ids` hold a token that a model of `vocab_size` tokens does not have."""
-    for token in ids:
+    """Raise InvalidRequest if `ids` contain a token that is outside a vocabulary of `vocab_size` tokens."""
+    tokens = ids if isinstance(ids, tuple | list) else tuple(ids)
+    if len(tokens) >= _MANY_TOKENS and _are_below(tokens, vocab_size):
+        return
+    for token in tokens:
         if not 0 <= token < vocab_size:
             reason = f"names token {token}, outside the vocabulary [0, {vocab_size})"
             raise InvalidRequest(field, reason, f"use ids from 0 to {vocab_size - 1}")
+
+
+def _are_below(tokens: Sequence[int], limit: int) -> bool:
+    """Whether all tokens are whole numbers in [0, limit). There must be at least one."""
+    try:
+        packed = struct.pack(f"{len(tokens)}I", *tokens)
+    except struct.error:  # one is negative, too large or no whole number
+        return False
+    return int(np.frombuffer(packed, np.uint32).max()) < limit

@@ -1,17 +1,17 @@
-"""The engine's condition at one moment, as numbers."""
+"""Statistics of the engine, and a map of its KV blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-STEP_SIZES = tuple(2**i for i in range(21))  # tokens; the bounds by which steps are counted
+STEP_SIZES = tuple(2**i for i in range(21))  # upper bounds of the buckets by which steps are counted, in tokens
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStats:
-    """The paged cache. Waste is the share of allocated slots that hold no token.
+    """The KV blocks on the device. `used` blocks are held by a sequence; all others, even `cached` ones, are `free`.
 
-    `used` blocks are held by a sequence; all others are `free`, even those `cached` for prompts to come.
+    `waste` is the share of allocated token slots that hold no token.
     """
 
     total: int
@@ -21,7 +21,7 @@ class BlockStats:
     slots_used: int
     slots_allocated: int
     cached: int = 0
-    pinned: int = 0  # held for resident prefixes
+    pinned: int = 0  # held by pinned prefixes
 
     @property
     def waste(self) -> float:
@@ -29,32 +29,32 @@ class BlockStats:
 
 
 TIER_FAILURES = (
-    "full",  # the disk has no room for a file
-    "io",
-    "missing",  # somebody else deleted the file
-    "corrupt",
-    "slow",  # computed instead of waited for
-    "queue",  # not written, as too many were being written
-    "host_full",  # not saved, as all slots were held
+    "full",  # the disk is full
+    "io",  # reading or writing a file failed
+    "missing",  # another process deleted the file
+    "corrupt",  # the checksum of a file is wrong
+    "slow",  # a load took too long, so the tokens were computed instead
+    "queue",  # not written: too many writes are pending
+    "host_full",  # not saved: all slots in host memory are held
 )
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """What lies beyond the device. Blocks are counted since the start, except totals, `used` and `held`, which are now.
+    """The host and disk tiers, in blocks. `*_blocks`, `*_used` and `*_held` are current values, the others counters.
 
-    `failures` counts by reason what a tier could not do; each cost time and nothing else.
+    `failures` counts failed and skipped copies by reason. A failure costs time and never changes a result.
     """
 
     host_blocks: int = 0
     host_used: int = 0
-    host_held: int = 0  # parked by a request that waits, or being moved
+    host_held: int = 0  # held by a preempted request, or being copied
     disk_blocks: int = 0
     disk_used: int = 0
-    saved: int = 0  # device to host
-    loaded: int = 0  # and back
-    stored: int = 0  # host to disk
-    fetched: int = 0  # and back
+    saved: int = 0  # copied from device to host
+    loaded: int = 0  # copied from host to device
+    stored: int = 0  # copied from host to disk
+    fetched: int = 0  # copied from disk to host
     host_evicted: int = 0
     disk_evicted: int = 0
     failures: dict[str, int] = field(default_factory=dict)
@@ -66,54 +66,56 @@ NO_TIERS = TierStats()
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since start, except `running`, `waiting`, `pinned_prefixes` and `blocks`, which are now. Times are
-    seconds."""
+    """Statistics of the engine: counters since its start, except `running`, `waiting`, `pinned_prefixes` and `blocks`,
+    which are current values. Times are in seconds."""
 
     steps: int
     running: int
     waiting: int
     finished: int
     preemptions: int
-    prompt_tokens: int  # computed in chunks, recomputation included
+    prompt_tokens: int  # computed in chunks, including those computed again
     output_tokens: int
-    step_seconds: float  # total over all steps, launch to commit
+    step_seconds: float  # sum over all steps, from launch to commit
     blocks: BlockStats
-    computed_tokens: int = 0  # by all steps, prompts and decodes
-    steps_by_size: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # entry i: steps above bound i - 1, up to bound i
+    computed_tokens: int = 0  # of prompts and decodes, in all steps
+    steps_by_size: tuple[int, ...] = (0,) * (
+        len(STEP_SIZES) + 1
+    )  # entry i: tokens in (STEP_SIZES[i - 1], STEP_SIZES[i]]
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
-    prefix_hits: int = 0  # those that were found there
-    evicted_blocks: int = 0  # cached blocks that were given away
-    pinned_prefixes: int = 0  # prompts that stay resident now
-    host_hits: int = 0  # of those hits, tokens that were loaded from host memory
-    disk_hits: int = 0  # and tokens that a file had been read for
-    swaps: int = 0  # preemptions that moved blocks to host memory
+    prefix_hits: int = 0  # prompt tokens found in the prefix cache
+    evicted_blocks: int = 0  # blocks evicted from the prefix cache
+    pinned_prefixes: int = 0
+    host_hits: int = 0  # the part of prefix_hits that was loaded from host memory
+    disk_hits: int = 0  # the part of prefix_hits that was read from disk
+    swaps: int = 0  # preemptions that copied blocks to host memory
     tiers: TierStats = NO_TIERS
-    drafted_tokens: int = 0  # guesses that were verified
-    accepted_tokens: int = 0  # those that turned out right
-    drafts: int = 0  # steps of a sequence in which there was something to verify
+    drafted_tokens: int = 0  # draft tokens that were verified
+    accepted_tokens: int = 0  # draft tokens that were accepted
+    drafts: int = 0  # drafts that were verified
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of the prompt tokens looked up that need not be computed."""
+        """The share of looked-up prompt tokens that were found in the prefix cache."""
         return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestBlocks:
-    """One live request's hold on the cache. `state` is "running", "waiting" or "preempted"."""
+    """The blocks that one live request holds. `state` is "running", "waiting" or "preempted"."""
 
     request_id: str
     state: str
-    num_tokens: int  # computed so far, all samples
-    block_ids: tuple[int, ...]  # without repeats
+    num_tokens: int  # computed so far, over all samples
+    block_ids: tuple[int, ...]  # each block once
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """Every block at one moment: `holders[i]` counts the sequences that hold block i; 0 is free or cached."""
+    """All KV blocks at one moment. `holders[i]` is the number of sequences that hold block i; 0: free or cached."""
 
     step: int
     block_size: int
     holders: tuple[int, ...]
     requests: tuple[RequestBlocks, ...]
-    cached: tuple[int, ...] = ()  # blocks that nobody holds and a prompt may find, least recently used first
+    cached: tuple[int, ...] = ()  # blocks without holders in the prefix cache, least recently used first

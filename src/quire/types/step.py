@@ -1,7 +1,7 @@
-"""The seam between engine and runtime: one plan down, one result up, per forward pass.
+"""The interface of engine and runtime: for each forward pass the engine passes a plan and gets a result.
 
-The engine numbers rows; a row is a live sequence's place in every worker's persistent state. A plan carries what
-changed since the plan before it: rows that only decode appear as numbers in one shared array.
+A row is the place of a live sequence in the persistent state of every worker; the engine numbers the rows. A plan
+carries only what changed since the previous plan: rows that only decode are numbers in one shared array.
 
 Most rows run ahead: their sampled tokens feed the next step on the device, before the engine has seen them. Rows whose
 next step depends on values (a beam, a draft to verify) are paced: the engine waits for their results, and the plan that
@@ -30,7 +30,7 @@ NO_ROWS.setflags(write=False)
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy a whole block's keys and values, in every layer."""
+    """A copy of one block's keys and values to another block, in all layers."""
 
     source: int
     target: int
@@ -38,22 +38,22 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A sequence takes a row. `token_ids` is all that is known of it: prompt, then what it had generated before."""
+    """A sequence gets a row. `token_ids` are all of its tokens so far: the prompt, then what it has generated."""
 
     row: int
     token_ids: Ints
     num_prompt_tokens: int
-    block_ids: tuple[int, ...]  # blocks held already (a fork's shared ones); later ones arrive as grants
+    block_ids: tuple[int, ...]  # blocks that it holds already, as after a fork; later ones are granted
     sampling: SamplingParams
     rules: TokenRules
-    sample_index: int  # which of the request's n samples
-    seed: int  # always set: the user's, or one the engine derived
-    num_candidates: int = 0  # how many likeliest next tokens its samples report; 0: it only chooses one
+    sample_index: int  # index among the request's n samples
+    seed: int  # the user's, or one that the engine derived
+    num_candidates: int = 0  # how many most likely next tokens its samples report
 
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """From position `start` on, a row's tokens are these and no others: its length becomes start + len(token_ids)."""
+    """Replace a row's tokens from position `start` on. The length of the row becomes start + len(token_ids)."""
 
     row: int
     start: int
@@ -62,31 +62,32 @@ class RowTokens:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute known tokens `start` .. `start + num_tokens` of a row: a prompt, a preempted sequence again, a draft.
+    """Compute tokens `start` .. `start + num_tokens` of a row that are known: of a prompt, of a sequence after its
+    preemption, or of a draft.
 
-    A row whose draft is verified samples from each of the last `num_sampled` positions; it does not grow by that.
+    A row that verifies a draft samples from each of the last `num_sampled` positions. Its length does not change.
     """
 
     row: int
     start: int
     num_tokens: int
-    sample_rows: tuple[int, ...] = ()  # rows that sample from the chunk's last position; several after a fork
+    sample_rows: tuple[int, ...] = ()  # rows that sample from the chunk's last position; several for forks
     num_sampled: int = 1  # above 1 only with one sampling row, the chunk's own
 
     @property
     def num_known(self) -> int:
-        """How many of its tokens are no draft."""
+        """The number of tokens before the draft."""
         return self.num_tokens - self.num_sampled + 1
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """The row of each of the chunk's samples, in the order of positions."""
+        """The row of every sample of the chunk, in the order of positions."""
         return self.sample_rows * self.num_sampled
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Which tokens some samples may choose: bit t % 32 of word t // 32 is set where token t is allowed."""
+    """The allowed tokens of some samples: bit t % 32 of word t // 32 is set if token t is allowed."""
 
     samples: Ints  # [masked], places in StepPlan.sample_rows
     bits: Bits  # [masked, words]
@@ -95,7 +96,7 @@ class Masks:
 
 @dataclass(frozen=True, slots=True)
 class DraftOrder:
-    """After this step, propose up to `num_tokens` tokens that may follow what the row sampled in it."""
+    """Propose a draft of up to `num_tokens` tokens after this step, to follow the token that the row sampled in it."""
 
     row: int
     num_tokens: int
@@ -103,14 +104,14 @@ class DraftOrder:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass, decided by the scheduler and obeyed by every worker.
+    """One forward pass. The scheduler makes the plan, and every worker executes it.
 
-    Order of execution: released, new_rows, writes, grants, transfers, copies, forward over decode_rows then chunks,
-    sampling, drafting.
+    The order of execution is: released, new_rows, writes, grants, transfers, copies, forward pass over decode_rows and
+    then chunks, sampling, drafting.
     """
 
     step: int
-    decode_rows: Ints = field(default_factory=lambda: NO_ROWS)  # each computes its last token and samples the next
+    decode_rows: Ints = field(default_factory=lambda: NO_ROWS)  # rows that compute their last token and sample the next
     chunks: tuple[Chunk, ...] = ()
     new_rows: tuple[NewRow, ...] = ()
     grant_rows: Ints = field(
@@ -119,8 +120,8 @@ class StepPlan:
     grant_slots: Ints = field(default_factory=lambda: NO_ROWS)  # ... as its grant_slots[i]-th block
     grant_blocks: Ints = field(default_factory=lambda: NO_ROWS)
     copies: tuple[BlockCopy, ...] = ()
-    released: tuple[int, ...] = ()  # rows the workers may forget
-    writes: tuple[RowTokens, ...] = ()  # tokens of paced rows
+    released: tuple[int, ...] = ()  # rows that are free again
+    writes: tuple[RowTokens, ...] = ()  # new tokens of paced rows
     masks: Masks | None = None
     drafts: tuple[DraftOrder, ...] = ()
     transfers: Transfers = NO_TRANSFERS  # between the cache's tiers
@@ -134,7 +135,7 @@ class StepPlan:
 
     @property
     def sample_rows(self) -> Ints:
-        """The row of every sample, in the order of StepResult.token_ids; one that verifies a draft comes repeatedly."""
+        """The row of every sample, ordered as StepResult.token_ids. A row that verifies a draft occurs repeatedly."""
         sampled = [row for chunk in self.chunks for row in chunk.samples]
         if not sampled:
             return self.decode_rows
@@ -143,8 +144,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Raw log-probabilities at one position: the chosen token, the k most likely ones, best first, then the m that
-    `logprob_token_ids` names."""
+    """Raw log-probabilities at one position: of the chosen token, of the k most likely tokens (best first), and of the
+    m tokens in `logprob_token_ids`."""
 
     token_ids: Ints  # [1 + k + m]
     logprobs: Floats  # [1 + k + m]
@@ -153,13 +154,15 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:
+    """The logprobs of one sample of a row."""
+
     row: int
     entry: TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Entries for prompt positions start .. start + len(entries); position 0 has none and is never listed."""
+    """Logprobs of the prompt positions start .. start + len(entries). Position 0 has none."""
 
     row: int
     start: int
@@ -168,8 +171,9 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The likeliest next tokens of some samples, best first: log-softmax of the raw logits, then changed by the row's
-    masks, bans, biases and penalties, not normed again. A token that is not allowed scores minus infinity."""
+    """The most likely next tokens of some samples, best first. A score is the log-softmax of the raw logits, to which
+    the row's masks, bans, biases and penalties are applied without normalizing again. A token that is not allowed
+    scores minus infinity."""
 
     samples: Ints  # [m], places in StepPlan.sample_rows
     token_ids: Ints  # [m, k]; k is the largest num_candidates among them
@@ -178,7 +182,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class RowDraft:
-    """What may follow, by a model of the runtime's own: a guess, to be verified."""
+    """A draft that a model in the runtime proposes for a row."""
 
     row: int
     token_ids: Ints
@@ -186,7 +190,7 @@ class RowDraft:
 
 @dataclass(frozen=True, slots=True)
 class RowFailure:
-    """One row's own code raised; only its request ends."""
+    """An error in the computation of one row. Only its request ends."""
 
     row: int
     reason: str
@@ -194,9 +198,9 @@ class RowFailure:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step produced. `token_ids[i]` belongs to the plan's `sample_rows[i]`.
+    """The result of one step. `token_ids[i]` is the token of row `sample_rows[i]` of the plan.
 
-    A row's `logprobs` come in the order of its samples.
+    The `logprobs` of a row are in the order of its samples.
     """
 
     step: int

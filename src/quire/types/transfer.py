@@ -1,7 +1,7 @@
-"""What moves between the cache's tiers: orders go down with a plan, and a report comes up when they are over.
+"""Copies of KV blocks between the cache tiers. A plan carries the copies to make; a report tells when they are done.
 
-A slot is a block's place in host memory; a file holds one slot's bytes. The engine numbers slots and names files; the
-runtime owns the bytes. Orders that touch one slot or one file are carried out in the order they were given.
+A slot is the place of one block in host memory; a file holds the bytes of one slot. The engine numbers slots and names
+files; the runtime owns the bytes. Copies that touch the same slot or file are made in the order they were given.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 
 class SlotMove(NamedTuple):
-    """A device block and a host slot, one of which is copied to the other."""
+    """A copy between a block on the device and a slot in host memory, in either direction."""
 
     block: int
     slot: int
 
 
 class FileMove(NamedTuple):
-    """A file, by its content's key, and a host slot, one of which is copied to the other."""
+    """A copy between a file, named by the key of its content, and a slot in host memory, in either direction."""
 
     key: bytes
     slot: int
@@ -26,28 +26,31 @@ class FileMove(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """The orders of one plan. Saves read what earlier plans computed, before this one overwrites it. Loads are in
-    place for the next plan, not for this one: the device computes meanwhile, and nothing in this plan reads or writes
-    what is loaded. A slot that is saved to and loaded from in one plan is saved to first."""
+    """The copies of one plan.
 
-    saves: tuple[SlotMove, ...] = ()
-    loads: tuple[SlotMove, ...] = ()
-    stores: tuple[FileMove, ...] = ()  # slot to file
-    fetches: tuple[FileMove, ...] = ()  # file to slot
+    Saves read what earlier plans computed, before this plan overwrites it. Loads are complete for the next plan, not
+    for this one, which neither reads nor writes the loaded blocks. If one plan saves to a slot and loads from it, the
+    save comes first.
+    """
+
+    saves: tuple[SlotMove, ...] = ()  # device to host
+    loads: tuple[SlotMove, ...] = ()  # host to device
+    stores: tuple[FileMove, ...] = ()  # host to disk
+    fetches: tuple[FileMove, ...] = ()  # disk to host
     drops: tuple[bytes, ...] = ()  # files to delete
-    drops_found: bool = False  # and, before anything is stored, all that earlier processes left and no report has named
+    drops_found: bool = False  # first delete all files of earlier processes that no report has named
 
 
 class FoundFile(NamedTuple):
-    """A file that an earlier process left, perhaps with another model."""
+    """A file of an earlier process, which may have had another model."""
 
     key: bytes
-    used_at: float  # seconds since the epoch
-    num_blocks: int = 1  # whose room it takes, rounded up: another model's blocks may be larger
+    used_at: float  # time of its last use, in seconds since 1970
+    num_blocks: int = 1  # its size in blocks of this model, rounded up
 
 
 class FailedFile(NamedTuple):
-    """A file that was not written or cannot be read; it is gone, and so is what it held."""
+    """A file that was not written or cannot be read. It was deleted and its content is lost."""
 
     key: bytes
     reason: str  # "full", "io", "missing", "corrupt"
@@ -55,12 +58,12 @@ class FailedFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """What has become of orders since the last report, and how long the link took for what it carried."""
+    """The copies that were completed or failed since the last report, and how long they took."""
 
     stored: tuple[bytes, ...] = ()
     fetched: tuple[bytes, ...] = ()
     failed: tuple[FailedFile, ...] = ()
-    found: tuple[FoundFile, ...] = ()  # those of one report are no newer than those of the report before
+    found: tuple[FoundFile, ...] = ()  # none was used more recently than those of earlier reports
     num_saved: int = 0
     num_loaded: int = 0
     save_seconds: float = 0.0

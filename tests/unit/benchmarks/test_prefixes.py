@@ -13,7 +13,7 @@ from benchmarks.prefix_cost import control_plane
 from benchmarks.prefix_trace_data import Turn, distinct_tokens, most_hits, read_mooncake, synthetic_conversations
 from benchmarks.prefix_traces import Case, found_share
 from benchmarks.tenant_probe import auc
-from quire.config.prefix import EVICTION_NAMES, EvictionName
+from quire.config.tiers import EVICTION_NAMES, EvictionName
 from quire.simulator.cost import Cost
 
 

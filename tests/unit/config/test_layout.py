@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from quire.config.arguments import EngineArguments
 from quire.config.engine import EngineConfig
 from quire.config.facts import HardwareFacts
 from quire.config.model import ModelConfig
-from quire.config.resolve import EngineArguments, resolve_engine_config
+from quire.config.resolve import resolve_engine_config
 from quire.types.errors import ConfigError
 from tests.unit.config.machines import LAPTOP, LARGE, SERVER, SMALL
 

@@ -6,8 +6,9 @@ from dataclasses import fields
 
 import pytest
 
+from quire.config.arguments import EngineArguments
 from quire.config.policy import POLICY_NAMES, SETTINGS, PolicyName, PolicySettings, read_policy, read_policy_settings
-from quire.config.resolve import EngineArguments, resolve_engine_config
+from quire.config.resolve import resolve_engine_config
 from quire.engine.scheduler.policies.registry import make_policy
 from quire.types.errors import ConfigError
 from tests.unit.config.machines import LAPTOP, SMALL

@@ -4,9 +4,10 @@ from dataclasses import fields, replace
 
 import pytest
 
+from quire.config.arguments import EngineArguments, EngineSettings
 from quire.config.facts import HardwareFacts
 from quire.config.model import Heads, ModelConfig, Rope
-from quire.config.resolve import EngineArguments, EngineSettings, model_length, resolve_engine_config
+from quire.config.resolve import model_length, resolve_engine_config
 from quire.config.sizes import GIB, MIB
 from quire.types.errors import ConfigError, DoesNotFit
 from tests.unit.config.machines import LAPTOP, LARGE, SERVER, SMALL

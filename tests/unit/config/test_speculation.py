@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from quire.config.arguments import EngineArguments
 from quire.config.memory import kv_block_bytes
-from quire.config.resolve import EngineArguments, resolve_engine_config
-from quire.config.speculation import read_speculation, settle
+from quire.config.resolve import resolve_engine_config
+from quire.config.speculation import read_speculation, resolve_speculation
 from quire.types.errors import ConfigError
 from tests.unit.config.machines import LAPTOP, SERVER, SMALL
 
@@ -26,7 +27,7 @@ def test_a_method_is_enough_and_the_rest_has_defaults() -> None:
     assert (drafts.method, drafts.model, drafts.num_tokens) == ("draft_model", "small", 5)
     layers = read_speculation({"method": "self_draft"})
     assert layers is not None
-    assert settle(layers, SMALL, None).num_layers == SMALL.num_layers // 3
+    assert resolve_speculation(layers, SMALL, None).num_layers == SMALL.num_layers // 3
 
 
 def test_vllms_names_are_understood() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from quire.config.arguments import EngineArguments
 from quire.config.engine import EngineConfig
 from quire.config.memory import MemoryPlan
-from quire.config.resolve import EngineArguments, resolve_engine_config
+from quire.config.resolve import resolve_engine_config
 from quire.config.sizes import GIB, MIB
 from quire.config.tiers import TierConfig
 from quire.types.errors import ConfigError, DoesNotFit

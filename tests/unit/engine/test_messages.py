@@ -3,121 +3,196 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from quire.engine import messages
 from quire.engine.messages import (
-    AbortRequest,
-    Accepted,
-    Ask,
     BadMessage,
-    BlockMapAnswer,
     CacheReset,
     FromEngine,
     Goodbye,
     Refused,
-    StatsAnswer,
-    SubmitRequest,
     ToEngine,
-    Tokens,
     decode_from_engine,
     decode_to_engine,
     encode,
 )
+from quire.types import sampling as sampling_module
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
-from quire.types.ledger import LedgerEntry
-from quire.types.output import Finished, SampleEnd, TokensOut
-from quire.types.request import Abort, Branch, Submit
-from quire.types.sampling import SamplingParams, TokenRules
-from quire.types.stats import BlockMap, BlockStats, EngineStats, RequestBlocks
+from quire.types.output import TokensOut
+from quire.types.request import Abort, Submit
+from quire.types.sampling import RepetitionDetection, SamplingParams
 from quire.types.step import TokenLogprobs
 
-STATS = EngineStats(1, 2, 3, 4, 5, 6, 7, 0.5, BlockStats(8, 4, 1, 4, 30, 64))
+TOKEN_IDS = st.lists(st.integers(0, 2**31 - 1), max_size=4)
+WORDS = st.lists(st.text(min_size=1), max_size=3)
+STRUCTURES = st.one_of(
+    st.fixed_dictionaries({"json": st.dictionaries(st.text(), st.integers(), max_size=3)}),
+    st.fixed_dictionaries({"regex": st.text(min_size=1)}),
+    st.fixed_dictionaries({"choice": WORDS.filter(bool)}),
+    st.just({"json_object": True}),
+)
+SAMPLING_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "n": st.integers(1, 4),
+    "temperature": st.floats(0, 100),
+    "top_p": st.floats(0.01, 1),
+    "top_k": st.integers(-1, 2**31 - 1),
+    "min_p": st.floats(0, 1),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.floats(0.01, 100),
+    "seed": st.none() | st.integers(-1, 2**64 - 1),
+    "stop": WORDS,
+    "stop_token_ids": TOKEN_IDS,
+    "bad_words": WORDS,
+    "allowed_token_ids": st.none() | TOKEN_IDS.filter(bool),
+    "logit_bias": st.none() | st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=3),
+    "ignore_eos": st.booleans(),
+    "max_tokens": st.none() | st.integers(16, 2**31 - 1),
+    "min_tokens": st.integers(0, 16),
+    "logprobs": st.none() | st.integers(-1, 1_000),
+    "prompt_logprobs": st.none() | st.integers(-1, 1_000),
+    "logprob_token_ids": TOKEN_IDS,
+    "detokenize": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+    "spaces_between_special_tokens": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
+    "repetition_detection": st.none() | st.builds(RepetitionDetection, st.integers(2, 9), st.integers(1, 2)),
+    "best_of": st.none() | st.integers(4, 16_384),
+    "rank_by": st.sampled_from(["mean", "sum"]),
+    "structured_outputs": st.none() | STRUCTURES,
+}
 
 
-def entry(*ids: int) -> TokenLogprobs:
-    return TokenLogprobs(np.array(ids, dtype=np.int32), np.array(ids, dtype=np.float32) / -7, rank=3)
+@st.composite
+def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    given = draw(st.fixed_dictionaries({}, optional=SAMPLING_FIELDS))
+    try:
+        return SamplingParams(**given)
+    except InvalidRequest:
+        assume(False)
+        raise
+
+
+LIMITED: dict[type, st.SearchStrategy[Any]] = {
+    SamplingParams: sampling_params(),
+    BeamRules: st.builds(
+        BeamRules,
+        st.integers(1, 256),
+        st.floats(-100, 100),
+        st.sampled_from([True, False, "never"]),
+        stream_best=st.booleans(),
+    ),
+}
+PLAIN: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(-(2**63), 2**63 - 1),
+    float: st.floats(allow_nan=False),
+    str: st.text(),
+    bool: st.booleans(),
+    type(None): st.none(),
+    tuple[int, ...]: st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5).map(tuple),
+}
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    """Any values of a type, by its annotation: a field that is added to a message is drawn, sent and compared too."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint in LIMITED:
+        return LIMITED[hint]
+    if hint in PLAIN:
+        return PLAIN[hint]
+    if origin is Literal:
+        return st.sampled_from(args)
+    if origin in (Union, UnionType):
+        return st.one_of(*map(values_of, args))
+    if origin is tuple:
+        if args[-1] is Ellipsis:
+            return st.lists(values_of(args[0]), max_size=3).map(tuple)
+        return st.tuples(*map(values_of, args))
+    if origin is dict:
+        return st.dictionaries(*map(values_of, args), max_size=3)
+    if origin is np.ndarray:
+        dtype = np.dtype(get_args(args[1])[0])
+        bits = st.binary(max_size=5 * dtype.itemsize).map(
+            lambda raw: raw[: len(raw) // dtype.itemsize * dtype.itemsize]
+        )
+        return bits.map(lambda raw: np.frombuffer(raw, dtype))
+    return st.builds(hint, **{name: values_of(kind) for name, kind in get_type_hints(hint).items()})
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equality that looks into dataclasses and arrays."""
+    """Equality that looks into dataclasses and arrays, and does not take a list for a tuple."""
+    if type(one) is not type(other):
+        return False
     if isinstance(one, np.ndarray):
-        return isinstance(other, np.ndarray) and one.dtype == other.dtype and one.tolist() == other.tolist()
-    if dataclasses.is_dataclass(one):
-        names = [item.name for item in dataclasses.fields(one)]
-        return type(one) is type(other) and all(same(getattr(one, name), getattr(other, name)) for name in names)
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if dataclasses.is_dataclass(one) or isinstance(one, msgspec.Struct):
+        return all(same(getattr(one, name), getattr(other, name)) for name in get_type_hints(type(one)))
     if isinstance(one, tuple):
-        return isinstance(other, tuple) and len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(),
-        SamplingParams(n=3, temperature=0.0, max_tokens=None, seed=2**64 - 1, stop=["a", "é"], stop_token_ids=[5, 6]),
-        SamplingParams(
-            logit_bias={3: -1.5}, allowed_token_ids=[1, 2], bad_words=["x"], logprobs=-1, logprob_token_ids=[4]
-        ),
-        SamplingParams(best_of=4, rank_by="sum", structured_outputs={"json": {"type": "object"}}),
-    ],
-)
-@pytest.mark.parametrize(
-    ("beam", "source"), [(None, None), (BeamRules(4, 0.5, "never", stream_best=True), Branch("r-0", 1, 2))]
-)
-def test_a_request_arrives_as_it_was_sent(
-    sampling: SamplingParams, beam: BeamRules | None, source: Branch | None
-) -> None:
-    rules = TokenRules((7,), ((1, 2), (3,)), (7,), "start: /a+/")
-    request = Submit("r-1", (1, 2, 3), sampling, rules, -5, "salt", beam, source)
-    message = decode_to_engine(encode(SubmitRequest.of(request)))
-    assert isinstance(message, SubmitRequest)
-    assert message.request() == request
+def decoder_of(kind: type) -> Callable[[bytes], Any]:
+    return decode_to_engine if kind in get_args(ToEngine) else decode_from_engine
+
+
+def test_every_field_of_sampling_is_drawn() -> None:
+    assert list(SAMPLING_FIELDS) == [item.name for item in dataclasses.fields(SamplingParams)]
+
+
+@pytest.mark.parametrize("kind", [*get_args(ToEngine), *get_args(FromEngine)])
+def test_every_field_of_every_message_arrives_as_it_was_sent(kind: type) -> None:
+    @given(values_of(kind))
+    def check(message: Any) -> None:
+        assert same(decoder_of(kind)(encode(message)), message)
+
+    check()
+
+
+def test_sampling_that_arrives_was_not_validated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(
+        temperature=0.5,
+        repetition_detection={"max_pattern_size": 4},
+        structured_outputs={"json": {"type": "object"}},
+    )
+    frame = encode(Submit("a", (1,), params))
+    for kind in (SamplingParams, RepetitionDetection, sampling_module.StructuredOutputsParams):
+        monkeypatch.setattr(kind, "__post_init__", None)
+    message = decode_to_engine(frame)
+    assert isinstance(message, Submit)
+    assert message.sampling == params
 
 
 def test_only_the_sampling_fields_that_were_set_travel() -> None:
-    assert SubmitRequest.of(Submit("a", (1,), SamplingParams(top_k=5))).sampling == {"top_k": 5}
+    frame = msgspec.msgpack.decode(encode(Submit("a", (1,), SamplingParams(top_k=5, temperature=1.0))))
+    assert frame["sampling"] == {"top_k": 5}
 
 
-@pytest.mark.parametrize("message", [AbortRequest(Abort("a", 2, "stop")), Ask(7, "block_map"), Goodbye()])
-def test_what_an_edge_says_arrives_as_it_was_sent(message: AbortRequest | Ask | Goodbye) -> None:
-    assert decode_to_engine(encode(message)) == message
+def test_a_prompt_travels_as_little_endian_bytes_and_arrives_as_a_tuple() -> None:
+    frame = encode(Submit("a", (1, 2**31 - 1), SamplingParams()))
+    assert msgspec.msgpack.decode(frame)["prompt_token_ids"] == b"\1\0\0\0\xff\xff\xff\x7f"
+    message = decode_to_engine(frame)
+    assert isinstance(message, Submit)
+    assert message.prompt_token_ids == (1, 2**31 - 1)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        Accepted("a", 12),
-        Refused("a", "prompt", "is empty", "send one"),
-        StatsAnswer(3, STATS),
-        BlockMapAnswer(4, BlockMap(9, 16, (0, 2, 1), (RequestBlocks("a", "running", 20, (1, 2)),))),
-        CacheReset(5, 0),
-    ],
-)
-def test_what_the_engine_says_arrives_as_it_was_sent(message: Any) -> None:
-    assert decode_from_engine(encode(message)) == message
-
-
-def test_a_batch_of_tokens_arrives_with_its_arrays_logprobs_and_ends() -> None:
-    ends = (
-        SampleEnd(0, (5, 6), "stop", 6, (entry(5, 1), entry(6, 2))),
-        SampleEnd(1, (), "stop", "\n\n"),
-        SampleEnd(2, (9,), "length", cumulative_logprob=-1.5, score=-0.75),
-    )
-    ledger = (LedgerEntry("queued", 1.5), LedgerEntry("finished", 2.5, 3, "stop"))
-    finished = Finished("a", ends, (None, entry(1)), "it broke", 4, 2, ledger, "structured_outputs")
-    handles, ids = np.array([2**40, 3], dtype=np.int64), np.array([7, 8], dtype=np.int32)
-    out = TokensOut(11, handles, ids, ((3, entry(8, 9)),), (finished,), ((3, np.array([7, 9], dtype=np.int32)),))
-    message = decode_from_engine(encode(Tokens(out)))
-    assert isinstance(message, Tokens)
-    assert same(message.out, out)
+def test_an_array_of_the_other_byte_order_arrives_with_its_values() -> None:
+    logprobs = TokenLogprobs(np.array([5], dtype=">i4"), np.array([-0.5], dtype=">f4"), 1)
+    out = TokensOut(1, np.array([2**40, 3], dtype=">i8"), np.array([7, 8], dtype=">i4"), ((3, logprobs),))
+    message = decode_from_engine(encode(out))
+    assert isinstance(message, TokensOut)
+    assert (message.samples.tolist(), message.token_ids.tolist()) == ([2**40, 3], [7, 8])
+    assert message.logprobs[0][1].logprobs.tolist() == [-0.5]
 
 
 def test_a_refusal_becomes_the_same_error_on_the_other_side() -> None:
@@ -138,11 +213,14 @@ def test_bytes_are_a_message_of_that_direction_or_told_apart(frame: bytes) -> No
         assert isinstance(message, kinds)
 
 
+SUBMIT: dict[str, Any] = {"type": "submit", "request_id": "a", "prompt_token_ids": b"\1\0\0\0", "sampling": {}}
+
+
 @pytest.mark.parametrize(
     "value",
     [
-        {"type": "submit", "request_id": 5, "prompt_token_ids": [], "sampling": {}, "rules": {}},
-        {"type": "abort", "abort": {"request_id": "a", "index": "all"}},
+        {**SUBMIT, "request_id": 5},
+        {"type": "abort", "message": {"request_id": "a", "index": "all"}},
         {"type": "ask", "number": 1, "question": "secrets"},
         {"type": "tokens"},
         {"type": "unheard of"},
@@ -151,34 +229,56 @@ def test_bytes_are_a_message_of_that_direction_or_told_apart(frame: bytes) -> No
     ],
 )
 def test_a_message_of_the_wrong_shape_is_bad(value: object) -> None:
-    with pytest.raises(BadMessage, match="not a message of an edge"):
+    with pytest.raises(BadMessage, match="not a message of an edge") as caught:
         decode_to_engine(msgspec.msgpack.encode(value))
+    assert caught.value.submit_id is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt_token_ids": [1, 2]},
+        {"prompt_token_ids": b"\1\0\0"},
+        {"sampling": {"beam_width": 2}},
+        {"sampling": {"temperature": "hot"}},
+        {"sampling": {"stop": "end"}},
+        {"sampling": {"structured_outputs": {"xml": "a"}}},
+        {"rules": {"end_ids": ["a"]}},
+        {"beam": {"width": 0}},
+        {"favourite": 1},
+    ],
+)
+def test_a_submit_of_the_wrong_shape_is_bad_and_says_whose_it_was(wrong: dict[str, object]) -> None:
+    decode_to_engine(msgspec.msgpack.encode(SUBMIT))
+    with pytest.raises(BadMessage, match="not a message of an edge") as caught:
+        decode_to_engine(msgspec.msgpack.encode({**SUBMIT, **wrong}))
+    assert caught.value.submit_id == "a"
 
 
 @pytest.mark.parametrize("samples", ["text", b"123", 5])
 def test_an_array_of_the_wrong_length_or_kind_is_bad(samples: object) -> None:
     out = {"step": 1, "samples": samples, "token_ids": b""}
     with pytest.raises(BadMessage, match="not a message of the engine"):
-        decode_from_engine(msgspec.msgpack.encode({"type": "tokens", "out": out}))
+        decode_from_engine(msgspec.msgpack.encode({"type": "tokens", "message": out}))
 
 
-def test_sampling_that_is_invalid_or_unknown_is_refused_where_it_arrives() -> None:
-    rules = TokenRules()
-    with pytest.raises(InvalidRequest, match="temperature"):
-        SubmitRequest("a", (1,), {"temperature": float("nan")}, rules).request()
-    with pytest.raises(InvalidRequest, match="beam_width: is no sampling parameter"):
-        SubmitRequest("a", (1,), {"beam_width": 2}, rules).request()
-
-
-@pytest.mark.parametrize("abort", [Abort("\ud800"), Abort("a", 2**70)])
-def test_what_cannot_travel_is_bad_before_it_leaves(abort: Abort) -> None:
+@pytest.mark.parametrize(
+    "message",
+    [
+        Abort("\ud800"),
+        Abort("a", 2**70),
+        Submit("a", (2**31,), SamplingParams()),
+        Submit("a", (1.5,), SamplingParams()),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_travel_is_bad_before_it_leaves(message: Abort | Submit) -> None:
     with pytest.raises(BadMessage, match="cannot be encoded"):
-        encode(AbortRequest(abort))
+        encode(message)
 
 
 def test_a_message_above_the_limit_is_bad_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    frame = encode(AbortRequest(Abort("a" * 100)))
+    frame = encode(Abort("a" * 100))
     monkeypatch.setattr(messages, "MAX_MESSAGE", 64)
-    for attempt in (lambda: encode(AbortRequest(Abort("a" * 100))), lambda: decode_to_engine(frame)):
+    for attempt in (lambda: encode(Abort("a" * 100)), lambda: decode_to_engine(frame)):
         with pytest.raises(BadMessage, match="above the limit of 64"):
             attempt()

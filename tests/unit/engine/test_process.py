@@ -6,27 +6,26 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine_thread import EngineThread, PlainEdge
 from fake_executor import continuation
 from quire.config.engine import SchedulerConfig
 from quire.engine import transport
-from quire.engine.answer_size import MAX_ANSWER, check_answer_size
+from quire.engine.admission import MAX_ANSWER, check_answer_size
 from quire.engine.messages import (
-    AbortRequest,
     Ask,
     BlockMapAnswer,
     CacheReset,
     Goodbye,
     Lost,
     StatsAnswer,
-    SubmitRequest,
-    Tokens,
 )
 from quire.types.errors import InvalidRequest
+from quire.types.output import TokensOut
 from quire.types.request import Abort, Submit
-from quire.types.sampling import SamplingParams, TokenRules
+from quire.types.sampling import SamplingParams
 
 Start = Callable[..., EngineThread]
 Connect = Callable[..., PlainEdge]
@@ -94,8 +93,8 @@ def test_a_step_is_one_batch_however_many_requests_run(start: Start, connect: Co
         edge.submit(f"r{number}", [number + 1], max_tokens=5)
     engine.gate.set()
     edge.wait(lambda: len(edge.ends()) == 6)
-    batches = [said for said in edge.heard if isinstance(said, Tokens)]
-    assert len(batches) == len({said.out.step for said in batches})
+    batches = [said for said in edge.heard if isinstance(said, TokensOut)]
+    assert len(batches) == len({said.step for said in batches})
 
 
 def test_a_request_that_is_wrong_is_refused_with_its_reason(start: Start, connect: Connect) -> None:
@@ -103,14 +102,25 @@ def test_a_request_that_is_wrong_is_refused_with_its_reason(start: Start, connec
     edge.submit("empty", [])
     edge.submit("long", [1] * 300)
     edge.submit("foreign", [1_000])
-    edge.say(SubmitRequest("nan", (1,), {"temperature": float("nan")}, TokenRules()))
-    edge.wait(lambda: len(edge.refusals()) == 4)
+    edge.wait(lambda: len(edge.refusals()) == 3)
     assert {name: refused.field for name, refused in edge.refusals().items()} == {
         "empty": "prompt",
         "long": "prompt",
         "foreign": "prompt",
-        "nan": "temperature",
     }
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": "hot"}, {"n": 1.5}, {"beam_width": 2}, {"stop": [5]}, 7])
+def test_a_request_that_cannot_be_read_is_refused_and_harms_no_other(
+    start: Start, connect: Connect, sampling: object
+) -> None:
+    edge = connect(start())
+    edge.submit("good", [1])
+    frame = {"type": "submit", "request_id": "bad", "prompt_token_ids": b"\1\0\0\0", "sampling": sampling}
+    assert edge.socket.send([msgspec.msgpack.encode(frame)])
+    edge.wait(lambda: "bad" in edge.refusals() and edge.has_ended("good"))
+    assert edge.refusals()["bad"].field == "request"
+    assert "bad" not in edge.handles()
 
 
 def test_a_request_id_in_use_is_refused_also_to_another_edge(start: Start, connect: Connect) -> None:
@@ -121,7 +131,7 @@ def test_a_request_id_in_use_is_refused_also_to_another_edge(start: Start, conne
     two.submit("a", [2])
     two.wait(lambda: "a" in two.refusals())
     assert two.refusals()["a"].field == "request_id"
-    one.say(AbortRequest(Abort("a")))
+    one.say(Abort("a"))
     one.wait(lambda: one.has_ended("a"))
 
 
@@ -130,7 +140,7 @@ def test_an_abort_frees_the_blocks_within_a_step(start: Start, connect: Connect)
     edge = connect(engine)
     engine.gate.clear()
     edge.submit("a", [1], max_tokens=200)
-    edge.say(AbortRequest(Abort("a")))
+    edge.say(Abort("a"))
     engine.gate.set()
     edge.wait(lambda: edge.has_ended("a"))
     (sample,) = edge.ends()["a"].samples
@@ -144,7 +154,7 @@ def test_an_edge_cannot_abort_what_belongs_to_another(start: Start, connect: Con
     one, two = connect(engine, 1), connect(engine, 2)
     one.submit("a", [1], max_tokens=20)
     one.wait(lambda: "a" in one.handles())
-    two.say(AbortRequest(Abort("a")), AbortRequest(Abort("unknown")))
+    two.say(Abort("a"), Abort("unknown"))
     one.wait(lambda: one.has_ended("a"))
     assert one.ends()["a"].samples[0].finish_reason == "length"
 
@@ -295,6 +305,6 @@ def test_a_request_with_logprobs_ends_in_a_message_of_its_own(start: Start, conn
     edge = connect(start())
     edge.submit("a", [1, 2], prompt_logprobs=1, max_tokens=1)
     edge.wait(lambda: edge.has_ended("a"))
-    last = [said for said in edge.heard if isinstance(said, Tokens)][-1]
-    assert [end.request_id for end in last.out.finished] == ["a"]
-    assert len(last.out.samples) == 0
+    last = [said for said in edge.heard if isinstance(said, TokensOut)][-1]
+    assert [end.request_id for end in last.finished] == ["a"]
+    assert len(last.samples) == 0

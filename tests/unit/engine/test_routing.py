@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from quire.engine.routing import Routes
 from quire.types.output import Finished, TokensOut
@@ -87,3 +89,40 @@ def test_the_best_of_a_search_is_told_to_its_own_edge_even_if_nothing_else_is() 
 def test_a_sample_that_verified_a_draft_keeps_the_order_of_its_tokens() -> None:
     out = TokensOut(1, np.array([2, 0, 0, 0], dtype=np.int64), np.array([1, 7, 8, 9], dtype=np.int32))
     assert dict(two_edges().split(out))[1].token_ids.tolist() == [7, 8, 9]
+
+
+def test_samples_whose_handles_are_far_apart_all_reach_their_edge() -> None:
+    """A request that outlives many thousands of others shares its place in any table with one of them."""
+    routes = Routes()
+    handles = [0, *(2**bits for bits in range(8, 40))]
+    for number, handle in enumerate(handles):
+        routes.add(number % 3, f"r{number}", handle, 1)
+    expected = {edge: (handles[edge::3], [], []) for edge in range(3)}
+    assert heard(routes, batch(handles)) == expected
+    routes.drop(0)
+    assert heard(routes, batch(handles)) == {edge: expected[edge] for edge in (1, 2)}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_mix_of_arrivals_ends_and_departures_routes_every_sample_to_its_edge(seed: int) -> None:
+    rng = random.Random(seed)
+    routes, owners, live, following = Routes(), dict[int, int](), dict[str, tuple[int, range]](), 0
+    for number in range(60):
+        edge, n = rng.randrange(3), rng.choice([1, 1, 2, 700])
+        following += rng.choice([0, 1, 1023, 5_000])
+        routes.add(edge, f"r{number}", following, n)
+        live[f"r{number}"] = (edge, range(following, following + n))
+        owners |= dict.fromkeys(range(following, following + n), edge)
+        following += n
+        ends = rng.sample(list(live), k=rng.randrange(len(live)) // 2)
+        handles = [*rng.sample(list(owners), k=min(len(owners), 50)), following + 1]
+        parts = heard(routes, batch(handles, finished=tuple(ends)))
+        assert {e: part[0] for e, part in parts.items() if part[0]} == {
+            e: mine for e in range(3) if (mine := [h for h in handles if owners.get(h) == e])
+        }
+        assert sorted(end for part in parts.values() for end in part[2]) == sorted(ends)
+        left = set(routes.drop(rng.randrange(3))) if rng.random() < 0.05 else set()
+        for name in {*ends, *left}:
+            for handle in live.pop(name)[1]:
+                del owners[handle]
+        assert set(routes.requests()) == set(live)

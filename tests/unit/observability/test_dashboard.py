@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from quire.observability.catalogue import METRICS
+from quire.observability.metric_table import METRICS
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/quire.json").read_text(encoding="utf-8"))
@@ -38,3 +38,9 @@ def test_the_guide_lists_every_metric() -> None:
     guide = (ROOT / "docs/guides/observability.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(quire:\w+)`", guide))
     assert named == {metric.exposed for metric in METRICS}
+
+
+def test_the_guide_describes_every_metric_in_the_words_of_its_help_text() -> None:
+    guide = (ROOT / "docs/guides/observability.md").read_text(encoding="utf-8")
+    missing = [m.name for m in METRICS if f"| `{m.exposed}` | {m.kind} | {m.help}" not in guide]
+    assert not missing

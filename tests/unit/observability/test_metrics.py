@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.config.resolve import EngineArguments
+from quire.config.arguments import EngineArguments
 from quire.config.server import ModelSource, ServerConfig
-from quire.observability.catalogue import METRICS
+from quire.observability.counts import SharedCounts
+from quire.observability.metric_table import METRICS
 from quire.observability.metrics import ServerMetrics, server_metrics
-from quire.observability.shared import SharedCounts
 from quire.serving.desk.observer import Observer
 from quire.types.errors import EngineDead
 from quire.types.sampling import SamplingParams

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from enum import IntEnum
+
 import pytest
 
 from quire.serving.prompts import Prompt, pair_sampling, read_conversations, read_prompts
@@ -43,6 +45,20 @@ def test_every_form_of_prompt_is_read(given: object, read: list[Prompt]) -> None
 def test_what_is_no_prompt_is_refused_by_place(given: object, named: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{named}"):
         read_prompts(given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [True, 1.0, "7", None])
+def test_the_item_that_is_no_token_id_is_named_wherever_it_stands_in_a_long_prompt(wrong: object) -> None:
+    for place in (0, 500, 999):
+        ids: list[object] = [7] * 1_000
+        ids[place] = wrong
+        with pytest.raises(InvalidRequest, match=rf"^prompts\[0\]: must hold token ids .* got {wrong!r}$"):
+            read_prompts([ids])  # type: ignore[list-item]
+
+
+def test_a_kind_of_whole_number_is_a_token_id() -> None:
+    token = IntEnum("Token", {"END": 5}).END  # type: ignore[attr-defined]
+    assert read_prompts([[1, token]]) == [Prompt(token_ids=(1, 5))]
 
 
 def test_one_sampling_serves_all_prompts_and_a_list_must_match() -> None:

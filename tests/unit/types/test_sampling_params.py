@@ -9,7 +9,7 @@ import pytest
 
 from quire.types import sampling
 from quire.types.errors import InvalidRequest
-from quire.types.sampling import SamplingParams
+from quire.types.sampling import SamplingParams, check_vocabulary
 
 
 def test_the_defaults_are_those_of_vllm() -> None:
@@ -27,6 +27,66 @@ def test_the_defaults_are_those_of_vllm() -> None:
 
 def test_every_field_is_checked() -> None:
     assert sampling._CHECKS.keys() == {item.name for item in dataclasses.fields(SamplingParams)}
+
+
+def test_every_default_passes_its_own_check_unchanged() -> None:
+    for item in dataclasses.fields(SamplingParams):
+        checked = sampling._CHECKS[item.name](item.name, item.default)
+        assert checked == item.default
+        assert type(checked) is type(item.default)
+
+
+def test_a_value_that_equals_a_default_is_still_checked_for_its_kind() -> None:
+    for name, value in (("n", True), ("n", 1.0), ("top_k", False), ("ignore_eos", 0), ("stop", b"")):
+        with pytest.raises(InvalidRequest, match=f"^{name}:"):
+            SamplingParams(**{name: value})
+    assert type(SamplingParams(temperature=1).temperature) is float
+
+
+TRUSTED = [
+    SamplingParams(),
+    SamplingParams(temperature=0.0, max_tokens=8),
+    SamplingParams(stop=["a"], logit_bias={3: 1.0}, seed=5, logprob_token_ids=[7], best_of=3, rank_by="sum"),
+    SamplingParams(repetition_detection={"max_pattern_size": 4}, structured_outputs={"json": {"type": "object"}}),
+]
+
+
+@pytest.mark.parametrize("params", TRUSTED)
+def test_trusted_values_make_an_equal_instance_and_no_check_is_run(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_CHECKS", {})
+    monkeypatch.setattr(sampling, "_check_together", None)
+    made = SamplingParams.trusted(**params.changed_fields())
+    assert made == params
+    assert repr(made) == repr(params)
+
+
+def test_a_trusted_instance_still_refuses_a_field_it_does_not_know() -> None:
+    with pytest.raises(InvalidRequest, match="^beam_width: is no sampling parameter"):
+        SamplingParams.trusted(temperature=0.5, beam_width=2)
+
+
+def test_only_fields_that_differ_from_their_defaults_count_as_changed() -> None:
+    assert SamplingParams(temperature=1.0, top_k=5, stop=[], seed=-1, logprobs=None).changed_fields() == {"top_k": 5}
+    assert SamplingParams(logprob_token_ids=[4]).changed_fields() == {"logprobs": 0, "logprob_token_ids": (4,)}
+
+
+@pytest.mark.parametrize("count", [1, 3, 127, 128, 5_000])
+@pytest.mark.parametrize("token", [-1, 1_000, 2**31, 2**32, 2**70])
+def test_a_token_outside_the_vocabulary_is_named_wherever_it_stands(count: int, token: int) -> None:
+    for place in {0, count // 2, count - 1}:
+        ids = [999] * count
+        ids[place] = token
+        for given in (ids, tuple(ids), iter(ids), dict.fromkeys(ids)):
+            with pytest.raises(InvalidRequest, match=rf"^prompt: names token {token}, outside the vocabulary"):
+                check_vocabulary("prompt", given, 1_000)
+
+
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 5_000])
+def test_tokens_of_the_vocabulary_pass(count: int) -> None:
+    for ids in ([0, 999, 5] * count, np.arange(count, dtype=np.int32) % 1_000):
+        check_vocabulary("prompt", ids, 1_000)  # type: ignore[arg-type]
 
 
 def test_equal_arguments_make_equal_params_however_they_are_written() -> None:

@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Protocol
 
 from quire.config.engine import CacheConfig
-from quire.config.prefix import EvictionName
+from quire.config.tiers import EvictionName
 
 if TYPE_CHECKING:
     from quire.engine.kvcache.prefix_tree import Node

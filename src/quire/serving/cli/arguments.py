@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
 from quire.config.policy import POLICY_NAMES
-from quire.config.prefix import EVICTION_NAMES
-from quire.config.tiers import PREEMPTION_NAMES
+from quire.config.tiers import EVICTION_NAMES, PREEMPTION_NAMES
 
 if TYPE_CHECKING:
-    from quire.config.resolve import EngineSettings
+    from quire.config.arguments import EngineSettings
     from quire.types.sampling import SamplingParams
 
 Commands = argparse._SubParsersAction  # the type argparse gives `add_subparsers`; it has no public name

@@ -9,9 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from quire import __version__
+from quire.config.arguments import EngineArguments
 from quire.config.environment import OFFLINE
 from quire.config.facts import HardwareFacts
-from quire.config.resolve import EngineArguments, resolve_engine_config
+from quire.config.resolve import resolve_engine_config
 from quire.config.sizes import GIB, format_size
 from quire.serving.cli.arguments import engine_settings
 from quire.types.errors import ConfigError, ModelLoadError, QuireError

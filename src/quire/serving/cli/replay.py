@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.config.policy import POLICY_NAMES, RESERVING, read_policy_settings
-from quire.config.prefix import EVICTION_NAMES
-from quire.config.tiers import PREEMPTION_NAMES, TierConfig, check_tiers
+from quire.config.tiers import EVICTION_NAMES, PREEMPTION_NAMES, TierConfig, check_tiers
 from quire.serving.cli.arguments import Commands, OneLineParser, add_debug, examples, json_object
 from quire.types.errors import ConfigError
 

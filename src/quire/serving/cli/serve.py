@@ -9,9 +9,8 @@ import secrets
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from quire.config.asked import read_arguments
+from quire.config.arguments import EngineArguments, read_arguments
 from quire.config.environment import read_environment
-from quire.config.resolve import EngineArguments
 from quire.config.server import AccessConfig, ModelSource, ServerConfig
 from quire.serving.cli.arguments import engine_settings
 from quire.serving.cli.keys import digests, read_key_file

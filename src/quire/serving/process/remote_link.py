@@ -17,7 +17,6 @@ from typing import TypeVar
 import zmq
 
 from quire.engine.messages import (
-    AbortRequest,
     Accepted,
     Ask,
     BadMessage,
@@ -28,8 +27,6 @@ from quire.engine.messages import (
     PinsAnswer,
     Refused,
     StatsAnswer,
-    SubmitRequest,
-    Tokens,
     Unpin,
     Unpinned,
     encode,
@@ -39,6 +36,7 @@ from quire.serving.process.child import leave_orphaned
 from quire.serving.process.control import ControlChannel, ControlMessage, EngineDown, EngineUp
 from quire.serving.process.link import EngineListener
 from quire.types.errors import EngineDead
+from quire.types.output import TokensOut
 from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Submit
 from quire.types.stats import BlockMap, EngineStats
@@ -104,13 +102,13 @@ class RemoteLink:
 
     def submit(self, request: Submit) -> None:
         try:
-            self._post(_Outgoing(encode(SubmitRequest.of(request)), is_submit=True))
+            self._post(_Outgoing(encode(request), is_submit=True))
         except BadMessage:
             refused = Refused(request.request_id, "request", "cannot be sent to the engine", "check its fields")
             self._post(_Outgoing(refused=refused))
 
     def abort(self, abort: Abort) -> None:
-        self._post(_Outgoing(encode(AbortRequest(abort))))
+        self._post(_Outgoing(encode(abort)))
 
     async def stats(self) -> EngineStats:
         return await self._ask(lambda number: Ask(number, "stats"), EngineStats)
@@ -232,8 +230,8 @@ class RemoteLink:
                 return True
 
     def _dispatch(self, listener: EngineListener, message: FromEngine) -> None:
-        if isinstance(message, Tokens):
-            listener.tokens(message.out)
+        if isinstance(message, TokensOut):
+            listener.tokens(message)
         elif isinstance(message, Accepted):
             listener.accepted(message.request_id, message.handle)
         elif isinstance(message, Refused):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from quire.config.engine import CacheConfig
-from quire.config.prefix import EVICTION_NAMES, EvictionName, read_eviction
+from quire.config.tiers import EVICTION_NAMES, EvictionName, read_eviction
 from quire.engine.kvcache.eviction.size_aware import EVEN_CONTEXT
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefixes import NO_MATCH, PrefixCache, make_prefixes, make_tree

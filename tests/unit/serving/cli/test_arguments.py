@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from quire.config.resolve import EngineArguments
+from quire.config.arguments import EngineArguments
 from quire.serving.cli.arguments import add_engine, engine_settings
 
 

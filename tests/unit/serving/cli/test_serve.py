@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config.resolve import EngineArguments
+from quire.config.arguments import EngineArguments
 from quire.config.server import ServerConfig
 from quire.runtime.loading.catalogue import DEFAULT
 from quire.serving.cli import _parser, main
@@ -125,7 +125,7 @@ def test_a_template_that_cannot_work_is_refused_before_anything_is_loaded(tmp_pa
         (["a.gguf", "--model", "b.gguf"], "model: is given twice"),
         (["--policy-config", '{"tpot": NaN}', "--policy", "deadline"], "policy_config: tpot must be above 0"),
         (["--host-cache-memory", "lots"], "host_cache_memory: 'lots' is not a size"),
-        (["--no-enable-prefix-caching", "--policy", "lpm"], "policy: 'lpm' goes by what is cached"),
+        (["--no-enable-prefix-caching", "--policy", "lpm"], "policy: 'lpm' orders requests by their cached prefixes"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(flags: list[str], cause: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.config.resolve import EngineArguments
+from quire.config.arguments import EngineArguments
 from quire.config.server import AccessConfig, ModelSource, ServerConfig
 from quire.serving.process.control import (
     MAX_FRAME,

@@ -12,7 +12,7 @@ import pytest
 
 from engine_thread import PlainEdge
 from quire import LLM, SamplingParams
-from quire.config.resolve import EngineArguments
+from quire.config.arguments import EngineArguments
 from quire.config.server import ModelSource, ServerConfig
 from quire.serving.process.child_process import ChildProcess
 from quire.serving.process.control import ControlMessage, EngineStart, EngineUp, Fatal, LoadProgress, Stop

@@ -12,7 +12,7 @@ import pytest
 
 from fake_engine_main import CRASH, HANG
 from fake_executor import continuation
-from quire.config.resolve import EngineArguments
+from quire.config.arguments import EngineArguments
 from quire.config.server import ModelSource, ServerConfig
 from quire.serving.process.listening import address_of, listen
 from quire.serving.process.supervisor import Supervisor

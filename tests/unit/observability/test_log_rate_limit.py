@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from quire.observability.flood import MOST_LINES, WINDOW_SECONDS, FloodGuard
+from quire.observability.logging import MOST_LINES, WINDOW_SECONDS, LogRateLimit
 
 
 class Clock:
@@ -25,19 +25,19 @@ def line(message: str, *args: object, name: str = "uvicorn.error") -> logging.Lo
     return logging.LogRecord(name, logging.WARNING, "", 0, message, args, None)
 
 
-def shown(guard: FloodGuard, records: list[logging.LogRecord]) -> list[str]:
+def shown(guard: LogRateLimit, records: list[logging.LogRecord]) -> list[str]:
     return [record.getMessage() for record in records if guard.filter(record)]
 
 
 def test_a_few_lines_of_a_kind_pass_and_the_last_says_that_more_follow(clock: Clock) -> None:
-    lines = shown(FloodGuard(clock), [line("bad request %d", number) for number in range(1_000)])
+    lines = shown(LogRateLimit(clock), [line("bad request %d", number) for number in range(1_000)])
     assert len(lines) == MOST_LINES
     assert lines[0] == "bad request 0"
     assert lines[-1] == f"bad request {MOST_LINES - 1} (more of these are left out for 60 s)"
 
 
 def test_the_next_window_begins_with_how_many_were_left_out(clock: Clock) -> None:
-    guard = FloodGuard(clock)
+    guard = LogRateLimit(clock)
     shown(guard, [line("bad request") for _ in range(MOST_LINES + 7)])
     clock.now += WINDOW_SECONDS
     assert shown(guard, [line("bad request")]) == ["bad request (7 more were left out before)"]
@@ -46,13 +46,13 @@ def test_the_next_window_begins_with_how_many_were_left_out(clock: Clock) -> Non
 
 
 def test_kinds_are_counted_apart_and_other_loggers_not_at_all(clock: Clock) -> None:
-    guard = FloodGuard(clock)
+    guard = LogRateLimit(clock)
     shown(guard, [line("bad request") for _ in range(100)])
     assert shown(guard, [line("bad upgrade")]) == ["bad upgrade"]
     assert len(shown(guard, [line("a step was slow", name="quire.engine") for _ in range(100)])) == 100
 
 
 def test_endlessly_many_kinds_take_no_endless_memory(clock: Clock) -> None:
-    guard = FloodGuard(clock)
+    guard = LogRateLimit(clock)
     shown(guard, [line(f"bad request {number}") for number in range(10_000)])
     assert len(guard._kinds) <= 256

@@ -1,24 +1,28 @@
-"""What was asked for, read and checked as far as that takes neither the machine nor the model."""
+"""The engine settings a user may give, and the checks on them that need neither the machine nor the model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, TypedDict
 
 from quire.config.engine import MAX_BLOCK_SIZE
-from quire.config.layout import read_layout
 from quire.config.model import Dtype
 from quire.config.policy import RESERVING, PolicyName, PolicySettings, read_policy, read_policy_settings
-from quire.config.prefix import EvictionName, read_eviction
 from quire.config.recording import RecordingConfig, check_recording, read_recording
 from quire.config.sizes import parse_size
 from quire.config.speculation import SpeculationConfig, read_speculation
-from quire.config.tiers import PreemptionName, TierConfig, check_tiers, read_preemption, read_tiers
+from quire.config.tiers import (
+    EvictionName,
+    PreemptionName,
+    TierConfig,
+    check_tiers,
+    read_eviction,
+    read_preemption,
+    read_tiers,
+)
 from quire.types.errors import ConfigError
 
-if TYPE_CHECKING:
-    from quire.config.resolve import EngineArguments
-
+DEFAULT_BLOCK_SIZE = 16
 DTYPES: dict[str, Dtype] = {
     "float32": "float32",
     "float": "float32",
@@ -31,9 +35,82 @@ _FLOAT8_NAMES = ("fp8", "fp8_e4m3")
 _COUNTS = ("block_size", "num_kv_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArguments:
+    """The engine settings a user may give. None means that the engine chooses, by the machine and the model."""
+
+    dtype: str = "auto"
+    device: str = "auto"
+    block_size: int = DEFAULT_BLOCK_SIZE
+    num_kv_blocks: int | None = None
+    kv_cache_memory: int | str | None = None
+    gpu_memory_utilization: float | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    policy: str | None = None
+    scheduling_policy: str | None = None  # another name of policy
+    policy_config: dict[str, Any] | None = None
+    seed: int = 0
+    threads: int | None = None
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    enable_prefix_caching: bool | None = None
+    prefix_eviction: str | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    kv_layout: str = "paged"
+    speculative_config: dict[str, Any] | None = None
+    preemption: str = "auto"
+    host_cache_memory: int | str | None = None
+    swap_space: float | None = None  # host_cache_memory in GiB
+    disk_cache_path: str | None = None
+    disk_cache_memory: int | str | None = None
+    tier_write: str | None = None
+    record: str | None = None
+    record_tokens: str | None = None
+    record_limit: int | str | None = None
+
+
+class EngineSettings(TypedDict, total=False):
+    """The fields of EngineArguments as keyword arguments."""
+
+    dtype: str
+    device: str
+    block_size: int
+    num_kv_blocks: int | None
+    kv_cache_memory: int | str | None
+    gpu_memory_utilization: float | None
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    policy: str | None
+    scheduling_policy: str | None
+    policy_config: dict[str, Any] | None
+    seed: int
+    threads: int | None
+    attention_backend: str
+    enforce_eager: bool
+    enable_prefix_caching: bool | None
+    prefix_eviction: str | None
+    quantization: str | None
+    kv_cache_dtype: str
+    kv_layout: str
+    speculative_config: dict[str, Any] | None
+    preemption: str
+    host_cache_memory: int | str | None
+    swap_space: float | None
+    disk_cache_path: str | None
+    disk_cache_memory: int | str | None
+    tier_write: str | None
+    record: str | None
+    record_tokens: str | None
+    record_limit: int | str | None
+
+
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Settings as the engine knows them. The tiers' sizes are bytes: `settle_tiers` makes blocks of them."""
+class ParsedArguments:
+    """Arguments in the types of the configuration. The sizes of tiers are bytes until `resolve_tiers` converts them."""
 
     policy: PolicyName
     policy_settings: PolicySettings
@@ -45,38 +122,38 @@ class Asked:
     recording: RecordingConfig | None
 
 
-def read_arguments(args: EngineArguments) -> Asked:
-    """Raises ConfigError for all that is impossible on every machine with every model."""
+def read_arguments(args: EngineArguments) -> ParsedArguments:
+    """Parse the arguments. Raises ConfigError for values that are wrong on every machine with every model."""
     _check_numbers(args)
     _check_names(args)
     policy = read_policy(args.policy, args.scheduling_policy)
     disk = (args.disk_cache_path, args.disk_cache_memory)
-    asked = Asked(
+    parsed = ParsedArguments(
         policy=policy,
         policy_settings=read_policy_settings(policy, args.policy_config),
         preemption=read_preemption(args.preemption),
-        layout=read_layout(args.kv_layout),
+        layout=_read_layout(args.kv_layout),
         eviction=read_eviction(args.prefix_eviction),
         tiers=read_tiers(args.host_cache_memory, args.swap_space, *disk, args.tier_write),
         speculation=read_speculation(args.speculative_config),
         recording=read_recording(args.record, args.record_tokens, args.record_limit),
     )
-    check_tiers(asked.tiers, asked.preemption, policy, asked.layout)
-    speculates, has_files = asked.speculation is not None, bool(asked.tiers.disk_path)
-    check_recording(asked.recording, speculates=speculates, has_files=has_files)
+    check_tiers(parsed.tiers, parsed.preemption, policy, parsed.layout)
+    speculates, has_files = parsed.speculation is not None, bool(parsed.tiers.disk_path)
+    check_recording(parsed.recording, speculates=speculates, has_files=has_files)
     if policy in RESERVING:
-        check_uncached(args, policy, f"the {policy!r} policy caches nothing")
+        check_uncached(args, policy, f"the {policy!r} policy has no prefix cache")
     elif args.enable_prefix_caching is False:
         check_uncached(args, policy, "enable_prefix_caching is off")
-    return asked
+    return parsed
 
 
 def check_uncached(args: EngineArguments, policy: PolicyName, why: str) -> None:
-    """Raise ConfigError for what means nothing where no prompt is cached; `why` says why none is."""
+    """Raise ConfigError for arguments that need a prefix cache. `why` is the reason why there is none."""
     if policy == "lpm":
-        raise ConfigError("policy", f"'lpm' goes by what is cached, and {why}", "use another policy")
+        raise ConfigError("policy", f"'lpm' orders requests by their cached prefixes, and {why}", "use another policy")
     given = {
-        "prefix_eviction": (args.prefix_eviction, "says which cached prompts go first"),
+        "prefix_eviction": (args.prefix_eviction, "says which cached prompts are evicted first"),
         "disk_cache_path": (args.disk_cache_path, "holds cached prompts"),
         "tier_write": (args.tier_write, "says when cached prompts are saved"),
     }
@@ -128,3 +205,11 @@ def _check_names(args: EngineArguments) -> None:
     if args.kv_cache_dtype not in ("auto", *_FLOAT8_NAMES):
         names = " or ".join(f'"{name}"' for name in _FLOAT8_NAMES)
         raise ConfigError("kv_cache_dtype", f"{args.kv_cache_dtype!r} is unknown", f'use "auto", {names}')
+
+
+def _read_layout(name: object) -> Literal["paged", "virtual"]:
+    if name == "paged":
+        return "paged"
+    if name == "virtual":
+        return "virtual"
+    raise ConfigError("kv_layout", f"{name!r} is unknown", 'use "paged" or "virtual"')

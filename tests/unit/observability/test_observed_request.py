@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from quire.observability.ledger import Phases, phases
+from quire.observability.observed_request import Phases, phases
 from tests.unit.observability.records import LEDGER
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire.config.asked import read_arguments
+from quire.config.arguments import EngineArguments, read_arguments
 from quire.config.model import Rope
-from quire.config.resolve import EngineArguments, resolve_engine_config
+from quire.config.resolve import resolve_engine_config
 from quire.types.errors import ConfigError
 from tests.unit.config.machines import LAPTOP, SMALL
 
@@ -45,8 +45,11 @@ def test_what_no_machine_can_do_is_refused_without_one(arguments: dict[str, Any]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": "lpm"}, "policy: 'lpm' goes by what is cached, and {why}; use another policy"),
-        ({"prefix_eviction": "lru"}, "prefix_eviction: says which cached prompts go first, and {why}; leave it out"),
+        ({"policy": "lpm"}, "policy: 'lpm' orders requests by their cached prefixes, and {why}; use another policy"),
+        (
+            {"prefix_eviction": "lru"},
+            "prefix_eviction: says which cached prompts are evicted first, and {why}; leave it out",
+        ),
         (
             {"host_cache_memory": "1GiB", "disk_cache_path": "folder", "disk_cache_memory": "1GiB"},
             "disk_cache_path: holds cached prompts, and {why}; leave it out",
@@ -67,7 +70,7 @@ def test_what_means_nothing_without_a_cache_is_refused_there(arguments: dict[str
 
 
 def test_what_means_nothing_to_a_policy_that_shares_no_memory_is_refused_with_it() -> None:
-    with pytest.raises(ConfigError, match=r"^prefix_eviction: .*, and the 'static' policy caches nothing; leave"):
+    with pytest.raises(ConfigError, match=r"^prefix_eviction: .*, and the 'static' policy has no prefix cache; leave"):
         read_arguments(EngineArguments(policy="static", prefix_eviction="lfu"))
 
 

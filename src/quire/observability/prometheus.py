@@ -1,0 +1,136 @@
+"""All metrics in the text format of Prometheus: the counts of the edges and the stats of the engine."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from quire.observability.counts import Counts, Histogram
+from quire.observability.metric_table import FINISHED_REASONS, METRICS, PREFIX, Metric
+from quire.types.stats import STEP_SIZES, TIER_FAILURES, BlockStats, EngineStats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client.core import Metric as Family
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def render(counts: Counts, engine: EngineMetrics, model_name: str) -> bytes:
+    """The text with every metric of the table, each with the label model_name."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(counts, engine, model_name))
+    return generate_latest(registry)
+
+
+class _Collector:
+    def __init__(self, counts: Counts, engine: EngineMetrics, model_name: str) -> None:
+        self._counts, self._engine, self._model_name = counts, engine, model_name
+
+    def describe(self) -> list[Family]:
+        return []
+
+    def collect(self) -> Iterator[Family]:
+        for metric in METRICS:
+            yield self._histogram(metric) if metric.kind == "histogram" else self._value(metric)
+
+    def _value(self, metric: Metric) -> Family:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+        labels = ["model_name", *([metric.label] if metric.label else [])]
+        family = kind(PREFIX + metric.name, metric.help, labels=labels)
+        for label, value in self._values(metric).items():
+            family.add_metric([self._model_name, *([label] if metric.label else [])], value)
+        return family
+
+    def _values(self, metric: Metric) -> dict[str, float]:
+        name = metric.name
+        if metric.source == "engine":
+            return self._engine.labelled[name] if metric.label else {"": self._engine.values[name]}
+        if metric.kind == "gauge":
+            return {"": self._counts.gauges[name] + self._engine.values.get(name, 0.0)}
+        known = dict.fromkeys(FINISHED_REASONS, 0.0) if metric.label == "finished_reason" else {}
+        return known | self._counts.counters[name] if metric.label else {"": self._counts.counters[name].get("", 0.0)}
+
+    def _histogram(self, metric: Metric) -> Family:
+        from prometheus_client.core import HistogramMetricFamily
+        from prometheus_client.utils import floatToGoString
+
+        counted = self._engine.steps if metric.source == "engine" else self._counts.histograms[metric.name]
+        family = HistogramMetricFamily(PREFIX + metric.name, metric.help, labels=["model_name"])
+        family.add_metric([self._model_name], _buckets(counted, floatToGoString), counted.total)
+        return family
+
+
+def _buckets(counted: Histogram, written: object) -> list[tuple[str, float]]:
+    assert callable(written)
+    bounds = [*(written(float(bound)) for bound in counted.bounds), "+Inf"]
+    return list(zip(bounds, accumulate(counted.counts), strict=True))
+
+
+class EngineMetrics:
+    """The values of all metrics that the engine reports. They are zero until there are stats, and count from zero again
+    in every new engine process."""
+
+    def __init__(self, stats: EngineStats | None, restarts: int, *, is_up: bool) -> None:
+        self.steps = Histogram(tuple(float(size) for size in STEP_SIZES))
+        self.values = {
+            "engine_up": float(is_up),
+            "engine_restarts": float(restarts),
+            **_values(_NO_STATS if stats is None else stats),
+        }
+        self.labelled = _labelled(_NO_STATS if stats is None else stats)  # by metric, then by label
+        if stats is not None:
+            self.steps.counts = list(stats.steps_by_size)
+            self.steps.total = float(stats.computed_tokens)
+
+
+def _values(stats: EngineStats) -> dict[str, float]:
+    blocks = stats.blocks
+    return {
+        "num_requests_running": stats.running,
+        "num_requests_waiting": stats.waiting,
+        "kv_cache_usage_perc": blocks.used / blocks.total if blocks.total else 0.0,
+        "kv_cache_waste_perc": blocks.waste,
+        "prefix_cache_queries": stats.prefix_queries,
+        "prefix_cache_hits": stats.prefix_hits,
+        "prefix_cache_evicted_blocks": stats.evicted_blocks,
+        "prefix_cache_pinned_blocks": blocks.pinned,
+        "prefix_cache_pinned_prefixes": stats.pinned_prefixes,
+        "cache_tier_held_blocks": stats.tiers.host_held,
+        "spec_decode_num_drafts": stats.drafts,
+        "spec_decode_num_draft_tokens": stats.drafted_tokens,
+        "spec_decode_num_accepted_tokens": stats.accepted_tokens,
+        "num_preemptions": stats.preemptions,
+        "num_swaps": stats.swaps,
+        "prompt_tokens": stats.prompt_tokens,
+        "generation_tokens": stats.output_tokens,
+        "engine_steps": stats.steps,
+        "engine_step_seconds": stats.step_seconds,
+    }
+
+
+def _labelled(stats: EngineStats) -> dict[str, dict[str, float]]:
+    tiers = stats.tiers
+    moved: dict[str, float] = {
+        "saved": tiers.saved,
+        "loaded": tiers.loaded,
+        "stored": tiers.stored,
+        "fetched": tiers.fetched,
+    }
+    on_device = stats.prefix_hits - stats.host_hits - stats.disk_hits
+    return {
+        "prefix_cache_tier_hits": {"device": on_device, "host": stats.host_hits, "disk": stats.disk_hits},
+        "cache_tier_used_blocks": {"host": tiers.host_used, "disk": tiers.disk_used},
+        "cache_tier_moved_blocks": moved,
+        "cache_tier_moved_bytes": {way: count * tiers.block_bytes for way, count in moved.items()},
+        "cache_tier_evicted_blocks": {"host": tiers.host_evicted, "disk": tiers.disk_evicted},
+        "cache_tier_failures": dict.fromkeys(TIER_FAILURES, 0.0) | tiers.failures,
+    }
+
+
+_NO_STATS = EngineStats(0, 0, 0, 0, 0, 0, 0, 0.0, BlockStats(0, 0, 0, 0, 0, 0))
