@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.types.step import StepPlan, StepResult
+from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import NOTHING_MOVED, TransferReport
 
 
@@ -22,6 +22,9 @@ class InstantExecutor:
 
     def launch(self, plan: StepPlan) -> None:
         self._plans.append(plan)
+
+    def supply_masks(self, masks: Masks | None) -> None:
+        """Changes nothing: every answer is token 0."""
 
     def collect(self) -> StepResult:
         start = time.perf_counter_ns()

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from fake_tiers import FakeTiers
 from quire.types.step import (
     Candidates,
+    Masks,
     NewRow,
     RowDraft,
     RowFailure,
@@ -62,10 +63,13 @@ class FakeExecutor:
         self.memory = np.full((self.num_blocks, self.block_size), EMPTY, dtype=np.int64)
         self.rows: dict[int, FakeRow] = {}
         self.results: deque[StepResult] = deque()
+        self.owed: StepPlan | None = None  # the guided plan that waits for its masks
+        self.masks: dict[int, list[npt.NDArray[np.uint32]]] = {}  # by row: the last supplied one, and a later plan's
         self.plans: list[StepPlan] = []
         self.closed = False
 
     def launch(self, plan: StepPlan) -> None:
+        assert self.owed is None, "a plan was launched while another one waits for its masks"
         assert len(self.results) < self.depth
         if self.crash_at is not None and plan.step >= self.crash_at:
             raise RuntimeError("device lost")
@@ -73,6 +77,7 @@ class FakeExecutor:
         self.tiers.begin(self.memory)
         for row in plan.released:
             self.rows.pop(row, None)
+            self.masks.pop(row, None)
         for new in plan.new_rows:
             assert new.row not in self.rows, "a seated row was given away"
             self.rows[new.row] = FakeRow(new, new.token_ids.tolist(), list(new.block_ids))
@@ -82,10 +87,37 @@ class FakeExecutor:
         for copy in plan.copies:
             self.memory[copy.target] = self.memory[copy.source]
         self.tiers.spoil(plan.transfers, self.memory)
-        self.results.append(self._forward(plan))
+        self._compute(plan)
+        if plan.guided:
+            assert plan.masks is None, "a guided plan has masks"
+            self.owed = plan
+            return
+        if plan.masks is not None:
+            for row, bits in zip(plan.sample_rows[plan.masks.samples].tolist(), plan.masks.bits, strict=True):
+                self.masks[row] = [*self.masks.get(row, [])[:1], bits.copy()]
+        self.results.append(self._sample(plan, plan.masks))
+
+    def supply_masks(self, masks: Masks | None) -> None:
+        plan, self.owed = self.owed, None
+        assert plan is not None, "masks were supplied for a plan that waits for none"
+        if masks is not None:
+            self._note_masks(plan, masks)
+        self.results.append(self._sample(plan, masks))
 
     def collect(self) -> StepResult:
+        assert self.results or self.owed is None, "a guided plan is collected before its masks were supplied"
         return self.results.popleft()
+
+    def _note_masks(self, plan: StepPlan, masks: Masks) -> None:
+        """Where a mask is said to be the row's last one, it is."""
+        rows = plan.sample_rows[masks.samples].tolist()
+        assert masks.changed is None or len(masks.changed) == len(rows)
+        for place, row in enumerate(rows):
+            if masks.changed is not None and not masks.changed[place]:
+                assert row in self.masks, f"row {row} has had no mask yet, so this one is new"
+                is_known = any((bits == masks.bits[place]).all() for bits in self.masks[row])
+                assert is_known, f"the mask of row {row} did change"
+            self.masks[row] = [masks.bits[place].copy()]
 
     def transfers(self) -> TransferReport:
         return self.tiers.report()
@@ -110,11 +142,10 @@ class FakeExecutor:
             blocks[slot : slot + 1] = [int(block)]
 
     # ------------------------------------------------------------------------------------------------ the forward
-    def _forward(self, plan: StepPlan) -> StepResult:
-        self._compute(plan)
+    def _sample(self, plan: StepPlan, masks: Masks | None) -> StepResult:
         samples = self._samples(plan)
         assert [sample.row for sample in samples] == plan.sample_rows.tolist()
-        allowed = _allowed(plan)
+        allowed = _allowed(masks)
         tokens: list[int] = []
         logprobs, failures = [], []
         for place, sample in enumerate(samples):
@@ -217,11 +248,12 @@ def _entry(history: list[int], token: int) -> TokenLogprobs:
     return TokenLogprobs(np.array([token], dtype=np.int32), scores[[token]], int((scores > scores[token]).sum()) + 1)
 
 
-def _allowed(plan: StepPlan) -> dict[int, npt.NDArray[np.bool_]]:
+def _allowed(masks: Masks | None) -> dict[int, npt.NDArray[np.bool_]]:
     """Which tokens each masked sample may choose: [VOCAB], by its place."""
-    if plan.masks is None:
+    if masks is None:
         return {}
-    bits = np.unpackbits(plan.masks.bits.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB].astype(bool)
+    octets = np.ascontiguousarray(masks.bits).view(np.uint8)
+    bits = np.unpackbits(octets, axis=1, bitorder="little")[:, :VOCAB].astype(bool)
     assert bits.any(axis=1).all()
-    assert len(set(plan.masks.samples.tolist())) == len(plan.masks.samples)
-    return dict(zip(plan.masks.samples.tolist(), bits, strict=True))
+    assert len(set(masks.samples.tolist())) == len(masks.samples)
+    return dict(zip(masks.samples.tolist(), bits, strict=True))

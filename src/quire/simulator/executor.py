@@ -12,7 +12,16 @@ from quire.simulator.answers import Answers
 from quire.simulator.clock import VirtualClock
 from quire.simulator.cost import Cost
 from quire.simulator.link import DEFAULT_LINK, LinkCost, SimulatedLink
-from quire.types.step import Candidates, RowDraft, RowFailure, RowLogprobs, StepPlan, StepResult, TokenLogprobs
+from quire.types.step import (
+    Candidates,
+    Masks,
+    RowDraft,
+    RowFailure,
+    RowLogprobs,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from quire.types.transfer import FoundFile, TransferReport
 
 Answer = Callable[[StepPlan], StepResult]
@@ -47,6 +56,9 @@ class SimulatedExecutor:
         self._free_at = max(self._clock.now, self._free_at) + seconds
         self._flights.append((self._free_at, self._answer(plan)))
 
+    def supply_masks(self, masks: Masks | None) -> None:
+        """Changes nothing: the answer is given, whatever the masks allow."""
+
     def collect(self) -> StepResult:
         done, result = self._flights.popleft()
         self._clock.move_to(done)
@@ -73,6 +85,9 @@ class AnsweringExecutor:
 
     def launch(self, plan: StepPlan) -> None:
         self._results.append(self._answer(plan))
+
+    def supply_masks(self, masks: Masks | None) -> None:
+        """Changes nothing: the answer is given, whatever the masks allow."""
 
     def collect(self) -> StepResult:
         return self._results.popleft()

@@ -4,8 +4,9 @@ The engine numbers rows; a row is a live sequence's place in every worker's pers
 changed since the plan before it: rows that only decode appear as numbers in one shared array.
 
 Most rows run ahead: their sampled tokens feed the next step on the device, before the engine has seen them. Rows whose
-next step depends on values (a beam, a grammar, a draft to verify) are paced: the engine waits for their results, and
-the plan that computes their next tokens also says which they are.
+next step depends on values (a beam, a draft to verify) are paced: the engine waits for their results, and the plan that
+computes their next tokens also says which they are. Rows under a grammar can run ahead too: the forward pass of a
+guided plan needs only tokens that are on the device, and the masks of allowed tokens follow before it samples.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from quire.types.transfer import NO_TRANSFERS, Transfers
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Bits = npt.NDArray[np.uint32]
+Bools = npt.NDArray[np.bool_]
 
 NO_ROWS: Ints = np.empty(0, dtype=np.int32)
 NO_ROWS.setflags(write=False)
@@ -88,6 +90,7 @@ class Masks:
 
     samples: Ints  # [masked], places in StepPlan.sample_rows
     bits: Bits  # [masked, words]
+    changed: Bools | None = None  # [masked]: False where the bits are those of the last mask supplied for the same row
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,8 @@ class StepPlan:
     masks: Masks | None = None
     drafts: tuple[DraftOrder, ...] = ()
     transfers: Transfers = NO_TRANSFERS  # between the cache's tiers
+    # The masks of this step's samples come later, with `Executor.supply_masks`; its sampling waits for them.
+    guided: bool = False  # then `masks` is None
 
     @property
     def num_tokens(self) -> int:

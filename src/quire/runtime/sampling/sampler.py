@@ -101,14 +101,14 @@ class Sampler:
         if not len(samples):
             return Sampled(torch.empty(0, dtype=torch.int64, device=self._device))
         batch = self._batch_of(samples.rows)
-        is_changed = bool(batch.transforms or batch.candidates or samples.masks)
+        is_changed = bool(batch.transforms or batch.candidates)
         if is_changed or not self.choice.takes_any_dtype:
             logits = logits.float().contiguous()
         raw = None if batch.logprobs is None else logits.index_select(0, batch.logprobs.positions)
         if batch.candidates is not None:
             logits = _as_logprobs(logits, batch.candidates)
         if samples.masks is not None:
-            self.choice.mask(logits, samples.masks)
+            self.choice.mask(logits, samples.masks, batch.choice, samples)
         step = Step(samples, history, self._num_prompt)
         for transform, part in batch.transforms:
             transform.apply(logits, part, step)
@@ -124,9 +124,9 @@ class Sampler:
         """Whether nothing changes the logits of any of `rows` before their tokens are chosen."""
         return not any(len(each.members) and each.members.among(rows).any() for each in self._transforms)
 
-    def num_listed(self, rows: Ints) -> int | None:
+    def num_listed(self, rows: Ints, *, guided: bool = False) -> int | None:
         """See `Reports.num_listed`."""
-        return self._reports.num_listed(rows)
+        return self._reports.num_listed(rows, guided=guided)
 
     def report(self, listing: Listing, rows: Ints) -> Report:
         """See `Reports.read`."""

@@ -16,6 +16,8 @@ from quire.kernels.triton.sampling_filters import FilterSpace
 from quire.kernels.triton.sampling_weights import RowParameters
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.rng import stream_start
+from quire.runtime.sampling.row_masks import RowMasks
+from quire.runtime.sampling.samples import Samples
 from quire.runtime.sampling.transforms.transform import Step
 from quire.runtime.transfer import Courier
 from quire.types.step import Ints, Masks, NewRow
@@ -51,6 +53,7 @@ class TritonChoice:
         self.vocab_size, self._device = vocab_size, device
         self._parameters = RowParameters.make(num_rows, device)
         self._space = SampleSpace.make(num_samples or num_rows, vocab_size, device, filtered=True)
+        self.masks = RowMasks(num_rows, vocab_size, device)
         self._courier = Courier(device)
         self._waiting: dict[int, _Parameters] = {}
         self._narrow: npt.NDArray[np.bool_] = np.zeros(num_rows, dtype=np.bool_)  # rows with top_k or top_p
@@ -63,6 +66,7 @@ class TritonChoice:
         self._waiting[new.row] = _Parameters(sampling.temperature, sampling.top_k, sampling.top_p, log_min_p, start)
         has_filter = sampling.top_p < 1.0 or 0 < sampling.top_k < self.vocab_size
         self._set_narrow(new.row, has_filter and not sampling.is_greedy)
+        self.masks.forget(new.row)
 
     def remove(self, row: int) -> None:
         self._waiting.pop(row, None)
@@ -71,9 +75,17 @@ class TritonChoice:
     def prepare(self, rows: Ints) -> _Batch:
         return _Batch(self._courier.send(rows.astype(np.int32))[0], self.is_narrow(rows))
 
-    def mask(self, logits: Tensor, masks: Masks) -> None:
-        lines, bits = self._courier.send(masks.samples, masks.bits.view(np.int32))
-        apply_masks(logits, lines, bits)
+    def mask(self, logits: Tensor, masks: Masks, prepared: _Batch, samples: Samples) -> None:
+        """Masks of rows with one sample each stay on the device; a row that verifies a draft has a mask per sample."""
+        masked = samples.rows[masks.samples]
+        if len(masked) and np.bincount(samples.rows)[masked].max() > 1:
+            self.masks.forget(masked)
+            lines, bits = self._courier.send(masks.samples, masks.bits.view(np.int32))
+            apply_masks(logits, lines, bits)
+            return
+        self.masks.supply(samples.rows, masks)
+        self.masks.apply(logits, prepared.rows)
+        self.masks.mark_read()
 
     def choose(self, logits: Tensor, prepared: _Batch, step: Step) -> Tensor:  # [S]
         self.settle()

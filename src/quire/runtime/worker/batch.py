@@ -34,7 +34,7 @@ class Batch:
     """A forward pass and which of its positions are wanted, in the order of the plan's sample_rows."""
 
     step: ForwardStep
-    samples: Samples
+    samples: Samples  # without masks
     rows: Tensor  # [samples]: the samples' rows
     wanted: Tensor  # [positions]: batch tokens whose logits are needed; one for each sample but for forks
     spread: Tensor | None  # [samples] into `wanted`, when several rows sample from one position
@@ -90,7 +90,7 @@ class BatchBuilder:
             caches=self._cache.layers,
             attention=self._backend.prepare(self._attention(plan, decodes)),
         )
-        return make_batch(step, plan, places, chosen)
+        return make_batch(step, places, chosen)
 
     def _attention(self, plan: StepPlan, decodes: Longs) -> AttentionBatch:
         rows, size = self._rows, self._rows.block_size
@@ -175,12 +175,10 @@ def find_samples(plan: StepPlan, order: Longs, lengths: Longs) -> Places:
     )
 
 
-def make_batch(
-    step: ForwardStep, plan: StepPlan, places: Places, on_device: Sequence[Tensor], shape: StepShape | None = None
-) -> Batch:
+def make_batch(step: ForwardStep, places: Places, on_device: Sequence[Tensor], shape: StepShape | None = None) -> Batch:
     """`on_device` holds the first five of `places`."""
     rows, lengths, wanted, spread, grown = on_device
-    samples = Samples(places.rows.astype(np.int32), places.lengths, lengths, np.arange(len(places.rows)), plan.masks)
+    samples = Samples(places.rows.astype(np.int32), places.lengths, lengths, np.arange(len(places.rows)))
     return Batch(
         step,
         samples,

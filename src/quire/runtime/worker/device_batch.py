@@ -53,7 +53,7 @@ class DeviceBatchBuilder:
             token_rows, positions = _pad(token_rows, shape.tokens, PADDING), _pad(positions, shape.tokens, 0)
             decoded = _pad(decoded, self._looked_at(shape), 0)
         step = self._step(token_rows, positions, decoded, tiles, shape, cascade=cascade)
-        return make_batch(step, plan, found, chosen, shape)
+        return make_batch(step, found, chosen, shape)
 
     def usual_shapes(self) -> list[StepShape]:
         """Those that most steps have: chunks alone, and chunks beside decodes."""
@@ -65,9 +65,9 @@ class DeviceBatchBuilder:
         decoded = np.zeros(self._looked_at(shape), dtype=np.int64)
         tiles = self._tiles((), shape) if shape.chunks else None
         step = self._step(padding, np.zeros_like(padding), decoded, tiles, shape, cascade=shape.cascade)
-        found = find_samples(nothing := StepPlan(step=0), np.zeros(0, dtype=np.int64), self._rows.lengths)
+        found = find_samples(StepPlan(step=0), np.zeros(0, dtype=np.int64), self._rows.lengths)
         chosen = self._rows.courier.send(found.rows.astype(np.int32), *found[1:5])
-        return make_batch(step, nothing, found, chosen, shape)
+        return make_batch(step, found, chosen, shape)
 
     def _looked_at(self, shape: StepShape) -> int:
         """How many tokens of a padded step are looked at for rows that decode: all those, then chunks and padding."""

@@ -47,7 +47,7 @@ class VirtualBatchBuilder:
             caches=self._cache.layers,
             attention=self._backend.prepare(self._spans(plan, decodes)),
         )
-        return make_batch(step, plan, places, chosen)
+        return make_batch(step, places, chosen)
 
     def _firsts(self, rows: Longs) -> Longs:
         """Where each row's tokens begin among those of the cache."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -13,11 +14,20 @@ from quire.runtime.models.registry import Model
 from quire.runtime.speculation.drafter import NO_DRAFTER, Drafter
 from quire.runtime.tiers.tiers import NO_TIERS, Tiers
 from quire.runtime.worker.cache import KVCache
-from quire.runtime.worker.output import StepOutput
+from quire.runtime.worker.output import SampleStep, StepOutput
 from quire.runtime.worker.parts import make_parts
 from quire.runtime.worker.runner import RowSampler, Runner
 from quire.types.errors import InvalidRequest
-from quire.types.step import Ints, NewRow, RowFailure, RowTokens, StepPlan
+from quire.types.step import Ints, Masks, NewRow, RowFailure, RowTokens, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _Owed:
+    """A guided step that waits for its masks."""
+
+    step: int
+    sample: SampleStep
+    failures: tuple[RowFailure, ...]  # so far
 
 
 class Worker:
@@ -42,6 +52,7 @@ class Worker:
         self.drafter: Drafter = NO_DRAFTER
         self.tiers: Tiers = NO_TIERS
         self._failed: set[int] = set()  # live rows whose own code raised when they were added
+        self._owed: _Owed | None = None
 
     @torch.inference_mode()
     def prepare(self, seconds: float) -> None:
@@ -52,21 +63,37 @@ class Worker:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Carry a plan out in its fixed order. On a GPU it may still be running when this returns."""
-        self._release(plan.released)
-        failures = self._add(plan.new_rows) if plan.new_rows else ()
-        failures += self._write(plan.writes) if plan.writes else ()
-        self.rows.grant(plan.grant_rows, plan.grant_slots, plan.grant_blocks)
-        self.tiers.obey(plan.transfers)
-        self.cache.copy(plan.copies)
+        """Carry a plan out that is not guided, in its fixed order. On a GPU it may still run when this returns."""
+        self._check_order(plan, guided=False)
+        failures = self._update(plan)
         if plan.num_tokens == 0:
-            output = StepOutput(plan, torch.empty(0, dtype=torch.int64, device=self.rows.device))
-        elif not self._failed and self._graphs.takes(plan):
+            output = self._nothing(plan, plan.masks)
+        elif self._by_graph(plan):
             output = self._graphs.run(plan)
         else:
             output = self._runner.run(plan, frozenset(self._failed))
-        drafts = self.drafter.follow(plan, output.token_ids)
-        return replace(output, failures=failures + output.failures, drafts=drafts)
+        return self._complete(output, failures)
+
+    @torch.inference_mode()
+    def begin(self, plan: StepPlan) -> None:
+        """Carry a guided plan out up to its logits. `supply_masks` must follow before any other plan."""
+        self._check_order(plan, guided=True)
+        failures = self._update(plan)
+        if plan.num_tokens == 0:
+            sample: SampleStep = partial(self._nothing, plan)
+        elif self._by_graph(plan):
+            sample = self._graphs.begin(plan)
+        else:
+            sample = self._runner.begin(plan, frozenset(self._failed))
+        self._owed = _Owed(plan.step, sample, failures)
+
+    @torch.inference_mode()
+    def supply_masks(self, masks: Masks | None) -> StepOutput:
+        """Sample the guided plan that was begun last, under these masks; samples that they do not name are free."""
+        owed, self._owed = self._owed, None
+        if owed is None:
+            raise RuntimeError("masks were supplied, but no guided plan waits for any: begin one first")
+        return self._complete(owed.sample(masks), owed.failures)
 
     def check(self) -> None:
         """Waits for the device."""
@@ -74,6 +101,38 @@ class Worker:
         self.cache.check()
         self.tiers.check()
         assert all(self.rows.live[row] for row in self._failed)
+
+    def _check_order(self, plan: StepPlan, *, guided: bool) -> None:
+        if self._owed is not None:
+            raise RuntimeError(
+                f"step {plan.step} was launched while step {self._owed.step} waits for its masks: supply them first"
+            )
+        if plan.guided != guided:
+            raise RuntimeError(f"step {plan.step}: guided plans are begun, all other plans are executed")
+        if guided and plan.masks is not None:
+            raise RuntimeError(f"step {plan.step} is guided and has masks: its masks must come with supply_masks")
+
+    def _by_graph(self, plan: StepPlan) -> bool:
+        return not self._failed and self._graphs.takes(plan)
+
+    def _update(self, plan: StepPlan) -> tuple[RowFailure, ...]:
+        """All that comes before the forward pass."""
+        self._release(plan.released)
+        failures = self._add(plan.new_rows) if plan.new_rows else ()
+        failures += self._write(plan.writes) if plan.writes else ()
+        self.rows.grant(plan.grant_rows, plan.grant_slots, plan.grant_blocks)
+        self.tiers.obey(plan.transfers)
+        self.cache.copy(plan.copies)
+        return failures
+
+    def _nothing(self, plan: StepPlan, masks: Masks | None) -> StepOutput:  # noqa: ARG002
+        """What a plan without tokens samples."""
+        return StepOutput(plan, torch.empty(0, dtype=torch.int64, device=self.rows.device))
+
+    def _complete(self, output: StepOutput, failures: tuple[RowFailure, ...]) -> StepOutput:
+        """All that comes after sampling."""
+        drafts = self.drafter.follow(output.plan, output.token_ids)
+        return replace(output, failures=failures + output.failures, drafts=drafts)
 
     def _release(self, rows: tuple[int, ...]) -> None:
         self.rows.release(rows)
