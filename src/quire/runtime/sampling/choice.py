@@ -80,6 +80,8 @@ class TorchChoice:
         self._streams = Streams(num_rows, device)
 
     def add(self, new: NewRow) -> None:
+        if new.sampling.is_greedy:
+            return  # no feature is for rows that draw nothing
         for feature in self._features:
             feature.add(new)
         self._streams.put(new.row, new.seed, new.sample_index)

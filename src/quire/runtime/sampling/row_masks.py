@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.triton.masks import apply_row_masks
+from quire.runtime.sampling.samples import Longs
 from quire.runtime.transfer import Courier, SideStream
-from quire.types.step import Bools, Ints, Masks
+from quire.types.step import Bits, Bools, Ints, Masks
 
 
 class RowMasks:
@@ -45,7 +46,7 @@ class RowMasks:
                 self._courier.send_into(self._flags, flags)
                 self._flagged = flags
 
-    def forget(self, rows: Ints | int) -> None:
+    def forget(self, rows: Ints | Longs) -> None:
         """The next masks of these rows are sent, whether they changed or not."""
         self._kept[rows] = False
 
@@ -70,7 +71,7 @@ class RowMasks:
         self._kept[masked] = True
         return is_new
 
-    def _send(self, rows: Ints, bits: np.ndarray[tuple[int, ...], np.dtype[np.uint32]]) -> None:
+    def _send(self, rows: Ints, bits: Bits) -> None:
         words = min(bits.shape[1], self._bits.shape[1])
         where, lines = self._courier.send(rows.astype(np.int64), bits[:, :words].view(np.int32))
         self._bits[:, :words].index_copy_(0, where, lines)

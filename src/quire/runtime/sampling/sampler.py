@@ -71,28 +71,33 @@ class Sampler:
         )
         self._reports = Reports(num_rows, vocab_size, device)
         self._num_prompt_logprobs: dict[int, int] = {}  # by row
+        self._special: set[int] = set()  # rows that ask for more than a choice
         self._num_prompt: Longs = np.zeros(num_rows, dtype=np.int64)
         self._batch: _Batch | None = None
 
     def add(self, new: NewRow) -> None:
         """Take in a row's parameters. Raises InvalidRequest, having changed nothing, if they do not fit the model."""
-        check_ids(new, self._vocab_size)
-        for transform in self._transforms:
-            transform.add(new)
+        if asks_for_more(new):
+            check_ids(new, self._vocab_size)
+            self._special.add(new.row)
+            for transform in self._transforms:
+                transform.add(new)
+            self._reports.add(new)
+            if new.sampling.prompt_logprobs is not None:
+                self._num_prompt_logprobs[new.row] = new.sampling.prompt_logprobs
         self.choice.add(new)
-        self._reports.add(new)
-        if new.sampling.prompt_logprobs is not None:
-            self._num_prompt_logprobs[new.row] = new.sampling.prompt_logprobs
         self._num_prompt[new.row] = new.num_prompt_tokens
         self._batch = None
 
     def remove(self, row: int) -> None:
         """Forget a row. Idempotent."""
-        for transform in self._transforms:
-            transform.members.leave(row)
+        if row in self._special:
+            self._special.remove(row)
+            for transform in self._transforms:
+                transform.members.leave(row)
+            self._reports.remove(row)
+            self._num_prompt_logprobs.pop(row, None)
         self.choice.remove(row)
-        self._reports.remove(row)
-        self._num_prompt_logprobs.pop(row, None)
         self._batch = None
 
     @torch.inference_mode()
@@ -147,6 +152,7 @@ class Sampler:
     def check(self) -> None:
         for transform in self._transforms:
             transform.members.check()
+            assert transform.members.rows <= self._special
         self.choice.check()
         self._reports.check()
 
@@ -178,6 +184,26 @@ class Sampler:
         named = self._reports.named(part, wanted)
         listing = list_logprobs(raw, part.take(token_ids), wanted.most(self._vocab_size), named)
         return self._reports.row_logprobs(listing, np.arange(len(rows)), rows)
+
+
+def asks_for_more(new: NewRow) -> bool:
+    """Whether a row uses any transform of this sampler, any report, or names token ids: all that its choice by
+    temperature, min_p, top_k and top_p does not need. Most rows do not, and a burst of them is added quickly."""
+    sampling = new.sampling
+    return bool(
+        sampling.allowed_token_ids is not None
+        or new.rules.bad_words
+        or sampling.min_tokens
+        or sampling.logit_bias
+        or sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+        or sampling.stop_token_ids
+        or sampling.logprobs is not None
+        or sampling.prompt_logprobs is not None
+        or sampling.logprob_token_ids
+        or new.num_candidates
+    )
 
 
 def _as_logprobs(logits: Tensor, part: Part) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from quire.config.engine import EngineConfig
@@ -136,17 +138,18 @@ class Worker:
 
     def _release(self, rows: tuple[int, ...]) -> None:
         self.rows.release(rows)
+        self._failed.difference_update(rows)
         for row in rows:
-            self._failed.discard(row)
             self._sampler.remove(row)
 
     def _add(self, news: tuple[NewRow, ...]) -> tuple[RowFailure, ...]:
         """A row that fails is placed all the same, with tokens the model knows: its share of the plan is computed, as
         others may read the blocks of a prompt it shares with them."""
-        placed, failures = [], []
+        placed, failures, known = [], [], self._are_known(news)
         for new in news:
             try:
-                self._check_tokens(new.token_ids)
+                if not known:
+                    self._check_tokens(new.token_ids)
                 self._sampler.add(new)
             except Exception as error:  # noqa: BLE001  this row's own code: only its request ends
                 self._failed.add(new.row)
@@ -158,17 +161,21 @@ class Worker:
 
     def _write(self, writes: tuple[RowTokens, ...]) -> tuple[RowFailure, ...]:
         """As with new rows, one that holds a token the model does not know fails alone."""
-        written, failures = [], []
-        for write in writes:
+        written, failures, known = list(writes), [], self._are_known(writes)
+        for place, write in enumerate(() if known else writes):
             try:
                 self._check_tokens(write.token_ids)
             except InvalidRequest as error:
                 self._failed.add(write.row)
                 failures.append(RowFailure(write.row, str(error)))
-                write = replace(write, token_ids=write.token_ids.clip(0, self._vocab_size - 1))
-            written.append(write)
+                written[place] = replace(write, token_ids=write.token_ids.clip(0, self._vocab_size - 1))
         self.rows.write(written)
         return tuple(failures)
+
+    def _are_known(self, lines: Sequence[NewRow | RowTokens]) -> bool:
+        """Whether the model knows all tokens of all these rows."""
+        tokens = np.concatenate([line.token_ids for line in lines])
+        return len(tokens) == 0 or bool(tokens.min() >= 0 and tokens.max() < self._vocab_size)
 
     def _check_tokens(self, token_ids: Ints) -> None:
         if token_ids.min(initial=0) < 0 or token_ids.max(initial=0) >= self._vocab_size:
