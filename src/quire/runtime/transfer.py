@@ -135,7 +135,7 @@ class _Slot:
 
 
 def _fill(memory: npt.NDArray[np.uint8], begin: int, array: npt.NDArray[Any]) -> None:
-    memory[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
 
 
 _DTYPES = {

@@ -213,24 +213,27 @@ def test_a_new_sequence_in_a_row_never_has_the_mask_of_the_old_one(attention: st
     assert tokens_of(made.worker.supply_masks(replace(masks(p0=[41]), changed=same))) == [41]
 
 
-@pytest.mark.parametrize("way", ["plan", "draft"])
-def test_a_mask_that_is_the_same_as_the_last_supplied_one_holds_after_others_that_were_not_supplied(
-    attention: str, way: str
-) -> None:
+def test_a_mask_is_the_last_supplied_one_also_after_another_one_that_a_plan_had(attention: str) -> None:
     made = bench(attention)
     start(made, [0])
     begin(made, [0])
     made.worker.supply_masks(replace(masks(p0=[40]), changed=np.array([True])))
     made.tokens[0].append(40)
-    if way == "plan":
-        assert made.run(decode=[0], masks=masks(p0=[50])) == {0: 50}
-    else:
-        made.write(0, 5, [6])
-        made.run(chunks=[Chunk(0, 4, 2, (0,), num_sampled=2)], masks=masks(p0=[50], p1=[51]))
-        assert made.result.token_ids.tolist() == [50, 51]
-        made.write(0, 5, [50])
+    assert made.run(decode=[0], masks=masks(p0=[50])) == {0: 50}
     begin(made, [0])
     assert tokens_of(made.worker.supply_masks(replace(masks(p0=[40]), changed=np.array([False])))) == [40]
+
+
+def test_a_mask_is_the_last_supplied_one_also_after_the_masks_of_a_draft(attention: str) -> None:
+    made = guided(bench(attention))
+    start(made, [0])
+    made.run(decode=[0], masks=masks(p0=[40]))
+    made.write(0, 5, [6])
+    made.run(chunks=[Chunk(0, 4, 2, (0,), num_sampled=2)], masks=masks(p0=[50], p1=[51]))
+    assert made.result.token_ids.tolist() == [50, 51]
+    made.write(0, 5, [50])
+    assert made.run(decode=[0], masks=masks(p0=[51])) == {0: 51}
+    assert made.worker.unchanged == 1
 
 
 def test_masks_may_be_overwritten_once_they_were_supplied_and_lines_may_lie_apart(attention: str) -> None:
@@ -254,17 +257,14 @@ def test_tokens_past_the_bits_are_banned_and_bits_past_the_tokens_are_nothing(at
     made = bench(attention)
     start(made, [0])
     begin(made, [0])
-    most = np.full((1, WORDS), 2**32 - 1, dtype=np.uint32)
-    made.worker.supply_masks(Masks(np.zeros(1, dtype=np.int32), most))
-    made.worker.begin(StepPlan(91, np.array([0], dtype=np.int32), guided=True))
+    first = np.zeros(1, dtype=np.int32)
+    made.worker.supply_masks(Masks(first, np.full((1, WORDS), 2**32 - 1, dtype=np.uint32)))
+    made.worker.begin(StepPlan(91, first, guided=True))
     bits = np.zeros((1, words), dtype=np.uint32)
-    bits[0, words - 1] = 2**32 - 1
-    result = made.worker.supply_masks(Masks(np.zeros(1, dtype=np.int32), bits))
-    found = result.result([tensor.cpu() for tensor in result.tensors])
-    if words > WORDS:
-        assert [failure.row for failure in found.failures] == [0]
-    else:
-        assert 32 * (words - 1) <= found.token_ids[0] < 32 * words
+    bits[0, WORDS:] = 2**32 - 1
+    output = made.worker.supply_masks(Masks(first, bits))
+    result = output.result([tensor.cpu() for tensor in output.tensors])
+    assert [failure.row for failure in result.failures] == [0]
 
 
 def test_a_row_for_which_the_grammar_allows_nothing_fails_alone(attention: str) -> None:
