@@ -26,7 +26,7 @@ from quire.runtime.loading.resolve import resolve_model
 from quire.serving.assembly import plan_engine
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
-from quire.types.step import StepPlan, StepResult
+from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import TransferReport
 
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -46,6 +46,11 @@ class TimedExecutor:
     def launch(self, plan: StepPlan) -> None:
         begin = time.perf_counter()
         self._inner.launch(plan)
+        self.launching += time.perf_counter() - begin
+
+    def supply_masks(self, masks: Masks | None) -> None:
+        begin = time.perf_counter()
+        self._inner.supply_masks(masks)
         self.launching += time.perf_counter() - begin
 
     def collect(self) -> StepResult:

@@ -38,7 +38,7 @@ from quire.runtime.worker.device_cache import DeviceCache
 from quire.serving.assembly import plan_engine
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
-from quire.types.step import StepPlan, StepResult
+from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import NOTHING_MOVED, SlotMove, TransferReport, Transfers
 
 MODEL, HEADS, LAYERS = "llama-3.1-8b", Heads(32, 8, 128), 32
@@ -147,6 +147,9 @@ class Loaded:
         self.moved = self.moved.plus(
             Moved(report.num_saved, report.num_loaded, report.save_seconds, report.load_seconds)
         )
+
+    def supply_masks(self, masks: Masks | None) -> None:
+        self._inner.supply_masks(masks)
 
     def collect(self) -> StepResult:
         return self._inner.collect()

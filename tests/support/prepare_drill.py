@@ -1,4 +1,5 @@
-"""Prepares a worker as on an H200, on any machine, and prints which kernels its first request still has compiled.
+"""Prepares a worker as on an H200, on any machine, and prints which kernels its first requests, plain and under a
+grammar, still have compiled.
 
 A process of its own, as compile_drill; no kernel is ever launched.
 """
@@ -20,7 +21,7 @@ from quire.runtime import accelerator
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.loading.resolve import ModelFiles
 from quire.types.sampling import SamplingParams, TokenRules
-from quire.types.step import Chunk, NewRow, StepPlan
+from quire.types.step import Chunk, Masks, NewRow, StepPlan
 from tiny_models import engine_config, tiny_config
 
 
@@ -44,6 +45,9 @@ def main() -> None:
     with compiling_only(), torch.inference_mode():
         worker.execute(StepPlan(step=0, new_rows=(row,), chunks=(Chunk(0, 0, 3, (0,)),)))
         worker.execute(StepPlan(step=1, decode_rows=np.array([0], dtype=np.int32)))
+        worker.begin(StepPlan(step=2, decode_rows=np.array([0], dtype=np.int32), guided=True))
+        bits = np.ones((1, 2), dtype=np.uint32)
+        worker.supply_masks(Masks(np.array([0], dtype=np.int32), bits))
     print(json.dumps({"prepared": sorted(set(compiled[:prepared])), "later": compiled[prepared:]}))
 
 

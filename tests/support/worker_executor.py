@@ -22,11 +22,12 @@ from quire.runtime.models.registry import build_model
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
 from quire.runtime.tiers.make import make_tiers
+from quire.runtime.worker.output import StepOutput
 from quire.runtime.worker.worker import Worker
 from quire.types.output import Finished
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
-from quire.types.step import StepPlan, StepResult
+from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import TransferReport
 from tiny_models import MemoryCheckpoint, engine_config
 
@@ -41,8 +42,13 @@ class WorkerExecutor:
 
     def launch(self, plan: StepPlan) -> None:
         self.plans.append(plan)
-        output = self.worker.execute(plan)
-        self._results.append(output.result([tensor.cpu() for tensor in output.tensors]))
+        if plan.guided:
+            self.worker.begin(plan)
+        else:
+            self._report(self.worker.execute(plan))
+
+    def supply_masks(self, masks: Masks | None) -> None:
+        self._report(self.worker.supply_masks(masks))
 
     def collect(self) -> StepResult:
         return self._results.popleft()
@@ -53,6 +59,9 @@ class WorkerExecutor:
     def close(self) -> None:
         self.worker.tiers.close()
         self._results.clear()
+
+    def _report(self, output: StepOutput) -> None:
+        self._results.append(output.result([tensor.cpu() for tensor in output.tensors]))
 
 
 class TinyEngine:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,40 @@ class Courier:
         return slot
 
 
+class SideStream:
+    """Copies that run beside the work of the current stream, into memory that this work reads again and again.
+
+    On a CPU everything runs in turn anyway.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """All memory that is allocated so far can be copied into."""
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._read: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.mark_read()
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copies that are launched inside begin after the last mark; later work of the current stream waits for them.
+
+        The host waits for nothing.
+        """
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_event(self._read)
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def mark_read(self) -> None:
+        """The current stream's work so far reads what was copied: later copies wait for it."""
+        if self._stream is not None:
+            self._read.record(torch.cuda.current_stream(self._stream.device))
+
+
 class _Slot:
     """Pinned memory for one parcel at a time."""
 
@@ -100,7 +135,7 @@ class _Slot:
 
 
 def _fill(memory: npt.NDArray[np.uint8], begin: int, array: npt.NDArray[Any]) -> None:
-    memory[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
 
 
 _DTYPES = {

@@ -13,3 +13,10 @@ def apply_masks(logits: Tensor, lines: Tensor, bits: Tensor) -> None:
             allowed = token // 32 < len(mask) and mask[token // 32] >> (token % 32) & 1
             if not allowed:
                 logits[line, token] = float("-inf")
+
+
+def apply_row_masks(logits: Tensor, rows: Tensor, flags: Tensor, bits: Tensor) -> None:
+    """The same for logits [entries, vocab] of `rows` [entries], where bits [all rows, words] and flags [all rows] are
+    by row; entries of padding (negative rows) and of rows whose flag is 0 are not touched."""
+    masked = [entry for entry, row in enumerate(rows.tolist()) if row >= 0 and flags[row]]
+    apply_masks(logits, logits.new_tensor(masked).long(), bits[rows[masked].long()])

@@ -1,4 +1,8 @@
-"""Masks of allowed tokens, one bit each, applied to logits."""
+"""Masks of allowed tokens, one bit each, applied to logits in place.
+
+Masks come either as a list, a mask for each of some entries, or by row: every persistent row has a line of bits that
+stays on the device, and a flag that says whether the row has a mask in this step.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,29 @@ TILE = 4096  # tokens of a line that one program looks at
 
 
 @triton.jit
-def _mask_kernel(line_ptr, bits_ptr, logits_ptr, logits_stride, words, vocab_size, TILE: tl.constexpr):
-    masked, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    line = tl.load(line_ptr + masked).to(tl.int64)
-    word = tl.load(bits_ptr + masked * words + token // 32, mask=token // 32 < words, other=0)
+def _ban(bits_ptr, logits_ptr, words, vocab_size, TILE: tl.constexpr):
+    """Write minus infinity over the logits of a tile whose bit is not set, or that lie past the bits."""
+    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    word = tl.load(bits_ptr + token // 32, mask=token // 32 < words, other=0)
     banned = ((word >> (token % 32)) & 1) == 0
-    tl.store(logits_ptr + line * logits_stride + token, float("-inf"), mask=banned & (token < vocab_size))
+    tl.store(logits_ptr + token, float("-inf"), mask=banned & (token < vocab_size))
+
+
+@triton.jit
+def _mask_kernel(line_ptr, bits_ptr, logits_ptr, logits_stride, words, vocab_size, TILE: tl.constexpr):
+    masked = tl.program_id(0).to(tl.int64)
+    line = tl.load(line_ptr + masked).to(tl.int64)
+    _ban(bits_ptr + masked * words, logits_ptr + line * logits_stride, words, vocab_size, TILE)
+
+
+@triton.jit
+def _row_mask_kernel(
+    row_ptr, flag_ptr, bits_ptr, logits_ptr, logits_stride, words, vocab_size, TILE: tl.constexpr
+):  # fmt: skip
+    entry = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_ptr + entry).to(tl.int64)
+    if tl.load(flag_ptr + row, mask=row >= 0, other=0) != 0:
+        _ban(bits_ptr + row * words, logits_ptr + entry * logits_stride, words, vocab_size, TILE)
 
 
 def apply_masks(
@@ -35,4 +56,27 @@ def apply_masks(
         return
     _mask_kernel[(len(lines), triton.cdiv(vocab_size, TILE))](
         lines, bits, logits, logits.stride(0), bits.shape[1], vocab_size, TILE=TILE, num_warps=4, num_stages=1
+    )
+
+
+def apply_row_masks(
+    logits: Tensor,  # [entries, vocab]: any float dtype
+    rows: Tensor,  # [entries] int: persistent row of each entry; negative: padding, which is not touched
+    flags: Tensor,  # [all rows] int32: 0 for rows without a mask, which are not touched
+    bits: Tensor,  # [all rows, words] int32, as in `apply_masks`
+) -> None:
+    """Logits of entries whose row has a mask become minus infinity where its token is not allowed, or past the bits.
+
+    Waits for nothing and reads flags and bits when it runs, so it can be captured.
+    """
+    entries, vocab_size = logits.shape
+    check_rows(logits, "logits")
+    check(bits.is_contiguous() and bits.dtype == torch.int32, "bits are contiguous int32")
+    check(flags.is_contiguous() and flags.dtype == torch.int32, "flags are contiguous int32")
+    check(rows.shape == (entries,), "a row per entry")
+    check(bits.dim() == 2 and flags.shape == (len(bits),), "a flag and a line of bits for each row")
+    if entries == 0:
+        return
+    _row_mask_kernel[(entries, triton.cdiv(vocab_size, TILE))](
+        rows, flags, bits, logits, logits.stride(0), bits.shape[1], vocab_size, TILE=TILE, num_warps=4, num_stages=1
     )

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ from quire.runtime.transfer import Courier
 
 SPARE_TILES = 48  # that are not full, one at most of each chunk
 _CASCADE_BYTES = 40 << 20  # of keys and values that are read while a cascade's second launch ramps up and down
-Span = tuple[int, int, int, int]  # of a chunk: first token in the batch, its position, tokens, row
+Spans = npt.NDArray[np.int64]  # [chunks, 4]: first token in the batch, its position, tokens, row
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +89,20 @@ class TritonAttention:
         self._memory.courier.send_into(plan.numbers, lay_out_groups(plan, groups))
         share_out_groups(plan)
 
-    def num_tiles(self, chunks: Sequence[Span]) -> int:
+    def num_tiles(self, spans: Spans) -> int:
         """Tiles that these chunks take."""
         group, block_m = self._heads.num_query // self._heads.num_kv, self._prefill.block_m
-        return sum(-(-num_tokens * group // block_m) for _, _, num_tokens, _ in chunks)
+        return int((-(-spans[:, 2] * group // block_m)).sum())
 
     def tile_room(self, num_tokens: int) -> int:
         """Tiles to have room for where chunks are `num_tokens` long together and not more than a few dozen."""
         group, block_m = self._heads.num_query // self._heads.num_kv, self._prefill.block_m
         return -(-num_tokens * group // block_m) + min(num_tokens, SPARE_TILES)
 
-    def tiles(self, chunks: Sequence[Span], room: int | None = None) -> Tensor:
+    def tiles(self, spans: Spans, room: int | None = None) -> Tensor:
         """The tile list of a step's chunks, on the host, padded to `room`."""
-        return lay_out_tiles(chunks, self._heads.num_query // self._heads.num_kv, self._prefill.block_m, room)
+        group = self._heads.num_query // self._heads.num_kv
+        return lay_out_tiles(spans, group, self._prefill.block_m, room)  # type: ignore[arg-type]  # reads any lines of 4
 
     def plan(
         self,

@@ -29,7 +29,7 @@ from quire.runtime.tuned import adopt_tuned
 from quire.runtime.worker.output import StepOutput
 from quire.runtime.worker.worker import Worker
 from quire.types.errors import EngineDead
-from quire.types.step import StepPlan, StepResult
+from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import NOTHING_MOVED, TransferReport
 
 Progress = Callable[[str, int, int], None]
@@ -47,7 +47,8 @@ class _Launched:
 
 
 class SingleExecutor:
-    """Implements engine.executor.Executor. On a CPU `launch` runs the step; on a GPU it only enqueues it."""
+    """Implements engine.executor.Executor. On a CPU `launch` runs the step, of a guided plan its forward pass, and
+    `supply_masks` samples; on a GPU both only enqueue."""
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class SingleExecutor:
         self._compiles = self._device.type == "cuda" and builder.backend.kernels == "triton"
         self._worker: Worker | None = None
         self._launched: deque[StepResult | _Launched] = deque()
+        self._owes_masks = False  # the step launched last, which is guided
         self._ring = TokenRing(config.scheduler.num_samples)
         load: Load = partial(_load, progress=progress)
         if load_format == "dummy":
@@ -99,19 +101,34 @@ class SingleExecutor:
     def launch(self, plan: StepPlan) -> None:
         if self._worker is None:
             raise EngineDead("the executor was closed")
-        output = self._worker.execute(plan)
-        if self._device.type == "cpu":
-            self._launched.append(output.result(output.tensors))
+        if plan.guided:
+            self._worker.begin(plan)
+            self._owes_masks = True
         else:
-            self._launched.append(_Launched(output, self._ring.send(output.tensors)))
+            self._report(self._worker.execute(plan))
+
+    def supply_masks(self, masks: Masks | None) -> None:
+        if self._worker is None:
+            raise EngineDead("the executor was closed")
+        self._report(self._worker.supply_masks(masks))
+        self._owes_masks = False
 
     def collect(self) -> StepResult:
+        if not self._launched and self._owes_masks:
+            raise RuntimeError("the step to collect waits for its masks: supply them first")
         launched = self._launched.popleft()
         if isinstance(launched, StepResult):
             return launched
         result = launched.output.result(launched.landing.read())
         self._ring.give_back(launched.landing)
         return result
+
+    def _report(self, output: StepOutput) -> None:
+        """Begin to bring a step's numbers to the host."""
+        if self._device.type == "cpu":
+            self._launched.append(output.result(output.tensors))
+        else:
+            self._launched.append(_Launched(output, self._ring.send(output.tensors)))
 
     def transfers(self) -> TransferReport:
         return NOTHING_MOVED if self._worker is None else self._worker.tiers.report()
@@ -125,6 +142,7 @@ class SingleExecutor:
         """Give everything back, even where the device has failed; then it raises at the end."""
         worker, self._worker = self._worker, None
         self._launched.clear()
+        self._owes_masks = False
         with ExitStack() as last_first:
             if self._compiles:
                 from quire.kernels.triton.compiling import stop_background

@@ -18,6 +18,7 @@ from quire.runtime.sampling.failures import mark_failures
 from quire.runtime.sampling.masking import apply_masks
 from quire.runtime.sampling.members import Part, make_part
 from quire.runtime.sampling.rng import Streams
+from quire.runtime.sampling.samples import Samples
 from quire.runtime.sampling.tiles import best_token, tile_max
 from quire.runtime.sampling.transforms.min_p import MinP
 from quire.runtime.sampling.transforms.temperature import Temperature
@@ -43,8 +44,11 @@ class Choice(Protocol):
     def prepare(self, rows: Ints) -> Any:
         """What `choose` needs to know of a batch, worked out when its rows or their parameters change."""
 
-    def mask(self, logits: Tensor, masks: Masks) -> None:
-        """Ban what is not allowed in the masked samples of float32 logits [S, vocab], and ids past the masks' bits."""
+    def mask(self, logits: Tensor, masks: Masks, prepared: Any, samples: Samples) -> None:
+        """Ban what is not allowed in the masked ones of `samples` in logits [S, vocab], and ids past the masks' bits.
+
+        The logits are float32 unless any dtype is taken.
+        """
 
     def choose(self, logits: Tensor, prepared: Any, step: Step) -> Tensor:
         """Token ids [S], int64, from logits [S, vocab], which may be overwritten; negative for rows that failed."""
@@ -76,6 +80,8 @@ class TorchChoice:
         self._streams = Streams(num_rows, device)
 
     def add(self, new: NewRow) -> None:
+        if new.sampling.is_greedy:
+            return  # no feature is for rows that draw nothing
         for feature in self._features:
             feature.add(new)
         self._streams.put(new.row, new.seed, new.sample_index)
@@ -93,7 +99,7 @@ class TorchChoice:
             self._greedy_part(rows),
         )
 
-    def mask(self, logits: Tensor, masks: Masks) -> None:
+    def mask(self, logits: Tensor, masks: Masks, prepared: _Batch, samples: Samples) -> None:  # noqa: ARG002
         apply_masks(logits, masks)
 
     def choose(self, logits: Tensor, prepared: _Batch, step: Step) -> Tensor:  # [S]

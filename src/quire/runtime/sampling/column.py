@@ -23,13 +23,18 @@ class Column:
     def put(self, slot: int, values: Sequence[float]) -> None:
         """Set a slot's line; what is left of it is padding."""
         self._grow(slot + 1, len(values))
+        if self._data.device.type == "cpu":
+            host = self._data.numpy()[slot]  # numpy writes a few numbers much faster than torch
+            host[len(values) :] = self._pad
+            host[: len(values)] = values
+            return
         line = self._data[slot]
         if len(values) == 1:
             line.fill_(self._pad)[:1].fill_(values[0])
             return
-        host = torch.full(line.shape, self._pad, dtype=line.dtype)
-        host[: len(values)] = torch.tensor(values, dtype=line.dtype)
-        line.copy_(to_device(host, line.device))
+        whole = torch.full(line.shape, self._pad, dtype=line.dtype)
+        whole[: len(values)] = torch.tensor(values, dtype=line.dtype)
+        line.copy_(to_device(whole, line.device))
 
     def take(self, slots: Tensor) -> Tensor:  # [G, width]
         return self._data.index_select(0, slots)

@@ -47,6 +47,10 @@ class Members:
     def __contains__(self, row: int) -> bool:
         return bool(self._slots[row] >= 0)
 
+    @property
+    def rows(self) -> set[int]:
+        return set(np.flatnonzero(self._slots >= 0).tolist())
+
     def slot(self, row: int) -> int:
         return int(self._slots[row])
 

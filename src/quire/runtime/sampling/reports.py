@@ -70,9 +70,10 @@ class Reports:
         """How many candidates samples of `rows`, all members of `candidates`, report."""
         return int(self._num_candidates[rows].max())
 
-    def num_listed(self, rows: Ints) -> int | None:
-        """How many likeliest tokens tell all that `rows` want to know, if nothing changes their logits: -1 if that is
-        nothing, None if some of them name tokens."""
+    def num_listed(self, rows: Ints, *, guided: bool = False) -> int | None:
+        """How many likeliest tokens tell all that `rows` want to know, if nothing changes their logits but masks: -1 if
+        that is nothing, None if some of them name tokens, or list candidates while the step is guided: candidates are
+        chosen under the mask."""
         most = -1
         asking = rows[self.logprobs.among(rows)] if len(self.logprobs) else rows[:0]
         if len(asking):
@@ -81,6 +82,8 @@ class Reports:
                 return None
             most = wanted.most(self._vocab_size)
         searching = rows[self.candidates.among(rows)] if len(self.candidates) else rows[:0]
+        if guided and len(searching):
+            return None
         return max(most, self.num_candidates(searching)) if len(searching) else most
 
     def read(self, listing: Listing, rows: Ints) -> Report:

@@ -6,10 +6,15 @@ else: not on the row, the batch, or what was preempted and computed again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from quire.runtime.sampling.samples import Longs
 
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment and multipliers
@@ -22,9 +27,14 @@ class Streams:
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._starts = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._host = self._starts.numpy() if device.type == "cpu" else None  # the same memory: written much faster
 
     def put(self, row: int, seed: int, sample_index: int) -> None:
-        self._starts[row].fill_(stream_start(seed, sample_index))
+        start = stream_start(seed, sample_index)
+        if self._host is not None:
+            self._host[row] = start
+        else:
+            self._starts[row].fill_(start)
 
     def uniform(self, rows: Tensor, num_outputs: Tensor) -> Tensor:  # [G], [G] -> [G] float64
         """A number in (0, 1) with 52 random bits for the token of each of `rows` after so many generated ones."""
@@ -39,6 +49,20 @@ class Streams:
 def stream_start(seed: int, sample_index: int) -> int:
     """Where a row's stream starts, as an int64: a hash of both numbers."""
     return _signed(mix(mix(seed + _GAMMA) ^ (sample_index * _GAMMA)))
+
+
+def stream_starts(seeds: Sequence[int], sample_indices: Sequence[int]) -> Longs:  # [rows]
+    """`stream_start` of many rows at once."""
+    state = _mix_all(np.array([seed & _MASK for seed in seeds], dtype=np.uint64) + np.uint64(_GAMMA))
+    indices = np.array(sample_indices, dtype=np.uint64)
+    return _mix_all(state ^ (indices * np.uint64(_GAMMA))).view(np.int64)
+
+
+def _mix_all(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """`mix` of each value."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
+    return values ^ (values >> np.uint64(31))
 
 
 def mix(value: int) -> int:

@@ -71,28 +71,33 @@ class Sampler:
         )
         self._reports = Reports(num_rows, vocab_size, device)
         self._num_prompt_logprobs: dict[int, int] = {}  # by row
+        self._special: set[int] = set()  # rows that ask for more than a choice
         self._num_prompt: Longs = np.zeros(num_rows, dtype=np.int64)
         self._batch: _Batch | None = None
 
     def add(self, new: NewRow) -> None:
         """Take in a row's parameters. Raises InvalidRequest, having changed nothing, if they do not fit the model."""
-        check_ids(new, self._vocab_size)
-        for transform in self._transforms:
-            transform.add(new)
+        if asks_for_more(new):
+            check_ids(new, self._vocab_size)
+            self._special.add(new.row)
+            for transform in self._transforms:
+                transform.add(new)
+            self._reports.add(new)
+            if new.sampling.prompt_logprobs is not None:
+                self._num_prompt_logprobs[new.row] = new.sampling.prompt_logprobs
         self.choice.add(new)
-        self._reports.add(new)
-        if new.sampling.prompt_logprobs is not None:
-            self._num_prompt_logprobs[new.row] = new.sampling.prompt_logprobs
         self._num_prompt[new.row] = new.num_prompt_tokens
         self._batch = None
 
     def remove(self, row: int) -> None:
         """Forget a row. Idempotent."""
-        for transform in self._transforms:
-            transform.members.leave(row)
+        if row in self._special:
+            self._special.remove(row)
+            for transform in self._transforms:
+                transform.members.leave(row)
+            self._reports.remove(row)
+            self._num_prompt_logprobs.pop(row, None)
         self.choice.remove(row)
-        self._reports.remove(row)
-        self._num_prompt_logprobs.pop(row, None)
         self._batch = None
 
     @torch.inference_mode()
@@ -101,14 +106,14 @@ class Sampler:
         if not len(samples):
             return Sampled(torch.empty(0, dtype=torch.int64, device=self._device))
         batch = self._batch_of(samples.rows)
-        is_changed = bool(batch.transforms or batch.candidates or samples.masks)
+        is_changed = bool(batch.transforms or batch.candidates)
         if is_changed or not self.choice.takes_any_dtype:
             logits = logits.float().contiguous()
         raw = None if batch.logprobs is None else logits.index_select(0, batch.logprobs.positions)
         if batch.candidates is not None:
             logits = _as_logprobs(logits, batch.candidates)
         if samples.masks is not None:
-            self.choice.mask(logits, samples.masks)
+            self.choice.mask(logits, samples.masks, batch.choice, samples)
         step = Step(samples, history, self._num_prompt)
         for transform, part in batch.transforms:
             transform.apply(logits, part, step)
@@ -124,9 +129,9 @@ class Sampler:
         """Whether nothing changes the logits of any of `rows` before their tokens are chosen."""
         return not any(len(each.members) and each.members.among(rows).any() for each in self._transforms)
 
-    def num_listed(self, rows: Ints) -> int | None:
+    def num_listed(self, rows: Ints, *, guided: bool = False) -> int | None:
         """See `Reports.num_listed`."""
-        return self._reports.num_listed(rows)
+        return self._reports.num_listed(rows, guided=guided)
 
     def report(self, listing: Listing, rows: Ints) -> Report:
         """See `Reports.read`."""
@@ -147,6 +152,7 @@ class Sampler:
     def check(self) -> None:
         for transform in self._transforms:
             transform.members.check()
+            assert transform.members.rows <= self._special
         self.choice.check()
         self._reports.check()
 
@@ -178,6 +184,26 @@ class Sampler:
         named = self._reports.named(part, wanted)
         listing = list_logprobs(raw, part.take(token_ids), wanted.most(self._vocab_size), named)
         return self._reports.row_logprobs(listing, np.arange(len(rows)), rows)
+
+
+def asks_for_more(new: NewRow) -> bool:
+    """Whether a row uses any transform of this sampler, any report, or names token ids: all that its choice by
+    temperature, min_p, top_k and top_p does not need. Most rows do not, and a burst of them is added quickly."""
+    sampling = new.sampling
+    return bool(
+        sampling.allowed_token_ids is not None
+        or new.rules.bad_words
+        or sampling.min_tokens
+        or sampling.logit_bias
+        or sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+        or sampling.stop_token_ids
+        or sampling.logprobs is not None
+        or sampling.prompt_logprobs is not None
+        or sampling.logprob_token_ids
+        or new.num_candidates
+    )
 
 
 def _as_logprobs(logits: Tensor, part: Part) -> Tensor:

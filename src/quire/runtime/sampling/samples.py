@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,10 @@ class Samples:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def under(self, masks: Masks | None) -> Samples:
+        """The same samples under these masks."""
+        return self if masks is None or len(masks.samples) == 0 else replace(self, masks=masks)
+
     def select(self, chosen: Longs, on_device: Tensor) -> Samples:
         """Only the `chosen` samples [n], all different; `on_device` holds the same numbers."""
         masks = None if self.masks is None else _select(self.masks, chosen, len(self))
@@ -42,4 +46,6 @@ def _select(masks: Masks, chosen: Longs, count: int) -> Masks | None:
     where[chosen] = np.arange(len(chosen), dtype=np.int32)
     places = where[masks.samples]
     kept = places >= 0
-    return Masks(places[kept], masks.bits[kept]) if kept.any() else None
+    if not kept.any():
+        return None
+    return Masks(places[kept], masks.bits[kept], None if masks.changed is None else masks.changed[kept])

@@ -15,23 +15,12 @@ from quire.kernels.triton.sampling import SampleSpace, sample
 from quire.kernels.triton.sampling_filters import FilterSpace
 from quire.kernels.triton.sampling_weights import RowParameters
 from quire.runtime.sampling.history import TokenHistory
-from quire.runtime.sampling.rng import stream_start
+from quire.runtime.sampling.rng import stream_starts
+from quire.runtime.sampling.row_masks import RowMasks
+from quire.runtime.sampling.samples import Samples
 from quire.runtime.sampling.transforms.transform import Step
 from quire.runtime.transfer import Courier
 from quire.types.step import Ints, Masks, NewRow
-
-
-class _Parameters(NamedTuple):
-    """Of one row, in the order and the meaning of RowParameters."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    log_min_p: float
-    stream: int
-
-
-_DTYPES = (np.float32, np.int32, np.float64, np.float32, np.int64)  # of each
 
 
 class _Batch(NamedTuple):
@@ -42,7 +31,7 @@ class _Batch(NamedTuple):
 class TritonChoice:
     """One pass for all rows, however they are chosen; rows with top_k or top_p need a second.
 
-    Parameters of new rows wait on the host and go up together, before the next batch that is chosen.
+    Parameters of new rows wait on the host and go up together, before the next batch that is masked or chosen.
     """
 
     takes_any_dtype = True
@@ -51,16 +40,15 @@ class TritonChoice:
         self.vocab_size, self._device = vocab_size, device
         self._parameters = RowParameters.make(num_rows, device)
         self._space = SampleSpace.make(num_samples or num_rows, vocab_size, device, filtered=True)
+        self.masks = RowMasks(num_rows, vocab_size, device)
         self._courier = Courier(device)
-        self._waiting: dict[int, _Parameters] = {}
+        self._waiting: dict[int, NewRow] = {}
         self._narrow: npt.NDArray[np.bool_] = np.zeros(num_rows, dtype=np.bool_)  # rows with top_k or top_p
         self._narrow_rows: set[int] = set()  # the same: quicker to change
 
     def add(self, new: NewRow) -> None:
         sampling = new.sampling
-        log_min_p = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
-        start = stream_start(new.seed, new.sample_index)
-        self._waiting[new.row] = _Parameters(sampling.temperature, sampling.top_k, sampling.top_p, log_min_p, start)
+        self._waiting[new.row] = new
         has_filter = sampling.top_p < 1.0 or 0 < sampling.top_k < self.vocab_size
         self._set_narrow(new.row, has_filter and not sampling.is_greedy)
 
@@ -71,9 +59,18 @@ class TritonChoice:
     def prepare(self, rows: Ints) -> _Batch:
         return _Batch(self._courier.send(rows.astype(np.int32))[0], self.is_narrow(rows))
 
-    def mask(self, logits: Tensor, masks: Masks) -> None:
-        lines, bits = self._courier.send(masks.samples, masks.bits.view(np.int32))
-        apply_masks(logits, lines, bits)
+    def mask(self, logits: Tensor, masks: Masks, prepared: _Batch, samples: Samples) -> None:
+        """Masks of rows with one sample each stay on the device; a row that verifies a draft has a mask per sample."""
+        self.settle()
+        masked = samples.rows[masks.samples]
+        if len(masked) and np.bincount(samples.rows)[masked].max() > 1:
+            self.masks.forget(masked)
+            lines, bits = self._courier.send(masks.samples, masks.bits.view(np.int32))
+            apply_masks(logits, lines, bits)
+            return
+        self.masks.supply(samples.rows, masks)
+        self.masks.apply(logits, prepared.rows)
+        self.masks.mark_read()
 
     def choose(self, logits: Tensor, prepared: _Batch, step: Step) -> Tensor:  # [S]
         self.settle()
@@ -98,13 +95,21 @@ class TritonChoice:
         return bool(self._narrow_rows) and bool(self._narrow[rows].any())
 
     def settle(self) -> None:
-        """Bring the parameters of new rows to the device."""
+        """Bring the parameters of new rows to the device, and forget the masks of the rows' former sequences."""
         if not self._waiting:
             return
+        news = self._waiting.values()
+        asked = [new.sampling for new in news]
         rows = np.fromiter(self._waiting, dtype=np.int64)
-        columns = zip(*self._waiting.values(), strict=True)
-        arrays = [np.array(column).astype(dtype) for column, dtype in zip(columns, _DTYPES, strict=True)]
-        where, *values = self._courier.send(rows, *arrays)
+        self.masks.forget(rows)
+        where, *values = self._courier.send(
+            rows,
+            np.array([each.temperature for each in asked], dtype=np.float32),
+            np.array([each.top_k for each in asked], dtype=np.int32),
+            np.array([each.top_p for each in asked], dtype=np.float64),
+            np.array([_log(each.min_p) for each in asked], dtype=np.float32),
+            stream_starts([new.seed for new in news], [new.sample_index for new in news]),
+        )
         for target, numbers in zip(self._parameters, values, strict=True):
             target.index_copy_(0, where, numbers)
         self._waiting.clear()
@@ -117,6 +122,10 @@ class TritonChoice:
             return
         (self._narrow_rows.add if narrow else self._narrow_rows.remove)(row)
         self._narrow[row] = narrow
+
+
+def _log(min_p: float) -> float:
+    return math.log(min_p) if min_p > 0.0 else -math.inf
 
 
 def _first(space: SampleSpace, entries: int, *, narrow: bool) -> SampleSpace:

@@ -18,6 +18,7 @@ from quire.runtime.worker.rows import Rows
 from quire.types.step import StepPlan
 
 _NOTHING: Longs = np.empty(0, dtype=np.int64)
+_NO_SPANS: Longs = np.empty((0, 4), dtype=np.int64)
 
 
 class StepShape(NamedTuple):
@@ -34,7 +35,7 @@ class Batch:
     """A forward pass and which of its positions are wanted, in the order of the plan's sample_rows."""
 
     step: ForwardStep
-    samples: Samples
+    samples: Samples  # without masks
     rows: Tensor  # [samples]: the samples' rows
     wanted: Tensor  # [positions]: batch tokens whose logits are needed; one for each sample but for forks
     spread: Tensor | None  # [samples] into `wanted`, when several rows sample from one position
@@ -66,9 +67,10 @@ class BatchBuilder:
         rows = self._rows
         order = np.argsort(-rows.lengths[plan.decode_rows], kind="stable")  # longest first
         decodes = plan.decode_rows[order].astype(np.int64)
-        token_rows, positions = find_tokens(plan, decodes, rows.lengths)
+        spans = find_spans(plan)
+        token_rows, positions = find_tokens(decodes, rows.lengths, spans)
         lengths = rows.lengths[token_rows]
-        places = find_samples(plan, order, rows.lengths)
+        places = find_samples(plan, order, rows.lengths, spans)
         numbers = np.concatenate((
             token_rows * rows.capacity + positions,
             token_rows * rows.max_blocks + positions // rows.block_size,
@@ -90,7 +92,7 @@ class BatchBuilder:
             caches=self._cache.layers,
             attention=self._backend.prepare(self._attention(plan, decodes)),
         )
-        return make_batch(step, plan, places, chosen)
+        return make_batch(step, places, chosen)
 
     def _attention(self, plan: StepPlan, decodes: Longs) -> AttentionBatch:
         rows, size = self._rows, self._rows.block_size
@@ -127,13 +129,23 @@ class BatchBuilder:
             self._cache.clear(rows.tables.view(-1).index_select(0, index).long())
 
 
-def find_tokens(plan: StepPlan, decodes: Longs, lengths: Longs) -> tuple[Longs, Longs]:
-    """The row and the position of every token of the batch, given how long each row is."""
-    token_rows, positions = [decodes], [lengths[decodes] - 1]
-    for chunk in plan.chunks:
-        token_rows.append(np.full(chunk.num_tokens, chunk.row, dtype=np.int64))
-        positions.append(np.arange(chunk.start, chunk.start + chunk.num_tokens, dtype=np.int64))
-    return np.concatenate(token_rows), np.concatenate(positions)
+def find_spans(plan: StepPlan) -> Longs:  # [chunks, 4]
+    """Where the chunks lie: first token in the batch, its position in the row, number of tokens, row."""
+    if not plan.chunks:
+        return _NO_SPANS
+    spans = np.array([(0, chunk.start, chunk.num_tokens, chunk.row) for chunk in plan.chunks], dtype=np.int64)
+    spans[:, 0] = len(plan.decode_rows) + np.cumsum(spans[:, 2]) - spans[:, 2]
+    return spans
+
+
+def find_tokens(decodes: Longs, lengths: Longs, spans: Longs) -> tuple[Longs, Longs]:
+    """The row and the position of every token of the batch: decodes, given how long each row is, and chunks."""
+    if len(spans) == 0:
+        return decodes, lengths[decodes] - 1
+    begins, starts, counts, rows = spans.T
+    places = np.arange(len(decodes), int(begins[-1] + counts[-1]))  # of the chunks' tokens in the batch
+    positions = places + np.repeat(starts - begins, counts)
+    return np.concatenate([decodes, np.repeat(rows, counts)]), np.concatenate([lengths[decodes] - 1, positions])
 
 
 def slots_of(block_ids: Tensor, positions: Tensor, kv_heads: Tensor, size: int) -> Tensor:  # [tokens * kv heads]
@@ -142,45 +154,42 @@ def slots_of(block_ids: Tensor, positions: Tensor, kv_heads: Tensor, size: int) 
     return (first * size + (positions % size)[:, None]).reshape(-1)
 
 
-def find_samples(plan: StepPlan, order: Longs, lengths: Longs) -> Places:
-    """Where a plan samples, given the order in which its decodes are computed and how long each row is."""
+def find_samples(plan: StepPlan, order: Longs, lengths: Longs, spans: Longs) -> Places:
+    """Where a plan samples, given the order in which its decodes are computed, how long each row is, and where its
+    chunks lie."""
     first = np.empty(len(order), dtype=np.int64)
     first[order] = np.arange(len(order))
     rows = plan.sample_rows.astype(np.int64)
-    known = lengths[rows]
-    wanted, counts, grown = [first], [1] * len(order), np.ones(len(rows), dtype=np.bool_)
-    end, place = len(order), len(order)
-    for chunk in plan.chunks:
-        end += chunk.num_tokens
-        if not chunk.sample_rows:
-            continue
-        wanted.append(np.arange(end - chunk.num_sampled, end))
-        if chunk.num_sampled > 1:
-            last = place + chunk.num_sampled
-            known[place:last] += np.arange(1 - chunk.num_sampled, 1)
-            grown[place:last] = False
-            counts += [1] * chunk.num_sampled
-        else:
-            counts.append(len(chunk.sample_rows))
-        place += len(chunk.samples)
-    verifies = not bool(grown.all())
-    is_forked = len(rows) > len(counts)
-    return Places(
-        rows,
-        known,
-        np.concatenate(wanted),
-        np.repeat(np.arange(len(counts)), counts) if is_forked else _NOTHING,
-        np.flatnonzero(grown) if verifies else _NOTHING,
-        verifies,
-    )
+    known, ends = lengths[rows], spans[:, 0] + spans[:, 2]
+    num_rows = [len(chunk.sample_rows) for chunk in plan.chunks]
+    most_sampled = max((chunk.num_sampled for chunk in plan.chunks), default=1)
+    if most_sampled == 1 and max(num_rows, default=0) <= 1:  # one sample of each chunk at most
+        wanted = np.concatenate([first, ends[np.array(num_rows, dtype=np.bool_)] - 1])
+        return Places(rows, known, wanted, _NOTHING, _NOTHING, verifies=False)
+    forks = np.array(num_rows, dtype=np.int64)
+    sampled = np.where(forks > 0, [chunk.num_sampled for chunk in plan.chunks], 0)  # positions of each chunk
+    wanted = np.concatenate([first, _before(ends, sampled)])
+    counts = np.concatenate([np.ones_like(first), np.repeat(forks, sampled)])  # samples from each position
+    spread = np.repeat(np.arange(len(counts)), counts) if len(rows) > len(counts) else _NOTHING
+    if sampled.max() == 1:
+        return Places(rows, known, wanted, spread, _NOTHING, verifies=False)
+    num_samples = sampled * forks
+    verifies = np.repeat(sampled > 1, num_samples)
+    back = _before(np.zeros_like(sampled), num_samples) + 1  # 0 for the last sample of a chunk
+    known[len(order) :] += np.where(verifies, back, 0)
+    grown = np.concatenate([np.arange(len(order)), len(order) + np.flatnonzero(~verifies)])
+    return Places(rows, known, wanted, spread, grown, verifies=True)
 
 
-def make_batch(
-    step: ForwardStep, plan: StepPlan, places: Places, on_device: Sequence[Tensor], shape: StepShape | None = None
-) -> Batch:
+def _before(ends: Longs, counts: Longs) -> Longs:
+    """The counts[i] numbers before each of `ends`, rising."""
+    return np.repeat(ends - np.cumsum(counts), counts) + np.arange(int(counts.sum()))
+
+
+def make_batch(step: ForwardStep, places: Places, on_device: Sequence[Tensor], shape: StepShape | None = None) -> Batch:
     """`on_device` holds the first five of `places`."""
     rows, lengths, wanted, spread, grown = on_device
-    samples = Samples(places.rows.astype(np.int32), places.lengths, lengths, np.arange(len(places.rows)), plan.masks)
+    samples = Samples(places.rows.astype(np.int32), places.lengths, lengths, np.arange(len(places.rows)))
     return Batch(
         step,
         samples,

@@ -10,10 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.runtime.attention.triton import Span
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.sampling.samples import Longs
-from quire.runtime.worker.batch import Batch, StepShape, find_samples, find_tokens, make_batch, slots_of
+from quire.runtime.worker.batch import Batch, StepShape, find_samples, find_spans, find_tokens, make_batch, slots_of
 from quire.runtime.worker.device_state import DeviceState
 from quire.types.step import StepPlan
 
@@ -42,18 +41,18 @@ class DeviceBatchBuilder:
 
     def build(self, plan: StepPlan) -> Batch:
         rows, decodes = self._rows, plan.decode_rows.astype(np.int64)
-        token_rows, positions = find_tokens(plan, decodes, rows.lengths)
-        found = find_samples(plan, np.arange(len(decodes)), rows.lengths)
+        spans, cascade = find_spans(plan), self._shared.announce(plan.decode_rows)
+        token_rows, positions = find_tokens(decodes, rows.lengths, spans)
+        found = find_samples(plan, np.arange(len(decodes)), rows.lengths, spans)
         chosen = rows.courier.send(found.rows.astype(np.int32), *found[1:5])
-        spans, cascade = _spans(plan), self._shared.announce(plan.decode_rows)
         room, decoded = self._room(len(positions), spans), rows.lengths[decodes]
         shape = None if room is None else StepShape(room, len(decodes) > 0, len(spans) > 0, cascade)
-        tiles = self._tiles(spans, shape) if spans else None
+        tiles = self._tiles(spans, shape) if len(spans) else None
         if shape is not None:
             token_rows, positions = _pad(token_rows, shape.tokens, PADDING), _pad(positions, shape.tokens, 0)
             decoded = _pad(decoded, self._looked_at(shape), 0)
         step = self._step(token_rows, positions, decoded, tiles, shape, cascade=cascade)
-        return make_batch(step, plan, found, chosen, shape)
+        return make_batch(step, found, chosen, shape)
 
     def usual_shapes(self) -> list[StepShape]:
         """Those that most steps have: chunks alone, and chunks beside decodes."""
@@ -63,22 +62,24 @@ class DeviceBatchBuilder:
         """A step of that shape that is nothing but padding: it changes no row and no block."""
         padding = np.full(shape.tokens, PADDING, dtype=np.int64)
         decoded = np.zeros(self._looked_at(shape), dtype=np.int64)
-        tiles = self._tiles((), shape) if shape.chunks else None
+        nothing = StepPlan(step=0)
+        spans = find_spans(nothing)
+        tiles = self._tiles(spans, shape) if shape.chunks else None
         step = self._step(padding, np.zeros_like(padding), decoded, tiles, shape, cascade=shape.cascade)
-        found = find_samples(nothing := StepPlan(step=0), np.zeros(0, dtype=np.int64), self._rows.lengths)
+        found = find_samples(nothing, np.zeros(0, dtype=np.int64), self._rows.lengths, spans)
         chosen = self._rows.courier.send(found.rows.astype(np.int32), *found[1:5])
-        return make_batch(step, nothing, found, chosen, shape)
+        return make_batch(step, found, chosen, shape)
 
     def _looked_at(self, shape: StepShape) -> int:
         """How many tokens of a padded step are looked at for rows that decode: all those, then chunks and padding."""
         return min(shape.tokens, self._rows.spare) if shape.decodes else 0
 
-    def _tiles(self, spans: Sequence[Span], shape: StepShape | None) -> npt.NDArray[np.int32]:
+    def _tiles(self, spans: Longs, shape: StepShape | None) -> npt.NDArray[np.int32]:
         room = None if shape is None else self._attention.tile_room(shape.tokens)
         tiles: npt.NDArray[np.int32] = self._attention.tiles(spans, room).numpy()
         return tiles
 
-    def _room(self, num_tokens: int, spans: Sequence[Span]) -> int | None:
+    def _room(self, num_tokens: int, spans: Longs) -> int | None:
         """The bucket of a step; None for one that is larger, or cut into more pieces, than any has room for."""
         place = bisect_left(self._buckets, num_tokens)
         if place == len(self._buckets):
@@ -128,15 +129,6 @@ class DeviceBatchBuilder:
         size = self._rows.block_size
         blocks = self._rows.tables[rows.long(), positions // size]
         return slots_of(blocks, positions, self._kv_heads, size)
-
-
-def _spans(plan: StepPlan) -> list[Span]:
-    """Where the chunks lie in the batch."""
-    spans, begin = [], len(plan.decode_rows)
-    for chunk in plan.chunks:
-        spans.append((begin, chunk.start, chunk.num_tokens, chunk.row))
-        begin += chunk.num_tokens
-    return spans
 
 
 def _pad(numbers: Longs, room: int, filler: int) -> Longs:

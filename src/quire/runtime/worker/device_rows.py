@@ -31,7 +31,7 @@ class DeviceRows(Rows):
     def place(self, news: Sequence[NewRow]) -> None:
         super().place(news)
         self.num_placed += len(news)
-        for new in news:
+        for new in (new for new in news if new.block_ids):
             self.host_tables[new.row, : len(new.block_ids)] = new.block_ids
 
     def write(self, writes: Sequence[RowTokens]) -> None:

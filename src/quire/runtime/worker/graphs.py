@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.config.graphs import row_buckets
 from quire.runtime.models.registry import Model
@@ -22,8 +24,8 @@ from quire.runtime.sampling.triton_choice import TritonChoice
 from quire.runtime.worker.capture import Capture, Launch
 from quire.runtime.worker.device_lists import NOTHING_LISTED, ListSpace
 from quire.runtime.worker.device_state import DeviceState
-from quire.runtime.worker.output import StepOutput
-from quire.types.step import NO_ROWS, Ints, StepPlan
+from quire.runtime.worker.output import SampleStep, StepOutput, masked_samples
+from quire.types.step import NO_ROWS, Ints, Masks, StepPlan
 
 logger = logging.getLogger("quire.runtime")
 
@@ -36,7 +38,7 @@ class Sampling(Protocol):
     def only_chooses(self, rows: Ints) -> bool:
         """Whether nothing changes the logits of any of `rows` before their tokens are chosen."""
 
-    def num_listed(self, rows: Ints) -> int | None:
+    def num_listed(self, rows: Ints, *, guided: bool) -> int | None:
         """How many likeliest tokens tell all that `rows` want to know; -1: that is nothing, None: they do not."""
 
     def report(self, listing: Listing, rows: Ints) -> Report:
@@ -50,11 +52,20 @@ class Kind(NamedTuple):
     narrow: bool = False  # a row has top_k or top_p
     cascade: bool = False
     listed: int = NOTHING_LISTED  # likeliest tokens that are listed of each row, after the chosen token's logprob
+    guided: bool = False  # two graphs: one up to the logits, one from the masks on
 
 
 class _Graph(NamedTuple):
     launch: Launch
     listing: Listing | None  # where it leaves what it lists
+    sample: Launch | None = None  # of a guided kind: what comes after the masks
+
+
+class _Logits:
+    """Where the first graph of a guided kind leaves its logits for the second one."""
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None  # [bucket, vocab]
 
 
 class DecodeGraphs:
@@ -93,7 +104,7 @@ class DecodeGraphs:
     def rehearse(self, kind: Kind) -> None:
         """Launch the kernels of a graph, each once, over nothing but padding."""
         self._write(NO_ROWS, kind.bucket)
-        self._step(kind, self._listing(kind), layers=1)
+        self._choose(kind, self._logits(kind, layers=1), self._listing(kind))
 
     def capture(self, bucket: int) -> None:
         """Capture plain decoding of so many rows now, if it was not yet."""
@@ -106,37 +117,76 @@ class DecodeGraphs:
         rows = plan.decode_rows
         if plan.chunks or plan.masks is not None or not 0 < len(rows) <= self._buckets[-1]:
             return False
-        listed = self._sampling.num_listed(rows)
+        listed = self._sampling.num_listed(rows, guided=plan.guided)
         return listed is not None and listed <= self._lists.most_listed and self._sampling.only_chooses(rows)
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute and sample the plan's rows, which grow by a token each. Only enqueues, unless it must capture."""
+        return self._output(plan, self._launch(plan), None)
+
+    def begin(self, plan: StepPlan) -> SampleStep:
+        """Compute the logits of a guided plan. What this returns samples; it is called before the next step begins."""
+        return partial(self._sample, plan, self._launch(plan))
+
+    def _launch(self, plan: StepPlan) -> _Graph:
         rows = plan.decode_rows
-        kind = self._kind(rows)
+        kind = self._kind(rows, guided=plan.guided)
         graph = self._graphs.get(kind) or self._make(kind)
         self._write(rows, kind.bucket)
         self._choice.settle()
         graph.launch()
+        return graph
+
+    def _sample(self, plan: StepPlan, graph: _Graph, masks: Masks | None) -> StepOutput:
+        assert graph.sample is not None
+        self._choice.masks.supply(plan.decode_rows, masks)
+        graph.sample()
+        self._choice.masks.mark_read()
+        return self._output(plan, graph, masks)
+
+    def _output(self, plan: StepPlan, graph: _Graph, masks: Masks | None) -> StepOutput:
+        rows = plan.decode_rows
         self._rows.lengths[rows] += 1
         report = NO_REPORT if graph.listing is None else self._sampling.report(graph.listing, rows)
-        return StepOutput(plan, self._token_ids[: len(rows)], report)
+        return StepOutput(plan, self._token_ids[: len(rows)], report, masked=masked_samples(masks))
 
-    def _kind(self, rows: Ints) -> Kind:
-        listed = self._sampling.num_listed(rows)
+    def _kind(self, rows: Ints, *, guided: bool) -> Kind:
+        listed = self._sampling.num_listed(rows, guided=guided)
         assert listed is not None
         return Kind(
             next(bucket for bucket in self._buckets if bucket >= len(rows)),
             self._choice.is_narrow(rows),
             self._state.shared.announce(rows),
             self._lists.room(listed),
+            guided,
         )
 
     def _make(self, kind: Kind) -> _Graph:
         """Capture over nothing but padding, which changes no row."""
         start, listing = time.perf_counter(), self._listing(kind)
         self._write(NO_ROWS, kind.bucket)
-        graph = self._graphs[kind] = _Graph(self._capture.record(lambda: self._step(kind, listing)), listing)
+        if kind.guided:
+            graph = self._make_guided(kind, listing)
+        else:
+            graph = _Graph(self._capture.record(lambda: self._choose(kind, self._logits(kind), listing)), listing)
+        self._graphs[kind] = graph
         logger.info("captured decoding: %s, in %.2f s", kind, time.perf_counter() - start)
+        return graph
+
+    def _make_guided(self, kind: Kind, listing: Listing | None) -> _Graph:
+        """Two graphs. The memory of the logits between them is kept while both are captured. Afterwards it belongs to
+        the graphs' common pool again: no other graph runs between these two, so none overwrites it when it matters."""
+        logits = _Logits()
+
+        def forward() -> None:
+            logits.tensor = self._logits(kind)
+
+        def sample() -> None:
+            assert logits.tensor is not None
+            self._choose(kind, logits.tensor, listing)
+
+        graph = _Graph(self._capture.record(forward), listing, self._capture.record(sample))
+        logits.tensor = None
         return graph
 
     def _write(self, rows: Ints, bucket: int) -> None:
@@ -150,19 +200,27 @@ class DecodeGraphs:
         self._rows.courier.send_into(self._places[:bucket], places)
         self._written = rows
 
-    def _step(self, kind: Kind, listing: Listing | None, *, layers: int | None = None) -> None:
-        """What a graph holds; fewer `layers` launch the same kernels less often."""
+    def _logits(self, kind: Kind, *, layers: int | None = None) -> Tensor:  # [bucket, vocab]
+        """The first part of what graphs hold; fewer `layers` launch the same kernels less often."""
         bucket = kind.bucket
         entries, lengths, positions = self._entries[:bucket], self._lengths[:bucket], self._positions[:bucket]
-        token_ids, history = self._token_ids[:bucket], self._rows.history
-        torch.index_select(history.lengths, 0, self._places[:bucket], out=lengths)
+        torch.index_select(self._rows.history.lengths, 0, self._places[:bucket], out=lengths)
         plan = self._state.attention.plan(entries, positions, lengths, self._rows.tables, None, cascade=kind.cascade)
-        embedded = self._stack.newest(entries, history, positions)
+        embedded = self._stack.newest(entries, self._rows.history, positions)
         hidden = self._stack.run(embedded, plan, self._state.cache.layers, layers)
-        logits = self._model.logits(hidden)
-        self._choice.choose_into(token_ids, logits, entries, lengths, history, narrow=kind.narrow)
+        return self._model.logits(hidden)
+
+    def _choose(self, kind: Kind, logits: Tensor, listing: Listing | None) -> None:
+        """The second part: from logits, which masks change, to the token that each row grows by."""
+        entries, lengths = self._entries[: kind.bucket], self._lengths[: kind.bucket]
+        token_ids, raw = self._token_ids[: kind.bucket], logits
+        if kind.guided:
+            if listing is not None:
+                logits = logits.clone()  # the list is of logits before masks
+            self._choice.masks.apply(logits, entries)
+        self._choice.choose_into(token_ids, logits, entries, lengths, self._rows.history, narrow=kind.narrow)
         if listing is not None:
-            self._lists.fill(listing, logits)
+            self._lists.fill(listing, raw)
         self._rows.append_on_device(entries, token_ids)
 
     def _listing(self, kind: Kind) -> Listing | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from quire.runtime.pending import Pending
 from quire.runtime.sampling.failures import row_failures
 from quire.runtime.sampling.reports import NO_REPORT, Report
 from quire.runtime.speculation.drafter import NO_DRAFTS
-from quire.types.step import NO_ROWS, PromptLogprobs, RowDraft, RowFailure, StepPlan, StepResult
+from quire.types.step import NO_ROWS, Ints, Masks, PromptLogprobs, RowDraft, RowFailure, StepPlan, StepResult
 
 _Part = TypeVar("_Part")
 
@@ -29,6 +29,7 @@ class StepOutput:
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     failures: tuple[RowFailure, ...] = ()
     drafts: Pending[tuple[RowDraft, ...]] = NO_DRAFTS
+    masked: Ints = field(default_factory=lambda: NO_ROWS)  # places of the samples that had a mask
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -38,16 +39,24 @@ class StepOutput:
     def result(self, on_host: Sequence[Tensor]) -> StepResult:
         """The result, given `tensors` on the host; they may be overwritten afterwards."""
         tokens, numbers = on_host[0].numpy().astype(np.int32), iter(on_host[1:])
-        masked = NO_ROWS if self.plan.masks is None else self.plan.masks.samples
         return StepResult(
             self.plan.step,
             tokens.clip(min=0),
             _read(self.report.logprobs, numbers),
             self.prompt_logprobs,
-            self.failures + row_failures(self.plan.sample_rows, tokens, masked),
+            self.failures + row_failures(self.plan.sample_rows, tokens, self.masked),
             _read(self.report.candidates, numbers),
             _read(self.drafts, numbers),
         )
+
+
+SampleStep = Callable[[Masks | None], StepOutput]
+"""The second half of a step whose forward pass is launched: samples under these masks, and updates the rows."""
+
+
+def masked_samples(masks: Masks | None) -> Ints:
+    """The places of samples that have a mask."""
+    return NO_ROWS if masks is None else masks.samples
 
 
 def _read(part: Pending[_Part], numbers: Iterator[Tensor]) -> _Part:

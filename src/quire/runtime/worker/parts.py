@@ -16,7 +16,7 @@ from quire.runtime.layers.builder import TORCH_DTYPES
 from quire.runtime.models.registry import Model
 from quire.runtime.worker.batch import Batch, BatchBuilder
 from quire.runtime.worker.cache import KVCache
-from quire.runtime.worker.output import StepOutput
+from quire.runtime.worker.output import SampleStep, StepOutput
 from quire.runtime.worker.rows import Rows
 from quire.runtime.worker.runner import Batches, Forward, RowSampler
 from quire.runtime.worker.virtual_batch import VirtualBatchBuilder
@@ -34,6 +34,9 @@ class Graphs(Protocol):
     def run(self, plan: StepPlan) -> StepOutput:
         """Run it, rows updated."""
 
+    def begin(self, plan: StepPlan) -> SampleStep:
+        """Run a guided step up to its logits. What this returns samples; it is called before the next step begins."""
+
 
 class NoGraphs:
     """Nothing is captured."""
@@ -42,6 +45,9 @@ class NoGraphs:
         return False
 
     def run(self, plan: StepPlan) -> StepOutput:
+        raise AssertionError(f"step {plan.step} was not taken")
+
+    def begin(self, plan: StepPlan) -> SampleStep:
         raise AssertionError(f"step {plan.step} was not taken")
 
 

@@ -36,6 +36,7 @@ def prepare(batches: DeviceBatchBuilder, forward: ForwardGraphs, graphs: DecodeG
             graphs.rehearse(Kind(bucket, cascade=True))
         for listed in (0, 8):
             graphs.rehearse(Kind(first, listed=listed))
+        graphs.rehearse(Kind(first, guided=True))  # masks are applied by one kernel, whatever the bucket
         for shape in shapes:
             forward.rehearse(batches.blank(shape))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -13,9 +15,9 @@ from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.reports import NO_REPORT, Report, merged
 from quire.runtime.sampling.samples import Samples
 from quire.runtime.worker.batch import Batch
-from quire.runtime.worker.output import StepOutput
+from quire.runtime.worker.output import SampleStep, StepOutput, masked_samples
 from quire.runtime.worker.rows import Rows
-from quire.types.step import Chunk, NewRow, PromptLogprobs, RowFailure, StepPlan
+from quire.types.step import Chunk, Masks, NewRow, PromptLogprobs, RowFailure, StepPlan
 
 _PROMPT_LOGPROBS_AT_ONCE = 128  # positions whose logits are held at a time
 
@@ -52,6 +54,19 @@ class Forward(Protocol):
         """All layers: hidden states [tokens, hidden], padding included; fills the cache."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """A step after its forward pass."""
+
+    plan: StepPlan
+    batch: Batch
+    hidden: Tensor  # [tokens, hidden]
+    logits: Tensor | None  # [samples, vocab], if all samples are chosen at once
+    failed: frozenset[int]
+    prompt_logprobs: tuple[PromptLogprobs, ...]
+    failures: tuple[RowFailure, ...]
+
+
 class Runner:
     """Forward, logits of the positions needed, sample, row update."""
 
@@ -69,41 +84,50 @@ class Runner:
 
     def run(self, plan: StepPlan, failed: frozenset[int]) -> StepOutput:
         """`failed` rows are computed but never handed to the sampler; their token is 0."""
+        return self.begin(plan, failed)(plan.masks)
+
+    def begin(self, plan: StepPlan, failed: frozenset[int]) -> SampleStep:
+        """Run everything up to the logits. What this returns samples; it is called before the next step begins."""
         batch = self._batches.build(plan)
         hidden = self._forward(batch)  # [tokens, hidden]
         failures: list[RowFailure] = []
         prompt_logprobs = self._prompt_logprobs(plan, hidden, failed, failures)
-        token_ids, report = self._sample(hidden, batch, failed)
-        self._append(batch, token_ids)
-        return StepOutput(plan, token_ids, report, prompt_logprobs, tuple(failures))
+        logits = None
+        if 0 < len(batch.samples) <= self._num_samples and failed.isdisjoint(batch.samples.rows.tolist()):
+            logits = self._logits(hidden, batch.wanted, batch.spread)
+        return partial(self._finish, _Computed(plan, batch, hidden, logits, failed, prompt_logprobs, tuple(failures)))
 
-    def _sample(self, hidden: Tensor, batch: Batch, failed: frozenset[int]) -> tuple[Tensor, Report]:
+    def _finish(self, computed: _Computed, masks: Masks | None) -> StepOutput:
+        batch, samples = computed.batch, computed.batch.samples.under(masks)
+        if len(samples) == 0:
+            token_ids, report = torch.empty(0, dtype=torch.int64, device=computed.hidden.device), NO_REPORT
+        elif computed.logits is not None:
+            sampled = self._sampler.sample(computed.logits, samples, self._rows.history)
+            token_ids, report = sampled.token_ids, sampled.report
+        else:
+            token_ids, report = self._sample_in_parts(computed, samples)
+        self._append(batch, token_ids)
+        plan, prompt_logprobs = computed.plan, computed.prompt_logprobs
+        return StepOutput(plan, token_ids, report, prompt_logprobs, computed.failures, masked=masked_samples(masks))
+
+    def _sample_in_parts(self, computed: _Computed, samples: Samples) -> tuple[Tensor, Report]:
         """At most `num_samples` at a time: steps that verify long drafts need no more memory than others."""
-        rows, at_once = batch.samples.rows.tolist(), self._num_samples
-        if len(rows) <= at_once and failed.isdisjoint(rows):
-            return self._sample_of(hidden, batch.samples, batch.wanted, batch.spread)
-        kept = np.flatnonzero([row not in failed for row in rows])
-        token_ids, reports = torch.zeros(len(rows), dtype=torch.int64, device=hidden.device), []
+        hidden, batch, at_once = computed.hidden, computed.batch, self._num_samples
+        kept = np.flatnonzero([row not in computed.failed for row in samples.rows.tolist()])
+        token_ids, reports = torch.zeros(len(samples), dtype=torch.int64, device=hidden.device), []
+        wanted = batch.wanted if batch.spread is None else batch.wanted.index_select(0, batch.spread)
         for start in range(0, len(kept), at_once):
             some = kept[start : start + at_once]
             index = self._rows.upload(some)
-            wanted = batch.wanted if batch.spread is None else batch.wanted.index_select(0, batch.spread)
-            samples = batch.samples.select(some, index)
-            sampled, report = self._sample_of(hidden, samples, wanted.index_select(0, index), None)
-            token_ids.index_copy_(0, index, sampled)
-            reports.append(report)
+            logits = self._logits(hidden, wanted.index_select(0, index), None)
+            sampled = self._sampler.sample(logits, samples.select(some, index), self._rows.history)
+            token_ids.index_copy_(0, index, sampled.token_ids)
+            reports.append(sampled.report)
         return token_ids, merged(reports)
 
-    def _sample_of(
-        self, hidden: Tensor, samples: Samples, wanted: Tensor, spread: Tensor | None
-    ) -> tuple[Tensor, Report]:
-        if len(samples) == 0:
-            return torch.empty(0, dtype=torch.int64, device=hidden.device), NO_REPORT
+    def _logits(self, hidden: Tensor, wanted: Tensor, spread: Tensor | None) -> Tensor:  # [samples, vocab]
         logits = self._model.logits(hidden.index_select(0, wanted))  # [positions, vocab]
-        if spread is not None:
-            logits = logits.index_select(0, spread)  # [samples, vocab]
-        sampled = self._sampler.sample(logits, samples, self._rows.history)
-        return sampled.token_ids, sampled.report
+        return logits if spread is None else logits.index_select(0, spread)
 
     def _append(self, batch: Batch, token_ids: Tensor) -> None:
         rows = batch.samples.rows

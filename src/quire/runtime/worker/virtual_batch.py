@@ -10,7 +10,7 @@ import torch
 from quire.runtime.attention.virtual import VirtualSpans
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.sampling.samples import Longs
-from quire.runtime.worker.batch import Batch, find_samples, find_tokens, make_batch
+from quire.runtime.worker.batch import Batch, find_samples, find_spans, find_tokens, make_batch
 from quire.runtime.worker.virtual_cache import VirtualCache
 from quire.runtime.worker.virtual_rows import VirtualRows
 from quire.types.step import StepPlan
@@ -30,11 +30,12 @@ class VirtualBatchBuilder:
 
     def build(self, plan: StepPlan) -> Batch:
         rows, decodes = self._rows, plan.decode_rows.astype(np.int64)
-        token_rows, positions = find_tokens(plan, decodes, rows.lengths)
+        spans = find_spans(plan)
+        token_rows, positions = find_tokens(decodes, rows.lengths, spans)
         self._cache.ranges.settle(token_rows)
         tokens = self._firsts(token_rows) + positions
         lengths = rows.lengths[token_rows]
-        places = find_samples(plan, np.arange(len(decodes)), rows.lengths)
+        places = find_samples(plan, np.arange(len(decodes)), rows.lengths, spans)
         where, token, position, length, *chosen = rows.courier.send(
             token_rows * rows.capacity + positions, tokens, positions, lengths, *places[:5]
         )
@@ -47,7 +48,7 @@ class VirtualBatchBuilder:
             caches=self._cache.layers,
             attention=self._backend.prepare(self._spans(plan, decodes)),
         )
-        return make_batch(step, plan, places, chosen)
+        return make_batch(step, places, chosen)
 
     def _firsts(self, rows: Longs) -> Longs:
         """Where each row's tokens begin among those of the cache."""

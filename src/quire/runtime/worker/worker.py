@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 import torch
 
 from quire.config.engine import EngineConfig
@@ -13,11 +16,20 @@ from quire.runtime.models.registry import Model
 from quire.runtime.speculation.drafter import NO_DRAFTER, Drafter
 from quire.runtime.tiers.tiers import NO_TIERS, Tiers
 from quire.runtime.worker.cache import KVCache
-from quire.runtime.worker.output import StepOutput
+from quire.runtime.worker.output import SampleStep, StepOutput
 from quire.runtime.worker.parts import make_parts
 from quire.runtime.worker.runner import RowSampler, Runner
 from quire.types.errors import InvalidRequest
-from quire.types.step import Ints, NewRow, RowFailure, RowTokens, StepPlan
+from quire.types.step import Ints, Masks, NewRow, RowFailure, RowTokens, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _Owed:
+    """A guided step that waits for its masks."""
+
+    step: int
+    sample: SampleStep
+    failures: tuple[RowFailure, ...]  # so far
 
 
 class Worker:
@@ -42,6 +54,7 @@ class Worker:
         self.drafter: Drafter = NO_DRAFTER
         self.tiers: Tiers = NO_TIERS
         self._failed: set[int] = set()  # live rows whose own code raised when they were added
+        self._owed: _Owed | None = None
 
     @torch.inference_mode()
     def prepare(self, seconds: float) -> None:
@@ -52,21 +65,37 @@ class Worker:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Carry a plan out in its fixed order. On a GPU it may still be running when this returns."""
-        self._release(plan.released)
-        failures = self._add(plan.new_rows) if plan.new_rows else ()
-        failures += self._write(plan.writes) if plan.writes else ()
-        self.rows.grant(plan.grant_rows, plan.grant_slots, plan.grant_blocks)
-        self.tiers.obey(plan.transfers)
-        self.cache.copy(plan.copies)
+        """Carry a plan out that is not guided, in its fixed order. On a GPU it may still run when this returns."""
+        self._check_order(plan, guided=False)
+        failures = self._update(plan)
         if plan.num_tokens == 0:
-            output = StepOutput(plan, torch.empty(0, dtype=torch.int64, device=self.rows.device))
-        elif not self._failed and self._graphs.takes(plan):
+            output = self._nothing(plan, plan.masks)
+        elif self._by_graph(plan):
             output = self._graphs.run(plan)
         else:
             output = self._runner.run(plan, frozenset(self._failed))
-        drafts = self.drafter.follow(plan, output.token_ids)
-        return replace(output, failures=failures + output.failures, drafts=drafts)
+        return self._complete(output, failures)
+
+    @torch.inference_mode()
+    def begin(self, plan: StepPlan) -> None:
+        """Carry a guided plan out up to its logits. `supply_masks` must follow before any other plan."""
+        self._check_order(plan, guided=True)
+        failures = self._update(plan)
+        if plan.num_tokens == 0:
+            sample: SampleStep = partial(self._nothing, plan)
+        elif self._by_graph(plan):
+            sample = self._graphs.begin(plan)
+        else:
+            sample = self._runner.begin(plan, frozenset(self._failed))
+        self._owed = _Owed(plan.step, sample, failures)
+
+    @torch.inference_mode()
+    def supply_masks(self, masks: Masks | None) -> StepOutput:
+        """Sample the guided plan that was begun last, under these masks; samples that they do not name are free."""
+        owed, self._owed = self._owed, None
+        if owed is None:
+            raise RuntimeError("masks were supplied, but no guided plan waits for any: begin one first")
+        return self._complete(owed.sample(masks), owed.failures)
 
     def check(self) -> None:
         """Waits for the device."""
@@ -75,19 +104,52 @@ class Worker:
         self.tiers.check()
         assert all(self.rows.live[row] for row in self._failed)
 
+    def _check_order(self, plan: StepPlan, *, guided: bool) -> None:
+        if self._owed is not None:
+            raise RuntimeError(
+                f"step {plan.step} was launched while step {self._owed.step} waits for its masks: supply them first"
+            )
+        if plan.guided != guided:
+            raise RuntimeError(f"step {plan.step}: guided plans are begun, all other plans are executed")
+        if guided and plan.masks is not None:
+            raise RuntimeError(f"step {plan.step} is guided and has masks: its masks must come with supply_masks")
+
+    def _by_graph(self, plan: StepPlan) -> bool:
+        return not self._failed and self._graphs.takes(plan)
+
+    def _update(self, plan: StepPlan) -> tuple[RowFailure, ...]:
+        """All that comes before the forward pass."""
+        self._release(plan.released)
+        failures = self._add(plan.new_rows) if plan.new_rows else ()
+        failures += self._write(plan.writes) if plan.writes else ()
+        self.rows.grant(plan.grant_rows, plan.grant_slots, plan.grant_blocks)
+        self.tiers.obey(plan.transfers)
+        self.cache.copy(plan.copies)
+        return failures
+
+    def _nothing(self, plan: StepPlan, masks: Masks | None) -> StepOutput:  # noqa: ARG002
+        """What a plan without tokens samples."""
+        return StepOutput(plan, torch.empty(0, dtype=torch.int64, device=self.rows.device))
+
+    def _complete(self, output: StepOutput, failures: tuple[RowFailure, ...]) -> StepOutput:
+        """All that comes after sampling."""
+        drafts = self.drafter.follow(output.plan, output.token_ids)
+        return replace(output, failures=failures + output.failures, drafts=drafts)
+
     def _release(self, rows: tuple[int, ...]) -> None:
         self.rows.release(rows)
+        self._failed.difference_update(rows)
         for row in rows:
-            self._failed.discard(row)
             self._sampler.remove(row)
 
     def _add(self, news: tuple[NewRow, ...]) -> tuple[RowFailure, ...]:
         """A row that fails is placed all the same, with tokens the model knows: its share of the plan is computed, as
         others may read the blocks of a prompt it shares with them."""
-        placed, failures = [], []
+        placed, failures, known = [], [], self._are_known(news)
         for new in news:
             try:
-                self._check_tokens(new.token_ids)
+                if not known:
+                    self._check_tokens(new.token_ids)
                 self._sampler.add(new)
             except Exception as error:  # noqa: BLE001  this row's own code: only its request ends
                 self._failed.add(new.row)
@@ -99,17 +161,21 @@ class Worker:
 
     def _write(self, writes: tuple[RowTokens, ...]) -> tuple[RowFailure, ...]:
         """As with new rows, one that holds a token the model does not know fails alone."""
-        written, failures = [], []
-        for write in writes:
+        written, failures, known = list(writes), [], self._are_known(writes)
+        for place, write in enumerate(() if known else writes):
             try:
                 self._check_tokens(write.token_ids)
             except InvalidRequest as error:
                 self._failed.add(write.row)
                 failures.append(RowFailure(write.row, str(error)))
-                write = replace(write, token_ids=write.token_ids.clip(0, self._vocab_size - 1))
-            written.append(write)
+                written[place] = replace(write, token_ids=write.token_ids.clip(0, self._vocab_size - 1))
         self.rows.write(written)
         return tuple(failures)
+
+    def _are_known(self, lines: Sequence[NewRow | RowTokens]) -> bool:
+        """Whether the model knows all tokens of all these rows."""
+        tokens = np.concatenate([line.token_ids for line in lines])
+        return len(tokens) == 0 or bool(tokens.min() >= 0 and tokens.max() < self._vocab_size)
 
     def _check_tokens(self, token_ids: Ints) -> None:
         if token_ids.min(initial=0) < 0 or token_ids.max(initial=0) >= self._vocab_size:

@@ -17,7 +17,7 @@ from quire.runtime.loading.resolve import ModelFiles
 from quire.types.errors import EngineDead
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
-from quire.types.step import Chunk, NewRow, StepPlan
+from quire.types.step import Chunk, Masks, NewRow, StepPlan
 from tiny_models import DEVICE, VOCAB, engine_config, tiny_config
 
 FILES = ModelFiles("tiny", Path("nowhere"), "hf")
@@ -84,6 +84,78 @@ def test_a_closed_executor_refuses_work_and_may_be_closed_again() -> None:
     single.close()
     with pytest.raises(EngineDead):
         single.launch(StepPlan(step=0))
+
+
+def only(*tokens: int) -> Masks:
+    """A mask for each of the first samples: one token alone is allowed."""
+    bits = np.zeros((len(tokens), -(-VOCAB // 32)), dtype=np.uint32)
+    for line, token in enumerate(tokens):
+        bits[line, token // 32] = 1 << (token % 32)
+    return Masks(np.arange(len(tokens), dtype=np.int32), bits)
+
+
+def test_a_guided_step_is_sampled_when_its_masks_come_while_the_step_before_can_be_collected() -> None:
+    single, decode = executor(), np.array([0], dtype=np.int32)
+    single.launch(StepPlan(step=0, new_rows=(row(0, 5),), chunks=(Chunk(0, 0, 5, (0,)),)))
+    single.launch(StepPlan(step=1, decode_rows=decode, guided=True))
+    assert single.collect().step == 0
+    with pytest.raises(RuntimeError, match="the step to collect waits for its masks"):
+        single.collect()
+    with pytest.raises(RuntimeError, match="step 2 was launched while step 1 waits for its masks"):
+        single.launch(StepPlan(step=2, decode_rows=decode))
+    single.supply_masks(only(40))
+    result = single.collect()
+    assert (result.step, result.token_ids.tolist()) == (1, [40])
+    with pytest.raises(RuntimeError, match="no guided plan waits"):
+        single.supply_masks(None)
+    single.launch(StepPlan(step=2, decode_rows=decode, guided=True))
+    single.supply_masks(None)
+    assert single.collect().failures == ()
+    single.check()
+
+
+def test_a_closed_executor_takes_no_masks() -> None:
+    single = executor()
+    single.launch(StepPlan(step=0, new_rows=(row(0, 5),), chunks=(Chunk(0, 0, 5, (0,)),), guided=True))
+    single.close()
+    with pytest.raises(EngineDead):
+        single.supply_masks(None)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_on_a_gpu_guided_steps_wait_for_nothing_and_choose_what_masks_in_the_plan_choose() -> None:
+    rng, both = np.random.default_rng(0), np.array([0, 1], dtype=np.int32)
+    words = -(-VOCAB // 32)
+    bits = [rng.integers(0, 2**32, (2, words), dtype=np.uint32) for _ in range(6)]
+    bits[3][1] = bits[2][1]
+    answers = []
+    for guided in (False, True):
+        config = engine_config(block_size=16, rows=4, device="cuda")
+        single = SingleExecutor(FILES, tiny_config(), config, load_format="dummy")
+        rows = (row(0, 5, logprobs=2), row(1, 5, temperature=1.0))
+        single.launch(StepPlan(step=0, new_rows=rows, chunks=(Chunk(0, 0, 5, (0,)), Chunk(1, 0, 5, (1,)))))
+        found = [single.collect().token_ids.tolist()]
+        for step, allowed in enumerate(bits):
+            changed = np.array([True, step != 3])
+            masks = Masks(both, allowed.copy(), changed if guided else None)
+            if not guided:
+                single.launch(StepPlan(step=1 + step, decode_rows=both, masks=masks))
+            else:
+                torch.cuda.set_sync_debug_mode("default" if step == 0 else "error")  # the first step is captured
+                try:
+                    single.launch(StepPlan(step=1 + step, decode_rows=both, guided=True))
+                    single.supply_masks(masks)
+                    masks.bits[:] = 0
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            result = single.collect()
+            assert result.logprobs[0].entry.token_ids[0] == result.token_ids[0]
+            found.append(result.token_ids.tolist())
+        single.check()
+        answers.append(found)
+    assert answers[0] == answers[1]
 
 
 def test_threads_are_those_of_the_config() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.runtime.sampling.rng import Streams
+from quire.runtime.sampling.rng import Streams, stream_start, stream_starts
 from tests.unit.runtime.sampling import naive
 from tests.unit.runtime.sampling.bench import CPU
 
@@ -31,6 +31,13 @@ def test_the_numbers_are_those_of_the_plain_definition() -> None:
     for sample_index in (0, 1, 16_383):
         expected = [naive.uniform(seed, sample_index, n) for seed, n in zip(seeds, counts, strict=True)]
         assert uniform(seeds, counts, sample_index).tolist() == expected
+
+
+def test_streams_of_many_rows_start_where_those_of_single_rows_do() -> None:
+    seeds = [0, 1, -1, -(2**63), 2**63 - 1, 2**63, 2**64 - 1, 2**64 + 5, 12345]
+    indices = [0, 1, 7, 16_383, 0, 2, 1, 3, 5]
+    wanted = [stream_start(seed, index) for seed, index in zip(seeds, indices, strict=True)]
+    assert stream_starts(seeds, indices).tolist() == wanted
 
 
 def test_one_seed_gives_uniform_numbers_along_its_output() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.runtime.sampling.failures import row_failures
+from quire.runtime.sampling.sampler import asks_for_more
 from quire.types.errors import InvalidRequest
-from quire.types.sampling import TokenRules
+from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import Masks, NewRow
 from tests.unit.runtime.sampling.bench import CPU, Bench, new_row
 from tests.unit.runtime.sampling.naive import acceptable_tokens
@@ -295,3 +296,48 @@ def test_both_devices_draw_the_same_tokens_but_for_rounding() -> None:
             bench.add(new)
         tokens.append([bench.tokens(logits, range(len(MENU))) for _ in range(20)])
     assert tokens[0] == tokens[1]
+
+
+# What makes a row ask for more than a choice; `bad_words` reaches the sampler as token rules.
+MORE: dict[str, Any] = {
+    "allowed_token_ids": [3],
+    "min_tokens": 1,
+    "logit_bias": {3: 1.0},
+    "repetition_penalty": 1.1,
+    "presence_penalty": -0.1,
+    "frequency_penalty": 0.1,
+    "stop_token_ids": [3],
+    "logprobs": 0,
+    "prompt_logprobs": 0,
+    "logprob_token_ids": [3],
+}
+CHOICE = {"temperature", "top_p", "top_k", "min_p", "seed"}
+OF_OTHERS = {  # parameters that the sampler never looks at
+    "n", "stop", "bad_words", "ignore_eos", "max_tokens", "detokenize", "skip_special_tokens", "best_of", "rank_by",
+    "spaces_between_special_tokens", "include_stop_str_in_output", "repetition_detection", "structured_outputs",
+}  # fmt: skip
+
+
+def test_rows_that_use_a_transform_or_a_report_are_told_from_those_that_only_choose() -> None:
+    assert {each.name for each in fields(SamplingParams)} == MORE.keys() | CHOICE | OF_OTHERS
+    for name, value in MORE.items():
+        assert asks_for_more(new_row(**{name: value})), name
+    assert asks_for_more(new_row(rules=TokenRules(bad_words=((1, 2),))))
+    assert asks_for_more(replace(new_row(), num_candidates=1))
+    assert not asks_for_more(new_row(temperature=0.5, top_p=0.5, top_k=4, min_p=0.1, rules=TokenRules(end_ids=(2,))))
+
+
+def test_a_row_that_only_chooses_keeps_nothing_of_the_row_before_it() -> None:
+    bench, logits = Bench(VOCAB), torch.zeros(1, VOCAB)
+    logits[0, 9] = 1.0
+    bench.add(new_row(0, temperature=0.0, logit_bias={5: 50.0}, logprobs=2))
+    assert bench.tokens(logits, [0]) == [5]
+    bench.sampler.remove(0)
+    bench.add(new_row(0, temperature=0.0))
+    bench.sampler.check()
+    sampled = bench.sample(logits, [0])
+    assert sampled.token_ids.tolist() == [9]
+    assert bench.logprobs(sampled) == ()
+    bench.sampler.remove(0)
+    bench.sampler.remove(0)
+    bench.sampler.check()
