@@ -12,6 +12,7 @@ guided plan needs only tokens that are on the device, and the masks of allowed t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,16 +29,14 @@ NO_ROWS: Ints = np.empty(0, dtype=np.int32)
 NO_ROWS.setflags(write=False)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
+class BlockCopy(NamedTuple):
     """A copy of one block's keys and values to another block, in all layers."""
 
     source: int
     target: int
 
 
-@dataclass(frozen=True, slots=True)
-class NewRow:
+class NewRow(NamedTuple):
     """A sequence gets a row. `token_ids` are all of its tokens so far: the prompt, then what it has generated."""
 
     row: int
@@ -51,8 +50,7 @@ class NewRow:
     num_candidates: int = 0  # how many most likely next tokens its samples report
 
 
-@dataclass(frozen=True, slots=True)
-class RowTokens:
+class RowTokens(NamedTuple):
     """Replace a row's tokens from position `start` on. The length of the row becomes start + len(token_ids)."""
 
     row: int
@@ -60,8 +58,7 @@ class RowTokens:
     token_ids: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Compute tokens `start` .. `start + num_tokens` of a row that are known: of a prompt, of a sequence after its
     preemption, or of a draft.
 
@@ -94,8 +91,7 @@ class Masks:
     changed: Bools | None = None  # [masked]: False where the bits are those of the last mask supplied for the same row
 
 
-@dataclass(frozen=True, slots=True)
-class DraftOrder:
+class DraftOrder(NamedTuple):
     """Propose a draft of up to `num_tokens` tokens after this step, to follow the token that the row sampled in it."""
 
     row: int

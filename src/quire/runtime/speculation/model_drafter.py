@@ -195,4 +195,4 @@ def _plain(new: NewRow) -> NewRow:
     sampling = new.sampling
     if sampling.logprobs is None and sampling.prompt_logprobs is None:
         return new
-    return replace(new, sampling=replace(sampling, logprobs=None, prompt_logprobs=None, logprob_token_ids=()))
+    return new._replace(sampling=replace(sampling, logprobs=None, prompt_logprobs=None, logprob_token_ids=()))

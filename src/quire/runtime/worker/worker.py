@@ -154,7 +154,7 @@ class Worker:
             except Exception as error:  # noqa: BLE001  this row's own code: only its request ends
                 self._failed.add(new.row)
                 failures.append(RowFailure(new.row, str(error) or type(error).__name__))
-                new = replace(new, token_ids=new.token_ids.clip(0, self._vocab_size - 1))
+                new = new._replace(token_ids=new.token_ids.clip(0, self._vocab_size - 1))
             placed.append(new)
         self.rows.place(placed)
         return tuple(failures)
@@ -168,7 +168,7 @@ class Worker:
             except InvalidRequest as error:
                 self._failed.add(write.row)
                 failures.append(RowFailure(write.row, str(error)))
-                written[place] = replace(write, token_ids=write.token_ids.clip(0, self._vocab_size - 1))
+                written[place] = write._replace(token_ids=write.token_ids.clip(0, self._vocab_size - 1))
         self.rows.write(written)
         return tuple(failures)
 

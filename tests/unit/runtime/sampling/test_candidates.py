@@ -48,7 +48,7 @@ def test_candidates_are_log_probabilities_changed_as_beam_search_changes_them() 
     bench, logits = Bench(VOCAB), random_logits(len(ASKED) + 1)
     for row, asked in enumerate(ASKED):
         new = new_row(row, prompt=[5, 6, 300], output=[4, 9, 9, 300], **{"temperature": 0.0, **asked})
-        bench.add(replace(new, num_candidates=5))
+        bench.add(new._replace(num_candidates=5))
     bench.add(new_row(9, temperature=0.0))
     found = told(bench.sample(logits, [*range(len(ASKED)), 9]))
     assert found is not None
