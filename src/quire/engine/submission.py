@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from quire.engine.decoding.beam import BeamSearch
-from quire.engine.decoding.grammar import Matcher
 from quire.engine.decoding.controller import PLAIN, StepController
+from quire.engine.decoding.grammar import Matcher
 from quire.engine.decoding.group import NOT_STREAMED, Group, Sequence
 from quire.engine.decoding.stop_text import StopRules, StopText
 from quire.engine.decoding.tools import DecodingTools

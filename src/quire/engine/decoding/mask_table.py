@@ -1,9 +1,12 @@
 """Temporary."""
 
 from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
+
 import numpy as np
+
 from quire.engine.decoding.grammar import GrammarError, Matcher
 from quire.types.step import Bits, Bools, Ints
 

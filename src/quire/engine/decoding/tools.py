@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.engine.decoding.grammar import Grammars, NoGrammars
-
 from quire.engine.decoding.vocabulary import VocabularySource
 from quire.engine.speculation.proposer import DraftProposers, NoProposers
 

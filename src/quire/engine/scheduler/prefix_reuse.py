@@ -17,10 +17,10 @@ from quire.engine.scheduler.live_suffixes import LiveSuffixIndex
 from quire.engine.scheduler.pending_prefixes import PendingPrefixes
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.prefetch import FilePrefetch
+from quire.engine.scheduler.publisher import Publisher
 from quire.engine.scheduler.row_table import RowTable
 from quire.types.step import BlockCopy, Chunk
 from quire.types.transfer import SlotMove
-
 
 _NOTHING_LOADED: Counter[str] = Counter()
 
@@ -53,7 +53,7 @@ class PrefixReuse:
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
         self._pool, self._tree, self._tiers, self._rows = pool, tree, tiers, rows
         self._block_size, self._width = block_size, block_size * TOKEN_BYTES
-        self._live, self._pending = LiveSuffixIndex(block_size), PendingPrefixes(block_size)
+        self._pending, self._publisher = PendingPrefixes(block_size), Publisher(pool, tree, tiers, rows, block_size)
         self._has_tiers = not isinstance(tiers, NoTiers)
         self._loading: dict[Group, None] = {}  # groups for which the plan in work loads blocks
         self.prefetch: FilePrefetch | None = None  # where there is a disk tier
@@ -117,27 +117,9 @@ class PrefixReuse:
     def _match(self, tree: PrefixTree, sequence: Sequence, limit: int) -> Match:
         salt, tokens = sequence.group.request.cache_salt, sequence.tokens()
         match = tree.match(salt, tokens, limit)
-        while match.num_tokens < limit and self._publish_live(match, tokens):
+        while match.num_tokens < limit and self._publisher.publish_live(match, tokens):
             match = tree.match(salt, tokens, limit)
         return match
-
-    def _publish_live(self, match: Match, tokens: bytes) -> bool:
-        """Publish the blocks of every generating sequence that could extend a match; whether there were any."""
-        return sum([self._publish_outputs(sequence) for sequence in self._live.find(match, tokens)]) > 0
-
-    def _publish_outputs(self, sequence: Sequence) -> bool:
-        """Publish what a generating sequence has computed. A step whose result came was carried out, so all its known
-        tokens but the last are computed."""
-        table, row = sequence.table, sequence.row
-        assert row is not None
-        num_computed = sequence.group.num_prompt + int(self._rows.counts[row]) - 1
-        if num_computed // self._block_size <= table.num_cached:
-            return False
-        table.num_tokens = max(table.num_tokens, num_computed)  # while it runs ahead, that is a block behind
-        tokens = sequence.group.prompt + self._rows.output_bytes(row)
-        is_published = self._publish(sequence, tokens, num_computed, leaving=False)
-        self._live.place(sequence)
-        return is_published
 
     def _wanted(self, sequence: Sequence, limit: int) -> Wanted:
         return Wanted(self._tier_salt(sequence.group), sequence.tokens(), limit, sequence.swapped)
@@ -353,7 +335,7 @@ class PrefixReuse:
             if self._tree is not None:
                 if group.search is None:
                     for row in chunk.sample_rows:
-                        self._live.place(self._rows.sequence_at(row))
+                        self._publisher.live.place(self._rows.sequence_at(row))
                 self.ready += self._pending.remove(sequence) if group.is_forked else self._pending.place(sequence)
         for group in self._loading:
             if group.is_running:
@@ -371,49 +353,13 @@ class PrefixReuse:
 
         A sequence that is `leaving` frees its table next: it gives up copies of blocks that are cached already.
         """
-        if self._tree is not None:
-            num_tokens = min(sequence.num_computed, sequence.num_tokens)
-            if num_tokens // self._block_size > sequence.table.num_cached:
-                self._publish(sequence, sequence.tokens(), num_tokens, leaving=leaving)
-                self._live.refresh(sequence)
-
-    def _publish(self, sequence: Sequence, tokens: bytes, num_tokens: int, *, leaving: bool) -> bool:
-        """Cache the full blocks of the first `num_tokens` tokens; whether any are new."""
-        tree, table, last = self._tree, sequence.table, num_tokens // self._block_size
-        node, first = table.node, table.num_cached
-        if tree is None or node is None or node.is_detached or last <= first or (table.is_duplicate and not leaving):
-            return False
-        deepest, count = tree.descend(node, tokens, last)
-        if count > first:
-            if not leaving and tree.path(deepest)[first:count] != table.blocks[first:count]:
-                table.is_duplicate = True  # another sequence computed the same tokens, and was first
-                return False
-            table.advance(tree.node_at(deepest, count))
-            first = count
-        fresh, width = self._num_own(sequence, first, last), self._width
-        if not fresh:
-            return False
-        assert table.node is not None
-        published = tokens[first * width : (first + fresh) * width]
-        added = table.cache(table.node, published, fresh, sequence.group.request.request_id)
-        self._tiers.kept(added, len(added.blocks) - fresh)
-        return True
-
-    def _num_own(self, sequence: Sequence, first: int, last: int) -> int:
-        """How many blocks from `first` on only the group of a sequence holds: other holders would not hold the way."""
-        blocks = sequence.table.blocks
-        count = self._pool.num_unshared(blocks[first:last])
-        for index in range(first + count, last):
-            live = sum(blocks[index] in each.table.blocks[index : index + 1] for each in sequence.group.live)
-            if self._pool.holders(blocks[index]) != live:
-                return index - first
-        return last - first
+        self._publisher.publish(sequence, leaving=leaving)
 
     # ---------------------------------------------------------------------------------------------------- leaving
     def leave(self, sequence: Sequence) -> None:
         """A sequence loses its row: it generates and computes no more."""
         if self._tree is not None:
-            self._live.discard(sequence)
+            self._publisher.live.discard(sequence)
             if sequence.state is SequenceState.PREFILL:
                 self.ready += self._pending.remove(sequence)
 
@@ -439,12 +385,12 @@ class PrefixReuse:
         if self._tree is None:
             return 0
         freed = self._tree.clear()
-        self._live = LiveSuffixIndex(self._block_size)
+        self._publisher.live = LiveSuffixIndex(self._block_size)
         self.ready += self._pending.clear()
         return freed
 
     def check(self) -> None:
-        self._live.check()
+        self._publisher.live.check()
         self._pending.check()
         if self._tree is not None:
             self._tree.check()

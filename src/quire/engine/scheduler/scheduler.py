@@ -6,20 +6,18 @@ from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.decoding.controller import PLAIN
 from quire.engine.decoding.group import Group, Sequence, SequenceState
 from quire.engine.scheduler import accounts
-from quire.engine.scheduler.budget import chunk_size, held_back
 from quire.engine.scheduler.decode_set import DecodeSet
 from quire.engine.scheduler.paced import PacedSet
 from quire.engine.scheduler.parts import make_parts
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.policies.registry import make_policy
-from quire.engine.scheduler.prefetch import NEAR
+from quire.engine.scheduler.prefill import Prefill
 from quire.engine.scheduler.queue import GroupQueue
 from quire.engine.scheduler.row_table import RowTable
 from quire.types.errors import OutOfBlocks
 from quire.types.stats import RequestBlocks
-from quire.types.step import NO_ROWS, Chunk, Ints, Masks, StepPlan
+from quire.types.step import NO_ROWS, Ints, Masks, StepPlan
 
-_LOOK_AHEAD = 32  # waiting groups for which running prompts may leave part of a step
 _AHEAD = (SequenceState.STARTING, SequenceState.AHEAD)
 
 
@@ -33,7 +31,7 @@ class Scheduler:
     def __init__(self, cache: CacheConfig, config: SchedulerConfig) -> None:
         self.policy, self.rows = make_policy(config), RowTable(config.num_rows)
         parts = make_parts(cache, config, self.policy, self.rows)
-        self.pool, self.tree, self.tiers, self.reuse, self._room = (
+        self.pool, self.tree, self.tiers, self.reuse, self.room = (
             parts.pool,
             parts.tree,
             parts.tiers,
@@ -47,18 +45,17 @@ class Scheduler:
         self.num_preemptions = 0
         self.block_size, self._budget = cache.block_size, config.max_num_batched_tokens
         self.decoding = DecodeSet(config.num_rows)
-        self._owing: dict[Group, None] = {}  # running groups with known tokens to compute, in no order
+        self.prefill = Prefill(self, self._budget)
         self._stride = 1  # ticks by which the plan in work advances the decode set: 0 while it is paused
         self.ahead_rows: Ints = NO_ROWS  # rows that run ahead in the last plan, the first of its decode_rows
         self.masks: Masks | None = None  # masks of the last plan that were known when it was made
         self._released: list[int] = []
-        self._step = 0
-        self._now = 0.0  # when the plan in work was begun, on the engine's clock
-        self._stopped_step, self._stopped_for = -1, ""  # when and why a waiting group was last not admitted
+        self.num_plans = 0
+        self.now = 0.0  # when the plan in work was begun, on the engine's clock
 
     # ------------------------------------------------------------------------------------------ coming and going
     def add(self, group: Group) -> None:
-        group.queued_step, group.waited_for = self._step, ""
+        group.queued_step, group.waited_for = self.num_plans, ""
         self.waiting.add(group)
         self.policy.added(group, self)
 
@@ -82,12 +79,12 @@ class Scheduler:
         """Forget a group whose sequences have left their rows."""
         (self.running if group.is_running else self.waiting).remove(group)
         self.policy.left(group, self)
-        self._owing.pop(group, None)
+        self.prefill.remove(group)
         self.reuse.forget(group)
         if group.num_spare:
             self.rows.reserve(-group.num_spare)
         group.is_running, group.num_spare = False, 0
-        self._room.note_prefill(group)
+        self.room.note_prefill(group)
 
     def reset_cache(self) -> int:
         """Forget cached prefixes in all tiers, pinned ones too; returns how many blocks that freed on the device."""
@@ -101,6 +98,11 @@ class Scheduler:
         return self.decoding.tick
 
     @property
+    def next_tick(self) -> int:
+        """The tick after the plan in work: the same one while the decode set is paused."""
+        return self.decoding.tick + self._stride
+
+    @property
     def num_decoding(self) -> int:
         """Tokens that those that decode take of the next step."""
         return len(self.decoding) + len(self.paced.due)
@@ -108,7 +110,7 @@ class Scheduler:
     @property
     def is_prefilling(self) -> bool:
         """Whether known tokens of running groups are still to be computed."""
-        return bool(self._owing)
+        return bool(self.prefill)
 
     def num_cached(self, group: Group) -> int:
         """How many of the tokens that a waiting group owes are in the prefix cache."""
@@ -117,14 +119,14 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------- planning
     def plan(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None when nothing can be computed now. `now` is what ledgers say of it."""
-        self._now = now
+        self.now = now
         self.tree.now = now
         builder = PlanBuilder(self._budget)
         self._stride = 0 if self.policy.pauses(self) else 1
         if self._stride:
             self._decode(builder)
-        if self._owing or len(self.waiting):
-            self._prefill(builder)
+        if self.prefill or len(self.waiting):
+            self.prefill.plan(builder)
         if not self._stride and builder.is_idle:  # there is nothing to pause for
             self._stride = 1
             self._decode(builder)
@@ -138,9 +140,9 @@ class Scheduler:
     def _finish(self, builder: PlanBuilder) -> StepPlan:
         transfers, released = self.tiers.take_orders(builder.loads), tuple(self._released)
         is_guided = self.rows.num_guided > 0 and self._samples_guided(builder)
-        plan, self.masks = builder.finish(self._step, self.ahead_rows, released, transfers, is_guided=is_guided)
+        plan, self.masks = builder.finish(self.num_plans, self.ahead_rows, released, transfers, is_guided=is_guided)
         self._released.clear()
-        self._step += 1
+        self.num_plans += 1
         self.decoding.tick += self._stride
         self.reuse.publish_plan(plan.chunks)
         return plan
@@ -162,22 +164,6 @@ class Scheduler:
         if self.paced.due:
             self._compute_due(builder)
 
-    def _prefill(self, builder: PlanBuilder) -> None:
-        """What running groups owe, and whom to admit besides."""
-        self._look_at_waiting()
-        if self._owing:
-            held = 0
-            builder.prompts.update(self._owing)
-            if self.waiting.num_ready and self._candidate(builder)[0] is not None:
-                first = self.policy.soon(self, min(self.rows.num_free, _LOOK_AHEAD))
-                held = held_back(builder.budget, self._owing, first, self.policy.goes_before, self.num_cached)
-            builder.budget -= held
-            for group in sorted(self._owing, key=self.policy.key):
-                if group.is_running and builder.budget > 0:
-                    self._compute_owed(builder, group)
-            builder.budget += held
-        self._admit(builder)
-
     def _serve_events(self, builder: PlanBuilder) -> None:
         """Look at the sequences that begin to decode, need a block, or have run as far as they may."""
         decoding, full = self.decoding, list[Sequence]()
@@ -191,7 +177,7 @@ class Scheduler:
                     full.append(sequence)
             elif sequence.num_computed >= sequence.group.limit - 1:
                 self._leave_decoding(sequence)
-            elif self._grow(builder, sequence, sequence.num_computed + 1 - sequence.table.num_tokens):
+            elif self.grow(builder, sequence, sequence.num_computed + 1 - sequence.table.num_tokens):
                 if sequence.controller is not PLAIN:
                     builder.write(sequence)
                 decoding.schedule(sequence, decoding.join(sequence), sequence.table.capacity)
@@ -208,7 +194,7 @@ class Scheduler:
         for sequence in full:
             ahead = sequence.ahead
             if ahead is not None:
-                if self._grow(builder, sequence, decoding.tick + ahead.base + 1 - sequence.table.num_tokens):
+                if self.grow(builder, sequence, decoding.tick + ahead.base + 1 - sequence.table.num_tokens):
                     decoding.schedule(sequence, ahead, sequence.table.capacity)
 
     def _compute_due(self, builder: PlanBuilder) -> None:
@@ -219,126 +205,12 @@ class Scheduler:
                 continue  # preempted for one before it
             if not sequence.is_introduced:
                 builder.introduce(sequence)
-            if self._grow(builder, sequence, sequence.num_tokens - sequence.table.num_tokens):
+            if self.grow(builder, sequence, sequence.num_tokens - sequence.table.num_tokens):
                 builder.sync_blocks(sequence)
                 self.paced.compute(builder, sequence)
 
-    def _compute_owed(self, builder: PlanBuilder, group: Group) -> None:
-        """Give a running group's owed tokens their share of the budget."""
-        is_new = not group.is_forked and not group.leader.is_introduced  # just admitted, or its last leader ended
-        if is_new and self.reuse.attach(builder, group, self.tick, self._now):
-            self._room.note_prefill(group)
-            return
-        if not group.is_forked:
-            leader = group.leader
-            target = leader.num_tokens if len(group.live) == 1 else group.num_prompt
-            if not self._compute_chunk(builder, leader, target):
-                return
-            is_whole = leader.num_computed == target
-            if not is_whole or not is_new:
-                self._room.note_prefill(group)
-            if not is_whole:
-                return
-            builder.fork(group)  # its own tokens wait a step: a tail is copied before a forward, not within
-        else:
-            for sequence in group.live:
-                owes = sequence.state is SequenceState.PREFILL and sequence.num_computed < sequence.target
-                if owes and builder.budget > 0 and not self._compute_chunk(builder, sequence, sequence.target):
-                    return
-        unbegun = [sequence for sequence in group.live if sequence.state is SequenceState.PREFILL]
-        if all(sequence.num_computed == sequence.target for sequence in unbegun):
-            self._owing.pop(group)
-            for sequence in unbegun:
-                self.paced.add(sequence)
-
-    def _compute_chunk(self, builder: PlanBuilder, sequence: Sequence, target: int) -> bool:
-        """False when the group had to give up its blocks."""
-        start, group = sequence.num_computed, sequence.group
-        count = chunk_size(target - start, builder.budget, self._budget, alone=not self.num_decoding)
-        if not self._grow(builder, sequence, start + count - sequence.table.num_tokens):
-            return False
-        assert sequence.row is not None
-        sequence.num_computed = start + count
-        group.ledger.note("chunk", self._now, count)
-        samplers: list[Sequence] = []
-        if sequence.num_computed == target:
-            siblings = [sequence] if group.is_forked else group.live
-            samplers = [each for each in siblings if each.num_tokens == target]
-        builder.compute(
-            Chunk(sequence.row, start, count, tuple([each.row for each in samplers if each.row is not None]))
-        )
-        for each in samplers:
-            self._begin(builder, each)
-        return True
-
-    def _begin(self, builder: PlanBuilder, sequence: Sequence) -> None:
-        """The sequence takes its first sample in the plan in work."""
-        if sequence.controller is PLAIN or self.paced.num_ahead(sequence):
-            self.decoding.prepare(sequence, self.tick + self._stride)
-        else:
-            sequence.state = SequenceState.AWAITING
-            builder.drafting.append(sequence)
-
-    # -------------------------------------------------------------------------------------------------- admitting
-    def _look_at_waiting(self) -> None:
-        """Have files read for groups that are soon to be admitted; put those back in line that are ready again."""
-        reuse = self.reuse
-        if reuse.prefetch is not None:
-            reuse.ready += reuse.prefetch.take_ready(self._now)
-            reuse.prefetch.look(self.policy.soon(self, NEAR))
-        if reuse.ready:
-            for group in reuse.ready:
-                if not group.is_running and self.waiting.is_deferred(group):
-                    self.waiting.resume(group)
-                    self.policy.resumed(group)
-            reuse.ready.clear()
-
-    def _admit(self, builder: PlanBuilder) -> None:
-        """Admit waiting groups, in order, while rows, budget and blocks last; nothing that runs is disturbed."""
-        while self.waiting.num_ready:
-            group, obstacle = self._candidate(builder)
-            if group is None:
-                self._stopped_step, self._stopped_for = self._step, obstacle
-                return
-            if self._stopped_step >= group.queued_step and not group.waited_for:
-                group.waited_for = self._stopped_for
-            group.ledger.note("admitted", self._now, 0, f"waited: {group.waited_for}" if group.waited_for else "")
-            self.waiting.remove(group)
-            self.running.add(group)
-            group.is_running, group.is_forked = True, False
-            for sequence in group.live:
-                sequence.state = SequenceState.PREFILL
-                self.rows.assign(sequence)
-            if group.search is not None:
-                group.num_spare = group.num_beams_to_come
-                self.rows.reserve(group.num_spare)
-            self._room.admit(group)
-            self.policy.admitted(group, self)
-            self._owing[group] = None
-            self._compute_owed(builder, group)
-            self.reuse.forget(group)
-
-    def _candidate(self, builder: PlanBuilder) -> tuple[Group | None, str]:
-        """Who is admitted next; or None, and what keeps everybody out of this step. Groups that are not ready are
-        deferred: they wait, and others go on."""
-        while True:
-            if builder.budget <= 0 or self.rows.num_free <= 0:
-                return None, "token budget" if builder.budget <= 0 else "no free row"
-            if (group := self.policy.choose(self)) is None:
-                return None, "not its turn"
-            if group in builder.prompts:  # nobody is admitted twice
-                return None, "preempted in this step"
-            if len(group.live) + group.num_beams_to_come > self.rows.num_free:
-                return None, "no free row"
-            reason = self.reuse.wait_reason(group, self._now)
-            if not reason:
-                return (group, "") if self._room.has_room(group, self.running) else (None, "no free blocks")
-            group.waited_for = reason
-            self.waiting.defer(group)
-            self.policy.deferred(group)
-
     # --------------------------------------------------------------------------------------------- preempting
-    def _grow(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
+    def grow(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
         """Room for more tokens, taken from less urgent groups if need be. False when its own group was the victim."""
         assert sequence.row is not None
         while True:
@@ -361,7 +233,7 @@ class Scheduler:
         how = self.preemption.vacate(group, builder, num_tokens)
         builder.drop_loads(self.pool)
         num_owed = 0 if any(sequence.swapped for sequence in group.live) else num_tokens
-        group.ledger.note("preempted", self._now, num_owed, f"no free blocks; {how}")
+        group.ledger.note("preempted", self.now, num_owed, f"no free blocks; {how}")
         self.remove(group)
         group.num_preemptions += 1
         self.num_preemptions += 1
@@ -417,7 +289,7 @@ class Scheduler:
 
     def slots_used(self) -> int:
         """Token slots that hold a computed token, shared ones counted once."""
-        num_held, num_pinned = self.pool.num_used - len(self._room.kept), self.pins.num_alone()
+        num_held, num_pinned = self.pool.num_used - len(self.room.kept), self.pins.num_alone()
         return accounts.slots_used(self.running, self.pool, num_held, num_pinned, self.block_size, self.tick)
 
     def request_blocks(self) -> tuple[RequestBlocks, ...]:
@@ -435,5 +307,5 @@ class Scheduler:
         self.pool.check(len(self.tree))
         for owner in (self.reuse, self.tiers, self.rows, self.waiting, self.running, self.decoding, self.paced):
             owner.check()
-        accounts.check_blocks(self.running, self.pool, self._room.kept, self.pins, self.tree)
+        accounts.check_blocks(self.running, self.pool, self.room.kept, self.pins, self.tree)
         accounts.check_groups(self.running, self.waiting, self.rows, self.decoding)

@@ -1,0 +1,80 @@
+"""Puts the blocks that sequences have computed into the prefix tree, where others find them."""
+
+from __future__ import annotations
+
+from quire.engine.decoding.group import Sequence
+from quire.engine.kvcache.keys import TOKEN_BYTES
+from quire.engine.kvcache.pool import BlockPool
+from quire.engine.kvcache.prefix_tree import Match, PrefixTree
+from quire.engine.kvcache.tiers.base import Tiers
+from quire.engine.scheduler.live_suffixes import LiveSuffixIndex
+from quire.engine.scheduler.row_table import RowTable
+
+
+class Publisher:
+    """Publishes full blocks: a prompt's when they are planned, a generating sequence's when somebody looks for them, all
+    when a sequence leaves. `tree` is None where nothing is cached."""
+
+    def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
+        self._pool, self._tree, self._tiers, self._rows = pool, tree, tiers, rows
+        self._block_size, self._width = block_size, block_size * TOKEN_BYTES
+        self.live = LiveSuffixIndex(block_size)
+
+    def publish(self, sequence: Sequence, *, leaving: bool = False) -> None:
+        """See PrefixReuse.publish."""
+        if self._tree is not None:
+            num_tokens = min(sequence.num_computed, sequence.num_tokens)
+            if num_tokens // self._block_size > sequence.table.num_cached:
+                self._publish(self._tree, sequence, sequence.tokens(), num_tokens, leaving=leaving)
+                self.live.refresh(sequence)
+
+    def publish_live(self, match: Match, tokens: bytes) -> bool:
+        """Publish the blocks of every generating sequence that could extend a match; returns whether there were any."""
+        return sum([self._publish_outputs(sequence) for sequence in self.live.find(match, tokens)]) > 0
+
+    def _publish_outputs(self, sequence: Sequence) -> bool:
+        """Publish what a generating sequence has computed. A step whose result came was carried out, so all its known
+        tokens but the last are computed."""
+        table, row, tree = sequence.table, sequence.row, self._tree
+        assert row is not None
+        assert tree is not None
+        num_computed = sequence.group.num_prompt + int(self._rows.counts[row]) - 1
+        if num_computed // self._block_size <= table.num_cached:
+            return False
+        table.num_tokens = max(table.num_tokens, num_computed)  # while it runs ahead, that is a block behind
+        tokens = sequence.group.prompt + self._rows.output_bytes(row)
+        is_published = self._publish(tree, sequence, tokens, num_computed, leaving=False)
+        self.live.place(sequence)
+        return is_published
+
+    def _publish(self, tree: PrefixTree, sequence: Sequence, tokens: bytes, num_tokens: int, *, leaving: bool) -> bool:
+        """Cache the full blocks of the first `num_tokens` tokens; returns whether any are new."""
+        table, last = sequence.table, num_tokens // self._block_size
+        node, first = table.node, table.num_cached
+        if node is None or node.is_detached or last <= first or (table.is_duplicate and not leaving):
+            return False
+        deepest, count = tree.descend(node, tokens, last)
+        if count > first:
+            if not leaving and tree.path(deepest)[first:count] != table.blocks[first:count]:
+                table.is_duplicate = True  # another sequence computed the same tokens, and was first
+                return False
+            table.advance(tree.node_at(deepest, count))
+            first = count
+        fresh, width = self._num_own(sequence, first, last), self._width
+        if not fresh:
+            return False
+        assert table.node is not None
+        published = tokens[first * width : (first + fresh) * width]
+        added = table.cache(table.node, published, fresh, sequence.group.request.request_id)
+        self._tiers.kept(added, len(added.blocks) - fresh)
+        return True
+
+    def _num_own(self, sequence: Sequence, first: int, last: int) -> int:
+        """How many blocks from `first` on only the group of a sequence holds: other holders would not hold the way."""
+        blocks = sequence.table.blocks
+        count = self._pool.num_unshared(blocks[first:last])
+        for index in range(first + count, last):
+            live = sum(blocks[index] in each.table.blocks[index : index + 1] for each in sequence.group.live)
+            if self._pool.holders(blocks[index]) != live:
+                return index - first
+        return last - first
