@@ -30,7 +30,7 @@ class LiveRequest:
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
         """Of a fork: with the tokens it kept."""
-        return self._request.prompt_token_ids
+        return tuple(self._request.prompt_token_ids)
 
     @property
     def num_samples(self) -> int:

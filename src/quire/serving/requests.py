@@ -9,7 +9,7 @@ from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.prompts import Prompt
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest
-from quire.types.request import Submit
+from quire.types.request import Submit, pack_tokens
 from quire.types.sampling import SamplingParams, TokenRules
 
 
@@ -41,7 +41,7 @@ class RequestMaker:
         token_ids = self.tokenize(prompts, add_special_tokens)
         rules = {id(params): self.rules(params) for params in sampling}
         return [
-            Submit(str(next(self._numbers)), ids, params, rules[id(params)], priority)
+            Submit(str(next(self._numbers)), pack_tokens(ids), params, rules[id(params)], priority)
             for ids, params, priority in zip(token_ids, sampling, priorities or [0] * len(prompts), strict=True)
         ]
 

@@ -32,7 +32,7 @@ from quire.simulator.recording import (
 from quire.types.decoding import BeamRules
 from quire.types.errors import QuireError
 from quire.types.ledger import LedgerEntry
-from quire.types.request import Branch, Submit
+from quire.types.request import Branch, Submit, pack_tokens
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.transfer import FailedFile, FoundFile, TransferReport
 
@@ -161,7 +161,7 @@ class _Reader:
         beam, source = record.get("beam"), record.get("source")
         request = Submit(
             request_id=str(record["id"]),
-            prompt_token_ids=_whole(record["prompt"]),
+            prompt_token_ids=pack_tokens(_whole(record["prompt"])),
             sampling=SamplingParams(**sampling),
             rules=rules,
             priority=record.get("priority", 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
@@ -371,7 +372,11 @@ def _check_together(params: SamplingParams) -> None:
 
 def check_vocabulary(field: str, ids: Iterable[int], vocab_size: int) -> None:
     """Raise InvalidRequest if `ids` contain a token that is outside a vocabulary of `vocab_size` tokens."""
-    tokens = ids if isinstance(ids, tuple | list) else tuple(ids)
+    tokens = ids if isinstance(ids, tuple | list | array) else tuple(ids)
+    if isinstance(tokens, array) and tokens:
+        numbers = np.frombuffer(tokens, dtype=np.int32)
+        if numbers.min() >= 0 and numbers.max() < vocab_size:
+            return
     if len(tokens) >= _MANY_TOKENS and _are_below(tokens, vocab_size):
         return
     for token in tokens:

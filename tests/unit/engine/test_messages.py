@@ -29,7 +29,7 @@ from quire.types import sampling as sampling_module
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
 from quire.types.output import TokensOut
-from quire.types.request import Abort, Submit
+from quire.types.request import Abort, Submit, TokenIds, pack_tokens
 from quire.types.sampling import RepetitionDetection, SamplingParams
 from quire.types.step import TokenLogprobs
 
@@ -99,7 +99,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     str: st.text(),
     bool: st.booleans(),
     type(None): st.none(),
-    tuple[int, ...]: st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5).map(tuple),
+    TokenIds: st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5).map(pack_tokens),
 }
 
 
@@ -183,7 +183,7 @@ def test_a_prompt_travels_as_little_endian_bytes_and_arrives_as_a_tuple() -> Non
     assert msgspec.msgpack.decode(frame)["prompt_token_ids"] == b"\1\0\0\0\xff\xff\xff\x7f"
     message = decode_to_engine(frame)
     assert isinstance(message, Submit)
-    assert message.prompt_token_ids == (1, 2**31 - 1)
+    assert message.prompt_token_ids.tolist() == [1, 2**31 - 1]
 
 
 def test_an_array_of_the_other_byte_order_arrives_with_its_values() -> None:
@@ -267,7 +267,6 @@ def test_an_array_of_the_wrong_length_or_kind_is_bad(samples: object) -> None:
     [
         Abort("\ud800"),
         Abort("a", 2**70),
-        Submit("a", (2**31,), SamplingParams()),
         Submit("a", (1.5,), SamplingParams()),  # type: ignore[arg-type]
     ],
 )

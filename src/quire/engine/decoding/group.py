@@ -95,7 +95,7 @@ class Sequence:
         """Known tokens `start` .. `stop`."""
         prompt, count = self.group.request.prompt_token_ids, self.group.num_prompt
         if stop <= count:
-            return prompt[start:stop]
+            return tuple(prompt[start:stop])
         return (*prompt[start:], *self.outputs[max(start - count, 0) : stop - count])
 
 
@@ -130,7 +130,7 @@ class Group:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt_token_ids)
-        self.prompt = array("i", self.request.prompt_token_ids).tobytes()
+        self.prompt = self.request.prompt_token_ids.tobytes()
 
     @property
     def prompt_ids(self) -> Ints:

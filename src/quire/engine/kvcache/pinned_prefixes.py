@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, replace
 
 from quire.engine.kvcache.pool import BlockPool
@@ -11,14 +10,14 @@ from quire.engine.kvcache.table import BlockTable
 from quire.types.errors import InvalidRequest
 from quire.types.output import Finished
 from quire.types.prefix import PinnedPrefix
-from quire.types.request import Submit
+from quire.types.request import Submit, TokenIds
 
 SHARE = 2  # at most one of so many blocks is held for pinned prefixes
 
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    token_ids: tuple[int, ...]  # filled up to whole blocks
+    token_ids: TokenIds  # filled up to whole blocks
     num_tokens: int  # without what fills it up
     table: BlockTable
 
@@ -119,7 +118,7 @@ class PinnedPrefixes:
     def _hold(self, request: Submit, promise: _Promise) -> None:
         tree, tokens, key = self._tree, request.prompt_token_ids, (request.cache_salt, request.pin)
         assert tree is not None
-        match = tree.match(request.cache_salt, array("i", tokens).tobytes(), len(tokens))
+        match = tree.match(request.cache_salt, tokens.tobytes(), len(tokens))
         if match.node is None or match.num_blocks * self._block_size < len(tokens):
             return
         held, num_new, node = self._nodes(), 0, tree.node_at(match.node, match.num_blocks)

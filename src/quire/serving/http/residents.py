@@ -24,7 +24,7 @@ from quire.serving.http.salts import cache_salt
 from quire.serving.process.link import EngineLink
 from quire.types.errors import EngineDead, InvalidRequest, QuireError
 from quire.types.prefix import PinnedPrefix
-from quire.types.request import Submit
+from quire.types.request import Submit, pack_tokens
 from quire.types.sampling import SamplingParams
 
 logger = logging.getLogger("quire.edge")
@@ -206,7 +206,7 @@ class Residents:
 
     def _ticket(self, booked: BookedPrefix) -> Ticket:
         salt, number = self._salt(booked.owner), secrets.token_hex(8)
-        submit = Submit(f"prefix-{number}", booked.token_ids, _ONE_TOKEN, cache_salt=salt, pin=booked.name)
+        submit = Submit(f"prefix-{number}", pack_tokens(booked.token_ids), _ONE_TOKEN, cache_salt=salt, pin=booked.name)
         record = RequestRecord(
             submit.request_id,
             "prefix",

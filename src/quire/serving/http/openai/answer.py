@@ -157,7 +157,7 @@ class AnswerBuilder:
                 finished.prompt_logprobs or (), self._names[wishes.tokens_as_ids]
             )
         if wishes.return_token_ids:
-            found["prompt_token_ids"] = ticket.submit.prompt_token_ids
+            found["prompt_token_ids"] = ticket.submit.prompt_token_ids.tolist()
         return found
 
 

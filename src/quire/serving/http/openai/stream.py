@@ -138,7 +138,7 @@ class EventWriter:
             more["prompt_text"] = self._wishes.prompt_text
         if self._wishes.return_token_ids:
             home = more if self._is_chat else choice
-            home["prompt_token_ids"] = ticket.submit.prompt_token_ids
+            home["prompt_token_ids"] = ticket.submit.prompt_token_ids.tolist()
             choice["token_ids"] = []
         return self._event(_encode(choice), more)
 

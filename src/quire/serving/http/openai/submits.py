@@ -17,7 +17,7 @@ from quire.serving.prompts import Prompt
 from quire.serving.text.stop_strings import StopStrings
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
-from quire.types.request import Submit
+from quire.types.request import Submit, pack_tokens
 from quire.types.sampling import SamplingParams
 
 _FIELD = {"chat": "messages", "completions": "prompt", "fork": "request_id"}
@@ -51,7 +51,7 @@ def make_submits(service: Service, order: Order, prompts: Sequence[Prompt], call
     asked = None if order.endpoint == "fork" else given.get("request_id")
     names, priority = caller.engine_ids(order.endpoint, asked, len(token_ids)), given.get("priority", 0)
     submits = [
-        Submit(name, ids, sampling, rules, priority, salt, order.beam, source, caller.principal)
+        Submit(name, pack_tokens(ids), sampling, rules, priority, salt, order.beam, source, caller.principal)
         for name, ids in zip(names, token_ids, strict=True)
     ]
     try:
