@@ -21,8 +21,11 @@ FORCED_TOKENS = 128  # of one forced run
 class LexerOwner(Protocol):
     """The compiled grammar that a lexer belongs to."""
 
-    def renew(self, lexer: Lexer) -> Lexer | None:
-        """A lexer to go on with in place of one that has reached its limits; None: the sequence itself is at fault."""
+    def renew(self, lexer: Lexer, *, private: bool) -> Lexer | None:
+        """A lexer to go on with in place of one that has reached its limits; None: the sequence itself is at fault.
+
+        A private one has no other matchers.
+        """
 
 
 @dataclass(eq=False, slots=True)
@@ -47,7 +50,20 @@ class GrammarMatcher:
     the same place.
     """
 
-    __slots__ = ("_bits", "_ended", "_ends", "_mask_at", "_runs", "_state", "_undone", "_vocabulary", "lexer", "taken")
+    __slots__ = (
+        "_bits",
+        "_ended",
+        "_ends",
+        "_mask_at",
+        "_num_recovered",
+        "_recovered_at",
+        "_runs",
+        "_state",
+        "_undone",
+        "_vocabulary",
+        "lexer",
+        "taken",
+    )
 
     def __init__(
         self, tokens: GrammarTokens, state: LLMatcher, ends: tuple[int, ...], lexer: Lexer | None = None
@@ -60,6 +76,7 @@ class GrammarMatcher:
         self._runs: list[tuple[int, tuple[int, ...]]] = []  # (position, forced tokens from there), by position
         self._bits: Bits | None = None  # the mask at this position, once computed
         self._mask_at = 0  # position of the mask that llguidance computed last
+        self._recovered_at, self._num_recovered = -1, 0  # where it last needed another lexer, and how many
         self._ended = False  # by one of `ends`
 
     # ------------------------------------------------------------------------------------------------- one by one
@@ -135,6 +152,8 @@ class GrammarMatcher:
     def find_run(self) -> tuple[int, ...]:
         """Ask for the forced tokens from here on and remember them. To be called where no run is known."""
         found = tuple(self._state.compute_ff_tokens()[:FORCED_TOKENS])
+        if self._state.is_error() and self.recover():
+            return self.find_run()
         self.check()
         if found:
             insort(self._runs, (len(self.taken), found))
@@ -173,9 +192,22 @@ class GrammarMatcher:
         return True
 
     def recover(self) -> bool:
-        """Go on after the lexer, which other sequences share, has reached its limits; False: this one is at fault."""
-        lexer = None if self.lexer.owner is None else self.lexer.owner.renew(self.lexer)
-        return lexer is not None and self.move(lexer)
+        """Go on after the lexer, which other sequences share, has reached its limits; False: this one is at fault.
+
+        A sequence first moves to the lexer that all move to. Where that is broken at once, others may have nearly used
+        it up, so the sequence gets one to itself. If it breaks that too at the same position, it is at fault.
+        """
+        owner = self.lexer.owner
+        if self._recovered_at != len(self.taken):
+            self._recovered_at, self._num_recovered = len(self.taken), 0
+        while owner is not None and self._num_recovered < 2:
+            self._num_recovered += 1
+            lexer = owner.renew(self.lexer, private=self._num_recovered == 2)
+            if lexer is None:
+                return False
+            if self.move(lexer):
+                return True
+        return False
 
     def check(self) -> None:
         """Raises GrammarError if llguidance gave up on this sequence."""
