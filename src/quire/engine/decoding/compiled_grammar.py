@@ -53,7 +53,7 @@ class CompiledGrammar:
     ) -> None:
         """Compiles the grammar. Raises GrammarError where that fails. Without a builder it keeps its one lexer."""
         self._text, self._tokens, self._max_lexers, self._builder = text, tokens, max_lexers, builder
-        self._slices: tuple[str, ...] = ()
+        self._tokenizer = tokens.tokenizer
         self._lock = threading.Lock()  # whoever changes `lexers` holds it
         began = time.perf_counter()
         self.lexers: tuple[Lexer, ...] = (self._compile(),)
@@ -73,9 +73,12 @@ class CompiledGrammar:
         lexer = lexers[self._next % len(lexers)]
         return GrammarMatcher(self._tokens, lexer.start.deep_copy(), ends, lexer)
 
-    def balance(self, followers: Mapping[Lexer, Sequence[GrammarMatcher]], budget: int = MOVED_TOKENS) -> None:
-        """Before a batch of masks: ask for what would make the next ones faster, and move a few of its matchers."""
-        self.used_at = time.monotonic()
+    def balance(self, followers: Mapping[Lexer, Sequence[GrammarMatcher]]) -> None:
+        """Before a batch of masks: ask for what would make the next ones faster, and move a few of the matchers.
+
+        `followers` are the matchers in the batch, by lexer.
+        """
+        self.used_at, budget = time.monotonic(), MOVED_TOKENS
         num_rows = sum(map(len, followers.values()))
         self._ask_for_more(num_rows)
         lexers = self.lexers
@@ -89,7 +92,7 @@ class CompiledGrammar:
             leaving = followers[lexer] if lexer.is_retired else followers[lexer][-spare[lexer] :]
             for matcher in leaving:
                 target = min(counts, key=counts.__getitem__)
-                length = len(matcher.taken)
+                length = len(matcher.consumed)
                 if counts[target] >= share or length > MAX_MOVED_TOKENS:
                     continue
                 if budget <= 0:
@@ -130,7 +133,7 @@ class CompiledGrammar:
         slices = self._tokens.own_slices(self._text)
         if not slices:
             return
-        self._slices = slices
+        self._tokenizer = self._tokens.sliced(slices)
         fresh = [self._compile() for _ in self.lexers]
         with self._lock:
             for lexer in self.lexers:
@@ -158,7 +161,7 @@ class CompiledGrammar:
 
     def _compile(self) -> Lexer:
         """Compile, and compute the first mask: that builds most of what later ones need."""
-        start = self._tokens.begin(self._text, self._slices)
+        start = self._tokens.begin(self._text, self._tokenizer)
         if not start.is_error():
             self._tokens.read_mask(start)
         if start.is_error():

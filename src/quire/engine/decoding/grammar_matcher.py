@@ -30,12 +30,12 @@ class LexerOwner(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Lexer:
-    """One compilation of a grammar. All copies of its `start` share one llguidance lexer behind one lock."""
+    """One compilation of a grammar. All copies of `start` share one llguidance lexer behind one lock."""
 
     start: LLMatcher  # at the start of the grammar; never advanced
     owner: LexerOwner | None = None
     is_retired: bool = False  # its matchers should move to another lexer of the owner
-    num_masks: int = 0  # that its matchers were asked for in batches
+    num_masks: int = 0  # that its matchers have had computed
 
 
 class GrammarMatcher:
@@ -44,7 +44,7 @@ class GrammarMatcher:
     **Forced text.** Where only one text can follow, llguidance cuts it into the tokens that the model's tokenizer would
     choose, and the mask allows the first of these alone. One answer serves the whole run of tokens: its positions are
     masked with the tokens of that run, whether their masks are asked one by one, in a batch, or ahead for a draft. Runs
-    stay known when tokens are rolled back and taken again. So the masks of a sequence depend on its tokens alone.
+    stay known when tokens are rolled back and consumed again. So the masks of a sequence depend on its tokens alone.
 
     **Moving.** A matcher remembers its tokens and can be moved to another lexer of the same grammar, where it stands at
     the same place.
@@ -61,8 +61,8 @@ class GrammarMatcher:
         "_state",
         "_undone",
         "_vocabulary",
+        "consumed",
         "lexer",
-        "taken",
     )
 
     def __init__(
@@ -71,7 +71,7 @@ class GrammarMatcher:
         """`state` is a copy of the lexer's start. Without a lexer, the matcher has one to itself."""
         self._vocabulary, self._state, self._ends = tokens, state, ends
         self.lexer = lexer or Lexer(state.deep_copy())
-        self.taken: list[int] = []  # all tokens so far
+        self.consumed: list[int] = []  # all tokens so far
         self._undone: list[int] = []  # tokens that were rolled back, the next one last
         self._runs: list[tuple[int, tuple[int, ...]]] = []  # (position, forced tokens from there), by position
         self._bits: Bits | None = None  # the mask at this position, once computed
@@ -99,7 +99,7 @@ class GrammarMatcher:
                 self.check()
                 return False
             self._ended = True
-        self.note_taken(token)
+        self.note_consumed(token)
         return True
 
     def forced(self, limit: int) -> tuple[int, ...]:
@@ -116,21 +116,21 @@ class GrammarMatcher:
 
     def clone(self) -> GrammarMatcher:
         copy = GrammarMatcher(self._vocabulary, self._state.deep_copy(), self._ends, self.lexer)
-        copy.taken, copy._undone, copy._runs = self.taken.copy(), self._undone.copy(), self._runs.copy()
+        copy.consumed, copy._undone, copy._runs = self.consumed.copy(), self._undone.copy(), self._runs.copy()
         copy._bits, copy._mask_at, copy._ended = self._bits, self._mask_at, self._ended
         return copy
 
     def rollback(self, num_tokens: int) -> None:
-        assert 0 <= num_tokens <= len(self.taken)
+        assert 0 <= num_tokens <= len(self.consumed)
         if num_tokens == 0:
             return
-        start = len(self.taken) - num_tokens
-        self._undone.extend(reversed(self.taken[start:]))
-        del self.taken[start:]
+        start = len(self.consumed) - num_tokens
+        self._undone.extend(reversed(self.consumed[start:]))
+        del self.consumed[start:]
         self._bits = None
         consumed, self._ended = num_tokens - self._ended, False
-        if consumed and not self._state.rollback(consumed):
-            self.check()
+        if consumed and not self._state.rollback(consumed) and not self.move(self.lexer):
+            self.check()  # llguidance cannot roll every grammar back, and consuming the rest again has failed too
 
     # --------------------------------------------------------------------------------------------------- in a batch
     @property
@@ -142,12 +142,18 @@ class GrammarMatcher:
     def ends(self) -> tuple[int, ...]:
         return self._ends
 
-    def known_forced(self) -> int | None:
-        """The token that must come next, if a run that was found before says so. Asks llguidance nothing."""
+    def forced_token(self) -> int | None:
+        """The token that must come next, as far as runs tell.
+
+        A sequence that has met no forced text yet does not ask for one: its mask will show it. Later it asks here: the
+        threads that compute masks would have to wait for the GIL to tokenize a forced text.
+        """
         if not self._runs:
             return None
         run, place = self._run_here()
-        return run[place] if place < len(run) else None
+        if place == len(run):
+            run, place = self.find_run(), 0
+        return run[place] if run else None
 
     def find_run(self) -> tuple[int, ...]:
         """Ask for the forced tokens from here on and remember them. To be called where no run is known."""
@@ -156,25 +162,25 @@ class GrammarMatcher:
             return self.find_run()
         self.check()
         if found:
-            insort(self._runs, (len(self.taken), found))
+            insort(self._runs, (len(self.consumed), found))
         return found
 
     def note_mask(self) -> None:
-        """llguidance computes the mask of this position in a batch."""
-        self._mask_at = len(self.taken)
+        """llguidance computes the mask of this position."""
+        self._mask_at = len(self.consumed)
         self.lexer.num_masks += 1
 
-    def may_take(self, token: int) -> bool:
-        """Whether a token can be taken in by `state.consume_token` and `note_taken`, which a batch does, at all."""
-        return not self._undone and token not in self._ends
+    def can_consume_in_batch(self, token: int) -> bool:
+        """Whether `state.consume_token` and `note_consumed` are all it takes to advance by a token."""
+        return not self._undone and not self._ended and token not in self._ends
 
-    def note_taken(self, token: int) -> None:
-        """The state took `token` in."""
+    def note_consumed(self, token: int) -> None:
+        """The state has consumed `token`."""
         if self._runs:
             self._follow_run(token)
         if self._undone:
             self._undone.pop()
-        self.taken.append(token)
+        self.consumed.append(token)
         self._bits = None
 
     def undo_failure(self) -> None:
@@ -185,7 +191,7 @@ class GrammarMatcher:
     def move(self, lexer: Lexer) -> bool:
         """Go on with another lexer of the same grammar; False if it cannot follow, and nothing changed."""
         state = lexer.start.deep_copy()
-        consumed = self.taken[: len(self.taken) - self._ended]
+        consumed = self.consumed[: len(self.consumed) - self._ended]
         if consumed and not state.consume_tokens(consumed):
             return False
         self._state, self.lexer, self._mask_at = state, lexer, 0
@@ -198,8 +204,8 @@ class GrammarMatcher:
         it up, so the sequence gets one to itself. If it breaks that too at the same position, it is at fault.
         """
         owner = self.lexer.owner
-        if self._recovered_at != len(self.taken):
-            self._recovered_at, self._num_recovered = len(self.taken), 0
+        if self._recovered_at != len(self.consumed):
+            self._recovered_at, self._num_recovered = len(self.consumed), 0
         while owner is not None and self._num_recovered < 2:
             self._num_recovered += 1
             lexer = owner.renew(self.lexer, private=self._num_recovered == 2)
@@ -217,30 +223,30 @@ class GrammarMatcher:
     # ------------------------------------------------------------------------------------------------- forced runs
     def _run_here(self) -> tuple[tuple[int, ...], int]:
         """The run that this position belongs to and its place in it; the place is the run's end where it is over."""
-        position = len(self.taken)
+        position = len(self.consumed)
         for start, run in reversed(self._runs):
             if start <= position:
                 return run, min(position - start, len(run))
         return (), 0
 
     def _follow_run(self, token: int) -> None:
-        """Cut the run of this position off where another token than its own is taken."""
+        """Cut off the run of this position if another token than its own is consumed."""
         run, place = self._run_here()
         if place < len(run) and run[place] != token:
-            start = len(self.taken) - place
+            start = len(self.consumed) - place
             self._runs = [known for known in self._runs if known[0] < start]
             if place:
                 self._runs.append((start, run[:place]))
 
     def _leave_undone(self) -> None:
-        """Forget what was found out about the tokens that were rolled back: another one is taken now.
+        """Forget what is known of the tokens that were rolled back: another token is consumed in their place.
 
         llguidance keeps the mask it computed last and recognises its place by too little: after a rollback it may take
         the mask of an abandoned path for that of the new one. A mask of this position, which both paths share,
-        replaces it; where llguidance keeps none (inside a forced text), the tokens are taken again from the start.
+        replaces it; where llguidance keeps none (inside a forced text), a copy of the start consumes all tokens again.
         """
         self._undone.clear()
-        position = len(self.taken)
+        position = len(self.consumed)
         self._runs = [known for known in self._runs if known[0] <= position]
         if self._mask_at <= position:
             return

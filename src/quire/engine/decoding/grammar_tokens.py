@@ -49,15 +49,14 @@ class GrammarTokens:
         self._sliced: OrderedDict[tuple[str, ...], LLTokenizer] = OrderedDict()
         self._limits = grammar_limits()
 
-    def begin(self, grammar: str, slices: tuple[str, ...] = ()) -> LLMatcher:
+    def begin(self, grammar: str, tokenizer: LLTokenizer | None = None) -> LLMatcher:
         """Compile a grammar. Returns a matcher at its start, or one in the error state; takes what the limits allow.
 
-        Every call builds a lexer of its own. `slices` come from `own_slices`.
+        Every call builds a lexer of its own. `tokenizer` is one with slices for this grammar.
         """
         from llguidance import LLMatcher
 
-        tokenizer = self._with_slices(slices) if slices else self.tokenizer
-        return LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
+        return LLMatcher(tokenizer or self.tokenizer, grammar, log_level=0, limits=self._limits)
 
     def read_mask(self, state: LLMatcher) -> tuple[Bits, bool]:
         """Which of the model's tokens may come next, and whether the text may end here."""
@@ -71,7 +70,7 @@ class GrammarTokens:
     def own_slices(self, grammar: str) -> tuple[str, ...]:
         """Slices for the character classes that a grammar repeats, where the general slices leave many tokens over.
 
-        Builds them for the next `begin`. llguidance holds the interpreter's lock while it builds: 50 ms and more.
+        Builds them too, to see that llguidance can: it holds the GIL meanwhile, for 50 ms and more.
         """
         found: list[str] = []
         for name, repeats in repeated_classes(grammar).items():
@@ -82,13 +81,14 @@ class GrammarTokens:
         general = GENERAL_SLICES if "%json" in grammar else ()
         for slices in ((*found, *general), (found[-1],)):
             try:
-                self._with_slices(slices)
+                self.sliced(slices)
             except (RuntimeError, ValueError):  # their regexes are too costly to compare, or not llguidance's
                 continue
             return slices
         return ()
 
-    def _with_slices(self, slices: tuple[str, ...]) -> LLTokenizer:
+    def sliced(self, slices: tuple[str, ...]) -> LLTokenizer:
+        """The tokenizer with these slices. Only one thread may call this."""
         if slices not in self._sliced:
             self._sliced[slices] = self.tokenizer.with_slices(list(slices))
         self._sliced.move_to_end(slices)

@@ -36,7 +36,7 @@ class FilledMasks:
     rows: Ints  # [rows]
     bits: Bits  # [rows, words of the vocabulary], read-only; bit t % 32 of word t // 32 is set where t is allowed
     changed: Flags  # [rows], False where the mask is the one that this row had when it was filled last
-    over: Flags  # [rows], True where nothing can follow the token that the row has just taken in
+    over: Flags  # [rows], True where nothing can follow the token that the row has just consumed
     failed: tuple[tuple[int, GrammarError], ...]  # rows without a mask, and why
 
 
@@ -46,7 +46,7 @@ class _Batch:
 
     rows: Ints
     matchers: Sequence[Matcher]
-    tokens: Sequence[int] | None  # to be taken in first
+    tokens: Sequence[int] | None  # that the matchers consume first
     over: Flags
     alone: Sequence[int] = ()  # lines that `finish` computes one by one
     asked: list[tuple[GrammarMatcher, int]] = field(default_factory=list)  # llguidance computes the masks of these
@@ -60,9 +60,9 @@ class _Batch:
 class MaskTable:
     """Computes the masks of a batch of rows, and knows which of them differ from the masks these rows had before.
 
-    One thread of its own hands the batch to llguidance, which works on it with several threads and without the
-    interpreter's lock. Between `begin` and `finish` the matchers of the batch belong to the table. The masks are those
-    that `Matcher.mask` gives: they do not depend on the batch, on threads or on the time they take.
+    One thread of its own hands the batch to llguidance, which works on it with several threads and without the GIL.
+    Between `begin` and `finish` the matchers of the batch belong to the table. The masks are those that `Matcher.mask`
+    returns: they do not depend on the batch, on threads or on timing.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, threads: int | None = None) -> None:
@@ -84,26 +84,33 @@ class MaskTable:
     def begin(self, rows: Sequence[int], matchers: Sequence[Matcher], tokens: Sequence[int] | None = None) -> None:
         """Start to compute the masks of these rows at their matchers' present places. Returns at once.
 
-        With `tokens`, each matcher first takes in its own: a token that was sampled under the mask before and that does
+        With `tokens`, each matcher first consumes its own: a token that was sampled under the mask before and that does
         not end the request. Without them, no matcher may be over.
         """
         if self._is_closed or self._batch is not None:
             raise RuntimeError("the table is closed" if self._is_closed else "the batch before is not finished")
         batch = _Batch(np.array(rows, dtype=np.int32), matchers, tokens, np.zeros(len(rows), dtype=np.bool_))
-        self._batch = batch
         if len(matchers) <= FEW and len(matchers) * self._mask_seconds <= QUICK_SECONDS:
             batch.alone = range(len(matchers))
-            return
-        batch.alone = [line for line, matcher in enumerate(matchers) if not isinstance(matcher, GrammarMatcher)]
-        if len(batch.alone) == len(matchers):
-            return
-        if tokens is None:
+        else:
+            batch.alone = [line for line, matcher in enumerate(matchers) if not isinstance(matcher, GrammarMatcher)]
+        if len(batch.alone) < len(matchers):
+            self._hand_over(batch)
+        self._batch = batch
+
+    def _hand_over(self, batch: _Batch) -> None:
+        """Have the table's thread work on a batch."""
+        if batch.tokens is None:
             self._sort_out(batch)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="masks", daemon=True)
+            from llguidance import LLExecutor
+
+            executor = LLExecutor(self._threads)
+            self._thread = threading.Thread(target=self._serve, args=(executor,), name="masks", daemon=True)
             self._thread.start()
         batch.done = threading.Event()
         self._batches.put(batch)
+        time.sleep(0)  # gives the thread the GIL: else it would start when this thread next waits
 
     def finish(self) -> FilledMasks:
         """Wait until the masks that were begun are there.
@@ -119,16 +126,17 @@ class MaskTable:
         if batch.error is not None:
             raise batch.error
         if batch.alone:
-            began = time.perf_counter()
+            spent = time.thread_time()
             for line in batch.alone:
-                self._take_alone(batch, line)
+                self._consume_alone(batch, line)
                 self._compute_alone(batch, line)
-            self._note_time(time.perf_counter() - began, len(batch.alone))
+            self._note_time(time.thread_time() - spent, len(batch.alone))
         if batch.changed is None:
             batch.changed = self._find_changed(batch)
         self._is_known[batch.rows] = True
-        self._is_known[list(self._forgotten)] = False
-        self._forgotten.clear()
+        if self._forgotten:
+            self._is_known[list(self._forgotten)] = False
+            self._forgotten.clear()
         bits = self._filled[: len(batch.rows), : self._words]
         bits.setflags(write=False)
         failed = tuple((int(batch.rows[line]), error) for line, error in sorted(batch.failed.items()))
@@ -154,7 +162,12 @@ class MaskTable:
         for line, matcher in enumerate(batch.matchers):
             if not isinstance(matcher, GrammarMatcher) or line in batch.failed or batch.over[line]:
                 continue
-            if (token := matcher.known_forced()) is None:
+            try:
+                token = matcher.forced_token()
+            except GrammarError as error:
+                batch.failed[line] = error
+                continue
+            if token is None:
                 batch.asked.append((matcher, line))
             else:
                 batch.forced.append((line, token))
@@ -167,10 +180,7 @@ class MaskTable:
             grammar.balance(by_lexer)
 
     # ------------------------------------------------------------------------------------------- the table's thread
-    def _serve(self) -> None:
-        from llguidance import LLExecutor
-
-        executor = LLExecutor(self._threads)
+    def _serve(self, executor: LLExecutor) -> None:
         while (batch := self._batches.get()) is not None:
             try:
                 self._work(batch, executor)
@@ -181,7 +191,7 @@ class MaskTable:
 
     def _work(self, batch: _Batch, executor: LLExecutor) -> None:
         if batch.tokens is not None:
-            self._take_tokens(batch, batch.tokens, executor)
+            self._consume_tokens(batch, batch.tokens, executor)
             self._sort_out(batch)
         if batch.asked:
             self._compute(batch, executor)
@@ -194,30 +204,30 @@ class MaskTable:
         if not batch.alone:
             batch.changed = self._find_changed(batch)
 
-    def _take_tokens(self, batch: _Batch, tokens: Sequence[int], executor: LLExecutor) -> None:
-        """Have all llguidance matchers take in their tokens at once, where that is all there is to do."""
+    def _consume_tokens(self, batch: _Batch, tokens: Sequence[int], executor: LLExecutor) -> None:
+        """Have llguidance consume the tokens of all its matchers at once."""
         together: list[tuple[GrammarMatcher, int]] = []
         for line, matcher in enumerate(batch.matchers):
             if isinstance(matcher, GrammarMatcher):
-                if matcher.may_take(tokens[line]):
+                if matcher.can_consume_in_batch(tokens[line]):
                     together.append((matcher, line))
                 else:
-                    self._take_alone(batch, line)
+                    self._consume_alone(batch, line)
         if not together:
             return
         try:
-            taken = executor.consume_token_par([(matcher.state, tokens[line]) for matcher, line in together])
-        except Exception:  # noqa: BLE001 - one matcher is at fault, and none has taken anything in
+            are_consumed = executor.consume_token_par([(matcher.state, tokens[line]) for matcher, line in together])
+        except Exception:  # noqa: BLE001 - one matcher is at fault, and none has consumed anything
             for _, line in together:
-                self._take_alone(batch, line)
+                self._consume_alone(batch, line)
             return
-        for (matcher, line), is_taken in zip(together, taken, strict=True):
-            if is_taken:
-                matcher.note_taken(tokens[line])
+        for (matcher, line), is_consumed in zip(together, are_consumed, strict=True):
+            if is_consumed:
+                matcher.note_consumed(tokens[line])
                 batch.over[line] = matcher.is_over
             else:
                 matcher.undo_failure()
-                self._take_alone(batch, line)
+                self._consume_alone(batch, line)
 
     def _compute(self, batch: _Batch, executor: LLExecutor) -> None:
         """Have llguidance compute masks, lexer by lexer: neighbours go to one thread, and wait for no other."""
@@ -225,14 +235,22 @@ class MaskTable:
         for matcher, line in batch.asked:
             matcher.note_mask()
             by_lexer.setdefault(matcher.lexer, []).append((matcher.state, line))
-        items, began = [item for group in by_lexer.values() for item in group], time.perf_counter()
+        items = [item for group in by_lexer.values() for item in group]
+        start, size = self._filled.ctypes.data, self._line_bytes
         try:
-            executor.unsafe_compute_mask_ptr(items, self._filled.ctypes.data, self._line_bytes, len(self._filled))
+            if len(items) <= FEW:
+                spent = time.thread_time()
+                for state, line in items:
+                    state.unsafe_compute_mask_ptr(start + line * size, size)
+                self._note_time(time.thread_time() - spent, len(items))
+            else:
+                began = time.perf_counter()
+                executor.unsafe_compute_mask_ptr(items, start, size, len(self._filled))
+                self._note_time((time.perf_counter() - began) * min(self._threads, len(items)), len(items))
         except Exception:  # noqa: BLE001 - one matcher is at fault: each is asked alone
             for _, line in items:
                 self._compute_alone(batch, line)
             return
-        self._note_time((time.perf_counter() - began) * min(self._threads, len(items)), len(items))
         self._read_ends(batch)
 
     def _note_time(self, seconds: float, num_masks: int) -> None:
@@ -270,8 +288,8 @@ class MaskTable:
                 self._compute_alone(batch, line)
 
     # --------------------------------------------------------------------------------------------------- either one
-    def _take_alone(self, batch: _Batch, line: int) -> None:
-        """One row takes in its token, if it has one."""
+    def _consume_alone(self, batch: _Batch, line: int) -> None:
+        """One matcher consumes its token, if it has one."""
         if batch.tokens is None:
             return
         matcher, token = batch.matchers[line], batch.tokens[line]
@@ -297,15 +315,21 @@ class MaskTable:
 
     def _find_changed(self, batch: _Batch) -> Flags:
         """Which masks differ from those before; the new ones take the place of the old."""
-        rows, filled = batch.rows, self._filled[: len(batch.rows)]
-        if not len(rows):
-            return np.zeros(0, dtype=np.bool_)
-        first, count = int(rows[0]), len(rows)
+        rows, count = batch.rows, len(batch.rows)
+        if count <= FEW:
+            return np.array([self._has_changed(int(row), line) for line, row in enumerate(rows)], dtype=np.bool_)
+        first, filled = int(rows[0]), self._filled[:count]
         are_neighbours = np.array_equal(rows, np.arange(first, first + count))
         last = self._last[first : first + count] if are_neighbours else self._last[rows]
         differs: Flags = (filled != last).any(axis=1)
         self._last[rows[differs]] = filled[differs]
         return differs | ~self._is_known[rows]
+
+    def _has_changed(self, row: int, line: int) -> bool:
+        if np.array_equal(self._filled[line], self._last[row]):
+            return not self._is_known[row]
+        self._last[row] = self._filled[line]
+        return True
 
 
 def _as_grammar_error(error: Exception) -> GrammarError:

@@ -61,7 +61,7 @@ def test_the_end_is_allowed_only_where_the_grammar_may_end() -> None:
     assert match.is_over
 
 
-def test_an_end_token_that_is_taken_in_ends_it_until_it_is_taken_back() -> None:
+def test_an_end_token_that_is_consumed_ends_it_until_it_is_rolled_back() -> None:
     match = follow(matcher("start: /x+/"), "xx")
     assert match.advance(EOS)
     assert match.is_over
@@ -100,7 +100,7 @@ def test_nothing_is_forced_while_a_longer_token_might_be_meant() -> None:
     assert {ord("a"), encode("ab")[0]} <= allowed(match.mask())
 
 
-def test_forced_tokens_are_right_again_after_they_were_taken_back() -> None:
+def test_forced_tokens_are_right_again_after_they_were_rolled_back() -> None:
     match = matcher('start: "hello world" ("!" | "?") "hello world"')
     first = match.forced(8)
     for token in first[:2]:
@@ -233,12 +233,12 @@ def test_masks_depend_on_the_tokens_alone(seed: int) -> None:
     grammar = 'start: (pair ";")+\npair: "x" A "b" E | "y" A "c" E | "hello world" A\nA: /[ae]/\nE: /[0-9]{1,3}/\n'
     rng, match = random.Random(seed), matcher(grammar)
     for _ in range(80):
-        if match.taken and rng.random() < 0.3:
-            match.rollback(rng.randint(1, min(4, len(match.taken))))
+        if match.consumed and rng.random() < 0.3:
+            match.rollback(rng.randint(1, min(4, len(match.consumed))))
         if rng.random() < 0.2:
             match = match.clone()
         fresh = matcher(grammar)
-        for token in match.taken:
+        for token in match.consumed:
             assert fresh.advance(token)
         assert fresh.is_over == match.is_over
         here = allowed(fresh.mask())
@@ -275,7 +275,7 @@ def test_a_forced_run_is_the_same_however_it_is_walked() -> None:
             match.rollback(len(draft))
             for token in draft:
                 assert match.advance(token)
-        return match.taken
+        return match.consumed
 
     assert walk(1) == [*b"ccc", *b"abcdabcdabc"]
     assert all(walk(num_ahead) == walk(1) for num_ahead in range(2, 9))
@@ -304,8 +304,8 @@ def test_a_matcher_that_moves_to_another_lexer_stands_where_it_stood() -> None:
             if stays.is_over:
                 break
         assert match.is_over == stays.is_over
-        match.rollback(len(match.taken))
-        stays.rollback(len(stays.taken))
+        match.rollback(len(match.consumed))
+        stays.rollback(len(stays.consumed))
         assert allowed(match.mask()) == allowed(stays.mask())
 
 
@@ -330,3 +330,13 @@ def test_a_forced_text_is_tokenized_once_for_all_sequences() -> None:
         match = GrammarMatcher(tokens, tokens.begin('start: "hello world" /[0-9]/'), ())
         assert match.forced(8) == tuple(encode("hello world"))
     assert asked.count("hello world") == 1
+
+
+@pytest.mark.parametrize("limit", ["max_tokens=5", 'stop="."'])
+def test_a_grammar_that_llguidance_cannot_roll_back_is_followed_from_its_start_again(limit: str) -> None:
+    match = follow(matcher(f'start: text "END"\ntext[{limit}]: /[a-z ]+/'), "ab")
+    before = allowed(match.mask())
+    follow(match, "c")
+    match.rollback(1)
+    assert allowed(match.mask()) == before
+    assert match.consumed == encode("ab")

@@ -54,7 +54,7 @@ def test_slices_never_change_what_is_allowed(name: str, monkeypatch: pytest.Monk
     without.tokenizer = TOKENS.tokenizer.with_slices([])
     variants = [TOKENS.begin(grammar)]
     if own := TOKENS.own_slices(grammar):
-        variants.append(TOKENS.begin(grammar, own))
+        variants.append(TOKENS.begin(grammar, TOKENS.sliced(own)))
     for seed in range(6):
         rng = random.Random(seed)
         states = [without.begin(grammar), *(state.deep_copy() for state in variants)]

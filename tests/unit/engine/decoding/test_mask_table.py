@@ -54,8 +54,15 @@ class Builder:
 
 @pytest.fixture
 def threaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even the smallest batch is computed by threads."""
+    """Even the smallest batch is computed by llguidance's threads."""
     monkeypatch.setattr(mask_table, "FEW", 0)
+
+
+@pytest.fixture(params=["at once", "in one thread", "in many threads"])
+def every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a batch is computed."""
+    monkeypatch.setattr(mask_table, "FEW", 0 if request.param == "in many threads" else 8)
+    monkeypatch.setattr(mask_table, "QUICK_SECONDS", 60.0 if request.param == "at once" else 0.0)
 
 
 @pytest.fixture
@@ -107,7 +114,7 @@ class Walk:
         matcher, alone = self.rows[row]
         if row in self.chosen:
             assert alone.advance(self.chosen[row])
-        assert matcher.taken == alone.taken
+        assert matcher.consumed == alone.consumed
         assert is_over == alone.is_over
         if is_over:
             assert not bits.any()
@@ -160,9 +167,8 @@ def test_many_rows_of_one_grammar_are_spread_over_its_lexers_and_stay_right(monk
     table.close()
 
 
-@pytest.mark.parametrize("few", [0, 4])
-def test_a_batch_gives_the_same_masks_whatever_its_size(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_table, "FEW", few)
+@pytest.mark.usefixtures("every_way")
+def test_a_batch_gives_the_same_masks_whatever_its_size() -> None:
     table = MaskTable(1, SIZE, threads=1)
     for text in GRAMMARS.values():
         walk = Walk([compiled(text).matcher((EOS,))], 3)
@@ -173,9 +179,8 @@ def test_a_batch_gives_the_same_masks_whatever_its_size(few: int, monkeypatch: p
     table.close()
 
 
-@pytest.mark.parametrize("few", [0, 4])
-def test_every_row_has_its_own_end_tokens(few: int, monkeypatch: pytest.MonkeyPatch, table: MaskTable) -> None:
-    monkeypatch.setattr(mask_table, "FEW", few)
+@pytest.mark.usefixtures("every_way")
+def test_every_row_has_its_own_end_tokens(table: MaskTable) -> None:
     grammar = compiled("start: /x{2,9}/")
     matchers = [grammar.matcher(ends) for ends in ((EOS,), (), (EOS, 7), (EOS,))]
     for matcher in matchers:
@@ -203,12 +208,12 @@ def test_the_end_of_the_vocabulary_may_lie_anywhere_in_a_word(size: int) -> None
 @pytest.mark.usefixtures("threaded")
 def test_a_forced_text_is_followed_without_asking_llguidance_at_every_token(table: MaskTable) -> None:
     matcher = compiled(GRAMMARS["a fixed text"]).matcher((EOS,))
-    taken: list[int] = []
+    sampled: list[int] = []
     while not matcher.is_over:
         (token,) = allowed(fill(table, [0], [matcher]).bits[0])
         assert matcher.advance(token)
-        taken.append(token)
-    assert taken == encode("the only answer there is, word for word")
+        sampled.append(token)
+    assert sampled == encode("the only answer there is, word for word")
     assert matcher.lexer.num_masks == 1
 
 
@@ -219,9 +224,8 @@ def test_masks_cannot_be_written_to(table: MaskTable) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- changes
-@pytest.mark.parametrize("few", [0, 4])
-def test_only_what_differs_from_the_rows_last_mask_has_changed(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_table, "FEW", few)
+@pytest.mark.usefixtures("every_way")
+def test_only_what_differs_from_the_rows_last_mask_has_changed() -> None:
     table = MaskTable(8, SIZE, threads=2)
     grammar = compiled("start: /[ab]+c*/")
     first, second, third = (grammar.matcher((EOS,)) for _ in range(3))
@@ -272,12 +276,9 @@ class Broken:
         raise self.error
 
 
-@pytest.mark.parametrize("few", [0, 4])
+@pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize("tokens", [None, list(map(ord, "azaab"))])
-def test_a_rows_fault_is_told_and_harms_no_other_row(
-    few: int, tokens: list[int] | None, monkeypatch: pytest.MonkeyPatch, table: MaskTable
-) -> None:
-    monkeypatch.setattr(mask_table, "FEW", few)
+def test_a_rows_fault_is_told_and_harms_no_other_row(tokens: list[int] | None, table: MaskTable) -> None:
     grammar = compiled("start: /[ab]+/")
     good, lost = [grammar.matcher((EOS,)) for _ in range(2)], grammar.matcher((EOS,))
     assert not lost.state.consume_token(ord("z"))  # llguidance gives up on it
@@ -293,24 +294,20 @@ def test_a_rows_fault_is_told_and_harms_no_other_row(
     assert {ord("a"), ord("b"), EOS if tokens else ord("a")} <= allowed(masks.bits[0])
 
 
-@pytest.mark.parametrize("few", [0, 4])
-def test_a_token_that_the_grammar_forbids_fails_its_row_alone(
-    few: int, monkeypatch: pytest.MonkeyPatch, table: MaskTable
-) -> None:
-    monkeypatch.setattr(mask_table, "FEW", few)
+@pytest.mark.usefixtures("every_way")
+def test_a_token_that_the_grammar_forbids_fails_its_row_alone(table: MaskTable) -> None:
     grammar = compiled("start: /[ab]+/")
     matchers = [grammar.matcher((EOS,)) for _ in range(3)]
     table.begin([0, 1, 2], matchers, [ord("a"), ord("z"), ord("b")])
     masks = table.finish()
     assert [row for row, _ in masks.failed] == [1]
     assert "token 122" in str(masks.failed[0][1])
-    assert [matcher.taken for matcher in matchers] == [[ord("a")], [], [ord("b")]]
+    assert [matcher.consumed for matcher in matchers] == [[ord("a")], [], [ord("b")]]
     assert allowed(matchers[1].mask()) & {ord("a"), ord("b"), EOS} == {ord("a"), ord("b")}
 
 
-@pytest.mark.parametrize("few", [0, 4])
-def test_a_row_that_may_neither_end_nor_go_on_fails(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_table, "FEW", few)
+@pytest.mark.usefixtures("every_way")
+def test_a_row_that_may_neither_end_nor_go_on_fails() -> None:
     letters = [bytes([byte]) for byte in b"ab"]
     tokens = GrammarTokens(word_vocabulary().__class__(letters, frozenset(), (), lambda text: [97, 98][: len(text)]), 2)
     grammar = CompiledGrammar("start: /a(c|d)?/", tokens)
@@ -343,13 +340,13 @@ def test_rows_whose_lexer_breaks_are_filled_with_a_new_one(monkeypatch: pytest.M
     grammar = CompiledGrammar("start: /(x|y)*x(x|y){10}z/", tokens)
     first, rng, table = grammar.lexers[0], random.Random(0), MaskTable(8, SIZE, threads=2)
     matchers = [grammar.matcher((EOS,)) for _ in range(8)]
-    taken: list[int] | None = None
+    sampled: list[int] | None = None
     for _ in range(60):
-        table.begin(range(8), matchers, taken)
+        table.begin(range(8), matchers, sampled)
         masks = table.finish()
         assert not masks.failed
         assert all({ord("x"), ord("y")} <= allowed(line) for line in masks.bits)
-        taken = rng.choices([ord("x"), ord("y")], k=8)
+        sampled = rng.choices([ord("x"), ord("y")], k=8)
     assert first.is_retired
     table.close()
 
