@@ -219,3 +219,32 @@ def test_a_broken_grammar_that_takes_long_to_compile_is_not_compiled_again(tight
             assert matcher.advance(rng.choice([ord("a"), ord("b")]))
     assert grammar.lexers == lexers
     assert not lexers[0].is_retired
+
+
+def exhaust(grammar: CompiledGrammar) -> None:
+    """Break the first lexer."""
+    lexer, rng = grammar.lexers[0], random.Random(1)
+    matcher = GrammarMatcher(grammar._tokens, lexer.start.deep_copy(), (), Lexer(lexer.start))  # owned by no grammar
+    with pytest.raises(GrammarError, match="too many states"):
+        for _ in range(2_000):
+            matcher.mask()
+            matcher.advance(rng.choice([ord("a"), ord("b")]))
+
+
+def test_a_sequence_that_breaks_the_lexer_of_all_gets_one_to_itself_and_then_no_more(tight: GrammarTokens) -> None:
+    grammar = CompiledGrammar(EXPLOSIVE, tight)
+    matcher, first = grammar.matcher((EOS,)), grammar.lexers[0]
+    consume([matcher], "abba")
+    expected = allowed(matcher.mask())
+    exhaust(grammar)
+    assert matcher.recover()
+    assert matcher.lexer is grammar.lexers[0]
+    assert matcher.lexer is not first
+    exhaust(grammar)
+    assert matcher.recover()
+    assert matcher.lexer not in grammar.lexers
+    assert allowed(matcher.mask()) == expected
+    assert not matcher.recover()
+    assert matcher.advance(ord("a"))
+    matcher.lexer.is_retired = True
+    assert matcher.recover()  # at another position

@@ -17,7 +17,7 @@ from quire.engine.decoding.grammar_matcher import GrammarMatcher
 from quire.engine.decoding.grammar_tokens import GrammarTokens
 from quire.engine.decoding.mask_table import FilledMasks, MaskTable
 from quire.types.step import Bits
-from word_vocabulary import EOS, SIZE, encode, word_vocabulary
+from word_vocabulary import EOS, SIZE, WORDS, encode, word_vocabulary
 
 pytest.importorskip("llguidance")
 TOKENS = GrammarTokens(word_vocabulary(), SIZE)
@@ -221,6 +221,18 @@ def test_masks_cannot_be_written_to(table: MaskTable) -> None:
     bits = fill(table, [0], [compiled("start: /x+/").matcher(())]).bits
     with pytest.raises(ValueError, match="read-only"):
         bits[0, 0] = 1
+
+
+@pytest.mark.usefixtures("every_way")
+def test_a_row_that_was_rolled_back_is_filled_for_the_tokens_that_it_consumed_instead(table: MaskTable) -> None:
+    first, second = next(word.decode() for word in WORDS if len(word) == 2 and word.isalpha())
+    grammar = compiled(f'start: "x" A "{second}" | "y" A "1"\nA: /[{first}0]/')
+    matcher = grammar.matcher((EOS,))
+    assert matcher.advance(ord("x"))
+    assert encode(first + second)[0] in allowed(matcher.mask())  # a draft that is rejected
+    matcher.rollback(1)
+    table.begin([0], [matcher], [ord("y")])
+    assert allowed(table.finish().bits[0]) == {ord(first), ord("0")}
 
 
 # ---------------------------------------------------------------------------------------------------------- changes
