@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Flags = npt.NDArray[np.bool_]
 FEW = 4  # rows
-QUICK_SECONDS = 100e-6  # masks of a few rows that take less are computed by the engine's thread
+QUICK_SECONDS = 200e-6  # masks of a few rows that take less are computed by the engine's thread
 FIRST_GUESS = 20e-6  # seconds for a mask, before any was measured
 
 
@@ -77,7 +77,7 @@ class MaskTable:
         self._thread: threading.Thread | None = None
         self._batch: _Batch | None = None  # begun and not finished
         self._forgotten: set[int] = set()  # rows with a new owner since then
-        self._mask_seconds = FIRST_GUESS  # of one thread for one mask, on average
+        self._mask_seconds = FIRST_GUESS  # of processor time for one mask, where few were computed
         self._is_closed = False
 
     # ------------------------------------------------------------------------------------------ the engine's thread
@@ -100,7 +100,7 @@ class MaskTable:
 
     def _hand_over(self, batch: _Batch) -> None:
         """Have the table's thread work on a batch."""
-        if batch.tokens is None:
+        if batch.tokens is None and len(batch.matchers) > FEW:
             self._sort_out(batch)
         if self._thread is None:
             from llguidance import LLExecutor
@@ -126,11 +126,7 @@ class MaskTable:
         if batch.error is not None:
             raise batch.error
         if batch.alone:
-            spent = time.thread_time()
-            for line in batch.alone:
-                self._consume_alone(batch, line)
-                self._compute_alone(batch, line)
-            self._note_time(time.thread_time() - spent, len(batch.alone))
+            self._compute_each(batch, batch.alone)
         if batch.changed is None:
             batch.changed = self._find_changed(batch)
         self._is_known[batch.rows] = True
@@ -190,6 +186,14 @@ class MaskTable:
             batch.done.set()
 
     def _work(self, batch: _Batch, executor: LLExecutor) -> None:
+        if len(batch.matchers) <= FEW:
+            self._compute_each(batch, sorted({*range(len(batch.matchers))} - {*batch.alone}))
+        else:
+            self._compute_all(batch, executor)
+        if not batch.alone:
+            batch.changed = self._find_changed(batch)
+
+    def _compute_all(self, batch: _Batch, executor: LLExecutor) -> None:
         if batch.tokens is not None:
             self._consume_tokens(batch, batch.tokens, executor)
             self._sort_out(batch)
@@ -201,8 +205,6 @@ class MaskTable:
             self._filled[lines, tokens >> 5] = np.uint32(1) << (tokens & 31).astype(np.uint32)
         without = [*batch.failed, *np.flatnonzero(batch.over).tolist()]
         self._filled[without] = 0
-        if not batch.alone:
-            batch.changed = self._find_changed(batch)
 
     def _consume_tokens(self, batch: _Batch, tokens: Sequence[int], executor: LLExecutor) -> None:
         """Have llguidance consume the tokens of all its matchers at once."""
@@ -236,25 +238,13 @@ class MaskTable:
             matcher.note_mask()
             by_lexer.setdefault(matcher.lexer, []).append((matcher.state, line))
         items = [item for group in by_lexer.values() for item in group]
-        start, size = self._filled.ctypes.data, self._line_bytes
         try:
-            if len(items) <= FEW:
-                spent = time.thread_time()
-                for state, line in items:
-                    state.unsafe_compute_mask_ptr(start + line * size, size)
-                self._note_time(time.thread_time() - spent, len(items))
-            else:
-                began = time.perf_counter()
-                executor.unsafe_compute_mask_ptr(items, start, size, len(self._filled))
-                self._note_time((time.perf_counter() - began) * min(self._threads, len(items)), len(items))
+            executor.unsafe_compute_mask_ptr(items, self._filled.ctypes.data, self._line_bytes, len(self._filled))
         except Exception:  # noqa: BLE001 - one matcher is at fault: each is asked alone
             for _, line in items:
                 self._compute_alone(batch, line)
-            return
-        self._read_ends(batch)
-
-    def _note_time(self, seconds: float, num_masks: int) -> None:
-        self._mask_seconds += (seconds / num_masks - self._mask_seconds) / 8
+        else:
+            self._read_ends(batch)
 
     def _read_ends(self, batch: _Batch) -> None:
         """Put the tokens that end each request in place of llguidance's own end token.
@@ -288,6 +278,15 @@ class MaskTable:
                 self._compute_alone(batch, line)
 
     # --------------------------------------------------------------------------------------------------- either one
+    def _compute_each(self, batch: _Batch, lines: Sequence[int]) -> None:
+        """Compute masks one by one, and note how long they take."""
+        began = time.thread_time()
+        for line in lines:
+            self._consume_alone(batch, line)
+            self._compute_alone(batch, line)
+        seconds = (time.thread_time() - began) / len(lines)
+        self._mask_seconds += (min(seconds, 4 * self._mask_seconds) - self._mask_seconds) / 8  # one mask proves little
+
     def _consume_alone(self, batch: _Batch, line: int) -> None:
         """One matcher consumes its token, if it has one."""
         if batch.tokens is None:
@@ -302,16 +301,17 @@ class MaskTable:
 
     def _compute_alone(self, batch: _Batch, line: int) -> None:
         """The mask of one row, or why it has none."""
+        if line not in batch.failed and not batch.over[line]:
+            try:
+                bits = batch.matchers[line].mask()
+                if not bits.any():
+                    raise GrammarError("structured_outputs: no token can follow, and the answer may not end here")
+                self._filled[line, : self._words] = bits
+            except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
+                batch.failed[line] = _as_grammar_error(error)
+            else:
+                return
         self._filled[line] = 0
-        if line in batch.failed or batch.over[line]:
-            return
-        try:
-            self._filled[line, : self._words] = batch.matchers[line].mask()
-            if not self._filled[line].any():
-                raise GrammarError("structured_outputs: no token can follow, and the answer may not end here")
-        except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
-            batch.failed[line] = _as_grammar_error(error)
-            self._filled[line] = 0
 
     def _find_changed(self, batch: _Batch) -> Flags:
         """Which masks differ from those before; the new ones take the place of the old."""
@@ -326,7 +326,7 @@ class MaskTable:
         return differs | ~self._is_known[rows]
 
     def _has_changed(self, row: int, line: int) -> bool:
-        if np.array_equal(self._filled[line], self._last[row]):
+        if self._filled[line].tobytes() == self._last[row].tobytes():  # for one line the fastest way
             return not self._is_known[row]
         self._last[row] = self._filled[line]
         return True
