@@ -1,4 +1,4 @@
-"""What an answer must match, as the engine sees it: which tokens may come next, and where a sequence stands."""
+"""Grammars as the engine uses them: which tokens a sequence may choose next, and when it is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class GrammarError(QuireError):
 
 
 class Matcher(Protocol):
-    """Where one sequence stands in its grammar. Belongs to that sequence; not thread-safe.
+    """The position of one sequence in its grammar. Belongs to that sequence; not thread-safe.
 
     A token that ends the request (an eos, a stop token) may be chosen where the grammar may end, and nowhere else
     unless it also is text that the grammar allows. With ignore_eos no eos may be chosen at all.
@@ -24,24 +24,24 @@ class Matcher(Protocol):
         """Which tokens may come next: [words], read-only; bit t % 32 of word t // 32. Raises GrammarError."""
 
     def advance(self, token: int) -> bool:
-        """Take a token in. False: it is not allowed here, and nothing changed. Raises GrammarError."""
+        """Consume a token. False: the grammar does not allow it here, and nothing changed. Raises GrammarError."""
 
     def forced(self, limit: int) -> tuple[int, ...]:
-        """Up to `limit` tokens that must come next, whatever the model says; often none. Changes nothing."""
+        """Up to `limit` tokens that must come next, whatever the model prefers; often none. Consumes nothing."""
 
     @property
     def is_over(self) -> bool:
-        """Nothing can follow but the end: the sequence is finished, without a token that says so."""
+        """The grammar is complete and nothing can follow: the sequence is finished without an end token."""
 
     def clone(self) -> Matcher:
-        """A matcher at the same place that goes its own way: a fork's."""
+        """A matcher at the same position for a fork of the sequence. The two are independent."""
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens that were taken in."""
+        """Undo the last `num_tokens` calls of `advance` that returned True."""
 
 
 class Compilation(Protocol):
-    """A grammar that is compiled, or will be."""
+    """A grammar that is compiled or being compiled."""
 
     @property
     def is_ready(self) -> bool:
@@ -52,26 +52,26 @@ class Compilation(Protocol):
 
 
 class Grammars(Protocol):
-    """Compiles grammars off the engine's thread, which alone calls these."""
+    """Compiles grammars on another thread. Only the engine's thread calls these methods."""
 
     def compile(self, text: str) -> Compilation:
-        """Begin to compile, or find what was compiled before. Raises InvalidRequest where there are no grammars."""
+        """Start to compile a grammar, or return the earlier compilation. Raises InvalidRequest without a vocabulary."""
 
     def wait(self, seconds: float) -> None:
-        """Return as soon as a compilation has become ready, and after `seconds` in any case."""
+        """Wait until a compilation becomes ready, at most `seconds`."""
 
     def close(self) -> None:
-        """Forget all. Idempotent."""
+        """Drop all grammars. Idempotent."""
 
 
 class NoGrammars:
-    """An engine without a vocabulary: nothing can be compiled."""
+    """The Grammars of an engine without a vocabulary: refuses all."""
 
     def compile(self, text: str) -> NoReturn:  # noqa: ARG002
         raise InvalidRequest("structured_outputs", "needs text, but this engine has no tokenizer", "leave it out")
 
     def wait(self, seconds: float) -> None:
-        """Nothing is ever under way."""
+        """Nothing is ever being compiled."""
 
     def close(self) -> None:
         """Nothing is held."""

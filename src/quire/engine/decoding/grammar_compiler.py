@@ -2,41 +2,51 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from quire.engine.decoding.compiled_grammar import CompiledGrammar, mask_threads
 from quire.engine.decoding.grammar import Compilation, GrammarError
 from quire.engine.decoding.grammar_matcher import GrammarMatcher
-from quire.engine.decoding.grammar_tokens import GrammarTokens, reason_of
+from quire.engine.decoding.grammar_tokens import GrammarTokens
 from quire.engine.decoding.vocabulary import VocabularySource
 from quire.types.sampling import TokenRules
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
 MAX_KEPT = 64
+MAX_EXTRA_LEXERS = 32  # of all grammars together, beside the first of each
+IDLE_SECONDS = 10.0  # after which a grammar in no batch gives its extra lexers to another
 COMPILE_SECONDS = 20.0  # from the request to the end of its compilation, those before it included
-STACK_BYTES = 64 << 20  # far more than the check at the door has, so what passed there cannot overflow here
+STACK_BYTES = 64 << 20  # far more than the check of a request has, so what passed there cannot overflow here
+_FIELD = "structured_outputs: "
 
 
 class GrammarCompiler:
-    """The Grammars of an engine with a vocabulary, which is asked for once, when the first grammar comes or at `warm`.
+    """The Grammars of an engine with a vocabulary, which it loads once: with the first grammar, or at `warm`.
 
-    Its thread is a daemon: what it compiles when the engine closes is dropped. Grammars were checked at the door; one
-    that fails here all the same ends its request.
+    Its thread is a daemon: when the engine closes, what is being compiled is dropped. Grammars were checked before
+    they were submitted; one that fails here all the same ends its request. Between two grammars, the thread compiles
+    further lexers for the grammars that many rows follow.
     """
 
     def __init__(
-        self, source: VocabularySource, vocab_size: int, *, clock: Callable[[], float] = time.monotonic
+        self,
+        source: VocabularySource,
+        vocab_size: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        max_lexers: int | None = None,
     ) -> None:
+        """`max_lexers` of one grammar: more than threads that compute masks are of no use."""
         self._source, self._vocab_size, self._clock = source, vocab_size, clock
-        self._tokens: GrammarTokens | None = None  # the thread's own
+        self._max_lexers = mask_threads() if max_lexers is None else max_lexers
         self._kept: OrderedDict[str, _Compiling] = OrderedDict()
-        self._waiting: queue.SimpleQueue[_Compiling | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Compiling | Callable[[], None] | None] = queue.SimpleQueue()
+        self._grown: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()  # with extra lexers; the thread's own
         self._thread: threading.Thread | None = None
         self._news = threading.Event()
 
@@ -64,6 +74,14 @@ class GrammarCompiler:
         self._kept.clear()
         self._waiting.put(None)
 
+    # ---------------------------------------------------------------------------------------- what a grammar asks
+    def add_lexer(self, grammar: CompiledGrammar) -> None:
+        self._waiting.put(lambda: self._add_lexer(grammar))
+
+    def add_slices(self, grammar: CompiledGrammar) -> None:
+        self._waiting.put(grammar.add_slices)
+
+    # ----------------------------------------------------------------------------------------------- on the thread
     def _start(self) -> None:
         usual = threading.stack_size(STACK_BYTES)
         try:
@@ -74,18 +92,43 @@ class GrammarCompiler:
 
     def _work(self) -> None:
         try:
-            self._tokens = GrammarTokens(self._source(), self._vocab_size)
+            tokens = GrammarTokens(self._source(), self._vocab_size)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the vocabulary, requests must hear of it
             self._fail_all(f"the vocabulary cannot be used for structured outputs: {error}")
             return
-        while (compiling := self._waiting.get()) is not None:
-            compiling.run(self._tokens)
-            self._news.set()
+        later: deque[Callable[[], None]] = deque()
+        while (job := self._waiting.get()) is not None:
+            if isinstance(job, _Compiling):
+                job.run(lambda text: CompiledGrammar(text, tokens, max_lexers=self._max_lexers, builder=self))
+                self._news.set()
+            else:
+                later.append(job)
+            while later and self._waiting.empty():
+                _try(later.popleft())
 
     def _fail_all(self, reason: str) -> None:
-        while (compiling := self._waiting.get()) is not None:
-            compiling.fail(reason)
-            self._news.set()
+        while (job := self._waiting.get()) is not None:
+            if isinstance(job, _Compiling):
+                job.fail(reason)
+                self._news.set()
+
+    def _add_lexer(self, grammar: CompiledGrammar) -> None:
+        """Compile once more, if there is memory for it or an idle grammar gives up its own."""
+        grown = sorted((one for one in self._grown if one.num_extra), key=lambda one: one.used_at)
+        if sum(one.num_extra for one in grown) >= MAX_EXTRA_LEXERS:
+            if time.monotonic() - grown[0].used_at < IDLE_SECONDS:
+                return
+            grown[0].shrink()
+        grammar.add_lexer()
+        self._grown.add(grammar)
+
+
+def _try(job: Callable[[], None]) -> None:
+    """What makes masks faster may fail: the grammar goes on without it."""
+    try:
+        job()
+    except Exception:
+        logging.getLogger(__name__).debug("a grammar could not be compiled again", exc_info=True)
 
 
 class _Compiling:
@@ -94,7 +137,7 @@ class _Compiling:
     def __init__(self, text: str, clock: Callable[[], float]) -> None:
         self._text, self._clock = text, clock
         self._deadline = clock() + COMPILE_SECONDS
-        self._compiled: tuple[GrammarTokens, LLMatcher] | None = None
+        self._compiled: CompiledGrammar | None = None
         self._error = ""
 
     @property
@@ -107,20 +150,14 @@ class _Compiling:
 
     def matcher(self, rules: TokenRules) -> GrammarMatcher:
         if self._compiled is None:
-            raise GrammarError(f"structured_outputs: {self._error or 'took too long to compile'}")
-        tokens, start = self._compiled
-        return GrammarMatcher(tokens, start.deep_copy(), rules.end_ids)
+            raise GrammarError(f"{_FIELD}{self._error or 'took too long to compile'}")
+        return self._compiled.matcher(rules.end_ids)
 
-    def run(self, tokens: GrammarTokens) -> None:
-        """Compile and find the first mask, which builds most of what later ones need."""
+    def run(self, compile_text: Callable[[str], CompiledGrammar]) -> None:
         try:
-            start = tokens.begin(self._text)
-            if not start.is_error():
-                tokens.read_mask(start)
-            if start.is_error():
-                self.fail(reason_of(start))
-            else:
-                self._compiled = tokens, start
+            self._compiled = compile_text(self._text)
+        except GrammarError as error:
+            self.fail(str(error).removeprefix(_FIELD))
         except Exception as error:  # noqa: BLE001 - one grammar's fault must not stop the thread
             self.fail(f"cannot be compiled: {error}")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from bisect import insort
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -13,25 +15,71 @@ from quire.types.step import Bits
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-FORCED_TOKENS = 128  # that are remembered at once
+FORCED_TOKENS = 128  # of one forced run
+
+
+class LexerOwner(Protocol):
+    """The compiled grammar that a lexer belongs to."""
+
+    def renew(self, lexer: Lexer, *, private: bool) -> Lexer | None:
+        """A lexer to go on with in place of one that has reached its limits; None: the sequence itself is at fault.
+
+        A private one has no other matchers.
+        """
+
+
+@dataclass(eq=False, slots=True)
+class Lexer:
+    """One compilation of a grammar. All copies of `start` share one llguidance lexer behind one lock."""
+
+    start: LLMatcher  # at the start of the grammar; never advanced
+    owner: LexerOwner | None = None
+    is_retired: bool = False  # its matchers should move to another lexer of the owner
+    num_masks: int = 0  # that its matchers have had computed
 
 
 class GrammarMatcher:
-    """A Matcher. Forced tokens are found once per run of them, so that a long fixed text costs no more per token.
+    """The Matcher of a grammar. `ends` are the tokens that end this request's sequences.
 
-    `ends` are the tokens that end this request's sequences: allowed where the grammar may end.
+    **Forced text.** Where only one text can follow, llguidance cuts it into the tokens that the model's tokenizer would
+    choose, and the mask allows the first of these alone. One answer serves the whole run of tokens: its positions are
+    masked with the tokens of that run, whether their masks are asked one by one, in a batch, or ahead for a draft. Runs
+    stay known when tokens are rolled back and consumed again. So the masks of a sequence depend on its tokens alone.
+
+    **Moving.** A matcher remembers its tokens and can be moved to another lexer of the same grammar, where it stands at
+    the same place.
     """
 
-    __slots__ = ("_bits", "_ended", "_ends", "_forced", "_forced_at", "_position", "_state", "_tokens")
+    __slots__ = (
+        "_bits",
+        "_ended",
+        "_ends",
+        "_mask_at",
+        "_num_recovered",
+        "_recovered_at",
+        "_runs",
+        "_state",
+        "_undone",
+        "_vocabulary",
+        "consumed",
+        "lexer",
+    )
 
-    def __init__(self, tokens: GrammarTokens, state: LLMatcher, ends: tuple[int, ...]) -> None:
-        self._tokens, self._state, self._ends = tokens, state, ends
-        self._position = 0  # tokens taken in
-        self._forced: tuple[int, ...] = ()  # at positions from `_forced_at` on
-        self._forced_at = -1  # -1: not asked yet
-        self._bits: Bits | None = None  # the mask at this position, once found
+    def __init__(
+        self, tokens: GrammarTokens, state: LLMatcher, ends: tuple[int, ...], lexer: Lexer | None = None
+    ) -> None:
+        """`state` is a copy of the lexer's start. Without a lexer, the matcher has one to itself."""
+        self._vocabulary, self._state, self._ends = tokens, state, ends
+        self.lexer = lexer or Lexer(state.deep_copy())
+        self.consumed: list[int] = []  # all tokens so far
+        self._undone: list[int] = []  # tokens that were rolled back, the next one last
+        self._runs: list[tuple[int, tuple[int, ...]]] = []  # (position, forced tokens from there), by position
+        self._bits: Bits | None = None  # the mask at this position, once computed
+        self._mask_at = 0  # position of the mask that llguidance computed last
+        self._recovered_at, self._num_recovered = -1, 0  # where it last needed another lexer, and how many
         self._ended = False  # by one of `ends`
 
+    # ------------------------------------------------------------------------------------------------- one by one
     def mask(self) -> Bits:
         if self._bits is None:
             forced = self.forced(1)
@@ -42,68 +90,185 @@ class GrammarMatcher:
     def advance(self, token: int) -> bool:
         if self._ended:
             return False
-        if self._state.try_consume_tokens([token]) == 1:
-            place = self._position - self._forced_at
-            if self._forced_at < 0 or place >= len(self._forced) or self._forced[place] != token:
-                self._forced, self._forced_at = (), -1
-        elif token in self._ends and self._state.is_accepting():
+        if self._undone and self._undone[-1] != token:
+            self._leave_undone()
+        if self._state.try_consume_tokens([token]) != 1:
+            if self._state.is_error() and self.recover():
+                return self.advance(token)
+            if token not in self._ends or not self._state.is_accepting():
+                self.check()
+                return False
             self._ended = True
-        else:
-            self._check()
-            return False
-        self._position += 1
-        self._bits = None
+        self.note_consumed(token)
         return True
 
     def forced(self, limit: int) -> tuple[int, ...]:
         if limit <= 0 or self.is_over:
             return ()
-        is_used_up = bool(self._forced) and self._position == self._forced_at + len(self._forced)
-        if self._forced_at < 0 or is_used_up:
-            self._forced_at, self._forced = self._position, self._ask_forced()
-        start = self._position - self._forced_at
-        return self._forced[start : start + limit]
+        run, place = self._run_here()
+        if place == len(run):
+            run, place = self.find_run(), 0
+        return run[place : place + limit]
 
     @property
     def is_over(self) -> bool:
         return self._ended or (self._state.is_stopped() and not self._state.is_error())
 
     def clone(self) -> GrammarMatcher:
-        copy = GrammarMatcher(self._tokens, self._state.deep_copy(), self._ends)
-        copy._position, copy._bits, copy._ended = self._position, self._bits, self._ended
-        copy._forced, copy._forced_at = self._forced, self._forced_at
+        copy = GrammarMatcher(self._vocabulary, self._state.deep_copy(), self._ends, self.lexer)
+        copy.consumed, copy._undone, copy._runs = self.consumed.copy(), self._undone.copy(), self._runs.copy()
+        copy._bits, copy._mask_at, copy._ended = self._bits, self._mask_at, self._ended
         return copy
 
     def rollback(self, num_tokens: int) -> None:
-        assert 0 <= num_tokens <= self._position
+        assert 0 <= num_tokens <= len(self.consumed)
         if num_tokens == 0:
             return
-        self._position -= num_tokens
+        start = len(self.consumed) - num_tokens
+        self._undone.extend(reversed(self.consumed[start:]))
+        del self.consumed[start:]
         self._bits = None
-        if self._position < self._forced_at:
-            self._forced, self._forced_at = (), -1
         consumed, self._ended = num_tokens - self._ended, False
-        if consumed and not self._state.rollback(consumed):
-            self._check()
+        if consumed and not self._state.rollback(consumed) and not self.move(self.lexer):
+            self.check()  # llguidance cannot roll every grammar back, and consuming the rest again has failed too
 
-    def _ask_forced(self) -> tuple[int, ...]:
-        found = self._state.compute_ff_tokens()[:FORCED_TOKENS]
-        self._check()
-        return tuple(found)
+    # --------------------------------------------------------------------------------------------------- in a batch
+    @property
+    def state(self) -> LLMatcher:
+        """llguidance's own matcher, for a mask that is computed in a batch."""
+        return self._state
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return self._ends
+
+    def forced_token(self) -> int | None:
+        """The token that must come next, as far as runs tell.
+
+        A sequence that has met no forced text yet does not ask for one: its mask will show it. Later it asks here: the
+        threads that compute masks would have to wait for the GIL to tokenize a forced text.
+        """
+        if not self._runs:
+            return None
+        run, place = self._run_here()
+        if place == len(run):
+            run, place = self.find_run(), 0
+        return run[place] if run else None
+
+    def find_run(self) -> tuple[int, ...]:
+        """Ask for the forced tokens from here on and remember them. To be called where no run is known."""
+        found = tuple(self._state.compute_ff_tokens()[:FORCED_TOKENS])
+        if self._state.is_error() and self.recover():
+            return self.find_run()
+        self.check()
+        if found:
+            insort(self._runs, (len(self.consumed), found))
+        return found
+
+    def note_mask(self) -> None:
+        """llguidance computes the mask of this position."""
+        self._mask_at = len(self.consumed)
+        self.lexer.num_masks += 1
+
+    def can_consume_in_batch(self, token: int) -> bool:
+        """Whether `state.consume_token` and `note_consumed` are all it takes to advance by a token."""
+        return not self._undone and not self._ended and token not in self._ends
+
+    def note_consumed(self, token: int) -> None:
+        """The state has consumed `token`."""
+        if self._runs:
+            self._follow_run(token)
+        if self._undone:
+            self._undone.pop()
+        self.consumed.append(token)
+        self._bits = None
+
+    def undo_failure(self) -> None:
+        """The state refused a token in a batch, which has put it into its error state: go back to before that."""
+        if not self.move(self.lexer):
+            self.recover()
+
+    def move(self, lexer: Lexer) -> bool:
+        """Go on with another lexer of the same grammar; False if it cannot follow, and nothing changed."""
+        state = lexer.start.deep_copy()
+        consumed = self.consumed[: len(self.consumed) - self._ended]
+        if consumed and not state.consume_tokens(consumed):
+            return False
+        self._state, self.lexer, self._mask_at = state, lexer, 0
+        return True
+
+    def recover(self) -> bool:
+        """Go on after the lexer, which other sequences share, has reached its limits; False: this one is at fault.
+
+        A sequence first moves to the lexer that all move to. Where that is broken at once, others may have nearly used
+        it up, so the sequence gets one to itself. If it breaks that too at the same position, it is at fault.
+        """
+        owner = self.lexer.owner
+        if self._recovered_at != len(self.consumed):
+            self._recovered_at, self._num_recovered = len(self.consumed), 0
+        while owner is not None and self._num_recovered < 2:
+            self._num_recovered += 1
+            lexer = owner.renew(self.lexer, private=self._num_recovered == 2)
+            if lexer is None:
+                return False
+            if self.move(lexer):
+                return True
+        return False
+
+    def check(self) -> None:
+        """Raises GrammarError if llguidance gave up on this sequence."""
+        if self._state.is_error():
+            raise GrammarError(f"structured_outputs: {reason_of(self._state)}")
+
+    # ------------------------------------------------------------------------------------------------- forced runs
+    def _run_here(self) -> tuple[tuple[int, ...], int]:
+        """The run that this position belongs to and its place in it; the place is the run's end where it is over."""
+        position = len(self.consumed)
+        for start, run in reversed(self._runs):
+            if start <= position:
+                return run, min(position - start, len(run))
+        return (), 0
+
+    def _follow_run(self, token: int) -> None:
+        """Cut off the run of this position if another token than its own is consumed."""
+        run, place = self._run_here()
+        if place < len(run) and run[place] != token:
+            start = len(self.consumed) - place
+            self._runs = [known for known in self._runs if known[0] < start]
+            if place:
+                self._runs.append((start, run[:place]))
+
+    def _leave_undone(self) -> None:
+        """Forget what is known of the tokens that were rolled back: another token is consumed in their place.
+
+        llguidance keeps the mask it computed last and recognises its place by too little: after a rollback it may take
+        the mask of an abandoned path for that of the new one. A mask of this position, which both paths share,
+        replaces it; where llguidance keeps none (inside a forced text), a copy of the start consumes all tokens again.
+        """
+        self._undone.clear()
+        position = len(self.consumed)
+        self._runs = [known for known in self._runs if known[0] <= position]
+        if self._mask_at <= position:
+            return
+        self._mask_at = position
+        if self._state.compute_ff_bytes():
+            self.move(self.lexer)
+        elif not self._state.is_stopped():
+            self._vocabulary.read_mask(self._state)
+
+    # ------------------------------------------------------------------------------------------------------- masks
     def _allowed(self) -> Bits:
-        bits, may_end = self._tokens.read_mask(self._state)
-        self._check()
+        self.note_mask()
+        bits, may_end = self._vocabulary.read_mask(self._state)
+        if self._state.is_error() and self.recover():
+            return self._allowed()
+        self.check()
         if may_end:
             for token in self._ends:
                 bits[token >> 5] |= np.uint32(1 << (token & 31))
         return bits
 
     def _only(self, token: int) -> Bits:
-        bits = np.zeros(self._tokens.num_words, dtype=np.uint32)
+        bits = np.zeros(self._vocabulary.num_words, dtype=np.uint32)
         bits[token >> 5] = 1 << (token & 31)
         return bits
-
-    def _check(self) -> None:
-        if self._state.is_error():
-            raise GrammarError(f"structured_outputs: {reason_of(self._state)}")

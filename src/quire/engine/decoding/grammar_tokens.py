@@ -1,57 +1,118 @@
-"""The model's vocabulary as llguidance reads it, and the limits every grammar is held to."""
+"""The model's vocabulary in llguidance's form, and the limits of every grammar."""
 
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quire.engine.decoding.grammar_slices import GENERAL_SLICES, LETTER_SLICES, repeated_classes, slices_of
 from quire.engine.decoding.vocabulary import Vocabulary
 from quire.types.step import Bits
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-CANONICAL_CHARACTERS = 2_048  # of a forced text are tokenized as the model would; what lies behind is asked again later
+CANONICAL_CHARACTERS = 2_048  # of a forced text go to the model's tokenizer; the rest is cut greedily and asked again
+REMEMBERED_TEXTS = 8_192  # forced texts whose tokens are kept
+REMEMBERED_CHARACTERS = 256  # of such a text at most
+MIN_SLICE_TOKENS = 8_192  # walking so many tokens takes about 0.1 ms of every mask
+MAX_SLICED = 8  # tokenizers with slices of a grammar's own that are kept
 _QUOTED = re.compile(r"\s*(\d+ \||\^+\s*$)")  # a line of the grammar, or the mark below one
+_BARE_SLASH = re.compile(r"(?<!\\)/")  # would end a regex in a grammar
 MAX_REASON = 400  # characters of llguidance's message that a user is shown
 
 
 class GrammarTokens:
-    """A vocabulary with an end of its own, one past the model's tokens: which of those end a text, requests decide.
+    """The vocabulary that all grammars of an engine share. Needs llguidance.
 
-    Needs llguidance. Shared by all grammars of an engine and never changed.
+    llguidance gets an end token of its own, one past the model's tokens: each request decides which of the model's
+    tokens end it. A mask from llguidance therefore has one bit more than the vocabulary.
     """
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         from llguidance import LLTokenizer
 
-        spoken = _Spoken(vocabulary, vocab_size)
+        source = _TokenizerSource(vocabulary, vocab_size)
         self.vocab_size, self.end = vocab_size, vocab_size
-        self.num_words = -(-vocab_size // 32)
-        self.tokenizer: LLTokenizer = LLTokenizer(spoken, n_vocab=vocab_size + 1, eos_token=vocab_size)  # type: ignore[arg-type]
-        spoken.greedy = self.tokenizer.greedy_tokenize
+        self.num_words = -(-vocab_size // 32)  # of a mask
+        self.line_words = -(-(vocab_size + 1) // 32)  # of a mask with the bit of the end token
+        self.tokenizer: LLTokenizer = LLTokenizer(
+            source,  # type: ignore[arg-type]
+            n_vocab=vocab_size + 1,
+            eos_token=vocab_size,
+            slices=list(GENERAL_SLICES),
+        )
+        source.greedy = self.tokenizer.greedy_tokenize
+        self._sliced: OrderedDict[tuple[str, ...], LLTokenizer] = OrderedDict()
         self._limits = grammar_limits()
 
-    def begin(self, grammar: str) -> LLMatcher:
-        """A matcher at the start of a grammar, or one in its error state. Takes as long as the limits allow."""
+    def begin(self, grammar: str, tokenizer: LLTokenizer | None = None) -> LLMatcher:
+        """Compile a grammar. Returns a matcher at its start, or one in the error state; takes what the limits allow.
+
+        Every call builds a lexer of its own. `tokenizer` is one with slices for this grammar.
+        """
         from llguidance import LLMatcher
 
-        return LLMatcher(self.tokenizer, grammar, log_level=0, limits=self._limits)
+        return LLMatcher(tokenizer or self.tokenizer, grammar, log_level=0, limits=self._limits)
 
     def read_mask(self, state: LLMatcher) -> tuple[Bits, bool]:
         """Which of the model's tokens may come next, and whether the text may end here."""
-        bits = np.empty(-(-(self.vocab_size + 1) // 32), dtype=np.uint32)
+        bits = np.empty(self.line_words, dtype=np.uint32)
         state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         word, bit = divmod(self.end, 32)
         may_end = bool(bits[word] >> bit & 1)
         bits[word] &= (1 << bit) - 1
         return bits[: self.num_words], may_end
 
+    def own_slices(self, grammar: str) -> tuple[str, ...]:
+        """Slices for the character classes that a grammar repeats, where the general slices leave many tokens over.
+
+        Builds them too, to see that llguidance can: it holds the GIL meanwhile, for 50 ms and more.
+        """
+        found: list[str] = []
+        for name, repeats in repeated_classes(grammar).items():
+            if self._num_walked(name) >= MIN_SLICE_TOKENS:
+                found.extend(slices_of(name, repeats))
+        if not found:
+            return ()
+        general = GENERAL_SLICES if "%json" in grammar else ()
+        for slices in ((*found, *general), (found[-1],)):
+            try:
+                self.sliced(slices)
+            except (RuntimeError, ValueError):  # their regexes are too costly to compare, or not llguidance's
+                continue
+            return slices
+        return ()
+
+    def sliced(self, slices: tuple[str, ...]) -> LLTokenizer:
+        """The tokenizer with these slices. Only one thread may call this."""
+        if slices not in self._sliced:
+            self._sliced[slices] = self.tokenizer.with_slices(list(slices))
+        self._sliced.move_to_end(slices)
+        while len(self._sliced) > MAX_SLICED:
+            self._sliced.popitem(last=False)
+        return self._sliced[slices]
+
+    def _num_walked(self, name: str) -> int:
+        """How many tokens of a character class no general slice inside that class covers."""
+        inside = self._tokens_of(slices_of(name, 24)[-1])
+        rest = inside.copy()
+        for letters in map(self._tokens_of, LETTER_SLICES):
+            if not (letters & ~inside).any():
+                rest &= ~letters
+        return int(np.unpackbits(rest.view(np.uint8)).sum())
+
+    def _tokens_of(self, regex: str) -> Bits:
+        """The tokens that match a regex from their first to their last character."""
+        state = self.begin("start: /{}/".format(_BARE_SLASH.sub(r"\/", regex)))
+        return self.read_mask(state)[0] if not state.is_error() else np.zeros(self.num_words, dtype=np.uint32)
+
 
 def grammar_limits() -> LLParserLimits:
-    """What one grammar may cost to compile and one mask to find. Beyond it, its request is refused or ends.
+    """What one grammar may cost to compile, and one mask to compute. Beyond it, its request is refused or ends.
 
     The states bound memory, at one or two kilobytes each, and how long a text can be forced at once.
     """
@@ -69,7 +130,7 @@ def grammar_limits() -> LLParserLimits:
 
 
 def reason_of(state: LLMatcher) -> str:
-    """llguidance's complaint in one line, without the grammar it quotes; empty if it has none."""
+    """llguidance's message in one line, without the grammar it quotes; empty if it has none."""
     lines = state.get_error().replace("<non-verbose/>", "").splitlines()
     text = " ".join(" ".join(line.split()) for line in lines if not _QUOTED.match(line)).strip()
     if text.startswith("NoExtension"):
@@ -77,8 +138,12 @@ def reason_of(state: LLMatcher) -> str:
     return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}..."
 
 
-class _Spoken:
-    """What LLTokenizer asks of a tokenizer."""
+class _TokenizerSource:
+    """What LLTokenizer asks of a tokenizer.
+
+    llguidance calls it wherever a text is forced, from whichever thread computes a mask, to learn the tokens of that
+    text. Rows of one grammar are forced to the same texts, so the last answers are kept.
+    """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -89,12 +154,23 @@ class _Spoken:
         self.tokens = [*tokens, *[b""] * (vocab_size - len(tokens)), b"<end of answer>"]
         self.eos_token_id = vocab_size
         self.special_token_ids = [*sorted(i for i in vocabulary.special_ids if i < vocab_size), vocab_size]
-        self.greedy: Any = None  # llguidance's own way, known once it has read the tokens
+        self.greedy: Any = None  # llguidance's own tokenization, known once it has read the tokens
+        self._remembered: dict[str, list[int]] = {}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The tokens of `text` as the model's tokenizer cuts it where that spells it exactly, else the longest ones."""
+        """The tokens of `text`: the model's tokenizer's where they spell it exactly, else the longest ones."""
         whole = text if isinstance(text, str) else text.decode()
-        head, tail = whole[:CANONICAL_CHARACTERS], whole[CANONICAL_CHARACTERS:]
+        found = self._remembered.get(whole)
+        if found is None:
+            found = self._tokenize(whole)
+            if len(whole) <= REMEMBERED_CHARACTERS:
+                if len(self._remembered) >= REMEMBERED_TEXTS:
+                    self._remembered.clear()
+                self._remembered[whole] = found
+        return found
+
+    def _tokenize(self, text: str) -> list[int]:
+        head, tail = text[:CANONICAL_CHARACTERS], text[CANONICAL_CHARACTERS:]
         ids = list(self._encode(head))
         limit = len(self._tokens)
         if any(i >= limit for i in ids) or b"".join(self._tokens[i] for i in ids) != head.encode():

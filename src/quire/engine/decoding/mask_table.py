@@ -1,50 +1,338 @@
-"""Temporary."""
+"""The masks of all rows that follow a grammar, computed by threads while the engine does other things."""
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
+from quire.engine.decoding.compiled_grammar import CompiledGrammar, mask_threads
 from quire.engine.decoding.grammar import GrammarError, Matcher
-from quire.types.step import Bits, Bools, Ints
+from quire.engine.decoding.grammar_matcher import GrammarMatcher, Lexer
+from quire.types.step import Bits, Ints
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+Flags = npt.NDArray[np.bool_]
+FEW = 4  # rows
+QUICK_SECONDS = 200e-6  # masks of a few rows that take less are computed by the engine's thread
+FIRST_GUESS = 20e-6  # seconds for a mask, before any was measured
 
 
 @dataclass(frozen=True, slots=True)
 class FilledMasks:
+    """The masks of some rows. `bits` is valid until the next `begin`.
+
+    The line of a row that has failed or is over allows nothing.
+    """
+
+    rows: Ints  # [rows]
+    bits: Bits  # [rows, words of the vocabulary], read-only; bit t % 32 of word t // 32 is set where t is allowed
+    changed: Flags  # [rows], False where the mask is the one that this row had when it was filled last
+    over: Flags  # [rows], True where nothing can follow the token that the row has just consumed
+    failed: tuple[tuple[int, GrammarError], ...]  # rows without a mask, and why
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Masks that were begun together. A line is a place in the batch, and in the matrix of masks."""
+
     rows: Ints
-    bits: Bits
-    changed: Bools
-    failed: tuple[tuple[int, GrammarError], ...]
+    matchers: Sequence[Matcher]
+    tokens: Sequence[int] | None  # that the matchers consume first
+    over: Flags
+    alone: Sequence[int] = ()  # lines that `finish` computes one by one
+    asked: list[tuple[GrammarMatcher, int]] = field(default_factory=list)  # llguidance computes the masks of these
+    forced: list[tuple[int, int]] = field(default_factory=list)  # (line, the only token that is allowed)
+    failed: dict[int, GrammarError] = field(default_factory=dict)  # by line
+    changed: Flags | None = None
+    done: threading.Event | None = None  # None: no thread works on it
+    error: Exception | None = None  # a fault of the table, not of a row
 
 
 class MaskTable:
-    def __init__(self, num_rows: int, vocab_size: int, threads: int | None = None) -> None:
-        self._bits = np.zeros((num_rows, -(-vocab_size // 32)), dtype=np.uint32)
-        self._known: set[int] = set()
-        self._begun: tuple[list[int], list[Matcher]] = ([], [])
+    """Computes the masks of a batch of rows, and knows which of them differ from the masks these rows had before.
 
-    def begin(self, rows: Sequence[int], matchers: Sequence[Matcher]) -> None:
-        self._begun = list(rows), list(matchers)
+    One thread of its own hands the batch to llguidance, which works on it with several threads and without the GIL.
+    Between `begin` and `finish` the matchers of the batch belong to the table. The masks are those that `Matcher.mask`
+    returns: they do not depend on the batch, on threads or on timing.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, threads: int | None = None) -> None:
+        self._words, self._end = -(-vocab_size // 32), vocab_size
+        line_words = -(-(vocab_size + 1) // 32)  # llguidance's own end token comes after the vocabulary
+        self._filled: Bits = np.zeros((num_rows, line_words), dtype=np.uint32)  # by line
+        self._last: Bits = np.zeros((num_rows, line_words), dtype=np.uint32)  # by row: the mask it had before
+        self._is_known: Flags = np.zeros(num_rows, dtype=np.bool_)  # by row: whether `_last` holds its mask
+        self._line_bytes = line_words * 4
+        self._threads = mask_threads() if threads is None else threads
+        self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._batch: _Batch | None = None  # begun and not finished
+        self._forgotten: set[int] = set()  # rows with a new owner since then
+        self._mask_seconds = FIRST_GUESS  # of processor time for one mask, where few were computed
+        self._is_closed = False
+
+    # ------------------------------------------------------------------------------------------ the engine's thread
+    def begin(self, rows: Sequence[int], matchers: Sequence[Matcher], tokens: Sequence[int] | None = None) -> None:
+        """Start to compute the masks of these rows at their matchers' present places. Returns at once.
+
+        With `tokens`, each matcher first consumes its own: a token that was sampled under the mask before and that does
+        not end the request. Without them, no matcher may be over.
+        """
+        if self._is_closed or self._batch is not None:
+            raise RuntimeError("the table is closed" if self._is_closed else "the batch before is not finished")
+        batch = _Batch(np.array(rows, dtype=np.int32), matchers, tokens, np.zeros(len(rows), dtype=np.bool_))
+        if len(matchers) <= FEW and len(matchers) * self._mask_seconds <= QUICK_SECONDS:
+            batch.alone = range(len(matchers))
+        else:
+            batch.alone = [line for line, matcher in enumerate(matchers) if not isinstance(matcher, GrammarMatcher)]
+        if len(batch.alone) < len(matchers):
+            self._hand_over(batch)
+        self._batch = batch
+
+    def _hand_over(self, batch: _Batch) -> None:
+        """Have the table's thread work on a batch."""
+        if batch.tokens is None and len(batch.matchers) > FEW:
+            self._sort_out(batch)
+        if self._thread is None:
+            from llguidance import LLExecutor
+
+            executor = LLExecutor(self._threads)
+            self._thread = threading.Thread(target=self._serve, args=(executor,), name="masks", daemon=True)
+            self._thread.start()
+        batch.done = threading.Event()
+        self._batches.put(batch)
+        time.sleep(0)  # gives the thread the GIL: else it would start when this thread next waits
 
     def finish(self) -> FilledMasks:
-        rows, changed, failed = [], [], []
-        for row, matcher in zip(*self._begun, strict=True):
-            try:
-                bits = matcher.mask()
-            except Exception as error:
-                failed.append((row, error))
-                continue
-            rows.append(row)
-            changed.append(row not in self._known or not np.array_equal(bits, self._bits[row]))
-            self._bits[row] = bits
-            self._known.add(row)
-        return FilledMasks(
-            np.array(rows, dtype=np.int32), self._bits[rows], np.array(changed, dtype=bool), tuple(failed)
-        )
+        """Wait until the masks that were begun are there.
+
+        Computes the masks of other matchers than llguidance's here, and those of a few rows that take little time: in a
+        thread they would take longer. A row's fault never raises: `failed` tells it.
+        """
+        batch, self._batch = self._batch, None
+        if batch is None:
+            batch = _Batch(np.zeros(0, dtype=np.int32), (), None, np.zeros(0, dtype=np.bool_))
+        if batch.done is not None:
+            batch.done.wait()
+        if batch.error is not None:
+            raise batch.error
+        if batch.alone:
+            self._compute_each(batch, batch.alone)
+        if batch.changed is None:
+            batch.changed = self._find_changed(batch)
+        self._is_known[batch.rows] = True
+        if self._forgotten:
+            self._is_known[list(self._forgotten)] = False
+            self._forgotten.clear()
+        bits = self._filled[: len(batch.rows), : self._words]
+        bits.setflags(write=False)
+        failed = tuple((int(batch.rows[line]), error) for line, error in sorted(batch.failed.items()))
+        return FilledMasks(batch.rows, bits, batch.changed, batch.over, failed)
 
     def forget(self, row: int) -> None:
-        self._known.discard(row)
+        """The row has a new owner: its next mask counts as changed."""
+        if self._batch is None:
+            self._is_known[row] = False
+        else:
+            self._forgotten.add(row)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the threads; masks that are being computed are finished first. Idempotent."""
+        self._is_closed = True
+        if self._thread is not None:
+            self._batches.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _sort_out(self, batch: _Batch) -> None:
+        """Find out which masks llguidance must compute: those of matchers that are not inside a forced run."""
+        for line, matcher in enumerate(batch.matchers):
+            if not isinstance(matcher, GrammarMatcher) or line in batch.failed or batch.over[line]:
+                continue
+            try:
+                token = matcher.forced_token()
+            except GrammarError as error:
+                batch.failed[line] = error
+                continue
+            if token is None:
+                batch.asked.append((matcher, line))
+            else:
+                batch.forced.append((line, token))
+        followers: dict[CompiledGrammar, dict[Lexer, list[GrammarMatcher]]] = {}
+        for matcher, _ in batch.asked:
+            if isinstance(matcher.lexer.owner, CompiledGrammar):
+                mine = followers.setdefault(matcher.lexer.owner, {})
+                mine.setdefault(matcher.lexer, []).append(matcher)
+        for grammar, by_lexer in followers.items():
+            grammar.balance(by_lexer)
+
+    # ------------------------------------------------------------------------------------------- the table's thread
+    def _serve(self, executor: LLExecutor) -> None:
+        while (batch := self._batches.get()) is not None:
+            try:
+                self._work(batch, executor)
+            except Exception as error:  # noqa: BLE001 - raised again where the masks are asked for
+                batch.error = error
+            assert batch.done is not None
+            batch.done.set()
+
+    def _work(self, batch: _Batch, executor: LLExecutor) -> None:
+        if len(batch.matchers) <= FEW:
+            self._compute_each(batch, sorted({*range(len(batch.matchers))} - {*batch.alone}))
+        else:
+            self._compute_all(batch, executor)
+        if not batch.alone:
+            batch.changed = self._find_changed(batch)
+
+    def _compute_all(self, batch: _Batch, executor: LLExecutor) -> None:
+        if batch.tokens is not None:
+            self._consume_tokens(batch, batch.tokens, executor)
+            self._sort_out(batch)
+        if batch.asked:
+            self._compute(batch, executor)
+        if batch.forced:
+            lines, tokens = np.array(batch.forced).T
+            self._filled[lines] = 0
+            self._filled[lines, tokens >> 5] = np.uint32(1) << (tokens & 31).astype(np.uint32)
+        without = [*batch.failed, *np.flatnonzero(batch.over).tolist()]
+        self._filled[without] = 0
+
+    def _consume_tokens(self, batch: _Batch, tokens: Sequence[int], executor: LLExecutor) -> None:
+        """Have llguidance consume the tokens of all its matchers at once."""
+        together: list[tuple[GrammarMatcher, int]] = []
+        for line, matcher in enumerate(batch.matchers):
+            if isinstance(matcher, GrammarMatcher):
+                if matcher.can_consume_in_batch(tokens[line]):
+                    together.append((matcher, line))
+                else:
+                    self._consume_alone(batch, line)
+        if not together:
+            return
+        try:
+            are_consumed = executor.consume_token_par([(matcher.state, tokens[line]) for matcher, line in together])
+        except Exception:  # noqa: BLE001 - one matcher is at fault, and none has consumed anything
+            for _, line in together:
+                self._consume_alone(batch, line)
+            return
+        for (matcher, line), is_consumed in zip(together, are_consumed, strict=True):
+            if is_consumed:
+                matcher.note_consumed(tokens[line])
+                batch.over[line] = matcher.is_over
+            else:
+                matcher.undo_failure()
+                self._consume_alone(batch, line)
+
+    def _compute(self, batch: _Batch, executor: LLExecutor) -> None:
+        """Have llguidance compute masks, lexer by lexer: neighbours go to one thread, and wait for no other."""
+        by_lexer: dict[Lexer, list[tuple[LLMatcher, int]]] = {}
+        for matcher, line in batch.asked:
+            matcher.note_mask()
+            by_lexer.setdefault(matcher.lexer, []).append((matcher.state, line))
+        items = [item for group in by_lexer.values() for item in group]
+        try:
+            executor.unsafe_compute_mask_ptr(items, self._filled.ctypes.data, self._line_bytes, len(self._filled))
+        except Exception:  # noqa: BLE001 - one matcher is at fault: each is asked alone
+            for _, line in items:
+                self._compute_alone(batch, line)
+        else:
+            self._read_ends(batch)
+
+    def _read_ends(self, batch: _Batch) -> None:
+        """Put the tokens that end each request in place of llguidance's own end token.
+
+        A line without any token may be a failure, and one with a single token may begin a forced run: these are asked.
+        """
+        lines = np.array([line for _, line in batch.asked])
+        word, bit = divmod(self._end, 32)
+        column = self._filled[lines, word]
+        may_end = (column >> np.uint32(bit) & np.uint32(1)).astype(np.bool_)
+        self._filled[lines, word] = column & np.uint32((1 << bit) - 1)
+        sums = self._filled[: len(batch.rows)].sum(axis=1, dtype=np.uint64)[lines]
+        is_empty = sums == 0
+        is_single = ~is_empty & ~may_end & ((sums & (sums - np.uint64(1))) == 0)  # or its words add up to a power of 2
+        by_ends: dict[tuple[int, ...], list[int]] = {}
+        for place in np.flatnonzero(may_end).tolist():
+            matcher, line = batch.asked[place]
+            by_ends.setdefault(matcher.ends, []).append(line)
+        for ends, ending in by_ends.items():
+            for token in ends:
+                self._filled[ending, token >> 5] |= np.uint32(1 << (token & 31))
+        for place in np.flatnonzero(is_empty).tolist():
+            matcher, line = batch.asked[place]
+            if not matcher.ends or matcher.state.is_error():
+                self._compute_alone(batch, line)
+        for place in np.flatnonzero(is_single).tolist():
+            matcher, line = batch.asked[place]
+            try:
+                matcher.find_run()
+            except GrammarError:
+                self._compute_alone(batch, line)
+
+    # --------------------------------------------------------------------------------------------------- either one
+    def _compute_each(self, batch: _Batch, lines: Sequence[int]) -> None:
+        """Compute masks one by one, and note how long they take."""
+        began = time.thread_time()
+        for line in lines:
+            self._consume_alone(batch, line)
+            self._compute_alone(batch, line)
+        seconds = (time.thread_time() - began) / len(lines)
+        self._mask_seconds += (min(seconds, 4 * self._mask_seconds) - self._mask_seconds) / 8  # one mask proves little
+
+    def _consume_alone(self, batch: _Batch, line: int) -> None:
+        """One matcher consumes its token, if it has one."""
+        if batch.tokens is None:
+            return
+        matcher, token = batch.matchers[line], batch.tokens[line]
+        try:
+            if not matcher.advance(token):
+                raise GrammarError(f"structured_outputs: token {token} was chosen where the grammar does not allow it")
+            batch.over[line] = matcher.is_over
+        except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
+            batch.failed[line] = _as_grammar_error(error)
+
+    def _compute_alone(self, batch: _Batch, line: int) -> None:
+        """The mask of one row, or why it has none."""
+        if line not in batch.failed and not batch.over[line]:
+            try:
+                bits = batch.matchers[line].mask()
+                if not bits.any():
+                    raise GrammarError("structured_outputs: no token can follow, and the answer may not end here")
+                self._filled[line, : self._words] = bits
+            except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
+                batch.failed[line] = _as_grammar_error(error)
+            else:
+                return
+        self._filled[line] = 0
+
+    def _find_changed(self, batch: _Batch) -> Flags:
+        """Which masks differ from those before; the new ones take the place of the old."""
+        rows, count = batch.rows, len(batch.rows)
+        if count <= FEW:
+            return np.array([self._has_changed(int(row), line) for line, row in enumerate(rows)], dtype=np.bool_)
+        first, filled = int(rows[0]), self._filled[:count]
+        are_neighbours = np.array_equal(rows, np.arange(first, first + count))
+        last = self._last[first : first + count] if are_neighbours else self._last[rows]
+        differs: Flags = (filled != last).any(axis=1)
+        self._last[rows[differs]] = filled[differs]
+        return differs | ~self._is_known[rows]
+
+    def _has_changed(self, row: int, line: int) -> bool:
+        if self._filled[line].tobytes() == self._last[row].tobytes():  # for one line the fastest way
+            return not self._is_known[row]
+        self._last[row] = self._filled[line]
+        return True
+
+
+def _as_grammar_error(error: Exception) -> GrammarError:
+    if isinstance(error, GrammarError):
+        return error
+    return GrammarError(f"structured_outputs: the grammar failed: {error!r}")

@@ -1,4 +1,4 @@
-"""The model's tokens as text, for those parts of decoding that read what they choose."""
+"""The model's tokens as bytes, for grammars and stop strings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What each token adds to a text. Made by the text floor, as the engine has no tokenizer."""
+    """The bytes that each token adds to a text. The serving layer makes it, as the engine has no tokenizer."""
 
     tokens: Sequence[bytes]  # by id; empty where an id has no text
-    special_ids: frozenset[int]  # their bytes are a name, never text of an answer
+    special_ids: frozenset[int]  # their bytes are their names, never part of an answer
     eos_ids: tuple[int, ...]
-    encode: Encode  # the tokens of a text that goes on from another one
+    encode: Encode  # tokenizes a text that continues another one
 
 
 VocabularySource = Callable[[], Vocabulary]

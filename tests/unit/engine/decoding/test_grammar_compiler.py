@@ -6,8 +6,11 @@ import pytest
 
 from byte_vocabulary import EOS, RULES, SIZE, allowed, byte_vocabulary
 from quire.engine.decoding import grammar_compiler
+from quire.engine.decoding.compiled_grammar import CompiledGrammar
 from quire.engine.decoding.grammar import Compilation, GrammarError, NoGrammars
 from quire.engine.decoding.grammar_compiler import GrammarCompiler
+from quire.engine.decoding.grammar_matcher import GrammarMatcher, Lexer
+from quire.engine.decoding.grammar_tokens import GrammarTokens
 from quire.engine.decoding.vocabulary import Vocabulary
 from quire.types.errors import InvalidRequest
 
@@ -125,4 +128,98 @@ def test_the_end_is_whatever_the_request_ends_with() -> None:
     grammars = GrammarCompiler(byte_vocabulary, SIZE)
     match = compiled(grammars, "start: /a*/").matcher(RULES)
     assert EOS in allowed(match.mask())
+    grammars.close()
+
+
+# ------------------------------------------------------------------------------------------------ further lexers
+def grammar_of(found: Compilation) -> CompiledGrammar:
+    matcher = found.matcher(RULES)
+    assert isinstance(matcher, GrammarMatcher)
+    assert isinstance(matcher.lexer.owner, CompiledGrammar)
+    return matcher.lexer.owner
+
+
+def rows_of(found: Compilation, count: int) -> dict[Lexer, list[GrammarMatcher]]:
+    rows: dict[Lexer, list[GrammarMatcher]] = {}
+    for _ in range(count):
+        matcher = found.matcher(RULES)
+        assert isinstance(matcher, GrammarMatcher)
+        rows.setdefault(matcher.lexer, []).append(matcher)
+    return rows
+
+
+def settle(grammars: GrammarCompiler) -> None:
+    """Wait until the thread has done all that it was asked before."""
+    done = threading.Event()
+    grammars._waiting.put(done.set)
+    assert done.wait(10)
+
+
+def test_many_rows_of_a_grammar_get_further_lexers_from_the_thread() -> None:
+    grammars = GrammarCompiler(byte_vocabulary, SIZE, max_lexers=3)
+    found = compiled(grammars, "start: /[a-z]+/")
+    grammar_of(found).balance(rows_of(found, 40))
+    settle(grammars)
+    assert len(grammar_of(found).lexers) == 3
+    assert len(rows_of(found, 9)) == 3
+    grammars.close()
+
+
+def test_all_grammars_together_have_only_so_many_further_lexers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "MAX_EXTRA_LEXERS", 3)
+    grammars = GrammarCompiler(byte_vocabulary, SIZE, max_lexers=3)
+    several = [compiled(grammars, f"start: /[a-{last}]+/") for last in "xyz"]
+    for found in several:
+        grammar_of(found).balance(rows_of(found, 40))
+    settle(grammars)
+    assert [grammar_of(found).num_extra for found in several] == [2, 1, 0]
+    grammars.close()
+
+
+def test_an_idle_grammar_gives_its_further_lexers_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "MAX_EXTRA_LEXERS", 2)
+    grammars = GrammarCompiler(byte_vocabulary, SIZE, max_lexers=3)
+    idle, busy = (compiled(grammars, f"start: /[a-{last}]+/") for last in "xy")
+    grammar_of(idle).balance(rows_of(idle, 40))
+    settle(grammars)
+    grammar_of(idle).used_at -= 2 * grammar_compiler.IDLE_SECONDS
+    grammar_of(busy).balance(rows_of(busy, 40))
+    settle(grammars)
+    assert [grammar_of(found).num_extra for found in (idle, busy)] == [0, 2]
+    grammars.close()
+
+
+def test_a_new_grammar_is_compiled_before_further_lexers_of_others() -> None:
+    held, order = threading.Event(), list[str]()
+    tokens = GrammarTokens(byte_vocabulary(), SIZE)
+
+    class Recorded(CompiledGrammar):
+        def add_lexer(self) -> None:
+            order.append("lexer")
+
+    def source() -> Vocabulary:
+        held.wait(10)
+        return byte_vocabulary()
+
+    grammars = GrammarCompiler(source, SIZE)
+    grammars.warm()
+    grammars.add_lexer(Recorded("start: /a+/", tokens))
+    run = grammar_compiler._Compiling.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar_compiler._Compiling, "run", lambda *given: (order.append("grammar"), run(*given)))
+        grammars.compile('start: "a"')
+        held.set()
+        settle(grammars)
+    assert order == ["grammar", "lexer"]
+    grammars.close()
+
+
+def test_a_lexer_that_cannot_be_added_does_not_stop_the_thread() -> None:
+    class Failing(CompiledGrammar):
+        def add_lexer(self) -> None:
+            raise RuntimeError("no")
+
+    grammars = GrammarCompiler(byte_vocabulary, SIZE)
+    grammars.add_lexer(Failing("start: /a+/", GrammarTokens(byte_vocabulary(), SIZE)))
+    assert allowed(compiled(grammars, 'start: "a"').matcher(RULES).mask()) == {ord("a")}
     grammars.close()

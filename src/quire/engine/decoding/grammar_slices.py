@@ -1,0 +1,79 @@
+"""Slices: sets of tokens that llguidance allows all at once instead of walking them one by one.
+
+A slice is a regex. Where a grammar's state allows every text of that regex, all tokens that match it are allowed
+without a look at any of them; elsewhere they are walked as if there were no slice. So slices change how long a mask
+takes and never what it allows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_JSON_TEXT = r'[^"\\\x00-\x1F\x7F]'  # what a JSON string may contain without an escape
+LONGEST = 24  # characters; hardly a token is longer
+
+LETTER_SLICES = tuple(f"{letters}{{1,{LONGEST}}}" for letters in ("[a-z]", "[a-z ]", "[a-zA-Z]", "[a-zA-Z ]"))
+GENERAL_SLICES = (*(f"{_JSON_TEXT}{{1,{length}}}" for length in (6, 12, LONGEST)), f"{_JSON_TEXT}+", *LETTER_SLICES)
+
+MAX_CLASSES = 4  # of one grammar that are looked at
+MIN_REPEATS = 8  # a class that is repeated less often never allows long tokens
+
+_REGEX_LITERAL = re.compile(r"/((?:\\.|[^/\\\n])+)/")
+_REPEATED_CLASS = re.compile(r"(\[\^?\]?(?:\\.|[^\]\\\[])*\]|\\[wWSDpP](?:\{\w+\}|))(?:([*+])|\{(\d*)(,?)(\d*)\})")
+_SET_OPERATIONS = ("&&", "--", "~~", "||")
+
+
+def repeated_classes(grammar: str) -> dict[str, int]:
+    """The character classes that a grammar's regexes repeat, and up to how many characters each may match in a row.
+
+    Reads regexes between slashes and the patterns of JSON schemas. A class that it misses costs time and nothing else.
+    """
+    found: dict[str, int] = {}
+    for pattern in _patterns(grammar):
+        for match in _REPEATED_CLASS.finditer(pattern):
+            name, is_endless, least, comma, most = match.groups()
+            repeats = LONGEST if is_endless or (comma and not most) else int(most or least or 0)
+            if repeats >= MIN_REPEATS and not any(operation in name for operation in _SET_OPERATIONS):
+                found[name] = max(found.get(name, 0), min(repeats, LONGEST))
+            if len(found) == MAX_CLASSES:
+                return found
+    return found
+
+
+def slices_of(name: str, repeats: int) -> tuple[str, ...]:
+    """Slices of a class that is repeated so often: the longest, and shorter ones for states with less room left."""
+    lengths = {max(2, repeats // part) for part in (1, 2, 4)}
+    return tuple(f"{name}{{1,{length}}}" for length in sorted(lengths))
+
+
+def _patterns(grammar: str) -> Iterator[str]:
+    """All regexes in the text of a grammar, in its order except that those of JSON schemas come first."""
+    decoder, rest, place = json.JSONDecoder(), [], 0
+    for match in re.finditer(r"%json\s*", grammar):
+        if match.start() < place:
+            continue  # inside the schema before it
+        try:
+            schema, end = decoder.raw_decode(grammar, match.end())
+        except (ValueError, RecursionError):
+            continue
+        yield from _schema_patterns(schema)
+        rest.append(grammar[place : match.start()])
+        place = end
+    rest.append(grammar[place:])
+    for match in _REGEX_LITERAL.finditer("\n".join(rest)):
+        yield match[1]
+
+
+def _schema_patterns(schema: Any) -> Iterator[str]:
+    waiting = [schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            if isinstance(node.get("pattern"), str):
+                yield node["pattern"]
+            waiting.extend(node.values())
+        elif isinstance(node, list):
+            waiting.extend(node)
