@@ -125,6 +125,7 @@ class ToyGrammars:
     time: int = 0
     num_waits: int = 0
     closed: bool = False
+    vocab_size: int = VOCAB
 
     def compile(self, text: str) -> ToyCompilation:
         if text.startswith("refused"):

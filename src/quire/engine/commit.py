@@ -115,15 +115,16 @@ class Commit:
         for sequence, token in ended:
             if sequence.row is not None:  # else it failed meanwhile, or a sibling did
                 self._end(sequence, explain_end(token, sequence.group.request.rules))
-        self._follow_up(rows, tokens, paced)
+        self._follow_up(columns, tokens, paced)
         return batch, len(tokens) + sum(len(verified.tokens) for _, verified in paced)
 
-    def _follow_up(self, rows: Ints, tokens: Ints, paced: list[PacedResult]) -> None:
+    def _follow_up(self, columns: RowColumns, tokens: Ints, paced: list[PacedResult]) -> None:
         """Grammars and draft proposers take in the tokens of sequences that run ahead; paced sequences go on."""
-        table = self._scheduler.rows
+        table, rows = self._scheduler.rows, columns.rows
         if table.num_guided:
-            self._guided.take(rows, tokens)
-            self._pace_forced(rows)
+            goes_on = table.guided[rows] & (table.leases[rows] == columns.leases)  # has not ended with its token
+            if goes_on.any():
+                self._guided.take(rows[goes_on], tokens[goes_on])
         if table.num_observed:
             self._observe(rows, tokens)
         if paced:
@@ -131,19 +132,11 @@ class Commit:
         if self._scheduler.paced.draining:
             self._scheduler.take_drained()
 
-    def _pace_forced(self, rows: Ints) -> None:
-        """Pace guided sequences whose grammar forces what follows, where few rows make that worth it."""
-        table, scheduler = self._scheduler.rows, self._scheduler
-        for row in rows[table.guided[rows]].tolist() if scheduler.paced.looks_for_forced else ():
-            sequence = table.sequences[row]
-            if sequence is not None and not scheduler.paced.num_ahead(sequence):
-                scheduler.pace(sequence)
-
     def _observe(self, rows: Ints, tokens: Ints) -> None:
         """Draft proposers observe the tokens of sequences that run ahead; those worth a draft are paced."""
         table = self._scheduler.rows
         (places,) = table.observed[rows].nonzero()
-        sequences = tuple(self._scheduler.rows.sequence_at(row) for row in rows[places].tolist())
+        sequences = tuple([table.sequence_at(row) for row in rows[places].tolist()])
         proposers, observed = tuple(sequence.controller.proposer for sequence in sequences), tokens[places]
         try:
             wanted = self._proposers.observe(proposers, observed)

@@ -58,7 +58,7 @@ class EngineCore:
         self._scheduler = Scheduler(cache, scheduler)
         self._pipeline = Pipeline(executor, depth or executor.depth, clock)
         self._scheduler.paced.least_forced = 1 if self._pipeline.depth == 1 else _LEAST_FORCED
-        self._guided = GuidedRows(self._scheduler.rows, vocab_size, self._end, self._fail)
+        self._guided = GuidedRows(self._scheduler, self._tools.grammars.vocab_size, self._end, self._fail)
         self._paced = PacedResults(self._scheduler, self._end, self._fail, self._close_search)
         proposers = self._tools.proposers
         self._commit = Commit(self._scheduler, proposers, self._guided, self._paced, self._end, self._fail, clock)
@@ -200,6 +200,7 @@ class EngineCore:
         try:
             if self._compiling:
                 self._take_compiled()
+            self._guided.settle()
             if self._scheduler.tiers.wants_report:
                 self._scheduler.tiers.take_report(self._executor.transfers())
             self._pipeline.fill(self._prepare, self._guided.supply)
@@ -250,8 +251,6 @@ class EngineCore:
         step, result = self._pipeline.collect()
         self._observer.collected(step, result)
         batch, num_outputs = self._commit.take(step, result)
-        if (guided := self._pipeline.guided_step) is not None:
-            self._guided.begin(guided)
         now = self._clock()
         self._counters.note_step(now - step.launched, num_outputs)
         since, self._last_commit = max(step.launched, self._last_commit), now

@@ -8,95 +8,101 @@ import numpy as np
 
 from quire.engine.decoding.controller import Ending, Fault, fault_of
 from quire.engine.decoding.group import Group, Sequence
-from quire.engine.decoding.mask_table import FilledMasks, MaskTable
+from quire.engine.decoding.mask_table import MaskTable
 from quire.engine.in_flight import InFlightStep
-from quire.engine.scheduler.row_table import RowTable
+from quire.engine.scheduler.scheduler import Scheduler
 from quire.types.step import Ints, Masks
+
+_OVER: Ending = ("stop", None)
 
 
 class GuidedRows:
-    """Advances the grammars of guided rows by the tokens that come, and makes the masks of the next step.
+    """Advances the grammars of guided rows by the tokens that come, and makes the masks of their next samples.
 
-    `end` finishes a sequence, `fail` a request by its own fault.
+    Threads do both between `take` and `settle`, while the device computes. `end` finishes a sequence, `fail` a request by
+    its own fault.
     """
 
     def __init__(
         self,
-        rows: RowTable,
+        scheduler: Scheduler,
         vocab_size: int,
         end: Callable[[Sequence, Ending], None],
         fail: Callable[[Group, Fault], None],
     ) -> None:
-        self._rows, self._vocab_size, self._end, self._fail = rows, vocab_size, end, fail
-        self._masks: MaskTable | None = None  # made with the first guided row
-        self._leases: dict[int, int] = {}  # the lease under which each row's mask was made last
-        self._begun: InFlightStep | None = None  # the step whose masks are being made
+        self._scheduler, self._vocab_size, self._end, self._fail = scheduler, vocab_size, end, fail
+        num_rows = len(scheduler.rows.sequences)
+        self._table: MaskTable | None = None  # made with the first guided row
+        self._leases = np.zeros(num_rows, dtype=np.int64)  # under which each row's mask was made last
+        self._counts = np.zeros(num_rows, dtype=np.int32)  # outputs after which it holds
+        self._is_changed = np.zeros(num_rows, dtype=np.bool_)  # since the row's mask was last supplied
+        self._begun: Ints | None = None  # rows whose masks are being made
 
     def take(self, rows: Ints, tokens: Ints) -> None:
-        """Advance the grammars of rows that run ahead by their tokens; end sequences whose grammar is over."""
-        table = self._rows
-        (guided,) = table.guided[rows].nonzero()
-        for row, token in zip(rows[guided].tolist(), tokens[guided].tolist(), strict=True):
-            sequence = table.sequences[row]
-            if sequence is None:
-                continue  # it ended with this token, or a sibling failed
-            try:
-                ending = sequence.controller.take(token)
-            except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
-                self._fail(sequence.group, fault_of(error))
-                continue
-            if ending is not None:
-                self._end(sequence, ending)
+        """Have the grammars of guided rows, all of which run ahead, consume their tokens, and begin their next masks."""
+        self._begin(rows, tokens.tolist())
 
-    def begin(self, step: InFlightStep) -> None:
-        """Start to make the masks of a step: all tokens before it are known."""
-        if self._masks is None:
-            self._masks = MaskTable(len(self._rows.sequences), self._vocab_size)
-        rows, table = self._awaited(step), self._rows
-        matchers = []
-        for row in rows:
+    def settle(self) -> None:
+        """Wait for what was begun. End sequences whose grammar is over, fail those whose grammar failed, and pace those
+        that are worth it, as their grammar forces what follows."""
+        if self._begun is None or self._table is None:
+            return
+        rows, self._begun, filled = self._begun, None, self._table.finish()
+        table, paced = self._scheduler.rows, self._scheduler.paced
+        is_awaited = table.leases[rows] == self._leases[rows]
+        self._is_changed[rows] |= filled.changed
+        for row, error in filled.failed:
+            if table.leases[row] == self._leases[row]:
+                self._fail(table.sequence_at(row).group, fault_of(error))
+        for row in rows[is_awaited & filled.over].tolist():
+            if (sequence := table.sequences[row]) is not None:
+                self._end(sequence, _OVER)
+        if paced.looks_for_forced:
+            for row in rows[is_awaited].tolist():
+                sequence = table.sequences[row]
+                if sequence is not None and not paced.num_ahead(sequence):
+                    self._scheduler.pace(sequence)
+
+    def supply(self, step: InFlightStep) -> Masks | None:
+        """The masks of all samples of a step, all tokens before which are known."""
+        self.settle()
+        table, rows = self._scheduler.rows, step.rows
+        wanted = rows[table.guided[rows] & (table.leases[rows] == step.leases)]
+        is_ready = (self._leases[wanted] == table.leases[wanted]) & (self._counts[wanted] == table.counts[wanted])
+        if not is_ready.all():  # sequences that take their first sample, or the first after they were paced
+            self._begin(wanted[~is_ready], None)
+            self.settle()
+            wanted = wanted[table.leases[wanted] == self._leases[wanted]]  # without those that failed
+        if not len(wanted):
+            return step.masks
+        assert self._table is not None
+        bits, changed = self._table.masks(wanted), self._is_changed[wanted]
+        self._is_changed[wanted] = False
+        places = np.full(len(table.sequences), -1, dtype=np.int32)
+        places[rows] = np.arange(len(rows)) if step.places is None else step.places
+        samples, early = places[wanted], step.masks
+        if early is None:
+            return Masks(samples, bits, changed)
+        return Masks(
+            np.concatenate([early.samples, samples]),
+            np.concatenate([early.bits, bits]),
+            np.concatenate([np.ones(len(early.samples), dtype=np.bool_), changed]),
+        )
+
+    def _begin(self, rows: Ints, tokens: list[int] | None) -> None:
+        if self._table is None:
+            self._table = MaskTable(len(self._leases), self._vocab_size)
+        table, matchers = self._scheduler.rows, []
+        for row in rows.tolist():
             matcher = table.sequence_at(row).controller.matcher
             assert matcher is not None
             matchers.append(matcher)
-            if self._leases.get(row) != (lease := int(table.leases[row])):
-                self._leases[row] = lease
-                self._masks.forget(row)
-        self._masks.begin(rows, matchers)
-        self._begun = step
-
-    def supply(self, step: InFlightStep) -> Masks | None:
-        """The masks of all samples of a step. Requests whose grammar fails are ended."""
-        if self._begun is not step:
-            self.begin(step)
-        assert self._masks is not None
-        self._begun, filled = None, self._masks.finish()
-        for row, error in filled.failed:
-            if (sequence := self._rows.sequences[row]) is not None:
-                self._fail(sequence.group, fault_of(error))
-        return self._place(step, filled)
-
-    def _awaited(self, step: InFlightStep) -> list[int]:
-        """The guided rows of a step that still belong to the sequences they belonged to when it was planned."""
-        table, rows = self._rows, step.rows
-        wanted = table.guided[rows] & (table.leases[rows] == step.leases)
-        found: list[int] = rows[wanted].tolist()
-        return found
-
-    def _place(self, step: InFlightStep, filled: FilledMasks) -> Masks | None:
-        """Masks with the places of their samples in the step; those that were known when it was planned come first."""
-        places = np.full(len(self._rows.sequences), -1, dtype=np.int32)
-        places[step.rows] = np.arange(len(step.rows)) if step.places is None else step.places
-        samples, early = places[filled.rows], step.masks
-        if early is None:
-            return Masks(samples, filled.bits, filled.changed) if len(samples) else None
-        if not len(samples):
-            return early
-        return Masks(
-            np.concatenate([early.samples, samples]),
-            np.concatenate([early.bits, filled.bits]),
-            np.concatenate([np.ones(len(early.samples), dtype=np.bool_), filled.changed]),
-        )
+        for row in rows[self._leases[rows] != table.leases[rows]].tolist():
+            self._table.forget(row)
+        self._leases[rows], self._counts[rows] = table.leases[rows], table.counts[rows]
+        self._table.begin(rows.tolist(), matchers, tokens)
+        self._begun = rows
 
     def close(self) -> None:
-        if self._masks is not None:
-            self._masks.close()
+        if self._table is not None:
+            self._table.close()

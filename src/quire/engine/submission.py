@@ -44,7 +44,8 @@ def add_sequences(group: Group, new_table: Callable[[], BlockTable], controller:
 
 
 def make_controller(group: Group, tools: DecodingTools, matcher: Matcher | None) -> StepController:
-    """What decides how the group's first sequence goes on; PLAIN if nothing does."""
+    """What decides how the group's first sequence goes on; PLAIN if nothing does. Samples that are ranked go on token by
+    token if anything decides, so that a replay, which knows a stop text by its end alone, plans the same steps."""
     request, is_beam = group.request, group.search is not None
     stops = None
     if group.is_ranked and request.sampling.stops:
@@ -53,7 +54,7 @@ def make_controller(group: Group, tools: DecodingTools, matcher: Matcher | None)
     proposer = NO_PROPOSER if is_beam else tools.proposers.begin(request)
     if matcher is None and stops is None and proposer is NO_PROPOSER and not is_beam:
         return PLAIN
-    return StepController(request.rules, matcher=matcher, proposer=proposer, stops=stops, is_held=is_beam)
+    return StepController(request.rules, matcher=matcher, proposer=proposer, stops=stops, is_held=group.is_ranked)
 
 
 def find_origin(request: Submit, groups: Mapping[str, Group], rows: RowTable) -> Sequence | None:

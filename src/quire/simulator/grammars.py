@@ -24,7 +24,7 @@ class ScriptedGrammars:
         is_ready: Callable[[int], bool],
         wait: Callable[[float], None],
     ) -> None:
-        self._scripts, self._is_ready, self.wait = scripts, is_ready, wait
+        self._scripts, self._is_ready, self.wait, self.vocab_size = scripts, is_ready, wait, vocab_size
         self._anything: Bits = np.full(-(-vocab_size // 32), 0xFFFFFFFF, dtype=np.uint32)
 
     def compile(self, text: str) -> Compilation:

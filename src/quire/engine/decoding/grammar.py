@@ -54,6 +54,10 @@ class Compilation(Protocol):
 class Grammars(Protocol):
     """Compiles grammars on another thread. Only the engine's thread calls these methods."""
 
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens a mask is about."""
+
     def compile(self, text: str) -> Compilation:
         """Start to compile a grammar, or return the earlier compilation. Raises InvalidRequest without a vocabulary."""
 
@@ -66,6 +70,8 @@ class Grammars(Protocol):
 
 class NoGrammars:
     """The Grammars of an engine without a vocabulary: refuses all."""
+
+    vocab_size = 0
 
     def compile(self, text: str) -> NoReturn:  # noqa: ARG002
         raise InvalidRequest("structured_outputs", "needs text, but this engine has no tokenizer", "leave it out")

@@ -42,7 +42,7 @@ class GrammarCompiler:
         max_lexers: int | None = None,
     ) -> None:
         """`max_lexers` of one grammar: more than threads that compute masks are of no use."""
-        self._source, self._vocab_size, self._clock = source, vocab_size, clock
+        self._source, self.vocab_size, self._clock = source, vocab_size, clock
         self._max_lexers = mask_threads() if max_lexers is None else max_lexers
         self._kept: OrderedDict[str, _Compiling] = OrderedDict()
         self._waiting: queue.SimpleQueue[_Compiling | Callable[[], None] | None] = queue.SimpleQueue()
@@ -92,7 +92,7 @@ class GrammarCompiler:
 
     def _work(self) -> None:
         try:
-            tokens = GrammarTokens(self._source(), self._vocab_size)
+            tokens = GrammarTokens(self._source(), self.vocab_size)
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the vocabulary, requests must hear of it
             self._fail_all(f"the vocabulary cannot be used for structured outputs: {error}")
             return

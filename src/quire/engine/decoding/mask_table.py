@@ -138,6 +138,12 @@ class MaskTable:
         failed = tuple((int(batch.rows[line]), error) for line, error in sorted(batch.failed.items()))
         return FilledMasks(batch.rows, bits, batch.changed, batch.over, failed)
 
+    def masks(self, rows: Ints) -> Bits:
+        """The masks that these rows had when they were filled last: [rows, words of the vocabulary]."""
+        first, count = int(rows[0]), len(rows)
+        are_neighbours = int(rows[-1]) == first + count - 1 and np.array_equal(rows, np.arange(first, first + count))
+        return (self._last[first : first + count] if are_neighbours else self._last[rows])[:, : self._words]
+
     def forget(self, row: int) -> None:
         """The row has a new owner: its next mask counts as changed."""
         if self._batch is None:

@@ -18,7 +18,7 @@ class NotedGrammars:
     """Compiles as another does. `ordinal` is the request that is being submitted."""
 
     def __init__(self, inner: Grammars, note: Note) -> None:
-        self._inner, self._note = inner, note
+        self._inner, self._note, self.vocab_size = inner, note, inner.vocab_size
         self.ordinal = 0
 
     def compile(self, text: str) -> Compilation:
