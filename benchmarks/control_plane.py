@@ -1,12 +1,21 @@
 """What a step costs in Python: plan and commit, with an executor that answers at once and whose time is taken off.
 
     python -m benchmarks.control_plane
-    python -m benchmarks.control_plane --running 512 --profile      # where the time goes
-    python -m benchmarks.control_plane --record --device-ms 5       # what a recording adds, a device between the steps
+    python -m benchmarks.control_plane --loads steady,churn --running 512
+    python -m benchmarks.control_plane --profile churn              # where the time goes
+    python -m benchmarks.control_plane --loads steady --record --device-ms 5       # what a recording adds
 
-Two loads at block size 16. Steady: N sequences decode, none comes or goes; prompt lengths differ, so on average
-N / 16 blocks are granted a step. Churn: the same N, but sequences end after about 128 tokens and others follow.
-Goals, steady, median: 60 us at 64 sequences, 150 us at 512; --strict exits 1 when one is missed.
+Loads, at block size 16:
+- steady: N sequences decode, none comes or goes. Prompt lengths differ, so on average N / 16 blocks are granted a step.
+- churn: the same N, but sequences end after about 128 tokens and others follow. `full`: every block that is taken is
+  evicted from a cache full of old blocks.
+- burst: 256 requests come at once behind a cached prefix of 4,096 or 16,384 tokens: the longest step.
+- blocked: 64 sequences decode, and a request of 4,096 or 65,536 tokens waits for room: the step beside one without it.
+- policies: churn at 512 sequences while 512 more of seven tenants wait: each policy's step beside that of fcfs.
+- grammar: 256 sequences under a regex, while the device is busy for 5 ms a step. Masks are made in that time.
+- ngram: 256 sequences with n-gram speculation whose answers repeat a token, or never repeat anything.
+- submission: one request of 128 tokens on average.
+--strict exits 1 when a goal is missed.
 """
 
 from __future__ import annotations
@@ -14,165 +23,194 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
-import random
 import statistics
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.executors import InstantExecutor
+from benchmarks.control_loads import BLOCK_SIZE, Crowd, blocked_head, burst, grammar_rows, ngram_rows
 from benchmarks.report import facts, publish, save
-from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
-from quire.config.recording import RecordingConfig
-from quire.engine.core import EngineCore
-from quire.engine.recording.core import RecordedCore
-from quire.engine.recording.tape import Tape
-from quire.types.request import Submit
-from quire.types.sampling import SamplingParams, TokenRules
+from quire.config.policy import POLICY_NAMES, RESERVING
 
-GOALS_US = {64: 60.0, 512: 150.0}
-BLOCK_SIZE = 16
-LONGEST_PROMPT = 256
-WARM_UP_STEPS = 300
-VOCAB = 2**30
-END_ID = 7  # an end token every request watches for and never meets
+LOADS = ("steady", "churn", "burst", "blocked", "policies", "grammar", "ngram", "submission")
+REGEX = "[a-z ]{200,4000}"
+DEVICE_MS = 5.0  # of the grammar load
+ROUNDS = 5  # of loads that are over in a few steps
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds per step, executor excluded."""
+    """Microseconds, executor excluded. `figure` is the one that the goal is about."""
 
     load: str
-    running: int
-    steps: int
+    sequences: int
     median_us: float
-    mean_us: float
     p99_us: float
-    thread_us: float  # processor time of the engine's thread, mean; what other threads take is not in it
+    longest_us: float
+    figure: float
+    unit: str = "us, median"
+    goal: float | None = None
 
     @property
-    def goal_us(self) -> float | None:
-        return GOALS_US.get(self.running) if self.load == "steady" else None
+    def is_missed(self) -> bool:
+        return self.goal is not None and self.figure > self.goal
 
 
-class Load:
-    """An engine with `running` sequences, refilled under churn, stepped one measured step at a time."""
+def cost(load: str, sequences: int, own: list[int], goal: float | None = None) -> Cost:
+    """The cost of a load's steps, by their median."""
+    us = sorted(ns / 1e3 for ns in own)
+    median, p99 = statistics.median(us), us[min(len(us) - 1, round(0.99 * len(us)))]
+    return Cost(load, sequences, median, p99, us[-1], median, goal=goal)
 
-    def __init__(
-        self, running: int, steps: int, *, churn: bool, record: Path | None = None, device_ms: float = 0.0
-    ) -> None:
-        self._rng, self._churn, self._number = random.Random(0), churn, 0
-        self._length = WARM_UP_STEPS + steps + LONGEST_PROMPT
-        max_model_len = LONGEST_PROMPT + self._length
-        self._executor = InstantExecutor(seconds=device_ms / 1e3)
-        cache = CacheConfig(BLOCK_SIZE, running * (max_model_len // BLOCK_SIZE + 2))
-        scheduler = SchedulerConfig(running, max(8_192, running), max_model_len)
-        if record is None:
-            self.core = EngineCore(self._executor, cache, scheduler, VOCAB)
-        else:
-            device = DeviceConfig("cpu", "float32", "float32")
-            config = EngineConfig(cache, scheduler, device, recording=RecordingConfig(str(record)))
-            self.core = RecordedCore(self._executor, cache, scheduler, VOCAB, tape=Tape.of(config, VOCAB, 1))
-        for _ in range(running):
-            self._submit()
-        for _ in range(WARM_UP_STEPS):
-            self.step_ns()
 
-    def step_ns(self) -> int:
-        """One step; the engine's own nanoseconds."""
-        spent, start = self._executor.spent_ns, time.perf_counter_ns()
-        out = self.core.step()
-        own = time.perf_counter_ns() - start - (self._executor.spent_ns - spent)
-        for _ in out.finished:
-            self._submit()
+def beside(load: str, sequences: int, own: list[int], other: list[int], goal: float | None) -> Cost:
+    """The cost of a load's steps beside those of another, by the ratio of the medians."""
+    found = cost(load, sequences, own)
+    ratio = found.median_us / (statistics.median(other) / 1e3)
+    return Cost(load, sequences, found.median_us, found.p99_us, found.longest_us, ratio, "x", goal)
+
+
+class Measures:
+    """Measures loads by their names."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._steps, self._running, self._folder = options.steps, options.running, folder
+        self._records, self._device_ms = options.record, options.device_ms
+
+    def steady(self) -> list[Cost]:
+        return self._crowds("steady", {64: 60.0, 512: 130.0}, churn=False)
+
+    def churn(self) -> list[Cost]:
+        found = self._crowds("churn", {512: 600.0}, churn=True)
+        most = max(self._running)
+        return [
+            *found,
+            cost("churn, full cache", most, self._own(Crowd(most, self._steps, churn=True, full_cache=True))),
+        ]
+
+    def _crowds(self, name: str, goals: dict[int, float], *, churn: bool) -> list[Cost]:
+        found = []
+        for running in self._running:
+            crowd = Crowd(running, self._steps, churn=churn, device_ms=self._device_ms)
+            found.append(cost(name, running, self._own(crowd), goals.get(running)))
+            if self._records:
+                path = self._folder / f"{name}-{running}.jsonl"
+                crowd = Crowd(running, self._steps, churn=churn, record=path, device_ms=self._device_ms)
+                found.append(cost(f"{name}, recorded", running, self._own(crowd)))
+        return found
+
+    def _own(self, crowd: Crowd) -> list[int]:
+        own = [crowd.step_ns() for _ in range(self._steps)]
+        crowd.engine.core.close()
         return own
 
-    def _submit(self) -> None:
-        prompt = (self._number, *(0,) * self._rng.randrange(LONGEST_PROMPT))  # no two begin alike
-        length = self._rng.randint(64, 192) if self._churn else self._length
-        sampling = SamplingParams(temperature=0.0, max_tokens=length)
-        self.core.submit(Submit(str(self._number), prompt, sampling, TokenRules((END_ID,), (), (END_ID,))))
-        self._number += 1
+    def burst(self) -> list[Cost]:
+        found = []
+        for prefix, goal in ((4_096, 10_000.0), (16_384, 20_000.0)):
+            rounds = [burst(prefix, 256) for _ in range(ROUNDS)]
+            longest = statistics.median(max(own) for own in rounds) / 1e3
+            one = cost("", 256, rounds[0])
+            name = f"burst behind {prefix:,} tokens"
+            found.append(Cost(name, 256, one.median_us, one.p99_us, one.longest_us, longest, "us, longest", goal))
+        return found
+
+    def blocked(self) -> list[Cost]:
+        found = []
+        for length in (4_096, 65_536):
+            rounds = [blocked_head(64, length) for _ in range(ROUNDS)]
+            alone, blocked = ([ns for each in rounds for ns in each[place]] for place in range(2))
+            found.append(beside(f"blocked head of {length:,} tokens", 64, blocked, alone, 1.2))
+        return found
+
+    def policies(self) -> list[Cost]:
+        names = [name for name in POLICY_NAMES if name not in RESERVING]
+        crowds = {name: Crowd(512, self._steps, churn=True, policy=name) for name in names}
+        own: dict[str, list[int]] = {name: [] for name in names}
+        for _ in range(self._steps // 2):  # in turn: the machine's noise meets all alike
+            for name, crowd in crowds.items():
+                own[name].append(crowd.step_ns())
+        return [beside(f"policy {n}", 512, own[n], own["fcfs"], None if n == "fcfs" else 1.3) for n in names]
+
+    def grammar(self) -> list[Cost]:
+        return [self._paced("grammar", grammar_rows(256, REGEX, DEVICE_MS), 1_000.0)]
+
+    def ngram(self) -> list[Cost]:
+        return [
+            self._paced("n-gram, nothing repeats", ngram_rows(256, is_repeated=False), 2_000.0),
+            self._paced("n-gram, all repeats", ngram_rows(256, is_repeated=True), 2_000.0),
+        ]
+
+    def _paced(self, name: str, step_ns: Callable[[], int], goal: float) -> Cost:
+        return cost(name, 256, [step_ns() for _ in range(200)], goal)
+
+    def submission(self) -> list[Cost]:
+        crowd = Crowd(512, self._steps, churn=True)
+        self._own(crowd)
+        return [cost("submission", 512, crowd.engine.submitting, 40.0)]
 
 
-def measure(running: int, steps: int, *, churn: bool, record: Path | None = None, device_ms: float = 0.0) -> Cost:
-    load = Load(running, steps, churn=churn, record=record, device_ms=device_ms)
-    start = time.thread_time_ns()
-    own = sorted(load.step_ns() / 1e3 for _ in range(steps))
-    thread_us = (time.thread_time_ns() - start) / 1e3 / steps
-    stats = load.core.stats()
-    if stats.running + stats.waiting != running or stats.preemptions:
-        raise SystemExit(f"the load was not as described: {stats}")
-    p99 = own[min(len(own) - 1, round(0.99 * len(own)))]
-    load.core.close()
-    name = ("churn" if churn else "steady") + (", recorded" if record else "")
-    return Cost(name, running, steps, statistics.median(own), statistics.fmean(own), p99, thread_us)
-
-
-def measure_all(arguments: argparse.Namespace, folder: Path) -> list[Cost]:
-    """Every load, and with --record each of them recorded right after."""
-    costs = []
-    for churn in (False, True):
-        for running in arguments.running:
-            for record in (None, folder / f"{running}-{churn}.jsonl")[: 1 + arguments.record]:
-                given = {"churn": churn, "record": record, "device_ms": arguments.device_ms}
-                costs.append(measure(running, arguments.steps, **given))
-    return costs
-
-
-def profile(running: int, steps: int) -> None:
-    """Print where a steady step's time goes, most expensive function first."""
-    load = Load(running, steps, churn=False)
+def profile(load: str, running: int, steps: int) -> None:
+    """Print where the time of a steady or churning step goes, most expensive function first."""
+    crowd = Crowd(running, steps, churn=load == "churn")
     with cProfile.Profile() as profiler:
         for _ in range(steps):
-            load.step_ns()
-    print(f"steady, {running} sequences, {steps} steps")
+            crowd.step_ns()
+    print(f"{load}, {running} sequences, {steps} steps")
     pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 
 def main() -> None:
-    arguments = _parse()
-    if arguments.profile:
-        for running in arguments.running:
-            profile(running, arguments.steps)
+    options = _parse()
+    if options.profile:
+        profile(options.profile, max(options.running), options.steps)
         return
     where = facts()
     with tempfile.TemporaryDirectory() as folder:
-        costs = measure_all(arguments, Path(folder))
-    header = ["load", "sequences", "median us", "mean us", "p99 us", "thread us", "goal us"]
+        measures = Measures(options, Path(folder))
+        costs = [each for load in options.loads for each in getattr(measures, load)()]
+    header = ["load", "sequences", "median us", "p99 us", "longest us", "figure", "", "goal"]
     rows = [
         [
-            c.load,
-            c.running,
-            f"{c.median_us:.1f}",
-            f"{c.mean_us:.1f}",
-            f"{c.p99_us:.1f}",
-            f"{c.thread_us:.1f}",
-            c.goal_us or "-",
+            c.load, c.sequences, f"{c.median_us:,.1f}", f"{c.p99_us:,.1f}", f"{c.longest_us:,.0f}",
+            f"{c.figure:,.2f}" if c.unit == "x" else f"{c.figure:,.1f}", c.unit, "-" if c.goal is None else f"{c.goal:,g}",
         ]
         for c in costs
-    ]
-    title = f"Control plane: plan + commit per step, block size {BLOCK_SIZE}, {arguments.steps} steps"
+    ]  # fmt: skip
+    title = f"Control plane: plan + commit per step, block size {BLOCK_SIZE}, {options.steps} steps"
     publish(title, header, rows, where)
-    save(arguments.out, title, where, {"costs": [asdict(cost) for cost in costs]})
-    missed = [cost for cost in costs if cost.goal_us is not None and cost.median_us > cost.goal_us]
-    for cost in missed:
-        print(f"goal missed: {cost.running} sequences take {cost.median_us:.1f} us, goal {cost.goal_us} us")
-    sys.exit(bool(missed and arguments.strict))
+    save(options.out, title, where, {"costs": [asdict(each) for each in costs]})
+    missed = [each for each in costs if each.is_missed]
+    for each in missed:
+        print(
+            f"goal missed: {each.load}, {each.sequences} sequences: {each.figure:,.2f} {each.unit}, goal {each.goal:,g}"
+        )
+    sys.exit(bool(missed and options.strict))
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.control_plane")
-    parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 512], help="live sequences")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.control_plane", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--loads", type=_loads, default=LOADS, help=f"of {', '.join(LOADS)}; default: all")
+    parser.add_argument(
+        "--running", type=int, nargs="+", default=[1, 64, 512], help="live sequences of steady and churn"
+    )
     parser.add_argument("--steps", type=int, default=2_000, help="measured steps per load")
-    parser.add_argument("--profile", action="store_true", help="profile the steady load instead of timing it")
-    parser.add_argument("--record", action="store_true", help="measure every load recorded, too")
+    parser.add_argument("--profile", choices=("steady", "churn"), help="profile this load instead of timing loads")
+    parser.add_argument("--record", action="store_true", help="measure steady and churn recorded, too")
     parser.add_argument("--device-ms", type=float, default=0.0, help="how long a step keeps the device busy (0)")
     parser.add_argument("--strict", action="store_true", help="exit 1 when a goal is missed")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     return parser.parse_args()
+
+
+def _loads(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in LOADS]:
+        raise argparse.ArgumentTypeError(f"unknown load {unknown[0]!r}; choose from {', '.join(LOADS)}")
+    return names
 
 
 if __name__ == "__main__":

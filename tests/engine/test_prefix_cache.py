@@ -158,7 +158,7 @@ def test_an_aborted_request_leaves_what_it_computed() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_failed_request_leaves_nothing_it_generated(depth: int) -> None:
+def test_a_failed_request_leaves_nothing(depth: int) -> None:
     engine = Harness(depth=depth)
     engine.executor.poison = {LONG[0]}
     engine.submit("a", LONG, seed=1)
@@ -166,7 +166,7 @@ def test_a_failed_request_leaves_nothing_it_generated(depth: int) -> None:
     assert engine.finished["a"].error is not None
     engine.executor.poison = set()
     ask(engine, "b", [*LONG, *continuation(LONG, 8, seed=1)])
-    assert engine.finished["b"].num_cached_tokens == 40
+    assert engine.finished["b"].num_cached_tokens == 0  # what its row computed may be as wrong as what failed
 
 
 def test_cached_blocks_give_way_to_requests_the_oldest_first() -> None:

@@ -54,7 +54,7 @@ class Sequence:
 
     __slots__ = (
         "ahead", "controller", "draft", "group", "handle", "index", "is_introduced", "logprob_sum", "logprobs",
-        "num_computed", "outputs", "row", "state", "swapped", "synced_blocks", "synced_tokens", "table",
+        "num_computed", "num_readable", "outputs", "row", "state", "swapped", "synced_blocks", "synced_tokens", "table",
     )  # fmt: skip
 
     def __init__(self, group: Group, index: int, handle: int, table: BlockTable, controller: StepController) -> None:
@@ -63,6 +63,7 @@ class Sequence:
         self.row: int | None = None
         self.outputs: list[int] = []  # generated tokens; while STARTING, AHEAD or DRAINING the row table has them
         self.num_computed = 0  # tokens whose keys and values a planned step writes; while AHEAD, see `computed_at`
+        self.num_readable = 0  # tokens whose keys and values later plans may read
         self.swapped = 0  # WAITING: tokens whose blocks were moved to host memory
         self.ahead: RunAhead | None = None  # STARTING, AHEAD
         self.draft: tuple[int, ...] = ()  # AWAITING: the guesses that the planned step verifies

@@ -92,10 +92,13 @@ class DecodeSet:
         return grants  # type: ignore[return-value]
 
     def take_events(self) -> Iterator[Sequence]:
-        """The sequences to look at in this tick, once each. Entries of sequences that left meanwhile are skipped."""
+        """The sequences to look at in this tick, once each, though one that left and came back may have two entries. Each
+        must be scheduled again, or leave."""
         tick = self.tick
         for sequence in self._events.pop(tick, ()):
-            if sequence.ahead is not None and sequence.ahead.event == tick:
+            ahead = sequence.ahead
+            if ahead is not None and ahead.event == tick:
+                ahead.event = -1
                 yield sequence
 
     def check(self) -> None:

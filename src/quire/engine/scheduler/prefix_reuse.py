@@ -7,18 +7,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.engine.decoding.group import Group, Sequence, SequenceState
+from quire.engine.decoding.group import Group, Sequence
 from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import NO_MATCH, Match, PrefixTree
 from quire.engine.kvcache.tiers.base import NoTiers, TierHit, Tiers, Wanted
 from quire.engine.scheduler.accounts import num_computed
 from quire.engine.scheduler.live_suffixes import LiveSuffixIndex
-from quire.engine.scheduler.pending_prefixes import PendingPrefixes
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.prefetch import FilePrefetch
 from quire.engine.scheduler.publisher import Publisher
 from quire.engine.scheduler.row_table import RowTable
+from quire.engine.scheduler.unpublished_prefixes import UnpublishedPrefixes
 from quire.types.step import BlockCopy, Chunk
 from quire.types.transfer import SlotMove
 
@@ -53,7 +53,8 @@ class PrefixReuse:
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
         self._pool, self._tree, self._tiers, self._rows = pool, tree, tiers, rows
         self._block_size, self._width = block_size, block_size * TOKEN_BYTES
-        self._pending, self._publisher = PendingPrefixes(block_size), Publisher(pool, tree, tiers, rows, block_size)
+        self._publisher = Publisher(pool, tree, tiers, rows, block_size)
+        self._unpublished = UnpublishedPrefixes(block_size)
         self._has_tiers = not isinstance(tiers, NoTiers)
         self._loading: dict[Group, None] = {}  # groups for which the plan in work loads blocks
         self.prefetch: FilePrefetch | None = None  # where there is a disk tier
@@ -101,8 +102,19 @@ class PrefixReuse:
             return ""
         if self.prefetch is not None and self.prefetch.is_awaited(group, now):
             return "its blocks are read from disk"
-        other = self._pending.find(group, self.lookup(group), self._leader_limit(group))
-        return "" if other is None else f"request {other.group.request.request_id} computes the same prefix"
+        match, limit, tokens = self.lookup(group), self._leader_limit(group), group.leader.tokens()
+        other = self._unpublished.find(match, tokens, limit)
+        if other is not None and self._has_more(other):
+            match = self._look(tree, group)
+            other = self._unpublished.find(match, tokens, limit)
+        if other is None or other.group is group:
+            return ""
+        self._unpublished.wait(group, other, limit)
+        return f"request {other.group.request.request_id} computes the same prefix"
+
+    def _has_more(self, sequence: Sequence) -> bool:
+        """Whether a sequence could publish blocks."""
+        return sequence.num_readable // self._block_size > sequence.table.num_cached
 
     def _leader_limit(self, group: Group) -> int:
         return (group.leader.num_tokens if len(group.live) == 1 else group.num_prompt) - 1
@@ -117,9 +129,18 @@ class PrefixReuse:
     def _match(self, tree: PrefixTree, sequence: Sequence, limit: int) -> Match:
         salt, tokens = sequence.group.request.cache_salt, sequence.tokens()
         match = tree.match(salt, tokens, limit)
-        while match.num_tokens < limit and self._publisher.publish_live(match, tokens):
+        while match.num_tokens < limit and self._publish_at(match, tokens, limit):
             match = tree.match(salt, tokens, limit)
         return match
+
+    def _publish_at(self, match: Match, tokens: bytes, limit: int) -> bool:
+        """Publish the blocks of every running sequence that could extend a match; returns whether there were any."""
+        sequence = self._unpublished.find(match, tokens, limit)
+        if sequence is None or not self._has_more(sequence):
+            return self._publisher.publish_live(match, tokens)
+        is_published = self._publisher.publish_running(sequence)
+        self._unpublished.place(sequence)
+        return is_published
 
     def _wanted(self, sequence: Sequence, limit: int) -> Wanted:
         return Wanted(self._tier_salt(sequence.group), sequence.tokens(), limit, sequence.swapped)
@@ -165,7 +186,7 @@ class PrefixReuse:
         if loaded or any(sequence.swapped for sequence in group.live):
             self._loading[group] = None
         if self._tree is not None and not group.is_forked:
-            self.ready += self._pending.place(group.leader)
+            self._unpublished.place(group.leader)
         return bool(loaded)
 
     def _attach_one(self, builder: PlanBuilder, group: Group, now: float) -> None:
@@ -183,7 +204,7 @@ class PrefixReuse:
         self._note(group, match, limit, sequence.num_computed, _NOTHING_LOADED, now)
         group.hit = None
         if tree is not None:
-            self.ready += self._pending.place(sequence)
+            self._unpublished.place(sequence)
 
     def _find(self, limits: Mapping[Sequence, int]) -> dict[Sequence, tuple[Match, TierHit]]:
         """What the device has of the first tokens of each sequence, and what follows it in host memory: without a
@@ -225,7 +246,7 @@ class PrefixReuse:
             node = tree.root(salt) if match.node is None else tree.node_at(match.node, match.num_blocks)
             table.hold(node)
             tree.used(node)
-        sequence.num_computed = table.num_tokens
+        sequence.num_computed = sequence.num_readable = table.num_tokens
 
     def _copy_partials(self, matches: Mapping[Sequence, Match], builder: PlanBuilder) -> None:
         """Go on with copies of the blocks that agree in their first tokens, as far as there are blocks for them."""
@@ -326,27 +347,32 @@ class PrefixReuse:
     # ------------------------------------------------------------------------------------------------- publishing
     def publish_plan(self, chunks: Iterable[Chunk]) -> None:
         """The plan in work is made: later ones may read what it computes and loads."""
-        for chunk in chunks:
-            sequence = self._rows.sequence_at(chunk.row)
-            group = sequence.group
-            for each in [sequence] if len(group.live) == 1 else [sequence, *group.live]:
-                if each.is_introduced:  # forks share the blocks that the leader publishes
-                    self.publish(each)
-            if self._tree is not None:
-                if group.search is None:
-                    for row in chunk.sample_rows:
-                        self._publisher.live.place(self._rows.sequence_at(row))
-                self.ready += self._pending.remove(sequence) if group.is_forked else self._pending.place(sequence)
+        if self._tree is not None:
+            for chunk in chunks:
+                self._note_computed(self._rows.sequence_at(chunk.row), chunk)
         for group in self._loading:
             if group.is_running:
+                self.publish_group(group)
                 for sequence in group.live:
-                    if sequence.is_introduced:
-                        self.publish(sequence)
                     if sequence.swapped:
                         sequence.swapped = 0
                         self._tiers.unpark(sequence)
         self._loading.clear()
         self._plan += 1
+
+    def _note_computed(self, sequence: Sequence, chunk: Chunk) -> None:
+        """The plan in work computes a chunk of a sequence. Groups that share blocks by forking, and engines that keep
+        blocks in tiers, publish them at once; else they are published when somebody looks for them."""
+        group = sequence.group
+        sequence.num_readable = min(sequence.num_computed, sequence.num_tokens)
+        if self._has_tiers or len(group.live) > 1 or group.search is not None:
+            self.publish_group(group)
+            self._unpublished.place(sequence)
+        if chunk.sample_rows and group.search is None:
+            for row in chunk.sample_rows:
+                self._publisher.live.place(self._rows.sequence_at(row))
+        is_whole = bool(chunk.sample_rows) or group.is_forked
+        self.ready += self._unpublished.wake(sequence, None if is_whole else sequence.num_readable // self._block_size)
 
     def publish(self, sequence: Sequence, *, leaving: bool = False) -> None:
         """Let others find the full blocks whose tokens are known and computed by the steps planned so far.
@@ -355,18 +381,23 @@ class PrefixReuse:
         """
         self._publisher.publish(sequence, leaving=leaving)
 
+    def publish_group(self, group: Group, *, leaving: bool = False) -> None:
+        """`publish` for all sequences of a group that the workers know: they may hold the same blocks."""
+        for sequence in group.live:
+            if sequence.is_introduced or leaving:
+                self._publisher.publish(sequence, leaving=leaving, with_group=True)
+
     # ---------------------------------------------------------------------------------------------------- leaving
     def leave(self, sequence: Sequence) -> None:
         """A sequence loses its row: it generates and computes no more."""
         if self._tree is not None:
             self._publisher.live.discard(sequence)
-            if sequence.state is SequenceState.PREFILL:
-                self.ready += self._pending.remove(sequence)
+            self.ready += self._unpublished.remove(sequence)
 
     def forget(self, group: Group) -> None:
         """A group waits no longer: it was admitted, or ended. Idempotent."""
         if self._tree is not None:
-            self._pending.forget(group)
+            self._unpublished.forget(group)
         if self.prefetch is not None:
             self.prefetch.forget(group)
 
@@ -386,11 +417,11 @@ class PrefixReuse:
             return 0
         freed = self._tree.clear()
         self._publisher.live = LiveSuffixIndex(self._block_size)
-        self.ready += self._pending.clear()
+        self.ready += self._unpublished.clear()
         return freed
 
     def check(self) -> None:
         self._publisher.live.check()
-        self._pending.check()
+        self._unpublished.check()
         if self._tree is not None:
             self._tree.check()

@@ -20,34 +20,46 @@ class Publisher:
         self._block_size, self._width = block_size, block_size * TOKEN_BYTES
         self.live = LiveSuffixIndex(block_size)
 
-    def publish(self, sequence: Sequence, *, leaving: bool = False) -> None:
-        """See PrefixReuse.publish."""
+    def publish(self, sequence: Sequence, *, leaving: bool = False, with_group: bool = False) -> None:
+        """See PrefixReuse.publish and publish_group."""
         if self._tree is not None:
             num_tokens = min(sequence.num_computed, sequence.num_tokens)
             if num_tokens // self._block_size > sequence.table.num_cached:
-                self._publish(self._tree, sequence, sequence.tokens(), num_tokens, leaving=leaving)
+                tokens = sequence.tokens()
+                self._publish(self._tree, sequence, tokens, num_tokens, leaving=leaving, with_group=with_group)
                 self.live.refresh(sequence)
 
     def publish_live(self, match: Match, tokens: bytes) -> bool:
         """Publish the blocks of every generating sequence that could extend a match; returns whether there were any."""
-        return sum([self._publish_outputs(sequence) for sequence in self.live.find(match, tokens)]) > 0
+        return sum([self.publish_running(sequence) for sequence in self.live.find(match, tokens)]) > 0
 
-    def _publish_outputs(self, sequence: Sequence) -> bool:
-        """Publish what a generating sequence has computed. A step whose result came was carried out, so all its known
-        tokens but the last are computed."""
+    def publish_running(self, sequence: Sequence) -> bool:
+        """Publish what a running sequence has computed; returns whether there was anything. A step whose result came was
+        carried out, so all tokens that have come but the last are computed."""
         table, row, tree = sequence.table, sequence.row, self._tree
         assert row is not None
         assert tree is not None
-        num_computed = sequence.group.num_prompt + int(self._rows.counts[row]) - 1
+        num_computed, num_outputs = sequence.num_readable, int(self._rows.counts[row])
+        if num_outputs:
+            num_computed = max(num_computed, sequence.group.num_prompt + num_outputs - 1)
         if num_computed // self._block_size <= table.num_cached:
             return False
         table.num_tokens = max(table.num_tokens, num_computed)  # while it runs ahead, that is a block behind
         tokens = sequence.group.prompt + self._rows.output_bytes(row)
-        is_published = self._publish(tree, sequence, tokens, num_computed, leaving=False)
+        is_published = self._publish(tree, sequence, tokens, num_computed, leaving=False, with_group=False)
         self.live.place(sequence)
         return is_published
 
-    def _publish(self, tree: PrefixTree, sequence: Sequence, tokens: bytes, num_tokens: int, *, leaving: bool) -> bool:
+    def _publish(
+        self,
+        tree: PrefixTree,
+        sequence: Sequence,
+        tokens: bytes,
+        num_tokens: int,
+        *,
+        leaving: bool,
+        with_group: bool,
+    ) -> bool:
         """Cache the full blocks of the first `num_tokens` tokens; returns whether any are new."""
         table, last = sequence.table, num_tokens // self._block_size
         node, first = table.node, table.num_cached
@@ -60,7 +72,9 @@ class Publisher:
                 return False
             table.advance(tree.node_at(deepest, count))
             first = count
-        fresh, width = self._num_own(sequence, first, last), self._width
+        fresh, width = self._pool.num_unshared(table.blocks[first:last]), self._width
+        if with_group and fresh < last - first:
+            fresh = self._num_own(sequence, first, last)
         if not fresh:
             return False
         assert table.node is not None
@@ -70,11 +84,11 @@ class Publisher:
         return True
 
     def _num_own(self, sequence: Sequence, first: int, last: int) -> int:
-        """How many blocks from `first` on only the group of a sequence holds: other holders would not hold the way."""
-        blocks = sequence.table.blocks
-        count = self._pool.num_unshared(blocks[first:last])
-        for index in range(first + count, last):
-            live = sum(blocks[index] in each.table.blocks[index : index + 1] for each in sequence.group.live)
-            if self._pool.holders(blocks[index]) != live:
+        """How many blocks from `first` on only the sequences of a group hold, all of which publish now: other holders
+        would not hold the way to a block."""
+        blocks, live = sequence.table.blocks, sequence.group.live
+        for index in range(first, last):
+            holders = sum(blocks[index] in each.table.blocks[index : index + 1] for each in live)
+            if self._pool.holders(blocks[index]) not in (1, holders):
                 return index - first
         return last - first

@@ -228,7 +228,7 @@ class Scheduler:
         for sequence in group.live:
             row = self._leave_row(sequence)
             sequence.num_computed = before.get(row, sequence.num_computed)
-            self.reuse.publish(sequence, leaving=True)
+        self.reuse.publish_group(group, leaving=True)
         num_tokens = accounts.num_computed(group, self.tick)
         how = self.preemption.vacate(group, builder, num_tokens)
         builder.drop_loads(self.pool)

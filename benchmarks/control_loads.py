@@ -1,0 +1,222 @@
+"""Loads of `benchmarks.control_plane`: engines over an executor that answers at once, stepped under a clock."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.executors import InstantExecutor
+from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from quire.config.policy import PolicyName
+from quire.config.recording import RecordingConfig
+from quire.config.speculation import SpeculationConfig
+from quire.engine.core import EngineCore
+from quire.engine.decoding.grammar_compiler import GrammarCompiler
+from quire.engine.decoding.tools import DecodingTools
+from quire.engine.recording.recorder import make_recorded_core
+from quire.engine.recording.tape import Tape
+from quire.engine.speculation.registry import make_proposers
+from quire.runtime.loading.catalogue import DEFAULT
+from quire.runtime.loading.progress import silent
+from quire.runtime.loading.resolve import resolve_model
+from quire.serving.text.structure import Structure, grammar_of
+from quire.serving.text.token_table import vocabulary_of
+from quire.serving.text.tokenizer import load_tokenizer
+from quire.types.request import Submit
+from quire.types.sampling import SamplingParams, TokenRules
+from quire.types.step import Masks, StepResult
+
+BLOCK_SIZE = 16
+LONGEST_PROMPT = 256
+WARM_UP_STEPS = 300
+VOCAB = 2**30
+END_ID = 7  # an end token every request watches for and never meets
+RULES = TokenRules((END_ID,), (), (END_ID,))
+
+
+class Engine:
+    """An engine whose own time is measured: without the executor's."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_blocks: int,
+        max_model_len: int,
+        *,
+        executor: InstantExecutor | None = None,
+        policy: PolicyName = "fcfs",
+        tools: DecodingTools | None = None,
+        vocab_size: int = VOCAB,
+        record: Path | None = None,
+    ) -> None:
+        self.executor = executor or InstantExecutor()
+        cache = CacheConfig(BLOCK_SIZE, num_blocks)
+        scheduler = SchedulerConfig(num_rows, max(8_192, num_rows), max_model_len, policy=policy)
+        if record is None:
+            self.core = EngineCore(self.executor, cache, scheduler, vocab_size, tools=tools)
+        else:
+            config = EngineConfig(
+                cache, scheduler, DeviceConfig("cpu", "float32", "float32"), recording=RecordingConfig(str(record))
+            )
+            tape = Tape.of(config, VOCAB, 1)
+            self.core = make_recorded_core(self.executor, cache, scheduler, vocab_size, tape=tape)
+        self.submitting: list[int] = []  # nanoseconds of each submission
+
+    def submit(self, name: str, prompt: list[int] | tuple[int, ...], max_tokens: int, **fields: str) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        request = Submit(name, prompt, sampling, RULES, **fields)  # type: ignore[arg-type]
+        start = time.perf_counter_ns()
+        self.core.submit(request)
+        self.submitting.append(time.perf_counter_ns() - start)
+
+    def step_ns(self) -> tuple[int, int]:
+        """One step: the engine's own nanoseconds, and how many requests it ended."""
+        spent, start = self.executor.spent_ns, time.perf_counter_ns()
+        out = self.core.step()
+        own = time.perf_counter_ns() - start - (self.executor.spent_ns - spent)
+        return own, len(out.finished)
+
+    def drain(self) -> list[int]:
+        """Step until nothing is left."""
+        own = []
+        while self.core.has_work:
+            own.append(self.step_ns()[0])
+        return own
+
+
+class Crowd:
+    """An engine with `running` sequences, refilled under churn. With a `policy`, as many requests of seven tenants wait as
+    run. `full_cache`: the cache holds little more than what runs, so that every new block is an old one, evicted."""
+
+    def __init__(
+        self,
+        running: int,
+        steps: int,
+        *,
+        churn: bool,
+        policy: PolicyName | None = None,
+        full_cache: bool = False,
+        record: Path | None = None,
+        device_ms: float = 0.0,
+    ) -> None:
+        self._rng, self._churn, self._number = random.Random(0), churn, 0
+        self._length = WARM_UP_STEPS + steps + LONGEST_PROMPT
+        max_model_len = LONGEST_PROMPT + self._length
+        blocks = running * (40 if full_cache else max_model_len // BLOCK_SIZE + 2)
+        executor = InstantExecutor(seconds=device_ms / 1e3)
+        self.engine = Engine(running, blocks, max_model_len, executor=executor, policy=policy or "fcfs", record=record)
+        for _ in range(running if policy is None else 2 * running):
+            self._submit()
+        for _ in range(WARM_UP_STEPS):
+            self.step_ns()
+
+    def step_ns(self) -> int:
+        own, num_ended = self.engine.step_ns()
+        for _ in range(num_ended):
+            self._submit()
+        return own
+
+    def _submit(self) -> None:
+        prompt = (self._number, *(0,) * self._rng.randrange(LONGEST_PROMPT))  # no two begin alike
+        length = self._rng.randint(64, 192) if self._churn else self._length
+        self.engine.submit(str(self._number), prompt, length, tenant=f"t{self._number % 7}")
+        self._number += 1
+
+
+def burst(prefix: int, count: int, own_tokens: int = 24) -> list[int]:
+    """Nanoseconds of each step when `count` requests come at once behind a cached prefix of so many tokens."""
+    engine = Engine(count, prefix // BLOCK_SIZE + 8 * count, prefix + 256)
+    system = [100 + place % 1_000 for place in range(prefix)]
+    engine.submit("first", [*system, 1], 1)
+    engine.drain()
+    for number in range(count):
+        engine.submit(str(number), [*system, *[5_000 + number] * own_tokens], 8)
+    return engine.drain()
+
+
+def blocked_head(running: int, length: int) -> tuple[list[int], list[int]]:
+    """Nanoseconds of steps in which sequences decode: alone, and while a request of so many tokens waits for room."""
+    num_steps = 40
+    blocks = -(-(length + 4 * num_steps) // BLOCK_SIZE) + running * (-(-(30 + 4 * num_steps) // BLOCK_SIZE)) + 8
+    engine = Engine(running + 2, blocks, length + 4_096)
+    engine.submit("holds", [9] * length, 4_000)
+    for number in range(running):
+        engine.submit(str(number), [number + 10] * 30, 4_000)
+    while engine.core.stats().output_tokens < 2 * num_steps * running:
+        engine.step_ns()
+    alone = [engine.step_ns()[0] for _ in range(num_steps)]
+    engine.submit("blocked", [5] * length, 64)
+    engine.step_ns()
+    blocked = [engine.step_ns()[0] for _ in range(num_steps - 2)]
+    stats = engine.core.stats()
+    if stats.waiting != 1 or stats.preemptions:
+        raise SystemExit(f"the head of the queue was not blocked: {stats}")
+    return alone, blocked
+
+
+class _MaskedExecutor(InstantExecutor):
+    """Answers every masked sample by the first token that its mask allows from a place on that moves."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds=seconds)
+        self._masks: Masks | None = None
+        self._place = 0
+
+    def supply_masks(self, masks: Masks | None) -> None:
+        start = time.perf_counter_ns()
+        self._masks = None if masks is None else Masks(masks.samples.copy(), masks.bits.copy())
+        self.spent_ns += time.perf_counter_ns() - start
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        start = time.perf_counter_ns()
+        masks, self._masks, tokens = self._masks, None, result.token_ids.copy()
+        self._place += 977
+        if masks is not None:
+            bits = np.unpackbits(np.ascontiguousarray(masks.bits).view(np.uint8), axis=1, bitorder="little")
+            bits = np.roll(bits, -self._place, axis=1)
+            tokens[masks.samples] = (bits.argmax(axis=1) + self._place) % bits.shape[1]
+        self.spent_ns += time.perf_counter_ns() - start
+        return StepResult(result.step, tokens)
+
+
+def grammar_rows(running: int, regex: str, device_ms: float) -> Callable[[], int]:
+    """Sequences under one regex, with the default model's vocabulary, over a device that is busy for so long a step."""
+    vocabulary = vocabulary_of(load_tokenizer(resolve_model(DEFAULT, progress=silent)))
+    size = len(vocabulary.tokens)
+    tools = DecodingTools(GrammarCompiler(lambda: vocabulary, size), vocabulary=lambda: vocabulary)
+    executor = _MaskedExecutor(device_ms / 1e3)
+    engine = Engine(running, running * 64, 4_096, executor=executor, tools=tools, vocab_size=size)
+    rules = TokenRules(vocabulary.eos_ids, (), vocabulary.eos_ids, grammar_of(Structure("regex", regex)))
+    for number in range(running):
+        sampling = SamplingParams(temperature=0.0, max_tokens=900)
+        engine.core.submit(Submit(str(number), [number + 20] * 30, sampling, rules))
+    while engine.core.stats().running < running:
+        engine.step_ns()
+    for _ in range(30):
+        engine.step_ns()
+    return lambda: engine.step_ns()[0]
+
+
+def ngram_rows(running: int, *, is_repeated: bool) -> Callable[[], int]:
+    """Sequences with n-gram speculation whose answers repeat one token, or never repeat anything."""
+    tools = DecodingTools(proposers=make_proposers(SpeculationConfig(method="ngram", num_tokens=16), 1))
+    executor, rng = InstantExecutor(), np.random.default_rng(0)
+    if not is_repeated:
+        collect = executor.collect
+
+        def answer() -> StepResult:
+            result = collect()
+            return StepResult(result.step, rng.integers(10, 2**28, len(result.token_ids), dtype=np.int32))
+
+        executor.collect = answer  # type: ignore[method-assign]
+    engine = Engine(running, running * 120, 2_048, executor=executor, tools=tools)
+    for number in range(running):
+        engine.submit(str(number), [number + 10, *range(50, 150)], 1_500)
+    for _ in range(150):
+        engine.step_ns()
+    return lambda: engine.step_ns()[0]
