@@ -4,6 +4,9 @@ With float8: python -m benchmarks.gpu --model llama-3.1-8b --quantization fp8 --
 
 Every row is repeated with other token ids; a RESULT line per repeat, then a table of medians beside the physical floor
 and what vLLM 0.26.0 did on one H200 with the same requests. Tokens in, tokens out: no text is made.
+
+With --full-cache every repeat is run once more with a prefix cache that is full of other requests' blocks, as after an
+hour of serving, and the table says what that costs.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ STARTED = time.perf_counter()
 
 import argparse  # noqa: E402
 import json  # noqa: E402
+import random  # noqa: E402
 import statistics  # noqa: E402
 import tempfile  # noqa: E402
+from array import array  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -24,11 +29,12 @@ import torch  # noqa: E402
 
 from benchmarks.gpu import floor, workloads  # noqa: E402
 from benchmarks.gpu.models import MODELS  # noqa: E402
-from benchmarks.gpu.workloads import Workload  # noqa: E402
+from benchmarks.gpu.workloads import VOCABULARY, Workload  # noqa: E402
 from benchmarks.report import facts, table  # noqa: E402
 from quire import LLM, BeamSearchParams, SamplingParams  # noqa: E402
+from quire.engine.kvcache.table import BlockTable  # noqa: E402
 
-ROWS = ("start", "nano", "chat512", "batch1", "prefill", "shared", "n8", "beam")
+ROWS = ("start", "nano", "chat512", "batch1", "prefill", "shared", "n8", "beam", "burst")
 WHOLE: dict[str, Callable[[int], Workload]] = {
     "nano": workloads.nano,
     "chat512": workloads.chat512,
@@ -36,6 +42,7 @@ WHOLE: dict[str, Callable[[int], Workload]] = {
     "shared": workloads.shared,
     "n8": workloads.n8,
     "beam": workloads.beam,
+    "burst": workloads.burst,
 }
 # What vLLM 0.26.0 did on one H200: bf16 unless said, prefix caching on, the same shapes and requests.
 PEER = {
@@ -58,7 +65,8 @@ TITLES = {
     floor.Precision(2, 1): " fp8 cache",
     floor.Precision(1, 1): " fp8",
 }
-UNITS = {"start": "s", "batch1 tpot": "ms", "batch1 ttft": "ms", "prefill": "in tok/s", "beam": "requests/s"}
+UNITS = {"start": "s", "batch1 tpot": "ms", "batch1 ttft": "ms", "prefill": "in tok/s"}
+UNITS |= {"beam": "requests/s", "burst": "requests/s"}
 LOWER_IS_BETTER = ("start", "batch1 tpot", "batch1 ttft")
 WARM_UP = [512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1]
 
@@ -75,7 +83,9 @@ class Bench:
         self._precision = floor.Precision.of(settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))
         self.title = name + TITLES[self._precision]
         self.found: dict[str, list[float]] = {}
+        self.found_full: dict[str, list[float]] = {}  # with a full cache
         self.floors: dict[str, float] = {}
+        self._is_full = False  # whether the cache is to be full when a workload begins
 
     def start(self) -> None:
         """To the first token, from the start of this process; what comes later would be compiled while serving."""
@@ -91,7 +101,8 @@ class Bench:
         self.seconds(workloads.batch1(99, 2))
         emit(model=self.title, work="warm up", s=round(time.perf_counter() - begin, 2))
 
-    def run(self, row: str, repeat: int) -> None:
+    def run(self, row: str, repeat: int, *, full: bool = False) -> None:
+        self._is_full = full
         if row == "batch1":
             first = self.seconds(workloads.batch1(100 + repeat, 1))
             whole = self.seconds(workloads.batch1(repeat, 257))
@@ -102,13 +113,15 @@ class Bench:
         work = WHOLE[row](repeat)
         seconds, least = self.seconds(work), floor.total_seconds(self._model, work, self._precision)
         tokens = work.num_prompt_tokens if row == "prefill" else work.num_output_tokens
-        self._note(row, repeat, (len(work.prompts) if row == "beam" else tokens) / seconds)
+        self._note(row, repeat, (len(work.prompts) if row in ("beam", "burst") else tokens) / seconds)
         if row in ("nano", "chat512", "prefill"):
             self.floors[row] = tokens / least
 
     def seconds(self, work: Workload) -> float:
         """Run the requests all at once; raises if one of them is not answered in full."""
         self.llm.reset_prefix_cache()  # only what requests of one round share may be found
+        if self._is_full:
+            fill_cache(self.llm)
         begin = time.perf_counter()
         found = self._search(work) if work.beam_width else self._sample(work)
         taken = time.perf_counter() - begin
@@ -130,8 +143,10 @@ class Bench:
         return sum(len(answer.sequences[0].output_token_ids) for answer in answers)
 
     def _note(self, figure: str, repeat: int, value: float) -> None:
-        self.found.setdefault(figure, []).append(value)
-        emit(model=self.title, work=figure, rep=repeat, value=round(value, 3), unit=UNITS.get(figure, "out tok/s"))
+        (self.found_full if self._is_full else self.found).setdefault(figure, []).append(value)
+        cache = {"cache": "full"} if self._is_full else {}
+        unit = UNITS.get(figure, "out tok/s")
+        emit(model=self.title, work=figure, rep=repeat, value=round(value, 3), unit=unit, **cache)
 
     def summary(self) -> list[list[str]]:
         lines = []
@@ -145,9 +160,35 @@ class Bench:
                     figure, _figure(value), UNITS.get(figure, "out tok/s"),
                     "-" if least is None else _figure(least), "-" if best is None else f"{100 * best:.0f} %",
                     "-" if peer is None else _figure(peer), "-" if ahead is None else f"{ahead:.2f} x",
+                    *self._cost_of_full(figure, value),
                 ]
             )  # fmt: skip
         return lines
+
+    def _cost_of_full(self, figure: str, value: float) -> list[str]:
+        """What a full cache costs, where it was measured: percent of the speed with an empty one."""
+        if not self.found_full:
+            return []
+        if figure not in self.found_full:
+            return ["-"]
+        full = statistics.median(self.found_full[figure])
+        return [f"{100 * (1 - (value / full if figure in LOWER_IS_BETTER else full / value)):.1f} %"]
+
+
+def fill_cache(llm: LLM) -> None:
+    """Let every block of the prefix cache hold tokens of requests that nobody asks for again."""
+    scheduler = llm._client._core._scheduler
+    pool, tree, size = scheduler.pool, scheduler.tree, scheduler.block_size
+    rng = random.Random(0)
+    while pool.num_free > pool.num_evictable:
+        count = min(rng.randint(1, 128), pool.num_free - pool.num_evictable)
+        tokens = array("i", (rng.randrange(VOCABULARY) for _ in range(count * size))).tobytes()
+        table = BlockTable(pool, size, tree)
+        table.hold(tree.root(""))
+        table.extend(pool.take(count), count * size)
+        assert table.node is not None
+        table.cache(table.node, tokens, count, "a request of an hour ago")
+        table.free()
 
 
 def emit(**values: object) -> None:
@@ -164,6 +205,7 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further repeat after this long")
+    parser.add_argument("--full-cache", action="store_true", help="every repeat once more with a full prefix cache")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--quantization", choices=("fp8",), default=None)
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
@@ -182,17 +224,21 @@ def main() -> None:
     if "start" in rows:
         bench.start()
     bench.warm_up()
+    caches = (False, True) if options.full_cache else (False,)
     for row in (row for row in ROWS if row in rows and row != "start"):
         for repeat in range(options.repeats):
             if time.perf_counter() - STARTED < options.seconds:
-                bench.run(row, repeat)
+                for full in caches if repeat % 2 else caches[::-1]:
+                    bench.run(row, repeat, full=full)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     print(f"\n{bench.title} on {where}, peak {memory / 2**30:.1f} GiB, {options.repeats} repeats\n")
     header = ["row", "median", "unit", "floor", "of floor", "vLLM 0.26.0", "ahead"]
+    header += ["a full cache costs"] if options.full_cache else []
     print(table(header, bench.summary()))
     if options.json is not None:
-        figures = {"facts": facts(), "model": bench.title, "found": bench.found, "floors": bench.floors}
+        found = {"found": bench.found, "full cache": bench.found_full, "floors": bench.floors}
+        figures = {"facts": facts(), "model": bench.title, **found}
         options.json.write_text(json.dumps(figures, indent=1))
 
 

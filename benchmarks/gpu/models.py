@@ -53,6 +53,23 @@ MODELS = {
             "rope_theta": 1_000_000.0, "tie_word_embeddings": True, "bos_token_id": 151_643, "eos_token_id": 151_645,
         }
     ),
+    "qwen2.5-1.5b": BenchModel(
+        {
+            **_COMMON, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 1536,
+            "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+            "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6,
+            "rope_theta": 1_000_000.0, "tie_word_embeddings": True, "bos_token_id": 151_643, "eos_token_id": 151_645,
+        }
+    ),
+    "llama-3.2-3b": BenchModel(
+        {
+            **_COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 3072,
+            "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 8,
+            "head_dim": 128, "vocab_size": 128_256, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0, "tie_word_embeddings": True, "bos_token_id": 128_000, "eos_token_id": 128_001,
+            "mlp_bias": False,
+        }
+    ),
     "llama-3.1-8b": BenchModel(
         {
             **_COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,

@@ -86,6 +86,13 @@ def beam(repeat: int) -> Workload:
     return Workload(_random_prompts(32, 256, 70 + repeat), [64] * 32, beam_width=4)
 
 
+def burst(repeat: int) -> Workload:
+    """1,500 short requests at once: 20 to 200 tokens in, 1 to 8 out."""
+    rng = random.Random(80 + repeat)
+    prompts = [[rng.randint(10, 9_000) for _ in range(rng.randint(20, 200))] for _ in range(1_500)]
+    return Workload(prompts, [rng.randint(1, 8) for _ in prompts])
+
+
 def batch1(repeat: int, outputs: int) -> Workload:
     """One request of 128 tokens."""
     return Workload([[7 + repeat] * 128], [outputs])
