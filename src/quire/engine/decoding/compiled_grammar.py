@@ -15,7 +15,7 @@ from quire.engine.decoding.grammar_tokens import GrammarTokens, reason_of
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MAX_MASK_THREADS = 8
+MAX_MASK_THREADS = 16
 ROWS_PER_LEXER = 8  # fewer rows do not pay for a further lexer
 QUICK_SECONDS = 0.05  # a grammar that took longer to compile is compiled once
 SLICE_AFTER = 16_384  # masks; what they cost by then, building slices costs too
@@ -24,9 +24,9 @@ MAX_MOVED_TOKENS = 1_024  # a longer sequence stays where it is
 
 
 def mask_threads() -> int:
-    """How many threads compute masks by default: one core is left to the engine."""
+    """How many threads compute masks by default: two cores are left to the engine and to whoever talks to it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MAX_MASK_THREADS, cores - 1))
+    return max(1, min(MAX_MASK_THREADS, cores - 2))
 
 
 class LexerBuilder(Protocol):

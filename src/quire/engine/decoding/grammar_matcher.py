@@ -53,27 +53,30 @@ class GrammarMatcher:
     __slots__ = (
         "_bits",
         "_ended",
-        "_ends",
         "_mask_at",
         "_num_recovered",
         "_recovered_at",
         "_runs",
-        "_state",
+        "_runs_end",
         "_undone",
         "_vocabulary",
         "consumed",
+        "ends",
         "lexer",
+        "state",
     )
 
     def __init__(
         self, tokens: GrammarTokens, state: LLMatcher, ends: tuple[int, ...], lexer: Lexer | None = None
     ) -> None:
         """`state` is a copy of the lexer's start. Without a lexer, the matcher has one to itself."""
-        self._vocabulary, self._state, self._ends = tokens, state, ends
+        self._vocabulary, self.ends = tokens, ends
+        self.state = state  # llguidance's own matcher
         self.lexer = lexer or Lexer(state.deep_copy())
         self.consumed: list[int] = []  # all tokens so far
         self._undone: list[int] = []  # tokens that were rolled back, the next one last
         self._runs: list[tuple[int, tuple[int, ...]]] = []  # (position, forced tokens from there), by position
+        self._runs_end = 0  # no run reaches beyond this position
         self._bits: Bits | None = None  # the mask at this position, once computed
         self._mask_at = 0  # position of the mask that llguidance computed last
         self._recovered_at, self._num_recovered = -1, 0  # where it last needed another lexer, and how many
@@ -92,10 +95,10 @@ class GrammarMatcher:
             return False
         if self._undone and self._undone[-1] != token:
             self._leave_undone()
-        if self._state.try_consume_tokens([token]) != 1:
-            if self._state.is_error() and self.recover():
+        if self.state.try_consume_tokens([token]) != 1:
+            if self.state.is_error() and self.recover():
                 return self.advance(token)
-            if token not in self._ends or not self._state.is_accepting():
+            if token not in self.ends or not self.state.is_accepting():
                 self.check()
                 return False
             self._ended = True
@@ -112,12 +115,13 @@ class GrammarMatcher:
 
     @property
     def is_over(self) -> bool:
-        return self._ended or (self._state.is_stopped() and not self._state.is_error())
+        return self._ended or (self.state.is_stopped() and not self.state.is_error())
 
     def clone(self) -> GrammarMatcher:
-        copy = GrammarMatcher(self._vocabulary, self._state.deep_copy(), self._ends, self.lexer)
+        copy = GrammarMatcher(self._vocabulary, self.state.deep_copy(), self.ends, self.lexer)
         copy.consumed, copy._undone, copy._runs = self.consumed.copy(), self._undone.copy(), self._runs.copy()
         copy._bits, copy._mask_at, copy._ended = self._bits, self._mask_at, self._ended
+        copy._runs_end = self._runs_end
         return copy
 
     def rollback(self, num_tokens: int) -> None:
@@ -129,19 +133,10 @@ class GrammarMatcher:
         del self.consumed[start:]
         self._bits = None
         consumed, self._ended = num_tokens - self._ended, False
-        if consumed and not self._state.rollback(consumed) and not self.move(self.lexer):
+        if consumed and not self.state.rollback(consumed) and not self.move(self.lexer):
             self.check()  # llguidance cannot roll every grammar back, and consuming the rest again has failed too
 
     # --------------------------------------------------------------------------------------------------- in a batch
-    @property
-    def state(self) -> LLMatcher:
-        """llguidance's own matcher, for a mask that is computed in a batch."""
-        return self._state
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        return self._ends
-
     def forced_token(self) -> int | None:
         """The token that must come next, as far as runs tell.
 
@@ -157,26 +152,27 @@ class GrammarMatcher:
 
     def find_run(self) -> tuple[int, ...]:
         """Ask for the forced tokens from here on and remember them. To be called where no run is known."""
-        found = tuple(self._state.compute_ff_tokens()[:FORCED_TOKENS])
-        if self._state.is_error() and self.recover():
-            return self.find_run()
-        self.check()
+        found = tuple(self.state.compute_ff_tokens()[:FORCED_TOKENS])
+        if self.state.is_error():
+            if self.recover():
+                return self.find_run()
+            self.check()
         if found:
             insort(self._runs, (len(self.consumed), found))
+            self._runs_end = max(self._runs_end, len(self.consumed) + len(found))
         return found
 
     def note_mask(self) -> None:
         """llguidance computes the mask of this position."""
         self._mask_at = len(self.consumed)
-        self.lexer.num_masks += 1
 
     def can_consume_in_batch(self, token: int) -> bool:
-        """Whether `state.consume_token` and `note_consumed` are all it takes to advance by a token."""
-        return not self._undone and not self._ended and token not in self._ends
+        """Whether it takes only `state.consume_token` and `note_consumed` to advance by a token."""
+        return not self._undone and not self._ended and token not in self.ends
 
     def note_consumed(self, token: int) -> None:
         """The state has consumed `token`."""
-        if self._runs:
+        if self._runs_end > len(self.consumed):
             self._follow_run(token)
         if self._undone:
             self._undone.pop()
@@ -194,7 +190,7 @@ class GrammarMatcher:
         consumed = self.consumed[: len(self.consumed) - self._ended]
         if consumed and not state.consume_tokens(consumed):
             return False
-        self._state, self.lexer, self._mask_at = state, lexer, 0
+        self.state, self.lexer, self._mask_at = state, lexer, 0
         return True
 
     def recover(self) -> bool:
@@ -217,16 +213,17 @@ class GrammarMatcher:
 
     def check(self) -> None:
         """Raises GrammarError if llguidance gave up on this sequence."""
-        if self._state.is_error():
-            raise GrammarError(f"structured_outputs: {reason_of(self._state)}")
+        if self.state.is_error():
+            raise GrammarError(f"structured_outputs: {reason_of(self.state)}")
 
     # ------------------------------------------------------------------------------------------------- forced runs
     def _run_here(self) -> tuple[tuple[int, ...], int]:
         """The run that this position belongs to and its place in it; the place is the run's end where it is over."""
         position = len(self.consumed)
-        for start, run in reversed(self._runs):
-            if start <= position:
-                return run, min(position - start, len(run))
+        if position < self._runs_end:
+            for start, run in reversed(self._runs):
+                if start <= position:
+                    return run, min(position - start, len(run))
         return (), 0
 
     def _follow_run(self, token: int) -> None:
@@ -251,20 +248,21 @@ class GrammarMatcher:
         if self._mask_at <= position:
             return
         self._mask_at = position
-        if self._state.compute_ff_bytes():
+        if self.state.compute_ff_bytes():
             self.move(self.lexer)
-        elif not self._state.is_stopped():
-            self._vocabulary.read_mask(self._state)
+        elif not self.state.is_stopped():
+            self._vocabulary.read_mask(self.state)
 
     # ------------------------------------------------------------------------------------------------------- masks
     def _allowed(self) -> Bits:
         self.note_mask()
-        bits, may_end = self._vocabulary.read_mask(self._state)
-        if self._state.is_error() and self.recover():
+        self.lexer.num_masks += 1
+        bits, may_end = self._vocabulary.read_mask(self.state)
+        if self.state.is_error() and self.recover():
             return self._allowed()
         self.check()
         if may_end:
-            for token in self._ends:
+            for token in self.ends:
                 bits[token >> 5] |= np.uint32(1 << (token & 31))
         return bits
 

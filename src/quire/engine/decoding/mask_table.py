@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ Flags = npt.NDArray[np.bool_]
 FEW = 4  # rows
 QUICK_SECONDS = 200e-6  # masks of a few rows that take less are computed by the engine's thread
 FIRST_GUESS = 20e-6  # seconds for a mask, before any was measured
+FIRST_WORDS = 64  # of a mask: two bits among them tell that it is neither empty nor a single token
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class MaskTable:
 
     def __init__(self, num_rows: int, vocab_size: int, threads: int | None = None) -> None:
         self._words, self._end = -(-vocab_size // 32), vocab_size
-        line_words = -(-(vocab_size + 1) // 32)  # llguidance's own end token comes after the vocabulary
+        line_words = 2 * -(-(vocab_size + 1) // 64)  # llguidance's own end token comes after the vocabulary
         self._filled: Bits = np.zeros((num_rows, line_words), dtype=np.uint32)  # by line
         self._last: Bits = np.zeros((num_rows, line_words), dtype=np.uint32)  # by row: the mask it had before
         self._is_known: Flags = np.zeros(num_rows, dtype=np.bool_)  # by row: whether `_last` holds its mask
@@ -161,25 +163,28 @@ class MaskTable:
 
     def _sort_out(self, batch: _Batch) -> None:
         """Find out which masks llguidance must compute: those of matchers that are not inside a forced run."""
+        asked, failed, over = batch.asked, batch.failed, batch.over.tolist()
         for line, matcher in enumerate(batch.matchers):
-            if not isinstance(matcher, GrammarMatcher) or line in batch.failed or batch.over[line]:
+            if not isinstance(matcher, GrammarMatcher) or over[line] or line in failed:
                 continue
             try:
                 token = matcher.forced_token()
             except GrammarError as error:
-                batch.failed[line] = error
+                failed[line] = error
                 continue
             if token is None:
-                batch.asked.append((matcher, line))
+                asked.append((matcher, line))
             else:
                 batch.forced.append((line, token))
-        followers: dict[CompiledGrammar, dict[Lexer, list[GrammarMatcher]]] = {}
-        for matcher, _ in batch.asked:
-            if isinstance(matcher.lexer.owner, CompiledGrammar):
-                mine = followers.setdefault(matcher.lexer.owner, {})
-                mine.setdefault(matcher.lexer, []).append(matcher)
-        for grammar, by_lexer in followers.items():
-            grammar.balance(by_lexer)
+        by_lexer: defaultdict[Lexer, list[GrammarMatcher]] = defaultdict(list)
+        for matcher, _ in asked:
+            by_lexer[matcher.lexer].append(matcher)
+        followers: defaultdict[CompiledGrammar, dict[Lexer, list[GrammarMatcher]]] = defaultdict(dict)
+        for lexer, matchers in by_lexer.items():
+            if isinstance(lexer.owner, CompiledGrammar):
+                followers[lexer.owner][lexer] = matchers
+        for grammar, lexers in followers.items():
+            grammar.balance(lexers)
 
     # ------------------------------------------------------------------------------------------- the table's thread
     def _serve(self, executor: LLExecutor) -> None:
@@ -232,17 +237,20 @@ class MaskTable:
         for (matcher, line), is_consumed in zip(together, are_consumed, strict=True):
             if is_consumed:
                 matcher.note_consumed(tokens[line])
-                batch.over[line] = matcher.is_over
+                if matcher.state.is_stopped():
+                    batch.over[line] = matcher.is_over
             else:
                 matcher.undo_failure()
                 self._consume_alone(batch, line)
 
     def _compute(self, batch: _Batch, executor: LLExecutor) -> None:
         """Have llguidance compute masks, lexer by lexer: neighbours go to one thread, and wait for no other."""
-        by_lexer: dict[Lexer, list[tuple[LLMatcher, int]]] = {}
+        by_lexer: defaultdict[Lexer, list[tuple[LLMatcher, int]]] = defaultdict(list)
         for matcher, line in batch.asked:
             matcher.note_mask()
-            by_lexer.setdefault(matcher.lexer, []).append((matcher.state, line))
+            by_lexer[matcher.lexer].append((matcher.state, line))
+        for lexer, followers in by_lexer.items():
+            lexer.num_masks += len(followers)
         items = [item for group in by_lexer.values() for item in group]
         try:
             executor.unsafe_compute_mask_ptr(items, self._filled.ctypes.data, self._line_bytes, len(self._filled))
@@ -262,9 +270,8 @@ class MaskTable:
         column = self._filled[lines, word]
         may_end = (column >> np.uint32(bit) & np.uint32(1)).astype(np.bool_)
         self._filled[lines, word] = column & np.uint32((1 << bit) - 1)
-        sums = self._filled[: len(batch.rows)].sum(axis=1, dtype=np.uint64)[lines]
-        is_empty = sums == 0
-        is_single = ~is_empty & ~may_end & ((sums & (sums - np.uint64(1))) == 0)  # or its words add up to a power of 2
+        is_empty, is_single = self._find_narrow(lines)
+        is_single &= ~may_end
         by_ends: dict[tuple[int, ...], list[int]] = {}
         for place in np.flatnonzero(may_end).tolist():
             matcher, line = batch.asked[place]
@@ -282,6 +289,18 @@ class MaskTable:
                 matcher.find_run()
             except GrammarError:
                 self._compute_alone(batch, line)
+
+    def _find_narrow(self, lines: npt.NDArray[np.intp]) -> tuple[Flags, Flags]:
+        """Which of these lines allow nothing, and which may allow a single token: those in which all words together have
+        a single bit."""
+        is_empty, is_single = (np.zeros(len(lines), dtype=np.bool_) for _ in range(2))
+        words = np.bitwise_or.reduce(self._filled[lines, :FIRST_WORDS], axis=1)
+        narrow = np.flatnonzero((words & (words - np.uint32(1))) == 0)
+        if len(narrow):
+            words = np.bitwise_or.reduce(self._filled[lines[narrow]], axis=1)
+            is_empty[narrow] = words == 0
+            is_single[narrow] = (words != 0) & ((words & (words - np.uint32(1))) == 0)
+        return is_empty, is_single
 
     # --------------------------------------------------------------------------------------------------- either one
     def _compute_each(self, batch: _Batch, lines: Sequence[int]) -> None:
@@ -327,8 +346,11 @@ class MaskTable:
         first, filled = int(rows[0]), self._filled[:count]
         are_neighbours = np.array_equal(rows, np.arange(first, first + count))
         last = self._last[first : first + count] if are_neighbours else self._last[rows]
-        differs: Flags = (filled != last).any(axis=1)
-        self._last[rows[differs]] = filled[differs]
+        differs: Flags = (filled.view(np.uint64) != last.view(np.uint64)).any(axis=1)
+        if differs.all() and are_neighbours:
+            last[:] = filled
+        else:
+            self._last[rows[differs]] = filled[differs]
         return differs | ~self._is_known[rows]
 
     def _has_changed(self, row: int, line: int) -> bool:
