@@ -46,7 +46,7 @@ def request(name: str) -> Submit:
 
 def core_of(speculation: dict[str, Any] | None, depth: int, **settings: Any) -> EngineCore:
     made = TinyEngine(TARGET, speculation, depth=depth, **settings)
-    tools = DecodingTools(ToyGrammars(), made.lookaheads, lambda: VOCABULARY)
+    tools = DecodingTools(ToyGrammars(), made.proposers, lambda: VOCABULARY)
     return EngineCore(made.executor, made.config.cache, made.config.scheduler, VOCAB, tools=tools)
 
 

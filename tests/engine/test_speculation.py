@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.config.model import Heads, ModelConfig
-from quire.engine.decoding.lookahead_control import Length
+from quire.engine.speculation.draft_length import DraftLength
 from quire.types.request import Abort
 from tiny_models import MemoryCheckpoint, random_checkpoint, tiny_config
 from worker_executor import TinyEngine, similar_checkpoint
@@ -41,7 +41,7 @@ def engine(method: dict[str, Any] | None, *, always: bool = True, **settings: An
     draft = settings.pop("draft", SIMILAR) if method is not None and method["method"] == "draft_model" else None
     made = TinyEngine(settings.pop("target", TARGET), method, draft=draft, **settings)
     if method is not None and always:
-        made.lookaheads.control.length = lambda chance, limit, rounds, *, drafting=False: Length(limit)  # type: ignore[attr-defined]
+        made.proposers.lengths.length = lambda *given, **rest: DraftLength(given[1])  # type: ignore[attr-defined]
     return made
 
 

@@ -8,17 +8,20 @@ from pathlib import Path
 
 from fake_executor import VOCAB, FakeExecutor
 from fake_tiers import FakeTiers
+from harness import VOCABULARY
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.recording import RecordingConfig, TokenForm
 from quire.config.speculation import SpeculationConfig
-from quire.engine.decoding.lookahead_registry import make_lookaheads
+from quire.engine.decoding.grammar import NoGrammars
 from quire.engine.decoding.tools import DecodingTools
-from quire.engine.recording.core import RecordedCore
+from quire.engine.recording.recorder import make_recorded_core
 from quire.engine.recording.tape import Tape
+from quire.engine.speculation.registry import make_proposers
 from quire.types.decoding import BeamRules
 from quire.types.output import Finished
 from quire.types.request import Abort, Branch, Submit
 from quire.types.sampling import SamplingParams, TokenRules
+from toy_decoding import ToyGrammars
 
 DEVICE = DeviceConfig("cpu", "float32", "float32")
 
@@ -47,6 +50,7 @@ class RecordedLoad:
     speculation: SpeculationConfig | None = None
     seed: int = 0
     behind: FakeTiers | None = None
+    grammars: ToyGrammars | None = None  # requests may have a grammar
 
     def __post_init__(self) -> None:
         recording = RecordingConfig(str(self.path), self.tokens, self.limit)
@@ -54,15 +58,17 @@ class RecordedLoad:
         size, behind = self.cache.block_size, FakeTiers(self.cache.tiers.host_blocks, self.cache.block_size)
         self.executor = FakeExecutor(self.cache.num_blocks, size, self.depth, tiers=self.behind or behind)
         self.tape = Tape.of(config, VOCAB, self.depth)
-        tools = DecodingTools(lookaheads=make_lookaheads(self.speculation, self.depth))
-        self.core = RecordedCore(
+        proposers = make_proposers(self.speculation, self.depth)
+        tools = DecodingTools(self.grammars or NoGrammars(), proposers, lambda: VOCABULARY)
+        self.clock = TickingClock(self.seed)
+        self.core = make_recorded_core(
             self.executor,
             self.cache,
             self.scheduler,
             VOCAB,
             tape=self.tape,
             tools=tools,
-            clock=TickingClock(self.seed),
+            clock=self.clock,
         )
         self.finished: dict[str, Finished] = {}
 
@@ -106,7 +112,9 @@ def play_random_load(load: RecordedLoad, num_requests: int = 40) -> None:
             load.core.abort(Abort(f"r{rng.randrange(number)}", index, rng.choice([None, "END"])))
         if rng.random() < 0.01:
             load.core.reset_cache()
-        load.core.leisure()
+        if load.grammars is not None:
+            load.grammars.time += 1
+        load.core.slack_seconds()
         load.step()
         load.core.check()
 
@@ -115,7 +123,8 @@ def _submit(load: RecordedLoad, rng: random.Random, number: int, families: list[
     prompt = rng.choice(families)[: rng.randrange(1, 40)] + [
         rng.randrange(4, VOCAB) for _ in range(rng.randrange(1, 9))
     ]
-    kind = rng.choice(["plain", "plain", "plain", "n", "best_of", "beam", "branch"])
+    kinds = ["plain", "plain", "plain", "n", "best_of", "beam", "branch"]
+    kind = rng.choice(kinds if load.grammars is None else [*kinds, "grammar", "grammar", "grammar"])
     if load.scheduler.policy in ("static", "orca-max", "orca-pow2", "orca-oracle"):
         kind = "plain"
     fields: dict[str, object] = {
@@ -132,10 +141,21 @@ def _submit(load: RecordedLoad, rng: random.Random, number: int, families: list[
         fields |= {"n": 1, "best_of": rng.randrange(2, 4)}
     elif kind == "beam":
         fields |= {"beam": BeamRules(rng.randrange(2, 4)), "temperature": 0.0}
+    elif kind == "grammar":
+        fields |= _grammar(rng)
     elif kind == "branch" and number:
         fields |= _branch(load, rng, number)
         prompt = fields.pop("prompt", prompt)  # type: ignore[assignment]
     load.submit(f"r{number}", prompt, **fields)
+
+
+def _grammar(rng: random.Random) -> dict[str, object]:
+    """A grammar that is good, bad or fails after some tokens, for one sample, several or beams."""
+    text = rng.choice(["jj", "json", "tired", "bad", "tool call"])
+    fields: dict[str, object] = {"rules": TokenRules(end_ids=(9, 17), grammar=text), "n": rng.choice([1, 1, 2])}
+    if rng.random() < 0.25:
+        return fields | {"beam": BeamRules(2), "temperature": 0.0, "n": 1}
+    return fields
 
 
 def _branch(load: RecordedLoad, rng: random.Random, number: int) -> dict[str, object]:

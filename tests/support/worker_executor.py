@@ -13,8 +13,8 @@ from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.speculation import read_speculation, resolve_speculation
 from quire.engine.core import EngineCore
-from quire.engine.decoding.lookahead_registry import make_lookaheads
 from quire.engine.decoding.tools import DecodingTools
+from quire.engine.speculation.registry import make_proposers
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.weights import load_weights
 from quire.runtime.models.decoder import Decoder
@@ -95,13 +95,13 @@ class TinyEngine:
         worker.drafter = make_drafter(worker, decoder, checkpoint.config, config, load)
         worker.tiers = make_tiers(worker.cache, config.cache, triton=builder.backend.kernels == "triton")
         self.executor = WorkerExecutor(worker, depth)
-        self.lookaheads = make_lookaheads(speculation, depth)
+        self.proposers = make_proposers(speculation, depth)
         self.core = EngineCore(
             self.executor,
             config.cache,
             config.scheduler,
             checkpoint.config.vocab_size,
-            tools=DecodingTools(lookaheads=self.lookaheads),
+            tools=DecodingTools(proposers=self.proposers),
         )
         self.finished: dict[str, Finished] = {}
         self.streams: dict[int, list[int]] = {}

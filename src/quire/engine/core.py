@@ -85,6 +85,7 @@ class EngineCore:
             group = self._accept(request)
         except Exception as error:
             self.pins.settle(request, None)
+            self._observer.refused()
             if isinstance(error, InvalidRequest):
                 raise
             raise InvalidRequest(

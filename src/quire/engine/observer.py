@@ -19,6 +19,9 @@ class EngineObserver:
     def submitting(self) -> None:
         """A request has come; it is accepted or refused next."""
 
+    def refused(self) -> None:
+        """The request was refused."""
+
     def submitted(self, group: Group) -> None:
         """A request was accepted."""
 

@@ -33,6 +33,7 @@ class Script:
     over: set[str] = field(default_factory=set)
     forced: dict[str, tuple[int, ...]] = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)
+    refused: set[tuple[str, int]] = field(default_factory=set)  # with the token
 
 
 @dataclass(slots=True)

@@ -52,7 +52,7 @@ class _ScriptedCompilation:
 
 
 class _ScriptedMatcher:
-    """Allows everything, as every choice was made already."""
+    """Allows everything but what was refused, as every choice was made already."""
 
     def __init__(self, script: Script, anything: Bits, path: list[int]) -> None:
         self._script, self._anything, self._path = script, anything, path
@@ -64,6 +64,8 @@ class _ScriptedMatcher:
 
     def advance(self, token: int) -> bool:
         self.mask()
+        if self._script.refused and (path_digest(self._path), token) in self._script.refused:
+            return False
         self._path.append(token)
         return True
 

@@ -258,9 +258,12 @@ class _Reader:
         if record.get("over"):
             script.over.add(path)
         if "forced" in record and self._recording.setup.tokens == "exact":
-            script.forced[path] = tuple(record["forced"])
+            forced = tuple(record["forced"])  # as many as were asked for
+            script.forced[path] = max(forced, script.forced.get(path, ()), key=len)
         if "fault" in record:
             script.faults[path] = str(record["fault"])
+        if "refused" in record:
+            script.refused.add((path, int(record["refused"])))
 
     def _draft(self, record: Record) -> None:
         ordinal, index = record["of"]

@@ -18,6 +18,7 @@ def test_a_request_alone_is_queued_admitted_computed_and_finished() -> None:
     assert events(harness, "a") == [
         ("queued", 3, ""),
         ("admitted", 0, ""),
+        ("missed", 1, "nothing is cached"),
         ("chunk", 3, ""),
         ("first_token", 0, ""),
         ("finished", 4, "length"),
@@ -137,13 +138,18 @@ def test_the_block_map_shows_who_holds_what() -> None:
     assert set(harness.core.block_map().holders) == {0}
 
 
-def test_a_request_says_what_it_found_in_the_cache() -> None:
+def test_a_request_says_what_it_found_in_the_cache_and_where_that_ends() -> None:
     harness = Harness(block_size=4)
     harness.submit("a", [1] * 4 + [2] * 4, max_tokens=1)
     harness.run()
     harness.submit("b", [1] * 4 + [2] * 2 + [3] * 3, max_tokens=1)
     harness.run()
-    assert events(harness, "b")[1:4] == [("admitted", 0, ""), ("cached", 6, ""), ("chunk", 3, "")]
+    assert events(harness, "b")[1:5] == [
+        ("admitted", 0, ""),
+        ("cached", 6, ""),
+        ("missed", 7, "from here on it differs from request a"),
+        ("chunk", 3, ""),
+    ]
     assert [harness.finished[name].num_cached_tokens for name in "ab"] == [0, 6]
 
 

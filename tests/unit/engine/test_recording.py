@@ -18,8 +18,10 @@ from quire.engine.core import EngineCore
 from quire.engine.recording import tape as tape_module
 from quire.engine.recording.tape import Tape
 from quire.engine.recording.tokens import ExactTokens, HashedTokens
+from quire.simulator.reader import read_recording as read_file
+from quire.simulator.rehearsal import rehearse
 from quire.types.errors import ConfigError, InvalidRequest
-from quire.types.request import Abort
+from quire.types.request import Abort, Branch
 from quire.types.sampling import TokenRules
 from recorded_load import RecordedLoad, TickingClock, play_random_load
 
@@ -130,6 +132,18 @@ def test_refused_requests_and_unknown_aborts_leave_no_trace(tmp_path: Path) -> N
     assert not of_kind(records, "abort")
 
 
+def test_a_request_that_is_refused_late_leaves_no_reading_of_the_clock(tmp_path: Path) -> None:
+    """It is refused after its arrival was noted. What follows is decided again by the same readings."""
+    load = RecordedLoad(tmp_path / "run.jsonl")
+    load.submit("one", [5, 6, 7], max_tokens=6)
+    load.step()
+    with pytest.raises(InvalidRequest):
+        load.submit("branch", [5, 6, 8], source=Branch("one", 0, 3))
+    load.run()
+    rehearsal = rehearse(read_file(load.close()))
+    assert rehearsal.difference is None, str(rehearsal.difference)
+
+
 def test_an_engine_that_dies_is_recorded_to_its_end(tmp_path: Path) -> None:
     load = RecordedLoad(tmp_path / "run.jsonl")
     load.executor.crash_at = 3
@@ -198,13 +212,11 @@ def test_recording_changes_no_decision(tmp_path: Path) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_a_step_took_is_no_time_in_which_nothing_was_launched(depth: int, tmp_path: Path) -> None:
     load = RecordedLoad(tmp_path / "run.jsonl", depth=depth)
-    clock = load.core._time
-    assert isinstance(clock, TickingClock)
     load.submit("one", [5, 6, 7], max_tokens=6)
     load.step()
     load.core.abort(Abort("one"))
     load.submit("two", [5, 6, 7], max_tokens=6)
-    clock.now += 30.0  # the loop that calls the engine is held up
+    load.clock.now += 30.0  # the loop that calls the engine is held up
     load.run()
     took = [second for step in of_kind(read(load.close()), "step") for second in step["took"]]
     assert len(took) >= 7

@@ -86,8 +86,12 @@ class LeastRecentlyUsed:
     def used(self, node: Node) -> None: ...
 
     def split(self, head: Node, tail: Node) -> None:
-        if tail.locks == 0:
-            self._idle[head] = None
+        if tail.locks == 0:  # children stay before their parents
+            node: Node | None = head
+            while node is not None and node.parent is not None and node.locks == 0:
+                self._idle.pop(node, None)
+                self._idle[node] = None
+                node = node.parent
 
     def clear(self) -> None:
         self._idle.clear()

@@ -227,6 +227,7 @@ class PrefixTree:
             self._policy.add(node)
 
     def _drop_root(self, root: Node) -> None:
+        root.is_detached = True
         if self._roots.get(root.salt) is root:
             del self._roots[root.salt]
 
@@ -276,8 +277,9 @@ class PrefixTree:
         while len(found) < count:
             node = self._policy.victim()
             assert not node.children
-            taken = min(count - len(found), len(node.blocks))
+            taken, width = min(count - len(found), len(node.blocks)), self._width
             left = len(node.blocks) - taken
+            num_gone = taken + self._forget_ghosts(node)
             if self.on_evict is not None:
                 for index in range(len(node.blocks) - 1, left - 1, -1):
                     self.on_evict(node, index)
@@ -285,9 +287,9 @@ class PrefixTree:
             del node.blocks[left:], node.keys[left:]
             node.end -= taken
             if left:
-                self._remember(node, node.tokens[left * self._width : (left + 1) * self._width], taken)
+                self._remember(node, node.tokens[left * width : (left + 1) * width], num_gone)
             else:
-                self._remove(node, taken)
+                self._remove(node, num_gone)
         self._num_blocks -= count
         return found
 
@@ -302,13 +304,23 @@ class PrefixTree:
         if not parent.children and parent.parent is None and parent.locks == 0:
             self._drop_root(parent)
 
+    def _forget_ghosts(self, node: Node) -> int:
+        """A run shrinks, and what followed its end has no place any more; returns how many blocks of itself it has lost
+        before."""
+        ghosts, node.ghosts = node.ghosts, None
+        if not ghosts:
+            return 0
+        start = len(node.blocks) * self._width
+        lost = ghosts.get(node.tokens[start : start + self._width])
+        return 0 if lost is None else lost.num_blocks
+
     def _remember(self, node: Node, first_block: bytes, num_blocks: int) -> None:
         """Note at the place where a run was evicted that it was there."""
         ghosts = node.ghosts
         if ghosts is None:
             ghosts = node.ghosts = {}
         elif first_block in ghosts:
-            num_blocks += ghosts.pop(first_block).num_blocks
+            del ghosts[first_block]
         elif len(ghosts) >= MAX_GHOSTS:
             del ghosts[next(iter(ghosts))]
         ghosts[first_block] = Eviction(self.now, num_blocks)
@@ -330,19 +342,21 @@ class PrefixTree:
         return freed
 
     # ---------------------------------------------------------------------------------------------- content hashes
-    def key_before(self, node: Node) -> bytes:
-        """The content hash of the block before a node's run; where there is none, of the salt."""
-        if node.parent is None or node.parent.parent is None:
-            return root_key(self._namespace, node.salt)
-        return self.key_of(node.parent, len(node.parent.blocks) - 1)
-
     def key_of(self, node: Node, index: int) -> bytes:
         """The content hash of a block: of the namespace, the salt and every token up to its end."""
-        keys, width = node.keys, self._width
-        while len(keys) <= index:
-            place = len(keys) * width
-            keys.append(next_key(keys[-1] if keys else self.key_before(node), node.tokens[place : place + width]))
-        return keys[index]
+        unhashed, above = [node], node.parent
+        while above is not None and above.parent is not None and len(above.keys) < len(above.blocks):
+            unhashed.append(above)
+            above = above.parent
+        key = root_key(self._namespace, node.salt) if above is None or above.parent is None else above.keys[-1]
+        width = self._width
+        for each in reversed(unhashed):  # a loop: a way may have more runs than a stack has room for
+            keys, count = each.keys, index + 1 if each is node else len(each.blocks)
+            while len(keys) < count:
+                place = len(keys) * width
+                keys.append(next_key(keys[-1] if keys else key, each.tokens[place : place + width]))
+            key = keys[-1]
+        return node.keys[index]
 
     def root_key(self, salt: str) -> bytes:
         """What the content hashes of a salt's blocks begin with."""

@@ -60,10 +60,7 @@ class BlockTable:
 
     def follow(self, other: BlockTable) -> int:
         """Hold what another table holds instead; returns how many of the first blocks stayed the same."""
-        own = self.blocks
-        same = next((i for i, (a, b) in enumerate(zip(own, other.blocks, strict=False)) if a != b), None)
-        same = min(len(own), len(other.blocks)) if same is None else same
-        before = own, self.node
+        same, before = num_same(self.blocks, other.blocks), (self.blocks, self.node)
         self._share(other)
         self._give_back(*before)
         return same
@@ -152,3 +149,9 @@ class BlockTable:
             assert self._tree is not None
             assert self.node.locks > 0 or self.node.parent is None
             assert self._tree.path(self.node) == self.blocks[: self.num_cached]
+
+
+def num_same(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many of the first blocks are the same."""
+    differ = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))

@@ -61,6 +61,8 @@ class _NotedMatcher:
             is_allowed = self._inner.advance(token)
         if is_allowed:
             self._path.append(token)
+        else:
+            self._note(GrammarNote(self._ordinal, tuple(self._path), refused=token))
         return is_allowed
 
     def forced(self, limit: int) -> tuple[int, ...]:

@@ -61,13 +61,15 @@ class Moved(NamedTuple):
 
 
 class GrammarNote(NamedTuple):
-    """What a grammar said of a sample that had generated `path`: it is over, these must follow, or it failed."""
+    """What a grammar said of a sample that had generated `path`: it is over, these must follow, this one may not, or it
+    failed."""
 
     ordinal: int
     path: tuple[int, ...]
     is_over: bool = False
     forced: tuple[int, ...] = ()
     fault: str = ""
+    refused: int | None = None
 
 
 class Stepped(NamedTuple):

@@ -96,9 +96,11 @@ class Recorder(EngineObserver):
 
     # ------------------------------------------------------------------------------------------------- inputs
     def submitting(self) -> None:
-        self._readings.clear()  # of a request that was refused
         if self._grammars is not None and self._core is not None:
             self._grammars.ordinal = self._core.num_submitted
+
+    def refused(self) -> None:
+        self._readings.clear()
 
     def submitted(self, group: Group) -> None:
         self._ordinals.add(group.request.request_id, group.ordinal)

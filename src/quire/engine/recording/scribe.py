@@ -137,6 +137,8 @@ class Scribe:
             record["forced"] = self._path(note.ordinal, (*note.path, *note.forced))[len(note.path) :]
         if note.fault:
             record["fault"] = note.fault
+        if note.refused is not None:
+            record["refused"] = self._path(note.ordinal, (*note.path, note.refused))[-1]
         return record
 
     def _path(self, ordinal: int, tokens: tuple[int, ...]) -> list[int]:

@@ -105,7 +105,7 @@ class PacedSet:
         assert sequence.row is not None
         sequence.outputs.extend(tokens)
         self._rows.extend(sequence.row, tokens)
-        sequence.num_computed = sequence.num_tokens - 1
+        sequence.num_computed = sequence.num_readable = sequence.num_tokens - 1
         sequence.synced_tokens = sequence.num_tokens - (not written)
         sequence.table.truncate(sequence.num_computed)
         sequence.draft = ()
@@ -120,6 +120,7 @@ class PacedSet:
                 del self.draining[sequence]
                 tokens = self._rows.outputs(row, len(sequence.outputs))
                 sequence.outputs.extend(tokens)
+                sequence.num_readable = sequence.num_computed
                 sequence.synced_tokens = sequence.num_tokens
                 found.append(sequence)
                 if tokens and not sequence.controller.proposer.is_observed:

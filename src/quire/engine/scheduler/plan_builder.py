@@ -67,6 +67,10 @@ class PlanBuilder:
             )
         )
 
+    def introduces(self, row: int) -> bool:
+        """Whether the workers learn of a row's sequence by this plan."""
+        return any(new.row == row for new in self._new_rows)
+
     def fork(self, group: Group) -> None:
         """The prompt is computed: every other sequence of the group shares the leader's blocks."""
         leader = group.leader

@@ -175,19 +175,22 @@ class PrefixReuse:
         for sequence, (match, hit) in found.items():
             self._hold(sequence, match, hit, builder, tick)
         loaded: Counter[str] = Counter()
+        waits = False
         self._copy_partials({sequence: match for sequence, (match, hit) in found.items() if not hit.slots}, builder)
         for sequence, (_, hit) in found.items():  # after all hold what they found: a load evicts nothing of another
-            if hit.slots:
+            before = sequence.num_computed
+            if hit.slots and before < hit.num_tokens:  # else it borrowed more from the sequence that it branches off
                 loaded += self._load(sequence, hit, builder)
+                waits |= sequence.num_computed > before  # for its own loads, or for those of another group
         for sequence in found:
             builder.introduce(sequence)
         self._note(group, found[group.leader][0], limits[group.leader], num_computed(group, tick), loaded, now)
         group.origin = group.hit = None
-        if loaded or any(sequence.swapped for sequence in group.live):
+        if waits or any(sequence.swapped for sequence in group.live):
             self._loading[group] = None
         if self._tree is not None and not group.is_forked:
             self._unpublished.place(group.leader)
-        return bool(loaded)
+        return waits
 
     def _attach_one(self, builder: PlanBuilder, group: Group, now: float) -> None:
         """`attach` for the usual group: one sequence that finds nothing but what the device has."""
@@ -245,7 +248,7 @@ class PrefixReuse:
             salt = sequence.group.request.cache_salt
             node = tree.root(salt) if match.node is None else tree.node_at(match.node, match.num_blocks)
             table.hold(node)
-            tree.used(node)
+            tree.used(node if match.partial is None or match.closest is None else match.closest)
         sequence.num_computed = sequence.num_readable = table.num_tokens
 
     def _copy_partials(self, matches: Mapping[Sequence, Match], builder: PlanBuilder) -> None:
@@ -309,7 +312,10 @@ class PrefixReuse:
             return 0
         if group.request.sampling.prompt_logprobs is not None:
             return 0
-        start = builder.start_of(origin.row)  # what this step computes, only later ones may read
+        row, leader = origin.row, origin.group.leader
+        if leader.row is not None and builder.introduces(row) and builder.start_of(row) is None:
+            row = leader.row  # it was forked for this step, which may compute what it has
+        start = builder.start_of(row)  # what this step computes, only later ones may read
         computed = origin.computed_at(tick) if start is None else start
         return min(source.num_tokens, computed, group.num_prompt - 1)
 

@@ -6,6 +6,7 @@ from quire.engine.decoding.group import Sequence
 from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import Match, PrefixTree
+from quire.engine.kvcache.table import num_same
 from quire.engine.kvcache.tiers.base import Tiers
 from quire.engine.scheduler.live_suffixes import LiveSuffixIndex
 from quire.engine.scheduler.row_table import RowTable
@@ -40,7 +41,7 @@ class Publisher:
         assert row is not None
         assert tree is not None
         num_computed, num_outputs = sequence.num_readable, int(self._rows.counts[row])
-        if num_outputs:
+        if num_outputs > len(sequence.outputs):  # results of what it computed since
             num_computed = max(num_computed, sequence.group.num_prompt + num_outputs - 1)
         if num_computed // self._block_size <= table.num_cached:
             return False
@@ -67,14 +68,18 @@ class Publisher:
             return False
         deepest, count = tree.descend(node, tokens, last)
         if count > first:
-            if not leaving and tree.path(deepest)[first:count] != table.blocks[first:count]:
-                table.is_duplicate = True  # another sequence computed the same tokens, and was first
+            if not leaving:
+                same = num_same(tree.path(deepest)[first:count], table.blocks[first:count])
+                table.is_duplicate = first + same < count  # another sequence computed the same tokens, and was first
+                count = first + same
+            if count > first:
+                table.advance(tree.node_at(deepest, count))
+                first = count
+            if table.is_duplicate and not leaving:
                 return False
-            table.advance(tree.node_at(deepest, count))
-            first = count
         fresh, width = self._pool.num_unshared(table.blocks[first:last]), self._width
         if with_group and fresh < last - first:
-            fresh = self._num_own(sequence, first, last)
+            fresh = self._num_own(sequence, first, last, leaving=leaving)
         if not fresh:
             return False
         assert table.node is not None
@@ -83,12 +88,18 @@ class Publisher:
         self._tiers.kept(added, len(added.blocks) - fresh)
         return True
 
-    def _num_own(self, sequence: Sequence, first: int, last: int) -> int:
-        """How many blocks from `first` on only the sequences of a group hold, all of which publish now: other holders
-        would not hold the way to a block."""
-        blocks, live = sequence.table.blocks, sequence.group.live
+    def _num_own(self, sequence: Sequence, first: int, last: int, *, leaving: bool) -> int:
+        """How many blocks from `first` on only a sequence holds, and others of its group that publish them now too: any
+        other holder would not hold the way to a block."""
+        blocks, size = sequence.table.blocks, self._block_size
+        others = [each for each in sequence.group.live if each is not sequence]
         for index in range(first, last):
-            holders = sum(blocks[index] in each.table.blocks[index : index + 1] for each in live)
-            if self._pool.holders(blocks[index]) not in (1, holders):
+            holders = 1 + sum(
+                blocks[index] in each.table.blocks[index : index + 1]
+                for each in others
+                if (leaving or not each.table.is_duplicate)
+                and min(each.num_computed, each.num_tokens) >= (index + 1) * size
+            )
+            if self._pool.holders(blocks[index]) != holders:
                 return index - first
         return last - first

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Collection
 
 import numpy as np
 import pytest
 
 from quire.engine.decoding.beam import BeamSearch, Child, EndOf, ranked
-from quire.engine.decoding.pace import Ending
+from quire.engine.decoding.controller import Ending
 from quire.types.decoding import BeamRules, EarlyStopping
 from quire.types.step import Floats, Ints
 from toy_decoding import BeamQuestion, beam_answers
@@ -27,6 +29,11 @@ def lines(*beams: dict[int, float]) -> tuple[Ints, Floats]:
         np.array([list(beam) for beam in beams], dtype=np.int32),
         np.array([list(beam.values()) for beam in beams], dtype=np.float32),
     )
+
+
+def finished_scores(found: BeamSearch) -> list[float]:
+    """Of the finished hypotheses."""
+    return [found.score(one.logprob, len(one.token_ids)) for one in found.finished]
 
 
 def ends_at(tokens: Collection[int]) -> EndOf:
@@ -48,7 +55,8 @@ def test_an_end_among_the_first_is_finished_and_others_take_its_place() -> None:
     children = found.advance([[]], *lines({0: -1.0, 5: -2.0, 6: -3.0, 7: -4.0}), ends_at({0}))
     assert [child.token for child in children] == [5, 6]
     (one,) = found.finished
-    assert (one.token_ids, one.logprob, one.score, one.ending) == ((0,), -1.0, -1.0, EOS)
+    assert (one.token_ids, one.logprob, one.ending) == ((0,), -1.0, EOS)
+    assert finished_scores(found) == [-1.0]
 
 
 def test_an_end_behind_the_first_is_forgotten() -> None:
@@ -69,7 +77,7 @@ def test_the_length_penalty_divides_by_the_generated_tokens(penalty: float, scor
     found = search(1, penalty, length=2)
     found.advance([[]], *lines({5: -2.0, 6: -7.0}), ends_at(()))
     assert found.advance([[5]], *lines({7: -4.0, 8: -9.0}), ends_at(())) == ()
-    assert [one.score for one in found.finished] == [score]
+    assert finished_scores(found) == [score]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +100,26 @@ def test_early_stopping_ends_a_full_search_even_if_a_better_beam_lives(stopping:
     children = found.advance([[5], [6]], *lines({7: -0.1, 0: -0.3}, {8: -5.0, 9: -6.0}), ends_at({0}))
     assert len(found.finished) == 2
     assert bool(children) == goes_on
+
+
+@pytest.mark.parametrize("penalty", [-2.0, -0.5, 0.0, 0.5, 1.0, 3.0])
+def test_ranks_compare_hypotheses_as_their_scores_do(penalty: float) -> None:
+    found, rng = search(1, penalty), random.Random(0)
+    drawn = [(rng.choice([0.0, -1e-9, -0.5, -3.0, -80.0, 1.5]), rng.randint(1, 200)) for _ in range(60)]
+    for one, other in itertools.combinations(drawn, 2):
+        left, right = found.score(*one), found.score(*other)
+        if abs(left - right) > 1e-9 * max(abs(left), abs(right)):
+            assert (found.rank(*one) > found.rank(*other)) == (left > right)
+
+
+@pytest.mark.parametrize("penalty", [100.0, -100.0])
+def test_the_better_of_two_hypotheses_is_known_where_both_scores_over_or_underflow(penalty: float) -> None:
+    found, length = search(1, penalty), 100_000
+    score = found.score(-2.0, length)
+    assert np.isfinite(score)
+    assert score == found.score(-3.0, length)
+    assert found.rank(-2.0, length) > found.rank(-3.0, length)
+    assert (found.rank(-2.0, length) > found.rank(-2.0, length - 1)) == (penalty > 0)
 
 
 def test_finished_hypotheses_are_kept_best_first_and_no_more_than_the_width() -> None:
@@ -132,4 +160,4 @@ def test_a_search_finds_what_all_continuations_together_lead_to(
         beams = [[*beams[child.parent], child.token] for child in children]
     wanted = beam_answers(BeamQuestion(prompt, rules, 12, ends))
     assert [(one.token_ids, one.logprob) for one in found.finished] == [(one.tokens, one.logprob) for one in wanted]
-    assert [one.score for one in found.finished] == pytest.approx([one.score for one in wanted])
+    assert finished_scores(found) == pytest.approx([one.score for one in wanted])

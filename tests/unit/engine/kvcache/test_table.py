@@ -1,9 +1,12 @@
+"""Tables fork, append, borrow, follow and free; a block that others hold is copied before it is written."""
+
 from __future__ import annotations
 
 import random
 
 import pytest
 
+from cached_tables import CachedTables
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.table import BlockTable
 from quire.types.errors import OutOfBlocks
@@ -68,17 +71,17 @@ def test_free_gives_the_tail_back_first_so_that_blocks_keep_their_order() -> Non
     table.append(3)
     blocks = list(table.blocks)
     table.free()
-    assert [pool.take() for _ in range(3)] == blocks
+    assert pool.take(3) == blocks
 
 
 def test_a_block_released_twice_is_an_error_not_a_leak() -> None:
     pool = BlockPool(num_blocks=1)
-    block = pool.take()
-    pool.release(block)
+    blocks = pool.take(1)
+    pool.release(blocks)
     with pytest.raises(ValueError, match="more often"):
-        pool.release(block)
+        pool.release(blocks)
     with pytest.raises(ValueError, match="cannot be shared"):
-        pool.share(block)
+        pool.share(blocks)
 
 
 @pytest.mark.parametrize("size", [1, 3, 16, 256])
@@ -93,12 +96,18 @@ def test_a_hundred_thousand_random_operations_leak_nothing_and_never_write_a_sha
         if not live or choice < 0.08:
             live.append((BlockTable(pool, size), []))
         table, written = live[position := rng.randrange(len(live))]
-        if choice < 0.7:
+        if choice < 0.68:
             _append(table, written, rng.randint(1, 2 * size + 1), operation, pool, memory, size)
+        elif choice < 0.74 and len(live) < 24:
+            live.append((table.fork(), list(written)))
         elif choice < 0.78 and len(live) < 24:
-            count = rng.choice([len(written), rng.randint(0, len(written))])
-            live.append((table.fork(count), written[:count]))
-        elif choice < 0.85:
+            count = rng.randint(0, len(written))
+            borrowed = BlockTable(pool, size)
+            borrowed.borrow(table, count)
+            live.append((borrowed, written[:count]))
+        elif choice < 0.82:
+            _follow(table, written, *rng.choice(live))
+        elif choice < 0.87:
             del written[rng.randint(0, len(written)) :]
             table.truncate(len(written))
         else:
@@ -130,15 +139,88 @@ def test_a_truncated_table_gives_back_what_holds_nothing_and_grows_again() -> No
     assert first not in table.blocks
 
 
-def test_a_fork_of_the_first_tokens_holds_only_their_blocks_and_copies_a_partial_one() -> None:
+def test_a_truncated_table_keeps_the_blocks_that_are_cached() -> None:
+    cache = CachedTables(8, 2)
+    table = cache.hold([1, 2, 3, 4])
+    table.append(5)
+    table.truncate(5)
+    assert len(table.blocks) == 3
+    table.truncate(4)
+    assert len(table.blocks) == 2
+    table.check()
+    cache.check()
+
+
+def test_a_table_that_borrows_the_first_tokens_holds_only_their_blocks_and_copies_a_partial_one() -> None:
     pool = BlockPool(num_blocks=8)
     parent = BlockTable(pool, block_size=4)
     parent.append(14)
-    child = parent.fork(6)
+    child = BlockTable(pool, block_size=4)
+    child.borrow(parent, 6)
     assert child.blocks == parent.blocks[:2]
     assert pool.num_free == 4
     assert child.append(1) == [BlockCopy(source=parent.blocks[1], target=child.blocks[1])]
     assert parent.append(1) == []
+
+
+def test_a_table_borrows_behind_the_cached_blocks_that_it_holds_already() -> None:
+    cache = CachedTables(12, 2)
+    parent = cache.hold([1, 2, 3, 4])
+    parent.append(5)
+    child = cache.begin([1, 2, 3, 4])
+    child.borrow(parent, 7)
+    assert child.blocks == parent.blocks[:4]
+    assert cache.pool.num_shared == 2
+    child.check()
+    assert child.append(1) == [BlockCopy(parent.blocks[3], child.blocks[3])]
+    parent.free()
+    child.free()
+    cache.check()
+    assert cache.pool.num_used == 0
+
+
+def test_a_table_that_follows_another_keeps_the_first_blocks_that_are_the_same() -> None:
+    cache = CachedTables(16, 2)
+    one = cache.hold([1, 2, 3, 4])
+    other = one.fork()
+    one.append(3)
+    other.append(2)
+    assert other.follow(one) == 2
+    assert other.blocks == one.blocks
+    assert other.follow(one) == 4
+    stranger = cache.hold([9, 9])
+    assert stranger.follow(one) == 0
+    for table in (one, other, stranger):
+        table.check()
+        table.free()
+    cache.check()
+    assert cache.pool.num_used == 0
+
+
+def test_a_table_takes_the_cached_blocks_in_place_of_its_own_of_the_same_tokens() -> None:
+    cache = CachedTables(8, 2)
+    second = cache.begin([1, 2, 3, 4])
+    second.append(5)
+    own = list(second.blocks)
+    first = cache.hold([1, 2, 3, 4])
+    cache.publish(second, [1, 2, 3, 4])
+    assert second.blocks == [*first.blocks, own[2]]
+    assert second.num_tokens == 5
+    second.check()
+    cache.check()
+    first.free()
+    second.free()
+    assert cache.pool.num_used == 0
+
+
+def test_a_table_that_is_empty_again_remembers_nothing() -> None:
+    cache = CachedTables(8, 2)
+    table = cache.hold([1, 2, 3])
+    table.is_duplicate = True
+    table.free()
+    assert (table.blocks, table.num_tokens, table.node, table.is_duplicate) == ([], 0, None, False)
+    table.free()
+    cache.check()
 
 
 def _append(
@@ -154,9 +236,17 @@ def _append(
         memory[copy.target] = list(memory[copy.source])
     for offset in range(count):
         block = table.blocks[(len(written)) // size]
-        assert pool.is_writable(block), "a shared block was written"
+        assert pool.holders(block) == 1, "a shared block was written"
         memory[block][len(written) % size] = stamp * 1_000 + offset
         written.append(stamp * 1_000 + offset)
+
+
+def _follow(table: BlockTable, written: list[int], other: BlockTable, others: list[int]) -> None:
+    before = list(table.blocks)
+    same = table.follow(other)
+    assert before[:same] == other.blocks[:same]
+    assert same == min(len(before), len(other.blocks)) or before[same] != other.blocks[same]
+    written[:] = list(others)
 
 
 def _everyone_reads_what_it_wrote(

@@ -50,7 +50,7 @@ def test_who_finds_no_run_waits_even_if_blocks_are_free() -> None:
     assert "waited: no free blocks" in [entry.note for entry in engine.finished["d"].ledger]
 
 
-def test_a_static_batch_runs_to_its_end_before_the_next_is_let_in() -> None:
+def test_a_static_batch_runs_to_its_end_before_the_next_is_admitted() -> None:
     engine = make("static", max_num_seqs=3)
     lengths = {"a": 2, "b": 12, "c": 5, "d": 3, "e": 3}
     for name, length in lengths.items():

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from quire.config.model import Heads
-from quire.engine.decoding.lookahead_control import Length
+from quire.engine.speculation.draft_length import DraftLength
 from quire.runtime.layers import skinny
 from tiny_models import MemoryCheckpoint, random_checkpoint, tiny_config
 from worker_executor import TinyEngine
@@ -46,7 +46,7 @@ def test_drafts_by_triton_kernels_are_right_where_the_model_is_the_same(
     made = TinyEngine(
         source, {**method, "num_speculative_tokens": 2}, draft=draft, attention="triton", depth=2, max_len=32, rows=1
     )
-    made.lookaheads.control.length = lambda chances, limit, rounds, *, drafting=False: Length(limit)  # type: ignore[attr-defined]
+    made.proposers.lengths.length = lambda *given, **rest: DraftLength(given[1])  # type: ignore[attr-defined]
     assert made.answers(asked, **sampling) == wanted
     stats = made.core.stats()
     assert stats.accepted_tokens == stats.drafted_tokens > 0

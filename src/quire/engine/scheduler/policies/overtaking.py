@@ -35,9 +35,8 @@ class Overtaking(Policy, ABC):
 
     def soon(self, view: View, count: int) -> list[Group]:
         best = sorted(view.waiting.head(self._window), key=lambda group: self.score(group, view))
-        if self._chosen is not None:
-            best.remove(self._chosen)
-            best.insert(0, self._chosen)
+        if self._chosen is not None:  # others that were resumed may have pushed it out of the window
+            best = [self._chosen, *(group for group in best if group is not self._chosen)]
         return best[:count]
 
     def admitted(self, group: Group, view: View) -> None:

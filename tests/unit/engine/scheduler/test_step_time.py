@@ -1,4 +1,4 @@
-"""What computing tokens again is estimated to take."""
+"""How long known tokens are estimated to take to compute, and how a ledger shows it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from quire.engine.decoding.group import Group
-from quire.engine.scheduler.draft import PlanDraft
-from quire.engine.scheduler.preemption import ComputeTime, Recompute
+from quire.engine.scheduler.plan_builder import PlanBuilder
+from quire.engine.scheduler.preemption import Recompute
+from quire.engine.scheduler.step_time import ComputeTime
 from quire.types.step import Chunk, StepPlan
 from quire.types.transfer import SlotMove, Transfers
 
@@ -60,4 +61,4 @@ def test_a_ledger_shows_whole_milliseconds_from_a_hundred_on(seconds: float, sho
             return seconds
 
     nobody = cast("Group", SimpleNamespace(live=()))
-    assert Recompute(Known()).vacate(nobody, cast("PlanDraft", None), 1) == f"recompute est. {shown}"
+    assert Recompute(Known()).vacate(nobody, cast("PlanBuilder", None), 1) == f"recompute est. {shown}"
