@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 import re
 import time
 from collections import deque
@@ -16,7 +14,7 @@ from threading import Event, Lock, Thread
 from typing import NamedTuple
 
 from quire.runtime.tiers.block_file import HEADER_BYTES, KEY_BYTES, Reason, read_block, reason_of, write_block
-from quire.runtime.tiers.folder import Folder
+from quire.runtime.tiers.folder import PART_ENDING, Folder
 from quire.types.transfer import FailedFile, FoundFile
 
 logger = logging.getLogger("quire.runtime")
@@ -26,7 +24,7 @@ CLOSING_SECONDS = 2.0
 MOST_FOUND = 4_096  # files that one report names: the engine takes them up between two steps
 
 _BLOCK_NAME = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
-_PART_NAME = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\.[0-9]+-[0-9]+\.part")
+_PART_NAME = re.compile(_BLOCK_NAME.pattern + PART_ENDING)
 
 Bytes = Callable[[int], memoryview]
 Wait = Callable[[], None]
@@ -73,7 +71,6 @@ class DiskStore:
         self._stored: set[bytes] = set()  # since found files are dropped, until the folder is read
         self._last_of_key: dict[bytes, _Job] = {}
         self._last_of_slot: dict[int, _Job] = {}
-        self._numbers = itertools.count()
         self._said: set[Reason] = set()
         self._closing = Event()
         queues = [self._writing] * NUM_WRITERS + [self._reading] * NUM_READERS
@@ -189,9 +186,9 @@ class DiskStore:
             logger.log(level, "disk cache: a block was lost (%s): %s", job.failure, error)
 
     def _write(self, key: bytes, slot: int) -> None:
-        part = f"{key.hex()}.{os.getpid()}-{next(self._numbers)}.part"
+        part, file = self._folder.create(key.hex())
         try:
-            with self._folder.create(part) as file:
+            with file:
                 write_block(file, key, self._bytes_of(slot))
                 self._folder.rename(part, key.hex())
         except Exception:
@@ -226,7 +223,8 @@ class DiskStore:
                     num_blocks = max(1, -(-entry.num_bytes // self._file_bytes))
                     found.append(FoundFile(bytes.fromhex(entry.name), entry.used_at, num_blocks))
                 elif _PART_NAME.fullmatch(entry.name):
-                    self._remove_if_abandoned(entry.name)
+                    with suppress(OSError):  # it was finished, or removed, meanwhile
+                        self._folder.remove_abandoned(entry.name)
         except OSError as error:
             logger.warning("disk cache: the folder could not be read to its end: %s", error)
         found.sort(key=lambda file: file.used_at, reverse=True)
@@ -240,11 +238,6 @@ class DiskStore:
             with self._finding:
                 if file.key not in self._stored:
                     self._remove_quietly(file.key.hex())
-
-    def _remove_if_abandoned(self, name: str) -> None:
-        with suppress(OSError):  # it was finished, or removed, meanwhile
-            if not self._folder.is_in_use(name):
-                self._folder.unlink(name)
 
 
 def _at_once() -> None:

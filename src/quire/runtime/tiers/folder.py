@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
+import itertools
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,7 +16,11 @@ from typing import NamedTuple, Protocol
 
 from quire.types.errors import ConfigError
 
+PART_ENDING = r"\.[0-9a-f]+-[0-9]+\.part"  # of a part file's name, after its target: writer, number
+ABANDONED_SECONDS = 24 * 3600.0  # from a part file's last write to the folder's, where a file system has no locks
+
 _SETTING = "disk_cache_path"
+_MOST_ATTEMPTS = 16  # to create a part file that no clean-up finds before it is locked
 
 
 class Entry(NamedTuple):
@@ -24,11 +31,19 @@ class Entry(NamedTuple):
     num_bytes: int
 
 
+class PartFile(NamedTuple):
+    """A file that is being written, and the name it has until it is whole. No other part file ever has that name."""
+
+    name: str
+    file: io.RawIOBase
+
+
 class Folder(Protocol):
     """What the disk store asks of a file system. Everything may raise OSError; no link is ever followed."""
 
-    def create(self, name: str) -> io.RawIOBase:
-        """A new file to write, for this user alone. It is in use until it is closed."""
+    def create(self, target: str) -> PartFile:
+        """Open a new part file, for this user alone, that the caller writes and renames to `target`. No process
+        removes it as abandoned before it is closed."""
 
     def open(self, name: str) -> io.RawIOBase:
         """A file to read, which counts as used."""
@@ -41,17 +56,23 @@ class Folder(Protocol):
     def entries(self) -> Iterator[Entry]:
         """All plain files. One that goes meanwhile may be left out."""
 
-    def is_in_use(self, name: str) -> bool:
-        """Whether some process is still writing the file it created by this name."""
+    def remove_abandoned(self, name: str) -> None:
+        """Delete a part file, unless a process is still writing it."""
 
     def close(self) -> None: ...
 
 
 class PrivateFolder:
-    """A real folder, made if it is not there. Raises ConfigError if others may look into it or it is not ours."""
+    """A real folder, made if it is not there. Raises ConfigError if others may look into it or it is not ours.
+
+    Processes that share the folder agree on part files by locks. A writer locks its part file for as long as it writes;
+    a clean-up deletes a part file only while it holds that lock. A writer whose new file was locked by a clean-up first
+    gives that file up and creates another.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._writer, self._numbers = secrets.token_hex(8), itertools.count()  # process ids repeat in containers
         try:
             Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
             Path(path).mkdir(0o700, exist_ok=True)
@@ -65,12 +86,30 @@ class PrivateFolder:
             os.close(self._handle)
             raise
 
-    def create(self, name: str) -> io.RawIOBase:
+    def create(self, target: str) -> PartFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        handle = os.open(name, flags, 0o600, dir_fd=self._handle)
-        with suppress(OSError):  # a file system without locks: what a crash leaves there stays
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return io.FileIO(handle, "wb")
+        for _ in range(_MOST_ATTEMPTS):
+            name = f"{target}.{self._writer}-{next(self._numbers)}.part"
+            file = io.FileIO(os.open(name, flags, 0o600, dir_fd=self._handle), "wb")
+            if self._claim(file, name):
+                return PartFile(name, file)
+            file.close()
+            with suppress(OSError):  # the clean-up that locked it deletes it too
+                self.unlink(name)
+        raise OSError(errno.EBUSY, f"a clean-up removed each of {_MOST_ATTEMPTS} new files", target)
+
+    def _claim(self, file: io.FileIO, name: str) -> bool:
+        """Lock a new part file; false if a clean-up locked it before."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks, where a clean-up goes by the file's age
+            return True
+        with suppress(OSError):
+            os.stat(name, dir_fd=self._handle, follow_symlinks=False)
+            return True
+        return False
 
     def open(self, name: str) -> io.RawIOBase:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -102,15 +141,22 @@ class PrivateFolder:
                     continue
                 yield Entry(entry.name, status.st_mtime, status.st_size)
 
-    def is_in_use(self, name: str) -> bool:
-        handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._handle)
+    def remove_abandoned(self, name: str) -> None:
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NFS locks only what is open for writing
+        with io.FileIO(os.open(name, flags, dir_fd=self._handle), "rb+") as file:
+            if self._is_abandoned(file):
+                self.unlink(name)  # under the lock: a writer that locks the file later finds its name gone
+
+    def _is_abandoned(self, file: io.FileIO) -> bool:
+        """Lock a part file; false if its writer holds the lock, or may be writing it where there are no locks."""
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
         except OSError:
-            return True
-        finally:
-            os.close(handle)
-        return False
+            folder, part = os.fstat(self._handle), os.fstat(file.fileno())  # both by the file system's own clock
+            return folder.st_mtime - part.st_mtime > ABANDONED_SECONDS
+        return True
 
     def close(self) -> None:
         if self._handle >= 0:

@@ -127,8 +127,8 @@ def test_leftovers_of_writing_go_and_what_is_not_ours_stays(tmp_path: Path) -> N
     (tmp_path / key(2).hex()).symlink_to(target)
     (tmp_path / key(3).hex()).mkdir()
     in_use = PrivateFolder(str(tmp_path))
-    other = f"{key(4).hex()}.99-1.part"
-    with in_use.create(other):
+    other, file = in_use.create(key(4).hex())
+    with file:
         disk = Disk(tmp_path)
         disk.put(5)
         disk.store.close()
