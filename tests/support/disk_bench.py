@@ -24,8 +24,11 @@ def at_once() -> None:
     """The slot is ready."""
 
 
+PATIENCE = 60.0  # seconds after which what a test waits for will not happen
+
+
 class Disk:
-    """A disk store over plain slots; waits for reports."""
+    """A disk store over plain slots; waits for reports. Its folder has been read, unless `lists` is false."""
 
     def __init__(self, path: Path, *, lists: bool = True) -> None:
         self.path = path
@@ -34,7 +37,8 @@ class Disk:
         if not lists:
             self.folder.listing.clear()
         self.store = DiskStore(self.folder, lambda slot: memoryview(self.slots[slot]))
-        self.report = DiskReport()
+        if lists:
+            self.store._scanner.join()
 
     def fill(self, slot: int, number: int) -> None:
         self.slots[slot] = np.random.default_rng(number).integers(0, 256, SLOT_BYTES)
@@ -55,7 +59,7 @@ class Disk:
 
     def wait(self, wanted: Callable[[DiskReport], object]) -> DiskReport:
         """All that was reported until `wanted` is true of it."""
-        deadline, total = time.monotonic() + 20, DiskReport()
+        deadline, total = time.monotonic() + PATIENCE, DiskReport()
         while not wanted(total):
             assert time.monotonic() < deadline, f"only {total} was reported"
             total = DiskReport(*(a + b for a, b in zip(total, self.store.take(), strict=True)))

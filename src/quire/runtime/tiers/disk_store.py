@@ -123,11 +123,16 @@ class DiskStore:
         assert all(job.slot == slot for slot, job in self._last_of_slot.items())
         assert all(job.key == key for key, job in self._last_of_key.items())
 
+    def flush(self, seconds: float) -> bool:
+        """Wait until all orders so far are over, and no longer than that; returns whether they are."""
+        deadline = time.monotonic() + seconds
+        jobs = list(self._last_of_key.values())
+        return all(job.over.wait(max(0.0, deadline - time.monotonic())) for job in jobs)
+
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
         """Finish what can be finished in so long, and abandon the rest: a file is there whole or not at all."""
         deadline = time.monotonic() + seconds
-        for job in list(self._last_of_key.values()):
-            job.over.wait(max(0.0, deadline - time.monotonic()))
+        self.flush(seconds)
         if not self._keeps_found:
             self._scanner.join(max(0.0, deadline - time.monotonic()))
         self._closing.set()

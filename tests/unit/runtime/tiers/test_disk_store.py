@@ -11,7 +11,7 @@ from threading import Event
 
 import pytest
 
-from disk_bench import NUM_SLOTS, SLOT_BYTES, Disk, at_once, key
+from disk_bench import NUM_SLOTS, PATIENCE, SLOT_BYTES, Disk, at_once, key
 from faulty_folder import BROKEN, FULL, QUOTA
 from quire.runtime.tiers.block_file import HEADER_BYTES
 from quire.runtime.tiers.disk_store import DiskReport
@@ -195,7 +195,7 @@ def test_closing_finishes_what_was_ordered(tmp_path: Path) -> None:
     for number in range(NUM_SLOTS):
         disk.fill(number, number)
         disk.store.store(key(number), number, at_once)
-    disk.store.close()
+    disk.store.close(seconds=PATIENCE)
     assert disk.names == {key(number).hex() for number in range(NUM_SLOTS)}
 
 
@@ -207,7 +207,7 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
     ours.put(2)
     theirs.put(2)  # the same content, written again
     theirs.store.drop(key(1))
-    theirs.put(3)
+    assert theirs.store.flush(PATIENCE)
     assert [failed.reason for failed in ours.get(1).failed] == ["missing"]
     assert ours.get(2).fetched == (key(2),)
     for each in (ours, theirs):

@@ -17,7 +17,7 @@ from threading import Event
 
 import pytest
 
-from disk_bench import Disk, key
+from disk_bench import PATIENCE, Disk, key
 from quire.runtime.tiers.folder import ABANDONED_SECONDS
 from quire.types.transfer import FailedFile
 
@@ -26,16 +26,7 @@ Lock = Callable[[object, int], None]
 
 def clean_up(path: Path) -> None:
     """What a process does that starts over the same folder."""
-    other = Disk(path)
-    other.store._scanner.join()
-    other.store.close()
-
-
-def idle_disk(path: Path) -> Disk:
-    """A disk store that has read its folder."""
-    disk = Disk(path)
-    disk.store._scanner.join()
-    return disk
+    Disk(path).store.close()
 
 
 def left_behind(path: Path, age: float) -> Path:
@@ -64,7 +55,7 @@ def take_the_place_of_flock(monkeypatch: pytest.MonkeyPatch, calls: list[Callabl
 def test_a_clean_up_that_meets_a_new_file_before_it_is_locked_costs_no_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = idle_disk(tmp_path / "cache")
+    disk = Disk(tmp_path / "cache")
 
     def late(flock: Lock, file: object, operation: int) -> None:
         clean_up(disk.path)
@@ -81,12 +72,13 @@ def test_a_clean_up_that_meets_a_new_file_before_it_is_locked_costs_no_block(
 def test_a_clean_up_that_has_locked_a_new_file_and_not_deleted_it_costs_no_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk, locked, refused = idle_disk(tmp_path / "cache"), Event(), Event()
+    disk, locked, refused = Disk(tmp_path / "cache"), Event(), Event()
     others: list[Disk] = []
 
     def writer(flock: Lock, file: object, operation: int) -> None:
-        others.append(Disk(disk.path))
-        assert locked.wait(20)
+        others.append(Disk(disk.path, lists=False))
+        others[0].folder.listing.set()
+        assert locked.wait(PATIENCE)
         try:
             flock(file, operation)
         finally:
@@ -96,7 +88,7 @@ def test_a_clean_up_that_has_locked_a_new_file_and_not_deleted_it_costs_no_block
     def cleaner(flock: Lock, file: object, operation: int) -> None:
         flock(file, operation)
         locked.set()
-        assert refused.wait(20)
+        assert refused.wait(PATIENCE)
 
     take_the_place_of_flock(monkeypatch, [writer, cleaner])
     assert disk.put(1).stored == (key(1),)
@@ -112,7 +104,7 @@ def test_a_writer_whose_files_are_all_taken_reports_the_block_and_leaves_nothing
     def taken(*_: object) -> None:
         raise BlockingIOError(errno.EWOULDBLOCK, "locked by another")
 
-    disk = idle_disk(tmp_path / "cache")
+    disk = Disk(tmp_path / "cache")
     with monkeypatch.context() as always:
         always.setattr(fcntl, "flock", taken)
         assert disk.put(1).failed == (FailedFile(key(1), "io"),)
@@ -122,7 +114,7 @@ def test_a_writer_whose_files_are_all_taken_reports_the_block_and_leaves_nothing
 
 
 def test_two_writers_of_one_block_do_not_share_a_part_file(tmp_path: Path) -> None:
-    ours, theirs = idle_disk(tmp_path / "cache"), idle_disk(tmp_path / "cache")
+    ours, theirs = Disk(tmp_path / "cache"), Disk(tmp_path / "cache")
     reports = []
 
     def meanwhile(slot: int) -> memoryview:
@@ -175,7 +167,7 @@ def test_where_there_are_no_locks_blocks_are_written_and_part_files_go_by_their_
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     file = left_behind(tmp_path / "cache", age=ABANDONED_SECONDS / 2)
-    disk = idle_disk(tmp_path / "cache")
+    disk = Disk(tmp_path / "cache")
     assert disk.put(1).stored == (key(1),)
     assert disk.names == {key(1).hex(), file.name}
     left_behind(tmp_path / "cache", age=ABANDONED_SECONDS * 2)

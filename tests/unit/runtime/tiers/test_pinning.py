@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,19 +23,22 @@ CHUNK = 4 * SLOT
 
 
 class Driver:
-    """Stands in for the CUDA runtime; refuses to lock addresses in `refused`."""
+    """Stands in for the CUDA runtime. Refuses to lock addresses in `refused`, waits before it locks those in `slow`."""
 
     def __init__(self) -> None:
         self.cudaError = SimpleNamespace(success=0)
         self.locked: dict[int, int] = {}
         self.devices: list[int] = []
         self.refused: set[int] = set()
+        self.slow: dict[int, Event] = {}
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         assert flags == 3
         assert address % 4096 == 0
         if address in self.refused:
             return 2
+        if address in self.slow:
+            self.slow[address].wait()
         self.locked[address] = size
         return 0
 
@@ -75,10 +80,29 @@ def test_chunks_are_locked_when_they_are_needed_and_one_ahead(driver: Driver) ->
 
 def test_memory_that_nobody_closed_is_unlocked_before_it_goes(driver: Driver) -> None:
     host = make_host()
+    (thread,) = host._pinning._thread._threads  # type: ignore[attr-defined]
     assert host.pin([1])
     del host
     gc.collect()
+    thread.join()  # it may have been locking the next chunk, and then it is the last to hold the memory
     assert driver.locked == {}
+
+
+def test_memory_that_goes_while_its_next_chunk_is_locked_is_unlocked_after_that(driver: Driver) -> None:
+    host = make_host()
+    (thread,) = host._pinning._thread._threads  # type: ignore[attr-defined]
+    address, owner = host.address, weakref.ref(host._memory)
+    driver.slow[address + CHUNK] = may_lock = Event()
+    assert host.pin([1])
+    del host
+    gc.collect()
+    assert driver.locked == {address: CHUNK}
+    assert owner() is not None
+    may_lock.set()
+    thread.join()
+    assert driver.locked == {}
+    gc.collect()
+    assert owner() is None
 
 
 def test_memory_that_cannot_be_locked_is_used_by_copies(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
