@@ -6,20 +6,16 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from disk_bench import PATIENCE
+from disk_bench import PATIENCE, keep_pace
 from faulty_folder import BROKEN, FULL, FaultyFolder
 from quire.config.model import Heads
 from quire.config.tiers import TierConfig
 from quire.runtime.tiers import make
-from quire.runtime.tiers.disk_store import DiskStore
 from quire.runtime.tiers.folder import PrivateFolder
-from quire.runtime.tiers.tiers import CacheTiers
-from quire.types.transfer import TransferReport
 from tiny_models import VOCAB, random_checkpoint, tiny_config
 from worker_executor import TinyEngine
 
@@ -32,8 +28,7 @@ Fault = Callable[[FaultyFolder], None]
 class Served:
     """An engine whose device and host memory hold a fraction of the prompts, over a folder that can be broken.
 
-    Whatever the machine is busy with, the disk is as fast as the engine: its folder is read before the first request
-    (unless `lists` is false), and all that a plan orders is over before the next plan (unless reads hang).
+    The disk keeps pace with the engine, unless reads hang.
     """
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, *, lists: bool = True) -> None:
@@ -43,19 +38,8 @@ class Served:
         monkeypatch.setattr(make, "PrivateFolder", lambda path: self.folder)
         tiers = TierConfig(host_blocks=12, disk_path=str(path), disk_blocks=500)
         self.engine = TinyEngine(random_checkpoint(MODEL), num_blocks=24, rows=2, max_len=64, tiers=tiers)
-        executor = self.engine.executor
-        assert isinstance(executor.worker.tiers, CacheTiers)
-        assert isinstance(executor.worker.tiers._disk, DiskStore)
-        self.disk, self._transfers = executor.worker.tiers._disk, executor.transfers
-        monkeypatch.setattr(executor, "transfers", self.transfers)
-        monkeypatch.setattr(self.disk, "close", partial(self.disk.close, seconds=PATIENCE))
-        if lists:
-            self.disk._scanner.join()
-
-    def transfers(self) -> TransferReport:
-        if self.folder.gate.is_set():
-            assert self.disk.flush(seconds=PATIENCE)
-        return self._transfers()
+        gate = self.folder.gate
+        self.disk = keep_pace(self.engine.executor.worker.tiers, lists=lists, hangs=lambda: not gate.is_set())
 
     def answers(self) -> list[list[list[int]]]:
         return [self.engine.answers([prompt], max_tokens=4)[0] for prompt in PROMPTS]

@@ -1,10 +1,12 @@
-"""A disk store over plain slots, for tests that order files and wait for reports."""
+"""A disk store over plain slots, for tests that order files and wait for reports; and disks that keep pace with their
+engine."""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,8 @@ import numpy as np
 from faulty_folder import FaultyFolder
 from quire.runtime.tiers.disk_store import DiskReport, DiskStore
 from quire.runtime.tiers.folder import PrivateFolder
+from quire.runtime.tiers.tiers import CacheTiers, Tiers
+from quire.types.transfer import TransferReport
 
 NUM_SLOTS, SLOT_BYTES = 8, 1_000
 
@@ -73,3 +77,21 @@ class Disk:
     @property
     def names(self) -> set[str]:
         return {entry.name for entry in self.path.iterdir()}
+
+
+def keep_pace(tiers: Tiers, *, lists: bool = True, hangs: Callable[[], bool] = lambda: False) -> DiskStore:
+    """Make the disk of these tiers as fast as their engine, whatever the machine is busy with. Its folder is read now
+    (unless `lists` is false), each report waits for all orders (unless the disk `hangs`), and closing finishes them."""
+    assert isinstance(tiers, CacheTiers)
+    disk, report = tiers._disk, tiers.report
+    assert isinstance(disk, DiskStore)
+
+    def flushed() -> TransferReport:
+        assert hangs() or disk.flush(PATIENCE)
+        return report()
+
+    tiers.report = flushed  # type: ignore[method-assign]
+    disk.close = partial(disk.close, seconds=PATIENCE)  # type: ignore[method-assign]
+    if lists:
+        disk._scanner.join()
+    return disk
