@@ -66,7 +66,7 @@ class Disk:
         deadline, total = time.monotonic() + PATIENCE, DiskReport()
         while not wanted(total):
             assert time.monotonic() < deadline, f"only {total} was reported"
-            total = DiskReport(*(a + b for a, b in zip(total, self.store.take(), strict=True)))
+            total = DiskReport(*(a + b for a, b in zip(total, self.store.take_report(), strict=True)))
             time.sleep(0.001)
         self.store.check()
         return total

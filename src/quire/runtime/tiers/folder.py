@@ -1,4 +1,4 @@
-"""The folder of the disk tier: private to this user, and everything in it reached through one open handle."""
+"""The folder of the disk tier: private to this user. All files are reached through one open directory handle."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PART_ENDING = r"\.[0-9a-f]+-[0-9]+\.part"  # of a part file's name, after its ta
 ABANDONED_SECONDS = 24 * 3600.0  # from a part file's last write to the folder's, where a file system has no locks
 
 _SETTING = "disk_cache_path"
-_MOST_ATTEMPTS = 16  # to create a part file that no clean-up finds before it is locked
+_MAX_ATTEMPTS = 16  # to create a part file that no clean-up finds before it is locked
 
 
 class Entry(NamedTuple):
-    """A plain file of the folder."""
+    """A regular file of the folder."""
 
     name: str
     used_at: float  # seconds since the epoch
@@ -39,22 +39,22 @@ class PartFile(NamedTuple):
 
 
 class Folder(Protocol):
-    """What the disk store asks of a file system. Everything may raise OSError; no link is ever followed."""
+    """The file operations of the disk store. Each may raise OSError; none follows a symbolic link."""
 
     def create(self, target: str) -> PartFile:
         """Open a new part file, for this user alone, that the caller writes and renames to `target`. No process
         removes it as abandoned before it is closed."""
 
     def open(self, name: str) -> io.RawIOBase:
-        """A file to read, which counts as used."""
+        """Open a file for reading, and set its time of use."""
 
     def rename(self, name: str, target: str) -> None:
-        """At once, in place of what may have been there."""
+        """Rename a file atomically; replaces a file that has the target's name."""
 
     def unlink(self, name: str) -> None: ...
 
     def entries(self) -> Iterator[Entry]:
-        """All plain files. One that goes meanwhile may be left out."""
+        """Yield all regular files. A file that is deleted meanwhile may be left out."""
 
     def remove_abandoned(self, name: str) -> None:
         """Delete a part file, unless a process is still writing it."""
@@ -63,7 +63,7 @@ class Folder(Protocol):
 
 
 class PrivateFolder:
-    """A real folder, made if it is not there. Raises ConfigError if others may look into it or it is not ours.
+    """A folder of the file system, created if missing. Raises ConfigError if another user owns it or may enter it.
 
     Processes that share the folder agree on part files by locks. A writer locks its part file for as long as it writes;
     a clean-up deletes a part file only while it holds that lock. A writer whose new file was locked by a clean-up first
@@ -88,7 +88,7 @@ class PrivateFolder:
 
     def create(self, target: str) -> PartFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        for _ in range(_MOST_ATTEMPTS):
+        for _ in range(_MAX_ATTEMPTS):
             name = f"{target}.{self._writer}-{next(self._numbers)}.part"
             file = io.FileIO(os.open(name, flags, 0o600, dir_fd=self._handle), "wb")
             if self._claim(file, name):
@@ -96,7 +96,7 @@ class PrivateFolder:
             file.close()
             with suppress(OSError):  # the clean-up that locked it deletes it too
                 self.unlink(name)
-        raise OSError(errno.EBUSY, f"a clean-up removed each of {_MOST_ATTEMPTS} new files", target)
+        raise OSError(errno.EBUSY, f"a clean-up removed each of {_MAX_ATTEMPTS} new files", target)
 
     def _claim(self, file: io.FileIO, name: str) -> bool:
         """Lock a new part file; false if a clean-up locked it before."""
@@ -116,8 +116,8 @@ class PrivateFolder:
         handle = os.open(name, flags, dir_fd=self._handle)
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise OSError(f"{name} is no plain file")
-            with suppress(OSError):  # where that cannot be noted, it is still read
+                raise OSError(f"{name} is no regular file")
+            with suppress(OSError):  # a file whose time cannot be set is still read
                 os.utime(handle)
             return io.FileIO(handle, "rb")
         except OSError:
@@ -161,7 +161,7 @@ class PrivateFolder:
     def close(self) -> None:
         if self._handle >= 0:
             os.close(self._handle)
-        self._handle = -1  # no descriptor: whoever comes late fails
+        self._handle = -1  # an invalid descriptor: later calls fail
 
     def _check(self) -> None:
         found = os.fstat(self._handle)

@@ -47,11 +47,11 @@ def left(path: Path, ages: dict[int, float], num_bytes: int = HEADER_BYTES + SLO
 def test_files_are_found_newest_first_however_many_reports_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_store, "MOST_FOUND", 3)
+    monkeypatch.setattr(disk_store, "MAX_FOUND", 3)
     ages = {number: float(37 * number % 101) for number in range(20)}
     left(tmp_path / "cache", ages)
     disk = Disk(tmp_path / "cache")
-    assert len(disk.store.take().found) == 3
+    assert len(disk.store.take_report().found) == 3
     found = disk.wait(lambda report: len(report.found) == 17).found
     assert [file.used_at for file in found] == sorted(ages.values(), reverse=True)[3:]
     disk.store.close()
@@ -89,7 +89,7 @@ def test_what_was_found_and_not_reported_can_be_deleted_before_it_is_written_aga
     disk.folder.listing.set()
     disk.store._scanner.join()
     assert disk.put(3).stored == (key(3),)
-    assert disk.store.take().found == ()
+    assert disk.store.take_report().found == ()
     disk.store.close()
     assert disk.names == {key(3).hex()}
 
@@ -129,7 +129,7 @@ def test_leftovers_of_writing_go_and_what_is_not_ours_stays(tmp_path: Path) -> N
         disk = Disk(tmp_path)
         disk.put(5)
         disk.store.close()
-        assert disk.store.take().found == ()
+        assert disk.store.take_report().found == ()
         assert disk.names == {"notes.txt", key(2).hex(), key(3).hex(), key(5).hex(), other}
     assert target.read_text() == "precious"
     in_use.close()
@@ -142,4 +142,4 @@ def test_a_folder_that_cannot_be_listed_is_used_all_the_same(tmp_path: Path) -> 
     store = DiskStore(folder, lambda slot: memoryview(slots[slot]))
     store.store(key(1), 0, at_once)
     store.close()
-    assert store.take().stored == (key(1),)
+    assert store.take_report().stored == (key(1),)

@@ -182,11 +182,11 @@ def test_a_disk_that_hangs_does_not_hold_up_closing(disk: Disk) -> None:
     disk.store.fetch(key(1), 1, at_once)
     disk.store.store(key(2), 1, at_once)  # waits for the fetch
     disk.store.close(seconds=0.05)
-    assert disk.store.take() == DiskReport()
+    assert disk.store.take_report() == DiskReport()
     disk.folder.gate.set()
     for thread in disk.store._threads:
         thread.join()
-    assert disk.store.take().stored == ()  # what was abandoned is not said to be there
+    assert disk.store.take_report().stored == ()  # what was abandoned is not said to be there
     assert key(2).hex() not in disk.names
 
 
