@@ -28,7 +28,7 @@ def at_once() -> None:
     """The slot is ready."""
 
 
-PATIENCE = 60.0  # seconds after which what a test waits for will not happen
+PATIENCE = 120.0  # seconds after which what a test waits for will not happen
 
 
 class Disk:

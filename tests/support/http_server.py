@@ -32,7 +32,7 @@ from quire.serving.process.peers import Peers
 from tests.unit.serving.scripted import EOS_ID, TOKENIZER, VOCAB, Script, ScriptedExecutor, make_tools
 
 MODEL = "scripted"
-PATIENCE = 60.0  # seconds after which what a test waits for will not happen
+PATIENCE = 120.0  # seconds after which what a test waits for will not happen
 PLAYGROUND = {"index.html": (b"<!doctype html><title>Quire</title>", "text/html; charset=utf-8")}
 
 

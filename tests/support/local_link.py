@@ -88,7 +88,7 @@ class LocalLink:
         """Carry out an order between two steps, and return then."""
         done = threading.Event()
         self._orders.put(lambda: (order(), done.set())[0])  # type: ignore[func-returns-value]
-        assert done.wait(60)
+        assert done.wait(120)
 
     # ------------------------------------------------------------------------------------------------- its thread
     def _run(self) -> None:
@@ -157,4 +157,4 @@ class LocalLink:
                 answer.set_result(question(self._core))
 
         self._orders.put(order)
-        return await asyncio.wait_for(asyncio.wrap_future(answer), 60)
+        return await asyncio.wait_for(asyncio.wrap_future(answer), 120)
