@@ -190,6 +190,19 @@ def test_a_disk_that_hangs_does_not_hold_up_closing(disk: Disk) -> None:
     assert key(2).hex() not in disk.names
 
 
+def test_a_flush_waits_for_all_jobs_and_says_whether_they_are_done(disk: Disk) -> None:
+    disk.put(1)
+    disk.folder.gate.clear()
+    disk.store.fetch(key(1), 1, at_once)
+    disk.store.store(key(2), 0, at_once)
+    assert not disk.store.flush(seconds=0.0)
+    disk.folder.gate.set()
+    assert disk.store.flush(PATIENCE)
+    report = disk.store.take_report()
+    assert (report.fetched, report.stored) == ((key(1),), (key(2),))
+    assert disk.store.flush(seconds=0.0)
+
+
 def test_closing_finishes_what_was_ordered(tmp_path: Path) -> None:
     disk = Disk(tmp_path / "cache")
     for number in range(NUM_SLOTS):
