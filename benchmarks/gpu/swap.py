@@ -29,11 +29,11 @@ from quire.engine.core import EngineCore
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.loading.resolve import resolve_model
 from quire.runtime.tiers.host_store import HostStore
-from quire.runtime.tiers.lanes import cuda_lanes
-from quire.runtime.tiers.link import NOTHING_CARRIED, Link, Moved
+from quire.runtime.tiers.link import NOTHING_COPIED, Copied, Link
 from quire.runtime.tiers.pinning import CudaPinning
 from quire.runtime.tiers.routes import RouteName
 from quire.runtime.tiers.staged_link import StagedLink
+from quire.runtime.tiers.streams import cuda_streams
 from quire.runtime.worker.device_cache import DeviceCache
 from quire.serving.assembly import plan_engine
 from quire.types.request import Submit
@@ -111,7 +111,7 @@ def measure_alone(block_size: int, num_bytes: int) -> list[Alone]:
     found = []
     routes: tuple[RouteName, ...] = ("copies", "kernel", "auto")
     for route in routes:
-        link = StagedLink(cache, host, cuda_lanes(device), route=route)
+        link = StagedLink(cache, host, cuda_streams(device), route=route)
         link.prepare()
         for name, slots in (("neighbours", range(count)), ("scattered", scattered)):
             moves = [SlotMove(block, slot) for block, slot in enumerate(slots)]
@@ -133,7 +133,7 @@ class Loaded:
     def __init__(self, inner: SingleExecutor) -> None:
         self._inner = inner
         self.orders: list[Transfers] = []  # taken in turn
-        self.moved = NOTHING_CARRIED
+        self.moved = NOTHING_COPIED
 
     @property
     def depth(self) -> int:
@@ -145,7 +145,7 @@ class Loaded:
         self._inner.launch(plan)
         report = self._inner.transfers()
         self.moved = self.moved.plus(
-            Moved(report.num_saved, report.num_loaded, report.save_seconds, report.load_seconds)
+            Copied(report.num_saved, report.num_loaded, report.save_seconds, report.load_seconds)
         )
 
     def supply_masks(self, masks: Masks | None) -> None:
@@ -198,7 +198,7 @@ def measure_beside(block_size: int, bus: Bus, host_bytes: int) -> list[Beside]:
             saves, loads = (moves if direction != "load" else ()), (others if direction != "save" else ())
             executor.orders.append(Transfers(saves=saves, loads=loads))
         _step_seconds(core, 6)  # the pipeline is full of them
-        executor.moved = NOTHING_CARRIED
+        executor.moved = NOTHING_COPIED
         begin = time.perf_counter()
         seconds = _step_seconds(core)
         moved, taken = executor.moved, time.perf_counter() - begin

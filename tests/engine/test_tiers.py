@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -18,6 +21,12 @@ from toy_model import continuation
 HOST = TierConfig(host_blocks=64)
 DISK = TierConfig(host_blocks=12, disk_path="folder", disk_blocks=200)
 STORY = [(7 * place) % 90 for place in range(24)]  # six blocks
+
+
+def ticks() -> Callable[[], float]:
+    """A clock that goes on by ten microseconds with each look at it. By the clock of a busy machine, a request might
+    wait for its files longer than it is willing to, and compute its prompt instead."""
+    return partial(next, itertools.count(0.0, 1e-5))
 
 
 def other(number: int, length: int = 24) -> list[int]:
@@ -111,13 +120,13 @@ def test_writing_through_saves_a_block_when_it_is_computed_and_an_idle_engine_fi
 
 
 def test_what_was_written_to_disk_is_found_after_a_restart() -> None:
-    first = Harness(num_blocks=40, tiers=TierConfig(64, "folder", 200, "through"))
+    first = Harness(num_blocks=40, tiers=TierConfig(64, "folder", 200, "through"), clock=ticks())
     ask(first, "first", STORY)
     for number in range(4):  # reports are asked for with steps
         ask(first, f"later {number}", other(number))
     files = first.tiers.files
     assert len(files) >= 6
-    engine = Harness(num_blocks=40, tiers=DISK, behind=FakeTiers(12, 4, files=dict(files)))
+    engine = Harness(num_blocks=40, tiers=DISK, behind=FakeTiers(12, 4, files=dict(files)), clock=ticks())
     ask(engine, "again", STORY)
     assert cached_note(engine, "again") == "disk 20"
     assert engine.core.stats().disk_hits == 20
@@ -127,7 +136,7 @@ def test_what_was_written_to_disk_is_found_after_a_restart() -> None:
 @pytest.mark.parametrize("reason", ["full", "io"])
 def test_a_disk_that_cannot_be_written_costs_no_request(reason: str) -> None:
     behind = FakeTiers(12, 4, fault=lambda what: reason if what == "store" else "")
-    engine = Harness(num_blocks=10, tiers=DISK, behind=behind)
+    engine = Harness(num_blocks=10, tiers=DISK, behind=behind, clock=ticks())
     fill_disk(engine)
     ask(engine, "again", other(0))
     assert engine.core.stats().tiers.failures[reason] > 0
@@ -137,7 +146,7 @@ def test_a_disk_that_cannot_be_written_costs_no_request(reason: str) -> None:
 @pytest.mark.parametrize("reason", ["io", "corrupt", "missing"])
 def test_a_file_that_cannot_be_read_is_computed_instead_and_forgotten(reason: str) -> None:
     behind = FakeTiers(12, 4, fault=lambda what: reason if what == "fetch" else "")
-    engine = Harness(num_blocks=10, tiers=DISK, behind=behind)
+    engine = Harness(num_blocks=10, tiers=DISK, behind=behind, clock=ticks())
     fill_disk(engine)
     ask(engine, "again", other(0))
     stats = engine.core.stats()
@@ -147,7 +156,7 @@ def test_a_file_that_cannot_be_read_is_computed_instead_and_forgotten(reason: st
 
 
 def test_a_file_that_somebody_deleted_is_computed_instead() -> None:
-    engine = Harness(num_blocks=10, tiers=DISK)
+    engine = Harness(num_blocks=10, tiers=DISK, clock=ticks())
     fill_disk(engine)
     engine.tiers.files.clear()
     ask(engine, "again", other(0))
@@ -177,7 +186,7 @@ def test_a_slow_disk_holds_nobody_up_for_long() -> None:
 
 
 def test_a_disk_tier_keeps_to_its_quota() -> None:
-    engine = Harness(num_blocks=10, tiers=TierConfig(12, "folder", 9))
+    engine = Harness(num_blocks=10, tiers=TierConfig(12, "folder", 9), clock=ticks())
     for number in range(12):
         ask(engine, f"r{number}", other(number))
         assert engine.core.stats().tiers.disk_used <= 9
@@ -188,7 +197,7 @@ def test_a_disk_tier_keeps_to_its_quota() -> None:
 
 
 def test_a_disk_that_is_too_slow_to_write_everything_writes_what_it_can() -> None:
-    engine = Harness(num_blocks=10, tiers=DISK, behind=FakeTiers(12, 4, speed=0))
+    engine = Harness(num_blocks=10, tiers=DISK, behind=FakeTiers(12, 4, speed=0), clock=ticks())
     fill_disk(engine)
     stats = engine.core.stats()
     assert stats.tiers.failures["queue"] > 0
@@ -196,7 +205,7 @@ def test_a_disk_that_is_too_slow_to_write_everything_writes_what_it_can() -> Non
 
 
 def test_resetting_the_cache_forgets_the_tiers_and_deletes_the_files() -> None:
-    engine = Harness(num_blocks=10, tiers=DISK)
+    engine = Harness(num_blocks=10, tiers=DISK, clock=ticks())
     fill_disk(engine)
     assert engine.tiers.files
     engine.core.reset_cache()
@@ -212,7 +221,12 @@ def test_resetting_the_cache_forgets_the_tiers_and_deletes_the_files() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_faults_change_no_answer(seed: int) -> None:
     behind = FakeTiers(8, 4, fault=random_faults(seed, 0.3))
-    engine = Harness(num_blocks=14, tiers=TierConfig(8, "folder", 20, "through" if seed % 2 else "back"), behind=behind)
+    engine = Harness(
+        num_blocks=14,
+        tiers=TierConfig(8, "folder", 20, "through" if seed % 2 else "back"),
+        behind=behind,
+        clock=ticks(),
+    )
     for number in range(30):
         prompt = other(number % 7)[: 8 + number % 17]
         engine.submit(f"r{number}", prompt, max_tokens=5, seed=2, n=1 + number % 2)
@@ -240,7 +254,7 @@ def test_a_request_that_ends_while_its_blocks_are_parked_gives_the_slots_back() 
 
 def left_behind() -> FakeTiers:
     """What an earlier process has left on the disk: the story and more than host memory holds."""
-    first = Harness(num_blocks=40, tiers=TierConfig(64, "folder", 200, "through"))
+    first = Harness(num_blocks=40, tiers=TierConfig(64, "folder", 200, "through"), clock=ticks())
     ask(first, "first", STORY)
     for number in range(4):
         ask(first, f"later {number}", other(number))
@@ -249,7 +263,7 @@ def left_behind() -> FakeTiers:
 
 def test_files_are_read_while_a_request_waits_for_its_turn() -> None:
     behind = left_behind()
-    engine = Harness(num_blocks=40, tiers=DISK, behind=behind, max_num_seqs=1)
+    engine = Harness(num_blocks=40, tiers=DISK, behind=behind, max_num_seqs=1, clock=ticks())
     engine.submit("running", other(9), max_tokens=12, seed=1)
     engine.step()
     engine.submit("waiting", STORY, max_tokens=3, seed=1)
@@ -264,7 +278,7 @@ def test_files_are_read_while_a_request_waits_for_its_turn() -> None:
 
 def test_files_are_read_for_whom_the_policy_lets_in_next_however_many_others_wait() -> None:
     behind = left_behind()
-    engine = Harness(num_blocks=40, tiers=DISK, behind=behind, policy="fair", max_num_seqs=2)
+    engine = Harness(num_blocks=40, tiers=DISK, behind=behind, policy="fair", max_num_seqs=2, clock=ticks())
     for number in range(12):
         engine.submit(f"flood {number}", other(number + 20), max_tokens=9, seed=1, tenant="flood")
     engine.step()
@@ -279,7 +293,7 @@ def test_files_are_read_for_whom_the_policy_lets_in_next_however_many_others_wai
 @pytest.mark.parametrize("policy", ["lpm", "spf"])
 def test_files_are_read_for_one_that_overtakes_many(policy: str) -> None:
     behind = left_behind()
-    engine = Harness(num_blocks=60, tiers=DISK, behind=behind, policy=policy, max_num_seqs=1)
+    engine = Harness(num_blocks=60, tiers=DISK, behind=behind, policy=policy, max_num_seqs=1, clock=ticks())
     ask(engine, "device", STORY[:4])  # so that it has the longest prefix
     for number in range(12):
         engine.submit(f"long {number}", other(number + 20, 40), max_tokens=3, seed=1)

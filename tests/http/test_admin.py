@@ -12,18 +12,19 @@ from quire.serving.process import peers
 from quire.serving.process.control import AskAbort, AskEdges, EdgeAnswer, RequestRow
 from quire.types.errors import EngineDead
 from tests.http.conftest import Serve
-from tests.http.test_lifecycle import ENDLESS, Ask, endless
+from tests.http.test_lifecycle import LASTING, ROOMY, Ask, endless
 
 HEADERS = {"Authorization": "Bearer admin"}
 
 
 @pytest.fixture
 def operated(serve: Serve) -> TestServer:
-    return serve(endless, access=AccessConfig(admin_digests=digests("admin")), step_seconds=0.005)
+    access = AccessConfig(admin_digests=digests("admin"))
+    return serve(endless, scheduler=ROOMY, access=access, step_seconds=0.005)
 
 
 def test_one_request_is_ended_by_its_id(operated: TestServer) -> None:
-    running, other = Ask(operated, **ENDLESS, request_id="a"), Ask(operated, **ENDLESS, request_id="b")
+    running, other = Ask(operated, **LASTING, request_id="a"), Ask(operated, **LASTING, request_id="b")
     operated.wait(lambda: operated.call(lambda: len(operated.desk.tickets())) == 2)
     answer = operated.post("/admin/abort", {"request_id": "cmpl-a"}, headers=HEADERS)
     assert answer.json() == {"aborted": 1, "unheard_edges": 0}
@@ -42,8 +43,8 @@ def test_an_abort_that_names_nothing_clear_is_refused(operated: TestServer, body
 @pytest.mark.parametrize("name", ["mine-1", "cmpl-mine-1", "mine-1x", "cmpl-mine-1x", "mine-1x4"])
 def test_a_request_is_ended_by_any_of_its_names_or_the_beginning_of_one(operated: TestServer, name: str) -> None:
     given = name.removeprefix("cmpl-") if name.endswith("1") else "mine-1x42"
-    running = Ask(operated, **{**ENDLESS, "prompt": ["a", "b"]}, request_id=given)
-    other = Ask(operated, **ENDLESS, request_id="theirs")
+    running = Ask(operated, **{**LASTING, "prompt": ["a", "b"]}, request_id=given)
+    other = Ask(operated, **LASTING, request_id="theirs")
     operated.wait(lambda: operated.call(lambda: len(operated.desk.tickets())) == 3)
     answer = operated.post("/admin/abort", {"request_id": name}, headers=HEADERS)
     assert answer.json()["aborted"] == 2  # one for each prompt
@@ -53,7 +54,7 @@ def test_a_request_is_ended_by_any_of_its_names_or_the_beginning_of_one(operated
 
 
 def test_a_name_that_fits_none_or_several_ends_nothing(operated: TestServer) -> None:
-    asked = [Ask(operated, **ENDLESS, request_id=name) for name in ("job-1", "job-2")]
+    asked = [Ask(operated, **LASTING, request_id=name) for name in ("job-1", "job-2")]
     operated.wait(lambda: operated.call(lambda: len(operated.desk.tickets())) == 2)
     unknown = operated.post("/admin/abort", {"request_id": "jobs"}, headers=HEADERS)
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "request_not_found")
@@ -77,10 +78,10 @@ def other_edge(server: TestServer, rows: tuple[RequestRow, ...]) -> None:
 
 def test_the_requests_of_all_edges_are_listed_and_can_be_ended(serve: Serve) -> None:
     access = AccessConfig(admin_digests=digests("admin"))
-    server = serve(endless, access=access, step_seconds=0.005, api_workers=2)
+    server = serve(endless, scheduler=ROOMY, access=access, step_seconds=0.005, api_workers=2)
     row = RequestRow("chatcmpl-far~01", "far", "chatcmpl-far", 2, "chat", "queued", 0.5, 3, 1, True)
     other_edge(server, (row,))
-    running = Ask(server, **ENDLESS, request_id="near")
+    running = Ask(server, **LASTING, request_id="near")
     server.wait(lambda: server.link.num_steps > 2)
     found = server.get("/admin/requests", headers=HEADERS).json()
     assert found["unheard_edges"] == 0
@@ -102,7 +103,7 @@ def test_an_edge_that_does_not_answer_is_counted(serve: Serve, monkeypatch: pyte
 
 
 def test_live_requests_are_listed_with_their_state(operated: TestServer) -> None:
-    running = Ask(operated, **ENDLESS)
+    running = Ask(operated, **LASTING)
     operated.wait(lambda: operated.link.num_steps > 2)
     (row,) = operated.get("/admin/requests", headers=HEADERS).json()["requests"]
     assert (row["state"], row["prompt_tokens"], row["endpoint"]) == ("running", 1, "completions")
@@ -111,7 +112,7 @@ def test_live_requests_are_listed_with_their_state(operated: TestServer) -> None
 
 
 def test_the_block_map_is_streamed_while_somebody_watches(operated: TestServer) -> None:
-    running = Ask(operated, **ENDLESS)
+    running = Ask(operated, **LASTING)
     operated.wait(lambda: operated.link.num_steps > 2)
     with operated.client() as client, client.stream("GET", "/admin/blocks", headers=HEADERS) as answer:
         events = read_events(answer)

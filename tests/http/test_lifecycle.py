@@ -13,13 +13,15 @@ from typing import Any
 import httpx
 import pytest
 
-from http_server import TestServer, read_events
+from http_server import PATIENCE, TestServer, read_events
 from quire.config.engine import SchedulerConfig
 from tests.http.conftest import Serve
 from tests.unit.serving.scripted import ids
 
 HI = [{"role": "user", "content": "hi"}]
 ENDLESS = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
+LASTING = {**ENDLESS, "max_tokens": 15_000}  # of an engine with room for it: runs for as long as any test
+ROOMY = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=16_000)
 
 
 def endless(prompt: str, index: int) -> str:
@@ -39,7 +41,7 @@ class Ask(threading.Thread):
         self.answer = self._server.post("/v1/completions", self._body)
 
     def result(self) -> httpx.Response:
-        self.join(20)
+        self.join(PATIENCE)
         assert self.answer is not None
         return self.answer
 
@@ -54,13 +56,13 @@ def open_request(server: TestServer, body: dict[str, Any]) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_hangs_up_while_its_request_runs_is_aborted(serve: Serve, stream: bool) -> None:
-    server = serve(endless, step_seconds=0.01)
-    connection = open_request(server, {**ENDLESS, "stream": stream})
+    server = serve(endless, scheduler=ROOMY, step_seconds=0.01)
+    connection = open_request(server, {**LASTING, "stream": stream})
     server.wait(lambda: server.link.num_steps > 3)
     connection.close()
     server.wait(lambda: bool(server.link.aborts))
     server.wait(server.is_idle)
-    assert server.link.num_steps < 300
+    assert server.link.num_steps < LASTING["max_tokens"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -186,10 +188,10 @@ def test_lower_priority_numbers_leave_the_queue_first(serve: Serve) -> None:
 
 
 def test_streams_in_a_dying_engine_end_with_an_error_event(serve: Serve) -> None:
-    server = serve(endless, step_seconds=0.005)
+    server = serve(endless, scheduler=ROOMY, step_seconds=0.005)
     with (
         server.client() as client,
-        client.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as answer,
+        client.stream("POST", "/v1/completions", json={**LASTING, "stream": True}) as answer,
     ):
         events = read_events(answer)
         next(events)
@@ -201,11 +203,12 @@ def test_streams_in_a_dying_engine_end_with_an_error_event(serve: Serve) -> None
 
 def test_every_client_of_a_failed_executor_is_told_the_same(serve: Serve) -> None:
     """Whole or streamed, with tokens or before the first: one body, and a status where there still can be one."""
-    server = serve(endless, step_seconds=0.005)
-    whole = [Ask(server, **ENDLESS) for _ in range(2)]
+    server = serve(endless, scheduler=ROOMY, step_seconds=0.005)
+    whole = [Ask(server, **LASTING) for _ in range(2)]
+    server.wait(lambda: len(server.link.submitted) == 2)
     with (
         server.client() as client,
-        client.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as answer,
+        client.stream("POST", "/v1/completions", json={**LASTING, "stream": True}) as answer,
     ):
         events = read_events(answer)
         next(events)
@@ -281,11 +284,10 @@ def test_a_queued_stream_that_fails_ends_with_the_error_a_whole_answer_would_be(
 
 
 def test_a_client_that_sends_a_second_request_and_hangs_up_is_aborted_too(serve: Serve) -> None:
-    server = serve(endless, step_seconds=0.01)
-    connection = open_request(server, ENDLESS)
+    server = serve(endless, scheduler=ROOMY, step_seconds=0.01)
+    connection = open_request(server, LASTING)
     server.wait(lambda: server.link.num_steps > 3)
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-    time.sleep(0.02)
     connection.close()
     server.wait(lambda: bool(server.link.aborts))
     server.wait(server.is_idle)

@@ -102,10 +102,11 @@ def test_a_stream_that_is_refused_has_a_status_of_its_own(server: TestServer) ->
 
 
 def test_many_streams_share_events_and_lose_nothing(serve: Serve) -> None:
+    limits = {"coalesce_streams": 1, "coalesce_ms": 1_000}
     scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=512)
-    server = serve(lambda prompt, index: "x" * 300, scheduler=scheduler, limits={"coalesce_streams": 1})
+    server = serve(lambda prompt, index: "x" * 300, scheduler=scheduler, limits=limits)
     body = {"prompt": ["a", "b", "c", "d"], "max_tokens": 200}
-    alone = serve(lambda prompt, index: "x" * 300, scheduler=scheduler)
+    alone = serve(lambda prompt, index: "x" * 300, scheduler=scheduler, step_seconds=0.001)
     few, many = server.events("/v1/completions", body), alone.events("/v1/completions", body)
     assert text_of(few) == text_of(many) == "x" * 800
     assert len(few) < len(many)
@@ -125,7 +126,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_request_ended(serve: Ser
         head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         server.wait(lambda: bool(server.link.submitted))
-        server.wait(lambda: server.call(lambda: server.desk.tickets() == []), seconds=60)
+        server.wait(lambda: server.call(lambda: server.desk.tickets() == []))
         server.wait(server.is_idle)
     assert server.link.aborts
     assert server.link.num_steps < 5_000

@@ -21,7 +21,7 @@ from quire.types.output import Finished, TokensOut
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
 
-PATIENCE = 10.0  # seconds a test waits for what must come
+PATIENCE = 120.0  # seconds a test waits for what must come
 
 
 class EngineThread:

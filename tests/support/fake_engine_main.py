@@ -19,7 +19,9 @@ from quire.serving.process.link import EngineReady
 from quire.types.errors import ModelLoadError
 from quire.types.step import StepPlan
 
-BLOCKS, BLOCK_SIZE = 64, 4
+BLOCKS, BLOCK_SIZE = 8_192, 4
+MAX_LENGTH = 30_000
+ENDLESS = 20_000  # tokens, which take a slow engine longer than any test
 HANG, CRASH = 90, 91  # a prompt that begins with one of these tokens
 
 
@@ -49,9 +51,9 @@ def load(start: EngineStart, report: Report) -> tuple[EngineCore, EngineReady]:
         sys.exit(3)
     report("loading", 2, 2)
     executor = SlowExecutor(BLOCKS, BLOCK_SIZE, seconds=0.02 if "slow" in name else 0.0)
-    scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=200)
+    scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=MAX_LENGTH)
     core = EngineCore(executor, CacheConfig(BLOCK_SIZE, BLOCKS), scheduler, VOCAB)
-    ready = EngineReady(start.generation, 200, VOCAB, 8, BLOCK_SIZE, BLOCKS, "float32", "cpu", "fcfs", ())
+    ready = EngineReady(start.generation, MAX_LENGTH, VOCAB, 8, BLOCK_SIZE, BLOCKS, "float32", "cpu", "fcfs", ())
     return core, ready
 
 

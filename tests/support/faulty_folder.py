@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
 
-from quire.runtime.tiers.folder import Entry, PrivateFolder
+from quire.runtime.tiers.folder import Entry, PartFile, PrivateFolder
 
 
 def failure(number: int) -> OSError:
@@ -34,9 +34,10 @@ class FaultyFolder:
         if operation in self.errors:
             raise failure(self.errors[operation])
 
-    def create(self, name: str) -> io.RawIOBase:
+    def create(self, target: str) -> PartFile:
         self.meet("create")
-        return FaultyFile(self.inner.create(name), self)
+        name, file = self.inner.create(target)
+        return PartFile(name, FaultyFile(file, self))
 
     def open(self, name: str) -> io.RawIOBase:
         self.gate.wait()
@@ -56,8 +57,8 @@ class FaultyFolder:
         self.meet("entries")
         return self.inner.entries()
 
-    def is_in_use(self, name: str) -> bool:
-        return self.inner.is_in_use(name)
+    def remove_abandoned(self, name: str) -> None:
+        self.inner.remove_abandoned(name)
 
     def close(self) -> None:
         self.inner.close()

@@ -32,6 +32,7 @@ from quire.serving.process.peers import Peers
 from tests.unit.serving.scripted import EOS_ID, TOKENIZER, VOCAB, Script, ScriptedExecutor, make_tools
 
 MODEL = "scripted"
+PATIENCE = 120.0  # seconds after which what a test waits for will not happen
 PLAYGROUND = {"index.html": (b"<!doctype html><title>Quire</title>", "text/html; charset=utf-8")}
 
 
@@ -77,7 +78,7 @@ class TestServer:
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="test-server")
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(PATIENCE)
         if starts_up:
             self.wait(lambda: self.desk.engine is not None)
 
@@ -152,37 +153,37 @@ class TestServer:
             done.set()
 
         self.loop.call_soon_threadsafe(run)
-        assert done.wait(10)
+        assert done.wait(PATIENCE)
         return result[0]
 
     def start_drain(self, seconds: float) -> None:
         self._drain = asyncio.run_coroutine_threadsafe(self.desk.drain(seconds), self.loop)
 
     def join_drain(self) -> None:
-        self._drain.result(10)
+        self._drain.result(PATIENCE)
 
     def close(self) -> None:
         self.link.gate.set()
         self.server.should_exit = True
-        self._thread.join(10)
+        self._thread.join(PATIENCE)
         self.link.close()
 
     # ------------------------------------------------------------------------------------------------------ clients
-    def wait(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    def wait(self, condition: Callable[[], bool]) -> None:
         """Until something holds; the bound is only there to end a broken test."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE
         while not condition():
             assert time.monotonic() < deadline, "it did not come to be"
             time.sleep(0.002)
 
     def is_idle(self) -> bool:
         """Nothing waits, nothing runs, no block is held."""
-        core = self.link.core
-        used = core.stats().blocks.used if core is not None else 0
-        return not self.desk.tickets() and self.desk.num_inside == 0 and used == 0
+        used: list[int] = []  # asked for in the engine's thread: a step may be under way
+        self.link.do(lambda: used.append(self.link.core.stats().blocks.used if self.link.core is not None else 0))
+        return self.call(lambda: not self.desk.tickets() and self.desk.num_inside == 0) and used == [0]
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20, verify=False, **options)  # no certificates to load
+        return httpx.Client(base_url=self.url, timeout=PATIENCE, verify=False, **options)  # no certificates to load
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         with self.client() as client:

@@ -71,10 +71,10 @@ class LocalLink:
     # -------------------------------------------------------------------------------------------------- for tests
     def kill(self) -> None:
         """The engine dies; what was in it is lost."""
-        self._do(self._bring_down)
+        self.do(self._bring_down)
 
     def revive(self) -> None:
-        self._do(self._bring_up)
+        self.do(self._bring_up)
 
     @property
     def core(self) -> EngineCore | None:
@@ -82,12 +82,13 @@ class LocalLink:
 
     def settle(self) -> None:
         """Return when every order given so far was carried out."""
-        self._do(lambda: None)
+        self.do(lambda: None)
 
-    def _do(self, order: Callable[[], None]) -> None:
+    def do(self, order: Callable[[], None]) -> None:
+        """Carry out an order between two steps, and return then."""
         done = threading.Event()
         self._orders.put(lambda: (order(), done.set())[0])  # type: ignore[func-returns-value]
-        assert done.wait(10)
+        assert done.wait(120)
 
     # ------------------------------------------------------------------------------------------------- its thread
     def _run(self) -> None:
@@ -156,4 +157,4 @@ class LocalLink:
                 answer.set_result(question(self._core))
 
         self._orders.put(order)
-        return await asyncio.wait_for(asyncio.wrap_future(answer), 5)
+        return await asyncio.wait_for(asyncio.wrap_future(answer), 120)

@@ -17,7 +17,7 @@ import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 ADMIN_KEY = "admin-of-this-test"
-PATIENCE = 120.0  # seconds; only there to end a broken test
+PATIENCE = 300.0  # seconds; only there to end a broken test
 _READY = re.compile(r"Quire serves \S+ on http://127\.0\.0\.1:(\d+) \(ready in [\d.]+ s\)")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 

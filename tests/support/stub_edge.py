@@ -1,7 +1,7 @@
 """An edge without HTTP, for tests of the supervisor: `python -m stub_edge FD`. One JSON object per line and answer.
 
-{"prompt": [...], "max_tokens": n} answers with the tokens or an error; {"ask": "state" | "stats" | "drain" | "abort" |
-"peers"} with facts.
+{"prompt": [...], "max_tokens": n} answers with the tokens or an error, once there is an engine; {"ask": "state" |
+"stats" | "drain" | "abort" | "peers"} with facts.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class StubEdge:
         self.loop, self.channel, self.edge = loop, channel, start.edge
         self.peers = Peers(channel.send, start.edge, start.config.api_workers - 1)
         self.ready: EngineReady | None = None
+        self.is_up = asyncio.Event()  # an edge may hear of the engine after the server has said that it serves
+        self.num_accepted = 0
         self.live: dict[str, asyncio.Future[Answer]] = {}
         self.drained = asyncio.Event()
         self.draining = False
@@ -52,12 +54,13 @@ class StubEdge:
 
     # what the link says, on its thread
     def engine_up(self, ready: EngineReady) -> None:
-        self.loop.call_soon_threadsafe(setattr, self, "ready", ready)
+        self.loop.call_soon_threadsafe(self._greet, ready)
 
     def engine_down(self, reason: str) -> None:
         self.loop.call_soon_threadsafe(self._lose, reason)
 
-    def accepted(self, request_id: str, handle: int) -> None: ...
+    def accepted(self, request_id: str, handle: int) -> None:
+        self.num_accepted += 1
 
     def refused(self, request_id: str, error: InvalidRequest) -> None:
         self.loop.call_soon_threadsafe(self._finish, request_id, {"refused": str(error)})
@@ -85,8 +88,13 @@ class StubEdge:
             future.set_result(answer)
         self._drain_if_idle()
 
+    def _greet(self, ready: EngineReady) -> None:
+        self.ready = ready
+        self.is_up.set()
+
     def _lose(self, reason: str) -> None:
         self.ready = None
+        self.is_up.clear()
         for request_id in list(self.live):
             self._finish(request_id, {"lost": reason})
 
@@ -109,7 +117,8 @@ async def serve(channel: ControlChannel, start: EdgeStart) -> None:
         asked = json.loads(line)
         if asked.get("ask") == "state":
             ready = asdict(edge.ready) if edge.ready else None
-            return {"edge": start.edge, "pid": os.getpid(), "ready": ready, "aborts": edge.aborts}
+            state = {"edge": start.edge, "pid": os.getpid(), "ready": ready, "aborts": edge.aborts}
+            return {**state, "accepted": edge.num_accepted}
         if asked.get("ask") == "stats":
             try:
                 return {"stats": asdict(await link.stats())}
@@ -124,6 +133,7 @@ async def serve(channel: ControlChannel, start: EdgeStart) -> None:
         if asked.get("ask") == "abort":
             channel.send(AskAbort(asked["ids"]))
             return {"asked": start.edge}
+        await edge.is_up.wait()
         request_id = f"{start.edge}-{next(numbers)}"
         edge.live[request_id] = asyncio.get_running_loop().create_future()
         future = edge.live[request_id]

@@ -19,7 +19,7 @@ from quire.config.server import ModelSource, ServerConfig
 from quire.serving.process.supervisor import Programs, Supervisor
 from quire.types.errors import QuireError
 
-PATIENCE = 30.0  # seconds a test waits for what must come
+PATIENCE = 120.0  # seconds a test waits for what must come
 _READY = re.compile(r"Quire serves (\S+) on http://127\.0\.0\.1:(\d+) \(ready in \d+\.\d s\)")
 
 

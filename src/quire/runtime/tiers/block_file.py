@@ -1,4 +1,4 @@
-"""One block as a file: a header that says whose it is, then its bytes as they are, all under one checksum."""
+"""The file format of one block: a header with the block's key and size, a checksum of both parts, the block's bytes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CorruptFile(Exception):
-    """The file is not the one that was written."""
+    """The file's content is not what was written."""
 
 
 def write_block(file: io.RawIOBase, key: bytes, block: memoryview) -> None:
+    """Write header, checksum and block. Raises OSError."""
     fields = _FIELDS.pack(_MAGIC, VERSION, key, len(block))
     _write_all(file, memoryview(fields + _digest(fields, block)))
     _write_all(file, block)
 
 
 def read_block(file: io.RawIOBase, key: bytes, block: memoryview) -> None:
-    """Fill `block`. Raises CorruptFile unless it is whole and this key's; `block` then holds anything."""
+    """Read a file into `block`. Raises CorruptFile if it is damaged or of another key; `block` then holds anything."""
     header = bytearray(HEADER_BYTES)
     _read_all(file, memoryview(header))
     fields = bytes(header[: _FIELDS.size])
@@ -44,7 +45,7 @@ def read_block(file: io.RawIOBase, key: bytes, block: memoryview) -> None:
 
 
 def reason_of(error: Exception) -> Reason:
-    """What to say of a failure."""
+    """Return the reason under which a failure is reported."""
     if isinstance(error, CorruptFile):
         return "corrupt"
     if isinstance(error, FileNotFoundError):

@@ -1,10 +1,8 @@
-"""The disk tier: blocks as files, written and read by a few threads while the engine goes on."""
+"""The disk tier: one file per block, written and read by a few threads while the engine goes on."""
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 import re
 import time
 from collections import deque
@@ -16,24 +14,24 @@ from threading import Event, Lock, Thread
 from typing import NamedTuple
 
 from quire.runtime.tiers.block_file import HEADER_BYTES, KEY_BYTES, Reason, read_block, reason_of, write_block
-from quire.runtime.tiers.folder import Folder
+from quire.runtime.tiers.folder import PART_ENDING, Folder
 from quire.types.transfer import FailedFile, FoundFile
 
 logger = logging.getLogger("quire.runtime")
 
 NUM_WRITERS, NUM_READERS = 2, 2
 CLOSING_SECONDS = 2.0
-MOST_FOUND = 4_096  # files that one report names: the engine takes them up between two steps
+MAX_FOUND = 4_096  # files that one report names: the engine takes them in between two steps
 
 _BLOCK_NAME = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
-_PART_NAME = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\.[0-9]+-[0-9]+\.part")
+_PART_NAME = re.compile(_BLOCK_NAME.pattern + PART_ENDING)
 
 Bytes = Callable[[int], memoryview]
 Wait = Callable[[], None]
 
 
 class DiskReport(NamedTuple):
-    """What has become of orders since the last report."""
+    """Jobs that were completed since the last report, by key, and files that earlier processes left."""
 
     stored: tuple[bytes, ...] = ()
     fetched: tuple[bytes, ...] = ()
@@ -43,23 +41,23 @@ class DiskReport(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """One order. It begins when the orders before it on its key or its slot are over."""
+    """One file to write, read or delete. It starts when the earlier jobs on its key or its slot are done."""
 
     key: bytes
     slot: int | None
     work: Callable[[], None]
-    outcome: str  # the field of a report that names its key when it has gone well; "": none
-    before: tuple[_Job, ...]
+    outcome: str  # the field of DiskReport that names its key after success; "": none
+    earlier: tuple[_Job, ...]
     ready: Wait
-    over: Event = field(default_factory=Event)
+    done: Event = field(default_factory=Event)
     failure: Reason | None = None
 
 
 class DiskStore:
-    """Owns the files of one folder. `bytes_of` is a slot's memory; nobody else touches that of an order's slot until
-    the order is reported. No failure raises: it is reported, and the file is gone.
+    """Owns the files of one folder. `bytes_of` returns the memory of a slot, which nobody else may touch from the
+    submission of a job on that slot until its report. No failure raises: it is reported, and the file is deleted.
 
-    Whoever orders stores bounds how many wait.
+    The caller bounds the number of waiting stores.
     """
 
     def __init__(self, folder: Folder, bytes_of: Bytes) -> None:
@@ -67,14 +65,13 @@ class DiskStore:
         self._file_bytes = HEADER_BYTES + len(bytes_of(0))
         self._writing: SimpleQueue[_Job | None] = SimpleQueue()
         self._reading: SimpleQueue[_Job | None] = SimpleQueue()
-        self._over: SimpleQueue[_Job] = SimpleQueue()
+        self._completed: SimpleQueue[_Job] = SimpleQueue()
         self._found: deque[FoundFile] = deque()  # newest first, once the folder is read
-        self._keeps_found, self._finding = True, Lock()
-        self._stored: set[bytes] = set()  # since found files are dropped, until the folder is read
+        self._reports_found, self._found_lock = True, Lock()
+        self._stored: set[bytes] = set()  # keys stored after `drop_found`, while the folder is still read
         self._last_of_key: dict[bytes, _Job] = {}
         self._last_of_slot: dict[int, _Job] = {}
-        self._numbers = itertools.count()
-        self._said: set[Reason] = set()
+        self._logged: set[Reason] = set()
         self._closing = Event()
         queues = [self._writing] * NUM_WRITERS + [self._reading] * NUM_READERS
         self._threads = [Thread(target=self._serve, args=(queue,), name="quire-disk", daemon=True) for queue in queues]
@@ -84,54 +81,59 @@ class DiskStore:
             thread.start()
 
     def store(self, key: bytes, slot: int, ready: Wait) -> None:
-        """Write a slot to the key's file once `ready` returns."""
-        if not self._keeps_found and self._scanner.is_alive():
-            with self._finding:
+        """Submit a write of a slot to the key's file. A thread calls `ready`, which waits for the slot, and writes."""
+        if not self._reports_found and self._scanner.is_alive():
+            with self._found_lock:
                 self._stored.add(key)
-        self._order(self._writing, key, slot, lambda: self._write(key, slot), "stored", ready)
+        self._submit(self._writing, key, slot, lambda: self._write(key, slot), "stored", ready)
 
     def fetch(self, key: bytes, slot: int, ready: Wait) -> None:
-        """Read the key's file into a slot once `ready` returns."""
-        self._order(self._reading, key, slot, lambda: self._read(key, slot), "fetched", ready)
+        """Submit a read of the key's file into a slot. A thread calls `ready`, which waits for the slot, and reads."""
+        self._submit(self._reading, key, slot, lambda: self._read(key, slot), "fetched", ready)
 
     def drop(self, key: bytes) -> None:
-        """Delete the key's file, if it is there. One that cannot be deleted is logged, and found at the next start."""
-        self._order(self._writing, key, None, lambda: self._remove(key.hex()), "", _at_once)
+        """Submit the deletion of the key's file, if any. A failure is logged, and the next start finds the file."""
+        self._submit(self._writing, key, None, lambda: self._remove(key.hex()), "", _no_wait)
 
     def drop_found(self) -> None:
-        """Delete what earlier processes left and no report has named; none is named any more."""
-        with self._finding:
-            found, self._found, self._keeps_found = self._found, deque(), False
+        """Delete the files of earlier processes that no report has named. Later reports name none of them."""
+        with self._found_lock:
+            found, self._found, self._reports_found = self._found, deque(), False
         for file in found:
             self.drop(file.key)
 
-    def take(self) -> DiskReport:
-        """What is over since the last call. Never waits."""
-        if self._over.empty() and not self._found:
-            return NOTHING_OVER
+    def take_report(self) -> DiskReport:
+        """Return what was completed or found since the last call. Never waits."""
+        if self._completed.empty() and not self._found:
+            return NOTHING_COMPLETED
         keys: dict[str, list[bytes]] = {"stored": [], "fetched": [], "": []}
         failed: list[FailedFile] = []
         with suppress(Empty):
             while True:
-                job = self._over.get_nowait()
+                job = self._completed.get_nowait()
                 self._forget(job)
                 if job.failure is None:
                     keys[job.outcome].append(job.key)
                 elif job.outcome:
                     failed.append(FailedFile(job.key, job.failure))
-        found = tuple(self._found.popleft() for _ in range(min(MOST_FOUND, len(self._found))))
+        found = tuple(self._found.popleft() for _ in range(min(MAX_FOUND, len(self._found))))
         return DiskReport(tuple(keys["stored"]), tuple(keys["fetched"]), tuple(failed), found)
 
     def check(self) -> None:
         assert all(job.slot == slot for slot, job in self._last_of_slot.items())
         assert all(job.key == key for key, job in self._last_of_key.items())
 
-    def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Finish what can be finished in so long, and abandon the rest: a file is there whole or not at all."""
+    def flush(self, seconds: float) -> bool:
+        """Wait until all jobs submitted so far are done, for `seconds` at most; return whether they are."""
         deadline = time.monotonic() + seconds
-        for job in list(self._last_of_key.values()):
-            job.over.wait(max(0.0, deadline - time.monotonic()))
-        if not self._keeps_found:
+        jobs = list(self._last_of_key.values())
+        return all(job.done.wait(max(0.0, deadline - time.monotonic())) for job in jobs)
+
+    def close(self, seconds: float = CLOSING_SECONDS) -> None:
+        """Finish submitted jobs for `seconds` at most, and abandon the rest. No file is ever left half written."""
+        deadline = time.monotonic() + seconds
+        self.flush(seconds)
+        if not self._reports_found:
             self._scanner.join(max(0.0, deadline - time.monotonic()))
         self._closing.set()
         for queue in (self._writing, self._reading):
@@ -142,8 +144,8 @@ class DiskStore:
         if not any(thread.is_alive() for thread in self._threads):
             self._folder.close()
 
-    # ------------------------------------------------------------------------------------------------ orders
-    def _order(
+    # ------------------------------------------------------------------------------------------------ submission
+    def _submit(
         self,
         queue: SimpleQueue[_Job | None],
         key: bytes,
@@ -154,8 +156,8 @@ class DiskStore:
     ) -> None:
         if len(key) != KEY_BYTES:
             raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
-        before = {self._last_of_key.get(key), None if slot is None else self._last_of_slot.get(slot)} - {None}
-        job = _Job(key, slot, work, outcome, tuple(each for each in before if each is not None), ready)
+        earlier = {self._last_of_key.get(key), None if slot is None else self._last_of_slot.get(slot)} - {None}
+        job = _Job(key, slot, work, outcome, tuple(each for each in earlier if each is not None), ready)
         self._last_of_key[key] = job
         if slot is not None:
             self._last_of_slot[slot] = job
@@ -170,32 +172,32 @@ class DiskStore:
     # ----------------------------------------------------------------------------------------------- threads
     def _serve(self, queue: SimpleQueue[_Job | None]) -> None:
         while (job := queue.get()) is not None:
-            for earlier in job.before:
-                earlier.over.wait()
-            job.before = ()
+            for earlier in job.earlier:
+                earlier.done.wait()
+            job.earlier = ()
             if not self._closing.is_set():
-                self._carry_out(job)
-                self._over.put(job)
-            job.over.set()
+                self._run(job)
+                self._completed.put(job)
+            job.done.set()
 
-    def _carry_out(self, job: _Job) -> None:
+    def _run(self, job: _Job) -> None:
         try:
             job.ready()
             job.work()
-        except Exception as error:  # noqa: BLE001 - the tier has failed this block, and no request may
+        except Exception as error:  # noqa: BLE001 - the block is lost to the tier; no request may fail for it
             job.failure = reason_of(error)
-            level = logging.DEBUG if job.failure in self._said else logging.WARNING
-            self._said.add(job.failure)
+            level = logging.DEBUG if job.failure in self._logged else logging.WARNING
+            self._logged.add(job.failure)
             logger.log(level, "disk cache: a block was lost (%s): %s", job.failure, error)
 
     def _write(self, key: bytes, slot: int) -> None:
-        part = f"{key.hex()}.{os.getpid()}-{next(self._numbers)}.part"
+        part, file = self._folder.create(key.hex())
         try:
-            with self._folder.create(part) as file:
+            with file:
                 write_block(file, key, self._bytes_of(slot))
                 self._folder.rename(part, key.hex())
         except Exception:
-            self._remove_quietly(part)
+            self._try_remove(part)
             raise
 
     def _read(self, key: bytes, slot: int) -> None:
@@ -203,20 +205,20 @@ class DiskStore:
             with self._folder.open(key.hex()) as file:
                 read_block(file, key, self._bytes_of(slot))
         except Exception:
-            self._remove_quietly(key.hex())
+            self._try_remove(key.hex())
             raise
 
     def _remove(self, name: str) -> None:
-        with suppress(FileNotFoundError):  # whoever shares the folder may have been faster
+        with suppress(FileNotFoundError):  # another process that shares the folder may have deleted it
             self._folder.unlink(name)
 
-    def _remove_quietly(self, name: str) -> None:
-        """What is not to be used again: that it could not be deleted changes nothing."""
+    def _try_remove(self, name: str) -> None:
+        """Delete a file that must not be used again. A failure to do so has no consequence."""
         with suppress(OSError):
             self._folder.unlink(name)
 
     def _scan(self) -> None:
-        """Say which blocks earlier processes left; remove what they began and nobody will finish."""
+        """Read the folder once: collect the blocks that earlier processes left, delete abandoned part files."""
         found: list[FoundFile] = []
         try:
             for entry in self._folder.entries():
@@ -226,29 +228,25 @@ class DiskStore:
                     num_blocks = max(1, -(-entry.num_bytes // self._file_bytes))
                     found.append(FoundFile(bytes.fromhex(entry.name), entry.used_at, num_blocks))
                 elif _PART_NAME.fullmatch(entry.name):
-                    self._remove_if_abandoned(entry.name)
+                    with suppress(OSError):  # it was completed or deleted meanwhile
+                        self._folder.remove_abandoned(entry.name)
         except OSError as error:
             logger.warning("disk cache: the folder could not be read to its end: %s", error)
         found.sort(key=lambda file: file.used_at, reverse=True)
-        with self._finding:
-            if self._keeps_found:
+        with self._found_lock:
+            if self._reports_found:
                 self._found = deque(found)
                 return
         for file in found:
             if self._closing.is_set():
                 return
-            with self._finding:
+            with self._found_lock:
                 if file.key not in self._stored:
-                    self._remove_quietly(file.key.hex())
-
-    def _remove_if_abandoned(self, name: str) -> None:
-        with suppress(OSError):  # it was finished, or removed, meanwhile
-            if not self._folder.is_in_use(name):
-                self._folder.unlink(name)
+                    self._try_remove(file.key.hex())
 
 
-def _at_once() -> None:
-    """Nothing to wait for."""
+def _no_wait() -> None:
+    """A deletion uses no slot, so there is nothing to wait for."""
 
 
-NOTHING_OVER = DiskReport()
+NOTHING_COMPLETED = DiskReport()

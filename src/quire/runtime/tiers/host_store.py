@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from quire.config.sizes import format_size
-from quire.runtime.tiers.pinning import Pageable, Pinning
+from quire.runtime.tiers.pinning import PageableMemory, Pinning
 from quire.types.errors import DoesNotFit
 
 _HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 class HostStore:
-    """Owns the slots. Those never touched cost no memory: pages come with the first write, or when they are pinned."""
+    """Owns the slots. A slot takes no memory until it is first written or pinned."""
 
     def __init__(
         self, num_slots: int, shape: tuple[int, int], dtype: torch.dtype, pinning: Pinning | None = None
@@ -26,8 +26,8 @@ class HostStore:
         self._memory = _reserve(num_slots * self.slot_bytes)
         flat = torch.from_numpy(np.frombuffer(self._memory, dtype=np.uint8))
         self.slots = flat.view(dtype).view(num_slots, *shape)  # [slots, planes, numbers]
-        self._pinning = pinning or Pageable()
-        self._pinning.watch(self._memory, self.address, num_slots, self.slot_bytes)
+        self._pinning = pinning or PageableMemory()
+        self._pinning.register(self._memory, self.address, num_slots, self.slot_bytes)
 
     @property
     def num_slots(self) -> int:
@@ -35,15 +35,15 @@ class HostStore:
 
     @property
     def address(self) -> int:
-        """Of the first slot."""
+        """The address of the first slot."""
         return self.slots.data_ptr()
 
     def bytes_of(self, slot: int) -> memoryview:
-        """A slot's memory, to be read and written."""
+        """Return a slot's memory, for reading and writing."""
         return memoryview(self._memory)[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def pin(self, slots: Iterable[int]) -> bool:
-        """Let a GPU reach these slots by itself; false where it cannot. May wait while memory is being pinned."""
+        """Pin these slots; return whether a GPU can reach all of them by itself. May wait while memory is pinned."""
         return self._pinning.pin(slots)
 
     def check(self) -> None:
@@ -51,12 +51,12 @@ class HostStore:
         assert self.slots[0].nbytes == self.slot_bytes
 
     def close(self) -> None:
-        """No device may be using a slot any more. The memory itself goes with its last user."""
+        """Unpin the memory. No device may use a slot any more. The memory is freed with its last reference."""
         self._pinning.close()
 
 
 def _reserve(num_bytes: int) -> mmap.mmap:
-    """Addresses of pages that come when they are touched, large ones where the system has them."""
+    """Reserve addresses whose pages are allocated when they are first touched, as huge pages where there are any."""
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The way between device blocks and host slots."""
+"""Copies between device blocks and host slots."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from quire.runtime.worker.cache import KVCache
 from quire.types.transfer import SlotMove
 
 
-class Moved(NamedTuple):
-    """What a link has carried, and how long it took."""
+class Copied(NamedTuple):
+    """Blocks that a link has copied in each direction, and the seconds that took."""
 
     num_saved: int = 0
     num_loaded: int = 0
     save_seconds: float = 0.0
     load_seconds: float = 0.0
 
-    def plus(self, other: Moved) -> Moved:
-        return Moved(
+    def plus(self, other: Copied) -> Copied:
+        return Copied(
             self.num_saved + other.num_saved,
             self.num_loaded + other.num_loaded,
             self.save_seconds + other.save_seconds,
@@ -28,74 +28,74 @@ class Moved(NamedTuple):
         )
 
 
-NOTHING_CARRIED = Moved()
+NOTHING_COPIED = Copied()
 
 
-def nothing_to_wait_for() -> None:
-    """The slot is free to use."""
+def no_wait() -> None:
+    """No copy uses the slot, so there is nothing to wait for."""
 
 
 class Link(Protocol):
-    """Carries blocks between one cache and one host store. Orders on one slot happen as if one after the other."""
+    """Copies blocks between one cache and one host store. Copies that share a slot take effect in submission order."""
 
     def begin_plan(self) -> None:
-        """To be called before anything of a plan touches the cache: what earlier plans loaded is in place for it."""
+        """Make the blocks that earlier plans loaded visible to this plan. Call it before the plan uses the cache."""
 
     def save(self, moves: Sequence[SlotMove]) -> None:
-        """Copy blocks to slots, as the device's work so far leaves them."""
+        """Submit copies of blocks to slots. They read what the device's work so far leaves in the blocks."""
 
     def load(self, moves: Sequence[SlotMove]) -> None:
-        """Copy slots to blocks, for work after the next `begin_plan`."""
+        """Submit copies of slots to blocks. The blocks can be used after the next `begin_plan`."""
 
-    def settled(self, slot: int) -> Callable[[], None]:
-        """Waits, in any thread, until nothing ordered so far reads or writes the slot."""
+    def completion_of(self, slot: int) -> Callable[[], None]:
+        """Return a function that blocks, in any thread, until no copy submitted so far reads or writes the slot."""
 
-    def take(self) -> Moved:
-        """What has been carried since the last call. Never waits."""
+    def take_copied(self) -> Copied:
+        """Return what was copied since the last call. Never waits."""
 
     def prepare(self) -> None:
-        """Compile what the first orders would wait for. Changes no block and no slot."""
+        """Compile the kernels that the first copies would wait for. Changes no block and no slot."""
 
     def check(self) -> None: ...
 
     def close(self) -> None:
-        """Wait for what is on its way."""
+        """Wait for all submitted copies."""
 
 
-class PlainLink:
-    """For a cache in host memory: every order is carried out when it is given."""
+class SynchronousLink:
+    """Implements Link for a cache in host memory: each copy is complete when its call returns."""
 
     def __init__(self, cache: KVCache, host: HostStore) -> None:
         self._blocks, self._slots = cache.blocks, host.slots
-        self._moved = NOTHING_CARRIED
+        self._copied = NOTHING_COPIED
 
     def begin_plan(self) -> None:
-        """Everything is in place."""
+        """All copies are complete already."""
 
     def save(self, moves: Sequence[SlotMove]) -> None:
         begin = time.perf_counter()
         for block, slot in moves:
             self._slots[slot].copy_(self._blocks[:, block])
-        self._moved = self._moved.plus(Moved(num_saved=len(moves), save_seconds=time.perf_counter() - begin))
+        self._copied = self._copied.plus(Copied(num_saved=len(moves), save_seconds=time.perf_counter() - begin))
 
     def load(self, moves: Sequence[SlotMove]) -> None:
         begin = time.perf_counter()
         for block, slot in moves:
             self._blocks[:, block].copy_(self._slots[slot])
-        self._moved = self._moved.plus(Moved(num_loaded=len(moves), load_seconds=time.perf_counter() - begin))
+        self._copied = self._copied.plus(Copied(num_loaded=len(moves), load_seconds=time.perf_counter() - begin))
 
-    def settled(self, slot: int) -> Callable[[], None]:  # noqa: ARG002
-        return nothing_to_wait_for
+    def completion_of(self, slot: int) -> Callable[[], None]:  # noqa: ARG002
+        return no_wait
 
-    def take(self) -> Moved:
-        moved, self._moved = self._moved, NOTHING_CARRIED
-        return moved
+    def take_copied(self) -> Copied:
+        copied, self._copied = self._copied, NOTHING_COPIED
+        return copied
 
     def prepare(self) -> None:
-        """Nothing is compiled."""
+        """There is no kernel to compile."""
 
     def check(self) -> None:
         assert self._slots.shape[1:] == (self._blocks.shape[0], self._blocks.shape[2])
 
     def close(self) -> None:
-        """Nothing is on its way."""
+        """All copies are complete already."""

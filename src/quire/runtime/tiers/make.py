@@ -1,4 +1,4 @@
-"""The tiers that a configuration asks for."""
+"""Builds the tiers that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from quire.config.tiers import TierConfig
 from quire.runtime.tiers.disk_store import DiskStore
 from quire.runtime.tiers.folder import PrivateFolder
 from quire.runtime.tiers.host_store import HostStore
-from quire.runtime.tiers.lanes import cuda_lanes
-from quire.runtime.tiers.link import Link, PlainLink
+from quire.runtime.tiers.link import Link, SynchronousLink
 from quire.runtime.tiers.pinning import CudaPinning
 from quire.runtime.tiers.routes import RouteName
 from quire.runtime.tiers.staged_link import StagedLink
+from quire.runtime.tiers.streams import cuda_streams
 from quire.runtime.tiers.tiers import NO_TIERS, CacheTiers, Disk, NoDisk, Tiers
 from quire.runtime.worker.cache import KVCache
 
 
 def check_folder(tiers: TierConfig) -> None:
-    """Make the disk tier's folder, if there is one to be. Raises ConfigError if it cannot be used."""
+    """Create the folder of a configured disk tier. Raises ConfigError if it cannot be used."""
     if tiers.disk_path:
         PrivateFolder(tiers.disk_path).close()
 
 
 def make_tiers(cache: KVCache, config: CacheConfig, *, triton: bool) -> Tiers:
-    """For the blocks of one cache. `triton` says whether the model's kernels are Triton's.
+    """Build the tiers of one cache. `triton` says whether the model runs on Triton kernels.
 
     Reserves addresses for all of the host tier, and opens the folder of the disk tier: raises ConfigError if that
     cannot be used.
@@ -50,4 +50,8 @@ def _make_host(cache: KVCache, num_slots: int) -> HostStore:
 
 def _make_link(cache: KVCache, host: HostStore, route: RouteName) -> Link:
     device = cache.blocks.device
-    return PlainLink(cache, host) if device.type == "cpu" else StagedLink(cache, host, cuda_lanes(device), route=route)
+    return (
+        SynchronousLink(cache, host)
+        if device.type == "cpu"
+        else StagedLink(cache, host, cuda_streams(device), route=route)
+    )

@@ -1,4 +1,4 @@
-"""Host memory that a GPU reaches by itself: locked in place piece by piece, when it is first needed."""
+"""Pinned host memory, which a GPU can read and write by itself: pinned chunk by chunk, when it is first needed."""
 
 from __future__ import annotations
 
@@ -22,88 +22,91 @@ _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 
 
 class Pinning(Protocol):
-    """Told once of the memory, then asked for slots of it. Keeps the memory's `owner` while any of it is locked."""
+    """Pins slots of one memory area on demand. It keeps the area's `owner` alive while any of it is pinned."""
 
-    def watch(self, owner: object, address: int, num_slots: int, slot_bytes: int) -> None: ...
+    def register(self, owner: object, address: int, num_slots: int, slot_bytes: int) -> None:
+        """Set the memory area. Called once, before `pin`."""
 
     def pin(self, slots: Iterable[int]) -> bool:
-        """Whether a GPU can reach these slots by itself now."""
+        """Pin these slots; return whether a GPU can now reach all of them by itself."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Unpin everything."""
 
 
-class Pageable:
-    """Ordinary memory, for a device that is the CPU."""
+class PageableMemory:
+    """Implements Pinning where the device is the CPU: pins nothing."""
 
-    def watch(self, owner: object, address: int, num_slots: int, slot_bytes: int) -> None:
-        """Nothing is locked."""
+    def register(self, owner: object, address: int, num_slots: int, slot_bytes: int) -> None:
+        """There is nothing to pin."""
 
     def pin(self, slots: Iterable[int]) -> bool:  # noqa: ARG002
         return False
 
     def close(self) -> None:
-        """Nothing was locked."""
+        """Nothing was pinned."""
 
 
 class CudaPinning:
-    """Locks chunks of about 256 MiB in a thread of its own, one ahead of those in use, so that starting costs nothing
-    and a step seldom waits. A chunk that cannot be locked stays ordinary memory: slower, and said once."""
+    """Pins chunks of about 256 MiB in a thread of its own, one chunk ahead of those in use: starting the engine costs
+    nothing, and a step seldom waits. A chunk that cannot be pinned stays pageable, which is slower and logged once."""
 
     def __init__(self, device: torch.device) -> None:
         begin = partial(torch.cuda.set_device, cuda_index(str(device)))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-pin", initializer=begin)
         self._chunks: dict[int, Future[bool]] = {}
-        self._locked: list[int] = []  # where chunks begin
-        self._refused = False
+        self._pinned: list[int] = []  # addresses at which pinned chunks begin
+        self._warned = False
         self._address = self._num_slots = self._slot_bytes = self._slots_per_chunk = 0
 
-    def watch(self, owner: object, address: int, num_slots: int, slot_bytes: int) -> None:
-        self._unlock = weakref.finalize(self, _unlock, self._locked, owner)
-        self._unlock.atexit = False
+    def register(self, owner: object, address: int, num_slots: int, slot_bytes: int) -> None:
+        self._unpin = weakref.finalize(self, _unpin, self._pinned, owner)
+        self._unpin.atexit = False
         self._address, self._num_slots, self._slot_bytes = address, num_slots, slot_bytes
         self._slots_per_chunk = chunk_slots(slot_bytes)
-        self._begin(0)
+        self._start(0)
 
     def pin(self, slots: Iterable[int]) -> bool:
         chunks = {slot // self._slots_per_chunk for slot in slots}
         for chunk in sorted(chunks | {chunk + 1 for chunk in chunks}):
-            self._begin(chunk)
+            self._start(chunk)
         return all(self._chunks[chunk].result() for chunk in chunks)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._unlock()
+        self._unpin()
         self._chunks.clear()
 
-    def _begin(self, chunk: int) -> None:
+    def _start(self, chunk: int) -> None:
+        """Have the thread pin a chunk, unless it was told to before or the chunk is beyond the last slot."""
         if chunk not in self._chunks and chunk * self._slots_per_chunk < self._num_slots:
-            self._chunks[chunk] = self._thread.submit(self._lock, chunk)
+            self._chunks[chunk] = self._thread.submit(self._pin_chunk, chunk)
 
     def _span(self, chunk: int) -> tuple[int, int]:
-        """Where a chunk begins, and its bytes."""
+        """Return a chunk's address and its size in bytes."""
         first = chunk * self._slots_per_chunk
         count = min(self._slots_per_chunk, self._num_slots - first)
         return self._address + first * self._slot_bytes, count * self._slot_bytes
 
-    def _lock(self, chunk: int) -> bool:
+    def _pin_chunk(self, chunk: int) -> bool:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         result = runtime.cudaHostRegister(*self._span(chunk), _PORTABLE_AND_MAPPED)
-        locked = bool(result == runtime.cudaError.success)
-        if locked:
-            self._locked.append(self._span(chunk)[0])
-        elif not self._refused:
-            self._refused = True
+        pinned = bool(result == runtime.cudaError.success)
+        if pinned:
+            self._pinned.append(self._span(chunk)[0])
+        elif not self._warned:
+            self._warned = True
             logger.warning("host cache memory could not be pinned (%s); copies from it are slower", result)
-        return locked
+        return pinned
 
 
-def _unlock(locked: list[int], owner: object) -> None:  # noqa: ARG001 - it lives until here
-    """Memory that were unmapped while it is locked would be found again, at the same address, by whoever comes next."""
-    while locked:
-        torch.cuda.cudart().cudaHostUnregister(locked.pop())  # type: ignore[no-untyped-call]
+def _unpin(pinned: list[int], owner: object) -> None:  # noqa: ARG001 - keeps the memory mapped until here
+    """Unpin chunks before their memory is unmapped: a later mapping at the same address would count as pinned."""
+    while pinned:
+        torch.cuda.cudart().cudaHostUnregister(pinned.pop())  # type: ignore[no-untyped-call]
 
 
 def chunk_slots(slot_bytes: int) -> int:
-    """Slots of a chunk: as many as fit, and a whole number of pages."""
+    """Return the number of slots in a chunk: as many as fit, and a whole number of pages."""
     granule = _PAGE // math.gcd(_PAGE, slot_bytes)
     return max(1, CHUNK_BYTES // (slot_bytes * granule)) * granule

@@ -1,4 +1,4 @@
-"""The tiers beyond the device: obeys a plan's transfers, and reports what has become of them."""
+"""Host memory and disk behind the device's cache: submits a plan's transfers, and reports their completion."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Protocol
 
-from quire.runtime.tiers.disk_store import NOTHING_OVER, DiskReport
+from quire.runtime.tiers.disk_store import NOTHING_COMPLETED, DiskReport
 from quire.runtime.tiers.host_store import HostStore
-from quire.runtime.tiers.link import NOTHING_CARRIED, Link
+from quire.runtime.tiers.link import NOTHING_COPIED, Link
 from quire.types.transfer import NO_TRANSFERS, NOTHING_MOVED, TransferReport, Transfers
 
 
@@ -16,7 +16,7 @@ class Tiers(Protocol):
     """What a worker asks of the tiers."""
 
     def obey(self, transfers: Transfers) -> None:
-        """Start a plan's orders, when its rows are settled and before its copies. To be called for every plan."""
+        """Start a plan's orders, when its rows are completion_of and before its copies. To be called for every plan."""
 
     def report(self) -> TransferReport:
         """What is over since the last report. Never waits."""
@@ -27,11 +27,11 @@ class Tiers(Protocol):
     def check(self) -> None: ...
 
     def close(self) -> None:
-        """Give threads and memory back, within a few seconds."""
+        """Stop the threads and free the memory, within a few seconds."""
 
 
 class NoTiers:
-    """The device is all there is."""
+    """Implements Tiers where no tier is configured."""
 
     def obey(self, transfers: Transfers) -> None:
         if transfers is not NO_TRANSFERS and transfers != NO_TRANSFERS:
@@ -41,20 +41,20 @@ class NoTiers:
         return NOTHING_MOVED
 
     def prepare(self) -> None:
-        """Nothing is compiled."""
+        """There is no kernel to compile."""
 
     def check(self) -> None:
-        """Nothing can be wrong."""
+        """There is no state to check."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to free."""
 
 
 NO_TIERS = NoTiers()
 
 
 class Disk(Protocol):
-    """What the tiers ask of the disk. `ready` returns when the slot may be read or written."""
+    """The interface of the tiers to the disk store. `ready` blocks until the slot may be read or written."""
 
     def store(self, key: bytes, slot: int, ready: Callable[[], None]) -> None: ...
 
@@ -64,7 +64,7 @@ class Disk(Protocol):
 
     def drop_found(self) -> None: ...
 
-    def take(self) -> DiskReport: ...
+    def take_report(self) -> DiskReport: ...
 
     def check(self) -> None: ...
 
@@ -72,7 +72,7 @@ class Disk(Protocol):
 
 
 class NoDisk:
-    """Host memory is the last tier."""
+    """Implements Disk where no disk tier is configured."""
 
     def store(self, key: bytes, slot: int, ready: Callable[[], None]) -> None:  # noqa: ARG002
         raise ValueError("a plan stores a block to a file, and the worker has no disk tier")
@@ -86,18 +86,18 @@ class NoDisk:
     def drop_found(self) -> None:
         raise ValueError("a plan deletes files, and the worker has no disk tier")
 
-    def take(self) -> DiskReport:
-        return NOTHING_OVER
+    def take_report(self) -> DiskReport:
+        return NOTHING_COMPLETED
 
     def check(self) -> None:
-        """Nothing can be wrong."""
+        """There is no state to check."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """There is nothing to close."""
 
 
 class CacheTiers:
-    """Host memory, and the disk behind it."""
+    """Implements Tiers over host memory and, behind it, a disk."""
 
     def __init__(self, host: HostStore, link: Link, disk: Disk) -> None:
         self._host, self._link, self._disk = host, link, disk
@@ -112,17 +112,17 @@ class CacheTiers:
         if transfers.drops_found:
             self._disk.drop_found()
         for key, slot in transfers.stores:
-            self._disk.store(key, slot, link.settled(slot))
+            self._disk.store(key, slot, link.completion_of(slot))
         for key, slot in transfers.fetches:
-            self._disk.fetch(key, slot, link.settled(slot))
+            self._disk.fetch(key, slot, link.completion_of(slot))
         for key in transfers.drops:
             self._disk.drop(key)
 
     def report(self) -> TransferReport:
-        moved, disk = self._link.take(), self._disk.take()
-        if moved == NOTHING_CARRIED and disk is NOTHING_OVER:
+        copied, disk = self._link.take_copied(), self._disk.take_report()
+        if copied == NOTHING_COPIED and disk is NOTHING_COMPLETED:
             return NOTHING_MOVED
-        return TransferReport(*disk, *moved)
+        return TransferReport(*disk, *copied)
 
     def prepare(self) -> None:
         self._link.prepare()
@@ -133,7 +133,7 @@ class CacheTiers:
         self._disk.check()
 
     def close(self) -> None:
-        with ExitStack() as last_first:  # each of them, even where a device has failed and another raises
+        with ExitStack() as last_first:  # closes each of them, even if another raises because its device has failed
             last_first.callback(self._host.close)
             last_first.callback(self._link.close)
             last_first.callback(self._disk.close)

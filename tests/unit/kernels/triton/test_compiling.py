@@ -21,7 +21,7 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     variables["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     done = subprocess.run(
-        [sys.executable, str(DRILL)], env=variables, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, str(DRILL)], env=variables, capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -9,7 +9,7 @@ from threading import Timer
 import numpy as np
 import pytest
 
-from disk_bench import SLOT_BYTES, Disk, at_once, key
+from disk_bench import PATIENCE, SLOT_BYTES, Disk, at_once, key
 from faulty_folder import BROKEN, FaultyFolder
 from quire.runtime.tiers import disk_store
 from quire.runtime.tiers.block_file import HEADER_BYTES
@@ -47,12 +47,11 @@ def left(path: Path, ages: dict[int, float], num_bytes: int = HEADER_BYTES + SLO
 def test_files_are_found_newest_first_however_many_reports_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_store, "MOST_FOUND", 3)
+    monkeypatch.setattr(disk_store, "MAX_FOUND", 3)
     ages = {number: float(37 * number % 101) for number in range(20)}
     left(tmp_path / "cache", ages)
     disk = Disk(tmp_path / "cache")
-    disk.store._scanner.join()
-    assert len(disk.store.take().found) == 3
+    assert len(disk.store.take_report().found) == 3
     found = disk.wait(lambda report: len(report.found) == 17).found
     assert [file.used_at for file in found] == sorted(ages.values(), reverse=True)[3:]
     disk.store.close()
@@ -86,13 +85,11 @@ def test_files_that_go_while_the_folder_is_read_are_left_out_and_the_others_foun
 def test_what_was_found_and_not_reported_can_be_deleted_before_it_is_written_again(tmp_path: Path, lists: bool) -> None:
     left(tmp_path / "cache", dict.fromkeys(range(20), 1.0))
     disk = Disk(tmp_path / "cache", lists=lists)
-    if lists:
-        disk.store._scanner.join()
     disk.store.drop_found()
     disk.folder.listing.set()
     disk.store._scanner.join()
     assert disk.put(3).stored == (key(3),)
-    assert disk.store.take().found == ()
+    assert disk.store.take_report().found == ()
     disk.store.close()
     assert disk.names == {key(3).hex()}
 
@@ -114,7 +111,7 @@ def test_closing_waits_for_files_to_be_deleted_that_are_not_found_yet(tmp_path: 
     disk = Disk(tmp_path / "cache", lists=False)
     disk.store.drop_found()
     Timer(0.05, disk.folder.listing.set).start()
-    disk.store.close(seconds=20)
+    disk.store.close(seconds=PATIENCE)
     assert disk.names == set()
 
 
@@ -127,12 +124,12 @@ def test_leftovers_of_writing_go_and_what_is_not_ours_stays(tmp_path: Path) -> N
     (tmp_path / key(2).hex()).symlink_to(target)
     (tmp_path / key(3).hex()).mkdir()
     in_use = PrivateFolder(str(tmp_path))
-    other = f"{key(4).hex()}.99-1.part"
-    with in_use.create(other):
+    other, file = in_use.create(key(4).hex())
+    with file:
         disk = Disk(tmp_path)
         disk.put(5)
         disk.store.close()
-        assert disk.store.take().found in ((), (FoundFile(key(5), disk.file(5).stat().st_mtime),))
+        assert disk.store.take_report().found == ()
         assert disk.names == {"notes.txt", key(2).hex(), key(3).hex(), key(5).hex(), other}
     assert target.read_text() == "precious"
     in_use.close()
@@ -145,4 +142,4 @@ def test_a_folder_that_cannot_be_listed_is_used_all_the_same(tmp_path: Path) -> 
     store = DiskStore(folder, lambda slot: memoryview(slots[slot]))
     store.store(key(1), 0, at_once)
     store.close()
-    assert store.take().stored == (key(1),)
+    assert store.take_report().stored == (key(1),)

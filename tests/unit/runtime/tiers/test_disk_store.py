@@ -11,7 +11,7 @@ from threading import Event
 
 import pytest
 
-from disk_bench import NUM_SLOTS, SLOT_BYTES, Disk, at_once, key
+from disk_bench import NUM_SLOTS, PATIENCE, SLOT_BYTES, Disk, at_once, key
 from faulty_folder import BROKEN, FULL, QUOTA
 from quire.runtime.tiers.block_file import HEADER_BYTES
 from quire.runtime.tiers.disk_store import DiskReport
@@ -182,12 +182,25 @@ def test_a_disk_that_hangs_does_not_hold_up_closing(disk: Disk) -> None:
     disk.store.fetch(key(1), 1, at_once)
     disk.store.store(key(2), 1, at_once)  # waits for the fetch
     disk.store.close(seconds=0.05)
-    assert disk.store.take() == DiskReport()
+    assert disk.store.take_report() == DiskReport()
     disk.folder.gate.set()
     for thread in disk.store._threads:
         thread.join()
-    assert disk.store.take().stored == ()  # what was abandoned is not said to be there
+    assert disk.store.take_report().stored == ()  # what was abandoned is not said to be there
     assert key(2).hex() not in disk.names
+
+
+def test_a_flush_waits_for_all_jobs_and_says_whether_they_are_done(disk: Disk) -> None:
+    disk.put(1)
+    disk.folder.gate.clear()
+    disk.store.fetch(key(1), 1, at_once)
+    disk.store.store(key(2), 0, at_once)
+    assert not disk.store.flush(seconds=0.0)
+    disk.folder.gate.set()
+    assert disk.store.flush(PATIENCE)
+    report = disk.store.take_report()
+    assert (report.fetched, report.stored) == ((key(1),), (key(2),))
+    assert disk.store.flush(seconds=0.0)
 
 
 def test_closing_finishes_what_was_ordered(tmp_path: Path) -> None:
@@ -195,7 +208,7 @@ def test_closing_finishes_what_was_ordered(tmp_path: Path) -> None:
     for number in range(NUM_SLOTS):
         disk.fill(number, number)
         disk.store.store(key(number), number, at_once)
-    disk.store.close()
+    disk.store.close(seconds=PATIENCE)
     assert disk.names == {key(number).hex() for number in range(NUM_SLOTS)}
 
 
@@ -207,7 +220,7 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
     ours.put(2)
     theirs.put(2)  # the same content, written again
     theirs.store.drop(key(1))
-    theirs.put(3)
+    assert theirs.store.flush(PATIENCE)
     assert [failed.reason for failed in ours.get(1).failed] == ["missing"]
     assert ours.get(2).fetched == (key(2),)
     for each in (ours, theirs):

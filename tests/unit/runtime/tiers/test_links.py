@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from deferred_lanes import World
+from deferred_streams import World
 from interpreter import HAS_TRITON
 from quire.config.engine import CacheConfig
 from quire.config.model import Heads
 from quire.runtime.tiers.host_store import HostStore
-from quire.runtime.tiers.link import NOTHING_CARRIED, Link, Moved, PlainLink
-from quire.runtime.tiers.pinning import Pageable
-from quire.runtime.tiers.routes import RouteName, lined_up, runs
+from quire.runtime.tiers.link import NOTHING_COPIED, Copied, Link, SynchronousLink
+from quire.runtime.tiers.pinning import PageableMemory
+from quire.runtime.tiers.routes import RouteName, contiguous_runs, padded_rows
 from quire.runtime.tiers.staged_link import StagedLink
 from quire.runtime.worker.cache import KVCache
 from quire.types.transfer import SlotMove
@@ -27,7 +27,7 @@ NUM_BLOCKS, NUM_SLOTS = 12, 9
 CPU = torch.device("cpu")
 
 
-class Reachable(Pageable):
+class Reachable(PageableMemory):
     """A kernel in the interpreter reaches all memory."""
 
     def pin(self, slots: Iterable[int]) -> bool:
@@ -98,48 +98,48 @@ def at_once(work: Callable[[], None]) -> None:
 def test_a_cpu_carries_orders_out_as_they_are_given(dtype: torch.dtype) -> None:
     cache = make_cache(dtype=dtype)
     host = make_host(cache)
-    drill = Drill(cache, PlainLink(cache, host), seed=3, run=at_once)
+    drill = Drill(cache, SynchronousLink(cache, host), seed=3, run=at_once)
     for _ in range(60):
         drill.plan()
         for slot, value in drill.slots.items():
             assert (host.slots[slot] == value).all()
         drill.link.check()
     assert drill.reads_done == drill.reads_ordered > 0
-    assert min(drill.link.take()) > 0
+    assert min(drill.link.take_copied()) > 0
 
 
 def staged(cache: KVCache, host: HostStore, world: World, route: RouteName, pieces: int, size: int) -> StagedLink:
     piece = size * host.slot_bytes
     return StagedLink(
-        cache, host, world.lanes, route=route, ring_bytes=(pieces * piece, pieces * piece), piece_bytes=piece
+        cache, host, world.streams, route=route, ring_bytes=(pieces * piece, pieces * piece), piece_bytes=piece
     )
 
 
-def run_staged(cache: KVCache, route: RouteName, seed: int, num_plans: int) -> Moved:
+def run_staged(cache: KVCache, route: RouteName, seed: int, num_plans: int) -> Copied:
     """What was carried, after all that blocks and slots hold was compared with what they must."""
     rng, world, host = random.Random(seed), World(seed), make_host(cache)
     link = staged(cache, host, world, route, pieces=rng.choice([1, 2, 3]), size=rng.choice([1, 2, 4]))
-    drill = Drill(cache, link, seed, world.lanes.computing.run)
-    moved = NOTHING_CARRIED
+    drill = Drill(cache, link, seed, world.streams.compute.run)
+    copied = NOTHING_COPIED
     for _ in range(num_plans):
         drill.plan()
         for _ in range(rng.choice([0, 5, 50])):
             world.advance()
         if rng.random() < 0.3:
             slot = rng.randrange(NUM_SLOTS)
-            link.settled(slot)()
+            link.completion_of(slot)()
             assert (host.slots[slot] == drill.slots[slot]).all()
-        moved = moved.plus(link.take())
+        copied = copied.plus(link.take_copied())
         link.check()
     world.finish()
     for slot, value in drill.slots.items():
         assert (host.slots[slot] == value).all()
-    moved = moved.plus(link.take())
-    assert [moved.num_saved, moved.num_loaded] == drill.counts
+    copied = copied.plus(link.take_copied())
+    assert [copied.num_saved, copied.num_loaded] == drill.counts
     assert drill.reads_done == drill.reads_ordered >= num_plans
     assert world.num_choices > num_plans  # so the order was left to chance
     link.close()
-    return moved
+    return copied
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -156,14 +156,14 @@ def test_kernels_over_host_memory_leave_the_same(seed: int) -> None:
 
 
 def test_neighbouring_slots_cross_together_unless_they_are_pinned_apart() -> None:
-    assert list(runs(np.array([2, 3, 4, 7, 8, 11]), chunk=4)) == [
+    assert list(contiguous_runs(np.array([2, 3, 4, 7, 8, 11]), chunk=4)) == [
         (0, 2, 2), (2, 4, 1), (3, 7, 1), (4, 8, 1), (5, 11, 1),
     ]  # fmt: skip
-    assert list(runs(np.array([], dtype=np.int64), chunk=4)) == []
+    assert list(contiguous_runs(np.array([], dtype=np.int64), chunk=4)) == []
 
 
 def test_lists_of_pieces_begin_where_kernels_expect_them() -> None:
-    lines = lined_up([np.arange(17, dtype=np.int32), np.array([5], dtype=np.int32)], -1)
+    lines = padded_rows([np.arange(17, dtype=np.int32), np.array([5], dtype=np.int32)], -1)
     assert lines.shape == (2, 32)
     assert lines[0, :17].tolist() == list(range(17))
     assert lines[1].tolist() == [5] + [-1] * 31

@@ -1,8 +1,10 @@
-"""Host memory is locked in chunks, ahead of use; where it cannot be, it is used as it is."""
+"""Host memory is pinned in chunks, ahead of use; where it cannot be, it is used as it is."""
 
 from __future__ import annotations
 
 import gc
+import weakref
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +13,9 @@ import torch
 
 from quire.runtime.tiers import pinning
 from quire.runtime.tiers.host_store import HostStore
-from quire.runtime.tiers.lanes import Lane
 from quire.runtime.tiers.pinning import CudaPinning, chunk_slots
 from quire.runtime.tiers.routes import CopyRoute, KernelRoute, choose_route
+from quire.runtime.tiers.streams import Stream
 from quire.types.errors import DoesNotFit
 
 SLOT = 4096
@@ -21,24 +23,27 @@ CHUNK = 4 * SLOT
 
 
 class Driver:
-    """Stands in for the CUDA runtime; refuses to lock addresses in `refused`."""
+    """Stands in for the CUDA runtime. Refuses to pin addresses in `refused`, waits before it pins those in `slow`."""
 
     def __init__(self) -> None:
         self.cudaError = SimpleNamespace(success=0)
-        self.locked: dict[int, int] = {}
+        self.pinned: dict[int, int] = {}
         self.devices: list[int] = []
         self.refused: set[int] = set()
+        self.slow: dict[int, Event] = {}
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         assert flags == 3
         assert address % 4096 == 0
         if address in self.refused:
             return 2
-        self.locked[address] = size
+        if address in self.slow:
+            self.slow[address].wait()
+        self.pinned[address] = size
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        del self.locked[address]
+        del self.pinned[address]
         return 0
 
 
@@ -56,11 +61,11 @@ def make_host(num_slots: int = 10) -> HostStore:
 
 
 def spans(driver: Driver, host: HostStore) -> dict[int, int]:
-    """First slot of each locked chunk -> its slots."""
-    return {(at - host.address) // SLOT: size // SLOT for at, size in driver.locked.items()}
+    """First slot of each pinned chunk -> its slots."""
+    return {(at - host.address) // SLOT: size // SLOT for at, size in driver.pinned.items()}
 
 
-def test_chunks_are_locked_when_they_are_needed_and_one_ahead(driver: Driver) -> None:
+def test_chunks_are_pinned_when_they_are_needed_and_one_ahead(driver: Driver) -> None:
     host = make_host()
     assert host.pin([1, 2])
     host._pinning._thread.submit(lambda: None).result()  # type: ignore[attr-defined]
@@ -69,26 +74,45 @@ def test_chunks_are_locked_when_they_are_needed_and_one_ahead(driver: Driver) ->
     assert host.pin([9])
     assert spans(driver, host) == {0: 4, 4: 4, 8: 2}
     host.close()
-    assert driver.locked == {}
+    assert driver.pinned == {}
     assert driver.devices == [0]
 
 
-def test_memory_that_nobody_closed_is_unlocked_before_it_goes(driver: Driver) -> None:
+def test_memory_that_nobody_closed_is_unpinned_before_it_goes(driver: Driver) -> None:
     host = make_host()
+    (thread,) = host._pinning._thread._threads  # type: ignore[attr-defined]
     assert host.pin([1])
     del host
     gc.collect()
-    assert driver.locked == {}
+    thread.join()  # it may have been pinning the next chunk, and then it is the last to hold the memory
+    assert driver.pinned == {}
 
 
-def test_memory_that_cannot_be_locked_is_used_by_copies(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_goes_while_its_next_chunk_is_pinned_is_unpinned_after_that(driver: Driver) -> None:
+    host = make_host()
+    (thread,) = host._pinning._thread._threads  # type: ignore[attr-defined]
+    address, owner = host.address, weakref.ref(host._memory)
+    driver.slow[address + CHUNK] = may_pin = Event()
+    assert host.pin([1])
+    del host
+    gc.collect()
+    assert driver.pinned == {address: CHUNK}
+    assert owner() is not None
+    may_pin.set()
+    thread.join()
+    assert driver.pinned == {}
+    gc.collect()
+    assert owner() is None
+
+
+def test_memory_that_cannot_be_pinned_is_used_by_copies(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     host = make_host()
     driver.refused |= {host.address + CHUNK, host.address + 2 * CHUNK}
-    lane: Lane = SimpleNamespace(send=torch.from_numpy)  # type: ignore[assignment]
-    assert isinstance(choose_route(host, [np.array([1, 3])], lane, "auto"), KernelRoute)
-    assert isinstance(choose_route(host, [np.array([1, 5])], lane, "auto"), CopyRoute)
-    assert isinstance(choose_route(host, [np.array([1, 9])], lane, "kernel"), CopyRoute)
-    assert isinstance(choose_route(host, [np.array([1, 3])], lane, "copies"), CopyRoute)
+    stream: Stream = SimpleNamespace(upload=torch.from_numpy)  # type: ignore[assignment]
+    assert isinstance(choose_route(host, [np.array([1, 3])], stream, "auto"), KernelRoute)
+    assert isinstance(choose_route(host, [np.array([1, 5])], stream, "auto"), CopyRoute)
+    assert isinstance(choose_route(host, [np.array([1, 9])], stream, "kernel"), CopyRoute)
+    assert isinstance(choose_route(host, [np.array([1, 3])], stream, "copies"), CopyRoute)
     assert caplog.text.count("could not be pinned") == 1
     host.close()
 
@@ -96,11 +120,11 @@ def test_memory_that_cannot_be_locked_is_used_by_copies(driver: Driver, caplog: 
 def test_large_runs_cross_by_copies(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinning, "CHUNK_BYTES", 1 << 20)
     host = make_host(512)
-    lane: Lane = SimpleNamespace(send=torch.from_numpy)  # type: ignore[assignment]
-    assert isinstance(choose_route(host, [np.arange(128)], lane, "auto"), CopyRoute)
-    assert isinstance(choose_route(host, [np.arange(0, 256, 2)], lane, "auto"), KernelRoute)
+    stream: Stream = SimpleNamespace(upload=torch.from_numpy)  # type: ignore[assignment]
+    assert isinstance(choose_route(host, [np.arange(128)], stream, "auto"), CopyRoute)
+    assert isinstance(choose_route(host, [np.arange(0, 256, 2)], stream, "auto"), KernelRoute)
     host.close()
-    assert driver.locked == {}
+    assert driver.pinned == {}
 
 
 @pytest.mark.parametrize("slot_bytes", [8, 24, 4_096, 131_072, 2 << 20, 300 << 20])

@@ -18,11 +18,11 @@ from quire.config.tiers import TierConfig
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.loading.resolve import ModelFiles
 from quire.runtime.tiers.host_store import HostStore
-from quire.runtime.tiers.lanes import cuda_lanes
-from quire.runtime.tiers.link import NOTHING_CARRIED
+from quire.runtime.tiers.link import NOTHING_COPIED
 from quire.runtime.tiers.pinning import CudaPinning
 from quire.runtime.tiers.routes import RouteName
 from quire.runtime.tiers.staged_link import StagedLink
+from quire.runtime.tiers.streams import cuda_streams
 from quire.runtime.worker.device_cache import DeviceCache
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import Chunk, NewRow, StepPlan
@@ -39,7 +39,7 @@ def make_link(dtype: torch.dtype, route: RouteName, ring_bytes: int) -> tuple[De
     shape = (cache.blocks.shape[0], cache.blocks.shape[2])
     host = HostStore(NUM_SLOTS, shape, cache.blocks.dtype, CudaPinning(CUDA))
     link = StagedLink(
-        cache, host, cuda_lanes(CUDA), route=route, ring_bytes=(ring_bytes, ring_bytes), piece_bytes=4 << 20
+        cache, host, cuda_streams(CUDA), route=route, ring_bytes=(ring_bytes, ring_bytes), piece_bytes=4 << 20
     )
     link.prepare()
     return cache, host, link
@@ -50,8 +50,8 @@ def wait(link: StagedLink, wanted: tuple[int, int]) -> None:
     deadline = time.monotonic() + 30
     while (saved, loaded) != wanted:
         assert time.monotonic() < deadline
-        moved = link.take()
-        saved, loaded = saved + moved.num_saved, loaded + moved.num_loaded
+        copied = link.take_copied()
+        saved, loaded = saved + copied.num_saved, loaded + copied.num_loaded
 
 
 @pytest.mark.parametrize("route", ["copies", "kernel", "auto"])
@@ -101,9 +101,9 @@ def test_nothing_makes_the_host_wait_for_the_device() -> None:
     for orders in (link.save, link.load):
         link.begin_plan()
         orders(moves)
-    assert link.take() == NOTHING_CARRIED  # the device has not even begun
+    assert link.take_copied() == NOTHING_COPIED  # the device has not even begun
     torch.cuda.synchronize()
-    assert link.take()[:2] == (NUM_BLOCKS, NUM_BLOCKS)
+    assert link.take_copied()[:2] == (NUM_BLOCKS, NUM_BLOCKS)
     link.close()
     host.close()
 

@@ -18,7 +18,7 @@ def test_a_first_request_finds_every_kernel_compiled(tmp_path: Path) -> None:
     variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     variables |= {"TRITON_CACHE_DIR": str(tmp_path), "QUIRE_TEST_DEVICE": "cpu"}
     command = [sys.executable, str(SUPPORT / "prepare_drill.py")]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=1_200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert {"_prefill", "_split_attention", "_vector_kernel", "_skinny_kernel"} <= set(found["prepared"])

@@ -9,10 +9,19 @@ from quire.serving.desk.mailbox import Delta, Failure, Mailbox
 from quire.serving.desk.pace import Pace
 
 
+class ClockedLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock stands still until a test moves it on."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
 async def is_woken(mailbox: Mailbox) -> bool:
     waiting = asyncio.ensure_future(mailbox.wait())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    for _ in range(4):  # a timer that is due runs, and wakes what waits
+        await asyncio.sleep(0)
     if waiting.done():
         return True
     waiting.cancel()
@@ -67,31 +76,38 @@ def test_few_streams_are_woken_at_every_step() -> None:
 
 
 def test_many_streams_are_woken_at_first_and_last_news_and_once_per_gap_between() -> None:
+    loop = ClockedLoop()
+
     async def run() -> None:
-        loop = asyncio.get_running_loop()
         pace, mailbox = Pace(loop, max_streams=4, gap=0.02), Mailbox(loop, 1)
         pace.deliver([mailbox], num_streams=5)
         assert await is_woken(mailbox)
+        loop.now += 0.015
         pace.deliver([mailbox], num_streams=5)
         assert not await is_woken(mailbox)
-        await mailbox.wait()  # the gap ends by itself
+        loop.now += 0.006
+        assert await is_woken(mailbox)  # the gap ended by itself
         pace.deliver([mailbox], num_streams=5)
+        assert not await is_woken(mailbox)
         mailbox.num_open = 0
         pace.deliver([mailbox], num_streams=5)
         assert await is_woken(mailbox)
 
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(run())
 
 
 def test_a_mailbox_whose_reader_left_is_forgotten() -> None:
+    loop = ClockedLoop()
+
     async def run() -> None:
-        loop = asyncio.get_running_loop()
         pace, mailbox = Pace(loop, max_streams=0, gap=0.01), Mailbox(loop, 1)
         pace.deliver([mailbox], num_streams=1)
         await mailbox.wait()
         pace.deliver([mailbox], num_streams=1)
         pace.forget(mailbox)
-        await asyncio.sleep(0.03)
+        loop.now += 0.02
         assert not await is_woken(mailbox)
 
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(run())

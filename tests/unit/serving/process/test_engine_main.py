@@ -17,7 +17,7 @@ from quire.config.server import ModelSource, ServerConfig
 from quire.serving.process.child_process import ChildProcess
 from quire.serving.process.control import ControlMessage, EngineStart, EngineUp, Fatal, LoadProgress, Stop
 
-PATIENCE = 60.0
+PATIENCE = 240.0
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fake_engine_main import CRASH, HANG
+from fake_engine_main import CRASH, ENDLESS, HANG
 from fake_executor import continuation
 from quire.config.arguments import EngineArguments
 from quire.config.server import ModelSource, ServerConfig
@@ -20,6 +21,7 @@ from quire.types.errors import ConfigError
 from stub_server import Asking, StubServer, is_alive
 
 Serve = Callable[..., StubServer]
+ENDLESS_REQUEST = json.dumps({"prompt": [1], "max_tokens": ENDLESS}).encode() + b"\n"
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def test_a_server_says_where_it_is_serves_and_stops_cleanly(serve: Serve) -> Non
 def test_a_killed_engine_ends_its_requests_and_is_replaced(server: StubServer) -> None:
     for _ in range(2):
         before = _generation(server)
-        running = Asking(server, prompt=[1], max_tokens=150)
+        running = Asking(server, prompt=[1], max_tokens=ENDLESS)
         server.wait(lambda: _running(server) == 1)
         os.kill(server.engine_pid(), signal.SIGKILL)
         assert running.result() == {"lost": "the engine process was killed by SIGKILL"}
@@ -93,7 +95,7 @@ def test_a_killed_edge_is_replaced_and_its_requests_leave_the_engine(server: Stu
     before = _generation(server)
     first = server.ask(ask="state")
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(b'{"prompt": [1], "max_tokens": 150}\n')
+        connection.sendall(ENDLESS_REQUEST)
         server.wait(lambda: _running(server) == 1)
         os.kill(int(str(first["pid"])), signal.SIGKILL)
         second = server.ask(ask="state")
@@ -107,7 +109,7 @@ def test_draining_lets_what_runs_finish(serve: Serve) -> None:
     server = serve("slow.gguf")
     server.wait_ready()
     running = Asking(server, prompt=[1], max_tokens=40)
-    server.wait(lambda: _running(server) == 1)
+    server.wait(lambda: server.ask(ask="state")["accepted"] == 1)
     server.signal(signal.SIGINT)
     assert running.result()["tokens"] == [continuation([1], 40)]
     assert server.wait_exit() == 0
@@ -117,7 +119,7 @@ def test_draining_has_an_end(serve: Serve) -> None:
     server = serve("slow.gguf", drain_seconds=0.1)
     server.wait_ready()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(b'{"prompt": [1], "max_tokens": 190}\n')
+        connection.sendall(ENDLESS_REQUEST)
         server.wait(lambda: _running(server) == 1)
         server.signal(signal.SIGTERM)
         assert server.wait_exit() == 0
@@ -127,7 +129,7 @@ def test_a_second_signal_forces_the_end(serve: Serve) -> None:
     server = serve("slow.gguf")
     server.wait_ready()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(b'{"prompt": [1], "max_tokens": 190}\n')
+        connection.sendall(ENDLESS_REQUEST)
         server.wait(lambda: _running(server) == 1)
         processes = server.children()
         server.signal(signal.SIGTERM)
