@@ -89,8 +89,9 @@ class Engine:
 
 
 class Crowd:
-    """An engine with `running` sequences, refilled under churn. With a `policy`, as many requests of seven tenants wait as
-    run. `full_cache`: the cache holds little more than what runs, so that every new block is an old one, evicted."""
+    """An engine with `running` sequences, refilled under churn. With a `policy`, as many requests of seven tenants
+    wait as run. `full_cache`: the cache holds little more than what runs, so that every new block is an old one,
+    evicted."""
 
     def __init__(
         self,

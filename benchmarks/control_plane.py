@@ -174,7 +174,8 @@ def main() -> None:
     rows = [
         [
             c.load, c.sequences, f"{c.median_us:,.1f}", f"{c.p99_us:,.1f}", f"{c.longest_us:,.0f}",
-            f"{c.figure:,.2f}" if c.unit == "x" else f"{c.figure:,.1f}", c.unit, "-" if c.goal is None else f"{c.goal:,g}",
+            f"{c.figure:,.2f}" if c.unit == "x" else f"{c.figure:,.1f}", c.unit,
+            "-" if c.goal is None else f"{c.goal:,g}",
         ]
         for c in costs
     ]  # fmt: skip

@@ -156,8 +156,8 @@ class UnevenProposer(ToyProposer):
 
 @pytest.mark.parametrize("width", [2, 3])
 def test_rows_that_a_fault_frees_for_a_beam_search_are_not_ended_with_the_failed_request(width: int) -> None:
-    """When the last tokens of two samples come, the second fails, which frees both rows; a search that forks in the same
-    moment takes them. The first sample's end must not be read as a beam's."""
+    """When the last tokens of two samples come, the second fails, which frees both rows; a search that forks in the
+    same moment takes them. The first sample's end must not be read as a beam's."""
     proposers = Uneven()
     proposers.fails_after = 6
     engine = Harness(max_num_seqs=5, tools=DecodingTools(ToyGrammars(), proposers, lambda: VOCABULARY))

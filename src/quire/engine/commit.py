@@ -1,4 +1,5 @@
-"""Takes a step's result in: tokens are recorded, sequences end or go on, and all that is said of it becomes one batch."""
+"""Takes a step's result in: tokens are recorded, sequences end or go on, and all that is said of it becomes one
+batch."""
 
 from __future__ import annotations
 
@@ -85,8 +86,8 @@ class Commit:
         return self._columns
 
     def take(self, step: InFlightStep, result: StepResult) -> tuple[Batch, int]:
-        """Take in what a step produced, as far as it is still awaited, and end what it ended. Returns what is to be said
-        of it, and how many tokens were generated."""
+        """Take in what a step produced, as far as it is still awaited, and end what it ended. Returns what is to be
+        said of it, and how many tokens were generated."""
         for failure in result.failures:
             if (sequence := self._awaited(step.lease_of(failure.row), failure.row)) is not None:
                 self._fail(sequence.group, Fault(failure.reason))

@@ -19,8 +19,8 @@ _OVER: Ending = ("stop", None)
 class GuidedRows:
     """Advances the grammars of guided rows by the tokens that come, and makes the masks of their next samples.
 
-    Threads do both between `take` and `settle`, while the device computes. `end` finishes a sequence, `fail` a request by
-    its own fault.
+    Threads do both between `take` and `settle`, while the device computes. `end` finishes a sequence, `fail` a
+    request by its own fault.
     """
 
     def __init__(
@@ -39,7 +39,8 @@ class GuidedRows:
         self._begun: Ints | None = None  # rows whose masks are being made
 
     def take(self, rows: Ints, tokens: Ints) -> None:
-        """Have the grammars of guided rows, all of which run ahead, consume their tokens, and begin their next masks."""
+        """Have the grammars of guided rows, all of which run ahead, consume their tokens, and begin their next
+        masks."""
         self._begin(rows, tokens.tolist())
 
     def settle(self) -> None:

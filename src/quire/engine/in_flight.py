@@ -87,7 +87,8 @@ class Pipeline:
         return self._steps[0] if len(self._steps) == 1 and self._steps[0].awaits_masks else None
 
     def fill(self, prepare: Callable[[], InFlightStep | None], supply: Callable[[InFlightStep], Masks | None]) -> None:
-        """Launch planned steps until the pipeline is full, nothing is left to plan, or the last one awaits its masks."""
+        """Launch planned steps until the pipeline is full, nothing is left to plan, or the last one awaits its
+        masks."""
         while True:
             if (step := self.guided_step) is not None:
                 self._executor.supply_masks(supply(step))
@@ -139,8 +140,8 @@ def _decode_size(step: InFlightStep) -> int | None:
 def find_awaited(
     plan: StepPlan, num_ahead: int, table: RowTable
 ) -> tuple[tuple[AwaitedSamples, ...], list[int], npt.NDArray[np.intp] | None]:
-    """Which samples of a step paced rows wait for; which rows of its chunks run ahead; where the samples of all rows that
-    run ahead are.
+    """Which samples of a step paced rows wait for; which rows of its chunks run ahead; where the samples of all rows
+    that run ahead are.
 
     The first `num_ahead` samples are of rows that run ahead. The places are None when nobody waits.
     """

@@ -44,8 +44,8 @@ def add_sequences(group: Group, new_table: Callable[[], BlockTable], controller:
 
 
 def make_controller(group: Group, tools: DecodingTools, matcher: Matcher | None) -> StepController:
-    """What decides how the group's first sequence goes on; PLAIN if nothing does. Samples that are ranked go on token by
-    token if anything decides, so that a replay, which knows a stop text by its end alone, plans the same steps."""
+    """What decides how the group's first sequence goes on; PLAIN if nothing does. Samples that are ranked go on token
+    by token if anything decides, so that a replay, which knows a stop text by its end alone, plans the same steps."""
     request, is_beam = group.request, group.search is not None
     stops = None
     if group.is_ranked and request.sampling.stops:

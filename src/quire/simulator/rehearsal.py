@@ -201,7 +201,7 @@ class _Stage:
 
 
 def _without_names(end: Ended) -> Ended:
-    """An end whose ledger does not say from whose prompt a prompt differs: of several, that depends on the tokens, which
-    are hashed."""
+    """An end whose ledger does not say from whose prompt a prompt differs: of several, that depends on the tokens,
+    which are hashed."""
     ledger = tuple(entry._replace(note="") if entry.kind == "missed" else entry for entry in end.ledger)
     return replace(end, ledger=ledger)

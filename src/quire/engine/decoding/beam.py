@@ -93,7 +93,8 @@ class BeamSearch:
         return (1, magnitude) if logprob > 0.0 else (-1, -magnitude)
 
     def score(self, logprob: float, num_tokens: int) -> float:
-        """What a hypothesis of so many tokens is worth: logprob / num_tokens ** length_penalty, or the nearest number."""
+        """What a hypothesis of so many tokens is worth: logprob / num_tokens ** length_penalty, or the nearest
+        number."""
         try:
             score = logprob / float(max(num_tokens, 1) ** self._rules.length_penalty)
         except OverflowError:

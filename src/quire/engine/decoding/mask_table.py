@@ -291,8 +291,8 @@ class MaskTable:
                 self._compute_alone(batch, line)
 
     def _find_narrow(self, lines: npt.NDArray[np.intp]) -> tuple[Flags, Flags]:
-        """Which of these lines allow nothing, and which may allow a single token: those in which all words together have
-        a single bit."""
+        """Which of these lines allow nothing, and which may allow a single token: those in which all words together
+        have a single bit."""
         is_empty, is_single = (np.zeros(len(lines), dtype=np.bool_) for _ in range(2))
         words = np.bitwise_or.reduce(self._filled[lines, :FIRST_WORDS], axis=1)
         narrow = np.flatnonzero((words & (words - np.uint32(1))) == 0)

@@ -98,8 +98,8 @@ class LeastRecentlyUsed:
 
     def check(self) -> None:
         age = {node: place for place, node in enumerate(self._idle)}
-        for node in age:
-            assert all(age[child] < age[node] for child in node.children)
+        for node, place in age.items():
+            assert all(age[child] < place for child in node.children)
 
 
 class LeastFrequentlyUsed:

@@ -22,7 +22,8 @@ def root_key(namespace: bytes, salt: str) -> bytes:
 
 
 def next_key(parent: bytes, tokens: bytes) -> bytes:
-    """The hash of the block that follows the block `parent` with these tokens: a full block's, or as many as a tail has."""
+    """The hash of the block that follows the block `parent` with these tokens: a full block's, or as many as a tail
+    has."""
     return blake2b(frame(parent, tokens), digest_size=KEY_BYTES).digest()
 
 

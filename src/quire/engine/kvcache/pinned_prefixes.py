@@ -110,9 +110,9 @@ class PinnedPrefixes:
         promised. Idempotent.
         """
         promise = self._promised.pop(request.request_id, None)
-        if promise is not None and end is not None and end.error is None:
-            if not any(sample.finish_reason == "abort" for sample in end.samples):
-                self._hold(request, promise)
+        is_whole = end is not None and end.error is None and all(s.finish_reason != "abort" for s in end.samples)
+        if promise is not None and is_whole:
+            self._hold(request, promise)
         self._count()
 
     def _hold(self, request: Submit, promise: _Promise) -> None:

@@ -28,8 +28,8 @@ class Node:
     """
 
     __slots__ = (
-        "blocks", "changes", "children", "end", "first_keys", "ghosts", "is_detached", "keys", "locks", "owner", "parent",
-        "salt", "score", "start", "tokens", "uses",
+        "blocks", "changes", "children", "end", "first_keys", "ghosts", "is_detached", "keys", "locks", "owner",
+        "parent", "salt", "score", "start", "tokens", "uses",
     )  # fmt: skip
 
     def __init__(self, blocks: list[int], tokens: bytes, parent: Node | None, owner: str, salt: str) -> None:

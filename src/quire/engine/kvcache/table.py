@@ -122,7 +122,8 @@ class BlockTable:
         return self.node
 
     def advance(self, node: Node) -> None:
-        """Hold the tree's blocks up to `node` in place of private ones: the same blocks, or others of the same tokens."""
+        """Hold the tree's blocks up to `node` in place of private ones: the same blocks, or others of the same
+        tokens."""
         tree, before, first = self._tree, self.node, self.num_cached
         assert tree is not None
         tree.lock(node)

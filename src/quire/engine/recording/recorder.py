@@ -135,7 +135,7 @@ class Recorder(EngineObserver):
         searches = find_searches(step, self._core.running) if self._num_searches and step.paced else ()
         self._happened.append(Launched(step.plan, seats, searches))
 
-    def collected(self, step: InFlightStep, result: StepResult) -> None:
+    def collected(self, step: InFlightStep, result: StepResult) -> None:  # noqa: ARG002
         candidates = result.candidates
         if candidates is not None:
             candidates = Candidates(candidates.samples.copy(), candidates.token_ids.copy(), candidates.scores.copy())
@@ -144,7 +144,7 @@ class Recorder(EngineObserver):
         drafts = tuple(RowDraft(draft.row, draft.token_ids.copy()) for draft in result.drafts)
         self._happened.append(Collected(tokens, ranked, result.failures, candidates, drafts))
 
-    def committed(self, step: InFlightStep, seconds: float) -> None:
+    def committed(self, step: InFlightStep, seconds: float) -> None:  # noqa: ARG002
         self._took = (seconds,)
 
     def stepped(self, out: TokensOut) -> None:

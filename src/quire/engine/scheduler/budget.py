@@ -34,8 +34,8 @@ def held_back(
 
 
 def chunk_size(owed: int, left: int, budget: int, *, alone: bool) -> int:
-    """Tokens of a prompt that a step computes, of whose budget `left` tokens are left. A prompt that does not fit takes at
-    most half of the budget beside sequences that decode, so that their steps do not become twice as long."""
+    """Tokens of a prompt that a step computes, of whose budget `left` tokens are left. A prompt that does not fit
+    takes at most half of the budget beside sequences that decode, so that their steps do not become twice as long."""
     if owed > left and not alone:
         return min(left, -(-budget // _SHARE))
     return min(owed, left)

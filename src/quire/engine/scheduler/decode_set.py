@@ -15,7 +15,8 @@ class DecodeSet:
     """The rows that take one token in every step in which the set advances; such a step is a tick.
 
     A member's count of computed tokens follows from the tick, so steady decoding costs nothing per member. The
-    scheduler looks at a member again only at its event: the tick at which it needs a block, or has run as far as it may.
+    scheduler looks at a member again only at its event: the tick at which it needs a block, or has run as far as it
+    may.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -76,8 +77,8 @@ class DecodeSet:
         self._events[event].append(sequence)
 
     def append_blocks(self, sequences: list[Sequence], blocks: list[int], size: int) -> list[tuple[int, int, int]]:
-        """Give each of these members, whose blocks are full, a block for its next tokens; returns row, slot and block of
-        each. Steady decoding does nothing else in Python, so this is one loop."""
+        """Give each of these members, whose blocks are full, a block for its next tokens; returns row, slot and block
+        of each. Steady decoding does nothing else in Python, so this is one loop."""
         events, grants = self._events, []
         for sequence, block in zip(sequences, blocks, strict=True):
             table, ahead = sequence.table, sequence.ahead
@@ -92,8 +93,8 @@ class DecodeSet:
         return grants  # type: ignore[return-value]
 
     def take_events(self) -> Iterator[Sequence]:
-        """The sequences to look at in this tick, once each, though one that left and came back may have two entries. Each
-        must be scheduled again, or leave."""
+        """The sequences to look at in this tick, once each, though one that left and came back may have two entries.
+        Each must be scheduled again, or leave."""
         tick = self.tick
         for sequence in self._events.pop(tick, ()):
             ahead = sequence.ahead

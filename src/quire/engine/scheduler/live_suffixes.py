@@ -11,8 +11,8 @@ from quire.engine.kvcache.prefix_tree import Match, Node
 class LiveSuffixIndex:
     """Generating sequences, by the last of their blocks that the prefix tree knows.
 
-    When a lookup stops at that block, the sequence publishes the full blocks it has produced since. Steady decoding pays
-    nothing: blocks are published only when somebody looks for them.
+    When a lookup stops at that block, the sequence publishes the full blocks it has produced since. Steady decoding
+    pays nothing: blocks are published only when somebody looks for them.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -51,8 +51,8 @@ class LiveSuffixIndex:
                 del self._sequences[node]
 
     def find(self, match: Match, tokens: bytes) -> list[Sequence]:
-        """The sequences that could extend a match of these tokens: their blocks in the tree end where it does, and their
-        prompt goes on as the tokens do."""
+        """The sequences that could extend a match of these tokens: their blocks in the tree end where it does, and
+        their prompt goes on as the tokens do."""
         node = match.node
         if node is None or node.end != match.num_blocks or (by_rest := self._sequences.get(node)) is None:
             return []

@@ -34,7 +34,7 @@ class FilePrefetch:
 
     def __init__(self, tiers: Tiers, compute: ComputeTime, block_size: int) -> None:
         self._tiers, self._compute, self._block_size = tiers, compute, block_size
-        self.find: Callable[[Group], list[bytes]] = lambda group: []  # which files a group needs; set by its owner
+        self.find: Callable[[Group], list[bytes]] = lambda _: []  # which files a group needs; set by its owner
         self._requests: dict[Group, _Request] = {}
         self._waiting: dict[Group, None] = {}  # groups whose turn it was
 

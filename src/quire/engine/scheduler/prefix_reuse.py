@@ -45,9 +45,9 @@ class PrefixReuse:
     """The one door to everything that is computed already: the prefix tree, the tiers behind it, sequences that are
     generating or computing a prompt now, and the sequence that a branch goes on from.
 
-    `lookup` says what a waiting group would find, `attach` gives it that, `publish` lets others find what a sequence has
-    computed. What comes from a tier is loaded, and only the next step may read it. `tree` is None where nothing is
-    cached.
+    `lookup` says what a waiting group would find, `attach` gives it that, `publish` lets others find what a sequence
+    has computed. What comes from a tier is loaded, and only the next step may read it. `tree` is None where nothing
+    is cached.
     """
 
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
@@ -274,7 +274,8 @@ class PrefixReuse:
             tree.unlock(node)
 
     def _load(self, sequence: Sequence, hit: TierHit, builder: PlanBuilder) -> Counter[str]:
-        """Take blocks for what was found in slots, as far as there are some; returns how many tokens came from where."""
+        """Take blocks for what was found in slots, as far as there are some; returns how many tokens came from
+        where."""
         blocks: list[int] = []
         loaded: Counter[str] = Counter()
         for slot in hit.slots:

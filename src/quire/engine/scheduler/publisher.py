@@ -13,8 +13,8 @@ from quire.engine.scheduler.row_table import RowTable
 
 
 class Publisher:
-    """Publishes full blocks: a prompt's when they are planned, a generating sequence's when somebody looks for them, all
-    when a sequence leaves. `tree` is None where nothing is cached."""
+    """Publishes full blocks: a prompt's when they are planned, a generating sequence's when somebody looks for them,
+    all when a sequence leaves. `tree` is None where nothing is cached."""
 
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
         self._pool, self._tree, self._tiers, self._rows = pool, tree, tiers, rows
@@ -35,8 +35,8 @@ class Publisher:
         return sum([self.publish_running(sequence) for sequence in self.live.find(match, tokens)]) > 0
 
     def publish_running(self, sequence: Sequence) -> bool:
-        """Publish what a running sequence has computed; returns whether there was anything. A step whose result came was
-        carried out, so all tokens that have come but the last are computed."""
+        """Publish what a running sequence has computed; returns whether there was anything. A step whose result came
+        was carried out, so all tokens that have come but the last are computed."""
         table, row, tree = sequence.table, sequence.row, self._tree
         assert row is not None
         assert tree is not None

@@ -1,4 +1,5 @@
-"""The engine's side of the rows: which sequence has which row, and what has come back for it, as arrays over all rows."""
+"""The engine's side of the rows: which sequence has which row, and what has come back for it, as arrays over all
+rows."""
 
 from __future__ import annotations
 

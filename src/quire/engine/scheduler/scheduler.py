@@ -185,17 +185,18 @@ class Scheduler:
             self._append_blocks(builder, [sequence for sequence in full if sequence.ahead is not None])
 
     def _append_blocks(self, builder: PlanBuilder, full: list[Sequence]) -> None:
-        """A block for each sequence that runs ahead and whose blocks are full: all at once, the rule in steady decoding,
-        or one by one where that takes preemptions."""
+        """Give a block to each sequence that runs ahead and whose blocks are full: to all at once, which is the rule
+        in steady decoding, or to one after the other where that takes preemptions."""
         decoding, pool = self.decoding, self.pool
         if pool.num_free >= len(full):
             builder.grant(decoding.append_blocks(full, pool.take(len(full)), self.block_size))
             return
         for sequence in full:
             ahead = sequence.ahead
-            if ahead is not None:
-                if self.grow(builder, sequence, decoding.tick + ahead.base + 1 - sequence.table.num_tokens):
-                    decoding.schedule(sequence, ahead, sequence.table.capacity)
+            if ahead is None:
+                continue  # preempted for one before it
+            if self.grow(builder, sequence, decoding.tick + ahead.base + 1 - sequence.table.num_tokens):
+                decoding.schedule(sequence, ahead, sequence.table.capacity)
 
     def _compute_due(self, builder: PlanBuilder) -> None:
         """The one token that each due sequence owes, for which there is always budget."""

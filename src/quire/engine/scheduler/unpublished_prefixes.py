@@ -10,11 +10,12 @@ Place = tuple[Node, bytes]  # the run that a block will follow, and the block's 
 
 
 class UnpublishedPrefixes:
-    """The first unpublished block of every running sequence's prompt, by the run of the prefix tree that it will follow.
+    """The first unpublished block of every running sequence's prompt, by the run of the prefix tree that it will
+    follow.
 
-    A lookup that ends there has the sequence publish what it has computed, so a prompt enters the tree only when somebody
-    looks for it. A group whose own next block is still being computed waits until the sequence has computed all that the
-    two prompts share. Finding that out costs one dictionary lookup, whatever else is being computed.
+    A lookup that ends there has the sequence publish what it has computed, so a prompt enters the tree only when
+    somebody looks for it. A group whose own next block is still being computed waits until the sequence has computed
+    all that the two prompts share. Finding that out costs one dictionary lookup, whatever else is being computed.
     """
 
     def __init__(self, block_size: int) -> None:

@@ -78,7 +78,8 @@ class Shelves:
         return found
 
     def _has_place(self, num_files: int, num_here: int) -> bool:
-        """Whether host memory has room for one more file beside so many, and beside what it has for the same request."""
+        """Whether host memory has room for one more file beside so many, and beside what it has for the same
+        request."""
         return num_files < self._files.most_fetched and num_files + num_here < self._host.num_slots
 
     def keys(self, salt: str, tokens: bytes, num_tokens: int) -> list[bytes]:

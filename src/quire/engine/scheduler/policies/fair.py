@@ -52,7 +52,7 @@ class Fair(Policy):
         self._charge()
         return self._tenants[tenant].counter if tenant in self._tenants else 0.0
 
-    def choose(self, view: View) -> Group | None:
+    def choose(self, view: View) -> Group | None:  # noqa: ARG002
         if len(self._backlogged) > 1:  # else there is no choice
             self._charge()
         ready = [tenant for tenant in self._backlogged.values() if tenant.waiting.num_ready]
