@@ -13,14 +13,14 @@ from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import NO_MATCH, Match, PrefixTree
 from quire.engine.kvcache.tiers.base import NoTiers, TierHit, Tiers, Wanted
 from quire.engine.scheduler.accounts import num_computed
+from quire.engine.scheduler.block_filler import BlockFiller
 from quire.engine.scheduler.live_suffixes import LiveSuffixIndex
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.prefetch import FilePrefetch
 from quire.engine.scheduler.publisher import Publisher
 from quire.engine.scheduler.row_table import RowTable
 from quire.engine.scheduler.unpublished_prefixes import UnpublishedPrefixes
-from quire.types.step import BlockCopy, Chunk
-from quire.types.transfer import SlotMove
+from quire.types.step import Chunk
 
 _NOTHING_LOADED: Counter[str] = Counter()
 
@@ -53,6 +53,7 @@ class PrefixReuse:
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
         self._pool, self._tree, self._tiers, self._rows = pool, tree, tiers, rows
         self._block_size, self._width = block_size, block_size * TOKEN_BYTES
+        self._filler = BlockFiller(pool, tree, block_size)
         self._publisher = Publisher(pool, tree, tiers, rows, block_size)
         self._unpublished = UnpublishedPrefixes(block_size)
         self._has_tiers = not isinstance(tiers, NoTiers)
@@ -176,11 +177,13 @@ class PrefixReuse:
             self._hold(sequence, match, hit, builder, tick)
         loaded: Counter[str] = Counter()
         waits = False
-        self._copy_partials({sequence: match for sequence, (match, hit) in found.items() if not hit.slots}, builder)
+        self._filler.copy_partials(
+            {sequence: match for sequence, (match, hit) in found.items() if not hit.slots}, builder
+        )
         for sequence, (_, hit) in found.items():  # after all hold what they found: a load evicts nothing of another
             before = sequence.num_computed
             if hit.slots and before < hit.num_tokens:  # else it borrowed more from the sequence that it branches off
-                loaded += self._load(sequence, hit, builder)
+                loaded += self._filler.load(sequence, hit, builder)
                 waits |= sequence.num_computed > before  # for its own loads, or for those of another group
         for sequence in found:
             builder.introduce(sequence)
@@ -202,7 +205,7 @@ class PrefixReuse:
                 match = self._look(tree, group)
         self._hold_blocks(sequence, match)
         if match.partial is not None:
-            self._copy_partials({sequence: match}, builder)
+            self._filler.copy_partials({sequence: match}, builder)
         builder.introduce(sequence)
         self._note(group, match, limit, sequence.num_computed, _NOTHING_LOADED, now)
         group.hit = None
@@ -250,61 +253,6 @@ class PrefixReuse:
             table.hold(node)
             tree.used(node if match.partial is None or match.closest is None else match.closest)
         sequence.num_computed = sequence.num_readable = table.num_tokens
-
-    def _copy_partials(self, matches: Mapping[Sequence, Match], builder: PlanBuilder) -> None:
-        """Go on with copies of the blocks that agree in their first tokens, as far as there are blocks for them."""
-        copied = [
-            (sequence, match.partial, match.num_tokens, match.closest)
-            for sequence, match in matches.items()
-            if match.partial is not None and match.closest is not None and sequence.num_computed < match.num_tokens
-        ]
-        tree = self._tree
-        if not copied or tree is None:
-            return
-        for *_, node in copied:  # no copy may take the place of a block that is still to be copied
-            tree.lock(node)
-        for sequence, partial, num_tokens, _ in copied:
-            if self._pool.num_free:
-                blocks = self._pool.take(1)
-                assert sequence.row is not None
-                builder.copy(sequence.row, BlockCopy(partial, blocks[0]))
-                sequence.table.extend(blocks, num_tokens)
-                sequence.num_computed = num_tokens
-        for *_, node in copied:
-            tree.unlock(node)
-
-    def _load(self, sequence: Sequence, hit: TierHit, builder: PlanBuilder) -> Counter[str]:
-        """Take blocks for what was found in slots, as far as there are some; returns how many tokens came from
-        where."""
-        blocks: list[int] = []
-        loaded: Counter[str] = Counter()
-        for slot in hit.slots:
-            assert slot.name is not None
-            length = min(self._block_size, hit.num_tokens - sequence.num_computed)
-            if (block := builder.loading(slot.name)) is not None:
-                self._pool.share([block])
-            elif (block := self._fresh_block(builder)) is not None:
-                builder.load(slot.name, SlotMove(block, slot.number))
-                loaded[slot.read()] += length
-            else:
-                break
-            blocks.append(block)
-            sequence.num_computed += length
-        sequence.table.extend(blocks, sequence.num_computed)
-        return loaded
-
-    def _fresh_block(self, builder: PlanBuilder) -> int | None:
-        """A block that the plan in work copies nothing from: what is loaded may be there before that is done."""
-        passed: list[int] = []
-        fresh: int | None = None
-        while fresh is None and self._pool.num_free:
-            (block,) = self._pool.take(1)
-            if builder.copies_from(block):
-                passed.append(block)
-            else:
-                fresh = block
-        self._pool.release(passed)
-        return fresh
 
     def _num_shared(self, group: Group, origin: Sequence, builder: PlanBuilder, tick: int) -> int:
         """How many tokens a branch can take over from the sequence it branches off, if that still runs."""
