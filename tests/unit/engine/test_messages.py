@@ -267,12 +267,17 @@ def test_an_array_of_the_wrong_length_or_kind_is_bad(samples: object) -> None:
     [
         Abort("\ud800"),
         Abort("a", 2**70),
-        Submit("a", (1.5,), SamplingParams()),  # type: ignore[arg-type]
     ],
 )
-def test_what_cannot_travel_is_bad_before_it_leaves(message: Abort | Submit) -> None:
+def test_what_cannot_travel_is_bad_before_it_leaves(message: Abort) -> None:
     with pytest.raises(BadMessage, match="cannot be encoded"):
         encode(message)
+
+
+@pytest.mark.parametrize("token", [1.5, 2**31, "a", None])
+def test_a_token_that_is_no_int32_is_refused_when_a_request_is_made(token: object) -> None:
+    with pytest.raises(InvalidRequest, match="prompt: holds a token id that is no int32"):
+        Submit("a", (1, token), SamplingParams())  # type: ignore[arg-type]
 
 
 def test_a_message_above_the_limit_is_bad_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
