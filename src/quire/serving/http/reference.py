@@ -78,8 +78,8 @@ _MISS = {
     "`reason`": '`"differs"`: another request has other tokens from here on. `"evicted"`: the tokens from here on were '
     'cached, and their blocks were evicted. `"not_cached"`: no more is cached',
     "`token_index`": "how many tokens were found: the index in `prompt_token_ids` of the first that was not",
-    "`token_id`, `token`": "that token of your prompt; absent where the request was preempted and the token is one of its "
-    "answer",
+    "`token_id`, `token`": "that token of your prompt; absent where the request was preempted and the token is "
+    "one of its answer",
     "`request_id`": 'with `"differs"`: the request whose tokens differ, or null if it was sent with another key',
     "`num_tokens`, `seconds_ago`, `policy`": 'with `"evicted"`: how many of your tokens from here on were evicted, '
     "when, and by which eviction policy",
