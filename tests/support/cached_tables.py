@@ -11,6 +11,7 @@ from quire.engine.kvcache.eviction import make_eviction_policy
 from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import Match, Node, PrefixTree
+from quire.engine.kvcache.run_history import Owner
 from quire.engine.kvcache.table import BlockTable
 
 
@@ -73,7 +74,7 @@ class CachedTables:
         if count > table.num_cached:
             table.advance(self.tree.node_at(deepest, count))
         if last > count:
-            table.cache(table.node, data[count * width : last * width], last - count, owner)
+            table.cache(table.node, data[count * width : last * width], last - count, Owner(owner))
 
     def hold(self, tokens: Sequence[int], salt: str = "", owner: str = "") -> BlockTable:
         """A table of these tokens: what is cached is found, the rest is computed and cached."""

@@ -288,14 +288,19 @@ def ledger(lives: list[Live]) -> list[dict[str, Any]]:
         ("received", 0.0, 0, ""),
         ("queued", 1.8, lives[0].prompt_tokens, ""),
         ("admitted", 42.0, 0, "waited: no free blocks"),
+        ("cached", 42.0, 6, ""),
+        ("missed", 42.1, 7, "from here on it differs from request chatcmpl-before"),
         ("chunk", 42.3, lives[0].prompt_tokens, ""),
         ("first_token", 131.0, 0, ""),
         ("preempted", 400.0, 48, "no free blocks"),
         ("admitted", 520.0, 0, ""),
         ("finished", 1900.0, lives[0].written, "stop"),
     ]
+    miss = {"reason": "differs", "token_index": 6, "token_id": 5, "token": " so", "request_id": "chatcmpl-before"}
     return [
-        {"kind": kind, "at_ms": at, "amount": amount, "note": note, **({"prompt": i} if len(lives) > 1 else {})}
+        {"kind": kind, "at_ms": at, "amount": amount, "note": note}
+        | ({"miss": miss} if kind == "missed" else {})
+        | ({"prompt": i} if len(lives) > 1 else {})
         for i in range(len(lives))
         for kind, at, amount, note in rows
     ]

@@ -28,6 +28,11 @@ TOKEN_GRAPH_BYTES = 8 * MIB  # the captured graphs of one token bucket: prompts,
 NUM_GRAPHS = 32  # captured decode graphs: row buckets, some with and without top_k and top_p
 SAVE_STAGING_BYTES = 512 * MIB  # GPU buffer for blocks being copied to host memory: what PCIe carries in a long step
 LOAD_STAGING_BYTES = 256 * MIB  # GPU buffer for blocks being copied from host memory
+MASK_COPIES = {
+    "device": 2,  # masks of allowed tokens on a GPU: one per row that stays, and those that are being sent
+    "host": 3,  # masks of this step and of the step before, and a copy of those that are sent
+}
+MASK_PARCELS = 16  # batches of masks in pinned memory that may be on their way to a GPU
 PROMPT_POSITIONS = 128  # prompt logprobs are computed for so many positions at a time ...
 PROMPT_BYTES_PER_LOGIT = 24  # ... with these buffers: logits in float32, log-softmax, comparison for ranks
 
@@ -42,6 +47,7 @@ class MemoryPlan:
     weights: int
     activations: int
     sampling: int  # logits and the sampler's buffers
+    masks: int  # which tokens grammars allow: a bit per row and token
     rows: int  # persistent state of the sequences on the device
     graphs: int  # captured decode steps
     block_bytes: int
@@ -50,7 +56,8 @@ class MemoryPlan:
     max_model_len: int
     draft: int = 0  # weights, rows and sampling of a draft model; its keys and values are part of the blocks
     host_cache: int = 0  # the host tier; on a CPU it takes from the same memory as all else
-    host_available: int = 0  # bytes of host memory that the host tier of a GPU may use
+    host_masks: int = 0  # beside a GPU: masks in host memory, most of it pinned
+    host_available: int = 0  # bytes of host memory that the host tier and the masks of a GPU may use
     staging: int = 0  # GPU buffers for blocks being copied to and from host memory
 
     @property
@@ -65,7 +72,7 @@ class MemoryPlan:
     def fixed(self) -> int:
         """Bytes of everything but the KV cache."""
         needed = self.process + self.weights + self.activations + self.sampling + self.rows + self.graphs
-        return needed + self.draft + self.staging + (self.host_cache if self.device == "cpu" else 0)
+        return needed + self.masks + self.draft + self.staging + (self.host_cache if self.device == "cpu" else 0)
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -87,11 +94,12 @@ class MemoryPlan:
                 f"or raise num_kv_blocks to {self.blocks_per_sequence} "
                 f"(kv_cache_memory={at_least(self.blocks_per_sequence * self.block_bytes)})",
             )
-        if self.device != "cpu" and self.host_cache > self.host_available:
+        host_room = max(self.host_available - self.host_masks, 0)
+        if self.device != "cpu" and self.host_cache > host_room:
             raise DoesNotFit(
                 "host_cache_memory",
-                f"{format_size(self.host_cache)} are asked for, {format_size(self.host_available)} are available",
-                f"lower it to {at_most(self.host_available)} or less",
+                f"{format_size(self.host_cache)} are asked for, {format_size(host_room)} are available",
+                f"lower it to {at_most(host_room)} or less" if host_room >= self.block_bytes else "leave it out",
             )
         if self.total <= self.capacity:
             return
@@ -118,7 +126,7 @@ class MemoryPlan:
         if room >= self.block_bytes:
             tokens = room // self.block_bytes * self.block_size
             return "max_model_len", short, f"lower it to {tokens} or less; the KV cache then shrinks with it"
-        if self.activations + self.sampling + self.rows + self.graphs > self.weights:
+        if self.activations + self.sampling + self.masks + self.rows + self.graphs > self.weights:
             return "max_num_batched_tokens", short, "lower it, and max_num_seqs, or use a device with more memory"
         return "model", f"{short} ({format_size(self.weights)} of them weights)", "choose a smaller model or dtype"
 
@@ -126,12 +134,18 @@ class MemoryPlan:
     def _where_host_is(self) -> str:
         return "allocated as it fills" if self.device == "cpu" else "pinned host memory, allocated as it fills"
 
+    @property
+    def _where_masks_are(self) -> str:
+        beside = f", and up to {format_size(self.host_masks)} of host memory" if self.host_masks else ""
+        return f"tokens that grammars allow{beside}"
+
     def __str__(self) -> str:
         lines = [
             ("weights", format_size(self.weights), ""),
             *([("drafting", format_size(self.draft), "weights, rows and sampling of the draft")] if self.draft else []),
             ("activations", format_size(self.activations), "upper bound for one step"),
             ("logits, sampling", format_size(self.sampling), ""),
+            ("masks", format_size(self.masks), self._where_masks_are),
             ("rows", format_size(self.rows), ""),
             *([("graphs", format_size(self.graphs), "captured decode steps")] if self.graphs else []),
             ("KV cache", format_size(self.kv_cache), f"{self.num_blocks:,} blocks of {self.block_size} tokens"),
@@ -164,7 +178,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
     drafting = config.speculation is not None and config.speculation.method != "ngram"
     draft = None if config.speculation is None else config.speculation.draft
     sampling, rows = _sampling(model, scheduler), _rows(scheduler, block_size)
-    drafted = sampling + rows + _graphs(draft or model, config, facts) if drafting else 0
+    masks, host_masks = _masks(model, config, facts)
+    drafted = sampling + masks + rows + _graphs(draft or model, config, facts) if drafting else 0
     block_bytes = kv_block_bytes(model, kv_dtype, block_size)
     tier = config.cache.tiers.host_blocks * block_bytes  # the host tier does not hold the draft model's keys and values
     if draft is not None:
@@ -177,6 +192,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         weights=_weights(model, config, facts, weight_bytes),
         activations=_activations(model, config, facts),
         sampling=sampling,
+        masks=masks,
         rows=rows,
         graphs=_graphs(model, config, facts),
         block_bytes=block_bytes,
@@ -185,6 +201,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         max_model_len=scheduler.max_model_len,
         draft=drafted,
         host_cache=tier,
+        host_masks=host_masks,
         host_available=facts.available_memory,
         staging=0 if kind == "cpu" else min(SAVE_STAGING_BYTES, tier) + min(LOAD_STAGING_BYTES, tier),
     )
@@ -193,6 +210,20 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
 def _sampling(model: ModelConfig, scheduler: SchedulerConfig) -> int:
     bytes_per_token = max(scheduler.num_samples * SAMPLING_BYTES_PER_LOGIT, PROMPT_POSITIONS * PROMPT_BYTES_PER_LOGIT)
     return model.vocab_size * bytes_per_token
+
+
+def _masks(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> tuple[int, int]:
+    """Bytes of the masks of all rows on the device, and beside a GPU in host memory. A mask has a bit for each token.
+
+    On a GPU the Triton kernels keep a mask for each row; other backends send masks as logits, which count as sampling.
+    Pinned memory is allocated in powers of two."""
+    step = config.scheduler.num_rows * -(-model.vocab_size // 32) * 4  # the masks of all rows
+    host = MASK_COPIES["host"] * step
+    if config.device.device == "cpu":
+        return host, 0
+    if _attention(config, facts) != "triton":
+        return 0, host
+    return MASK_COPIES["device"] * step, host + MASK_PARCELS * (1 << (step - 1).bit_length())
 
 
 def _weights(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, weight_bytes: int) -> int:

@@ -179,7 +179,7 @@ class _Stage:
             message.error,
             message.num_cached_tokens,
             message.num_preemptions,
-            message.ledger,
+            tuple(entry._replace(miss=None) for entry in message.ledger),  # its note is recorded
         )
         if self.recording.setup.tokens != "exact":
             recorded, replayed = _without_names(recorded), _without_names(replayed)

@@ -9,6 +9,7 @@ from quire.config.facts import HardwareFacts
 from quire.config.memory import (
     GATHERED_BYTES,
     LOAD_STAGING_BYTES,
+    MASK_PARCELS,
     PROMPT_POSITIONS,
     SAVE_STAGING_BYTES,
     MemoryPlan,
@@ -72,11 +73,13 @@ def test_a_float8_cache_is_gathered_on_a_cpu() -> None:
 
 
 def test_the_plan_counts_with_the_runtimes_own_limits() -> None:
+    from quire.runtime import transfer
     from quire.runtime.attention.gather import GROUP_BYTES
     from quire.runtime.worker.runner import _PROMPT_LOGPROBS_AT_ONCE
 
     assert all(GATHERED_BYTES[device] >= size for device, size in GROUP_BYTES.items())
     assert PROMPT_POSITIONS >= _PROMPT_LOGPROBS_AT_ONCE
+    assert MASK_PARCELS >= transfer._SLOTS
 
 
 def test_a_block_holds_keys_and_values_of_all_layers() -> None:
@@ -161,6 +164,49 @@ def test_graphs_are_counted_where_steps_are_captured_and_nothing_is_gathered_the
         assert without.graphs == 0
         assert without.activations > captured.activations + GATHERED_BYTES["cuda"]
     assert "graphs" not in str(plan(enforce_eager=True))
+
+
+def test_masks_of_allowed_tokens_are_counted_on_the_device_and_beside_it() -> None:
+    """A bit per row and token: 256 rows of LARGE's 128,256 tokens are 3.9 MiB."""
+
+    def plan(num_rows: int, device: str = "cuda", **facts: bool) -> MemoryPlan:
+        scheduler, on = SchedulerConfig(max_num_seqs=num_rows), DeviceConfig(device, "bfloat16", "bfloat16")
+        return plan_memory(LARGE, EngineConfig(CacheConfig(16, 10), scheduler, on), replace(SERVER, **facts), 80 * GIB)
+
+    step = 256 * LARGE.vocab_size // 8
+    on_gpu = plan(256, triton=True)
+    assert (on_gpu.masks, on_gpu.host_masks) == (2 * step, 3 * step + MASK_PARCELS * 4 * MIB)
+    assert on_gpu.masks == 2 * plan(128, triton=True).masks
+    assert on_gpu.fixed - replace(on_gpu, masks=0).fixed == on_gpu.masks
+    assert "tokens that grammars allow, and up to 75.7 MiB of host memory" in str(on_gpu)
+    without_triton, on_cpu = plan(256, triton=False), plan(256, "cpu")
+    assert (without_triton.masks, without_triton.host_masks) == (0, 3 * step)
+    assert (on_cpu.masks, on_cpu.host_masks) == (3 * step, 0)
+
+
+def test_the_plan_counts_the_masks_that_the_runtime_and_the_engine_allocate() -> None:
+    import torch
+
+    from quire.engine.decoding.mask_table import MaskTable
+    from quire.runtime.sampling.row_masks import RowMasks
+
+    config = EngineConfig(
+        CacheConfig(16, 10), SchedulerConfig(max_num_seqs=8), DeviceConfig("cuda", "bfloat16", "bfloat16")
+    )
+    plan = plan_memory(LARGE, config, replace(SERVER, triton=True), 80 * GIB)
+    stays = RowMasks(8, LARGE.vocab_size, torch.device("cpu"))._bits
+    assert 2 * stays.numel() * stays.element_size() == plan.masks
+    table = MaskTable(8, LARGE.vocab_size)
+    assert table._filled.nbytes + table._last.nbytes <= plan.host_masks
+
+
+def test_the_host_tier_of_a_gpu_leaves_room_for_masks() -> None:
+    fits = _tiered("cuda", 100)
+    replace(fits, host_available=fits.host_cache + fits.host_masks).check()
+    with pytest.raises(DoesNotFit, match="host_cache_memory: .* are available; lower it to"):
+        replace(fits, host_available=fits.host_cache + fits.host_masks - 1).check()
+    with pytest.raises(DoesNotFit, match="host_cache_memory: .* are available; leave it out"):
+        replace(fits, host_available=fits.host_masks).check()
 
 
 def _tiered(device: str, host_blocks: int) -> MemoryPlan:

@@ -267,9 +267,10 @@ def test_an_array_of_the_wrong_length_or_kind_is_bad(samples: object) -> None:
     [
         Abort("\ud800"),
         Abort("a", 2**70),
+        Submit("a", pack_tokens((1,)), SamplingParams(), priority=2**70),
     ],
 )
-def test_what_cannot_travel_is_bad_before_it_leaves(message: Abort) -> None:
+def test_what_cannot_travel_is_bad_before_it_leaves(message: Abort | Submit) -> None:
     with pytest.raises(BadMessage, match="cannot be encoded"):
         encode(message)
 

@@ -22,6 +22,7 @@ from quire.serving.text.tokenizer import Tokenizer
 from quire.types.step import (
     Candidates,
     Chunk,
+    Masks,
     NewRow,
     PromptLogprobs,
     RowFailure,
@@ -83,11 +84,13 @@ class ScriptedExecutor:
         self._script, self.depth, self._fails = script, depth, fails
         self._rows: dict[int, _Row] = {}
         self._results: deque[StepResult] = deque()
+        self._owed: StepPlan | None = None  # the guided plan whose masks have not come
         self.on_launch: Callable[[], None] = lambda: None
         self.logprob: Callable[[int], float] = lambda index: -1.5  # of every token of a sample
         self.num_launched = 0
 
     def launch(self, plan: StepPlan) -> None:
+        assert self._owed is None, "a plan is launched before the masks of the last one were supplied"
         self.num_launched += 1
         self.on_launch()
         for row in plan.released:
@@ -98,10 +101,18 @@ class ScriptedExecutor:
             self._rows[new.row] = _Row(script, new.token_ids.tolist(), new)
         for write in plan.writes:
             self._rows[write.row].tokens[write.start :] = write.token_ids.tolist()
-        self._results.append(self._forward(plan))
+        if plan.guided:
+            self._owed = plan
+        else:
+            self._results.append(self._sample(plan, plan.masks))
 
-    def _forward(self, plan: StepPlan) -> StepResult:
-        allowed, samples = _allowed(plan), self._samples(plan)
+    def supply_masks(self, masks: Masks | None) -> None:
+        plan, self._owed = self._owed, None
+        assert plan is not None, "masks were supplied for a plan that waits for none"
+        self._results.append(self._sample(plan, masks))
+
+    def _sample(self, plan: StepPlan, masks: Masks | None) -> StepResult:
+        allowed, samples = _allowed(masks), self._samples(plan)
         tokens, logprobs, failures = [], [], []
         for place, (number, length, _) in enumerate(samples):
             row = self._rows[number]
@@ -172,12 +183,12 @@ class ScriptedExecutor:
         self._rows.clear()
 
 
-def _allowed(plan: StepPlan) -> dict[int, npt.NDArray[np.bool_]]:
+def _allowed(masks: Masks | None) -> dict[int, npt.NDArray[np.bool_]]:
     """Which tokens each masked sample may say, by its place."""
-    if plan.masks is None:
+    if masks is None:
         return {}
-    bits = np.unpackbits(plan.masks.bits.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB].astype(bool)
-    return dict(zip(plan.masks.samples.tolist(), bits, strict=True))
+    bits = np.unpackbits(np.ascontiguousarray(masks.bits).view(np.uint8), axis=1, bitorder="little")
+    return dict(zip(masks.samples.tolist(), bits[:, :VOCAB].astype(bool), strict=True))
 
 
 def _entry(token: int, wanted: int, named: tuple[int, ...] = (), value: float = -1.5) -> TokenLogprobs:

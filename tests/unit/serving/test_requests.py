@@ -5,6 +5,7 @@ import pytest
 from quire.serving.prompts import Prompt
 from quire.serving.requests import RequestMaker
 from quire.types.errors import InvalidRequest
+from quire.types.request import pack_tokens
 from quire.types.sampling import SamplingParams
 from tests.unit.serving.scripted import EOS_ID, TOKENIZER, ids
 
@@ -14,8 +15,8 @@ GREEDY = SamplingParams(temperature=0)
 def test_text_is_tokenized_and_ids_are_left_alone() -> None:
     maker = RequestMaker(TOKENIZER, ())
     first, second = maker.make([Prompt(text="ab"), Prompt(token_ids=(7,))], [GREEDY, GREEDY])
-    assert first.prompt_token_ids == tuple(ids("ab"))
-    assert second.prompt_token_ids == (7,)
+    assert first.prompt_token_ids == pack_tokens(ids("ab"))
+    assert second.prompt_token_ids == pack_tokens([7])
     assert first.request_id != second.request_id
 
 

@@ -45,7 +45,9 @@ def rehearsed(load: RecordedLoad) -> Run:
 def told(ledger: tuple[LedgerEntry, ...], load: RecordedLoad) -> list[LedgerEntry]:
     """What a replay's ledger must tell again: all, but where tokens are hashed, not from whose prompt one differs."""
     is_named = [load.tokens == "exact" or entry.kind != "missed" for entry in ledger]
-    return [entry if named else entry._replace(note="") for entry, named in zip(ledger, is_named, strict=True)]
+    return [
+        entry if named else entry._replace(note="", miss=None) for entry, named in zip(ledger, is_named, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)

@@ -9,15 +9,7 @@ from typing import NamedTuple
 from quire.engine.kvcache.eviction import EvictionPolicy
 from quire.engine.kvcache.keys import TOKEN_BYTES, common_bytes, next_key, root_key
 from quire.engine.kvcache.pool import BlockPool
-
-MAX_GHOSTS = 8  # evicted branches that a node remembers
-
-
-class Eviction(NamedTuple):
-    """A run of blocks was evicted."""
-
-    at: float  # seconds, on the engine's clock
-    num_blocks: int
+from quire.engine.kvcache.run_history import EvictedSalts, Eviction, Ghosts, Owner, Owners, remember
 
 
 class Node:
@@ -28,20 +20,21 @@ class Node:
     """
 
     __slots__ = (
-        "blocks", "changes", "children", "end", "first_keys", "ghosts", "is_detached", "keys", "locks", "owner",
+        "blocks", "changes", "children", "end", "first_keys", "ghosts", "is_detached", "keys", "locks", "owners",
         "parent", "salt", "score", "start", "tokens", "uses",
     )  # fmt: skip
 
-    def __init__(self, blocks: list[int], tokens: bytes, parent: Node | None, owner: str, salt: str) -> None:
-        self.blocks, self.tokens, self.parent, self.owner, self.salt = blocks, tokens, parent, owner, salt
+    def __init__(self, blocks: list[int], tokens: bytes, parent: Node | None, owner: Owner, salt: str) -> None:
+        self.blocks, self.tokens, self.parent, self.salt = blocks, tokens, parent, salt
         self.start: int = 0 if parent is None else parent.end  # blocks from the root to this run
+        self.owners = Owners(self.start, owner)
         self.end: int = self.start + len(blocks)  # and to its end
         self.locks = 0
         self.changes = 0  # how often a match that ends here may have become longer
         self.first_keys: list[bytes] = []  # the tokens of each child's first block, sorted
         self.children: list[Node] = []
         self.keys: list[bytes] = []  # content hashes of the first blocks, as far as a tier asked for them
-        self.ghosts: dict[bytes, Eviction] | None = None  # evicted runs that followed, by their first block's tokens
+        self.ghosts: Ghosts | None = None  # evicted runs that followed, by their first block's tokens
         self.is_detached = False  # nothing finds this run any more: it was evicted, or the tree was cleared
         self.uses = 0  # the eviction policy's own, as is `score`
         self.score = 0.0
@@ -51,6 +44,13 @@ class Node:
         keys = self.first_keys
         place = bisect_left(keys, first_block)
         return self.children[place] if place < len(keys) and keys[place] == first_block else None
+
+    def owner_of(self, block: int) -> Owner:
+        """The request that computed a block of this run, or of one on the way to it; counted from the root."""
+        node = self
+        while node.start > block and node.parent is not None:
+            node = node.parent
+        return node.owners.of(block)
 
     def add(self, child: Node, first_block: bytes) -> None:
         place = bisect_left(self.first_keys, first_block)
@@ -90,8 +90,9 @@ class PrefixTree:
 
     def __init__(self, pool: BlockPool, block_size: int, policy: EvictionPolicy, namespace: bytes = b"") -> None:
         self._pool, self._policy, self._namespace = pool, policy, namespace
-        self._block_size, self._width = block_size, block_size * TOKEN_BYTES
+        self.block_size, self._width = block_size, block_size * TOKEN_BYTES
         self._roots: dict[str, Node] = {}
+        self._evicted_salts = EvictedSalts()
         self._num_blocks = self._num_shared = 0
         self.now = 0.0  # when what happens now happens, on the engine's clock
         self.on_evict: Callable[[Node, int], None] | None = None  # told of a node and the index of a block to go
@@ -116,7 +117,7 @@ class PrefixTree:
         node = self._roots.get(salt)
         if node is None:
             return NO_MATCH
-        node, num_blocks = self.descend(node, tokens, limit // self._block_size)
+        node, num_blocks = self.descend(node, tokens, limit // self.block_size)
         find = self._after_run if num_blocks == node.end else self._within_run
         return find(node, tokens, num_blocks * self._width, limit * TOKEN_BYTES)
 
@@ -127,13 +128,13 @@ class PrefixTree:
         block = node.tokens[index * self._width : (index + 1) * self._width]
         common = common_bytes(block, tokens, place, min(len(block), stop - place)) // TOKEN_BYTES
         partial = node.blocks[index] if common else None
-        return Match(node, num_blocks, num_blocks * self._block_size + common, partial, node)
+        return Match(node, num_blocks, num_blocks * self.block_size + common, partial, node)
 
     def _after_run(self, node: Node, tokens: bytes, place: int, stop: int) -> Match:
         """A match that ends where a run does: perhaps a child's first block begins like the next tokens."""
         num_blocks = place // self._width
         if not node.children:
-            return Match(node, num_blocks, num_blocks * self._block_size)
+            return Match(node, num_blocks, num_blocks * self.block_size)
         wanted = tokens[place : min(place + self._width, stop)]
         position = bisect_left(node.first_keys, wanted)
         closest, most = node.children[max(position - 1, 0)], 0
@@ -144,7 +145,7 @@ class PrefixTree:
                     closest, most = child, common
         common = most // TOKEN_BYTES
         partial = closest.blocks[0] if common else None
-        return Match(node, num_blocks, num_blocks * self._block_size + common, partial, closest)
+        return Match(node, num_blocks, num_blocks * self.block_size + common, partial, closest)
 
     def descend(self, node: Node, tokens: bytes, num_blocks: int) -> tuple[Node, int]:
         """Go on from the end of a node's run as far as whole blocks of these tokens agree, up to `num_blocks` blocks;
@@ -172,7 +173,8 @@ class PrefixTree:
         """The root of a salt's runs."""
         node = self._roots.get(salt)
         if node is None:
-            node = self._roots[salt] = Node([], b"", None, "", salt)
+            node = self._roots[salt] = Node([], b"", None, Owner(""), salt)
+            node.ghosts = self._evicted_salts.take(salt)
         return node
 
     def path(self, node: Node) -> list[int]:
@@ -230,21 +232,23 @@ class PrefixTree:
         root.is_detached = True
         if self._roots.get(root.salt) is root:
             del self._roots[root.salt]
+            self._evicted_salts.keep(root.salt, root.ghosts)
 
     # -------------------------------------------------------------------------------------------------- growing
-    def insert(self, node: Node, tokens: bytes, blocks: list[int], owner: str) -> Node:
+    def insert(self, node: Node, tokens: bytes, blocks: list[int], owner: Owner) -> Node:
         """Cache full private blocks that follow a node, which the caller alone holds from now on; returns their node.
 
-        No child of `node` may begin with the first of them. A run that only the caller holds is extended in place.
+        No child of `node` may begin with the first of them. A run that only the caller holds is extended in place,
+        unless it remembers what was evicted after it.
         """
         self._pool.hand_over(blocks)
         self._num_blocks += len(blocks)
         node.changes += 1
-        if node.locks == 1 and not node.children and node.parent is not None:
+        if node.locks == 1 and not node.children and not node.ghosts and node.parent is not None:
             node.tokens = node.tokens[: len(node.blocks) * self._width] + tokens
+            node.owners.extend(node.end, owner)
             node.blocks += blocks
             node.end += len(blocks)
-            node.ghosts = None
             self._policy.entered(node, is_new=False)
             return node
         child = Node(blocks, tokens, node, owner, node.salt)
@@ -261,7 +265,8 @@ class PrefixTree:
         assert parent is not None
         assert 0 < count < len(node.blocks)
         first, cut = node.tokens[:width], count * width
-        head = Node(node.blocks[:count], node.tokens[:cut], parent, node.owner, node.salt)
+        head = Node(node.blocks[:count], node.tokens[:cut], parent, node.owner_of(node.start), node.salt)
+        head.owners = node.owners.split(head.end)
         head.locks, head.changes, head.keys, node.keys = node.locks, node.changes, node.keys[:count], node.keys[count:]
         parent.children[bisect_left(parent.first_keys, first)] = head
         node.blocks, node.tokens, node.start, node.parent = node.blocks[count:], node.tokens[cut:], head.end, head
@@ -279,7 +284,7 @@ class PrefixTree:
             assert not node.children
             taken, width = min(count - len(found), len(node.blocks)), self._width
             left = len(node.blocks) - taken
-            num_gone = taken + self._forget_ghosts(node)
+            gone = Eviction(self.now, taken + self._forget_ghosts(node), node.owner_of(node.start + left))
             if self.on_evict is not None:
                 for index in range(len(node.blocks) - 1, left - 1, -1):
                     self.on_evict(node, index)
@@ -287,20 +292,20 @@ class PrefixTree:
             del node.blocks[left:], node.keys[left:]
             node.end -= taken
             if left:
-                self._remember(node, node.tokens[left * width : (left + 1) * width], num_gone)
+                node.ghosts = remember(node.ghosts, node.tokens[left * width : (left + 1) * width], gone)
             else:
-                self._remove(node, num_gone)
+                self._remove(node, gone)
         self._num_blocks -= count
         return found
 
-    def _remove(self, node: Node, num_blocks: int) -> None:
+    def _remove(self, node: Node, gone: Eviction) -> None:
         """Forget a leaf that has no blocks left."""
         parent, first = node.parent, node.tokens[: self._width]
         assert parent is not None
         self._policy.evicted(node)
         parent.remove(node, first)
         node.parent, node.is_detached = None, True
-        self._remember(parent, first, num_blocks)
+        parent.ghosts = remember(parent.ghosts, first, gone)
         if not parent.children and parent.parent is None and parent.locks == 0:
             self._drop_root(parent)
 
@@ -314,17 +319,6 @@ class PrefixTree:
         lost = ghosts.get(node.tokens[start : start + self._width])
         return 0 if lost is None else lost.num_blocks
 
-    def _remember(self, node: Node, first_block: bytes, num_blocks: int) -> None:
-        """Note at the place where a run was evicted that it was there."""
-        ghosts = node.ghosts
-        if ghosts is None:
-            ghosts = node.ghosts = {}
-        elif first_block in ghosts:
-            del ghosts[first_block]
-        elif len(ghosts) >= MAX_GHOSTS:
-            del ghosts[next(iter(ghosts))]
-        ghosts[first_block] = Eviction(self.now, num_blocks)
-
     def clear(self) -> int:
         """Forget everything; returns how many blocks nobody held. Nothing finds what tables hold now ever again."""
         freed = 0
@@ -336,6 +330,7 @@ class PrefixTree:
         for root in self._roots.values():
             root.is_detached, root.children, root.first_keys, root.ghosts = True, [], [], None
         self._roots.clear()
+        self._evicted_salts.clear()
         self._policy.clear()
         self._num_blocks -= freed
         self._pool.num_evictable = 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import Node, PrefixTree
+from quire.engine.kvcache.run_history import Owner
 from quire.types.step import BlockCopy
 
 
@@ -111,7 +112,7 @@ class BlockTable:
         self.num_tokens = total
         return copies
 
-    def cache(self, node: Node, tokens: bytes, count: int, owner: str) -> Node:
+    def cache(self, node: Node, tokens: bytes, count: int, owner: Owner) -> Node:
         """Put the `count` full private blocks that follow `node` into the prefix tree; returns their node.
 
         The table must hold `node`, and its blocks up to there.

@@ -17,6 +17,7 @@ from quire.engine.scheduler.block_filler import BlockFiller
 from quire.engine.scheduler.live_suffixes import LiveSuffixIndex
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.prefetch import FilePrefetch
+from quire.engine.scheduler.prefix_misses import name_for, why_missed
 from quire.engine.scheduler.publisher import Publisher
 from quire.engine.scheduler.row_table import RowTable
 from quire.engine.scheduler.unpublished_prefixes import UnpublishedPrefixes
@@ -111,7 +112,7 @@ class PrefixReuse:
         if other is None or other.group is group:
             return ""
         self._unpublished.wait(group, other, limit)
-        return f"request {other.group.request.request_id} computes the same prefix"
+        return f"{name_for(group, other.group.request)} computes the same prefix"
 
     def _has_more(self, sequence: Sequence) -> bool:
         """Whether a sequence could publish blocks."""
@@ -275,29 +276,14 @@ class PrefixReuse:
             note = ", ".join(f"{tier} {count}" for tier, count in parts.items() if count)
             group.ledger.note("cached", now, num_found, note)
         is_read = self.reads_cache(group)
-        if is_read and num_found < limit and num_found == match.num_tokens:
-            group.ledger.note("missed", now, match.num_tokens + 1, self._why_missed(group, match, now))
+        if self._tree is not None and is_read and num_found < limit and num_found == match.num_tokens:
+            group.ledger.note_miss(now, why_missed(self._tree, group, match, now))
         if group.num_cached is None:
             group.num_cached = min(num_found, group.num_prompt)
             self.num_hits += group.num_cached
             self.num_queries += group.num_prompt if is_read else 0
             if loaded:
                 self.tier_hits += loaded
-
-    def _why_missed(self, group: Group, match: Match, now: float) -> str:
-        """Why the prefix cache has no more of a prompt than a match says."""
-        node, tree = match.node, self._tree
-        if node is None or tree is None:
-            return "nothing is cached"
-        start = match.num_blocks * self._width
-        if node.ghosts is not None and node.end == match.num_blocks:
-            evicted = node.ghosts.get(group.prompt[start : start + self._width])
-            if evicted is not None:
-                seconds = f"{now - evicted.at:.1f} s ago by {tree.policy_name}"
-                return f"{evicted.num_blocks} blocks from here on were evicted {seconds}"
-        if match.closest is None:
-            return "no request has computed more" if match.num_blocks else "nothing is cached"
-        return f"from here on it differs from request {match.closest.owner}"
 
     # ------------------------------------------------------------------------------------------------- publishing
     def publish_plan(self, chunks: Iterable[Chunk]) -> None:

@@ -6,6 +6,7 @@ from quire.engine.decoding.group import Sequence
 from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import Match, PrefixTree
+from quire.engine.kvcache.run_history import Owner
 from quire.engine.kvcache.table import num_same
 from quire.engine.kvcache.tiers.base import Tiers
 from quire.engine.scheduler.live_suffixes import LiveSuffixIndex
@@ -84,7 +85,8 @@ class Publisher:
             return False
         assert table.node is not None
         published = tokens[first * width : (first + fresh) * width]
-        added = table.cache(table.node, published, fresh, sequence.group.request.request_id)
+        request = sequence.group.request
+        added = table.cache(table.node, published, fresh, Owner(request.request_id, request.tenant))
         self._tiers.kept(added, len(added.blocks) - fresh)
         return True
 

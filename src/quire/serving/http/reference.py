@@ -28,8 +28,8 @@ A parameter that is null counts as absent. A parameter that is unknown, or known
 Bodies are JSON (`Content-Type: application/json`); of a name that stands twice in an object, the last counts.
 
 `?explain=1` or the header `X-Quire-Explain: 1` adds `"quire": {"ledger": [...]}` to the answer (in a stream: to a last
-chunk): what happened to the request, in milliseconds since it was received. `X-Request-Id` names a request; every
-answer carries it.
+chunk): what happened to the request, in milliseconds since it was received; see [the ledger](#the-ledger) below.
+`X-Request-Id` names a request; every answer carries it.
 
 Errors look like OpenAI's: `{"error": {"message", "type", "param", "code"}}`. A stream that breaks after its first byte
 ends with `data: {"error": {...}}` and `data: [DONE]`. A stream that waits sends comments (`: queued`, `: working`).
@@ -74,6 +74,31 @@ Admin routes exist only where an admin key is set, and only that key opens them:
 | `GET /admin/requests` | live requests of all edges with their state |
 | `GET /admin/blocks` | server-sent events: the block map, about four times a second |
 """
+_MISS = {
+    "`reason`": '`"differs"`: another request has other tokens from here on. `"evicted"`: the tokens from here on were '
+    'cached, and their blocks were evicted. `"not_cached"`: no more is cached',
+    "`token_index`": "how many tokens were found: the index in `prompt_token_ids` of the first that was not",
+    "`token_id`, `token`": "that token of your prompt; absent where the request was preempted and the token is "
+    "one of its answer",
+    "`request_id`": 'with `"differs"`: the request whose tokens differ, or null if it was sent with another key',
+    "`num_tokens`, `seconds_ago`, `policy`": 'with `"evicted"`: how many of your tokens from here on were evicted, '
+    "when, and by which eviction policy",
+}
+_LEDGER = f"""\
+## The ledger
+
+Each entry has `kind`, `at_ms`, `amount` (a number of tokens, or 0) and `note` (the reason in words, or empty), and
+where several prompts were sent, `prompt`: which of them. [Observability](../guides/observability.md) lists the kinds.
+An entry of kind `missed` says where the prefix cache ended and has a member `miss` that says why:
+
+| Member | Value |
+|-|-|
+{chr(10).join(f"| {name} | {meaning} |" for name, meaning in _MISS.items())}
+
+`request_id` is the id of that request's answer; it ends in `~` and six characters where the client chose the id, and in
+`.N` where it is prompt N of several. The ledger never names a request of another key and says nothing of its evictions,
+even where all keys share the cache (`--shared-prefix-cache`).
+"""
 
 
 def write_reference() -> str:
@@ -81,7 +106,7 @@ def write_reference() -> str:
     limits = Limits()
     parts = [_INTRODUCTION]
     parts += [_endpoint(endpoint, title, limits) for endpoint, title in _TITLES.items()]
-    parts += [_ROUTES, _limits()]
+    parts += [_LEDGER, _ROUTES, _limits()]
     return "\n".join(parts)
 
 

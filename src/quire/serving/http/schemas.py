@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
+
+from quire.config.tiers import EVICTION_NAMES
+from quire.types.ledger import LedgerKind
 
 Schema = dict[str, Any]
 
@@ -75,8 +78,18 @@ _USAGE = record(
     },
     {"completion_tokens_details": record({"reasoning_tokens": WHOLE})},
 )
-_LEDGER = record(
-    {"ledger": many(record({"kind": TEXT, "at_ms": NUMBER, "amount": WHOLE, "note": TEXT}, {"prompt": WHOLE}))}
+_MISSED_TOKEN = {"token_id": WHOLE, "token": TEXT}  # the first that was not found, where it is one of the prompt
+_EVICTED = {"num_tokens": WHOLE, "seconds_ago": NUMBER, "policy": {"enum": list(EVICTION_NAMES)}}
+_MISS = {
+    "anyOf": [
+        record({"reason": {"const": "not_cached"}, "token_index": WHOLE}, _MISSED_TOKEN),
+        record({"reason": {"const": "differs"}, "token_index": WHOLE, "request_id": or_null(TEXT)}, _MISSED_TOKEN),
+        record({"reason": {"const": "evicted"}, "token_index": WHOLE, **_EVICTED}, _MISSED_TOKEN),
+    ]
+}
+_LEDGER_ENTRY = record(
+    {"kind": {"enum": list(get_args(LedgerKind))}, "at_ms": NUMBER, "amount": WHOLE, "note": TEXT},
+    {"miss": ref("PrefixMiss"), "prompt": WHOLE},
 )
 _HEAD = {"id": TEXT, "created": WHOLE, "model": TEXT, "system_fingerprint": TEXT}
 _EXTRAS = {"quire": ref("Explanation"), "warnings": many(TEXT)}
@@ -87,7 +100,9 @@ SCHEMAS: dict[str, Schema] = {
         {"error": record({"message": TEXT, "type": TEXT, "param": or_null(TEXT), "code": or_null(TEXT)})}
     ),
     "Usage": _USAGE,
-    "Explanation": _LEDGER,
+    "Explanation": record({"ledger": many(ref("LedgerEntry"))}),
+    "LedgerEntry": _LEDGER_ENTRY,
+    "PrefixMiss": _MISS,
     "ChatLogprobs": _CHAT_LOGPROBS,
     "CompletionLogprobs": _COMPLETION_LOGPROBS,
     "PromptLogprobs": _PROMPT_LOGPROBS,

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from cached_tables import CachedTables, pack
-from quire.engine.kvcache.prefix_tree import MAX_GHOSTS, NO_MATCH, Eviction, Node
+from quire.engine.kvcache.prefix_tree import NO_MATCH, Node
+from quire.engine.kvcache.run_history import MAX_GHOSTS, Eviction, Owner
 from quire.engine.kvcache.table import BlockTable
 
 
@@ -219,12 +220,13 @@ def test_a_run_that_others_hold_or_that_leads_on_gets_a_child() -> None:
     cache.check()
 
 
-def test_a_run_that_was_evicted_in_part_is_extended_with_other_tokens() -> None:
+def test_a_run_that_was_evicted_in_part_remembers_it_when_other_tokens_follow() -> None:
     cache = CachedTables(16, 2)
     cache.hold([1, 2, 3, 4, 5, 6]).free()
     assert len(cache.evict(2)) == 2
     table = cache.hold([1, 2, 7, 8])
-    assert len(list(cache.tree.nodes())) == 1
+    assert len(list(cache.tree.nodes())) == 2
+    assert remembered(cache, [1, 2, 3, 4]) == Eviction(0.0, 2, Owner(""))
     assert found(cache, [1, 2, 7, 8, 5, 6]) == (table.blocks, 4)
     assert found(cache, [1, 2, 3, 4])[1] == 2
     cache.check()
@@ -309,7 +311,7 @@ def test_what_was_evicted_is_remembered_where_it_was() -> None:
     cache.use(1, 2, 3)
     cache.tree.now = 5.0
     assert [path[::2] for path in cache.evict(1)] == [(1, 2, 3)]
-    assert remembered(cache, [1, 1, 2, 2, 3, 3]) == Eviction(5.0, 1)
+    assert remembered(cache, [1, 1, 2, 2, 3, 3]) == Eviction(5.0, 1, Owner(""))
     assert remembered(cache, [1, 1, 2, 2, 4, 4]) is None
     cache.tree.now = 6.0
     assert [path[::2] for path in cache.evict(2)] == [(1, 2), (1,)]

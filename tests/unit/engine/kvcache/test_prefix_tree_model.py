@@ -12,7 +12,8 @@ import pytest
 from cached_tables import CachedTables, pack, unpack
 from quire.config.tiers import EVICTION_NAMES, EvictionName
 from quire.engine.kvcache.keys import TOKEN_BYTES, chain, root_key
-from quire.engine.kvcache.prefix_tree import MAX_GHOSTS, Node
+from quire.engine.kvcache.prefix_tree import Node
+from quire.engine.kvcache.run_history import MAX_GHOSTS
 from quire.engine.kvcache.table import BlockTable
 from quire.types.errors import OutOfBlocks
 

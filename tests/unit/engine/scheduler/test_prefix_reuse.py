@@ -53,7 +53,7 @@ def test_a_miss_names_the_request_whose_prompt_differs_and_the_first_token_that_
     assert entries(engine, "b", "missed") == [(9, "from here on it differs from request a")]
     assert entries(engine, "c", "missed") == [(7, "from here on it differs from request a")]
     assert entries(engine, "d", "cached") == [(12, "")]
-    assert entries(engine, "d", "missed") == [(13, "no request has computed more")]
+    assert entries(engine, "d", "missed") == [(13, "nothing more is cached")]
 
 
 def test_a_request_that_finds_all_but_its_last_token_misses_nothing() -> None:
@@ -97,7 +97,7 @@ def test_a_miss_names_what_was_evicted_when_and_by_which_policy(eviction: Evicti
     clock.now += 2.5
     ask(engine, "again", [*block(1, 2, 3, 4), 5])
     assert entries(engine, "again", "cached") == [(4, "")]
-    assert entries(engine, "again", "missed") == [(5, f"3 blocks from here on were evicted 2.5 s ago by {eviction}")]
+    assert entries(engine, "again", "missed") == [(5, f"12 tokens from here on were evicted 2.5 s ago by {eviction}")]
 
 
 def test_a_prompt_that_was_never_cached_is_not_said_to_be_evicted() -> None:

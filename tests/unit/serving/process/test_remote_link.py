@@ -20,7 +20,7 @@ from quire.serving.process.remote_link import RemoteLink
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.output import Finished, TokensOut
 from quire.types.prefix import PinnedPrefix
-from quire.types.request import Abort, Submit
+from quire.types.request import Abort, Submit, pack_tokens
 from quire.types.sampling import SamplingParams
 
 
@@ -168,7 +168,7 @@ def test_a_refusal_carries_the_engines_reason(edge: Edge) -> None:
 def test_a_request_that_cannot_travel_is_refused(edge: Edge) -> None:
     edge.start_engine()
     edge.wait(lambda: edge.listener.ups)
-    edge.link.submit(Submit("a", (2**70,), SamplingParams()))
+    edge.link.submit(Submit("a", pack_tokens((1,)), SamplingParams(), priority=2**70))
     edge.wait(lambda: "a" in edge.listener.refusals)
     assert edge.listener.refusals["a"].field == "request"
     assert edge.listener.handles == {}

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from quire.serving.desk.observer import RequestRecord
 from quire.serving.desk.ticket import RenderLogprobs, Ticket
 from quire.serving.http.openai.job import Wishes
+from quire.serving.http.openai.ledger import ledger_entries
 from quire.serving.http.openai.logprobs import (
     TokenNames,
     chat_logprobs,
@@ -62,7 +62,16 @@ class AnswerBuilder:
             body |= self._prompt_extras(wishes, tickets[0])
             if wishes.prompt_text is not None:
                 body["prompt_text"] = wishes.prompt_text
-        return msgspec.json.encode(body | extras(wishes, tickets))
+        return msgspec.json.encode(body | self.extras(wishes, tickets))
+
+    def extras(self, wishes: Wishes, tickets: Sequence[Ticket]) -> dict[str, Any]:
+        """What an answer holds beyond OpenAI's: the ledger where it was asked for, warnings where there are any."""
+        found: dict[str, Any] = {}
+        if wishes.warnings:
+            found["warnings"] = wishes.warnings
+        if wishes.explain:
+            found["quire"] = {"ledger": ledger_entries(tickets, self._names[wishes.tokens_as_ids])}
+        return found
 
     # -------------------------------------------------------------------------------------------------- choices
     def _choice(
@@ -179,33 +188,3 @@ def _num_answer_tokens(wishes: Wishes, tickets: Sequence[Ticket]) -> int:
     if wishes.drops_answer:
         return 0
     return sum(len(end.token_ids) for ticket in tickets for end, _ in ticket.ends())
-
-
-def extras(wishes: Wishes, tickets: Sequence[Ticket]) -> dict[str, Any]:
-    """What an answer holds beyond OpenAI's: the ledger where it was asked for, warnings where there are any."""
-    found: dict[str, Any] = {}
-    if wishes.warnings:
-        found["warnings"] = wishes.warnings
-    if wishes.explain:
-        found["quire"] = {"ledger": _ledger(tickets)}
-    return found
-
-
-def _ledger(tickets: Sequence[Ticket]) -> list[dict[str, Any]]:
-    """What happened to a request, in milliseconds since its head was read. Several prompts are told apart."""
-    entries: list[dict[str, Any]] = []
-    for place, ticket in enumerate(tickets):
-        record = ticket.record
-        which = {"prompt": place} if len(tickets) > 1 else {}
-        entries.append({"kind": "received", "at_ms": 0.0, "amount": 0, "note": _wait_note(record), **which})
-        for entry in ticket.finished.ledger if ticket.finished is not None else ():
-            at = round((entry.at - record.received_at) * 1_000, 3)
-            entries.append({"kind": entry.kind, "at_ms": at, "amount": entry.amount, "note": entry.note, **which})
-    return entries
-
-
-def _wait_note(record: RequestRecord) -> str:
-    if record.submitted_at is None or record.queued_at is None:
-        return ""
-    waited = (record.submitted_at - record.queued_at) * 1_000
-    return f"waited {waited:.1f} ms at the edge for a place in the engine" if waited >= 1 else ""

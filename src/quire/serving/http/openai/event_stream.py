@@ -11,7 +11,7 @@ from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import ClientGone, Exchange
 from quire.serving.http.openai.failures import as_failure
 from quire.serving.http.openai.job import Job
-from quire.serving.http.openai.stream import EventWriter
+from quire.serving.http.openai.stream import EventWriter, Extras
 
 _QUEUED, _WORKING = b": queued\n\n", b": working\n\n"
 
@@ -23,9 +23,11 @@ class EventStream:
     first news or comment, so that an early failure still has a status of its own.
     """
 
-    def __init__(self, exchange: Exchange, job: Job, tickets: Sequence[Ticket], limits: Mapping[str, int]) -> None:
+    def __init__(
+        self, exchange: Exchange, job: Job, tickets: Sequence[Ticket], limits: Mapping[str, int], extras: Extras
+    ) -> None:
         self._exchange, self._job, self._tickets = exchange, job, tickets
-        self._writer = EventWriter(job.wishes, tickets)
+        self._writer = EventWriter(job.wishes, tickets, extras)
         self._mailbox: Mailbox = tickets[0].mailbox
         self._stall, self._gap = limits["stall_seconds"], limits["ping_seconds"]
         self._loop = asyncio.get_running_loop()

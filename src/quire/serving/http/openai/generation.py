@@ -60,7 +60,7 @@ class Generation:
         watch.add_done_callback(lambda _: mailbox.hang_up())
         try:
             if job.wishes.stream:
-                await EventStream(exchange, job, tickets, self._service.limits).run()
+                await EventStream(exchange, job, tickets, self._service.limits, self._builder.extras).run()
             else:
                 await self._answer(exchange, job, tickets, mailbox)
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -12,10 +12,12 @@ import msgspec
 from quire.serving.desk.mailbox import Delta
 from quire.serving.desk.ticket import Ticket
 from quire.serving.http.errors import ApiError
-from quire.serving.http.openai.answer import extras, usage
+from quire.serving.http.openai.answer import usage
 from quire.serving.http.openai.job import Wishes
 from quire.serving.http.openai.logprobs import chat_logprobs, completion_logprobs
 from quire.serving.http.openai.message import DeltaMaker, finish_reason
+
+Extras = Callable[[Wishes, Sequence[Ticket]], dict[str, Any]]
 
 DONE = b"data: [DONE]\n\n"
 _OBJECT = {"chat": "chat.completion.chunk", "completions": "text_completion", "fork": "text_completion"}
@@ -27,10 +29,13 @@ _encode = msgspec.json.encode
 
 
 class EventWriter:
-    """Turns deltas into the bytes of chunks. Deltas of one choice that come together share a chunk."""
+    """Turns deltas into the bytes of chunks. Deltas of one choice that come together share a chunk.
 
-    def __init__(self, wishes: Wishes, tickets: Sequence[Ticket]) -> None:
-        self._wishes, self._tickets = wishes, tickets
+    `extras` makes what the last chunk holds beyond OpenAI's: see AnswerBuilder.
+    """
+
+    def __init__(self, wishes: Wishes, tickets: Sequence[Ticket], extras: Extras) -> None:
+        self._wishes, self._tickets, self._extras = wishes, tickets, extras
         self._is_chat = wishes.endpoint == "chat"
         constant: dict[str, Any] = {
             "id": wishes.answer_id,
@@ -62,7 +67,7 @@ class EventWriter:
 
     def closing(self) -> bytes:
         """The usage and the ledger where they were asked for, and the end."""
-        last = extras(self._wishes, self._tickets)
+        last = self._extras(self._wishes, self._tickets)
         last.pop("warnings", None)
         if self._wishes.include_usage:
             last["usage"] = self._usage()

@@ -1,11 +1,25 @@
 // The requests this page has made, newest first: what the plots and the list of recent requests read.
 
 /**
+ * Why the prefix cache ended at a token. `request_id` comes with "differs", null for a request of another key; the
+ * last three come with "evicted".
+ * @typedef {object} PrefixMiss
+ * @property {"differs" | "evicted" | "not_cached"} reason
+ * @property {number} token_index
+ * @property {string} [token]
+ * @property {string | null} [request_id]
+ * @property {number} [num_tokens]
+ * @property {number} [seconds_ago]
+ * @property {string} [policy]
+ */
+
+/**
  * @typedef {object} LedgerEntry
  * @property {string} kind
  * @property {number} at_ms since the server received the request
  * @property {number} amount
  * @property {string} note
+ * @property {PrefixMiss} [miss] of an entry of kind "missed"
  * @property {number} [prompt] its place, where a list of prompts was sent
  */
 

@@ -1,6 +1,6 @@
 // The ledger of a request: where its time went, as a bar of phases and as sentences.
 
-import { duration, el, plural } from "./dom.js";
+import { duration, el, plural, shortName } from "./dom.js";
 
 /** @typedef {import("./journal.js").LedgerEntry} LedgerEntry */
 
@@ -10,6 +10,7 @@ const PHASE_AFTER = {
   queued: "waiting",
   admitted: "prompt",
   cached: "prompt",
+  missed: "prompt",
   chunk: "prompt",
   first_token: "writing",
   preempted: "preempted",
@@ -36,6 +37,8 @@ function sentence(entry) {
       return "It was given rows and blocks.";
     case "cached":
       return `${plural(entry.amount, "token")} ${entry.amount === 1 ? "was" : "were"} found in the prefix cache.`;
+    case "missed":
+      return `The prefix cache ended before token ${entry.amount}${tokenOf(entry)}.`;
     case "chunk":
       return `${plural(entry.amount, "prompt token")} ${entry.amount === 1 ? "was" : "were"} planned.`;
     case "first_token":
@@ -120,8 +123,28 @@ function lines(entries) {
   return el("ol", { class: "ledger-lines" }, ...rows);
 }
 
+/** The first token that was not found, as it reads. @param {LedgerEntry} entry */
+function tokenOf({ miss }) {
+  return miss?.token === undefined ? "" : `, ${JSON.stringify(miss.token)}`;
+}
+
+/** Why the prefix cache has no more of a prompt. @param {import("./journal.js").PrefixMiss} miss */
+function whyMissed(miss) {
+  switch (miss.reason) {
+    case "differs":
+      return ` From there on the prompt differs from ${miss.request_id ? `request ${shortName(miss.request_id)}` : "another request"}.`;
+    case "evicted": {
+      const them = `${plural(miss.num_tokens, "token")} from there on ${miss.num_tokens === 1 ? "was" : "were"} evicted`;
+      return ` ${them} ${duration(miss.seconds_ago * 1000)} earlier, by the ${miss.policy} policy.`;
+    }
+    default:
+      return miss.token_index ? " Nothing more of the prompt is cached." : " Nothing of the prompt is cached.";
+  }
+}
+
 /** The note as a sentence of its own. @param {LedgerEntry} entry */
 function why(entry) {
+  if (entry.miss) return whyMissed(entry.miss);
   if (!entry.note) return "";
   const note = (entry.kind === "finished" && ENDS[entry.note]) || entry.note;
   return ` ${note.charAt(0).toUpperCase()}${note.slice(1).replace(/\.$/, "")}.`;
