@@ -11,7 +11,7 @@ from quire.engine.decoding.group import Group, Sequence
 from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import NO_MATCH, Match, PrefixTree
-from quire.engine.kvcache.tiers.base import NoTiers, TierHit, Tiers, Wanted
+from quire.engine.kvcache.tiers.base import NoTiers, TierHit, TierQuery, Tiers
 from quire.engine.scheduler.accounts import num_computed
 from quire.engine.scheduler.live_suffixes import LiveSuffixIndex
 from quire.engine.scheduler.plan_builder import PlanBuilder
@@ -142,8 +142,8 @@ class PrefixReuse:
         self._unpublished.place(sequence)
         return is_published
 
-    def _wanted(self, sequence: Sequence, limit: int) -> Wanted:
-        return Wanted(self._tier_salt(sequence.group), sequence.tokens(), limit, sequence.swapped)
+    def _query(self, sequence: Sequence, limit: int) -> TierQuery:
+        return TierQuery(self._tier_salt(sequence.group), sequence.tokens(), limit, sequence.swapped)
 
     def _tier_salt(self, group: Group) -> str:
         """The salt of what a group has in the tiers: its own alone, where it shares nothing."""
@@ -156,7 +156,7 @@ class PrefixReuse:
         if tree is None or not self.reads_cache(group):
             return []
         limit = self._leader_limit(group)
-        return self._tiers.find_files(self._look(tree, group), self._wanted(group.leader, limit))
+        return self._tiers.find_files(self._look(tree, group), self._query(group.leader, limit))
 
     # -------------------------------------------------------------------------------------------------- attaching
     def attach(self, builder: PlanBuilder, group: Group, tick: int, now: float) -> bool:
@@ -224,7 +224,7 @@ class PrefixReuse:
             limit = limits[sequence] if self.reads_cache(sequence.group) else min(limits[sequence], sequence.swapped)
             hit = TierHit(match.num_tokens)
             if limit > match.num_tokens:
-                hit = self._tiers.find(match, self._wanted(sequence, limit))
+                hit = self._tiers.find(match, self._query(sequence, limit))
             found[sequence] = match, hit
         return found
 
@@ -279,13 +279,13 @@ class PrefixReuse:
         blocks: list[int] = []
         loaded: Counter[str] = Counter()
         for slot in hit.slots:
-            assert slot.name is not None
+            assert slot.key is not None
             length = min(self._block_size, hit.num_tokens - sequence.num_computed)
-            if (block := builder.loading(slot.name)) is not None:
+            if (block := builder.loading(slot.key)) is not None:
                 self._pool.share([block])
             elif (block := self._fresh_block(builder)) is not None:
-                builder.load(slot.name, SlotMove(block, slot.number))
-                loaded[slot.read()] += length
+                builder.load(slot.key, SlotMove(block, slot.number))
+                loaded[slot.take_source()] += length
             else:
                 break
             blocks.append(block)
@@ -363,7 +363,7 @@ class PrefixReuse:
                 for sequence in group.live:
                     if sequence.swapped:
                         sequence.swapped = 0
-                        self._tiers.unpark(sequence)
+                        self._tiers.release_swapped(sequence)
         self._loading.clear()
         self._plan += 1
 

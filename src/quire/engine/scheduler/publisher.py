@@ -85,7 +85,7 @@ class Publisher:
         assert table.node is not None
         published = tokens[first * width : (first + fresh) * width]
         added = table.cache(table.node, published, fresh, sequence.group.request.request_id)
-        self._tiers.kept(added, len(added.blocks) - fresh)
+        self._tiers.on_publish(added, len(added.blocks) - fresh)
         return True
 
     def _num_own(self, sequence: Sequence, first: int, last: int, *, leaving: bool) -> int:
