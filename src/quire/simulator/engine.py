@@ -13,7 +13,7 @@ from quire.engine.executor import Executor
 from quire.engine.in_flight import InFlightStep
 from quire.engine.observer import EngineObserver
 from quire.engine.recording.plans import plan_record
-from quire.engine.recording.rows import find_searches, find_seats
+from quire.engine.recording.rows import find_beams, find_owners
 from quire.engine.recording.tokens import WIDE_VOCABULARY
 from quire.engine.speculation.registry import make_proposers
 from quire.simulator.executor import Prompter
@@ -30,8 +30,8 @@ class _Cue(EngineObserver):
 
     def planned(self, step: InFlightStep) -> None:
         assert self.core is not None
-        seats = find_seats(step.plan, self.core.rows)
-        self._prompter.expect(seats, find_searches(step, self.core.running) if step.paced else ())
+        seats = find_owners(step.plan, self.core.rows)
+        self._prompter.expect(seats, find_beams(step, self.core.running) if step.paced else ())
 
 
 def make_replayed_core(

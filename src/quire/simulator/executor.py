@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quire.engine.recording.rows import RowMirror, Samples, Search, Seat
+from quire.engine.recording.rows import BeamRows, RowOwner, RowTracker, SampledTokens
 from quire.simulator.answers import Answers
 from quire.simulator.clock import VirtualClock
 from quire.simulator.cost import Cost
@@ -101,15 +101,15 @@ class Prompter:
 
     def __init__(self, answers: Answers, num_rows: int) -> None:
         self._answers = answers
-        self.rows = RowMirror(num_rows)
-        self._seats: tuple[Seat, ...] = ()
-        self._searches: tuple[Search, ...] = ()
+        self.rows = RowTracker(num_rows)
+        self._seats: tuple[RowOwner, ...] = ()
+        self._searches: tuple[BeamRows, ...] = ()
 
-    def expect(self, seats: tuple[Seat, ...], searches: tuple[Search, ...]) -> None:
+    def expect(self, seats: tuple[RowOwner, ...], searches: tuple[BeamRows, ...]) -> None:
         self._seats, self._searches = seats, searches
 
     def __call__(self, plan: StepPlan) -> StepResult:
-        samples = self.rows.follow(plan, self._seats)
+        samples = self.rows.apply(plan, self._seats)
         named = list(zip(samples.ordinals.tolist(), samples.indices.tolist(), samples.places.tolist(), strict=True))
         answers = self._answers
         tokens = np.array([answers.token(*sample) for sample in named], dtype=np.int32)
@@ -122,7 +122,7 @@ class Prompter:
         failures = self._fail(plan, samples, named) if answers.failures else ()
         return StepResult(plan.step, tokens, logprobs, (), failures, candidates, self._draft(plan, samples))
 
-    def _search(self, samples: Samples, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Candidates:
+    def _search(self, samples: SampledTokens, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Candidates:
         """The candidates of every beam; `tokens` are set to what the beams' rows would have chosen."""
         width = max(search.num_candidates for search in self._searches)
         places: list[int] = []
@@ -136,7 +136,9 @@ class Prompter:
         ids, scores = (np.concatenate(parts) for parts in zip(*steps, strict=True))
         return Candidates(np.array(places, dtype=np.int32), ids, scores)
 
-    def _fail(self, plan: StepPlan, samples: Samples, named: list[tuple[int, int, int]]) -> tuple[RowFailure, ...]:
+    def _fail(
+        self, plan: StepPlan, samples: SampledTokens, named: list[tuple[int, int, int]]
+    ) -> tuple[RowFailure, ...]:
         found = {}
         for row, (ordinal, index, place) in zip(samples.rows.tolist(), named, strict=True):
             failure = self._answers.failures.get((ordinal, index))
@@ -150,7 +152,7 @@ class Prompter:
                 found[chunk.row] = failure.reason
         return tuple(RowFailure(row, reason) for row, reason in found.items())
 
-    def _draft(self, plan: StepPlan, samples: Samples) -> tuple[RowDraft, ...]:
+    def _draft(self, plan: StepPlan, samples: SampledTokens) -> tuple[RowDraft, ...]:
         drafts = []
         for order in plan.drafts:
             place = int(samples.places[samples.rows == order.row].min())

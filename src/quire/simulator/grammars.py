@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.engine.decoding.grammar import Compilation, GrammarError, Matcher
-from quire.engine.recording.scribe import path_digest
+from quire.engine.recording.encoder import path_digest
 from quire.simulator.answers import Script
 from quire.types.sampling import TokenRules
 from quire.types.step import Bits

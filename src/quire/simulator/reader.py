@@ -15,8 +15,8 @@ import numpy as np
 
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.speculation import SpeculationConfig
-from quire.engine.recording.scribe import path_digest
-from quire.engine.recording.tape import FORMAT
+from quire.engine.recording.encoder import path_digest
+from quire.engine.recording.writer import FORMAT
 from quire.simulator.answers import BeamStep, Failure
 from quire.simulator.recording import (
     Aborted,

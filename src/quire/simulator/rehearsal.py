@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.engine.core import EngineCore
-from quire.engine.recording.open import OpenRequests
+from quire.engine.recording.events import UnfinishedRequests
 from quire.simulator.clock import RecordedClock
 from quire.simulator.engine import Watch, make_replayed_core, sizes
 from quire.simulator.executor import AnsweringExecutor, Prompter
@@ -71,7 +71,7 @@ class _Stage:
     recording: Recording
     calls: int = 0
     ready: set[int] = field(default_factory=set)  # whose grammars are compiled
-    live: OpenRequests[Submitted] = field(default_factory=OpenRequests)
+    live: UnfinishedRequests[Submitted] = field(default_factory=UnfinishedRequests)
     ids: dict[int, str] = field(default_factory=dict)
     clock: RecordedClock = field(default_factory=RecordedClock)
     run: Run = field(init=False)
@@ -101,7 +101,7 @@ class _Stage:
             difference = self._take(event)
             if difference is not None:
                 break
-        self.run.outcomes += [self._unfinished(submitted) for submitted in self.live.all()]
+        self.run.outcomes += [self._unfinished(submitted) for submitted in self.live.values()]
         self.run.outcomes.sort(key=lambda outcome: outcome.ordinal)
         return Rehearsal(self.run, difference)
 
@@ -142,7 +142,7 @@ class _Stage:
         self.run.steps.append(StepRun(event.at, event.clock[-1] if event.clock else event.at, *sizes(plans), *counts))
         found = self._compare_plans(event, plans)
         for message in out.finished:
-            submitted = self.live.take(message.request_id)
+            submitted = self.live.finish(message.request_id)
             self.run.outcomes.append(Outcome.of(submitted.ordinal, submitted.request, submitted.at, message))
             found = found or self._compare_end(event, submitted.ordinal, message)
         if found is None and self.core.dead is not None:

@@ -14,7 +14,7 @@ from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import RESERVING
 from quire.config.tiers import TierConfig, check_tiers
 from quire.engine.core import EngineCore
-from quire.engine.recording.open import OpenRequests
+from quire.engine.recording.events import UnfinishedRequests
 from quire.simulator.clock import VirtualClock
 from quire.simulator.cost import Fit, fit_cost
 from quire.simulator.engine import Watch, make_replayed_core, sizes
@@ -82,7 +82,7 @@ class _Play:
     scenario: Scenario
     run: Run
     clock: VirtualClock = field(default_factory=VirtualClock)
-    live: OpenRequests[Submitted] = field(default_factory=OpenRequests)
+    live: UnfinishedRequests[Submitted] = field(default_factory=UnfinishedRequests)
     ids: dict[int, str] = field(default_factory=dict)
     ready_at: dict[int, float] = field(default_factory=dict)  # when grammars are compiled
     stops: dict[int, _Stop] = field(default_factory=dict)  # by sample handle
@@ -152,7 +152,7 @@ class _Play:
         try:
             handle = self._let_in(request)
         except InvalidRequest as error:
-            self.live.drop(request.request_id)
+            self.live.refuse(request.request_id)
             del self.ids[event.ordinal]
             self.run.outcomes.append(Outcome(event.ordinal, request, event.at, refused=str(error)))
             return
@@ -186,7 +186,7 @@ class _Play:
             self.clock.move_to(moment)  # all that can be done is to wait for the link
         self.run.steps.append(StepRun(start, self.clock.now, *sizes(plans), *self.core.counts))
         for message in out.finished:
-            event = self.live.take(message.request_id)
+            event = self.live.finish(message.request_id)
             self.run.outcomes.append(Outcome.of(event.ordinal, event.request, event.at, message))
         if self.stops:
             self._stop(out)

@@ -197,8 +197,8 @@ def test_requests_that_live_when_a_recording_ends_are_told_of(tmp_path: Path) ->
     load.submit("one", [5, 6, 7], max_tokens=30)
     for _ in range(4):
         load.step()
-    load.tape.close()
-    recording = read_recording(load.tape.path)
+    load.writer.close()
+    recording = read_recording(load.writer.path)
     (alive,) = rehearse(recording).run.outcomes
     assert not alive.is_over
     assert spans(alive, [])[-1].why == "the recording ends"
