@@ -19,7 +19,7 @@ from quire.engine.recording import writer as writer_module
 from quire.engine.recording.tokens import ExactTokens, HashedTokens
 from quire.engine.recording.writer import RecordingWriter
 from quire.simulator.reader import read_recording as read_file
-from quire.simulator.rehearsal import rehearse
+from quire.simulator.replay import replay
 from quire.types.errors import ConfigError, InvalidRequest
 from quire.types.request import Abort, Branch
 from quire.types.sampling import TokenRules
@@ -140,8 +140,8 @@ def test_a_request_that_is_refused_late_leaves_no_reading_of_the_clock(tmp_path:
     with pytest.raises(InvalidRequest):
         load.submit("branch", [5, 6, 8], source=Branch("one", 0, 3))
     load.run()
-    rehearsal = rehearse(read_file(load.close()))
-    assert rehearsal.difference is None, str(rehearsal.difference)
+    result = replay(read_file(load.close()))
+    assert result.difference is None, str(result.difference)
 
 
 def test_an_engine_that_dies_is_recorded_to_its_end(tmp_path: Path) -> None:
