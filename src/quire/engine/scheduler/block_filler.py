@@ -51,13 +51,13 @@ class BlockFiller:
         blocks: list[int] = []
         loaded: Counter[str] = Counter()
         for slot in hit.slots:
-            assert slot.name is not None
+            assert slot.key is not None
             length = min(self._block_size, hit.num_tokens - sequence.num_computed)
-            if (block := builder.loading(slot.name)) is not None:
+            if (block := builder.loading(slot.key)) is not None:
                 self._pool.share([block])
             elif (block := self._fresh_block(builder)) is not None:
-                builder.load(slot.name, SlotMove(block, slot.number))
-                loaded[slot.read()] += length
+                builder.load(slot.key, SlotMove(block, slot.number))
+                loaded[slot.take_source()] += length
             else:
                 break
             blocks.append(block)

@@ -11,7 +11,7 @@ from quire.engine.decoding.group import Group, Sequence
 from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import NO_MATCH, Match, PrefixTree
-from quire.engine.kvcache.tiers.base import NoTiers, TierHit, Tiers, Wanted
+from quire.engine.kvcache.tiers.base import NoTiers, TierHit, TierQuery, Tiers
 from quire.engine.scheduler.accounts import num_computed
 from quire.engine.scheduler.block_filler import BlockFiller
 from quire.engine.scheduler.live_suffixes import LiveSuffixIndex
@@ -144,8 +144,8 @@ class PrefixReuse:
         self._unpublished.place(sequence)
         return is_published
 
-    def _wanted(self, sequence: Sequence, limit: int) -> Wanted:
-        return Wanted(self._tier_salt(sequence.group), sequence.tokens(), limit, sequence.swapped)
+    def _query(self, sequence: Sequence, limit: int) -> TierQuery:
+        return TierQuery(self._tier_salt(sequence.group), sequence.tokens(), limit, sequence.swapped)
 
     def _tier_salt(self, group: Group) -> str:
         """The salt of what a group has in the tiers: its own alone, where it shares nothing."""
@@ -158,7 +158,7 @@ class PrefixReuse:
         if tree is None or not self.reads_cache(group):
             return []
         limit = self._leader_limit(group)
-        return self._tiers.find_files(self._look(tree, group), self._wanted(group.leader, limit))
+        return self._tiers.find_files(self._look(tree, group), self._query(group.leader, limit))
 
     # -------------------------------------------------------------------------------------------------- attaching
     def attach(self, builder: PlanBuilder, group: Group, tick: int, now: float) -> bool:
@@ -228,7 +228,7 @@ class PrefixReuse:
             limit = limits[sequence] if self.reads_cache(sequence.group) else min(limits[sequence], sequence.swapped)
             hit = TierHit(match.num_tokens)
             if limit > match.num_tokens:
-                hit = self._tiers.find(match, self._wanted(sequence, limit))
+                hit = self._tiers.find(match, self._query(sequence, limit))
             found[sequence] = match, hit
         return found
 
@@ -297,7 +297,7 @@ class PrefixReuse:
                 for sequence in group.live:
                     if sequence.swapped:
                         sequence.swapped = 0
-                        self._tiers.unpark(sequence)
+                        self._tiers.release_swapped(sequence)
         self._loading.clear()
         self._plan += 1
 

@@ -87,7 +87,7 @@ class Publisher:
         published = tokens[first * width : (first + fresh) * width]
         request = sequence.group.request
         added = table.cache(table.node, published, fresh, Owner(request.request_id, request.tenant))
-        self._tiers.kept(added, len(added.blocks) - fresh)
+        self._tiers.on_publish(added, len(added.blocks) - fresh)
         return True
 
     def _num_own(self, sequence: Sequence, first: int, last: int, *, leaving: bool) -> int:

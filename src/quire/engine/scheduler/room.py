@@ -9,7 +9,7 @@ from quire.engine.admission import most_blocks
 from quire.engine.decoding.group import Group
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import PrefixTree
-from quire.engine.kvcache.reserve import ReservedTable, RunKeeper, RunPool
+from quire.engine.kvcache.reserve import ReservedTable, RunAllocator, RunPool
 from quire.engine.kvcache.table import BlockTable
 from quire.engine.scheduler.policies.base import Policy
 from quire.engine.scheduler.prefix_reuse import PrefixReuse
@@ -145,16 +145,16 @@ def _expected_tokens(group: Group) -> int:
 class ReservedRoom:
     """A run of blocks for a sequence's whole life, as long as the policy says."""
 
-    def __init__(self, pool: RunPool, block_size: int, policy: Policy, *, to_the_end: bool) -> None:
+    def __init__(self, pool: RunPool, block_size: int, policy: Policy, *, frees_together: bool) -> None:
         self._pool, self._block_size, self._policy = pool, block_size, policy
-        self._keeper = RunKeeper(pool, to_the_end=to_the_end)
+        self._allocator = RunAllocator(pool, frees_together=frees_together)
 
     @property
     def kept(self) -> Sequence[int]:
-        return self._keeper.kept
+        return self._allocator.released
 
     def new_table(self) -> BlockTable:
-        return ReservedTable(self._keeper, self._block_size)
+        return ReservedTable(self._allocator, self._block_size)
 
     def has_room(self, group: Group, running: GroupQueue) -> bool:  # noqa: ARG002 - Room's signature
         return -(-self._policy.reserved(group) // self._block_size) <= self._pool.longest_run

@@ -228,13 +228,13 @@ def test_tiers_are_told_once_of_each_block_that_becomes_cached_in_the_order_of_a
 ) -> None:
     engine = Harness(tiers=TierConfig(32, write="through"), max_num_batched_tokens=8)
     tiers, told = engine.core._scheduler.tiers, list[tuple[int, int]]()
-    kept = tiers.kept
+    publish = tiers.on_publish
 
     def note(node: Node, first: int) -> None:
         told.append((node.start + first, node.end))
-        kept(node, first)
+        publish(node, first)
 
-    monkeypatch.setattr(tiers, "kept", note)
+    monkeypatch.setattr(tiers, "on_publish", note)
     ask(engine, "a", [*block(1, 2, 3), 7])
     ask(engine, "b", [*block(1, 2, 3, 4), 7])
     ask(engine, "c", [*block(1, 9), 7])
