@@ -36,8 +36,8 @@ def chain_keys(parent: bytes, blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 def common_bytes(one: bytes, other: bytes, place: int, length: int) -> int:
     """Return how many bytes `one[:length]` and `other[place : place + length]` have in common at their start."""
-    if one[:length] == other[place : place + length]:
-        return length
+    if other.startswith(one[:length], place):  # compares without a copy where that is all of `one`
+        return min(length, len(one))
     low, high = 0, length  # the first `low` bytes are equal, the first `high` bytes are not
     while high - low > 1:
         middle = (low + high) // 2

@@ -67,8 +67,8 @@ class PrefixReuse:
         self.tier_hits: Counter[str] = Counter()  # those that were found in a tier
 
     def reads_cache(self, group: Group) -> bool:
-        """Where prompt logprobs are asked for, every position must be computed."""
-        return self._tree is not None and group.request.sampling.prompt_logprobs is None
+        """Whether a group may begin with cached blocks."""
+        return self._tree is not None and group.reads_cache
 
     # ------------------------------------------------------------------------------------------------- looking up
     def lookup(self, group: Group) -> Match:
@@ -76,10 +76,9 @@ class PrefixReuse:
 
         Costs nothing while the tree has not changed where the last lookup ended.
         """
-        tree = self._tree
-        if tree is None or not self.reads_cache(group):
+        tree, hit = self._tree, group.hit
+        if tree is None or not group.reads_cache:
             return NO_MATCH
-        hit = group.hit
         return hit.match if hit is not None and self._is_valid(tree, group, hit) else self._look(tree, group)
 
     def _is_valid(self, tree: PrefixTree, group: Group, hit: Hit) -> bool:
@@ -93,20 +92,37 @@ class PrefixReuse:
         return closest is None or (not closest.is_detached and closest.end > match.num_blocks)
 
     def _look(self, tree: PrefixTree, group: Group) -> Match:
-        match = self._match(tree, group.leader, self._leader_limit(group))
+        match = self._match(tree, group.live[0], self._leader_limit(group))
         group.hit = Hit(match, 0 if match.node is None else match.node.changes, self._plan)
         return match
+
+    def num_cached(self, group: Group) -> int:
+        """How many of the tokens that a waiting group computes first are cached. It may miss what has been cached since
+        the last lookup of less than a block, so that a queue can be ranked by it at little cost."""
+        match = NO_MATCH if group.hit is None else group.hit.match
+        node, count = match.node, match.num_blocks
+        if node is None or node.is_detached or node.end != count:
+            return self.lookup(group).num_tokens
+        following = group.leader.tokens()[count * self._width : (count + 1) * self._width]
+        if node.child(following) is not None or self._unpublished.has(node, following):
+            return self.lookup(group).num_tokens
+        return match.num_tokens
 
     def wait_reason(self, group: Group, now: float) -> str:
         """Why a group had better not be admitted now; "": it is ready. It is in `ready` when that is over."""
         tree = self._tree
-        if tree is None or not self.reads_cache(group):
+        if tree is None or not group.reads_cache:
             return ""
         if self.prefetch is not None and self.prefetch.is_awaited(group, now):
             return "its blocks are read from disk"
-        match, limit, tokens = self.lookup(group), self._leader_limit(group), group.leader.tokens()
+        match = self.lookup(group)
+        if not self._unpublished:
+            return ""
+        limit, tokens = self._leader_limit(group), group.leader.tokens()
         other = self._unpublished.find(match, tokens, limit)
-        if other is not None and self._has_more(other):
+        if other is None:
+            return ""
+        if self._has_more(other):
             match = self._look(tree, group)
             other = self._unpublished.find(match, tokens, limit)
         if other is None or other.group is group:
@@ -119,7 +135,7 @@ class PrefixReuse:
         return sequence.num_readable // self._block_size > sequence.table.num_cached
 
     def _leader_limit(self, group: Group) -> int:
-        return (group.leader.num_tokens if len(group.live) == 1 else group.num_prompt) - 1
+        return group.num_prompt - 1 + (len(group.live[0].outputs) if len(group.live) == 1 else 0)
 
     def _limits(self, group: Group) -> dict[Sequence, int]:
         """Which sequences are looked up when the group is admitted, and how many tokens of each: all its samples where
@@ -137,6 +153,8 @@ class PrefixReuse:
 
     def _publish_at(self, match: Match, tokens: bytes, limit: int) -> bool:
         """Publish the blocks of every running sequence that could extend a match; returns whether there were any."""
+        if match.node is None or match.node.end != match.num_blocks:
+            return False
         sequence = self._unpublished.find(match, tokens, limit)
         if sequence is None or not self._has_more(sequence):
             return self._publisher.publish_live(match, tokens)
@@ -200,7 +218,7 @@ class PrefixReuse:
         """`attach` for the usual group: one sequence that finds nothing but what the device has."""
         sequence, tree, limit = group.live[0], self._tree, self._leader_limit(group)
         match = NO_MATCH
-        if tree is not None and self.reads_cache(group):
+        if tree is not None and group.reads_cache:
             match = self.lookup(group)
             if group.hit is None or group.hit.plan != self._plan:
                 match = self._look(tree, group)
@@ -272,14 +290,12 @@ class PrefixReuse:
     def _note(self, group: Group, match: Match, limit: int, num_found: int, loaded: Counter[str], now: float) -> None:
         """Write into the ledger what was found, and why no more."""
         if num_found:
-            parts = {"device": max(num_found - loaded.total(), 0), **loaded} if loaded else {}
-            note = ", ".join(f"{tier} {count}" for tier, count in parts.items() if count)
-            group.ledger.note("cached", now, num_found, note)
+            group.ledger.note("cached", now, num_found, _sources(num_found, loaded) if loaded else "")
         is_read = self.reads_cache(group)
         if self._tree is not None and is_read and num_found < limit and num_found == match.num_tokens:
             group.ledger.note_miss(now, why_missed(self._tree, group, match, now))
         if group.num_cached is None:
-            group.num_cached = min(num_found, group.num_prompt)
+            group.num_cached = num_found if num_found < group.num_prompt else group.num_prompt
             self.num_hits += group.num_cached
             self.num_queries += group.num_prompt if is_read else 0
             if loaded:
@@ -312,8 +328,10 @@ class PrefixReuse:
         if chunk.sample_rows and group.search is None:
             for row in chunk.sample_rows:
                 self._publisher.live.place(self._rows.sequence_at(row))
-        is_whole = bool(chunk.sample_rows) or group.is_forked
-        self.ready += self._unpublished.wake(sequence, None if is_whole else sequence.num_readable // self._block_size)
+        if self._unpublished.is_awaited(sequence):
+            is_whole = bool(chunk.sample_rows) or group.is_forked
+            num_blocks = None if is_whole else sequence.num_readable // self._block_size
+            self.ready += self._unpublished.wake(sequence, num_blocks)
 
     def publish(self, sequence: Sequence, *, leaving: bool = False) -> None:
         """Let others find the full blocks whose tokens are known and computed by the steps planned so far.
@@ -366,3 +384,9 @@ class PrefixReuse:
         self._unpublished.check()
         if self._tree is not None:
             self._tree.check()
+
+
+def _sources(num_found: int, loaded: Counter[str]) -> str:
+    """How many of the tokens that were found came from where."""
+    parts = {"device": max(num_found - loaded.total(), 0), **loaded}
+    return ", ".join(f"{tier} {count}" for tier, count in parts.items() if count)

@@ -49,6 +49,7 @@ class OnDemandRoom:
         self, pool: BlockPool, tree: PrefixTree | None, block_size: int, reuse: PrefixReuse, rows: RowTable
     ) -> None:
         self._pool, self._tree, self._block_size, self._reuse, self._rows = pool, tree, block_size, reuse, rows
+        self._ahead = min(AHEAD, block_size)
         self._owed: dict[Group, int] = {}  # blocks that running groups must still take for tokens that are known
         self._num_owed = 0  # all of these
         self._no_preempt: list[Group] = []  # groups that were admitted for the last time
@@ -63,7 +64,9 @@ class OnDemandRoom:
         if not len(running):
             return True
         size, shareable = self._block_size, group.num_prompt // self._block_size
-        own = sum(-(-sequence.num_tokens // size) - shareable for sequence in group.live)
+        own = 0
+        for sequence in group.live:
+            own += -(-(group.num_prompt + len(sequence.outputs)) // size) - shareable
         left = self._pool.num_free - self._num_owed - own  # if it shared its whole prompt
         missing = shareable + self._headroom(group, running, left) - left
         if 0 < missing <= shareable:  # blocks it would share with those who run cost nothing
@@ -83,7 +86,7 @@ class OnDemandRoom:
         is expected to grow by, and at last for all that it and everybody beside it can: then nobody is preempted while
         it runs. What is above `most` may be counted in part."""
         size = self._block_size
-        least = -(-self._rows.num_taken * min(AHEAD, size) // size) + group.num_beams_to_come
+        least = -(-self._rows.num_taken * self._ahead // size) + group.num_beams_to_come
         if self._no_preempt:
             self._no_preempt = [each for each in self._no_preempt if each.is_running]
         if self._no_preempt or group.num_preemptions >= PATIENCE:

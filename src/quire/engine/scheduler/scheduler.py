@@ -114,7 +114,7 @@ class Scheduler:
 
     def num_cached(self, group: Group) -> int:
         """How many of the tokens that a waiting group owes are in the prefix cache."""
-        return self.reuse.lookup(group).num_tokens
+        return self.reuse.num_cached(group)
 
     # ------------------------------------------------------------------------------------------------- planning
     def plan(self, now: float = 0.0) -> StepPlan | None:
