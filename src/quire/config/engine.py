@@ -85,7 +85,7 @@ class SchedulerConfig:
 
     @property
     def num_samples(self) -> int:
-        """The number of positions that are sampled from at once. A step with more of them samples in several rounds."""
+        """The number of positions that a step samples at once. With more positions it samples in several rounds."""
         return max(self.num_rows, MIN_SAMPLES)
 
 

@@ -49,7 +49,7 @@ class PolicySettings:
     ttft_per_token: float = 0.001  # deadline: more time to first token for each prompt token
     tpot: float = 0.05  # deadline: time between two output tokens
     waiting_served_ratio: float = 0.3  # waiting_served_ratio: decodes pause if waiting / running requests exceed it
-    max_waiting_tokens: int = 20  # waiting_served_ratio: decodes pause after so many steps at any ratio
+    max_waiting_tokens: int = 20  # waiting_served_ratio: steps after which decodes pause at any ratio
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -49,8 +49,8 @@ def check_recording(recording: RecordingConfig | None, *, speculates: bool, has_
     if recording is None or recording.tokens == "exact":
         return
     if speculates:
-        reason = "'hashed' gives a token that comes again another name, and speculation looks for such tokens"
+        reason = "'hashed' hides which tokens are repeated, and speculation looks for repeated tokens"
         raise ConfigError("record_tokens", reason, 'use "exact", or leave speculative_config out')
     if has_files:
-        reason = "'hashed' gives tokens other names, and the disk tier names its files by tokens"
+        reason = "'hashed' replaces the tokens, and the disk tier names its files by tokens"
         raise ConfigError("record_tokens", reason, 'use "exact", or leave disk_cache_path out')
