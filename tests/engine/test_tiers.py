@@ -331,7 +331,7 @@ def _length_in_tiers(engine: Harness, tokens: list[int]) -> int:
     return length
 
 
-def test_a_plan_that_moves_nothing_carries_no_orders_of_its_own() -> None:
+def test_a_plan_that_moves_nothing_carries_no_transfers_of_its_own() -> None:
     engine = Harness(num_blocks=40, tiers=HOST)
     ask(engine, "first", STORY)
     assert all(plan.transfers is NO_TRANSFERS for plan in engine.executor.plans)

@@ -19,7 +19,7 @@ from quire.types.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0  # the engine is asked for its stats at most once in so many seconds
+POLL_SECONDS = 1.0  # between two requests for the engine's stats, at least
 SHARE_SECONDS = 1.0  # other edges see this one's counts with at most this delay
 _WORST_FIRST = ("error", "abort", "repetition", "length", "stop")
 

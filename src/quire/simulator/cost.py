@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from quire.types.step import StepPlan
 
-_OUTLIER = 6.0  # a step whose error is above so many median errors is left out of the fit
+_OUTLIER = 6.0  # the fit leaves out steps with more than this multiple of the median error
 
 
 class StepSize(NamedTuple):

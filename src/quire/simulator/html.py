@@ -101,19 +101,19 @@ def _ticks(axis: _Axis, bottom: int) -> list[str]:
 def _rect(span: Span, axis: _Axis, top: int, request_id: str) -> str:
     x, width = axis.x(span.start), max((span.end - span.start) * axis.scale, 0.5)
     times = f"{span.start - axis.begin:.3f} to {span.end - axis.begin:.3f} s"
-    said = escape(f"{request_id}: {span.state}, {times}" + (f"\n{span.why}" if span.why else ""))
+    tooltip = escape(f"{request_id}: {span.state}, {times}" + (f"\n{span.why}" if span.why else ""))
     size = f'x="{x:.1f}" y="{top}" width="{width:.1f}" height="{LANE}"'
-    return f'<rect {size} fill="{COLOURS[span.state]}"><title>{said}</title></rect>'
+    return f'<rect {size} fill="{COLOURS[span.state]}"><title>{tooltip}</title></rect>'
 
 
 def _fault(outcome: Outcome, axis: _Axis, top: int) -> str:
     """Return the text that says why a request was refused or failed, next to the time of that."""
     x = axis.x(outcome.ended_at or outcome.arrival)
-    told = f"{'refused' if outcome.refused else 'failed'}: {outcome.fault}"
-    fits = x + 6 * min(len(told), _FAULT) < WIDTH
+    label = f"{'refused' if outcome.refused else 'failed'}: {outcome.fault}"
+    fits = x + 6 * min(len(label), _FAULT) < WIDTH
     place, anchor = (x + 4, "start") if fits else (x - 4, "end")
     where = f'class="bad" x="{place:.1f}" y="{top + LANE - 2}" text-anchor="{anchor}"'
-    return f"<text {where}>{escape(shorten(told, _FAULT))}<title>{escape(told)}</title></text>"
+    return f"<text {where}>{escape(shorten(label, _FAULT))}<title>{escape(label)}</title></text>"
 
 
 def _graph(run: Run, top: int, axis: _Axis) -> list[str]:

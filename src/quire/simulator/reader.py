@@ -184,7 +184,7 @@ class _Reader:
         if "stop" in texts and request.beam is not None:
             reason = "stop strings end its beams, and a recording holds no text"
         elif "grammar" in texts and self._recording.setup.tokens == "hashed":
-            reason = "what its grammar forces is not told by hashed tokens"
+            reason = "hashed tokens do not show what its grammar forces"
         else:
             return
         self._recording.inexact.append(f"request {request.request_id}: {reason}")

@@ -56,12 +56,12 @@ def show_changes(before: Run, after: Run, rows: int) -> str:
     """Return the summaries of two runs, and the requests that changed most between them."""
     changes = compare(before, after)
     counts = Counter(change.verdict for change in changes)
-    told = ", ".join(f"{counts[name]} {name}" for name in ("faster", "slower", "same", "only in one") if counts[name])
+    shares = ", ".join(f"{counts[name]} {name}" for name in ("faster", "slower", "same", "only in one") if counts[name])
     header = ["request", f"TTFT {before.name}", after.name, "end", after.name, "change", "preempted"]
     moved = [change for change in changes if change.verdict != "same"]
     half = (rows + 1) // 2
     shown = moved if not rows or len(moved) <= rows else [*moved[:half], *moved[half - rows + len(moved) :]]
-    title = f"from {before.name} to {after.name}: {told}"
+    title = f"from {before.name} to {after.name}: {shares}"
     parts = [show_summary([before, after]), title]
     if shown:
         parts.append(table(header, [_change_row(change) for change in shown]))

@@ -11,7 +11,7 @@ from quire.engine.kvcache.tiers.host import HostTier, Slot
 from quire.types.transfer import FileMove, FoundFile, TransferReport
 
 MAX_PENDING = 256  # files that are written at once, and files that are fetched; never more than half of the slots
-_GROWTH = 8  # after this many written files, the limit of a disk that was full grows by one part in so many
+_GROWTH = 8  # after 8 written files, the limit of a disk that was full grows by an eighth
 
 
 class DiskIndex:

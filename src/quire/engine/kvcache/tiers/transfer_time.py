@@ -6,7 +6,7 @@ from quire.types.transfer import TransferReport
 
 _ASSUMED_BANDWIDTH = 4e9  # bytes a second, until a copy was measured
 _ASSUMED_SECONDS = 1e-4  # for a block of unknown size, until a copy was measured
-_DECAY = 0.8  # weight of all earlier reports beside the next one
+_DECAY = 0.8  # by which every report multiplies the weight of all earlier ones
 _MEASURE_AFTER = 8  # recomputes that rely on an estimate, after which it is measured again; doubles every time
 
 
