@@ -1,7 +1,7 @@
 """All benchmarks of this repository.
 
 python -m benchmarks                  # those that need nothing but this machine and the default model
-python -m benchmarks --list
+python -m benchmarks --list           # these, and those that need a GPU
 python -m benchmarks.<name> --help    # one of them, with its own arguments
 """
 
@@ -15,7 +15,10 @@ from benchmarks.report import ROOT
 
 # name: (what it shows, arguments for a run that needs nothing else)
 BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "control_plane": ("microseconds of Python per step, no model", ()),
+    "control_plane": (
+        "microseconds of Python per step, no model: steady, churning and blocked loads, bursts, policies, grammars, drafts",
+        (),
+    ),
     "messages": ("microseconds of Python per request between edge and engine, no model", ()),
     "kv_waste": ("KV memory in use / allocated, on trace lengths, no model", ("--requests", "4000")),
     "policies": ("scheduling policies and baselines on one trace, by a cost model", ("memory", "--requests", "400")),
@@ -24,11 +27,23 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prefix_cost": ("what the prefix cache costs where nothing is found", ("--repeats", "3")),
     "tenant_probe": ("what one tenant learns of another from response times", ("--pairs", "20")),
     "preemption": ("a storm of requests: swap, recompute or either, by block size", ("--block-sizes", "16")),
+    "masks": ("microseconds for one mask of allowed tokens, row by row and in threads", ("--rows", "1,16")),
     "cpu": ("tokens per second beside transformers and vLLM-CPU", ("--quick",)),
     "structured": ("do answers match 200 JSON schemas, what a mask and a refusal cost", ("--schemas", "20")),
     "sharing": ("KV memory that samples and beams of a request share", ("--requests", "4", "--long-tokens", "64")),
     "speculation": ("speculative beside plain decoding", ("--repeats", "2")),
     "serving": ("the server's throughput, latency, memory and boot, beside another server", ("--requests", "8")),
+}
+# what needs a GPU: only listed here
+GPU_BENCHMARKS: dict[str, str] = {
+    "gpu": "tokens/s of every kind of load, a burst of 1,500 requests among them; --full-cache: in a full cache too",
+    "gpu.serve": "the server's throughput and latency",
+    "gpu.structured": "what requests under a grammar cost themselves and others: none, one or all of 256",
+    "gpu.swap": "GB/s of blocks to host memory and back",
+    "gpu.accuracy": "what bf16 and fp8 cost in perplexity and logprobs",
+    "gpu.kernels_attention": "every attention kernel: right, and how fast",
+    "gpu.kernels_rest": "every other kernel: right, and how fast",
+    "gpu.profile_step": "where the time of a decode step goes",
 }
 
 
@@ -41,8 +56,9 @@ def main() -> None:
         parser.error(f"unknown {', '.join(unknown)}; choose from {', '.join(BENCHMARKS)}")
     chosen = arguments.names or list(BENCHMARKS)
     if arguments.list:
-        for name in chosen:
-            print(f"{name:14} {BENCHMARKS[name][0]}: python -m benchmarks.{name} --help")
+        texts = {name: BENCHMARKS[name][0] for name in chosen} | ({} if arguments.names else GPU_BENCHMARKS)
+        for name, text in texts.items():
+            print(f"{name:21} {text}: python -m benchmarks.{name} --help")
         return
     failed = [name for name in chosen if _run(name) != 0]
     if failed:

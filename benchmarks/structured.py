@@ -5,10 +5,10 @@
     python -m benchmarks.structured --schemas 0 --burst 12     # only the hostile ones
 
 Schemas are made from a seed and answered in one batch; every finished answer is validated with `jsonschema`. A mask's
-cost is the processor time of the engine's thread in its matcher, measured while the batch runs. Hostile schemas and
-regexes go through the check at the door one after the other, then the slowest of them (`--burst`) at once. Exits 1 if a
-finished answer does not match, all that the matchers do (masks, forced tokens, taking tokens in) costs more than 150 us
-per token, or a hostile one is not refused within 2 s.
+cost is the processor time of all threads that compute it, the engine's among them, measured while the batch runs.
+Hostile schemas and regexes go through the check at the door one after the other, then the slowest of them (`--burst`)
+at once. Exits 1 if a finished answer does not match, all that the matchers do (masks, forced tokens, consuming tokens)
+costs more than 150 us per token, or a hostile one is not refused within 2 s.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,12 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import llguidance
 import numpy as np
 
 from benchmarks.report import facts, publish, save
 from benchmarks.schemas import Schema, make_schemas
 from quire import LLM, SamplingParams
 from quire.engine.decoding.grammar_matcher import GrammarMatcher
+from quire.engine.decoding.mask_table import FilledMasks, MaskTable
 from quire.engine.decoding.vocabulary import VocabularySource
 from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.text.token_table import vocabulary_source
@@ -45,39 +48,121 @@ REFUSAL_GOAL = 2.0
 
 
 class Stopwatch:
-    """Times what the engine's thread asks of its matchers, from entering to leaving it."""
+    """Adds up the processor time that masks take, in the thread that enters it, which must be the engine's, and in the
+    threads that compute masks for it. Those are counted on Linux only, and must start after it was entered.
+
+    A batch of the mask table costs what the engine's thread spends in `begin` and `finish`, and what the other threads
+    spend between them; each of its masks counts as the same part of that. A matcher that is asked outside a batch
+    counts alone.
+    """
 
     METHODS = ("mask", "forced", "advance", "rollback", "clone")
 
     def __init__(self) -> None:
         self.masks: list[float] = []  # seconds each
-        self.total = 0.0  # seconds in all methods
-        self._plain = {name: getattr(GrammarMatcher, name) for name in self.METHODS}
+        self.engine = 0.0  # seconds of the engine's thread
+        self.threads: set[int] = set()  # native ids of the threads that compute masks
+        self._saved: list[tuple[Any, str, Any]] = []
         self._is_inside = False
+        self._began = 0.0  # `total` when the last batch was begun
+        self._engine_thread = -1
+
+    @property
+    def total(self) -> float:
+        """Seconds of all threads."""
+        return self.engine + sum(map(_thread_seconds, self.threads))
 
     def __enter__(self) -> Stopwatch:
-        for name, method in self._plain.items():
-            setattr(GrammarMatcher, name, self._timed(name, method))
+        self._engine_thread = threading.get_ident()
+        for name in self.METHODS:
+            self._replace(GrammarMatcher, name, self._timed_matcher)
+        self._replace(MaskTable, "begin", self._timed_begin)
+        self._replace(MaskTable, "finish", self._timed_finish)
+        self._replace(MaskTable, "_serve", self._noted_thread)
+        self._replace(llguidance, "LLExecutor", self._noted_pool)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, method in self._plain.items():
-            setattr(GrammarMatcher, name, method)
+        self.engine, self.threads = self.total, set()  # they may end before they are asked again
+        for where, name, plain in self._saved:
+            setattr(where, name, plain)
+        self._saved.clear()
 
-    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _replace(self, where: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        plain = getattr(where, name)
+        self._saved.append((where, name, plain))
+        setattr(where, name, wrap(plain))
+
+    def _timed(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method, and add up its time unless a method that is timed calls it, or another thread does."""
+        if self._is_inside or threading.get_ident() != self._engine_thread:
+            return method(*arguments)
+        self._is_inside, began = True, time.thread_time()
+        try:
+            return method(*arguments)
+        finally:
+            self.engine += time.thread_time() - began
+            self._is_inside = False
+
+    def _timed_matcher(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
-            if self._is_inside:
-                return method(*arguments)
-            self._is_inside, began = True, time.thread_time()
-            try:
-                return method(*arguments)
-            finally:
-                took, self._is_inside = time.thread_time() - began, False
-                self.total += took
-                if name == "mask":
-                    self.masks.append(took)
+            before, is_alone = self.engine, not self._is_inside and threading.get_ident() == self._engine_thread
+            result = self._timed(method, *arguments)
+            if is_alone and method.__name__ == "mask":
+                self.masks.append(self.engine - before)
+            return result
 
         return timed
+
+    def _timed_begin(self, begin: Callable[..., None]) -> Callable[..., None]:
+        def timed(*arguments: Any) -> None:
+            self._began = self.total
+            self._timed(begin, *arguments)
+
+        return timed
+
+    def _timed_finish(self, finish: Callable[[MaskTable], FilledMasks]) -> Callable[[MaskTable], FilledMasks]:
+        def timed(table: MaskTable) -> FilledMasks:
+            filled: FilledMasks = self._timed(finish, table)
+            count = len(filled.rows) - int(filled.over.sum()) - len(filled.failed)
+            if count > 0:
+                self.masks += [(self.total - self._began) / count] * count
+            return filled
+
+        return timed
+
+    def _noted_thread(self, serve: Callable[..., None]) -> Callable[..., None]:
+        """The mask table's own thread."""
+
+        def noted(*arguments: Any) -> None:
+            self.threads.add(threading.get_native_id())
+            serve(*arguments)
+
+        return noted
+
+    def _noted_pool(self, make: Callable[[int], Any]) -> Callable[[int], Any]:
+        """llguidance's threads, which are there when their pool is."""
+
+        def noted(num_threads: int) -> Any:
+            before = _all_threads()
+            pool = make(num_threads)
+            self.threads |= _all_threads() - before
+            return pool
+
+        return noted
+
+
+def _all_threads() -> set[int]:
+    """Native ids of this process's threads; none where the system does not list them."""
+    folder = Path("/proc/self/task")
+    return {int(each.name) for each in folder.iterdir()} if folder.exists() else set()
+
+
+def _thread_seconds(native_id: int) -> float:
+    """Processor time of a thread of this process so far, by the clock that Linux has for it."""
+    if not sys.platform.startswith("linux"):
+        return 0.0
+    return time.clock_gettime(~native_id << 3 | 6)
 
 
 @dataclass(slots=True)
@@ -177,7 +262,7 @@ def main() -> None:
         if arguments.schemas:
             schemas = make_schemas(arguments.schemas, arguments.seed)
             answers, watch = answer_all(llm, schemas, arguments.max_tokens)
-    per_token = watch.total / max(1, answers.tokens)
+    per_token = watch.total / max(1, answers.tokens)  # the watch has stopped
     rows = _answer_rows(answers, watch, per_token) if arguments.schemas else []
     rows += _refusal_rows(refusals)
     title = f"Structured output, {arguments.schemas} JSON schemas"

@@ -32,6 +32,7 @@ from benchmarks.gpu.models import MODELS  # noqa: E402
 from benchmarks.gpu.workloads import VOCABULARY, Workload  # noqa: E402
 from benchmarks.report import facts, table  # noqa: E402
 from quire import LLM, BeamSearchParams, SamplingParams  # noqa: E402
+from quire.engine.kvcache.run_history import Owner  # noqa: E402
 from quire.engine.kvcache.table import BlockTable  # noqa: E402
 
 ROWS = ("start", "nano", "chat512", "batch1", "prefill", "shared", "n8", "beam", "burst")
@@ -187,7 +188,7 @@ def fill_cache(llm: LLM) -> None:
         table.hold(tree.root(""))
         table.extend(pool.take(count), count * size)
         assert table.node is not None
-        table.cache(table.node, tokens, count, "a request of an hour ago")
+        table.cache(table.node, tokens, count, Owner("a request of an hour ago"))
         table.free()
 
 

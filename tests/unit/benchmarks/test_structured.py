@@ -10,8 +10,10 @@ from benchmarks.schemas import make_schemas
 from benchmarks.structured import Stopwatch, refuse_all
 from byte_vocabulary import RULES, SIZE, byte_vocabulary
 from hostile_structures import Hostile
+from quire.engine.decoding.compiled_grammar import CompiledGrammar
 from quire.engine.decoding.grammar_matcher import GrammarMatcher
 from quire.engine.decoding.grammar_tokens import GrammarTokens, reason_of
+from quire.engine.decoding.mask_table import MaskTable
 from quire.serving.text.structure import Structure, grammar_of
 
 pytest.importorskip("llguidance")
@@ -41,6 +43,27 @@ def test_the_stopwatch_times_masks_and_puts_everything_back() -> None:
     assert len(watch.masks) == 3
     assert watch.total > sum(watch.masks) > 0
     assert GrammarMatcher.mask is plain
+
+
+@pytest.mark.parametrize("num_rows", [2, 40])
+def test_the_stopwatch_times_masks_of_the_table_in_all_its_threads(num_rows: int) -> None:
+    """A few rows are computed by the engine's thread, many by the table's and llguidance's."""
+    begin, finish = MaskTable.begin, MaskTable.finish
+    grammar = CompiledGrammar("start: /[a-z ]{20,400}/", TOKENS)
+    with Stopwatch() as watch:
+        table = MaskTable(num_rows, SIZE, threads=2)
+        matchers = [grammar.matcher(RULES.end_ids) for _ in range(num_rows)]
+        for step in range(5):
+            table.begin(range(num_rows), matchers, [ord("a")] * num_rows if step else None)
+            table.finish()
+        assert len(watch.threads) == (0 if num_rows == 2 else 3)
+        by_engine = watch.engine
+    table.close()
+    assert len(watch.masks) == 5 * num_rows
+    assert by_engine > 0
+    assert 0 < sum(watch.masks) <= watch.total * 1.001
+    assert (watch.total > by_engine) == (num_rows == 40)
+    assert (MaskTable.begin, MaskTable.finish) == (begin, finish)
 
 
 def test_the_slowest_refusals_come_again_at_once_and_what_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
