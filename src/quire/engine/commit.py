@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.decoding.controller import Ending, Fault, fault_of
+from quire.engine.decoding.controller import Ending, Fault, explain_end, fault_of
 from quire.engine.decoding.group import Group, Sequence
-from quire.engine.decoding.stopping import explain_end, find_ends
 from quire.engine.guided_rows import GuidedRows
 from quire.engine.in_flight import InFlightStep, find_awaited
 from quire.engine.paced_results import PacedResult, PacedResults
@@ -21,6 +20,7 @@ from quire.engine.speculation.proposer import DraftProposers
 from quire.types.step import NO_ROWS, Ints, StepPlan, StepResult, TokenLogprobs
 
 Batch = tuple[npt.NDArray[np.int64], Ints, tuple[tuple[int, TokenLogprobs], ...]]  # sample handles, tokens, logprobs
+_NOBODY = np.empty(0, dtype=np.intp)
 NO_BATCH: Batch = (np.empty(0, dtype=np.int64), NO_ROWS, ())
 
 
@@ -199,3 +199,14 @@ def _with_paced(
         handles = np.concatenate([handles, np.repeat([handle for handle, _ in said], [len(t) for _, t in said])])
         tokens = np.concatenate([tokens, np.array([token for _, t in said for token in t], dtype=np.int32)])
     return handles, tokens, logprobs
+
+
+def find_ends(tokens: Ints, end_ids: Ints, counts: Ints, limits: Ints) -> npt.NDArray[np.intp]:
+    """Positions in the batch whose sequence just ended.
+
+    tokens, counts, limits: [batch]; end_ids: [batch, k], padded with -1. counts are outputs, this token included.
+    """
+    stopped, full = end_ids == tokens[:, None], counts >= limits
+    if not stopped.any() and not full.any():
+        return _NOBODY
+    return np.flatnonzero(stopped.any(axis=1) | full)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 from quire.config.engine import CacheConfig, SchedulerConfig
-from quire.engine.admission import admit, most_blocks
 from quire.engine.commit import NO_BATCH, Batch, Commit
 from quire.engine.counters import Counters
 from quire.engine.decoding.controller import Ending, Fault, fault_of
@@ -23,7 +22,7 @@ from quire.engine.scheduler.accounts import block_holders
 from quire.engine.scheduler.queue import GroupQueue
 from quire.engine.scheduler.row_table import RowTable
 from quire.engine.scheduler.scheduler import Scheduler
-from quire.engine.submission import add_sequences, find_origin, make_controller, make_group
+from quire.engine.submission import add_sequences, admit, find_origin, make_controller, make_group, most_blocks
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.output import Finished, SampleEnd, TokensOut
 from quire.types.request import Abort, Submit

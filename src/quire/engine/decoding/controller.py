@@ -10,7 +10,6 @@ import numpy as np
 
 from quire.engine.decoding.grammar import GrammarError, Matcher
 from quire.engine.decoding.stop_text import StopText
-from quire.engine.decoding.stopping import explain_end
 from quire.engine.speculation.proposer import FOREVER, NO_PROPOSER, DraftProposer
 from quire.types.errors import InvalidRequest, QuireError
 from quire.types.output import FinishReason
@@ -188,6 +187,13 @@ def _only(token: int, words: int) -> Bits:
     bits = np.zeros(words, dtype=np.uint32)
     bits[token // 32] = np.uint32(1 << (token % 32))
     return bits
+
+
+def explain_end(token: int, rules: TokenRules) -> tuple[FinishReason, int | None]:
+    """Why a sequence whose last token is `token` ended: the finish reason and the stop token that users are told."""
+    if token not in rules.end_ids:
+        return "length", None
+    return "stop", None if token in rules.eos_ids else token
 
 
 class Fault(NamedTuple):

@@ -3,7 +3,14 @@ prompt was not found."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.engine.kvcache.keys import TOKEN_BYTES
+from quire.types.ledger import PrefixMiss
+from quire.types.request import Submit
+
+if TYPE_CHECKING:
+    from quire.engine.kvcache.prefix_tree import Match, PrefixTree
 
 MAX_GHOSTS = 8  # evicted runs that one node remembers
 MAX_SALTS = 256  # salts that lost all their blocks and are remembered
@@ -84,3 +91,34 @@ class EvictedSalts:
 
     def clear(self) -> None:
         self._ghosts.clear()
+
+
+def why_missed(tree: PrefixTree, match: Match, request: Submit, tokens: bytes, now: float) -> PrefixMiss:
+    """Why the prefix tree has no more of a request's tokens than `match`, on which its table begins now.
+
+    Requests of other tenants, which share a cache if the operator says so, are not named, and their evictions are not
+    mentioned.
+    """
+    found, evicted = match.num_tokens, _find_eviction(tree, match, request, tokens)
+    if evicted is not None and evicted.owner.tenant == request.tenant:
+        end = min((match.num_blocks + evicted.num_blocks) * tree.block_size, len(tokens) // TOKEN_BYTES)
+        return PrefixMiss("evicted", found, "", end - found, now - evicted.at, tree.policy_name)
+    if match.closest is None:
+        return PrefixMiss("not_cached", found)
+    owner = match.closest.owner_of(match.num_blocks)
+    return PrefixMiss("differs", found, owner.request_id if owner.tenant == request.tenant else "")
+
+
+def _find_eviction(tree: PrefixTree, match: Match, request: Submit, tokens: bytes) -> Eviction | None:
+    """The eviction of the run that began with the block after a match's whole blocks."""
+    node = tree.root(request.cache_salt) if match.node is None else match.node
+    if not node.ghosts or node.end != match.num_blocks:
+        return None
+    width = tree.block_size * TOKEN_BYTES
+    start = match.num_blocks * width
+    return node.ghosts.get(tokens[start : start + width])
+
+
+def name_for(request: Submit, other: Submit) -> str:
+    """What a request's client is told of another request: its id, if both are of the same tenant."""
+    return f"request {other.request_id}" if other.tenant == request.tenant else "another request"

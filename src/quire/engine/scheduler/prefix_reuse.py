@@ -11,16 +11,14 @@ from quire.engine.decoding.group import Group, Sequence
 from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import NO_MATCH, Match, PrefixTree
+from quire.engine.kvcache.run_history import name_for, why_missed
 from quire.engine.kvcache.tiers.base import NoTiers, TierHit, TierQuery, Tiers
 from quire.engine.scheduler.accounts import num_computed
 from quire.engine.scheduler.block_filler import BlockFiller
-from quire.engine.scheduler.live_suffixes import LiveSuffixIndex
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.prefetch import FilePrefetch
-from quire.engine.scheduler.prefix_misses import name_for, why_missed
-from quire.engine.scheduler.publisher import Publisher
+from quire.engine.scheduler.publishing import LiveSuffixIndex, Publisher, UnpublishedPrefixes
 from quire.engine.scheduler.row_table import RowTable
-from quire.engine.scheduler.unpublished_prefixes import UnpublishedPrefixes
 from quire.types.step import Chunk
 
 _NOTHING_LOADED: Counter[str] = Counter()
@@ -128,7 +126,7 @@ class PrefixReuse:
         if other is None or other.group is group:
             return ""
         self._unpublished.wait(group, other, limit)
-        return f"{name_for(group, other.group.request)} computes the same prefix"
+        return f"{name_for(group.request, other.group.request)} computes the same prefix"
 
     def _has_more(self, sequence: Sequence) -> bool:
         """Whether a sequence could publish blocks."""
@@ -293,7 +291,7 @@ class PrefixReuse:
             group.ledger.note("cached", now, num_found, _sources(num_found, loaded) if loaded else "")
         is_read = self.reads_cache(group)
         if self._tree is not None and is_read and num_found < limit and num_found == match.num_tokens:
-            group.ledger.note_miss(now, why_missed(self._tree, group, match, now))
+            group.ledger.note_miss(now, why_missed(self._tree, match, group.request, group.leader.tokens(), now))
         if group.num_cached is None:
             group.num_cached = num_found if num_found < group.num_prompt else group.num_prompt
             self.num_hits += group.num_cached

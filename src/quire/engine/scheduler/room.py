@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from quire.engine.admission import most_blocks
 from quire.engine.decoding.group import Group
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import PrefixTree
@@ -15,6 +14,7 @@ from quire.engine.scheduler.policies.base import Policy
 from quire.engine.scheduler.prefix_reuse import PrefixReuse
 from quire.engine.scheduler.queue import GroupQueue
 from quire.engine.scheduler.row_table import RowTable
+from quire.engine.submission import most_blocks
 
 AHEAD = 16  # tokens that all may still grow by when another is admitted, or a block if that is smaller
 LEAST_EXPECTED = 64  # tokens that an answer is expected to go on for, at least

@@ -15,7 +15,7 @@ from quire.config.policy import PolicySettings
 from quire.engine.decoding.group import Sequence
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.kvcache.table import BlockTable
-from quire.engine.scheduler.live_suffixes import LiveSuffixIndex
+from quire.engine.scheduler.publishing import LiveSuffixIndex
 from quire.types.errors import InvalidRequest
 from quire.types.step import BlockCopy
 from toy_decoding import ToyGrammars, ToyProposers

@@ -14,7 +14,7 @@ from plain_groups import add_sequence, make_group
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.decoding.group import Group, Sequence
-from quire.engine.scheduler.unpublished_prefixes import UnpublishedPrefixes
+from quire.engine.scheduler.publishing import UnpublishedPrefixes
 from quire.types.output import Finished
 from quire.types.request import Abort, Submit
 from quire.types.sampling import SamplingParams

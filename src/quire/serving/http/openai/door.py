@@ -8,7 +8,7 @@ from typing import cast
 
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import PolicyName
-from quire.engine.admission import admit, check_answer_size
+from quire.engine.submission import admit, check_answer_size
 from quire.serving.process.link import EngineReady
 from quire.types.request import Submit
 
