@@ -45,7 +45,7 @@ class RowColumns(NamedTuple):
 _NOTHING = RowColumns(NO_ROWS, -1, NO_BATCH[0], NO_BATCH[0], None, NO_ROWS, NO_ROWS)
 
 
-class Commit:
+class Committer:
     """Takes in results in the order of their steps. `end` finishes a sequence, `fail` a request by its own fault."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Commit:
             self._columns = RowColumns.of(rows, table)
         return self._columns
 
-    def take(self, step: InFlightStep, result: StepResult) -> tuple[Batch, int]:
+    def commit(self, step: InFlightStep, result: StepResult) -> tuple[Batch, int]:
         """Take in what a step produced, as far as it is still awaited, and end what it ended. Returns what is to be
         said of it, and how many tokens were generated."""
         for failure in result.failures:
@@ -107,8 +107,8 @@ class Commit:
             for row, token in zip(rows[ends].tolist(), tokens[ends].tolist(), strict=True)
         ]
         if self._scheduler.policy.counts_outputs:
-            self._scheduler.policy.generated(rows)
-        paced = self._paced.take(step, result) if step.paced else []
+            self._scheduler.policy.note_generated(rows)
+        paced = self._paced.commit(step, result) if step.paced else []
         logprobs = self._take_logprobs(step, result, paced) if result.logprobs or result.prompt_logprobs else ()
         batch = (columns.handles, tokens, logprobs)
         if paced or columns.streamed is not None:
@@ -129,9 +129,9 @@ class Commit:
         if table.num_observed:
             self._observe(rows, tokens)
         if paced:
-            self._paced.settle(paced)
+            self._paced.finish(paced)
         if self._scheduler.paced.draining:
-            self._scheduler.take_drained()
+            self._scheduler.resume_drained()
 
     def _observe(self, rows: Ints, tokens: Ints) -> None:
         """Draft proposers observe the tokens of sequences that run ahead; those worth a draft are paced."""

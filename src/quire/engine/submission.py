@@ -31,7 +31,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment
 
 
 # ------------------------------------------------------------------------------------------------- checks
-def admit(
+def check_request(
     request: Submit,
     cache: CacheConfig,
     config: SchedulerConfig,
@@ -191,7 +191,7 @@ def make_controller(group: Group, tools: DecodingTools, matcher: Matcher | None)
     proposer = NO_PROPOSER if is_beam else tools.proposers.begin(request)
     if matcher is None and stops is None and proposer is NO_PROPOSER and not is_beam:
         return PLAIN
-    return StepController(request.rules, matcher=matcher, proposer=proposer, stops=stops, is_held=group.is_ranked)
+    return StepController(request.rules, matcher=matcher, proposer=proposer, stops=stops, always_paced=group.is_ranked)
 
 
 def find_origin(request: Submit, groups: Mapping[str, Group], rows: RowTable) -> Sequence | None:

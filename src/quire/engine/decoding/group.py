@@ -56,8 +56,24 @@ class Sequence:
     """One sample of a request, or one beam: tokens and a BlockTable."""
 
     __slots__ = (
-        "ahead", "controller", "draft", "group", "handle", "index", "is_introduced", "logprob_sum", "logprobs",
-        "num_computed", "num_readable", "outputs", "row", "state", "swapped", "synced_blocks", "synced_tokens", "table",
+        "ahead",
+        "controller",
+        "draft",
+        "group",
+        "handle",
+        "index",
+        "is_introduced",
+        "logprob_sum",
+        "logprobs",
+        "num_computed",
+        "num_readable",
+        "num_swapped",
+        "outputs",
+        "row",
+        "state",
+        "synced_blocks",
+        "synced_tokens",
+        "table",
     )  # fmt: skip
 
     def __init__(self, group: Group, index: int, handle: int, table: BlockTable, controller: StepController) -> None:
@@ -67,7 +83,7 @@ class Sequence:
         self.outputs: list[int] = []  # generated tokens; while STARTING, AHEAD or DRAINING the row table has them
         self.num_computed = 0  # tokens whose keys and values a planned step writes; while AHEAD, see `computed_at`
         self.num_readable = 0  # tokens whose keys and values later plans may read
-        self.swapped = 0  # WAITING: tokens whose blocks were moved to host memory
+        self.num_swapped = 0  # WAITING: tokens whose blocks were moved to host memory
         self.ahead: RunAhead | None = None  # STARTING, AHEAD
         self.draft: tuple[int, ...] = ()  # AWAITING: the guesses that the planned step verifies
         self.is_introduced = False  # the workers know of its row
@@ -82,7 +98,7 @@ class Sequence:
         return self.group.num_prompt + len(self.outputs)
 
     @property
-    def target(self) -> int:
+    def prefill_target(self) -> int:
         """How many tokens PREFILL computes: all, but beams compute their last token together, when they are due."""
         return self.num_tokens - (self.group.search is not None and len(self.group.live) > 1)
 
@@ -159,7 +175,7 @@ class Group:
     ledger: Ledger = field(default_factory=Ledger)
     arrival: float = 0.0  # when it was submitted, on the engine's clock
     queued_step: int = 0  # the scheduler's step when it last began to wait
-    waited_for: str = ""  # what it was last passed over for, while it waits
+    wait_reason: str = ""  # what it was last passed over for, while it waits
     has_token: bool = False  # a generated token has come back
     num_cached: int | None = None  # prompt tokens found in the prefix cache at first; None: not looked for yet
     hit: Hit | None = None  # what was found when it was last looked for, while it waits

@@ -1,5 +1,5 @@
-"""Who computed the runs of the prefix tree, and which runs were evicted: with it the engine tells a request why its
-prompt was not found."""
+"""Which request computed each run of the prefix tree, and which runs were evicted. With this the engine tells a request
+why no more of its prompt was in the prefix cache."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from quire.types.request import Submit
 if TYPE_CHECKING:
     from quire.engine.kvcache.prefix_tree import Match, PrefixTree
 
-MAX_GHOSTS = 8  # evicted runs that one node remembers
-MAX_SALTS = 256  # salts that lost all their blocks and are remembered
+MAX_GHOSTS = 8  # evicted runs ("ghosts") that one node remembers
+MAX_SALTS = 256  # salts without cached blocks whose evictions are remembered
 
 
 class Owner(NamedTuple):
@@ -24,7 +24,7 @@ class Owner(NamedTuple):
 
 
 class Owners:
-    """The requests that computed one run, each from some block on. Blocks are counted from the root of the tree."""
+    """The requests that computed the blocks of one run, each from some block on. Blocks count from the root."""
 
     __slots__ = ("_parts",)
 
@@ -32,18 +32,18 @@ class Owners:
         self._parts = [(start, owner)]
 
     def of(self, block: int) -> Owner:
-        """The request that computed a block of the run."""
+        """Return the request that computed a block of the run."""
         return next((owner for start, owner in reversed(self._parts) if start <= block), self._parts[0][1])
 
     def extend(self, end: int, owner: Owner) -> None:
-        """A request computed what follows the run's first blocks, up to `end`; what others had there was evicted."""
+        """Note that `owner` computed the blocks from `end` on. Blocks that others had computed there were evicted."""
         while self._parts[-1][0] >= end:
             del self._parts[-1]
         if self._parts[-1][1] != owner:
             self._parts.append((end, owner))
 
     def split(self, block: int) -> Owners:
-        """Keep what begins at a block; returns the owners of what comes before it."""
+        """Keep the owners of the blocks from `block` on. Returns the owners of the blocks before it."""
         head = Owners(*self._parts[0])
         head._parts = [part for part in self._parts if part[0] < block]
         self._parts = [(block, self.of(block)), *(part for part in self._parts if part[0] > block)]
@@ -51,18 +51,18 @@ class Owners:
 
 
 class Eviction(NamedTuple):
-    """A run of blocks was evicted."""
+    """The eviction of a run of blocks."""
 
     at: float  # seconds, on the engine's clock
     num_blocks: int
-    owner: Owner  # of its first block
+    owner: Owner  # the request that computed its first block
 
 
 Ghosts = dict[bytes, Eviction]  # the evicted runs that followed a node, by the tokens of their first block
 
 
 def remember(ghosts: Ghosts | None, first_block: bytes, eviction: Eviction) -> Ghosts:
-    """Add an eviction as the latest; the oldest goes when there are more than MAX_GHOSTS."""
+    """Add an eviction as the latest, and drop the oldest if there are more than MAX_GHOSTS."""
     if ghosts is None:
         return {first_block: eviction}
     ghosts.pop(first_block, None)
@@ -73,20 +73,20 @@ def remember(ghosts: Ghosts | None, first_block: bytes, eviction: Eviction) -> G
 
 
 class EvictedSalts:
-    """The evictions of salts that have no block left, and so no root in the tree."""
+    """The evictions of salts that have no cached block left, and so no root in the tree."""
 
     def __init__(self) -> None:
         self._ghosts: dict[str, Ghosts] = {}  # by salt, the one that lost its last block longest ago first
 
     def keep(self, salt: str, ghosts: Ghosts | None) -> None:
-        """A salt lost its root."""
+        """Keep the ghosts of a salt whose root is removed."""
         if ghosts:
             if len(self._ghosts) >= MAX_SALTS:
                 del self._ghosts[next(iter(self._ghosts))]
             self._ghosts[salt] = ghosts
 
     def take(self, salt: str) -> Ghosts | None:
-        """A salt has a root again, which remembers these evictions from now on."""
+        """Return the ghosts of a salt that gets a root again, and forget them here."""
         return self._ghosts.pop(salt, None)
 
     def clear(self) -> None:
@@ -94,10 +94,10 @@ class EvictedSalts:
 
 
 def why_missed(tree: PrefixTree, match: Match, request: Submit, tokens: bytes, now: float) -> PrefixMiss:
-    """Why the prefix tree has no more of a request's tokens than `match`, on which its table begins now.
+    """Return why no more of a request's tokens than `match` are in the prefix tree.
 
-    Requests of other tenants, which share a cache if the operator says so, are not named, and their evictions are not
-    mentioned.
+    The answer names no request of another tenant, and mentions no eviction of another tenant's blocks, even if the
+    tenants share a cache.
     """
     found, evicted = match.num_tokens, _find_eviction(tree, match, request, tokens)
     if evicted is not None and evicted.owner.tenant == request.tenant:
@@ -110,7 +110,7 @@ def why_missed(tree: PrefixTree, match: Match, request: Submit, tokens: bytes, n
 
 
 def _find_eviction(tree: PrefixTree, match: Match, request: Submit, tokens: bytes) -> Eviction | None:
-    """The eviction of the run that began with the block after a match's whole blocks."""
+    """Return the eviction of the run that began right after the whole blocks of a match."""
     node = tree.root(request.cache_salt) if match.node is None else match.node
     if not node.ghosts or node.end != match.num_blocks:
         return None
@@ -120,5 +120,5 @@ def _find_eviction(tree: PrefixTree, match: Match, request: Submit, tokens: byte
 
 
 def name_for(request: Submit, other: Submit) -> str:
-    """What a request's client is told of another request: its id, if both are of the same tenant."""
+    """Return how to name another request to a request's client: by its id only if both have the same tenant."""
     return f"request {other.request_id}" if other.tenant == request.tenant else "another request"

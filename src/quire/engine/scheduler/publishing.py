@@ -1,5 +1,6 @@
-"""Puts the blocks that sequences have computed into the prefix tree, and knows which sequence could publish the blocks
-that a lookup is after. PrefixReuse calls all of it."""
+"""Publishing: sequences put the full blocks they have computed into the prefix tree. Publisher does it; two indexes
+tell which running sequence could extend a lookup: UnpublishedPrefixes for prompts, LiveSuffixIndex for generated
+tokens. PrefixReuse calls all three."""
 
 from __future__ import annotations
 
@@ -25,27 +26,27 @@ class LiveSuffixIndex:
     def __init__(self, block_size: int) -> None:
         self._width = block_size * TOKEN_BYTES
         self._places: dict[Sequence, tuple[Node, bytes]] = {}
-        # By the last run in the tree, then by what the prompt goes on with, which is less than a block.
+        # By the last published run, then by the rest of the prompt, which is less than a block.
         self._sequences: dict[Node, dict[bytes, dict[Sequence, None]]] = {}
 
-    def place(self, sequence: Sequence) -> None:
-        """Enter a generating sequence, or enter it anew after it published blocks. Idempotent."""
+    def enter(self, sequence: Sequence) -> None:
+        """Add a generating sequence, or move it behind the blocks it has published. Idempotent."""
         node = sequence.table.node
         self.discard(sequence)
         if node is None or node.is_detached:
             return
         rest = sequence.group.prompt[node.end * self._width :]
-        if len(rest) < self._width:  # else its prompt is not published yet
+        if len(rest) < self._width:  # otherwise its prompt is not published yet
             self._places[sequence] = node, rest
             self._sequences.setdefault(node, {}).setdefault(rest, {})[sequence] = None
 
     def refresh(self, sequence: Sequence) -> None:
-        """A sequence has published blocks: if it is in the index, it moves behind them."""
+        """Move a sequence that has published blocks behind them, if it is in the index."""
         if sequence in self._places:
-            self.place(sequence)
+            self.enter(sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """The sequence generates no more. Idempotent."""
+        """Remove a sequence. Idempotent."""
         place = self._places.pop(sequence, None)
         if place is None:
             return
@@ -58,8 +59,8 @@ class LiveSuffixIndex:
                 del self._sequences[node]
 
     def find(self, match: Match, tokens: bytes) -> list[Sequence]:
-        """The sequences that could extend a match of these tokens: their blocks in the tree end where it does, and
-        their prompt goes on as the tokens do."""
+        """Return the sequences that could extend a match of these tokens: their published blocks end where the match
+        does, and the rest of their prompt is the same."""
         node = match.node
         if node is None or node.end != match.num_blocks or (by_rest := self._sequences.get(node)) is None:
             return []
@@ -85,24 +86,24 @@ class UnpublishedPrefixes:
     """The first unpublished block of every running sequence's prompt, by the run of the prefix tree that it will
     follow.
 
-    A lookup that ends there has the sequence publish what it has computed, so a prompt enters the tree only when
-    somebody looks for it. A group whose own next block is still being computed waits until the sequence has computed
-    all that the two prompts share. Finding that out costs one dictionary lookup, whatever else is being computed.
+    When a lookup ends at such a run, the sequence publishes what it has computed, so prompts enter the tree only when
+    another request looks for them. If the block is still being computed, the group that looks for it waits until the
+    sequence has computed all blocks that the two prompts share. Finding the sequence costs one dictionary lookup.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size, self._width = block_size, block_size * TOKEN_BYTES
         self._sequences: dict[Place, Sequence] = {}
         self._places: dict[Sequence, Place] = {}
-        self._waiting: dict[Sequence, dict[Group, int]] = {}  # for each, the blocks that must be computed first
+        self._waiting: dict[Sequence, dict[Group, int]] = {}  # who waits for it -> blocks it must have computed
         self._awaited: dict[Group, Sequence] = {}
 
     def __bool__(self) -> bool:
         """Whether any running sequence has a prompt block that is not published."""
         return bool(self._sequences)
 
-    def place(self, sequence: Sequence) -> None:
-        """Enter a sequence, or enter it anew behind the blocks that it has published."""
+    def enter(self, sequence: Sequence) -> None:
+        """Add a sequence, or move it behind the blocks it has published."""
         node = sequence.table.node
         self._forget_place(sequence)
         if node is None or node.is_detached or sequence.table.is_duplicate:
@@ -110,28 +111,28 @@ class UnpublishedPrefixes:
         start = node.end * self._width
         tokens = sequence.group.prompt[start : start + self._width]
         place = node, tokens
-        if len(tokens) == self._width and place not in self._sequences:  # else another computes the same block already
+        if len(tokens) == self._width and place not in self._sequences:  # else another sequence computes it
             self._places[sequence] = place
             self._sequences[place] = sequence
 
     def has(self, node: Node, tokens: bytes) -> bool:
-        """Whether a sequence has, or will have, the block of these tokens that follows a node's run."""
+        """Whether a running sequence computes the block of these tokens after a node."""
         return (node, tokens) in self._sequences
 
     def find(self, match: Match, tokens: bytes, limit: int) -> Sequence | None:
-        """The sequence that has, or will have, the block which follows a match of the first `limit` of these tokens."""
+        """Return the sequence that computes the block after a match, if that block is within the first `limit` tokens."""
         node, count = match.node, match.num_blocks
         if node is None or node.end != count or (count + 1) * self._block_size > limit:
             return None
         return self._sequences.get((node, tokens[count * self._width : (count + 1) * self._width]))
 
     def remove(self, sequence: Sequence) -> list[Group]:
-        """A sequence computes and publishes no more. Returns the groups that waited for it. Idempotent."""
+        """Remove a sequence that loses its row. Returns the groups that waited for it. Idempotent."""
         self._forget_place(sequence)
         return self.wake(sequence, None)
 
     def clear(self) -> list[Group]:
-        """Nothing that is computed will be found. Returns the groups that waited."""
+        """Remove everything, as the prefix tree is cleared. Returns the groups that waited."""
         woken = list(self._awaited)
         for held in (self._sequences, self._places, self._waiting, self._awaited):
             held.clear()
@@ -139,18 +140,19 @@ class UnpublishedPrefixes:
 
     # --------------------------------------------------------------------------------------------------- waiting
     def wait(self, group: Group, sequence: Sequence, limit: int) -> None:
-        """A group waits for the blocks that its first `limit` tokens share with a sequence's prompt."""
+        """Let a group wait for the blocks that its first `limit` tokens share with a sequence's prompt."""
         theirs, whole = sequence.group.prompt, limit // self._block_size * self._width
         shared = common_bytes(group.prompt, theirs, 0, min(whole, len(theirs))) // self._width
         self._waiting.setdefault(sequence, {})[group] = shared
         self._awaited[group] = sequence
 
     def is_awaited(self, sequence: Sequence) -> bool:
-        """Whether a group waits for a sequence."""
+        """Whether any group waits for a sequence."""
         return sequence in self._waiting
 
     def wake(self, sequence: Sequence, num_blocks: int | None) -> list[Group]:
-        """A sequence has computed so many blocks, or None: all of its prompt. Returns the groups that wait no more."""
+        """Note that a sequence has computed `num_blocks` blocks; None: its whole prompt. Returns the groups that need
+        not wait for it any more."""
         waiting = self._waiting.get(sequence)
         if waiting is None:
             return []
@@ -160,7 +162,7 @@ class UnpublishedPrefixes:
         return woken
 
     def forget(self, group: Group) -> None:
-        """A group waits no longer. Idempotent."""
+        """Remove a waiting group. Idempotent."""
         sequence = self._awaited.pop(group, None)
         if sequence is not None:
             waiting = self._waiting[sequence]
@@ -182,8 +184,8 @@ class UnpublishedPrefixes:
 
 
 class Publisher:
-    """Publishes full blocks: a prompt's when they are planned, a generating sequence's when somebody looks for them,
-    all when a sequence leaves. `tree` is None where nothing is cached."""
+    """Puts full blocks of sequences into the prefix tree: when a lookup could use them, and when a sequence ends or is
+    preempted. `tree` is None if the prefix cache is off."""
 
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
         self._pool, self._tree, self._tiers, self._rows = pool, tree, tiers, rows
@@ -200,13 +202,14 @@ class Publisher:
                 self.live.refresh(sequence)
 
     def publish_live(self, match: Match, tokens: bytes) -> bool:
-        """Publish the blocks of every generating sequence that could extend a match; returns whether there were any."""
+        """Publish the blocks of every generating sequence that could extend a match. Returns whether any block was
+        published."""
         sequences = self.live.find(match, tokens)
         return bool(sequences) and sum([self.publish_running(sequence) for sequence in sequences]) > 0
 
     def publish_running(self, sequence: Sequence) -> bool:
-        """Publish what a running sequence has computed; returns whether there was anything. A step whose result came
-        was carried out, so all tokens that have come but the last are computed."""
+        """Publish the full blocks that a running sequence has computed. Returns whether any block was published. All
+        its tokens that have come back, except the last, were computed by steps that have run."""
         table, row, tree = sequence.table, sequence.row, self._tree
         assert row is not None
         assert tree is not None
@@ -215,10 +218,10 @@ class Publisher:
             num_computed = max(num_computed, sequence.group.num_prompt + num_outputs - 1)
         if num_computed // self._block_size <= table.num_cached:
             return False
-        table.num_tokens = max(table.num_tokens, num_computed)  # while it runs ahead, that is a block behind
+        table.num_tokens = max(table.num_tokens, num_computed)  # while a sequence runs ahead, this count lags behind
         tokens = sequence.group.prompt + self._rows.output_bytes(row)
         is_published = self._publish(tree, sequence, tokens, num_computed, leaving=False, with_group=False)
-        self.live.place(sequence)
+        self.live.enter(sequence)
         return is_published
 
     def _publish(
@@ -231,7 +234,7 @@ class Publisher:
         leaving: bool,
         with_group: bool,
     ) -> bool:
-        """Cache the full blocks of the first `num_tokens` tokens; returns whether any are new."""
+        """Publish the full blocks of the first `num_tokens` tokens. Returns whether any of them are new in the tree."""
         table, last = sequence.table, num_tokens // self._block_size
         node, first = table.node, table.num_cached
         if node is None or node.is_detached or last <= first or (table.is_duplicate and not leaving):
@@ -240,10 +243,10 @@ class Publisher:
         if count > first:
             if not leaving:
                 same = num_same(tree.path(deepest)[first:count], table.blocks[first:count])
-                table.is_duplicate = first + same < count  # another sequence computed the same tokens, and was first
+                table.is_duplicate = first + same < count  # another sequence published the same tokens first
                 count = first + same
             if count > first:
-                table.advance(tree.node_at(deepest, count))
+                table.use_cached(tree.node_at(deepest, count))
                 first = count
             if table.is_duplicate and not leaving:
                 return False
@@ -260,8 +263,9 @@ class Publisher:
         return True
 
     def _num_own(self, sequence: Sequence, first: int, last: int, *, leaving: bool) -> int:
-        """How many blocks from `first` on only a sequence holds, and others of its group that publish them now too: any
-        other holder would not hold the way to a block."""
+        """Return how many blocks from `first` on are held only by this sequence and by others of its group that publish
+        them now too. A block with any other holder cannot be published: that holder would not lock the runs above it.
+        """
         blocks, size = sequence.table.blocks, self._block_size
         others = [each for each in sequence.group.live if each is not sequence]
         for index in range(first, last):
