@@ -1,5 +1,5 @@
-"""Takes a step's result in: tokens are recorded, sequences end or go on, and all that is said of it becomes one
-batch."""
+"""Commits the result of a step: records its tokens, ends sequences, advances grammars and drafts, and makes the batch
+of tokens that the engine returns. EngineCore calls it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RowColumns(NamedTuple):
     version: int
     leases: npt.NDArray[np.int64]
     handles: npt.NDArray[np.int64]
-    streamed: npt.NDArray[np.bool_] | None  # [rows], False where nothing is said before the end; None: nowhere
+    streamed: npt.NDArray[np.bool_] | None  # [rows], False: its tokens are not streamed; None: all are streamed
     end_ids: Ints  # [rows, k]
     limits: Ints
 
@@ -46,7 +46,7 @@ _NOTHING = RowColumns(NO_ROWS, -1, NO_BATCH[0], NO_BATCH[0], None, NO_ROWS, NO_R
 
 
 class Committer:
-    """Takes in results in the order of their steps. `end` finishes a sequence, `fail` a request by its own fault."""
+    """Commits results in the order of their steps. `end` ends a sequence; `fail` ends a request with its own fault."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Committer:
         self._columns = _NOTHING
 
     def prepare(self, plan: StepPlan) -> InFlightStep:
-        """A plan as a step in flight: whose samples it will bring, and which sequences wait for them."""
+        """Return the step in flight for a plan: which rows get its samples, and the leases they have now."""
         table, rows = self._scheduler.rows, self._scheduler.ahead_rows
         masks, awaits = self._scheduler.masks if plan.guided else None, plan.guided
         if not plan.chunks and not plan.new_rows and len(rows) == len(plan.decode_rows):
@@ -79,15 +79,15 @@ class Committer:
         return InFlightStep(plan, rows, leases, table.version, noted, self._clock(), places, paced, masks, awaits)
 
     def _gather(self, rows: Ints) -> RowColumns:
-        """The table's columns for `rows`, kept while neither changes: the rule in steady decoding."""
+        """Return the table's columns for `rows`. Steady decoding gets the same object again."""
         table = self._scheduler.rows
         if self._columns.rows is not rows or self._columns.version != table.version:
             self._columns = RowColumns.of(rows, table)
         return self._columns
 
     def commit(self, step: InFlightStep, result: StepResult) -> tuple[Batch, int]:
-        """Take in what a step produced, as far as it is still awaited, and end what it ended. Returns what is to be
-        said of it, and how many tokens were generated."""
+        """Commit the tokens of rows that still have the lease they had in the step; drop all others. End the sequences
+        that are complete. Returns the batch of tokens to stream, and how many tokens were generated."""
         for failure in result.failures:
             if (sequence := self._awaited(step.lease_of(failure.row), failure.row)) is not None:
                 self._fail(sequence.group, Fault(failure.reason))
@@ -114,16 +114,16 @@ class Committer:
         if paced or columns.streamed is not None:
             batch = _with_paced(columns, tokens, paced, logprobs)
         for sequence, token in ended:
-            if sequence.row is not None:  # else it failed meanwhile, or a sibling did
+            if sequence.row is not None:  # otherwise its group has failed meanwhile
                 self._end(sequence, explain_end(token, sequence.group.request.rules))
         self._follow_up(columns, tokens, paced)
         return batch, len(tokens) + sum(len(verified.tokens) for _, verified in paced)
 
     def _follow_up(self, columns: RowColumns, tokens: Ints, paced: list[PacedResult]) -> None:
-        """Grammars and draft proposers take in the tokens of sequences that run ahead; paced sequences go on."""
+        """Pass the tokens of rows that run ahead to their grammars and draft proposers. Let paced sequences continue."""
         table, rows = self._scheduler.rows, columns.rows
         if table.num_guided:
-            goes_on = table.guided[rows] & (table.leases[rows] == columns.leases)  # has not ended with its token
+            goes_on = table.guided[rows] & (table.leases[rows] == columns.leases)  # it has not ended
             if goes_on.any():
                 self._guided.take(rows[goes_on], tokens[goes_on])
         if table.num_observed:
@@ -134,14 +134,14 @@ class Committer:
             self._scheduler.resume_drained()
 
     def _observe(self, rows: Ints, tokens: Ints) -> None:
-        """Draft proposers observe the tokens of sequences that run ahead; those worth a draft are paced."""
+        """Pass the tokens of rows that run ahead to their draft proposers. Pace the sequences that are worth a draft."""
         table = self._scheduler.rows
         (places,) = table.observed[rows].nonzero()
         sequences = tuple([table.sequence_at(row) for row in rows[places].tolist()])
         proposers, observed = tuple(sequence.controller.proposer for sequence in sequences), tokens[places]
         try:
             wanted = self._proposers.observe(proposers, observed)
-        except Exception:  # noqa: BLE001 - one request's fault must not become everyone's: find out whose it is
+        except Exception:  # noqa: BLE001 - one request's fault must not become everyone's: find that request
             wanted = []
             for place, sequence in enumerate(sequences):
                 try:
@@ -164,7 +164,8 @@ class Committer:
         self, step: InFlightStep, result: StepResult, paced: list[PacedResult]
     ) -> tuple[tuple[int, TokenLogprobs], ...]:
         leases = dict(zip(step.rows.tolist(), step.leases.tolist(), strict=True)) | step.other_leases
-        left = {sequence: len(verified.tokens) for sequence, verified in paced}  # of a draft only what was right counts
+        # Rejected draft tokens have logprobs too: only those of the verified tokens count.
+        left = {sequence: len(verified.tokens) for sequence, verified in paced}
         taken = []
         for item in result.logprobs:
             sequence = self._awaited(leases.get(item.row), item.row)
@@ -182,7 +183,7 @@ class Committer:
         return tuple(taken)
 
     def _awaited(self, lease: int | None, row: int) -> Sequence | None:
-        """The sequence that has a row, if it is still the one the lease was given to."""
+        """Return the sequence of a row, if the row still has this lease."""
         table = self._scheduler.rows
         return table.sequences[row] if lease == table.leases[row] else None
 
@@ -190,7 +191,7 @@ class Committer:
 def _with_paced(
     columns: RowColumns, tokens: Ints, paced: list[PacedResult], logprobs: tuple[tuple[int, TokenLogprobs], ...]
 ) -> Batch:
-    """A token of each row that runs ahead, then all that paced ones grew by, each in order."""
+    """Return the batch: one token of each streamed row that runs ahead, then the tokens of paced sequences in order."""
     handles = columns.handles
     if columns.streamed is not None:
         handles, tokens = handles[columns.streamed], tokens[columns.streamed]
@@ -202,7 +203,7 @@ def _with_paced(
 
 
 def find_ends(tokens: Ints, end_ids: Ints, counts: Ints, limits: Ints) -> npt.NDArray[np.intp]:
-    """Positions in the batch whose sequence just ended.
+    """Return the positions in a batch whose sequences end with their token: an end token, or the length limit.
 
     tokens, counts, limits: [batch]; end_ids: [batch, k], padded with -1. counts are outputs, this token included.
     """

@@ -1,4 +1,7 @@
-"""One step = plan -> execute -> commit."""
+"""The engine core: it accepts requests, and each `step` plans a step, launches it, and commits the oldest result.
+
+It only orders the parts: submission.py checks requests and makes groups, scheduler/ makes plans, in_flight.py keeps
+launched steps, commit.py takes in results."""
 
 from __future__ import annotations
 
@@ -28,16 +31,17 @@ from quire.types.output import Finished, SampleEnd, TokensOut
 from quire.types.request import Abort, Submit
 from quire.types.stats import BlockMap, EngineStats
 
-_COMPILING_SECONDS = 0.02  # to wait for a grammar, when there is nothing else to do
-_FETCHING_SECONDS = 0.001  # to wait for a file
-_LEAST_FORCED = 4  # tokens a grammar must force to make a sequence sit out the steps in flight, where there are several
+_COMPILING_SECONDS = 0.02  # how long to wait for a grammar if there is nothing else to do
+_FETCHING_SECONDS = 0.001  # how long to wait for files of the disk tier
+_LEAST_FORCED = 4  # tokens that a grammar must force for a sequence to be paced, with several steps in flight
 
 
 class EngineCore:
-    """Takes requests, runs steps, and says of every accepted request exactly once that it is over.
+    """Accepts requests and runs steps. Every accepted request gets exactly one terminal message (Finished).
 
-    Not thread-safe: one thread submits, aborts and steps. `depth` overrides how many steps are kept in flight. What
-    belongs to one request never raises here: it ends that request.
+    Not thread-safe: one thread submits, aborts and steps. `depth` overrides how many steps are kept in flight. An
+    exception in one request's own code ends that request alone; any other exception in a step ends all of them
+    (`_die`).
     """
 
     def __init__(
@@ -72,7 +76,8 @@ class EngineCore:
 
     # ------------------------------------------------------------------------------------------------ requests
     def submit(self, request: Submit) -> int:
-        """Accept a request; its sample i answers to the returned handle + i. Raises InvalidRequest or EngineDead."""
+        """Accept a request. Returns a handle; tokens of its sample i carry handle + i. Raises InvalidRequest or
+        EngineDead."""
         if self._dead is not None:
             raise EngineDead(self._dead)
         if request.request_id in self._groups:
@@ -97,6 +102,7 @@ class EngineCore:
         return group.handle
 
     def _accept(self, request: Submit) -> Group:
+        """Check a request and make its group. The group joins the queue now, or when its grammar is compiled."""
         asked, request = request, self.pins.pad_prompt(request)
         cache, config, vocab_size = self._cache, self._config, self._vocab_size
         has_text, num_pinned = self._tools.vocabulary is not None, self.pins.num_reserved
@@ -121,9 +127,9 @@ class EngineCore:
         self._scheduler.add(group)
 
     def abort(self, abort: Abort) -> None:
-        """End a request, or one sample of it, now. The terminal message comes with the next step. Idempotent.
+        """End a request, or one of its samples, now. The terminal message comes with the next step. Idempotent.
 
-        Samples that are ranked at the end have no index before: only the whole request can be ended.
+        Samples of best_of and beams have no index before they are ranked: only the whole request can be aborted.
         """
         group = self._groups.get(abort.request_id)
         if group is None:
@@ -147,7 +153,7 @@ class EngineCore:
                 self._end(sequence, ending)
 
     def _abort_compiling(self, group: Group, index: int | None, ending: Ending) -> None:
-        """End samples of a group that has no sequences yet, as its grammar is being compiled."""
+        """End samples of a group whose grammar is being compiled, and which has no sequences yet."""
         if index is not None and group.is_ranked:
             return
         count, over = group.request.sampling.n, {sample.index for sample in group.ended}
@@ -167,22 +173,22 @@ class EngineCore:
 
     @property
     def dead(self) -> str | None:
-        """Why no more requests are taken; None while the engine lives."""
+        """Why the engine accepts no more requests; None while it lives."""
         return self._dead
 
     @property
     def has_work(self) -> bool:
-        """True while a request is live, a message is unsaid, a step is in flight or a tier is to be written to."""
+        """Whether `step` has work: a live request, a message to return, a step in flight, or a copy between tiers."""
         has_transfers = self._dead is None and self._scheduler.tiers.has_transfers
         return bool(self._groups or self._finished or len(self._pipeline) or has_transfers)
 
     @property
     def pins(self) -> PinnedPrefixes:
-        """The prompts that stay in the cache."""
+        """The pinned prefixes."""
         return self._scheduler.pins
 
     def unpin(self, salt: str, name: str) -> bool:
-        """Let go of a pinned prompt; False if there is none of that name."""
+        """Unpin a prompt. Returns False if no pin has that name."""
         was_there = self.pins.remove(salt, name)
         self._observer.unpinned(salt, name)
         return was_there
@@ -196,7 +202,7 @@ class EngineCore:
 
     # ---------------------------------------------------------------------------------------------------- steps
     def step(self) -> TokensOut:
-        """Advance by one step and return all there is to say. Blocks until the oldest step in flight is done."""
+        """Launch planned steps, wait for the oldest one in flight, and return its output and all terminal messages."""
         batch = NO_BATCH
         try:
             if self._compiling:
@@ -213,7 +219,7 @@ class EngineCore:
                 time.sleep(_FETCHING_SECONDS)
             if not self._groups:
                 self._scheduler.check_idle()
-        except Exception as error:  # noqa: BLE001 - whatever it was, every request must hear of it
+        except Exception as error:  # noqa: BLE001 - whatever failed, every request must get its terminal message
             self._die(error)
         finished, self._finished = tuple(self._finished), []
         out = TokensOut(self._counters.steps, *batch, finished, self._paced.take_best())
@@ -221,7 +227,7 @@ class EngineCore:
         return out
 
     def _enqueue_compiled(self) -> None:
-        """Groups whose grammar is compiled join the queue."""
+        """Add the groups whose grammar is compiled to the waiting queue; fail those whose grammar cannot be compiled."""
         for group, compilation in list(self._compiling.items()):
             if not compilation.is_ready:
                 continue
@@ -231,11 +237,12 @@ class EngineCore:
                 self._fail(group, fault_of(error))
             else:
                 del self._compiling[group]
-                for index in [sample.index for sample in group.ended]:  # aborted meanwhile
+                for index in [sample.index for sample in group.ended]:  # samples that were aborted meanwhile
                     self._scheduler.end(group.live.pop(next(i for i, s in enumerate(group.live) if s.index == index)))
             self._observer.compiled(group)
 
     def _plan_step(self) -> InFlightStep | None:
+        """Plan the next step. Returns None if nothing can be computed now."""
         plan = None if self._dead else self._scheduler.plan(self._clock())
         step = None
         if plan is not None:
@@ -248,7 +255,7 @@ class EngineCore:
         return step
 
     def _commit_oldest(self) -> Batch:
-        """Wait for the oldest step in flight and take its result in."""
+        """Wait for the oldest step in flight and commit its result."""
         step, result = self._pipeline.collect()
         self._observer.collected(step, result)
         batch, num_outputs = self._committer.commit(step, result)
@@ -263,7 +270,7 @@ class EngineCore:
 
     # ------------------------------------------------------------------------------------------------------ ends
     def _end(self, sequence: Sequence, ending: Ending) -> None:
-        """End one sample; with the last one, its request. What goes wrong here is that request's error alone."""
+        """End one sample, and with the last sample its request. An exception fails this request alone."""
         group = sequence.group
         try:
             group.end(sequence, self._scheduler.end(sequence), *ending)
@@ -273,7 +280,7 @@ class EngineCore:
             self._fail(group, fault_of(error))
 
     def _finish_search(self, group: Group, cut_off: Ending | None = None) -> None:
-        """End a beam search: `cut_off` says why, if it is not over by itself."""
+        """End a beam search. `cut_off` is the reason if the search is cut off before its end."""
         group.ended.extend(beam_ends(group, cut_off))
         for sequence in group.live:
             self._scheduler.end(sequence, keep=False)
@@ -281,7 +288,7 @@ class EngineCore:
         self._finish_request(group, group.finish_message(self._clock()))
 
     def _fail(self, group: Group, fault: Fault) -> None:
-        """End a whole request with an error, keeping what it had generated."""
+        """End a whole request with an error. Its message keeps the tokens it has generated."""
         if self._groups.get(group.request.request_id) is not group:
             return
         if group.search is not None and group.live:
@@ -297,11 +304,12 @@ class EngineCore:
                 group.ended.append(SampleEnd(sequence.index, tuple(outputs), "error"))
         try:
             message = group.finish_message(self._clock(), *fault)
-        except Exception:  # noqa: BLE001 - making the message may be what failed; the request must end all the same
+        except Exception:  # noqa: BLE001 - if making the message failed, the request must end all the same
             message = Finished(group.request.request_id, tuple(group.ended), error=fault.reason)
         self._finish_request(group, message)
 
     def _finish_request(self, group: Group, message: Finished) -> None:
+        """Remove a group from the engine, and return its terminal message with the next step."""
         if self._compiling.pop(group, None) is None:
             self._scheduler.remove(group)
         del self._groups[group.request.request_id]
@@ -311,69 +319,69 @@ class EngineCore:
             self.pins.pin_or_release(group.request, message)
 
     def _die(self, error: Exception) -> None:
-        """The executor is lost: every request ends with an error, and no more are taken."""
+        """Stop the engine after a fatal error, as of the executor: all requests end with it, and no more are accepted."""
         self._dead = f"the engine stopped: {error!r}"
         self._pipeline.clear()
         for request_id, group in list(self._groups.items()):
             try:
                 self._fail(group, Fault(self._dead))
-            except Exception:  # noqa: BLE001 - what is broken in one group must not silence the others
+            except Exception:  # noqa: BLE001 - a broken group must not keep the others from ending
                 self._groups.pop(request_id, None)
                 self._compiling.pop(group, None)
                 self._finished.append(Finished(request_id, tuple(group.ended), error=self._dead))
 
-    # --------------------------------------------------------------------------------------------------- condition
+    # ------------------------------------------------------------------------------------------------------ state
     @property
     def rows(self) -> RowTable:
-        """For observers: which sequence has which row."""
+        """The row table, for observers."""
         return self._scheduler.rows
 
     @property
     def running(self) -> GroupQueue:
-        """For observers: the groups that run."""
+        """The running groups, for observers."""
         return self._scheduler.running
 
     @property
     def num_submitted(self) -> int:
-        """Requests that were accepted so far: the ordinal of the next one."""
+        """The number of accepted requests, which is the ordinal of the next one."""
         return self._ordinal
 
     @property
     def counts(self) -> tuple[int, int, int, int, int]:
-        """Blocks that are held, groups that run, groups that wait; preemptions and swaps since the start."""
+        """Held blocks, running groups, waiting groups; preemptions and swaps since the start."""
         scheduler = self._scheduler
         queues = len(scheduler.running), len(scheduler.waiting)
         return scheduler.pool.num_used, *queues, scheduler.num_preemptions, scheduler.preemption.num_swaps
 
     def group(self, request_id: str) -> Group | None:
-        """A live request."""
+        """Return the group of a live request."""
         return self._groups.get(request_id)
 
     def stats(self) -> EngineStats:
         return self._counters.stats(self._scheduler, self._paced, self._cache)
 
     def block_map(self) -> BlockMap:
-        """Who holds which block now, waiting requests included."""
+        """Return the holders of all blocks, and the blocks of each request."""
         scheduler = self._scheduler
         holders = block_holders(scheduler.running, scheduler.pool, scheduler.pins)
         cached = tuple(scheduler.tree.evictable_blocks())
         return BlockMap(self._counters.steps, self._cache.block_size, holders, scheduler.request_blocks(), cached)
 
     def reset_cache(self) -> int:
-        """Forget cached prefixes, those of running requests too; returns how many blocks that freed."""
+        """Empty the prefix cache, pinned prefixes included. Returns how many blocks became free."""
         num_freed = self._scheduler.reset_cache()
         self._observer.cache_reset()
         return num_freed
 
     def check(self) -> None:
-        """Assert that all owners agree; when idle, that nothing is held."""
+        """Assert that all parts agree, and that no block is held without a request or a pin."""
         self._scheduler.check()
         assert set(self._groups.values()) == {*self._scheduler.running, *self._scheduler.waiting, *self._compiling}
         if not self._groups:
             assert self._scheduler.pool.num_used == self.pins.num_blocks
 
     def close(self) -> None:
-        """Have the tiers written to as far as was decided, and give the executor's devices back. Idempotent."""
+        """Write the pending blocks to the tiers, and close the executor. Idempotent."""
         try:
             if not self._groups and self.has_work:
                 self.step()

@@ -1,4 +1,4 @@
-"""What the engine counts of its steps, and its condition as numbers."""
+"""Counts steps and tokens, and makes the EngineStats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.types.step import StepPlan
 
 
 class Counters:
-    """Numbers since the start. Times are seconds."""
+    """Counters since the start of the engine. Times are in seconds."""
 
     def __init__(self) -> None:
         self.steps = self.finished = self.output_tokens = 0
@@ -19,13 +19,14 @@ class Counters:
         self._step_seconds = 0.0
 
     def note_plan(self, plan: StepPlan) -> None:
+        """Count the tokens of a plan."""
         num_tokens = plan.num_tokens
         self._prompt_tokens += sum(chunk.num_known for chunk in plan.chunks) if plan.chunks else 0
         self._computed_tokens += num_tokens
         self._steps_by_size[min(max(num_tokens - 1, 0).bit_length(), len(STEP_SIZES))] += 1
 
     def note_step(self, seconds: float, num_outputs: int) -> None:
-        """A step came back after so long, and generated so many tokens."""
+        """Count a step whose result came `seconds` after its launch, with `num_outputs` generated tokens."""
         self.steps += 1
         self.output_tokens += num_outputs
         self._step_seconds += seconds

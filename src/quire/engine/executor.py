@@ -1,4 +1,4 @@
-"""The protocol the engine needs of a runtime. Nothing in `engine/` knows more of devices than this."""
+"""The protocol between the engine and the runtime. The engine knows nothing else of devices."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from quire.types.transfer import TransferReport
 
 
 class Executor(Protocol):
-    """Runs plans strictly in the order they are launched; results are collected in the same order."""
+    """Runs plans in the order in which they are launched. Results are collected in the same order."""
 
     @property
     def depth(self) -> int:
-        """How many launched steps may be uncollected before `launch` would gain nothing. 1 on a CPU."""
+        """How many steps the engine should keep in flight. 1 on a CPU."""
 
     def launch(self, plan: StepPlan) -> None:
-        """Start a step; of a guided plan, all that comes before sampling. May return before it has run.
+        """Start a step. May return before it has run. A guided plan runs up to its sampling, which waits for masks.
 
         Raises EngineDead if the workers are gone.
         """
 
     def supply_masks(self, masks: Masks | None) -> None:
-        """The masks of the last launched plan, which is guided: its sampling begins. None: no sample has a mask.
+        """Supply the masks of the last launched plan, which is guided, and start its sampling. None: no sample has one.
 
         Called exactly once for each guided plan, before the next `launch` and before the plan is collected. A sample
         that has no mask may choose any token.
@@ -32,7 +32,7 @@ class Executor(Protocol):
         """Wait for the oldest launched step and return its result. An exception here is fatal to the engine."""
 
     def transfers(self) -> TransferReport:
-        """What has become of launched plans' transfers since it was last asked. Never waits."""
+        """Return which transfers of launched plans have completed or failed since the last call. Never waits."""
 
     def close(self) -> None:
-        """Give back devices and processes. Idempotent."""
+        """Release devices and processes. Idempotent."""

@@ -1,4 +1,5 @@
-"""Rows under a grammar: their forward pass is launched at once, and their masks are made while the device computes."""
+"""Guided rows: rows that run ahead under a grammar. Their forward pass is launched at once; their masks are computed
+while the device runs it, and supplied before it samples. Committer and EngineCore call this."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ _OVER: Ending = ("stop", None)
 
 
 class GuidedRows:
-    """Advances the grammars of guided rows by the tokens that come, and makes the masks of their next samples.
+    """Advances the grammars of guided rows by their new tokens, and computes the masks of their next samples.
 
-    Threads do both between `take` and `settle`, while the device computes. `end` finishes a sequence, `fail` a
-    request by its own fault.
+    Threads do both between `take` and `settle`, while the device computes. `end` ends a sequence; `fail` ends a request
+    with its own fault.
     """
 
     def __init__(
@@ -33,19 +34,18 @@ class GuidedRows:
         self._scheduler, self._vocab_size, self._end, self._fail = scheduler, vocab_size, end, fail
         num_rows = len(scheduler.rows.sequences)
         self._table: MaskTable | None = None  # made with the first guided row
-        self._leases = np.zeros(num_rows, dtype=np.int64)  # under which each row's mask was made last
-        self._counts = np.zeros(num_rows, dtype=np.int32)  # outputs after which it holds
-        self._is_changed = np.zeros(num_rows, dtype=np.bool_)  # since the row's mask was last supplied
+        self._leases = np.zeros(num_rows, dtype=np.int64)  # the lease under which each row's last mask was made
+        self._counts = np.zeros(num_rows, dtype=np.int32)  # the number of outputs after which that mask holds
+        self._is_changed = np.zeros(num_rows, dtype=np.bool_)  # whether the mask has changed since it was last supplied
         self._begun: Ints | None = None  # rows whose masks are being made
 
     def take(self, rows: Ints, tokens: Ints) -> None:
-        """Have the grammars of guided rows, all of which run ahead, consume their tokens, and begin their next
-        masks."""
+        """Let the grammars of guided rows consume one token each, and start to compute their next masks."""
         self._begin(rows, tokens.tolist())
 
     def settle(self) -> None:
-        """Wait for what was begun. End sequences whose grammar is over, fail those whose grammar failed, and pace those
-        that are worth it, as their grammar forces what follows."""
+        """Wait for the masks that `take` started. End sequences whose grammar is complete, fail groups whose grammar
+        failed, and pace sequences whose grammar forces enough tokens for a draft."""
         if self._begun is None or self._table is None:
             return
         rows, self._begun, filled = self._begun, None, self._table.finish()
@@ -65,12 +65,12 @@ class GuidedRows:
                     self._scheduler.pace(sequence)
 
     def supply(self, step: InFlightStep) -> Masks | None:
-        """The masks of all samples of a step, all tokens before which are known."""
+        """Return the masks of all samples of a guided step. The results of all earlier steps must have been committed."""
         self.settle()
         table, rows = self._scheduler.rows, step.rows
         wanted = rows[table.guided[rows] & (table.leases[rows] == step.leases)]
         is_ready = (self._leases[wanted] == table.leases[wanted]) & (self._counts[wanted] == table.counts[wanted])
-        if not is_ready.all():  # sequences that take their first sample, or the first after they were paced
+        if not is_ready.all():  # sequences that take their first sample, or their first after being paced
             self._begin(wanted[~is_ready], None)
             self.settle()
             wanted = wanted[table.leases[wanted] == self._leases[wanted]]  # without those that failed

@@ -1,8 +1,7 @@
-"""Keeps steps in flight, so that the device never waits for Python.
+"""Keeps several steps in flight (asynchronous scheduling), so that the device does not wait for Python.
 
-Planning needs counts, not token values, so step N+1 is planned and launched while N runs. What the counts could not
-foresee (a stop token, an abort, a preemption) shows when the result arrives: the lease noted here is then no longer
-the row's, and the result is dropped.
+Planning needs counts of tokens, not their values, so step N+1 is planned and launched while step N runs. If a row ends,
+is aborted or preempted meanwhile, it gets another lease. A result for the old lease is dropped when it comes.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from quire.engine.executor import Executor
 from quire.engine.scheduler.row_table import RowTable
 from quire.types.step import Ints, Masks, StepPlan, StepResult
 
-_LEAD_SECONDS, _LEAD_SHARE = 0.8e-3, 0.15  # how long before the end of a step the next one is planned, at least
-_DRIFT = 1.02  # a step may be expected to take so much longer than the last of its size
+_LEAD_SECONDS, _LEAD_SHARE = 0.8e-3, 0.15  # the next step is planned at least so long before the end of this one
+_DRIFT = 1.02  # the expected duration may grow by this factor with each step
 _SIZE_STEP = 8  # rows
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitedSamples:
-    """A paced row's samples in a step: `count` of them from `place` on, and the lease it had."""
+    """The samples of a paced row in a step: `count` samples from `place` on, and the lease of the row."""
 
     row: int
     lease: int
@@ -37,10 +36,10 @@ class AwaitedSamples:
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A launched step and the leases its rows had when it was planned, at that version of the row table.
+    """A launched step, with the leases of its rows and the version of the row table when it was planned.
 
-    `rows` are those that run ahead; the samples of `paced` rows are not among them. A guided step waits for its masks
-    until they are supplied.
+    `rows` are the rows that run ahead and sample; `paced` are the other samples. A guided step samples only after its
+    masks are supplied.
     """
 
     plan: StepPlan
@@ -49,9 +48,9 @@ class InFlightStep:
     version: int
     other_leases: dict[int, int]  # rows with a chunk, new or paced in this step -> lease
     launched: float  # seconds, on the engine's clock
-    places: npt.NDArray[np.intp] | None = None  # [rows], where in StepResult.token_ids; None: all of it, in order
+    places: npt.NDArray[np.intp] | None = None  # [rows], their places in StepResult.token_ids; None: 0, 1, 2 ...
     paced: tuple[AwaitedSamples, ...] = ()
-    masks: Masks | None = None  # of a guided step: those that were known when it was planned
+    masks: Masks | None = None  # of a guided step: the masks that were known when it was planned
     awaits_masks: bool = False
 
     @property
@@ -60,7 +59,7 @@ class InFlightStep:
         return ahead + sum(awaited.count for awaited in self.paced) if self.paced else ahead
 
     def lease_of(self, row: int) -> int | None:
-        """The lease a row had in this step; None when the step had nothing to do with it."""
+        """Return the lease that a row had in this step; None if the row was not in it."""
         if row in self.other_leases:
             return self.other_leases[row]
         (found,) = np.nonzero(self.rows == row)
@@ -68,27 +67,27 @@ class InFlightStep:
 
 
 class Pipeline:
-    """Up to `depth` launched steps in front of an Executor, collected in order."""
+    """Launches steps on an Executor, keeps up to `depth` of them in flight, and collects their results in order."""
 
     def __init__(self, executor: Executor, depth: int, clock: Callable[[], float] = time.monotonic) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
         self._executor, self.depth, self._clock = executor, depth, clock
         self._steps: deque[InFlightStep] = deque()
-        self._collected = 0.0  # when the step before the oldest in flight was done
-        self._durations: dict[int, float] = {}  # the least that decode steps took lately, by size
+        self._collected = 0.0  # when the last result was collected
+        self._durations: dict[int, float] = {}  # the shortest recent duration of decode steps, by size class
 
     def __len__(self) -> int:
         return len(self._steps)
 
     @property
     def guided_step(self) -> InFlightStep | None:
-        """The step whose masks can be supplied now: it awaits them, and all results before it have come."""
+        """The guided step whose masks can be computed now, as the results of all steps before it have come."""
         return self._steps[0] if len(self._steps) == 1 and self._steps[0].awaits_masks else None
 
     def fill(self, prepare: Callable[[], InFlightStep | None], supply: Callable[[InFlightStep], Masks | None]) -> None:
-        """Launch planned steps until the pipeline is full, nothing is left to plan, or the last one awaits its
-        masks."""
+        """Plan and launch steps until `depth` are in flight, there is nothing to plan, or the last one awaits its
+        masks. `supply` returns the masks of a guided step."""
         while True:
             if (step := self.guided_step) is not None:
                 self._executor.supply_masks(supply(step))
@@ -101,18 +100,18 @@ class Pipeline:
             self._executor.launch(step.plan)
 
     def collect(self) -> tuple[InFlightStep, StepResult]:
-        """Wait for the oldest step."""
+        """Wait for the oldest step in flight. Returns it and its result."""
         result = self._executor.collect()
         step = self._steps.popleft()
         self._note_duration(step)
         if result.step != step.plan.step or len(result.token_ids) != step.num_samples:
             answer = f"step {result.step} with {len(result.token_ids)} tokens"
-            raise RuntimeError(f"step {step.plan.step} of {step.num_samples} samples was answered by {answer}")
+            raise RuntimeError(f"step {step.plan.step} of {step.num_samples} samples got the result of {answer}")
         return step, result
 
     def slack_seconds(self) -> float:
-        """Seconds the caller may wait before the next step is planned, as the one in flight keeps the device busy. A
-        request that comes within that time is in the next step, not in the one after it. 0 where that is unknown."""
+        """Seconds the caller may wait before the next step must be planned, as the step in flight keeps the device
+        busy. A request that comes within that time gets into the next step. 0 if that is unknown."""
         if len(self._steps) != 1 or self.depth == 1 or self._steps[0].awaits_masks:
             return 0.0
         if (size := _decode_size(self._steps[0])) is None:
@@ -133,17 +132,18 @@ class Pipeline:
 
 
 def _decode_size(step: InFlightStep) -> int | None:
-    """Decode steps of one size take about as long; None for steps that also compute chunks."""
+    """Return the size class of a decode step; None for a step that also computes chunks. Steps of one class take about
+    the same time."""
     return None if step.plan.chunks else -(-len(step.plan.decode_rows) // _SIZE_STEP)
 
 
 def find_awaited(
     plan: StepPlan, num_ahead: int, table: RowTable
 ) -> tuple[tuple[AwaitedSamples, ...], list[int], npt.NDArray[np.intp] | None]:
-    """Which samples of a step paced rows wait for; which rows of its chunks run ahead; where the samples of all rows
-    that run ahead are.
+    """Sort the samples of a plan. Returns the samples of paced rows, the rows of chunks that run ahead, and the places
+    of the samples of all rows that run ahead (None if there are no paced rows).
 
-    The first `num_ahead` samples are of rows that run ahead. The places are None when nobody waits.
+    The first `num_ahead` samples are of decoding rows that run ahead.
     """
     samples = [(row, 1) for row in plan.decode_rows[num_ahead:].tolist()] if num_ahead < len(plan.decode_rows) else []
     samples += [(row, chunk.num_sampled) for chunk in plan.chunks for row in chunk.sample_rows]

@@ -1,4 +1,4 @@
-"""What an engine tells those that watch it."""
+"""The observer interface of the engine. The recorder (recording/) implements it; the engine itself needs none."""
 
 from __future__ import annotations
 
@@ -13,47 +13,48 @@ if TYPE_CHECKING:
 
 
 class EngineObserver:
-    """Is told what an engine takes in and decides, in order, on the engine's thread. It changes nothing in it, and must
-    neither raise nor wait. The methods here do nothing."""
+    """The engine calls these methods in the order of events, on its own thread. An observer must not change the engine,
+    raise or wait. The methods of this class do nothing."""
 
     def submitting(self) -> None:
-        """A request has come; it is accepted or refused next."""
+        """`submit` was called. `submitted` or `refused` follows."""
 
     def refused(self) -> None:
-        """The request was refused."""
+        """The submitted request was refused."""
 
     def submitted(self, group: Group) -> None:
-        """A request was accepted."""
+        """The submitted request was accepted."""
 
     def aborting(self, group: Group, abort: Abort) -> None:
-        """A request, or a sample of it, is about to be ended."""
+        """A request, or one of its samples, is about to be aborted."""
 
     def aborted(self, group: Group, abort: Abort) -> None:
-        """That is done."""
+        """A request, or one of its samples, was aborted."""
 
     def cache_reset(self) -> None:
-        """Cached prefixes were forgotten."""
+        """The prefix cache was emptied."""
 
     def unpinned(self, salt: str, name: str) -> None:
-        """A pinned prompt was let go of."""
+        """A prompt was unpinned."""
 
     def compiled(self, group: Group) -> None:
-        """A request's grammar is compiled, or has failed; it waits to be admitted, or has ended."""
+        """The grammar of a request was compiled, and the request waits to be admitted; or it failed, and the request
+        has ended."""
 
     def planned(self, step: InFlightStep) -> None:
-        """A step was planned and is launched next."""
+        """A step was planned. It is launched next."""
 
     def collected(self, step: InFlightStep, result: StepResult) -> None:
-        """A step's result has come, and is taken in next."""
+        """The result of a step has come. It is committed next."""
 
     def committed(self, step: InFlightStep, seconds: float) -> None:
-        """A step's result was taken in. It took so long, beside the steps before it."""
+        """The result of a step was committed. `seconds`: how long the step took, without waiting for earlier steps."""
 
     def stepped(self, out: TokensOut) -> None:
-        """A call of `EngineCore.step` is over, with this to say."""
+        """`EngineCore.step` returns `out`."""
 
     def asked_for_slack(self) -> None:
         """`EngineCore.slack_seconds` was called."""
 
     def close(self) -> None:
-        """The engine is closed."""
+        """The engine was closed."""

@@ -1,4 +1,5 @@
-"""What the results of paced rows come to: drafts are verified, beams choose, and each sequence goes on or ends."""
+"""Commits the results of paced rows: verifies drafts, advances beam searches, and continues or ends each sequence.
+Committer calls it."""
 
 from __future__ import annotations
 
@@ -21,26 +22,27 @@ Fail = Callable[[Group, Fault], None]
 
 
 class PacedResult(NamedTuple):
-    """A paced sequence and what its step came to."""
+    """A paced sequence and the verified tokens of its step."""
 
     sequence: Sequence
     verified: Verified
 
 
 class PacedResults:
-    """Takes in the samples of paced rows. `end` finishes a sequence, `fail` a request by its own fault, `close` a beam
-    search that is over."""
+    """Commits the samples of paced rows. `end` ends a sequence, `fail` ends a request with its own fault, and `close`
+    ends a beam search that is complete."""
 
     def __init__(self, scheduler: Scheduler, end: End, fail: Fail, close: Callable[[Group], None]) -> None:
         self._scheduler, self._end, self._fail, self._close = scheduler, end, fail, close
         self._best: list[tuple[int, Ints]] = []
         self.num_drafts = self.num_drafted = self.num_accepted = 0
-        self.num_searched = 0  # tokens by which beams were continued
+        self.num_searched = 0  # tokens of all beams
 
     def commit(self, step: InFlightStep, result: StepResult) -> list[PacedResult]:
-        """Take in what was sampled, as far as it is still awaited. The sequences have grown by it; none has ended."""
+        """Append the sampled tokens to the paced sequences that still have their lease, and advance beam searches. Ends
+        no sequence: `finish` does, after the batch is made."""
         taken: list[PacedResult] = []
-        beams: dict[Group, dict[Sequence, int]] = {}  # the place of each one's sample
+        beams: dict[Group, dict[Sequence, int]] = {}  # the place of each beam's sample
         table = self._scheduler.rows
         for awaited in step.paced:
             sequence = table.sequences[awaited.row]
@@ -67,16 +69,17 @@ class PacedResults:
         return taken
 
     def finish(self, taken: list[PacedResult]) -> None:
-        """End the sequences that ended; let the others go on."""
+        """End the sequences that are complete, and continue the others."""
         for sequence, verified in taken:
             if sequence.row is None:
-                continue  # it failed, or a sibling did
+                continue  # its group has failed
             if verified.ending is not None:
                 self._end(sequence, verified.ending)
             else:
                 self._scheduler.continue_decoding(sequence)
 
     def _verify(self, sequence: Sequence, sampled: list[int]) -> Verified:
+        """Verify the draft of a sequence by its samples, and append the accepted tokens."""
         draft, room = sequence.draft, sequence.group.limit - sequence.num_tokens
         verified = sequence.controller.verify(sampled, draft, room)
         self._scheduler.paced.append_tokens(sequence, verified.tokens, written=not draft)
@@ -86,7 +89,7 @@ class PacedResults:
         return verified
 
     def _offer_drafts(self, step: InFlightStep, result: StepResult) -> None:
-        """Pass what the runtime drafted on to the sequences that asked for it."""
+        """Pass the drafts that the runtime made to the proposers that ordered them."""
         table = self._scheduler.rows
         for draft in result.drafts:
             sequence = table.sequences[draft.row]
@@ -98,11 +101,12 @@ class PacedResults:
 
     # --------------------------------------------------------------------------------------------------- beams
     def _search(self, group: Group, places: dict[Sequence, int], result: StepResult, lines: dict[int, int]) -> None:
-        """One step of a beam search, of which all beams were computed together. `lines`: of candidates, by place."""
+        """Advance a beam search, all beams of which were computed in this step. `lines`: sample place -> line of the
+        candidates."""
         search, beams, candidates = group.search, list(group.live), result.candidates
         assert search is not None
         if candidates is None or len(places) != len(beams):
-            raise RuntimeError("its beams were not answered together")
+            raise RuntimeError("the beams of the search were not computed in one step")
         self.num_searched += len(beams)
         if self._scheduler.policy.counts_outputs:
             self._scheduler.policy.note_generated_paced(group, len(beams))
@@ -115,7 +119,7 @@ class PacedResults:
         )
         if children:
             sampled = [int(result.token_ids[places[beam]]) for beam in beams]
-            self._breed(group, beams, children, sampled)
+            self._extend_beams(group, beams, children, sampled)
             if search.streams_best:
                 self._best.append((group.handle, np.array(group.leader.outputs, dtype=np.int32)))
             return
@@ -123,11 +127,14 @@ class PacedResults:
             raise GrammarError("structured_outputs: no token is allowed to follow any of the beams")
         self._close(group)
 
-    def _breed(self, group: Group, beams: list[Sequence], children: tuple[Child, ...], sampled: list[int]) -> None:
-        """A parent's first child takes its place, further ones those of beams without children, or rows held back."""
+    def _extend_beams(
+        self, group: Group, beams: list[Sequence], children: tuple[Child, ...], sampled: list[int]
+    ) -> None:
+        """Continue the beams with their children. A parent's first child takes its row; further children take the rows
+        of beams without children, then reserved rows."""
         paced, firsts = self._scheduler.paced, {child.parent: child for child in reversed(children)}
         childless = [beam for place, beam in enumerate(beams) if place not in firsts]
-        bred: list[Sequence] = []
+        continued: list[Sequence] = []
         for child in children:
             beam = parent = beams[child.parent]
             if firsts[child.parent] is not child and childless:
@@ -135,18 +142,18 @@ class PacedResults:
                 paced.replace_beam(beam, parent, child.token)
             elif firsts[child.parent] is not child:
                 beam = paced.fork_beam(parent, child.token)
-            bred.append(beam)
+            continued.append(beam)
         for beam in childless:
             self._scheduler.drop_beam(beam)
         for place, child in firsts.items():
             paced.append_tokens(beams[place], (child.token,), written=child.token == sampled[place])
-        group.live[:] = bred
-        for child, beam in zip(children, bred, strict=True):
+        group.live[:] = continued
+        for child, beam in zip(children, continued, strict=True):
             beam.controller.accept(child.token)
             paced.add(beam)
 
     def take_best(self) -> tuple[tuple[int, Ints], ...]:
-        """The tokens of the best beam, of each search since the last call that is to be streamed."""
+        """Return the tokens of the best beam of each streamed search that advanced since the last call."""
         if not self._best:
             return ()
         best, self._best = tuple(self._best), []
@@ -154,7 +161,7 @@ class PacedResults:
 
 
 def beam_ends(group: Group, cut_off: Ending | None = None) -> list[SampleEnd]:
-    """The n best hypotheses of a search: finished ones and, if it was cut off, the beams that live after them."""
+    """Return the n best hypotheses of a search: the finished ones, then the live beams if the search was cut off."""
     search = group.search
     assert search is not None
     found = [(one.token_ids, one.ending, one.logprob) for one in search.finished]
@@ -168,11 +175,11 @@ def beam_ends(group: Group, cut_off: Ending | None = None) -> list[SampleEnd]:
 
 
 def _span(lines: list[int]) -> slice | list[int]:
-    """Some lines of an array, as a slice where they follow each other: that copies nothing."""
+    """Return an index for some lines of an array: a slice, which copies nothing, if they are consecutive."""
     first, last = lines[0], lines[-1]
     return slice(first, last + 1) if lines == list(range(first, last + 1)) else lines
 
 
 def _lines(candidates: Candidates) -> dict[int, int]:
-    """Where the candidates of each sample stand, by its place."""
+    """Return the line of each sample's candidates, by the place of the sample."""
     return {place: line for line, place in enumerate(candidates.samples.tolist())}

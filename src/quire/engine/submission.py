@@ -1,4 +1,5 @@
-"""Checks a submitted request, and makes its group: what it is decoded with, and the sequences it begins with."""
+"""Checks a submitted request, and makes its group, its sequences and their controller. EngineCore.submit calls it; the
+server's edges call the checks before they submit."""
 
 from __future__ import annotations
 
@@ -40,9 +41,10 @@ def check_request(
     has_text: bool = False,
     num_pinned: int = 0,
 ) -> int:
-    """How many tokens each sequence may reach, prompt included. Raises InvalidRequest naming field, limit and fix.
+    """Check a request. Returns how many tokens each of its sequences may reach, prompt included.
 
-    `num_pinned` blocks are not for requests.
+    Raises InvalidRequest naming field, limit and fix. `num_pinned` blocks cannot be used by requests. `has_text`: the
+    engine has a vocabulary, which stop strings of ranked samples need.
     """
     prompt, sampling = len(request.prompt_token_ids), request.sampling
     if prompt == 0:
@@ -72,7 +74,7 @@ def check_request(
 
 
 def num_sequences(request: Submit) -> int:
-    """How many live at once, at most."""
+    """Return how many sequences of a request can be live at once."""
     return request.sampling.num_sequences if request.beam is None else request.beam.width
 
 
@@ -99,13 +101,14 @@ def _check_sequences(request: Submit, config: SchedulerConfig, *, has_text: bool
 
 
 def blocks_at_most(prompt: int, limit: int, n: int, block_size: int) -> int:
-    """Blocks a group can ever hold: full prompt blocks once, the rest once per sequence, the last token never."""
+    """Return how many blocks a group can ever hold: the full prompt blocks once, the others once for each of its `n`
+    sequences. The last token is never written to the cache."""
     shared = prompt // block_size
     return shared + n * (-(-(limit - 1) // block_size) - shared)
 
 
 def most_blocks(request: Submit, limit: int, block_size: int) -> int:
-    """Blocks a request can ever hold, if its sequences reach `limit` tokens."""
+    """Return how many blocks a request can hold if its sequences reach `limit` tokens."""
     return blocks_at_most(len(request.prompt_token_ids), limit, num_sequences(request), block_size)
 
 
@@ -151,7 +154,7 @@ def check_answer_size(request: Submit, config: SchedulerConfig, vocab_size: int)
 
 
 def _entry_bytes(logprobs: int | None, named: int, vocab_size: int) -> int:
-    """Bytes of the logprobs of one position."""
+    """Return the size in bytes of the logprobs of one position."""
     if logprobs is None:
         return 0
     return _ENTRY + _PAIR * (1 + named + (vocab_size if logprobs < 0 else logprobs))
@@ -159,20 +162,20 @@ def _entry_bytes(logprobs: int | None, named: int, vocab_size: int) -> int:
 
 # ------------------------------------------------------------------------------------------------- groups
 def make_group(request: Submit, ordinal: int, limit: int, handle: int, vocab_size: int, engine_seed: int) -> Group:
-    """The group of an admitted request, without sequences yet; its samples answer to `handle` and those after it."""
+    """Make the group of a checked request, without sequences. Its samples have the handles `handle`, `handle + 1` ..."""
     sampling, search = request.sampling, None
     if request.beam is not None:
         outputs, num_ends = limit - len(request.prompt_token_ids), len(request.rules.end_ids)
         ends_by_text = bool(sampling.stops or request.rules.grammar)
         search = BeamSearch(request.beam, outputs, num_ends, vocab_size, ends_by_text=ends_by_text)
-        sampling = replace(sampling, temperature=0.0)  # what its rows choose by themselves is of no use
+        sampling = replace(sampling, temperature=0.0)  # the search uses candidates, not the tokens that its rows sample
     elif sampling.num_sequences > sampling.n and sampling.logprobs is None:
-        sampling = replace(sampling, logprobs=0)  # they are ranked by the logprobs of what they say
+        sampling = replace(sampling, logprobs=0)  # its samples are ranked by the logprobs of their tokens
     return Group(request, ordinal, limit, _seed_for(request, engine_seed, ordinal), handle, sampling, search)
 
 
 def add_sequences(group: Group, new_table: Callable[[], BlockTable], controller: StepController) -> None:
-    """The sequences a group begins with: one that all beams come from, or all its samples."""
+    """Add the first sequences of a group: one for a beam search, otherwise one for each sample."""
     count = 1 if group.search is not None else group.request.sampling.num_sequences
     for index in range(count):
         own = controller if index == 0 or controller is PLAIN else controller.clone()
@@ -181,8 +184,9 @@ def add_sequences(group: Group, new_table: Callable[[], BlockTable], controller:
 
 
 def make_controller(group: Group, tools: DecodingTools, matcher: Matcher | None) -> StepController:
-    """What decides how the group's first sequence goes on; PLAIN if nothing does. Samples that are ranked go on token
-    by token if anything decides, so that a replay, which knows a stop text by its end alone, plans the same steps."""
+    """Make the StepController of a group's first sequence; PLAIN if it has no grammar, no drafts and no stop strings to
+    look for. A controller of ranked samples always paces them: a replay, which knows only where a stop string ended a
+    sample, then plans the same steps."""
     request, is_beam = group.request, group.search is not None
     stops = None
     if group.is_ranked and request.sampling.stops:
@@ -195,7 +199,8 @@ def make_controller(group: Group, tools: DecodingTools, matcher: Matcher | None)
 
 
 def find_origin(request: Submit, groups: Mapping[str, Group], rows: RowTable) -> Sequence | None:
-    """The live sequence that a request branches off; None if it is over. Raises InvalidRequest if it is another's."""
+    """Return the live sequence that a request branches off; None if it has ended. Raises InvalidRequest if the request
+    may not branch off it."""
     source, prompt = request.source, request.prompt_token_ids
     if source is None:
         return None
@@ -221,7 +226,7 @@ def find_origin(request: Submit, groups: Mapping[str, Group], rows: RowTable) ->
 
 
 def _seed_for(request: Submit, engine_seed: int, ordinal: int) -> int:
-    """The user's seed, or one drawn from the engine's seed and the order of arrival (splitmix64)."""
+    """Return the user's seed, or one derived from the engine's seed and the ordinal of the request (splitmix64)."""
     if request.sampling.seed is not None:
         return request.sampling.seed
     mixed = (engine_seed + (ordinal + 1) * _GOLDEN) % 2**64

@@ -151,7 +151,7 @@ def test_an_answer_to_another_step_or_with_too_few_tokens_is_an_error() -> None:
     waiting = [in_flight(4, device)]
     pipeline.fill(lambda: waiting.pop() if waiting else None, no_masks)
     device.ends[0] = (4, 3, 0.010)
-    with pytest.raises(RuntimeError, match="step 4 of 4 samples was answered by step 4 with 3 tokens"):
+    with pytest.raises(RuntimeError, match="step 4 of 4 samples got the result of step 4 with 3 tokens"):
         pipeline.collect()
 
 

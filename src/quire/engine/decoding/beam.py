@@ -1,4 +1,5 @@
-"""Beam search: which hypotheses go on, which are finished, and when no better one can come. Knows no rows or blocks."""
+"""Beam search: chooses which beams continue, keeps finished hypotheses, and decides when the search ends. Knows no rows
+or blocks; PacedResults calls it."""
 
 from __future__ import annotations
 
@@ -13,42 +14,42 @@ from quire.engine.decoding.controller import Ending
 from quire.types.decoding import BeamRules
 from quire.types.step import Floats, Ints
 
-_ENDS_BY_TEXT = 8  # more candidates, where stop strings or a grammar may end a beam
+_ENDS_BY_TEXT = 8  # further candidates if stop strings or a grammar may end a beam
 _LARGEST = sys.float_info.max
 
-EndOf = Callable[[int, int], Ending | None]  # how a beam, by its place, would end with a token
+EndOf = Callable[[int, int], Ending | None]  # (beam index, token) -> how the token would end the beam
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A beam goes on with a token. `logprob` is summed over all its tokens."""
+    """A continuation of a beam by one token. `logprob` is the sum over all its tokens."""
 
-    parent: int  # place among the beams before
+    parent: int  # index of the beam that it continues
     token: int
     logprob: float
 
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A beam that is finished."""
+    """A finished beam."""
 
     token_ids: tuple[int, ...]
     logprob: float  # summed
-    rank: tuple[int, float]  # compares as its score does: see `BeamSearch.rank`
+    rank: tuple[int, float]  # orders hypotheses as their scores do: see `BeamSearch.rank`
     ending: Ending
 
 
 class BeamSearch:
-    """One request's search, step by step, decided as transformers decides it.
+    """The beam search of one request. It makes the same choices as transformers.
 
-    All beams have the same length. `logprobs` stands in the order of the beams, best first.
+    All beams have the same length. `logprobs` has the summed logprob of each beam, best first.
     """
 
     def __init__(
         self, rules: BeamRules, max_tokens: int, num_ends: int, vocab_size: int, *, ends_by_text: bool = False
     ) -> None:
         self._rules, self._max_tokens = rules, max_tokens
-        # enough that `width` go on whichever of them are end tokens; how many more end by their text, nobody knows
+        # Enough that `width` beams continue whichever candidates are end tokens. How many end by their text is unknown.
         wanted = rules.width + max(rules.width, num_ends) + (_ENDS_BY_TEXT if ends_by_text else 0)
         self.num_candidates = min(vocab_size, wanted)
         self.logprobs: Floats = np.zeros(1, dtype=np.float32)
@@ -64,10 +65,9 @@ class BeamSearch:
         return self._rules.stream_best
 
     def advance(self, beams: list[list[int]], token_ids: Ints, scores: Floats, end_of: EndOf) -> tuple[Child, ...]:
-        """One step: the beams' generated tokens and likeliest next ones [beams, k], best first, are taken in.
-
-        Returns who goes on, best first; nobody: the search is over.
-        """
+        """Advance the search by one token. `beams` are their generated tokens; `token_ids` and `scores` [beams, k] are
+        the most likely next tokens of each, best first. Returns the beams that continue, best first; none: the search
+        ends."""
         self.length += 1
         children: list[Child] = []
         for rank, (parent, token, logprob) in enumerate(ranked(self.logprobs, token_ids, scores)):
@@ -77,7 +77,7 @@ class BeamSearch:
             if ending is None:
                 if len(children) < self.width:
                     children.append(Child(parent, token, logprob))
-            elif rank < self.width:  # a lower one is only there so that enough go on
+            elif rank < self.width:  # lower ranks are only candidates for beams that continue
                 self._finish(Hypothesis((*beams[parent], token), logprob, self.rank(logprob, self.length), ending))
         if not children or not self._can_improve(children[0].logprob):
             return ()
@@ -85,16 +85,15 @@ class BeamSearch:
         return tuple(children)
 
     def rank(self, logprob: float, length: int) -> tuple[int, float]:
-        """Compares hypotheses as their scores do, logprob / length ** length_penalty, but neither over- nor underflows:
-        by the sign of the score, then by its logarithm."""
+        """Return a sort key that orders hypotheses as their scores (logprob / length ** length_penalty) do, but cannot
+        overflow or underflow: the sign of the score, then its logarithm."""
         if logprob == 0.0:
             return 0, 0.0
         magnitude = math.log(abs(logprob)) - self._rules.length_penalty * math.log(max(length, 1))
         return (1, magnitude) if logprob > 0.0 else (-1, -magnitude)
 
     def score(self, logprob: float, num_tokens: int) -> float:
-        """What a hypothesis of so many tokens is worth: logprob / num_tokens ** length_penalty, or the nearest
-        number."""
+        """Return the score of a hypothesis: logprob / num_tokens ** length_penalty, or the nearest finite number."""
         try:
             score = logprob / float(max(num_tokens, 1) ** self._rules.length_penalty)
         except OverflowError:
@@ -121,7 +120,7 @@ class BeamSearch:
 
 
 def ranked(logprobs: Floats, token_ids: Ints, scores: Floats) -> Iterator[tuple[int, int, float]]:
-    """Every (beam, token, summed logprob) that is possible, likeliest first; equals by beam, then as they came."""
+    """Yield every possible (beam, token, summed logprob), most likely first; equal ones in the order of beams."""
     totals = (logprobs[:, None] + scores).reshape(-1)
     order = np.argsort(-totals, kind="stable")
     width, tokens = token_ids.shape[1], token_ids.reshape(-1)

@@ -1,4 +1,4 @@
-"""A compiled grammar: its lexers, and the matchers spread over them."""
+"""A compiled grammar: its lexers, and the distribution of its matchers over them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_MASK_THREADS = 16
-ROWS_PER_LEXER = 8  # fewer rows do not pay for a further lexer
+ROWS_PER_LEXER = 8  # a further lexer pays only for so many more rows
 QUICK_SECONDS = 0.05  # a grammar that took longer to compile is compiled once
-SLICE_AFTER = 16_384  # masks; what they cost by then, building slices costs too
-MOVED_TOKENS = 256  # that one batch may replay to move matchers, about 0.3 ms
+SLICE_AFTER = 16_384  # masks, which together cost as much as building slices
+MOVED_TOKENS = 256  # tokens that one batch may replay to move matchers, about 0.3 ms
 MAX_MOVED_TOKENS = 1_024  # a longer sequence stays where it is
 
 
 def mask_threads() -> int:
-    """How many threads compute masks by default: two cores are left to the engine and to whoever talks to it."""
+    """Return how many threads compute masks by default: two cores are left to the engine and its clients."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_MASK_THREADS, cores - 2))
 
 
 class LexerBuilder(Protocol):
-    """Compiles again, later, on the compiler's thread."""
+    """Compiles further lexers of a grammar later, on the compiler's thread. GrammarCompiler is one."""
 
     def add_lexer(self, grammar: CompiledGrammar) -> None:
-        """Have `grammar.add_lexer` called, if there is memory for one more."""
+        """Call `grammar.add_lexer` later, if there is memory for one more."""
 
     def add_slices(self, grammar: CompiledGrammar) -> None:
-        """Have `grammar.add_slices` called."""
+        """Call `grammar.add_slices` later."""
 
 
 class CompiledGrammar:
@@ -54,7 +54,7 @@ class CompiledGrammar:
         """Compiles the grammar. Raises GrammarError where that fails. Without a builder it keeps its one lexer."""
         self._text, self._tokens, self._max_lexers, self._builder = text, tokens, max_lexers, builder
         self._tokenizer = tokens.tokenizer
-        self._lock = threading.Lock()  # whoever changes `lexers` holds it
+        self._lock = threading.Lock()  # held while `lexers` changes
         began = time.thread_time()  # waiting for the GIL does not count
         self.lexers: tuple[Lexer, ...] = (self._compile(),)
         self.seconds = time.thread_time() - began  # of processor time that compiling took
@@ -68,13 +68,13 @@ class CompiledGrammar:
         return len(self.lexers) - 1
 
     def matcher(self, ends: tuple[int, ...]) -> GrammarMatcher:
-        """A matcher at the start of the grammar."""
+        """Return a matcher at the start of the grammar."""
         lexers, self._next = self.lexers, self._next + 1
         lexer = lexers[self._next % len(lexers)]
         return GrammarMatcher(self._tokens, lexer.start.deep_copy(), ends, lexer)
 
     def balance(self, followers: Mapping[Lexer, Sequence[GrammarMatcher]]) -> None:
-        """Before a batch of masks: ask for what would make the next ones faster, and move a few of the matchers.
+        """Prepare for a batch of masks: order lexers and slices that make later ones faster, and move a few matchers.
 
         `followers` are the matchers in the batch, by lexer.
         """
@@ -102,7 +102,7 @@ class CompiledGrammar:
                     budget -= max(length, 8)
 
     def renew(self, lexer: Lexer, *, private: bool) -> Lexer | None:
-        """A lexer for a matcher to go on with. None: its own is sound, or compiling takes too long to do it again.
+        """Return another lexer for a matcher. None: its own is intact, or the grammar takes too long to compile again.
 
         What breaks a lexer (too many states, too much work in one mask) breaks it for all its matchers.
         """
@@ -141,7 +141,7 @@ class CompiledGrammar:
             self.lexers = tuple(fresh)
 
     def shrink(self) -> None:
-        """Give up all lexers but one; their matchers move back when they next are in a batch."""
+        """Remove all lexers but one. Their matchers move to it when they are next in a batch."""
         with self._lock:
             for lexer in self.lexers[1:]:
                 lexer.is_retired = True
@@ -160,7 +160,7 @@ class CompiledGrammar:
             self._builder.add_slices(self)
 
     def _compile(self) -> Lexer:
-        """Compile, and compute the first mask: that builds most of what later ones need."""
+        """Compile the grammar, and compute its first mask, which builds most of what later masks need."""
         start = self._tokens.begin(self._text, self._tokenizer)
         if not start.is_error():
             self._tokens.read_mask(start)

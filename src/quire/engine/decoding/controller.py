@@ -1,4 +1,5 @@
-"""How one sequence goes on: which tokens it may choose, what is guessed to follow, and where its text ends it."""
+"""The StepController of one sequence: masks of its grammar, draft tokens and their verification, and stop strings. Also
+how a sequence ends (Ending) and fails (Fault)."""
 
 from __future__ import annotations
 
@@ -23,14 +24,15 @@ _FULL: Ending = ("length", None)
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens, and which tokens each of the samples may choose: `masks[i]` holds after `draft[:i]`."""
+    """Draft tokens, and the masks of allowed tokens of their samples: `masks[i]` holds after `draft[:i]`."""
 
     draft: tuple[int, ...] = ()
-    masks: tuple[Bits, ...] = ()  # one more than the draft has tokens; none: anything may be chosen
+    masks: tuple[Bits, ...] = ()  # one more than draft tokens; empty: all tokens are allowed
 
 
 class Verified(NamedTuple):
-    """What a paced step came to: the tokens its sequence grew by, why it ended with them, how its draft fared."""
+    """The verified result of a paced step: the new tokens of the sequence, its ending if it ended, and how many draft
+    tokens were accepted."""
 
     tokens: tuple[int, ...]
     ending: Ending | None = None
@@ -42,10 +44,10 @@ _NO_PROPOSAL = Proposal()
 
 
 class StepController:
-    """Belongs to one sequence and knows all its tokens. A sequence without grammar, drafts and ranked text has PLAIN,
-    which is asked nothing.
+    """Controls one sequence: its grammar, its draft proposer, and the stop strings of ranked samples. A sequence
+    without any of these has PLAIN, which is never called.
 
-    A sequence is guided if nothing but a grammar controls it: it runs ahead, and only its sampling waits for the mask.
+    A sequence that only has a grammar is guided: it runs ahead, and only its sampling waits for the mask.
     """
 
     __slots__ = (
@@ -68,29 +70,29 @@ class StepController:
         stops: StopText | None = None,
         always_paced: bool = False,
     ) -> None:
-        """`always_paced`: every step waits for the result of the one before, whatever else there is."""
+        """`always_paced`: the sequence never runs ahead."""
         self._rules, self.matcher, self.proposer, self._stops = rules, matcher, proposer, stops
         self.is_guided = matcher is not None and proposer is NO_PROPOSER and stops is None and not always_paced
         self.always_paced = always_paced or stops is not None or (matcher is not None and not self.is_guided)
-        self._num_forced = 0  # of the draft proposed last, tokens that the grammar forces
-        self._has_forced = False
+        self._num_forced = 0  # how many tokens of the last draft the grammar forces
+        self._has_forced = False  # the grammar forces enough tokens for a draft
 
     @property
     def num_ahead(self) -> int:
-        """How many tokens may be generated before this is asked again; 0: it is asked before every step."""
+        """How many tokens the sequence may run ahead before the scheduler asks again; 0: it must be paced."""
         if self.is_guided:
             return 0 if self._has_forced else FOREVER
         return 0 if self.always_paced else self.proposer.num_ahead
 
     def look_for_forced(self, least: int) -> bool:
-        """Whether the grammar forces `least` tokens or more from here: then a guided sequence is better paced, and all
-        of them are verified in one step. Raises GrammarError."""
+        """Find out whether the grammar forces at least `least` tokens from here. If so, a guided sequence is paced, and
+        one step verifies all of them as a draft. Raises GrammarError."""
         matcher = self.matcher
         self._has_forced = matcher is not None and not matcher.is_over and len(matcher.forced(least)) >= least
         return self._has_forced
 
     def clone(self) -> StepController:
-        """For a fork."""
+        """Return a controller for a fork of the sequence."""
         return StepController(
             self._rules,
             matcher=None if self.matcher is None else self.matcher.clone(),
@@ -100,12 +102,12 @@ class StepController:
         )
 
     def close(self) -> None:
-        """The sequence ended."""
+        """Free what is kept for the sequence, which has ended."""
         self.proposer.close()
 
     # ------------------------------------------------------------------------------------------------ before a step
     def propose(self, limit: int) -> Proposal:
-        """At most `limit` tokens to verify, and the masks of their samples. Raises GrammarError."""
+        """Return at most `limit` draft tokens to verify, and the masks of their samples. Raises GrammarError."""
         guess = self._before_end(self.proposer.propose(limit)) if limit > 0 else ()
         matcher = self.matcher
         if matcher is None:
@@ -117,7 +119,7 @@ class StepController:
         for place, token in enumerate(wanted, 1):
             if not matcher.advance(token):
                 break
-            if matcher.is_over:  # nothing is sampled after it, so it is sampled itself
+            if matcher.is_over:  # nothing follows the last token, so it is sampled, not drafted
                 matcher.rollback(1)
                 break
             draft.append(token)
@@ -127,14 +129,15 @@ class StepController:
         return Proposal(tuple(draft), tuple(masks))
 
     def order(self, limit: int) -> int:
-        """How many tokens the runtime shall draft after the step."""
+        """Return how many tokens the runtime shall draft after the step."""
         return self.proposer.order(limit) if limit > 0 else 0
 
     # ------------------------------------------------------------------------------------------------- after a step
     def verify(self, sampled: Sequence[int], draft: Sequence[int], room: int) -> Verified:
-        """Take in what was sampled at each position of a draft and after it, as far as the draft was right.
+        """Verify a draft: accept the sampled tokens up to and including the first that differs from the draft.
 
-        `room` is how many tokens may still come. Raises GrammarError.
+        `sampled` has a token for each draft position and one after them. The sequence ends after `room` tokens. Raises
+        GrammarError.
         """
         taken: list[int] = []
         for place, token in enumerate(sampled):
@@ -151,7 +154,7 @@ class StepController:
         return Verified(tuple(taken), ending, max(drafted, 0), accepted)
 
     def ending_with(self, token: int) -> Ending | None:
-        """How `token` would end the sequence. Changes nothing. Raises GrammarError."""
+        """Return how `token` would end the sequence, or None. Changes nothing. Raises GrammarError."""
         if token in self._rules.end_ids:
             return explain_end(token, self._rules)
         if self._stops is not None and (stop := self._stops.push(token)[1]) is not None:
@@ -164,7 +167,7 @@ class StepController:
         return _OVER if is_over else None
 
     def accept(self, token: int) -> Ending | None:
-        """One token further; how it ends the sequence, if it does. Raises GrammarError."""
+        """Accept the next token. Returns how it ends the sequence, or None. Raises GrammarError."""
         if token in self._rules.end_ids:
             return explain_end(token, self._rules)
         stop = None
@@ -182,7 +185,7 @@ class StepController:
             raise GrammarError(f"structured_outputs: token {token} was chosen where the grammar does not allow it")
 
     def _before_end(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """A token that ends the sequence is sampled, not drafted: nothing could follow it."""
+        """Cut draft tokens before the first end token: nothing could follow it, so it is sampled, not drafted."""
         for place, token in enumerate(tokens):
             if token in self._rules.end_ids:
                 return tokens[:place]
@@ -199,20 +202,21 @@ def _only(token: int, words: int) -> Bits:
 
 
 def explain_end(token: int, rules: TokenRules) -> tuple[FinishReason, int | None]:
-    """Why a sequence whose last token is `token` ended: the finish reason and the stop token that users are told."""
+    """Return the finish reason and the stop reason of a sequence that ended with `token`."""
     if token not in rules.end_ids:
         return "length", None
     return "stop", None if token in rules.eos_ids else token
 
 
 class Fault(NamedTuple):
-    """What a request is told when its own decoding failed, and the field at fault if it asked for the impossible."""
+    """The error of a request whose own code failed, and the invalid field if the request is to blame."""
 
     reason: str
     refused: str = ""
 
 
 def fault_of(error: Exception) -> Fault:
+    """Return the Fault of a request in whose code an exception was raised."""
     if isinstance(error, GrammarError | InvalidRequest):
         return Fault(str(error), "structured_outputs")
     return Fault(str(error) if isinstance(error, QuireError) else f"the request failed inside the engine: {error!r}")

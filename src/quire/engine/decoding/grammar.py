@@ -1,4 +1,4 @@
-"""Grammars as the engine uses them: which tokens a sequence may choose next, and when it is complete."""
+"""The protocols of guided decoding: Matcher, Compilation, Grammars. GrammarCompiler implements them with llguidance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.types.step import Bits
 
 
 class GrammarError(QuireError):
-    """A grammar could not be compiled, or went over its limits while it was followed. Ends its request alone."""
+    """A grammar could not be compiled, or exceeded its limits during decoding. Only its request ends."""
 
 
 class Matcher(Protocol):
@@ -21,20 +21,21 @@ class Matcher(Protocol):
     """
 
     def mask(self) -> Bits:
-        """Which tokens may come next: [words], read-only; bit t % 32 of word t // 32. Raises GrammarError."""
+        """Return the bitmask of allowed next tokens: [words], read-only; bit t % 32 of word t // 32. Raises
+        GrammarError."""
 
     def advance(self, token: int) -> bool:
-        """Consume a token. False: the grammar does not allow it here, and nothing changed. Raises GrammarError."""
+        """Consume a token. Returns False and changes nothing if the grammar does not allow it. Raises GrammarError."""
 
     def forced(self, limit: int) -> tuple[int, ...]:
-        """Up to `limit` tokens that must come next, whatever the model prefers; often none. Consumes nothing."""
+        """Return up to `limit` next tokens that the grammar forces; often none. Consumes nothing."""
 
     @property
     def is_over(self) -> bool:
-        """The grammar is complete and nothing can follow: the sequence is finished without an end token."""
+        """Whether the grammar is complete and no token can follow: the sequence ends without an end token."""
 
     def clone(self) -> Matcher:
-        """A matcher at the same position for a fork of the sequence. The two are independent."""
+        """Return an independent matcher at the same position, for a fork of the sequence."""
 
     def rollback(self, num_tokens: int) -> None:
         """Undo the last `num_tokens` calls of `advance` that returned True."""
@@ -45,10 +46,10 @@ class Compilation(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether `matcher` returns or raises at once. Failed counts as ready."""
+        """Whether the compilation has succeeded or failed, so that `matcher` returns or raises at once."""
 
     def matcher(self, rules: TokenRules) -> Matcher:
-        """A matcher at the start of the grammar. Raises GrammarError if it failed or took too long."""
+        """Return a matcher at the start of the grammar. Raises GrammarError if compiling failed or took too long."""
 
 
 class Grammars(Protocol):
@@ -56,7 +57,7 @@ class Grammars(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens a mask is about."""
+        """The number of tokens that a mask covers."""
 
     def compile(self, text: str) -> Compilation:
         """Start to compile a grammar, or return the earlier compilation. Raises InvalidRequest without a vocabulary."""
@@ -69,7 +70,7 @@ class Grammars(Protocol):
 
 
 class NoGrammars:
-    """The Grammars of an engine without a vocabulary: refuses all."""
+    """The Grammars of an engine without a vocabulary. It refuses all grammars."""
 
     vocab_size = 0
 

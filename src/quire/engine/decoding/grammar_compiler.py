@@ -1,4 +1,4 @@
-"""Compiles grammars on a thread of its own and keeps the last ones."""
+"""Compiles grammars with llguidance on a thread of its own, and keeps the most recently used ones."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from quire.engine.decoding.vocabulary import VocabularySource
 from quire.types.sampling import TokenRules
 
 MAX_KEPT = 64
-MAX_EXTRA_LEXERS = 32  # of all grammars together, beside the first of each
-IDLE_SECONDS = 10.0  # after which a grammar in no batch gives its extra lexers to another
-COMPILE_SECONDS = 20.0  # from the request to the end of its compilation, those before it included
-STACK_BYTES = 64 << 20  # far more than the check of a request has, so what passed there cannot overflow here
+MAX_EXTRA_LEXERS = 32  # of all grammars together, besides the first lexer of each
+IDLE_SECONDS = 10.0  # a grammar in no batch for so long gives up its extra lexers for another
+COMPILE_SECONDS = 20.0  # from the request to the end of its compilation, including the wait for earlier ones
+STACK_BYTES = 64 << 20  # far more than the check of a request has, so a grammar that passed it cannot overflow
 _FIELD = "structured_outputs: "
 
 
 class GrammarCompiler:
-    """The Grammars of an engine with a vocabulary, which it loads once: with the first grammar, or at `warm`.
+    """The Grammars of an engine with a vocabulary, which it loads once: with the first grammar, or in `warm`.
 
-    Its thread is a daemon: when the engine closes, what is being compiled is dropped. Grammars were checked before
-    they were submitted; one that fails here all the same ends its request. Between two grammars, the thread compiles
-    further lexers for the grammars that many rows follow.
+    Its thread is a daemon: when the engine closes, unfinished compilations are dropped. Grammars were checked before
+    they were submitted; a grammar that fails here all the same ends its request. When no grammar waits, the thread
+    compiles further lexers for grammars that many rows use.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class GrammarCompiler:
         clock: Callable[[], float] = time.monotonic,
         max_lexers: int | None = None,
     ) -> None:
-        """`max_lexers` of one grammar: more than threads that compute masks are of no use."""
+        """`max_lexers` of one grammar: more lexers than threads that compute masks are of no use."""
         self._source, self.vocab_size, self._clock = source, vocab_size, clock
         self._max_lexers = mask_threads() if max_lexers is None else max_lexers
         self._kept: OrderedDict[str, _Compiling] = OrderedDict()
@@ -74,7 +74,7 @@ class GrammarCompiler:
         self._kept.clear()
         self._waiting.put(None)
 
-    # ---------------------------------------------------------------------------------------- what a grammar asks
+    # -------------------------------------------------------------------------------------- called by a grammar
     def add_lexer(self, grammar: CompiledGrammar) -> None:
         self._waiting.put(lambda: self._add_lexer(grammar))
 
@@ -93,7 +93,7 @@ class GrammarCompiler:
     def _work(self) -> None:
         try:
             tokens = GrammarTokens(self._source(), self.vocab_size)
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with the vocabulary, requests must hear of it
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with the vocabulary, the requests must get an error
             self._fail_all(f"the vocabulary cannot be used for structured outputs: {error}")
             return
         later: deque[Callable[[], None]] = deque()
@@ -113,7 +113,7 @@ class GrammarCompiler:
                 self._news.set()
 
     def _add_lexer(self, grammar: CompiledGrammar) -> None:
-        """Compile once more, if there is memory for it or an idle grammar gives up its own."""
+        """Compile a further lexer of a grammar, if there is memory for it or an idle grammar gives up its own."""
         grown = sorted((one for one in self._grown if one.num_extra), key=lambda one: one.used_at)
         if sum(one.num_extra for one in grown) >= MAX_EXTRA_LEXERS:
             if time.monotonic() - grown[0].used_at < IDLE_SECONDS:
@@ -124,7 +124,7 @@ class GrammarCompiler:
 
 
 def _try(job: Callable[[], None]) -> None:
-    """What makes masks faster may fail: the grammar goes on without it."""
+    """Run a job that makes masks faster. If it fails, the grammar is used without it."""
     try:
         job()
     except Exception:
@@ -132,7 +132,7 @@ def _try(job: Callable[[], None]) -> None:
 
 
 class _Compiling:
-    """One grammar on its way. The thread runs it; the engine reads it once it is ready."""
+    """The compilation of one grammar. The thread runs it; the engine reads it when it is ready."""
 
     def __init__(self, text: str, clock: Callable[[], float]) -> None:
         self._text, self._clock = text, clock

@@ -1,4 +1,4 @@
-"""Follows one sequence through its grammar with llguidance."""
+"""The Matcher of one sequence, with llguidance."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class GrammarMatcher:
         return run[place] if run else None
 
     def find_run(self) -> tuple[int, ...]:
-        """Ask for the forced tokens from here on and remember them. To be called where no run is known."""
+        """Look up the forced tokens from here on and keep them. Called where no run is known."""
         found = tuple(self.state.compute_ff_tokens()[:FORCED_TOKENS])
         if self.state.is_error():
             if self.recover():
@@ -163,15 +163,15 @@ class GrammarMatcher:
         return found
 
     def note_mask(self) -> None:
-        """llguidance computes the mask of this position."""
+        """Note that llguidance computes the mask of this position."""
         self._mask_at = len(self.consumed)
 
     def can_consume_in_batch(self, token: int) -> bool:
-        """Whether it takes only `state.consume_token` and `note_consumed` to advance by a token."""
+        """Whether `state.consume_token` and `note_consumed` are enough to advance by a token."""
         return not self._undone and not self._ended and token not in self.ends
 
     def note_consumed(self, token: int) -> None:
-        """The state has consumed `token`."""
+        """Note that `state` has consumed `token`."""
         if self._runs_end > len(self.consumed):
             self._follow_run(token)
         if self._undone:
@@ -185,7 +185,7 @@ class GrammarMatcher:
             self.recover()
 
     def move(self, lexer: Lexer) -> bool:
-        """Go on with another lexer of the same grammar; False if it cannot follow, and nothing changed."""
+        """Move to another lexer of the same grammar. Returns False and changes nothing if it fails."""
         state = lexer.start.deep_copy()
         consumed = self.consumed[: len(self.consumed) - self._ended]
         if consumed and not state.consume_tokens(consumed):
@@ -212,7 +212,7 @@ class GrammarMatcher:
         return False
 
     def check(self) -> None:
-        """Raises GrammarError if llguidance gave up on this sequence."""
+        """Raise GrammarError if llguidance has failed for this sequence."""
         if self.state.is_error():
             raise GrammarError(f"structured_outputs: {reason_of(self.state)}")
 

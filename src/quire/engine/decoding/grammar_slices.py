@@ -1,8 +1,8 @@
 """Slices: sets of tokens that llguidance allows all at once instead of walking them one by one.
 
-A slice is a regex. Where a grammar's state allows every text of that regex, all tokens that match it are allowed
-without a look at any of them; elsewhere they are walked as if there were no slice. So slices change how long a mask
-takes and never what it allows.
+A slice is a regex. If a grammar's state allows every text of that regex, llguidance allows all tokens that match it
+without checking each of them; otherwise it checks them one by one. So slices change how long a mask takes, and never
+what it allows.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 _JSON_TEXT = r'[^"\\\x00-\x1F\x7F]'  # what a JSON string may contain without an escape
-LONGEST = 24  # characters; hardly a token is longer
+LONGEST = 24  # characters; few tokens are longer
 
 LETTER_SLICES = tuple(f"{letters}{{1,{LONGEST}}}" for letters in ("[a-z]", "[a-z ]", "[a-zA-Z]", "[a-zA-Z ]"))
 GENERAL_SLICES = (*(f"{_JSON_TEXT}{{1,{length}}}" for length in (6, 12, LONGEST)), f"{_JSON_TEXT}+", *LETTER_SLICES)
 
-MAX_CLASSES = 4  # of one grammar that are looked at
+MAX_CLASSES = 4  # of one grammar that get slices
 MIN_REPEATS = 8  # a class that is repeated less often never allows long tokens
 
 _REGEX_LITERAL = re.compile(r"/((?:\\.|[^/\\\n])+)/")
@@ -27,9 +27,9 @@ _SET_OPERATIONS = ("&&", "--", "~~", "||")
 
 
 def repeated_classes(grammar: str) -> dict[str, int]:
-    """The character classes that a grammar's regexes repeat, and up to how many characters each may match in a row.
+    """Return the character classes that a grammar's regexes repeat, and how many characters each may match in a row.
 
-    Reads regexes between slashes and the patterns of JSON schemas. A class that it misses costs time and nothing else.
+    Reads regexes between slashes and the patterns of JSON schemas. A class that it misses only costs time.
     """
     found: dict[str, int] = {}
     for pattern in _patterns(grammar):
@@ -44,13 +44,14 @@ def repeated_classes(grammar: str) -> dict[str, int]:
 
 
 def slices_of(name: str, repeats: int) -> tuple[str, ...]:
-    """Slices of a class that is repeated so often: the longest, and shorter ones for states with less room left."""
+    """Return slices of a class that is repeated `repeats` times: the longest, and shorter ones for states that allow
+    fewer characters."""
     lengths = {max(2, repeats // part) for part in (1, 2, 4)}
     return tuple(f"{name}{{1,{length}}}" for length in sorted(lengths))
 
 
 def _patterns(grammar: str) -> Iterator[str]:
-    """All regexes in the text of a grammar, in its order except that those of JSON schemas come first."""
+    """Yield all regexes in the text of a grammar, those of JSON schemas first."""
     decoder, rest, place = json.JSONDecoder(), [], 0
     for match in re.finditer(r"%json\s*", grammar):
         if match.start() < place:

@@ -1,4 +1,4 @@
-"""The model's vocabulary in llguidance's form, and the limits of every grammar."""
+"""The model's vocabulary as llguidance needs it, and the limits of every grammar."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from quire.types.step import Bits
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-CANONICAL_CHARACTERS = 2_048  # of a forced text go to the model's tokenizer; the rest is cut greedily and asked again
+CANONICAL_CHARACTERS = 2_048  # of a forced text go to the model's tokenizer; the rest is tokenized greedily
 REMEMBERED_TEXTS = 8_192  # forced texts whose tokens are kept
-REMEMBERED_CHARACTERS = 256  # of such a text at most
+REMEMBERED_CHARACTERS = 256  # the longest text that is kept
 MIN_SLICE_TOKENS = 8_192  # walking so many tokens takes about 0.1 ms of every mask
-MAX_SLICED = 8  # tokenizers with slices of a grammar's own that are kept
+MAX_SLICED = 8  # tokenizers with slices for one grammar that are kept
 _QUOTED = re.compile(r"\s*(\d+ \||\^+\s*$)")  # a line of the grammar, or the mark below one
 _BARE_SLASH = re.compile(r"(?<!\\)/")  # would end a regex in a grammar
 MAX_REASON = 400  # characters of llguidance's message that a user is shown
@@ -50,16 +50,16 @@ class GrammarTokens:
         self._limits = grammar_limits()
 
     def begin(self, grammar: str, tokenizer: LLTokenizer | None = None) -> LLMatcher:
-        """Compile a grammar. Returns a matcher at its start, or one in the error state; takes what the limits allow.
+        """Compile a grammar within the limits. Returns a matcher at its start, or one in the error state.
 
-        Every call builds a lexer of its own. `tokenizer` is one with slices for this grammar.
+        Every call builds a new lexer. `tokenizer` is one with slices for this grammar.
         """
         from llguidance import LLMatcher
 
         return LLMatcher(tokenizer or self.tokenizer, grammar, log_level=0, limits=self._limits)
 
     def read_mask(self, state: LLMatcher) -> tuple[Bits, bool]:
-        """Which of the model's tokens may come next, and whether the text may end here."""
+        """Return the bitmask of the model's tokens that may come next, and whether the text may end here."""
         bits = np.empty(self.line_words, dtype=np.uint32)
         state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         word, bit = divmod(self.end, 32)
@@ -68,9 +68,9 @@ class GrammarTokens:
         return bits[: self.num_words], may_end
 
     def own_slices(self, grammar: str) -> tuple[str, ...]:
-        """Slices for the character classes that a grammar repeats, where the general slices leave many tokens over.
+        """Return slices for the character classes that a grammar repeats, if the general slices cover too few tokens.
 
-        Builds them too, to see that llguidance can: it holds the GIL meanwhile, for 50 ms and more.
+        Builds them too, to check that llguidance can. That holds the GIL for 50 ms and more.
         """
         found: list[str] = []
         for name, repeats in repeated_classes(grammar).items():
@@ -88,7 +88,7 @@ class GrammarTokens:
         return ()
 
     def sliced(self, slices: tuple[str, ...]) -> LLTokenizer:
-        """The tokenizer with these slices. Only one thread may call this."""
+        """Return the tokenizer with these slices. Only one thread may call this."""
         if slices not in self._sliced:
             self._sliced[slices] = self.tokenizer.with_slices(list(slices))
         self._sliced.move_to_end(slices)
@@ -97,7 +97,7 @@ class GrammarTokens:
         return self._sliced[slices]
 
     def _num_walked(self, name: str) -> int:
-        """How many tokens of a character class no general slice inside that class covers."""
+        """Return how many tokens of a character class no general slice inside that class covers."""
         inside = self._tokens_of(slices_of(name, 24)[-1])
         rest = inside.copy()
         for letters in map(self._tokens_of, LETTER_SLICES):
@@ -106,15 +106,15 @@ class GrammarTokens:
         return int(np.unpackbits(rest.view(np.uint8)).sum())
 
     def _tokens_of(self, regex: str) -> Bits:
-        """The tokens that match a regex from their first to their last character."""
+        """Return the bitmask of the tokens that match a regex from their first to their last character."""
         state = self.begin("start: /{}/".format(_BARE_SLASH.sub(r"\/", regex)))
         return self.read_mask(state)[0] if not state.is_error() else np.zeros(self.num_words, dtype=np.uint32)
 
 
 def grammar_limits() -> LLParserLimits:
-    """What one grammar may cost to compile, and one mask to compute. Beyond it, its request is refused or ends.
+    """Return the limits of compiling a grammar and of computing a mask. Above them, the request is refused or ends.
 
-    The states bound memory, at one or two kilobytes each, and how long a text can be forced at once.
+    The number of lexer states bounds memory (1 to 2 kB each) and the length of a forced text.
     """
     from llguidance import LLParserLimits
 
@@ -130,7 +130,7 @@ def grammar_limits() -> LLParserLimits:
 
 
 def reason_of(state: LLMatcher) -> str:
-    """llguidance's message in one line, without the grammar it quotes; empty if it has none."""
+    """Return llguidance's message in one line, without the grammar it quotes; empty if there is none."""
     lines = state.get_error().replace("<non-verbose/>", "").splitlines()
     text = " ".join(" ".join(line.split()) for line in lines if not _QUOTED.match(line)).strip()
     if text.startswith("NoExtension"):
@@ -139,10 +139,9 @@ def reason_of(state: LLMatcher) -> str:
 
 
 class _TokenizerSource:
-    """What LLTokenizer asks of a tokenizer.
+    """The tokenizer that LLTokenizer calls to get the tokens of a forced text, from any thread that computes a mask.
 
-    llguidance calls it wherever a text is forced, from whichever thread computes a mask, to learn the tokens of that
-    text. Rows of one grammar are forced to the same texts, so the last answers are kept.
+    Rows of one grammar are forced to the same texts, so the last results are kept.
     """
 
     is_tokenizer_wrapper = True
@@ -158,7 +157,7 @@ class _TokenizerSource:
         self._remembered: dict[str, list[int]] = {}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The tokens of `text`: the model's tokenizer's where they spell it exactly, else the longest ones."""
+        """Return the tokens of `text`: those of the model's tokenizer if they spell it exactly, else the greedy ones."""
         whole = text if isinstance(text, str) else text.decode()
         found = self._remembered.get(whole)
         if found is None:

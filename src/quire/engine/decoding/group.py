@@ -1,4 +1,4 @@
-"""A request while it lives: its sequences, the state each is in, and what is collected for its last message."""
+"""A live request in the engine: the Group, its Sequences with their states, and its Ledger."""
 
 from __future__ import annotations
 
@@ -22,38 +22,39 @@ from quire.types.step import Ints, TokenLogprobs
 if TYPE_CHECKING:
     from quire.engine.scheduler.prefix_reuse import Hit
 
-MAX_ENTRIES = 64  # of a ledger
-_MERGE_FROM = 32  # from here on chunks that follow each other share one entry
-_NOTHING_SAID = float("-inf")
-NOT_STREAMED = -1  # the handle of samples that are ranked before anything is said of them
+MAX_ENTRIES = 64  # entries of a ledger
+_MERGE_FROM = 32  # from this number of entries on, consecutive chunks share one
+_NO_SCORE = float("-inf")
+NOT_STREAMED = -1  # the handle of samples that are ranked at their end: their tokens are not streamed
 
 
 class SequenceState(Enum):
-    """What a sequence does. All but WAITING have a row.
+    """The state of a sequence. It has a row in all states but WAITING.
 
-    A sequence begins with PREFILL. Then it runs ahead, or is paced; it may change between the two at any token.
+    On admission it goes to PREFILL. Then it either runs ahead (STARTING, AHEAD, DRAINING) or is paced (DUE, AWAITING),
+    and may change between the two at any token. Preemption takes it back to WAITING.
     """
 
-    WAITING = auto()  # it holds nothing; `swapped` of its tokens may be in host memory
-    PREFILL = auto()  # it computes tokens that are known already
-    STARTING = auto()  # its first token is sampled by a planned step; it joins the decode set with the next one
-    AHEAD = auto()  # in the decode set: one token a tick, each fed to the next step on the device
-    DRAINING = auto()  # it left the decode set, and results of its steps are still to come
+    WAITING = auto()  # it has no row and no blocks; the blocks of `num_swapped` tokens may be in host memory
+    PREFILL = auto()  # it computes known tokens: the prompt, or all tokens after a preemption
+    STARTING = auto()  # a planned step samples its next token; it joins the decode set at the next tick
+    AHEAD = auto()  # in the decode set: one token in each tick, which feeds the next step on the device
+    DRAINING = auto()  # it has left the decode set, and waits for the results of its steps
     DUE = auto()  # paced: all its tokens are known, and its next step may be planned
-    AWAITING = auto()  # paced: a planned step computes its next tokens, and nothing is planned before their result
+    AWAITING = auto()  # paced: a planned step computes its next tokens; its next step is planned after their result
 
 
 @dataclass(slots=True)
 class RunAhead:
-    """How far a sequence has run ahead. It is known by counting ticks, so that no step touches it."""
+    """How far a sequence has run ahead. The tick of the decode set tells it, so no step has to update it."""
 
-    event: int  # the tick at which the scheduler must look at the sequence again
-    base: int = 0  # computed tokens - ticks
-    until: int = 0  # computed tokens at which it must leave the decode set
+    event: int  # the tick at which the scheduler must handle the sequence
+    base: int = 0  # computed tokens minus tick
+    until: int = 0  # the number of computed tokens at which it must leave the decode set
 
 
 class Sequence:
-    """One sample of a request, or one beam: tokens and a BlockTable."""
+    """One sample of a request, or one beam: its tokens, its BlockTable and its state."""
 
     __slots__ = (
         "ahead",
@@ -83,36 +84,37 @@ class Sequence:
         self.outputs: list[int] = []  # generated tokens; while STARTING, AHEAD or DRAINING the row table has them
         self.num_computed = 0  # tokens whose keys and values a planned step writes; while AHEAD, see `computed_at`
         self.num_readable = 0  # tokens whose keys and values later plans may read
-        self.num_swapped = 0  # WAITING: tokens whose blocks were moved to host memory
+        self.num_swapped = 0  # WAITING: tokens whose blocks were swapped to host memory
         self.ahead: RunAhead | None = None  # STARTING, AHEAD
-        self.draft: tuple[int, ...] = ()  # AWAITING: the guesses that the planned step verifies
-        self.is_introduced = False  # the workers know of its row
-        self.synced_tokens = 0  # so many tokens in the workers' row are right; others must be written before they count
-        self.synced_blocks: int | None = None  # the workers know so many of its blocks; None: all
+        self.draft: tuple[int, ...] = ()  # AWAITING: the draft tokens that the planned step verifies
+        self.is_introduced = False  # the workers know its row
+        self.synced_tokens = 0  # the first tokens that the workers' row holds; the others must be sent
+        self.synced_blocks: int | None = None  # the first blocks that the workers know; None: all of them
         self.logprobs: list[TokenLogprobs] = []
-        self.logprob_sum = 0.0  # of the chosen tokens, where logprobs are asked for
+        self.logprob_sum = 0.0  # of its tokens, if their logprobs are computed
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known on the host, prompt included; not while STARTING, AHEAD or DRAINING."""
+        """The number of known tokens, prompt included. Not valid while STARTING, AHEAD or DRAINING."""
         return self.group.num_prompt + len(self.outputs)
 
     @property
     def prefill_target(self) -> int:
-        """How many tokens PREFILL computes: all, but beams compute their last token together, when they are due."""
+        """How many tokens PREFILL computes: all known ones. Of several beams, all but the last, which they compute in
+        one step when they are due."""
         return self.num_tokens - (self.group.search is not None and len(self.group.live) > 1)
 
     def computed_at(self, tick: int) -> int:
-        """`num_computed` at the decode set's present tick."""
+        """Return `num_computed` at a tick of the decode set."""
         return tick + self.ahead.base if self.state is SequenceState.AHEAD and self.ahead else self.num_computed
 
     def tokens(self) -> bytes:
-        """All known tokens as int32."""
+        """Return all known tokens as int32 bytes."""
         prompt = self.group.prompt
         return prompt + array("i", self.outputs).tobytes() if self.outputs else prompt
 
     def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
-        """Known tokens `start` .. `stop`."""
+        """Return the known tokens `start` to `stop - 1`."""
         prompt, count = self.group.request.prompt_token_ids, self.group.num_prompt
         if stop <= count:
             return tuple(prompt[start:stop])
@@ -120,7 +122,8 @@ class Sequence:
 
 
 class Ledger:
-    """At most MAX_ENTRIES entries. The last is always the end; what did not fit before it is counted in its note."""
+    """The events of one request, at most MAX_ENTRIES. The last entry is always the end; its note counts the entries
+    that did not fit."""
 
     __slots__ = ("_entries", "_left_out")
 
@@ -131,6 +134,7 @@ class Ledger:
     def note(
         self, kind: LedgerKind, at: float, amount: int = 0, note: str = "", miss: PrefixMiss | None = None
     ) -> None:
+        """Add an entry. Many consecutive chunks become one entry."""
         entries = self._entries
         if len(entries) < _MERGE_FROM:
             entries.append(LedgerEntry(kind, at, amount, note, miss))
@@ -143,11 +147,11 @@ class Ledger:
             self._left_out += 1
 
     def note_miss(self, at: float, miss: PrefixMiss) -> None:
-        """The prefix cache ended, and why."""
+        """Add the entry that tells why no more of the prompt was in the prefix cache."""
         self.note("missed", at, miss.num_found + 1, miss.text(), miss)
 
     def finish(self, at: float, amount: int, note: str) -> tuple[LedgerEntry, ...]:
-        """All entries, with the end as the last."""
+        """Return all entries, with the end as the last."""
         if self._left_out:
             note = f"{note}; {self._left_out} entries were left out"
         return (*self._entries, LedgerEntry("finished", at, amount, note))
@@ -155,33 +159,33 @@ class Ledger:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """A request's live sequences. They are admitted, preempted and failed together."""
+    """A live request and its sequences, which are admitted, preempted and failed together."""
 
     request: Submit
-    ordinal: int  # order of arrival
-    limit: int  # tokens a sequence may reach, prompt included
+    ordinal: int  # number in the order of arrival
+    limit: int  # the number of tokens a sequence may reach, prompt included
     seed: int
     handle: int  # of its first sample
-    sampling: SamplingParams  # what the rows are told: the request's, or more where its samples are ranked
-    search: BeamSearch | None = None  # the sequences are its beams
-    origin: Sequence | None = None  # the sequence of another group that it branches off, until it has begun
+    sampling: SamplingParams  # what the workers get: the request's, with logprobs if its samples are ranked
+    search: BeamSearch | None = None  # the beam search, whose beams the sequences are
+    origin: Sequence | None = None  # the sequence of another group that it branches off, until it is admitted
     live: list[Sequence] = field(default_factory=list)
     ended: list[SampleEnd] = field(default_factory=list)
-    is_forked: bool = False  # the live sequences have tables of their own
+    is_forked: bool = False  # its sequences have tables of their own: the prompt was computed and forked
     is_running: bool = False
-    num_spare: int = 0  # rows held back for beams to come
+    num_spare: int = 0  # rows that are reserved for further beams
     num_preemptions: int = 0
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     arrival: float = 0.0  # when it was submitted, on the engine's clock
-    queued_step: int = 0  # the scheduler's step when it last began to wait
-    wait_reason: str = ""  # what it was last passed over for, while it waits
+    queued_step: int = 0  # the number of plans when it last began to wait
+    wait_reason: str = ""  # why it was last not admitted
     has_token: bool = False  # a generated token has come back
-    num_cached: int | None = None  # prompt tokens found in the prefix cache at first; None: not looked for yet
-    hit: Hit | None = None  # what was found when it was last looked for, while it waits
+    num_cached: int | None = None  # prompt tokens that its first admission found in the prefix cache
+    hit: Hit | None = None  # the last prefix lookup, while it waits
     num_prompt: int = field(init=False)
-    reads_cache: bool = field(init=False)  # False: prompt logprobs are asked for, so every position is computed
-    prompt: bytes = field(init=False)  # its tokens as int32: keys are slices of it, and comparing is a memcmp
+    reads_cache: bool = field(init=False)  # False: it wants prompt logprobs, so every position is computed
+    prompt: bytes = field(init=False)  # its tokens as int32 bytes: slices are keys, and comparing is a memcmp
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt_token_ids)
@@ -190,45 +194,45 @@ class Group:
 
     @property
     def prompt_ids(self) -> Ints:
-        """The prompt as an array, without a copy."""
+        """The prompt as an array that shares its memory."""
         return np.frombuffer(self.prompt, dtype=np.int32)
 
     @property
     def leader(self) -> Sequence:
-        """The sequence that computes the prompt for all."""
+        """The first live sequence, which computes the prompt for all."""
         return self.live[0]
 
     @property
     def is_ranked(self) -> bool:
-        """Nothing is said of its samples before all are over."""
+        """Whether its samples are ranked when all have ended (best_of, beam search). Their tokens are not streamed."""
         return self.search is not None or self.request.sampling.num_sequences > self.request.sampling.n
 
     @property
     def num_candidates(self) -> int:
-        """Likeliest tokens that its rows report."""
+        """How many of the most likely next tokens the workers report for its rows."""
         return 0 if self.search is None else self.search.num_candidates
 
     @property
     def num_beams_to_come(self) -> int:
-        """Rows that it will need besides those for its live sequences."""
+        """How many beams the search may still add."""
         return 0 if self.search is None else self.search.width - len(self.live)
 
     def end(self, sequence: Sequence, outputs: list[int], reason: FinishReason, stop_reason: int | str | None) -> None:
-        """Note the end of one sample."""
+        """Move a sequence from the live ones to the ended samples."""
         self.live.remove(sequence)
         total = sequence.logprob_sum if self.sampling.logprobs is not None else None
         logprobs = tuple(sequence.logprobs)
         self.ended.append(SampleEnd(sequence.index, tuple(outputs), reason, stop_reason, logprobs, total))
 
     def finish_message(self, at: float, error: str | None = None, refused: str = "") -> Finished:
-        """The request's one terminal message, made at time `at`."""
+        """Return the terminal message of the request, made at time `at`."""
         sampling, samples = self.request.sampling, tuple(self.ended)
         entries = None
         if sampling.prompt_logprobs is not None:
             entries = (None, *(self.prompt_logprobs.get(i) for i in range(1, self.num_prompt)))
         if len(samples) > 1:
             samples = tuple(sorted(samples, key=lambda sample: sample.index))
-        if self.sampling is not sampling and self.search is None:  # the logprobs were for the ranking, not for the user
+        if self.sampling is not sampling and self.search is None:  # logprobs were only for ranking
             samples = tuple(replace(sample, logprobs=()) for sample in samples)
         if self.search is None and self.is_ranked:
             samples = rank(samples, sampling.n, sampling.rank_by)
@@ -244,9 +248,9 @@ def _without_repeats(reasons: list[str]) -> str:
 
 
 def rank(samples: Iterable[SampleEnd], n: int, rank_by: str) -> tuple[SampleEnd, ...]:
-    """The n samples whose tokens were likeliest, by the mean or the sum of their logprobs, best first and numbered so.
+    """Return the n best samples of best_of by the mean or the sum of their logprobs, best first, with new indices.
 
-    Samples that were cut off come after all that ended by themselves; equals keep their order.
+    Samples that were aborted or failed come last; equal ones keep their order.
     """
     scored = [replace(sample, score=_score(sample, rank_by)) for sample in samples]
     scored.sort(key=lambda sample: (sample.finish_reason in ("abort", "error"), -_order(sample)))
@@ -261,4 +265,4 @@ def _score(sample: SampleEnd, rank_by: str) -> float | None:
 
 
 def _order(sample: SampleEnd) -> float:
-    return _NOTHING_SAID if sample.score is None else sample.score
+    return _NO_SCORE if sample.score is None else sample.score

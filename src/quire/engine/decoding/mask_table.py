@@ -1,4 +1,4 @@
-"""The masks of all rows that follow a grammar, computed by threads while the engine does other things."""
+"""Computes the masks of guided rows with llguidance in threads, while the engine does other work. GuidedRows calls it."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ Flags = npt.NDArray[np.bool_]
 FEW = 4  # rows
 QUICK_SECONDS = 200e-6  # masks of a few rows that take less are computed by the engine's thread
 FIRST_GUESS = 20e-6  # seconds for a mask, before any was measured
-FIRST_WORDS = 64  # of a mask: two bits among them tell that it is neither empty nor a single token
+FIRST_WORDS = 64  # of a mask: if two bits are set in them, it is neither empty nor a single token
 
 
 @dataclass(frozen=True, slots=True)
 class FilledMasks:
     """The masks of some rows. `bits` is valid until the next `begin`.
 
-    The line of a row that has failed or is over allows nothing.
+    The mask of a row that has failed or is over allows no token.
     """
 
     rows: Ints  # [rows]
     bits: Bits  # [rows, words of the vocabulary], read-only; bit t % 32 of word t // 32 is set where t is allowed
     changed: Flags  # [rows], False where the mask is the one that this row had when it was filled last
-    over: Flags  # [rows], True where nothing can follow the token that the row has just consumed
+    over: Flags  # [rows], True: the grammar is complete after the token that the row has consumed
     failed: tuple[tuple[int, GrammarError], ...]  # rows without a mask, and why
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Masks that were begun together. A line is a place in the batch, and in the matrix of masks."""
+    """Masks that were begun together. A line is the index of a row in the batch and in the matrix of masks."""
 
     rows: Ints
     matchers: Sequence[Matcher]
-    tokens: Sequence[int] | None  # that the matchers consume first
+    tokens: Sequence[int] | None  # tokens that the matchers consume first
     over: Flags
     alone: Sequence[int] = ()  # lines that `finish` computes one by one
     asked: list[tuple[GrammarMatcher, int]] = field(default_factory=list)  # llguidance computes the masks of these
@@ -101,7 +101,7 @@ class MaskTable:
         self._batch = batch
 
     def _hand_over(self, batch: _Batch) -> None:
-        """Have the table's thread work on a batch."""
+        """Give a batch to the table's thread."""
         if batch.tokens is None and len(batch.matchers) > FEW:
             self._sort_out(batch)
         if self._thread is None:
@@ -112,13 +112,13 @@ class MaskTable:
             self._thread.start()
         batch.done = threading.Event()
         self._batches.put(batch)
-        time.sleep(0)  # gives the thread the GIL: else it would start when this thread next waits
+        time.sleep(0)  # gives the thread the GIL; otherwise it would start when this thread next waits
 
     def finish(self) -> FilledMasks:
-        """Wait until the masks that were begun are there.
+        """Wait for the masks that `begin` started, and return them.
 
-        Computes the masks of other matchers than llguidance's here, and those of a few rows that take little time: in a
-        thread they would take longer. A row's fault never raises: `failed` tells it.
+        Computes masks here that no thread can make or that take less time here: those of matchers other than
+        llguidance's, and those of a few quick rows. A row's fault is in `failed` and is not raised.
         """
         batch, self._batch = self._batch, None
         if batch is None:
@@ -141,13 +141,13 @@ class MaskTable:
         return FilledMasks(batch.rows, bits, batch.changed, batch.over, failed)
 
     def masks(self, rows: Ints) -> Bits:
-        """The masks that these rows had when they were filled last: [rows, words of the vocabulary]."""
+        """Return the last masks of these rows: [rows, words of the vocabulary]."""
         first, count = int(rows[0]), len(rows)
         are_neighbours = int(rows[-1]) == first + count - 1 and np.array_equal(rows, np.arange(first, first + count))
         return (self._last[first : first + count] if are_neighbours else self._last[rows])[:, : self._words]
 
     def forget(self, row: int) -> None:
-        """The row has a new owner: its next mask counts as changed."""
+        """Note that a row has a new sequence: its next mask counts as changed."""
         if self._batch is None:
             self._is_known[row] = False
         else:
@@ -313,7 +313,7 @@ class MaskTable:
         self._mask_seconds += (min(seconds, 4 * self._mask_seconds) - self._mask_seconds) / 8  # one mask proves little
 
     def _consume_alone(self, batch: _Batch, line: int) -> None:
-        """One matcher consumes its token, if it has one."""
+        """Let one matcher consume its token, if it has one."""
         if batch.tokens is None:
             return
         matcher, token = batch.matchers[line], batch.tokens[line]
@@ -325,7 +325,7 @@ class MaskTable:
             batch.failed[line] = _as_grammar_error(error)
 
     def _compute_alone(self, batch: _Batch, line: int) -> None:
-        """The mask of one row, or why it has none."""
+        """Compute the mask of one row, or note why it has none."""
         if line not in batch.failed and not batch.over[line]:
             try:
                 bits = batch.matchers[line].mask()
@@ -339,7 +339,7 @@ class MaskTable:
         self._filled[line] = 0
 
     def _find_changed(self, batch: _Batch) -> Flags:
-        """Which masks differ from those before; the new ones take the place of the old."""
+        """Return which masks differ from the last ones of their rows, and keep the new ones."""
         rows, count = batch.rows, len(batch.rows)
         if count <= FEW:
             return np.array([self._has_changed(int(row), line) for line, row in enumerate(rows)], dtype=np.bool_)

@@ -1,4 +1,5 @@
-"""Stop strings found by the engine itself: in samples that are ranked, whose text nobody reads before the end."""
+"""Stop strings of ranked samples (best_of, beam search), which the engine looks for itself. Those of streamed samples
+are found by the serving layer."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _NO_TEXT = b""
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """A request's stop strings as bytes, and what its tokens add to a text. Looked for only after `min_tokens`."""
+    """The stop strings of a request as bytes, and the bytes of each token. They count only after `min_tokens` tokens."""
 
     stops: tuple[tuple[bytes, str], ...]
     tokens: Sequence[bytes]
@@ -38,14 +39,15 @@ class StopRules:
 
 @dataclass(frozen=True, slots=True)
 class StopText:
-    """The end of one sequence's text, as far as a stop string may reach back into it. Immutable: forks share it."""
+    """The last bytes of a sequence's text, in which a stop string may have begun. Immutable: forks share it."""
 
     rules: StopRules
     tail: bytes = _NO_TEXT
     num_tokens: int = 0
 
     def push(self, token: int) -> tuple[StopText, str | None]:
-        """The text one token further, and the stop string that this completed: the first, of several the longest."""
+        """Return the text after one more token, and the stop string that the token completed, if any: the one that ends
+        first, of several the longest."""
         rules, count = self.rules, self.num_tokens + 1
         if count <= rules.min_tokens:
             return StopText(rules, _NO_TEXT, count), None

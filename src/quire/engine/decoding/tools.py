@@ -1,4 +1,4 @@
-"""What the engine is given to decode with besides an executor."""
+"""The optional parts of an engine for decoding: grammars, draft proposers, the vocabulary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from quire.engine.speculation.proposer import DraftProposers, NoProposers
 
 @dataclass(frozen=True, slots=True)
 class DecodingTools:
-    """By default nothing is guessed, and an engine that has no vocabulary refuses what depends on text."""
+    """By default there are no drafts. Without a vocabulary, the engine refuses grammars and stop strings of ranked
+    samples."""
 
     grammars: Grammars = field(default_factory=NoGrammars)
     proposers: DraftProposers = field(default_factory=NoProposers)

@@ -10,7 +10,7 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The bytes that each token adds to a text. The serving layer makes it, as the engine has no tokenizer."""
+    """The bytes of each token. The serving layer makes it, as the engine has no tokenizer."""
 
     tokens: Sequence[bytes]  # by id; empty where an id has no text
     special_ids: frozenset[int]  # their bytes are their names, never part of an answer

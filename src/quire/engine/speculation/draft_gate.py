@@ -1,29 +1,26 @@
-"""Whether drafts pay at all: tokens a second with drafts and without, as they were measured."""
+"""The DraftGate decides whether drafts are allowed: it compares measured tokens per second with and without drafts."""
 
 from __future__ import annotations
 
 from collections import deque
 
-_WINDOW, _LEAST_WINDOW = 24, 6  # steps with drafts that are judged together: fewer where a step has many rows
-_CLEAN = 3  # steps without a draft after which a step counts as plain: no row waits for a result any more
-_RECENT = 16  # steps whose largest batch is the present one: rows that wait for results are missing from some
-_RATE = 0.1  # of the running mean of plain steps
+_WINDOW, _LEAST_WINDOW = 24, 6  # steps with drafts that are compared together: fewer if a step has many rows
+_CLEAN = 3  # after so many steps without a draft, a step counts as plain: no row waits for a result any more
+_RECENT = 16  # the batch size is the largest of so many steps: some lack the rows that wait for results
+_RATE = 0.1  # the weight of a new step in the running mean of plain steps
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096  # plain steps after a window that was slower; doubles each time
 
 
 class DraftGate:
-    """Compares steps with drafts to plain steps, separately for batches of each octave. Drafts are allowed until a
-    window of steps with drafts was slower than plain steps. Then they pause, each time twice as long, and one more
-    window of them is tried.
-
-    So whatever a step's parts cost on a machine, little time is lost to drafts that do not pay.
-    """
+    """Compares steps with drafts to plain steps, separately for each octave of batch sizes (1, 2-3, 4-7 ...). Drafts
+    are allowed until a window of steps with drafts was slower than plain steps. Then they pause, each time twice as
+    long, before another window is tried. So little time is lost to drafts that do not pay."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=_RECENT)
         self._plain_run = 0  # steps since the last one with a draft
         self._octaves: dict[int, _Octave] = {}
-        self.octave = 1  # of the present batch: the bits of its number of rows
+        self.octave = 1  # of the present batch: the number of bits of its number of rows
         self._present = self._find(1)
 
     @property
@@ -32,7 +29,7 @@ class DraftGate:
         return self._present.pause == 0
 
     def note(self, rows: int, num_drafted: int, num_accepted: int, seconds: float) -> None:
-        """A step of so many rows, which verified so many draft tokens and accepted some, took so long."""
+        """Note a step of `rows` rows that took `seconds`, verified `num_drafted` draft tokens and accepted some."""
         self._recent.append(rows)
         self.octave = max(self._recent).bit_length()
         present = self._present = self._find(self.octave)
@@ -49,7 +46,7 @@ class DraftGate:
 
 
 class _Octave:
-    """Batches of one octave, judged after each window of `window` steps with drafts."""
+    """The measurements for batches of one octave. A window has `window` steps with drafts."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -65,7 +62,7 @@ class _Octave:
             self._plain = rate if self._plain is None else self._plain + _RATE * (rate - self._plain)
 
     def note_drafted(self, num_tokens: int, seconds: float, *, is_draft: bool) -> None:
-        """A step that verified drafts, or one soon after it: rows that wait for results are part of the price."""
+        """Note a step that verified drafts, or one soon after it: rows that wait for results are part of the cost."""
         self._tokens += num_tokens
         self._seconds += seconds
         self._drafts += is_draft

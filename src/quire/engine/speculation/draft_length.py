@@ -1,4 +1,5 @@
-"""How long a draft should be: as long as the tokens it is expected to save are worth what verifying it costs."""
+"""Chooses the length of drafts: as long as the tokens that a draft is expected to gain outweigh the cost of verifying
+it. Draft proposers call it."""
 
 from __future__ import annotations
 
@@ -14,39 +15,39 @@ from quire.engine.speculation.step_costs import StepCosts
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-_MARGIN, _CAUTION = 0.1, 1.15  # tokens a draft must be expected to gain, with costs taken to be this much higher
-_PROBES = 5  # steps, at batches of each octave, with drafts that may look too dear: their cost is not known yet
-_PROBE_CHANCE = 0.5  # the least chance of a probe's first token
-_PROBE_TOKENS = 16  # draft tokens in such a step, or as many as it has rows: enough to tell what they cost
-_RATE = 0.3  # of running means over steps
-_MOST_ROUNDS = 4  # steps from one paced step to the next; more were lost to something else, as a preemption
+_MARGIN, _CAUTION = 0.1, 1.15  # the tokens a draft must gain; estimated costs are multiplied by _CAUTION
+_PROBES = 5  # steps with probes for batches of each octave, as the cost of drafts is not known yet
+_PROBE_CHANCE = 0.5  # the least chance that a probe's first token is accepted
+_PROBE_TOKENS = 16  # draft tokens in such a step, or as many as it has rows: enough to measure their cost
+_RATE = 0.3  # the weight of a new step in running means
+_MOST_ROUNDS = 4  # steps from one paced step to the next; more have another cause, such as a preemption
 
 
 class Chances(NamedTuple):
-    """The chance that a draft's first token is accepted, and of each further one if those before it were."""
+    """The chance that a draft's first token is accepted, and the chance of each further token if those before it are."""
 
     first: float
     following: float
 
 
 class DraftLength(NamedTuple):
-    """How long a draft should be."""
+    """The chosen length of a draft."""
 
     num_tokens: int
-    is_probe: bool = False  # the draft looks too dear, and is made to measure what it costs
+    is_probe: bool = False  # the draft looks too expensive, and is made to measure its cost
 
 
 NO_DRAFT = DraftLength(0)
 
 
 class DraftLengths:
-    """Chooses draft lengths by what all sequences share: what steps cost, how full they are, whether drafts pay at all.
+    """Chooses draft lengths from what all sequences share: the cost of steps, the batch size, and the DraftGate.
 
     With `depth` > 1 steps in flight, a paced sequence is missing from the steps that are launched while it waits for
     its result. Each of them costs it a token, so a draft must gain more than that. How many there are is measured, for
-    batches of each octave: a sequence alone in its batch misses none.
+    batches of each octave. A sequence alone in its batch misses none.
 
-    A probe is a draft that looks too dear, made to measure what it costs. The first steps at each octave have some.
+    A probe is a draft that looks too expensive, made to measure its cost. The first steps at each octave have probes.
     """
 
     def __init__(self, depth: int) -> None:
@@ -62,10 +63,10 @@ class DraftLengths:
         self._rounds: dict[int, float] = {}  # running means by octave
         self._prices: dict[tuple[int, bool], list[float]] = {}  # since the last step
 
-    # ------------------------------------------------------------------------------------------------ what was seen
+    # ------------------------------------------------------------------------------------------------ measurements
     def note_step(self, num_tokens: int, num_samples: int, seconds: float) -> None:
-        """A step is over; comes after the results of its drafts. Where it held no prompt, each of its tokens was
-        sampled from."""
+        """Note the end of a step, after the results of its drafts. A step without prompt chunks samples from each of
+        its tokens."""
         self.num_steps += 1
         if num_tokens == num_samples and num_tokens:
             rows = max(1, num_samples - self._drafted)
@@ -83,38 +84,38 @@ class DraftLengths:
         self._prices.clear()
 
     def note_order(self, num_tokens: int) -> None:
-        """The runtime drafts so many tokens after the step that is being planned."""
+        """Note that the runtime drafts `num_tokens` tokens after the step that is being planned."""
         self._ordered += num_tokens
 
     def note_probe(self, num_tokens: int) -> None:
-        """The step that is being planned verifies, or is followed by, a probe of so many tokens."""
+        """Note a probe of `num_tokens` tokens in, or after, the step that is being planned."""
         self.probe_room -= num_tokens
 
     def note_result(self, num_drafted: int, num_accepted: int, *, is_probe: bool) -> None:
-        """A step verified a draft. `is_probe` as its DraftLength said."""
+        """Note that a step verified a draft. `is_probe` is from its DraftLength."""
         self._drafted += num_drafted
         self._accepted += num_accepted
         self._was_probe |= is_probe
 
     def note_rounds(self, since: int) -> None:
-        """A paced sequence has its result. The one before came after `since` steps, by `num_steps`."""
+        """Note the result of a paced sequence. Its last result came when `num_steps` was `since`."""
         if self._depth > 1:
             steps = min(max(self.num_steps - since, 1), _MOST_ROUNDS)
             self._rounds[self._gate.octave] = self.rounds + _RATE * (steps - self.rounds)
 
-    # ------------------------------------------------------------------------------------------------------- asked
+    # ------------------------------------------------------------------------------------------------------- choices
     @property
     def allows_drafts(self) -> bool:
-        """False while drafts have turned out slower than none at batches like the present."""
+        """Whether the DraftGate allows drafts for batches like the present."""
         return self._gate.allows
 
     @property
     def rounds(self) -> float:
-        """How many steps there are from one step of a paced sequence to its next, that one included."""
+        """The mean number of steps from one step of a paced sequence to its next, including that one."""
         return self._rounds.get(self._gate.octave, 1.0)
 
     def length(self, chances: Chances, limit: int, *, drafting: bool = False) -> DraftLength:
-        """The draft of at most `limit` tokens that gains most for the whole batch; none where none gains anything.
+        """Return the length of at most `limit` tokens that gains most for the whole batch; 0 if none gains anything.
         `drafting`: the runtime makes the draft."""
         if not self.allows_drafts:
             return NO_DRAFT
@@ -130,10 +131,10 @@ class DraftLengths:
         return DraftLength(best)
 
     def are_worth(self, first: Floats, following: Floats, limit: int) -> Bools:
-        """Whether `length` returns a draft, for each sequence of a batch by its chances. Probes are left to as many as
-        there is room for."""
+        """Return for each sequence of a batch, by its chances, whether `length` would choose a draft. Only as many
+        probes as `probe_room` allows are included."""
         most = Chances(float(first.max(initial=0.0)), float(following.max(initial=0.0)))
-        if not self.length(most, limit).num_tokens:  # a likelier draft gains more, so none of them pays
+        if not self.length(most, limit).num_tokens:  # the draft with the best chances does not pay, so none does
             return np.zeros(len(first), dtype=np.bool_)
         powers = np.empty((len(first), limit))
         powers[:, 0], powers[:, 1:] = first, following[:, None]
@@ -146,13 +147,14 @@ class DraftLengths:
         return worth
 
     def _price(self, limit: int, drafting: bool) -> list[float]:
-        """How many tokens the time to verify a draft would bring otherwise, for drafts of 1, 2 ... `limit` tokens."""
+        """Return the cost of verifying drafts of 1, 2 ... `limit` tokens: the tokens that plain steps would generate in
+        the same time."""
         found = self._prices.get((limit, drafting))
         if found is None:
             rows = max(1, round(self._rows))
             usual = max(rows, round(self._rows + self._others_drafted))
             plain = rows * self.costs.cost(usual) / self.costs.cost(rows)
-            usual_tokens = max(plain, self._rows + self._others_accepted)  # that the time of a usual step brings
+            usual_tokens = max(plain, self._rows + self._others_accepted)  # generated in the time of a usual step
             price = _CAUTION * usual_tokens
             found = [price * extra for extra in self.costs.extra(usual, limit, drafting=drafting)]
             self._prices[limit, drafting] = found
@@ -160,13 +162,13 @@ class DraftLengths:
 
 
 class Experience:
-    """How many guesses were right of those that were made, old ones worth less."""
+    """The share of draft tokens that were accepted. Old ones weigh less."""
 
     __slots__ = ("_forget", "_made", "_right", "_weights")
 
     def __init__(self, forget: float) -> None:
         self._forget = forget
-        self._weights = np.ones(1)  # of the last guesses, oldest first
+        self._weights = np.ones(1)  # of the last draft tokens, oldest first
         self._right = self._made = 0.0
 
     @property
@@ -178,7 +180,7 @@ class Experience:
         self._made = self._made * self._forget + 1.0
 
     def add_all(self, are_right: Bools) -> None:
-        """As `add` for each, in this order."""
+        """Call `add` for each, in this order."""
         if len(self._weights) <= len(are_right):
             self._weights = self._forget ** np.arange(2 * len(are_right), -1, -1.0)
         weights = self._weights[-1 - len(are_right) :]
@@ -186,5 +188,5 @@ class Experience:
         self._made = float(self._made * weights[0] + weights[1:].sum())
 
     def mean(self, prior: float, weight: float) -> float:
-        """The share that was right; the prior counts for `weight` guesses."""
+        """Return the share that was accepted; the prior counts for `weight` draft tokens."""
         return (self._right + weight * prior) / (self._made + weight)

@@ -1,4 +1,4 @@
-"""Prompt lookup: the tokens that followed an n-gram when it came before may follow it again."""
+"""N-gram drafts (prompt lookup): a draft is copied from the place where the last n-gram occurred before."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from quire.types.step import Ints
 _NO_GUESS = -1
 _NEVER = -1
 _NO_SLOT = -1
-_PRIORS = (0.2, 0.8)  # the chance of a guess after one that was wrong or not made, and after one that was right
+_PRIORS = (0.2, 0.8)  # the prior chance of a guess after a wrong or missing guess, and after a right one
 _OWN_FORGETS, _ALL_FORGETS = (0.8, 0.9), (0.99, 0.99)
-_PRIOR_WEIGHT = 4.0  # how many guesses a prior counts for
+_PRIOR_WEIGHT = 4.0  # the number of guesses that a prior counts for
 _COMMON_WEIGHTS = (1.0, 2.0)  # how many of a sequence's own guesses the experience of all sequences counts for
-_FEW_ROWS = 32  # batches below it are observed one by one: numpy's calls would cost more
+_FEW_ROWS = 32  # smaller batches are handled one by one: numpy calls would cost more
 
 
 class NgramProposers:
-    """Looks up drafts in what each sequence has said so far, for whole batches at once.
+    """Looks up drafts in the tokens of each sequence, for whole batches at once.
 
-    Each sequence has a shadow guess: the next token that a draft would begin with. Checking it costs no step, so a
-    sequence that begins to repeat something is noticed without a draft, and one that does not costs none. While the
-    gate forbids drafts, tokens are only stored; they are indexed when drafts are allowed again.
+    Each sequence has a shadow guess: the first token that a draft would have. Comparing it with the token that comes
+    costs no step, so the proposer notices when a sequence begins to repeat itself without spending drafts on it. While
+    the gate forbids drafts, tokens are only stored; they are indexed when drafts are allowed again.
 
-    The experience of all sequences is updated once for a batch: all its guesses are scored before any draft is decided
-    on, so a sequence is judged by what came at the same time for others too.
+    All guesses of a batch are scored before any draft is chosen, so that each choice uses the results of the whole
+    batch.
     """
 
     def __init__(self, config: SpeculationConfig, depth: int) -> None:
@@ -51,11 +51,11 @@ class NgramProposers:
         self._slots = SlotTable()
         self._index = NgramIndexes(self._slots, config.lookup_min, config.lookup_max)
         self._common = tuple(Experience(forget) for forget in _ALL_FORGETS)
-        self._place = self._slots.column(np.int64, NOWHERE)  # where the draft would be copied from
-        self._guess = self._slots.column(np.int64, _NO_GUESS)  # the token there
-        self._was_right = self._slots.column(np.bool_, False)  # the guess before it
+        self._place = self._slots.column(np.int64, NOWHERE)  # the position that the draft would be copied from
+        self._guess = self._slots.column(np.int64, _NO_GUESS)  # the token at that position: the shadow guess
+        self._was_right = self._slots.column(np.bool_, False)  # whether the guess before was right
         self._paced_since = self._slots.column(np.int64, _NEVER)  # number of steps when the last paced result came
-        # Guesses made and right, each old one worth less: after a wrong guess, and after a right one.
+        # Guesses made, and right ones, with decreasing weights: after a wrong guess, and after a right one.
         self._made = tuple(self._slots.column(np.float64, 0.0) for _ in _PRIORS)
         self._right = tuple(self._slots.column(np.float64, 0.0) for _ in _PRIORS)
         self._abandoned: deque[int] = deque()  # slots of proposers that were not closed; any thread may add one
@@ -64,7 +64,7 @@ class NgramProposers:
 
     @property
     def num_slots(self) -> int:
-        """How many sequences have state here."""
+        """The number of sequences that have a slot."""
         return len(self._slots)
 
     def begin(self, request: Submit) -> DraftProposer:
@@ -103,7 +103,8 @@ class NgramProposers:
         return rows[self._are_worth(found)].tolist() if len(rows) else ()
 
     def _worth_of_few(self, slots: list[int]) -> list[int]:
-        """The places of sequences for which a draft is worth its cost; probes as far as there is room for them."""
+        """Return the places of sequences for which a draft is worth its cost; of probes only as many as there is room
+        for."""
         found, room = [], self.lengths.probe_room
         for place, slot in enumerate(slots):
             num_tokens, is_probe = self.length(slot)
@@ -113,7 +114,7 @@ class NgramProposers:
         return found
 
     def _slots_of(self, proposers: Sequence[DraftProposer]) -> Longs:
-        """The slots of a batch. Those of a tuple are kept for when the same one is passed again."""
+        """Return the slots of a batch. Those of a tuple are kept for the next call with the same tuple."""
         if proposers is self._batch:
             return self._batch_slots
         ours = cast("Sequence[NgramProposer]", proposers)
@@ -123,7 +124,7 @@ class NgramProposers:
         return slots
 
     def _score(self, slots: Longs, tokens: Ints) -> None:
-        """Score the guesses of a batch by the tokens that came."""
+        """Compare the guesses of a batch with the tokens that came, and count the right ones."""
         guesses = self._guess.values[slots]
         (rows,) = np.nonzero(guesses >= 0)
         if not len(rows):
@@ -139,7 +140,7 @@ class NgramProposers:
         self._was_right.values[slots] = are_right
 
     def _are_worth(self, slots: Longs) -> Bools:
-        """Whether these sequences, each of which has a guess, had better be paced."""
+        """Return for each of these sequences, which have a guess, whether a draft is worth its cost."""
         were_right = self._was_right.values[slots]
         known = were_right | (self._made[0].values[slots] > 0.0)
         following = self._chances(slots, 1)
@@ -149,13 +150,13 @@ class NgramProposers:
         return worth
 
     def _chances(self, slots: Longs, after: int) -> Floats:
-        """The chance of a guess of each sequence after a wrong guess (0) or a right one (1)."""
+        """Return the chance that a guess of each sequence is right, after a wrong guess (0) or a right one (1)."""
         weight, common = _COMMON_WEIGHTS[after], self._common[after].mean(_PRIORS[after], _PRIOR_WEIGHT)
         return (self._right[after].values[slots] + weight * common) / (self._made[after].values[slots] + weight)
 
     # ------------------------------------------------------------------------------------------------ one sequence
     def open_slot(self, prompt: Sequence[int], outputs: Sequence[int] = ()) -> int:
-        """A slot for a sequence of these tokens."""
+        """Take a slot for a sequence with these tokens."""
         slot = self._slots.take()
         self._index.open(slot, prompt, outputs)
         return slot
@@ -166,15 +167,15 @@ class NgramProposers:
         self._slots.give(slot)
 
     def abandon_slot(self, slot: int) -> None:
-        """Close a slot soon. Any thread may call it."""
+        """Close a slot after the next step. Any thread may call it."""
         self._abandoned.append(slot)
 
     def outputs(self, slot: int) -> list[int]:
-        """The tokens after the prompt."""
+        """Return the tokens after the prompt."""
         return self._index.outputs(slot)
 
     def observe_paced(self, slot: int, tokens: Sequence[int]) -> None:
-        """A paced sequence grew by these tokens."""
+        """Add the new tokens of a paced sequence."""
         if self._paced_since.cells[slot] != _NEVER:
             self.lengths.note_rounds(self._paced_since.cells[slot])
         self._paced_since.cells[slot] = self.lengths.num_steps
@@ -187,7 +188,7 @@ class NgramProposers:
         self._guess.cells[slot], self._was_right.cells[slot] = _NO_GUESS, False
 
     def observe_token(self, slot: int, token: int) -> None:
-        """Score the guess by the token that came, index the token, and guess the next."""
+        """Compare the guess with the token that came, index the token, and guess the next one."""
         guess = self._guess.cells[slot]
         if guess != _NO_GUESS:
             after, is_right = self._was_right.cells[slot], guess == token
@@ -200,7 +201,7 @@ class NgramProposers:
         self.guess(slot)
 
     def guess(self, slot: int) -> None:
-        """Look up what may follow the tokens of a sequence."""
+        """Look up the token that may follow a sequence, and keep it as the shadow guess."""
         place = self._place.cells[slot] = self._index.find(slot)
         if place == NOWHERE:
             self._guess.cells[slot], self._was_right.cells[slot] = _NO_GUESS, False
@@ -208,8 +209,8 @@ class NgramProposers:
             self._guess.cells[slot] = self._index.token_at(slot, place)
 
     def length(self, slot: int, limit: int = FOREVER) -> DraftLength:
-        """How much of what was found is worth verifying. Nothing is known of a sequence that was never guessed for: its
-        first guess is only a shadow."""
+        """Return how many of the tokens that were found are worth verifying. A sequence without any scored guess gets
+        no draft: nothing is known of it yet."""
         after_right = self._was_right.cells[slot]
         if self._guess.cells[slot] == _NO_GUESS or not (after_right or self._made[0].cells[slot] > 0.0):
             return NO_DRAFT
@@ -218,7 +219,7 @@ class NgramProposers:
         return self.lengths.length(chances, min(limit, self._num_tokens))
 
     def draft(self, slot: int, limit: int) -> tuple[tuple[int, ...], bool]:
-        """At most `limit` draft tokens, and whether they are a probe."""
+        """Return at most `limit` draft tokens, and whether they are a probe."""
         if not self.lengths.allows_drafts:
             return (), False
         if self._index.is_behind(slot):  # tokens came while drafts were not allowed, or it has only its prompt
@@ -236,8 +237,8 @@ class NgramProposers:
 
 
 class NgramProposer:
-    """Drafts of one sequence. It takes a slot when it is first observed or asked for a draft, so a request that waits
-    in the queue holds none."""
+    """The DraftProposer of one sequence. It takes a slot when it first gets a token or proposes a draft, so a waiting
+    request holds none."""
 
     __slots__ = ("_is_closed", "_is_probe", "_owner", "_prompt", "slot")
     is_observed = True

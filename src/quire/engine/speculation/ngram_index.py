@@ -1,4 +1,4 @@
-"""Where a sequence had the same n-gram before: hash chains, searched for one sequence or for a whole batch."""
+"""Finds where the last n-gram of a sequence occurred before, with hash chains, for one sequence or a whole batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from quire.types.step import Ints
 Longs = npt.NDArray[np.int64]
 
 NOWHERE = -1
-LINKS = 16  # earlier places looked at, latest first: bounds the cost of a token that comes again and again
-CATCH_UP_TOKENS = 4096  # tokens a step that are indexed later than they came: prompts, and tokens only stored
+LINKS = 16  # the most earlier places that are compared, latest first: bounds the cost of frequent n-grams
+CATCH_UP_TOKENS = 4096  # tokens of prompts and stored tokens that are indexed in each step, at most
 _MULTIPLIER = 0x9E3779B1  # of a multiplicative hash
 _MASK = 2**32 - 1
 _LEAST_HEADS = 1 << 10
@@ -46,7 +46,7 @@ class NgramIndexes:
         self._head = slots.column(np.int64, NOWHERE)  # where the head of the last n-gram is; NOWHERE: behind
 
     def open(self, slot: int, prompt: Sequence[int], outputs: Sequence[int] = ()) -> None:
-        """A slot begins with these tokens. The prompt is read when it is indexed, and again when its index grows."""
+        """Open a slot with these tokens. The prompt is read when it is indexed, and again when its index grows."""
         self._prompts[slot] = prompt
         count = self._length.cells[slot] = len(prompt) + len(outputs)
         size = _LEAST_HEADS
@@ -61,25 +61,25 @@ class NgramIndexes:
         del self._prompts[slot]
 
     def outputs(self, slot: int) -> list[int]:
-        """The tokens after the prompt."""
+        """Return the tokens after the prompt."""
         base = self._base.cells[slot]
         found: list[int] = self._arena.words[base + len(self._prompts[slot]) : base + self._length.cells[slot]].tolist()
         return found
 
     def renew_budget(self) -> None:
-        """A step is over: `catch_up` may index as many tokens again."""
+        """Reset the budget of `catch_up` after a step."""
         self._budget = CATCH_UP_TOKENS
 
     # ---------------------------------------------------------------------------------------------- a whole batch
     def store_all(self, slots: Longs, tokens: Ints) -> None:
-        """Each slot grew by one token, which is indexed later."""
+        """Append one token to each slot, to be indexed later."""
         lengths = self._make_room(slots)
         self._arena.words[self._base.values[slots] + lengths] = tokens
         self._length.values[slots] = lengths + 1
         self._head.values[slots] = NOWHERE
 
     def append_all(self, slots: Longs, tokens: Ints) -> None:
-        """Each slot grew by one token, which is indexed at once unless the slot is behind."""
+        """Append one token to each slot, and index it unless the slot is behind."""
         lengths = self._make_room(slots)
         words, base = self._arena.words, self._base.values[slots]
         words[base + lengths] = tokens
@@ -93,7 +93,7 @@ class NgramIndexes:
         self._indexed.values[slots] = lengths + 1
 
     def find_all(self, slots: Longs) -> Longs:
-        """The place that `find` returns, for each slot. Slots that are behind catch up as far as the budget goes."""
+        """Return what `find` returns, for each slot. Slots that are behind catch up as far as the budget goes."""
         behind = slots[self._indexed.values[slots] < self._length.values[slots]]
         if len(behind):
             self.catch_up(behind.tolist())
@@ -133,7 +133,7 @@ class NgramIndexes:
             self._enter(np.array(taken), np.array(starts), np.array(counts))
 
     def tokens_at(self, slots: Longs, places: Longs) -> Ints:
-        """The token at one place of each slot."""
+        """Return the token at one place of each slot."""
         return self._arena.words[self._base.values[slots] + places]
 
     # ------------------------------------------------------------------------------------------------- one sequence
@@ -141,7 +141,7 @@ class NgramIndexes:
         return bool(self._indexed.cells[slot] < self._length.cells[slot])
 
     def store(self, slot: int, token: int) -> None:
-        """The slot grew by one token, which is indexed later."""
+        """Append one token to a slot, to be indexed later."""
         length = self._length.cells[slot]
         if length == self._size.cells[slot] - 1:
             self._grow(slot)
@@ -150,7 +150,7 @@ class NgramIndexes:
         self._head.cells[slot] = NOWHERE
 
     def append(self, slot: int, token: int) -> None:
-        """The slot grew by one token, which is indexed at once unless the slot is behind."""
+        """Append one token to a slot, and index it unless the slot is behind."""
         length = self._length.cells[slot]
         if length == self._size.cells[slot] - 1:
             self._grow(slot)
@@ -163,8 +163,8 @@ class NgramIndexes:
             self._indexed.cells[slot] = length + 1
 
     def find(self, slot: int) -> int:
-        """The place that the longest match of the slot's last tokens leads to, the latest among equals; NOWHERE if
-        fewer than `shortest` tokens match. At most LINKS places are looked at, and a match ends at `longest` tokens."""
+        """Return the place after the longest earlier match of the slot's last tokens, the latest of equal ones; NOWHERE
+        if fewer than `shortest` tokens match. Compares at most LINKS places and `longest` tokens of each."""
         if self.is_behind(slot):
             self.catch_up((slot,))
         length = self._length.cells[slot]
@@ -195,7 +195,8 @@ class NgramIndexes:
         return token
 
     def followed(self, slot: int, place: int, limit: int) -> tuple[int, ...]:
-        """`limit` tokens from `place` on; what reaches the end goes on with itself."""
+        """Return `limit` tokens from `place` on. At the end of the sequence, the copy continues with its own first
+        tokens."""
         base, length = self._base.cells[slot], self._length.cells[slot]
         found = self._arena.words[base + place : base + min(place + limit, length)].tolist()
         while len(found) < limit:
@@ -203,7 +204,7 @@ class NgramIndexes:
         return tuple(found)
 
     def check(self, slot: int) -> None:
-        """Every indexed place is in the chain of its head, and chains lead back."""
+        """Assert that every indexed place is in the chain of its head, and that chains lead back."""
         cells, base, size = self._arena.cells, self._base.cells[slot], self._size.cells[slot]
         assert 0 <= self._indexed.cells[slot] <= self._length.cells[slot] < size
         assert self._head.cells[slot] < 0 or not self.is_behind(slot)
@@ -219,7 +220,7 @@ class NgramIndexes:
 
     # ------------------------------------------------------------------------------------------------ the chains
     def _best_of(self, base: Longs, sizes: Longs, ends: Longs, first: Ints) -> Longs:
-        """The best place of each chain that begins at `first`. Most chains need no second link."""
+        """Return the best place of each chain that begins at `first`. Most chains need no second link."""
         matched = self._matched(base, ends, first[:, None])[:, 0]
         found = np.where(matched >= self._shortest, first, NOWHERE)
         (rows,) = np.nonzero(matched < self._longest)
@@ -238,7 +239,7 @@ class NgramIndexes:
         return found
 
     def _matched(self, base: Longs, ends: Longs, places: Ints) -> Longs:  # places: [rows, links]
-        """How many tokens before each place are the last ones of its sequence, up to the longest match."""
+        """Return how many tokens before each place equal the last tokens of its sequence, at most `longest`."""
         words, starts = self._arena.words, base[:, None] + places
         is_same, matched = np.ones(places.shape, dtype=np.bool_), np.zeros(places.shape, dtype=np.int64)
         for offset in range(1, self._longest + 1):
@@ -246,7 +247,7 @@ class NgramIndexes:
             if not is_same.any():
                 break
             matched += is_same
-        return np.minimum(matched, places)  # what stands before the first token is another sequence's
+        return np.minimum(matched, places)  # memory before the first token belongs to another sequence
 
     def _enter(self, slots: Longs, starts: Longs, counts: Longs) -> None:
         """Put `counts` places of each slot from `starts` on into their chains, which hold all places before them."""
@@ -280,14 +281,14 @@ class NgramIndexes:
             self._arena.words[base : base + len(part)] = part
 
     def _make_extent(self, slot: int, size: int) -> None:
-        """An empty index of so many heads."""
+        """Give a slot an empty index of `size` heads."""
         base = self._base.cells[slot] = self._arena.allocate(3 * size)
         self._size.cells[slot], self._indexed.cells[slot], self._head.cells[slot] = size, 0, NOWHERE
         self._arena.words[base + 2 * size : base + 3 * size] = NOWHERE
         self._arena.cells[base + size - 1] = NOWHERE  # read as the chain of NOWHERE
 
     def _make_room(self, slots: Longs) -> Longs:
-        """The lengths of these slots, after which each has room for one more token."""
+        """Make room for one more token in each of these slots. Returns their lengths."""
         lengths = self._length.values[slots]
         is_full = lengths == self._size.values[slots] - 1
         if is_full.any():
@@ -296,7 +297,7 @@ class NgramIndexes:
         return lengths
 
     def _grow(self, slot: int) -> None:
-        """Twice as many heads. The slot is behind then, as all its tokens are indexed again."""
+        """Double the number of heads of a slot. It is behind then, as all its tokens must be indexed again."""
         base, size, prompt = self._base.cells[slot], self._size.cells[slot], len(self._prompts[slot])
         self._make_extent(slot, 2 * size)
         words, grown = self._arena.words, self._base.cells[slot]

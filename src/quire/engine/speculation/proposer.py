@@ -1,5 +1,5 @@
-"""Who proposes draft tokens, as the engine sees it. Every draft token is verified: a wrong one costs time, never a
-token of the answer."""
+"""The protocols of speculative decoding: DraftProposer (one sequence) and DraftProposers (an engine). Every draft token
+is verified, so a wrong one costs time and never changes an answer. Implementations: ngram.py and runtime_drafts.py."""
 
 from __future__ import annotations
 
@@ -31,49 +31,48 @@ class DraftProposer(Protocol):
         """Whether a paced sequence stays paced for its next step. False: it runs ahead again."""
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """The sequence grew by these tokens, and no step that is in flight computes any of it: they are the result of a
-        paced step, or all that it ran ahead since it was last paced and that nobody passed on yet."""
+        """Get the new tokens of a sequence that no step in flight computes: the result of a paced step, or the tokens
+        that it ran ahead since it was last paced, if `is_observed` is False."""
 
     def propose(self, limit: int) -> tuple[int, ...]:
-        """At most `limit` draft tokens for the next step of a paced sequence; often none."""
+        """Return at most `limit` draft tokens for the next step of a paced sequence; often none."""
 
     def order(self, limit: int) -> int:
-        """How many tokens, at most `limit`, the runtime shall draft after the next step; 0: none."""
+        """Return how many tokens, at most `limit`, the runtime shall draft after the next step."""
 
     def offer(self, tokens: Sequence[int]) -> None:
-        """The runtime drafted these tokens to follow the last one observed. Comes after `observe`, if it comes."""
+        """Get the tokens that the runtime drafted to follow the last observed one. Called after `observe`, if at all."""
 
     def result(self, num_drafted: int, num_accepted: int) -> None:
-        """A step verified a draft of this sequence. Comes before `observe`."""
+        """Get the result of a step that verified a draft of this sequence. Called before `observe`."""
 
     def clone(self) -> DraftProposer:
-        """A proposer for a fork of the sequence. It knows the same tokens and has no experience of its own."""
+        """Return a proposer for a fork of the sequence. It knows the same tokens, and no results of drafts."""
 
     def close(self) -> None:
-        """The sequence ended: free what is kept for it. Idempotent; a proposer nobody refers to is freed too."""
+        """Free what is kept for the sequence, which has ended. Idempotent. A proposer without references is freed too."""
 
 
 class DraftProposers(Protocol):
     """Makes a DraftProposer for each sequence of an engine, and learns what steps cost."""
 
     def begin(self, request: Submit) -> DraftProposer:
-        """A proposer for a sequence that has only its prompt; NO_PROPOSER where nothing will be proposed."""
+        """Return a proposer for a new sequence; NO_PROPOSER if it will get no drafts."""
 
     def observe(self, proposers: Sequence[DraftProposer], tokens: Ints) -> Sequence[int]:
-        """Each of these distinct sequences, which run ahead and are observed, grew by its one of `tokens`.
+        """Get one new token of each of these sequences, which run ahead.
 
-        Returns the places of those for which a draft is worth its cost now: the engine should pace them. A place is
-        returned again and again while its sequence is observed and that stays so. Fastest if the same tuple of
-        proposers is passed again while the batch stays the same.
+        Returns the places of the sequences for which a draft is worth its cost now, at every call while that is so: the
+        engine should pace them. Fastest if the engine passes the same tuple while the batch stays the same.
         """
 
     def note_step(self, num_tokens: int, num_samples: int, seconds: float) -> None:
-        """A step of so many computed tokens and samples took this long, not counting the steps in flight before it.
-        Comes after the step's results were observed."""
+        """Get the time that a step took, without waiting for earlier steps, and its numbers of computed tokens and
+        samples. Called after the tokens of the step were observed."""
 
 
 class _NoProposer:
-    """Proposes nothing, so its sequence runs ahead for good."""
+    """Proposes nothing, so its sequence always runs ahead."""
 
     is_observed = False
     num_ahead = FOREVER

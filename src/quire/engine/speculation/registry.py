@@ -1,4 +1,4 @@
-"""Which DraftProposers go with which speculation settings."""
+"""Draft proposers by the name of the speculation method."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.engine.speculation.runtime_drafts import RuntimeDraftProposers
 
 
 def make_proposers(config: SpeculationConfig | None, depth: int) -> DraftProposers:
-    """For an executor that keeps `depth` steps in flight."""
+    """Make the DraftProposers that the configuration names, for an engine with `depth` steps in flight."""
     if config is None:
         return NoProposers()
     return NgramProposers(config, depth) if config.method == "ngram" else RuntimeDraftProposers(config, depth)

@@ -1,4 +1,4 @@
-"""Drafts that the runtime makes on order: with a smaller model, or with the first layers of the same one."""
+"""Drafts that the runtime makes on order: with a draft model, or with the first layers of the same model."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from quire.engine.speculation.proposer import NO_PROPOSER, DraftProposer
 from quire.types.request import Submit
 from quire.types.step import Ints
 
-FIRST_REST, LONGEST_REST = 16, 512  # tokens without a draft after one that did not pay; doubles each time
-TRIAL = 2  # tokens drafted after a rest, whatever is expected of them
-_PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # the chance of a token before any was seen, and how many tokens it counts for
+FIRST_REST, LONGEST_REST = 16, 512  # tokens to run ahead after a draft that did not pay; doubles each time
+TRIAL = 2  # draft tokens after a rest, even if they are not expected to pay
+_PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # the prior chance that a draft token is accepted, and how many tokens it counts for
 _COMMON_WEIGHT = 2.0  # how many of a sequence's own tokens the experience of all sequences counts for
 _OWN_FORGET, _ALL_FORGET = 0.9, 0.995
 
 
 class RuntimeDraftProposers:
-    """Orders drafts from the runtime, as long as pays. A sequence runs ahead where none pays."""
+    """Orders drafts from the runtime while they pay. A sequence runs ahead while they do not."""
 
     def __init__(self, config: SpeculationConfig, depth: int) -> None:
         self._num_tokens = config.num_tokens
@@ -40,8 +40,8 @@ class RuntimeDraftProposers:
 
 
 class RuntimeDraftProposer:
-    """Orders the drafts of one sequence. Where no draft pays the sequence rests: it runs ahead, each time twice as far,
-    and then a short trial is drafted. A draft that was lost, as in a preemption, is not proposed."""
+    """Orders the drafts of one sequence. While drafts do not pay, the sequence rests: it runs ahead, each time twice as
+    far, before a short trial draft. A draft that was lost, as in a preemption, is not proposed."""
 
     is_observed = False
 
@@ -49,16 +49,20 @@ class RuntimeDraftProposer:
         self._num_tokens, self._lengths = num_tokens, lengths
         self._common, self._own = common, Experience(_OWN_FORGET)
         self._paced_since: int | None = None  # the number of steps when its last paced result came
-        self._rest, self._next_rest, self._on_trial = 0, FIRST_REST, False  # tokens to come before the next draft
+        self._rest, self._next_rest, self._on_trial = (
+            0,
+            FIRST_REST,
+            False,
+        )  # `_rest`: tokens to run ahead first
         self._offered: tuple[int, ...] = ()
-        self._orders_probe = self._offers_probe = False  # what DraftLength said of the draft ordered and offered last
+        self._orders_probe = self._offers_probe = False  # whether the draft ordered, and offered, last is a probe
         self.num_ahead = 0
 
     def wants_draft(self) -> bool:
         return self.num_ahead == 0
 
     def observe(self, tokens: Sequence[int]) -> None:
-        self._offered = ()  # it followed what came before these
+        self._offered = ()  # the offered draft followed the tokens before these
         self._note_rounds()
         if self._rest > 0:
             self._rest = max(0, self._rest - len(tokens))

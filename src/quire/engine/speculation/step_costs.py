@@ -1,24 +1,24 @@
-"""What a step costs by the number of tokens it computes, measured while steps run: it tells whether a draft pays."""
+"""Measures what steps cost by their number of tokens. DraftLengths uses it to tell whether a draft pays."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 
-_SINGLE = 16  # up to so many tokens, every number is a size class of its own; beyond, an octave has _PER_OCTAVE
+_SINGLE = 16  # up to so many tokens, every number is a size class; above, an octave has _PER_OCTAVE classes
 _PER_OCTAVE = 2
-_PRIOR_SLOPE = 0.15  # share of a one-token step that one more token costs, as long as nothing was measured
-_PRIOR_DRAFTING = 1.5  # a step after which the runtime drafts, relative to one without
-_LARGEST_ERROR = 0.7  # in log seconds, that one step teaches: a pause of the machine is no cost
-_SPEED_RATE = 0.3  # how fast the estimate follows the machine's speed ...
-_SHAPE_RATE = 0.03  # ... and how slowly what one size costs relative to another, once that is known
-_NEW = 3  # steps of a size that teach nothing about the speed; the first teaches nothing at all: machines warm up
+_PRIOR_SLOPE = 0.15  # the assumed cost of one more token before anything was measured, as a share of a one-token step
+_PRIOR_DRAFTING = 1.5  # the assumed cost of a step after which the runtime drafts, relative to one without
+_LARGEST_ERROR = 0.7  # the largest error, in log seconds, that one step counts for: it may be a pause of the machine
+_SPEED_RATE = 0.3  # the weight of a new step in the estimate of the machine's speed
+_SHAPE_RATE = 0.03  # the least weight of a new step in the relative cost of its size class
+_NEW = 3  # the first steps of a size do not change the speed; the very first is ignored: machines warm up
 
 
 class StepCosts:
     """Relative costs of steps by their number of tokens. A measured time is the speed of the machine, which changes
-    with its other work, times a shape, which does not. Callers see only the shape, so a slow minute makes no size look
-    dear.
+    with its other work, times a relative cost, which does not. Callers see only relative costs, so a slow period makes
+    no size look expensive.
 
     Steps that hold prompts are not noted. `drafting` steps are those after which the runtime drafts.
     """
@@ -30,7 +30,7 @@ class StepCosts:
         self._extra: dict[tuple[int, bool], list[float]] = {}
 
     def note(self, num_tokens: int, seconds: float, *, drafting: bool = False) -> None:
-        """A step that only decoded and verified took so long."""
+        """Note how long a step without prompt chunks took."""
         self._extra.clear()
         self._known.clear()
         if seconds <= 0.0:
@@ -43,8 +43,8 @@ class StepCosts:
         self._speed += _SPEED_RATE * classes[key].learn(num_tokens, seen - self._speed)
 
     def cost(self, num_tokens: int, *, drafting: bool = False) -> float:
-        """Cost of a step, in units that compare only with each other: on a straight line through the two nearest known
-        size classes, or along the prior from the only known one."""
+        """Return the relative cost of a step, interpolated between the two nearest known size classes, or by the
+        assumed costs from the only known one."""
         known = self._known.get(drafting)
         if known is None:
             known = [each for each in self._classes[drafting].values() if each.count > 1]
@@ -59,10 +59,10 @@ class StepCosts:
         return left.cost + (num_tokens - left.tokens) * slope
 
     def extra(self, num_tokens: int, most: int, *, drafting: bool = False) -> list[float]:
-        """By which share of a plain step of `num_tokens` a step of 1, 2 ... `most` more tokens is dearer.
+        """Return how much more steps of 1, 2 ... `most` further tokens cost, as shares of a plain step of `num_tokens`.
 
-        A few tokens next to many cost their share of what half as many again cost: so small a difference cannot be
-        measured by itself.
+        A few tokens besides many cost too little to be measured. Their cost is a share of the cost of half as many
+        tokens again.
         """
         found = self._extra.setdefault((num_tokens, drafting), [])
         plain, far = self.cost(num_tokens), num_tokens // 2
@@ -74,7 +74,7 @@ class StepCosts:
 
 
 class _SizeClass:
-    """What steps of about so many tokens cost, in log units; known from the second step on."""
+    """The cost of steps of about `tokens` tokens; known from the second step on. `level` is its logarithm."""
 
     __slots__ = ("cost", "count", "level", "tokens")
 
@@ -82,7 +82,7 @@ class _SizeClass:
         self.tokens, self.level, self.cost, self.count = float(tokens), math.inf, math.inf, 0
 
     def learn(self, tokens: int, level: float) -> float:
-        """Learn from a step. Returns by how much it was dearer than expected, 0 while this class is new."""
+        """Learn from a step. Returns how much more it cost than expected, in log units; 0 while this class is new."""
         self.count += 1
         if self.count == 1:
             return 0.0
@@ -100,7 +100,7 @@ def _tokens(size_class: _SizeClass) -> float:
 
 
 def _class(num_tokens: int) -> int:
-    """Steps of the same class are taken to cost about the same."""
+    """Return the size class of a step. Steps of one class cost about the same."""
     if num_tokens <= _SINGLE:
         return num_tokens
     return _SINGLE + math.ceil(_PER_OCTAVE * math.log2(num_tokens / _SINGLE))

@@ -1,4 +1,4 @@
-"""Memory for live sequences that n-gram proposers look up drafts in: columns of numbers, and the tokens themselves."""
+"""Memory for the n-gram proposer: columns of numbers by slot (SlotTable), and one growing array of tokens (TokenArena)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _RETURNED_WORDS = 1 << 14  # a freed extent of at least so many words goes back 
 
 
 class Column:
-    """One number per slot. `values` is the array that batches index; `cells` is the same memory, of which a single read
-    or write costs a third of numpy's. Both are replaced when the table grows."""
+    """One number per slot. `values` is an array for batches; `cells` is the same memory, for single reads and writes at
+    a third of numpy's cost. Both are replaced when the table grows."""
 
     __slots__ = ("_initial", "cells", "values")
 
@@ -32,7 +32,7 @@ class Column:
         self.cells: Any = memoryview(values)  # type: ignore[arg-type]
 
     def grow(self) -> None:
-        """Twice as many slots."""
+        """Double the number of slots."""
         self._take(np.concatenate([self.values, np.full_like(self.values, self._initial)]))
 
     def reset(self, slot: int) -> None:
@@ -40,8 +40,8 @@ class Column:
 
 
 class SlotTable:
-    """Hands out slots, one per live sequence, and resets its columns for each new holder. Twice as many are made when
-    none is free; a freed one is used again first."""
+    """Hands out slots, one per live sequence, and resets the columns of each slot that it hands out. Doubles the number
+    of slots if none is free."""
 
     def __init__(self) -> None:
         self._columns: list[Column] = []
@@ -49,11 +49,11 @@ class SlotTable:
         self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
 
     def __len__(self) -> int:
-        """How many slots are taken."""
+        """The number of slots that are taken."""
         return self._num_slots - len(self._free)
 
     def column(self, dtype: type[np.generic], initial: float) -> Column:
-        """A column that grows and is reset with the table."""
+        """Add a column, which grows with the table."""
         assert self._num_slots == _FIRST_SLOTS, "columns are added before the table grows"
         self._columns.append(Column(dtype, initial))
         return self._columns[-1]
@@ -90,11 +90,11 @@ class TokenArena:
 
     @property
     def num_words(self) -> int:
-        """Words that are handed out or wait to be used again."""
+        """Words that are handed out or were freed."""
         return self._used
 
     def allocate(self, num_words: int) -> int:
-        """The start of an extent of so many words, whose content is unspecified."""
+        """Return the start of an extent of `num_words` words. Its content is unspecified."""
         freed = self._free.get(num_words)
         if freed:
             return freed.pop()
@@ -104,7 +104,7 @@ class TokenArena:
         return start
 
     def free(self, start: int, num_words: int) -> None:
-        """An extent that `allocate` returned is not needed any more."""
+        """Free an extent that `allocate` returned."""
         self._free.setdefault(num_words, []).append(start)
         if num_words >= _RETURNED_WORDS:
             first = -(-start * _WORD // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -112,7 +112,7 @@ class TokenArena:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _grow(self, num_words: int) -> None:
-        """The kernel moves the pages' addresses; no byte is copied."""
+        """Enlarge the array. The kernel remaps its pages; no byte is copied."""
         size = len(self.words)
         while size < num_words:
             size *= 2
@@ -126,7 +126,7 @@ class TokenArena:
         self.cells = memoryview(self._map).cast("i")
 
     def check(self) -> None:
-        """Freed extents lie in what was handed out, and none twice."""
+        """Assert that freed extents do not overlap, and lie in what was handed out."""
         extents = sorted((start, start + size) for size, starts in self._free.items() for start in starts)
         for (_, end), (start, _) in pairwise(extents):
             assert end <= start
