@@ -20,7 +20,7 @@ from quire.engine.speculation.proposer import DraftProposers
 from quire.types.step import NO_ROWS, Ints, StepPlan, StepResult, TokenLogprobs
 
 Batch = tuple[npt.NDArray[np.int64], Ints, tuple[tuple[int, TokenLogprobs], ...]]  # sample handles, tokens, logprobs
-_NOBODY = np.empty(0, dtype=np.intp)
+_NO_ENDS = np.empty(0, dtype=np.intp)
 NO_BATCH: Batch = (np.empty(0, dtype=np.int64), NO_ROWS, ())
 
 
@@ -195,10 +195,12 @@ def _with_paced(
     handles = columns.handles
     if columns.streamed is not None:
         handles, tokens = handles[columns.streamed], tokens[columns.streamed]
-    said = [(sequence.handle, verified.tokens) for sequence, verified in paced if not sequence.group.is_ranked]
-    if said:
-        handles = np.concatenate([handles, np.repeat([handle for handle, _ in said], [len(t) for _, t in said])])
-        tokens = np.concatenate([tokens, np.array([token for _, t in said for token in t], dtype=np.int32)])
+    streamed = [(sequence.handle, verified.tokens) for sequence, verified in paced if not sequence.group.is_ranked]
+    if streamed:
+        handles = np.concatenate(
+            [handles, np.repeat([handle for handle, _ in streamed], [len(t) for _, t in streamed])]
+        )
+        tokens = np.concatenate([tokens, np.array([token for _, t in streamed for token in t], dtype=np.int32)])
     return handles, tokens, logprobs
 
 
@@ -209,5 +211,5 @@ def find_ends(tokens: Ints, end_ids: Ints, counts: Ints, limits: Ints) -> npt.ND
     """
     stopped, full = end_ids == tokens[:, None], counts >= limits
     if not stopped.any() and not full.any():
-        return _NOBODY
+        return _NO_ENDS
     return np.flatnonzero(stopped.any(axis=1) | full)

@@ -73,7 +73,7 @@ class GuidedRows:
         if not is_ready.all():  # sequences that take their first sample, or their first after being paced
             self._begin(wanted[~is_ready], None)
             self.settle()
-            wanted = wanted[table.leases[wanted] == self._leases[wanted]]  # without those that failed
+            wanted = wanted[table.leases[wanted] == self._leases[wanted]]  # without rows that failed
         if not len(wanted):
             return step.masks
         assert self._table is not None

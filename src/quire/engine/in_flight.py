@@ -19,7 +19,7 @@ from quire.engine.executor import Executor
 from quire.engine.scheduler.row_table import RowTable
 from quire.types.step import Ints, Masks, StepPlan, StepResult
 
-_LEAD_SECONDS, _LEAD_SHARE = 0.8e-3, 0.15  # the next step is planned at least so long before the end of this one
+_LEAD_SECONDS, _LEAD_SHARE = 0.8e-3, 0.15  # a step is planned at least this long before the end of the one before
 _DRIFT = 1.02  # the expected duration may grow by this factor with each step
 _SIZE_STEP = 8  # rows
 

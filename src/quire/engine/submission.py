@@ -218,8 +218,8 @@ def find_origin(request: Submit, groups: Mapping[str, Group], rows: RowTable) ->
     if origin is None:
         return None
     outputs = origin.outputs if origin.row is None else rows.outputs(origin.row)
-    said = group.request.prompt_token_ids + array("i", outputs)
-    if said[: source.num_tokens] != prompt[: source.num_tokens]:
+    known = group.request.prompt_token_ids + array("i", outputs)
+    if known[: source.num_tokens] != prompt[: source.num_tokens]:
         reason = f"has no sample {source.index} that begins with these {source.num_tokens} tokens"
         raise InvalidRequest("source", reason, "send the tokens it was seen to have")
     return origin

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_MASK_THREADS = 16
-ROWS_PER_LEXER = 8  # a further lexer pays only for so many more rows
+ROWS_PER_LEXER = 8  # a further lexer pays only for this many more rows
 QUICK_SECONDS = 0.05  # a grammar that took longer to compile is compiled once
 SLICE_AFTER = 16_384  # masks, which together cost as much as building slices
 MOVED_TOKENS = 256  # tokens that one batch may replay to move matchers, about 0.3 ms

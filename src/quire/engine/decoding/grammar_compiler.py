@@ -19,7 +19,7 @@ from quire.types.sampling import TokenRules
 
 MAX_KEPT = 64
 MAX_EXTRA_LEXERS = 32  # of all grammars together, besides the first lexer of each
-IDLE_SECONDS = 10.0  # a grammar in no batch for so long gives up its extra lexers for another
+IDLE_SECONDS = 10.0  # a grammar in no batch for this long gives up its extra lexers for another
 COMPILE_SECONDS = 20.0  # from the request to the end of its compilation, including the wait for earlier ones
 STACK_BYTES = 64 << 20  # far more than the check of a request has, so a grammar that passed it cannot overflow
 _FIELD = "structured_outputs: "

@@ -22,7 +22,7 @@ class LexerOwner(Protocol):
     """The compiled grammar that a lexer belongs to."""
 
     def renew(self, lexer: Lexer, *, private: bool) -> Lexer | None:
-        """A lexer to go on with in place of one that has reached its limits; None: the sequence itself is at fault.
+        """Return another lexer in place of one that has reached its limits; None: the sequence itself is at fault.
 
         A private one has no other matchers.
         """
@@ -194,7 +194,8 @@ class GrammarMatcher:
         return True
 
     def recover(self) -> bool:
-        """Go on after the lexer, which other sequences share, has reached its limits; False: this one is at fault.
+        """Recover when the lexer, which other sequences share, has reached its limits. False: this sequence is at
+        fault.
 
         A sequence first moves to the lexer that all move to. Where that is broken at once, others may have nearly used
         it up, so the sequence gets one to itself. If it breaks that too at the same position, it is at fault.

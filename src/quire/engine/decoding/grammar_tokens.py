@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CANONICAL_CHARACTERS = 2_048  # of a forced text go to the model's tokenizer; the rest is tokenized greedily
 REMEMBERED_TEXTS = 8_192  # forced texts whose tokens are kept
 REMEMBERED_CHARACTERS = 256  # the longest text that is kept
-MIN_SLICE_TOKENS = 8_192  # walking so many tokens takes about 0.1 ms of every mask
+MIN_SLICE_TOKENS = 8_192  # checking this many tokens takes about 0.1 ms of every mask
 MAX_SLICED = 8  # tokenizers with slices for one grammar that are kept
 _QUOTED = re.compile(r"\s*(\d+ \||\^+\s*$)")  # a line of the grammar, or the mark below one
 _BARE_SLASH = re.compile(r"(?<!\\)/")  # would end a regex in a grammar

@@ -12,7 +12,7 @@ from quire.types.output import Finished
 from quire.types.prefix import PinnedPrefix
 from quire.types.request import Submit, TokenIds
 
-SHARE = 2  # at most one of so many blocks is held for pinned prefixes
+SHARE = 2  # at most 1 / SHARE of the blocks are pinned or reserved for pins
 
 
 @dataclass(frozen=True, slots=True)

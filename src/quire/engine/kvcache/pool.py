@@ -20,7 +20,7 @@ class BlockPool:
         self._holders = [0] * num_blocks  # tables that hold a private block
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_shared = 0  # private blocks with several holders
-        self.evict: Callable[[int], list[int]] | None = None  # set by the prefix tree: evict so many blocks
+        self.evict: Callable[[int], list[int]] | None = None  # the prefix tree sets it: evicts this number of blocks
         self.num_free = num_blocks
         self.num_evictable = 0  # cached blocks without a holder; the prefix tree keeps this count and `num_free`
         self.num_evicted = 0  # since the start

@@ -284,7 +284,7 @@ class PrefixTree:
             assert not node.children
             taken, width = min(count - len(found), len(node.blocks)), self._width
             left = len(node.blocks) - taken
-            gone = Eviction(self.now, taken + self._forget_ghosts(node), node.owner_of(node.start + left))
+            eviction = Eviction(self.now, taken + self._forget_ghosts(node), node.owner_of(node.start + left))
             if self.on_evict is not None:
                 for index in range(len(node.blocks) - 1, left - 1, -1):
                     self.on_evict(node, index)
@@ -292,20 +292,20 @@ class PrefixTree:
             del node.blocks[left:], node.keys[left:]
             node.end -= taken
             if left:
-                node.ghosts = remember(node.ghosts, node.tokens[left * width : (left + 1) * width], gone)
+                node.ghosts = remember(node.ghosts, node.tokens[left * width : (left + 1) * width], eviction)
             else:
-                self._remove(node, gone)
+                self._remove(node, eviction)
         self._num_blocks -= count
         return found
 
-    def _remove(self, node: Node, gone: Eviction) -> None:
+    def _remove(self, node: Node, eviction: Eviction) -> None:
         """Remove a leaf that has no blocks left."""
         parent, first = node.parent, node.tokens[: self._width]
         assert parent is not None
         self._policy.evicted(node)
         parent.remove(node, first)
         node.parent, node.is_detached = None, True
-        parent.ghosts = remember(parent.ghosts, first, gone)
+        parent.ghosts = remember(parent.ghosts, first, eviction)
         if not parent.children and parent.parent is None and parent.locks == 0:
             self._drop_root(parent)
 

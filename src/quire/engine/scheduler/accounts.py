@@ -71,7 +71,7 @@ def check_blocks(
     groups: Iterable[Group], pool: BlockPool, kept: Iterable[int], pins: PinnedPrefixes, tree: PrefixTree
 ) -> None:
     """Assert that every private block is held exactly by the tables that list it, or is `kept`, and that every run of
-    the prefix tree is held by as many tables as it says."""
+    the prefix tree is held by as many tables as its `locks`."""
     pins.check()
     held: defaultdict[int, int] = defaultdict(int)
     locks: defaultdict[Node, int] = defaultdict(int)

@@ -71,12 +71,12 @@ class OnDemandAllocation:
             own += -(-(group.num_prompt + len(sequence.outputs)) // size) - shareable
         left = self._pool.num_free - self._num_owed - own  # if it shared its whole prompt
         missing = shareable + self._headroom(group, running, left) - left
-        if 0 < missing <= shareable:  # blocks it would share with those who run cost nothing
+        if 0 < missing <= shareable:  # blocks that running sequences hold cost nothing
             missing -= self._num_shared(group)
         return missing <= 0
 
     def _num_shared(self, group: Group) -> int:
-        """Whole blocks of the group's first tokens that somebody holds now."""
+        """Return how many whole blocks of the group's prefix hit are held now: sharing them takes no free block."""
         match = self._reuse.lookup(group)
         node = match.node
         while node is not None and node.parent is not None and (node.locks == 0 or node.start >= match.num_blocks):

@@ -185,17 +185,17 @@ class PlanBuilder:
     def drop(self, rows: Iterable[int]) -> dict[int, int]:
         """Take rows out of the plan. Returns how many tokens each had computed before, for rows that this plan computes
         or introduces."""
-        gone = set(rows)
-        before = {row: self._paced.pop(row) for row in gone if row in self._paced}
-        before |= {row: self._chunks.pop(row).start for row in gone if row in self._chunks}
-        before |= {new.row: 0 for new in self._new_rows if new.row in gone}
-        self._new_rows = [new for new in self._new_rows if new.row not in gone]
-        self._grants = [grant for grant in self._grants if grant[0] not in gone]
-        self._undone |= {copy.target: copy.source for row, copy in self._copies if row in gone}
-        self._copies = [(row, copy) for row, copy in self._copies if row not in gone]
-        self._writes = [write for write in self._writes if write[0] not in gone]
-        self._masks = {row: masks for row, masks in self._masks.items() if row not in gone}
-        self._orders = [order for order in self._orders if order.row not in gone]
+        dropped = set(rows)
+        before = {row: self._paced.pop(row) for row in dropped if row in self._paced}
+        before |= {row: self._chunks.pop(row).start for row in dropped if row in self._chunks}
+        before |= {new.row: 0 for new in self._new_rows if new.row in dropped}
+        self._new_rows = [new for new in self._new_rows if new.row not in dropped]
+        self._grants = [grant for grant in self._grants if grant[0] not in dropped]
+        self._undone |= {copy.target: copy.source for row, copy in self._copies if row in dropped}
+        self._copies = [(row, copy) for row, copy in self._copies if row not in dropped]
+        self._writes = [write for write in self._writes if write[0] not in dropped]
+        self._masks = {row: masks for row, masks in self._masks.items() if row not in dropped}
+        self._orders = [order for order in self._orders if order.row not in dropped]
         return before
 
     # -------------------------------------------------------------------------------------------------- finishing

@@ -69,7 +69,7 @@ class Swap:
         costs = f"est. {_milliseconds(moving)} (recompute est. {_milliseconds(again)})"
         return f"swapped {len(blocks)} blocks, {costs}"
 
-    def is_cheaper(self, moving: float, again: float | None) -> bool:  # noqa: ARG002 - for those that compare
+    def is_cheaper(self, moving: float, again: float | None) -> bool:  # noqa: ARG002 - for subclasses
         """Whether to swap blocks that take `moving` seconds to move and `again` seconds to recompute (None: unknown)."""
         return True
 

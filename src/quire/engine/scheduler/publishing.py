@@ -20,7 +20,7 @@ class LiveSuffixIndex:
     """Generating sequences, by the last of their blocks that the prefix tree knows.
 
     When a lookup stops at that block, the sequence publishes the full blocks it has produced since. Steady decoding
-    pays nothing: blocks are published only when somebody looks for them.
+    pays nothing: blocks are published only when a lookup could use them.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -95,7 +95,7 @@ class UnpublishedPrefixes:
         self._block_size, self._width = block_size, block_size * TOKEN_BYTES
         self._sequences: dict[Place, Sequence] = {}
         self._places: dict[Sequence, Place] = {}
-        self._waiting: dict[Sequence, dict[Group, int]] = {}  # who waits for it -> blocks it must have computed
+        self._waiting: dict[Sequence, dict[Group, int]] = {}  # waiting group -> blocks it needs, by sequence
         self._awaited: dict[Group, Sequence] = {}
 
     def __bool__(self) -> bool:

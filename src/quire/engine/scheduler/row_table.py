@@ -50,7 +50,8 @@ class RowTable:
         return len(self.sequences) - len(self._free)
 
     def reserve(self, num_rows: int) -> None:
-        """Reserve so many more free rows, or fewer if negative. To use a reserved row, reserve one less and assign."""
+        """Reserve `num_rows` more free rows; a negative number gives some back. To use a reserved row, reserve one less
+        and assign."""
         self._num_reserved += num_rows
         assert 0 <= self._num_reserved <= len(self._free)
 

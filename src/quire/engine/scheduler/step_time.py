@@ -67,6 +67,6 @@ class ComputeTime:
             self._decodes_next = has_prompt
 
     def seconds(self, num_tokens: int) -> float | None:
-        """Return how many seconds so many tokens take; None before the first step."""
+        """Return how many seconds `num_tokens` tokens take; None before the first step."""
         each = self._steps.per_token
         return None if each is None else each * num_tokens

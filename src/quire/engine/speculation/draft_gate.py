@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 _WINDOW, _LEAST_WINDOW = 24, 6  # steps with drafts that are compared together: fewer if a step has many rows
-_CLEAN = 3  # after so many steps without a draft, a step counts as plain: no row waits for a result any more
-_RECENT = 16  # the batch size is the largest of so many steps: some lack the rows that wait for results
+_CLEAN = 3  # after this many steps without a draft, a step counts as plain: no row waits for a result any more
+_RECENT = 16  # the batch size is the largest of this many steps: some lack the rows that wait for results
 _RATE = 0.1  # the weight of a new step in the running mean of plain steps
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096  # plain steps after a window that was slower; doubles each time
 

@@ -246,7 +246,7 @@ class NgramProposer:
     def __init__(self, owner: NgramProposers, prompt: Sequence[int]) -> None:
         self._owner, self._prompt = owner, prompt
         self.slot = _NO_SLOT
-        self._is_probe = False  # what DraftLength said of the draft proposed last
+        self._is_probe = False  # whether the last proposed draft is a probe
         self._is_closed = False
 
     def open(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
-_SINGLE = 16  # up to so many tokens, every number is a size class; above, an octave has _PER_OCTAVE classes
+_SINGLE = 16  # up to this many tokens, every number is a size class; above, an octave has _PER_OCTAVE classes
 _PER_OCTAVE = 2
 _PRIOR_SLOPE = 0.15  # the assumed cost of one more token before anything was measured, as a share of a one-token step
 _PRIOR_DRAFTING = 1.5  # the assumed cost of a step after which the runtime drafts, relative to one without

@@ -14,7 +14,7 @@ from quire.types.step import Ints
 _FIRST_SLOTS = 64
 _WORD = 4  # bytes
 _FIRST_WORDS = 1 << 20
-_RETURNED_WORDS = 1 << 14  # a freed extent of at least so many words goes back to the operating system
+_RETURNED_WORDS = 1 << 14  # a freed extent of at least this many words goes back to the operating system
 
 
 class Column:
@@ -77,7 +77,7 @@ class TokenArena:
     """Hands out extents of one int32 array. Pages that were never written take no memory.
 
     `words` is the array for batches; `cells` is the same memory for single reads and writes. `allocate` may move both,
-    so nobody keeps either, or a view of it, across a call.
+    so callers must not keep either, or a view of it, across a call.
     """
 
     def __init__(self) -> None:

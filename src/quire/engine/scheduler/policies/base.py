@@ -98,7 +98,7 @@ class Policy:
         """Each of these rows, which run ahead, has generated a token."""
 
     def note_generated_paced(self, group: Group, num_tokens: int) -> None:
-        """Paced sequences of a group have generated so many tokens."""
+        """Paced sequences of a group have generated `num_tokens` tokens."""
 
     def removed(self, group: Group, view: SchedulerView) -> None:
         """A group ended or was preempted. `group.is_running` tells whether it was running or waiting."""
