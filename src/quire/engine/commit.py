@@ -195,12 +195,10 @@ def _with_paced(
     handles = columns.handles
     if columns.streamed is not None:
         handles, tokens = handles[columns.streamed], tokens[columns.streamed]
-    streamed = [(sequence.handle, verified.tokens) for sequence, verified in paced if not sequence.group.is_ranked]
-    if streamed:
-        handles = np.concatenate(
-            [handles, np.repeat([handle for handle, _ in streamed], [len(t) for _, t in streamed])]
-        )
-        tokens = np.concatenate([tokens, np.array([token for _, t in streamed for token in t], dtype=np.int32)])
+    others = [(sequence.handle, verified.tokens) for sequence, verified in paced if not sequence.group.is_ranked]
+    if others:
+        handles = np.concatenate([handles, np.repeat([handle for handle, _ in others], [len(t) for _, t in others])])
+        tokens = np.concatenate([tokens, np.array([token for _, t in others for token in t], dtype=np.int32)])
     return handles, tokens, logprobs
 
 

@@ -180,8 +180,8 @@ class _WireForm:
 
 
 def _message_form(kind: type, tag: str) -> _WireForm:
-    """The wire form of a message: a tagged struct. It has the fields of the dataclass if some of them are in `_PACKED`;
-    otherwise it has one field, which holds the dataclass."""
+    """Return the wire form of a message: a tagged struct. It has the fields of the dataclass if some of them are in
+    `_PACKED`; otherwise it has one field, which holds the dataclass."""
     hints = get_type_hints(kind)
     packed = [(place, _PACKED[hint]) for place, hint in enumerate(hints.values()) if hint in _PACKED]
     if not packed:
@@ -206,7 +206,7 @@ def _message_form(kind: type, tag: str) -> _WireForm:
 
 
 def _struct_of(kind: Any, types: Mapping[str, Any], tag: str | None = None) -> type[msgspec.Struct]:
-    """A struct with the fields and defaults of a dataclass. Fields that hold their default object are not sent."""
+    """Make a struct with the fields and defaults of a dataclass. Fields that hold their default object are not sent."""
     wire_fields: list[Any] = []
     for item in fields(kind):
         default = [] if item.default is MISSING else [item.default]
@@ -219,8 +219,8 @@ def _struct_of(kind: Any, types: Mapping[str, Any], tag: str | None = None) -> t
 
 
 def _sampling_form() -> _WireForm:
-    """The wire form of SamplingParams: the fields that differ from their defaults. The edge has validated them, so
-    `unpack` makes them and the dataclasses in them without checks. The decoder still checks names and types."""
+    """Return the wire form of SamplingParams: the fields that differ from their defaults. The edge has validated them,
+    so `unpack` makes them and the dataclasses in them without checks. The decoder still checks names and types."""
     hints = get_type_hints(SamplingParams)
     wire = _struct_of(SamplingParams, {name: _validated_type(hint) for name, hint in hints.items()})
     parts = {name: kind for name, hint in hints.items() for kind in _alternatives(hint) if is_dataclass(kind)}
@@ -236,8 +236,9 @@ def _sampling_form() -> _WireForm:
 
 
 def _validated_type(hint: Any) -> Any:
-    """The type of a field after validation. Its annotation is the type of what users may give: validation converts an
-    Iterable to a tuple, a str to a tuple where an Iterable is allowed, and a Mapping to a dataclass where one is."""
+    """Return the type of a field after validation. Its annotation is the type of what users may give: validation
+    converts an Iterable to a tuple, a str to a tuple where an Iterable is allowed, and a Mapping to a dataclass where
+    one is."""
     kinds = _alternatives(hint)
     if any(get_origin(kind) is Iterable for kind in kinds):
         kinds = [kind for kind in kinds if kind is not str]
@@ -295,7 +296,7 @@ def _to_array(kind: type, value: object) -> object:
 
 @cache
 def _wire_dtype(kind: Any) -> np.dtype[Any]:
-    """The little-endian dtype of an annotation like NDArray[np.int32]."""
+    """Return the little-endian dtype of an annotation like NDArray[np.int32]."""
     _, dtype = get_args(kind)
     wire: np.dtype[Any] = np.dtype(get_args(dtype)[0]).newbyteorder("<")
     return wire

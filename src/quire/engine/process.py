@@ -191,7 +191,7 @@ class EngineLoop:
 
 
 def _split_large(part: TokensOut) -> list[TokensOut]:
-    """The batch as one message, and one more for each finished request with logprobs, as that may be large."""
+    """Split a batch: one message, and one more for each finished request with logprobs, which may be large."""
     small: list[Finished] = []
     large: list[Finished] = []
     for end in part.finished:

@@ -41,7 +41,8 @@ class ProgressReader:
         self._last = b""
 
     def stuck_for(self) -> float:
-        """Seconds that the engine has been in its current step, if it was in it at the last call too; else 0."""
+        """Return how many seconds the engine has been in its current step, if it was in it at the last call too; else
+        0."""
         record, last = self._map[: _RECORD.size], self._last
         self._last = record
         _, busy, since = _RECORD.unpack(record)

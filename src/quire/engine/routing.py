@@ -45,7 +45,7 @@ class Routes:
         return self._edges.get(request_id)
 
     def edges(self) -> list[int]:
-        """The edges that have a live request."""
+        """Return the edges that have a live request."""
         return [edge for edge, requests in self._requests.items() if requests]
 
     def requests(self) -> list[str]:
@@ -59,7 +59,7 @@ class Routes:
         return dropped
 
     def split(self, out: TokensOut) -> Iterator[tuple[int, TokensOut]]:
-        """Each edge's part of a batch. Samples of unknown requests are left out, and finished requests forgotten."""
+        """Yield each edge's part of a batch. Leaves out samples of unknown requests, and forgets finished requests."""
         finished: defaultdict[int, list[Finished]] = defaultdict(list)
         for end in out.finished:
             edge = self._edges.get(end.request_id)
@@ -83,7 +83,8 @@ class Routes:
             self._forget(end.request_id)
 
     def _find_places(self, samples: Longs) -> dict[int, Places]:
-        """The places of each edge's samples in the batch. The engine passes the same array while nothing changes."""
+        """Return the places of each edge's samples in the batch. The engine passes the same array while nothing
+        changes."""
         if samples is not self._samples:
             owners = self._owners.of(samples)
             found = {edge: np.flatnonzero(owners == edge) for edge in self._requests}
@@ -165,7 +166,7 @@ class _OwnerTable:
         return self._edges.get(handle)
 
     def of(self, handles: Longs) -> Longs:
-        """The edge of each handle; a negative number where a handle is not known."""
+        """Return the edge of each handle; a negative number for unknown handles."""
         places = handles & self._mask
         edges: Longs = self._edge_at[places]
         others = np.flatnonzero(self._handle_at[places] != handles)

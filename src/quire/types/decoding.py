@@ -84,7 +84,7 @@ def read_structured_outputs(name: str, value: object) -> StructuredOutputsParams
 
 
 def _schema_text(schema: object) -> str:
-    """The JSON text of a schema, with its keys in the given order: an answer's members follow that order."""
+    """Return the JSON text of a schema, with its keys in the given order: an answer's members follow that order."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)

@@ -37,7 +37,7 @@ class PrefixMiss(NamedTuple):
     policy: str = ""
 
     def text(self) -> str:
-        """The reason in words."""
+        """Return the reason in words."""
         if self.reason == "differs":
             other = f"request {self.request_id}" if self.request_id else "another request"
             return f"from here on it differs from {other}"

@@ -18,8 +18,8 @@ else:
 
 
 def pack_tokens(tokens: Iterable[int]) -> TokenIds:
-    """Tokens as an array of int32: four bytes a token, cut and compared in C, nothing for the garbage collector to look
-    at. Raises InvalidRequest for what is no int32."""
+    """Return tokens as an array of int32, which takes four bytes per token and no work of the garbage collector. Raises
+    InvalidRequest if a token is no int32."""
     try:
         return array("i", tokens)
     except (TypeError, OverflowError):
@@ -42,7 +42,7 @@ class Submit:
     pin: str = ""  # if set: keep the prompt pinned under this name after the request
 
     def __post_init__(self) -> None:
-        given: object = self.prompt_token_ids  # whatever came: annotations check nothing
+        given: object = self.prompt_token_ids  # may be of any type: annotations are not checked at run time
         if not isinstance(given, array):
             object.__setattr__(self, "prompt_token_ids", pack_tokens(self.prompt_token_ids))
 

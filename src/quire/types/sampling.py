@@ -118,7 +118,7 @@ class SamplingParams:
         return params
 
     def changed_fields(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, by name: what `trusted` needs to make an equal instance."""
+        """Return the fields that differ from their defaults, by name: what `trusted` needs to make an equal instance."""
         fields = zip(_DEFAULT_ITEMS, _read_values(self), strict=True)
         return {name: value for (name, default), value in fields if value is not default and value != default}
 
@@ -286,7 +286,7 @@ def _rank_by(name: str, value: object) -> str:
 
 
 def _from_json_key(token: object) -> object:
-    """The whole number in a string: the keys of a JSON object are strings."""
+    """Return the whole number in a string: the keys of a JSON object are strings."""
     return int(token) if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 20 else token
 
 
@@ -297,7 +297,7 @@ def _token_id(name: str, token: object) -> int:
 
 
 def _items(name: str, value: object, wanted: str) -> tuple[Any, ...]:
-    """The items of a list without duplicates, in order. A single string is not a list of its characters."""
+    """Return the items of a list without duplicates, in order. A single string is not a list of its characters."""
     if value is None:
         return ()
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
@@ -311,7 +311,7 @@ def _outside(name: str, value: object, limits: str) -> InvalidRequest:
 
 
 def _shown(value: object) -> str:
-    """A short representation of a value for an error message."""
+    """Return a short representation of a value for an error message."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"a whole number of {value.bit_length()} bits"
     text = repr(value)

@@ -35,19 +35,18 @@ class Lexer:
     start: LLMatcher  # at the start of the grammar; never advanced
     owner: LexerOwner | None = None
     is_retired: bool = False  # its matchers should move to another lexer of the owner
-    num_masks: int = 0  # that its matchers have had computed
+    num_masks: int = 0  # masks that its matchers have computed
 
 
 class GrammarMatcher:
     """The Matcher of a grammar. `ends` are the tokens that end this request's sequences.
 
-    **Forced text.** Where only one text can follow, llguidance cuts it into the tokens that the model's tokenizer would
-    choose, and the mask allows the first of these alone. One answer serves the whole run of tokens: its positions are
-    masked with the tokens of that run, whether their masks are asked one by one, in a batch, or ahead for a draft. Runs
-    stay known when tokens are rolled back and consumed again. So the masks of a sequence depend on its tokens alone.
+    **Forced text.** If only one text can follow, llguidance cuts it into the tokens that the model's tokenizer would
+    choose, and each mask allows only the next of these. The matcher keeps this run of tokens, and makes the masks of
+    all its positions from it: one by one, in a batch, or ahead for a draft. It keeps runs when tokens are rolled back
+    and consumed again. So the masks of a sequence depend on its tokens alone.
 
-    **Moving.** A matcher remembers its tokens and can be moved to another lexer of the same grammar, where it stands at
-    the same place.
+    **Moving.** A matcher keeps its tokens, and can move to the same position of another lexer of the same grammar.
     """
 
     __slots__ = (
@@ -138,10 +137,10 @@ class GrammarMatcher:
 
     # --------------------------------------------------------------------------------------------------- in a batch
     def forced_token(self) -> int | None:
-        """The token that must come next, as far as runs tell.
+        """Return the token that the grammar forces next, if a run tells; otherwise None.
 
-        A sequence that has met no forced text yet does not ask for one: its mask will show it. Later it asks here: the
-        threads that compute masks would have to wait for the GIL to tokenize a forced text.
+        A sequence that has met no forced text yet looks up no run: its mask will show one. Later it looks up runs here,
+        as the threads that compute masks would have to wait for the GIL to tokenize a forced text.
         """
         if not self._runs:
             return None
@@ -180,7 +179,7 @@ class GrammarMatcher:
         self._bits = None
 
     def undo_failure(self) -> None:
-        """The state refused a token in a batch, which has put it into its error state: go back to before that."""
+        """Restore the state before a token that it refused in a batch, which has put it into its error state."""
         if not self.move(self.lexer):
             self.recover()
 
@@ -197,8 +196,8 @@ class GrammarMatcher:
         """Recover when the lexer, which other sequences share, has reached its limits. False: this sequence is at
         fault.
 
-        A sequence first moves to the lexer that all move to. Where that is broken at once, others may have nearly used
-        it up, so the sequence gets one to itself. If it breaks that too at the same position, it is at fault.
+        A sequence first moves to the lexer that all others move to. If that breaks at once, others may have nearly used
+        it up, so the sequence gets one of its own. If that breaks too at the same position, the sequence is at fault.
         """
         owner = self.lexer.owner
         if self._recovered_at != len(self.consumed):
@@ -219,7 +218,7 @@ class GrammarMatcher:
 
     # ------------------------------------------------------------------------------------------------- forced runs
     def _run_here(self) -> tuple[tuple[int, ...], int]:
-        """The run that this position belongs to and its place in it; the place is the run's end where it is over."""
+        """Return the run of this position and the place in it; the place is the run's length if the run is over."""
         position = len(self.consumed)
         if position < self._runs_end:
             for start, run in reversed(self._runs):
@@ -237,11 +236,11 @@ class GrammarMatcher:
                 self._runs.append((start, run[:place]))
 
     def _leave_undone(self) -> None:
-        """Forget what is known of the tokens that were rolled back: another token is consumed in their place.
+        """Forget the tokens that were rolled back, as another token is consumed in their place.
 
-        llguidance keeps the mask it computed last and recognises its place by too little: after a rollback it may take
-        the mask of an abandoned path for that of the new one. A mask of this position, which both paths share,
-        replaces it; where llguidance keeps none (inside a forced text), a copy of the start consumes all tokens again.
+        llguidance keeps the mask that it computed last, and after a rollback it may take the mask of the abandoned path
+        for that of the new one. Computing the mask of this position, which both paths share, replaces it. If llguidance
+        keeps none (inside a forced text), a copy of the start consumes all tokens again.
         """
         self._undone.clear()
         position = len(self.consumed)

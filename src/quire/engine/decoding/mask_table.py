@@ -162,7 +162,7 @@ class MaskTable:
             self._thread = None
 
     def _sort_out(self, batch: _Batch) -> None:
-        """Find out which masks llguidance must compute: those of matchers that are not inside a forced run."""
+        """Find the masks that llguidance must compute: those of matchers that are not inside a forced run."""
         asked, failed, over = batch.asked, batch.failed, batch.over.tolist()
         for line, matcher in enumerate(batch.matchers):
             if not isinstance(matcher, GrammarMatcher) or over[line] or line in failed:
@@ -191,7 +191,7 @@ class MaskTable:
         while (batch := self._batches.get()) is not None:
             try:
                 self._work(batch, executor)
-            except Exception as error:  # noqa: BLE001 - raised again where the masks are asked for
+            except Exception as error:  # noqa: BLE001 - `finish` raises it
                 batch.error = error
             assert batch.done is not None
             batch.done.set()
@@ -291,8 +291,8 @@ class MaskTable:
                 self._compute_alone(batch, line)
 
     def _find_narrow(self, lines: npt.NDArray[np.intp]) -> tuple[Flags, Flags]:
-        """Which of these lines allow nothing, and which may allow a single token: those in which all words together
-        have a single bit."""
+        """Return which of these lines allow no token, and which may allow a single one: all their words together have a
+        single bit."""
         is_empty, is_single = (np.zeros(len(lines), dtype=np.bool_) for _ in range(2))
         words = np.bitwise_or.reduce(self._filled[lines, :FIRST_WORDS], axis=1)
         narrow = np.flatnonzero((words & (words - np.uint32(1))) == 0)

@@ -123,8 +123,8 @@ class Prefill:
         return True
 
     def _start_decoding(self, builder: PlanBuilder, sequence: Sequence) -> None:
-        """The sequence takes its first sample in the current plan: it begins to run ahead, or it is paced and awaits
-        the result."""
+        """Start to decode a sequence, which takes its first sample in the current plan: it begins to run ahead, or it
+        is paced and awaits the result."""
         scheduler = self._scheduler
         if sequence.controller is PLAIN or scheduler.paced.num_ahead(sequence):
             scheduler.decoding.prepare(sequence, scheduler.next_tick)

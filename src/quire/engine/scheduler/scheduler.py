@@ -317,7 +317,8 @@ class Scheduler:
             raise RuntimeError(f"{num_held} blocks and {self.rows.num_taken} rows are held though no request is live")
 
     def check(self) -> None:
-        """Every block is held exactly by the tables that list it; rows, queues and decode set agree."""
+        """Assert that every block is held exactly by the tables that list it, and that rows, queues and decode set
+        agree."""
         self.pool.check(len(self.tree))
         for owner in (self.reuse, self.tiers, self.rows, self.waiting, self.running, self.decoding, self.paced):
             owner.check()
