@@ -69,7 +69,7 @@ class MaskTable:
 
     def __init__(self, num_rows: int, vocab_size: int, threads: int | None = None) -> None:
         self._words, self._end = -(-vocab_size // 32), vocab_size
-        line_words = 2 * -(-(vocab_size + 1) // 64)  # llguidance's own end token comes after the vocabulary
+        line_words = -(-(vocab_size + 1) // 32)  # llguidance's own end token comes after the vocabulary
         self._filled: Bits = np.zeros((num_rows, line_words), dtype=np.uint32)  # by line
         self._last: Bits = np.zeros((num_rows, line_words), dtype=np.uint32)  # by row: the mask it had before
         self._is_known: Flags = np.zeros(num_rows, dtype=np.bool_)  # by row: whether `_last` holds its mask
@@ -346,7 +346,7 @@ class MaskTable:
         first, filled = int(rows[0]), self._filled[:count]
         are_neighbours = np.array_equal(rows, np.arange(first, first + count))
         last = self._last[first : first + count] if are_neighbours else self._last[rows]
-        differs: Flags = (filled.view(np.uint64) != last.view(np.uint64)).any(axis=1)
+        differs: Flags = (filled != last).any(axis=1)
         if differs.all() and are_neighbours:
             last[:] = filled
         else:

@@ -206,6 +206,27 @@ def test_the_end_of_the_vocabulary_may_lie_anywhere_in_a_word(size: int) -> None
 
 
 @pytest.mark.usefixtures("threaded")
+@pytest.mark.parametrize("size", [SIZE, SIZE + 17, SIZE + 32])
+def test_a_batch_without_faults_is_computed_by_llguidances_threads_alone(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row by row the masks would be the same, and take many times as long: nothing else would show it."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("a mask was computed alone")
+
+    monkeypatch.setattr(MaskTable, "_compute_alone", fail)
+    monkeypatch.setattr(MaskTable, "_consume_alone", fail)
+    grammar = CompiledGrammar(GRAMMARS["a text"], GrammarTokens(word_vocabulary(), size))
+    table = MaskTable(16, size, threads=2)
+    matchers = [grammar.matcher((EOS,)) for _ in range(16)]
+    table.begin(range(16), matchers)
+    masks = table.finish()
+    table.begin(range(16), matchers, [min(allowed(bits)) for bits in masks.bits])
+    assert not table.finish().failed
+    table.close()
+
+
 def test_a_forced_text_is_followed_without_asking_llguidance_at_every_token(table: MaskTable) -> None:
     matcher = compiled(GRAMMARS["a fixed text"]).matcher((EOS,))
     sampled: list[int] = []
