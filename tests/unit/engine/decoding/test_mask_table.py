@@ -205,7 +205,6 @@ def test_the_end_of_the_vocabulary_may_lie_anywhere_in_a_word(size: int) -> None
     table.close()
 
 
-@pytest.mark.usefixtures("threaded")
 @pytest.mark.parametrize("size", [SIZE, SIZE + 17, SIZE + 32])
 def test_a_batch_without_faults_is_computed_by_llguidances_threads_alone(
     size: int, monkeypatch: pytest.MonkeyPatch
@@ -227,6 +226,7 @@ def test_a_batch_without_faults_is_computed_by_llguidances_threads_alone(
     table.close()
 
 
+@pytest.mark.usefixtures("threaded")
 def test_a_forced_text_is_followed_without_asking_llguidance_at_every_token(table: MaskTable) -> None:
     matcher = compiled(GRAMMARS["a fixed text"]).matcher((EOS,))
     sampled: list[int] = []
