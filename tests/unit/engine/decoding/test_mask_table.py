@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -451,3 +455,16 @@ def test_a_batch_that_is_never_finished_does_not_keep_a_table_from_closing() -> 
     table = MaskTable(4, SIZE, threads=1)
     table.begin([0], [compiled("start: /x+/").matcher(())])
     table.close()
+
+
+def test_a_program_that_ends_while_masks_are_computed_does_not_crash() -> None:
+    """As after an interrupt: nobody has closed the table, and its thread is inside llguidance."""
+    program = """
+from test_mask_table import *
+table, grammar = MaskTable(64, SIZE, threads=2), compiled(GRAMMARS["an address"])
+table.begin(range(64), [grammar.matcher((EOS,)) for _ in range(64)])
+"""
+    places = [str(Path(__file__).parent), *filter(None, sys.path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
