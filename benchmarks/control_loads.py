@@ -18,7 +18,7 @@ from quire.engine.core import EngineCore
 from quire.engine.decoding.grammar_compiler import GrammarCompiler
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.recording.recorder import make_recorded_core
-from quire.engine.recording.tape import Tape
+from quire.engine.recording.writer import RecordingWriter
 from quire.engine.speculation.registry import make_proposers
 from quire.runtime.loading.catalogue import DEFAULT
 from quire.runtime.loading.progress import silent
@@ -62,8 +62,8 @@ class Engine:
             config = EngineConfig(
                 cache, scheduler, DeviceConfig("cpu", "float32", "float32"), recording=RecordingConfig(str(record))
             )
-            tape = Tape.of(config, VOCAB, 1)
-            self.core = make_recorded_core(self.executor, cache, scheduler, vocab_size, tape=tape)
+            writer = RecordingWriter.from_config(config, VOCAB, 1)
+            self.core = make_recorded_core(self.executor, cache, scheduler, vocab_size, writer=writer)
         self.submitting: list[int] = []  # nanoseconds of each submission
 
     def submit(self, name: str, prompt: list[int] | tuple[int, ...], max_tokens: int, **fields: str) -> None:

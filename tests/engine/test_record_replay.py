@@ -9,7 +9,7 @@ import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.simulator.reader import read_recording
-from quire.simulator.rehearsal import rehearse
+from quire.simulator.replay import replay
 from quire.simulator.what_if import Scenario
 from tiny_served import write_tiny_model
 
@@ -38,14 +38,14 @@ def test_a_models_run_is_decided_again_without_it(settings: dict[str, object], f
     with LLM(folder, record=str(path), **usual, **settings) as llm:  # type: ignore[arg-type]
         use(llm)
     recording = read_recording(path)
-    assert recording.over == "closed"
+    assert recording.end_reason == "closed"
     assert not recording.inexact
-    rehearsal = rehearse(recording)
-    assert rehearsal.difference is None, str(rehearsal.difference)
-    assert len(rehearsal.run.outcomes) == 10
+    result = replay(recording)
+    assert result.difference is None, str(result.difference)
+    assert len(result.run.outcomes) == 10
     setup = recording.setup
-    run = Scenario.of(recording).run("fair", setup.cache, replace(setup.scheduler, policy="fair"))
-    assert [outcome.num_outputs for outcome in run.outcomes] == [each.num_outputs for each in rehearsal.run.outcomes]
+    run = Scenario.from_recording(recording).run("fair", setup.cache, replace(setup.scheduler, policy="fair"))
+    assert [outcome.num_outputs for outcome in run.outcomes] == [each.num_outputs for each in result.run.outcomes]
 
 
 def test_a_hashed_run_holds_no_text_and_is_decided_alike(folder: Path, tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_hashed_run_holds_no_text_and_is_decided_alike(folder: Path, tmp_path:
     with LLM(folder, load_format="dummy", dtype="float32", threads=1, record=str(path), record_tokens="hashed") as llm:
         llm.generate(PROMPTS, SamplingParams(max_tokens=24, seed=1))
     recording = read_recording(path)
-    assert rehearse(recording).difference is None
+    assert replay(recording).difference is None
     submits = list(recording.submits())
     shared = [a == b for a, b in zip(*(each.request.prompt_token_ids for each in submits[:2]), strict=False)]
     assert sum(shared) == len("You are a poet. Write of the ")

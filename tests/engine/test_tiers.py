@@ -239,7 +239,7 @@ def test_random_faults_change_no_answer(seed: int) -> None:
             assert engine.answer(f"r{number}", index) == continuation(prompt, 5, seed=2, index=index)
 
 
-def test_a_request_that_ends_while_its_blocks_are_parked_gives_the_slots_back() -> None:
+def test_a_request_that_ends_while_its_blocks_are_swapped_out_gives_the_slots_back() -> None:
     engine = Harness(num_blocks=8, caching=False, tiers=HOST, preemption="swap")
     engine.submit("old", STORY[:8], max_tokens=20, seed=1)
     engine.submit("young", STORY[8:16], max_tokens=20, seed=1)
@@ -331,7 +331,7 @@ def _length_in_tiers(engine: Harness, tokens: list[int]) -> int:
     return length
 
 
-def test_a_plan_that_moves_nothing_carries_no_orders_of_its_own() -> None:
+def test_a_plan_that_moves_nothing_carries_no_transfers_of_its_own() -> None:
     engine = Harness(num_blocks=40, tiers=HOST)
     ask(engine, "first", STORY)
     assert all(plan.transfers is NO_TRANSFERS for plan in engine.executor.plans)
@@ -373,7 +373,7 @@ def test_a_row_that_waits_for_a_block_to_load_into_is_made_known_all_the_same() 
     engine.step()
     names = scheduler.tiers.keys("", array("i", STORY).tobytes(), 8)
     slot = scheduler.tiers._host.take()
-    scheduler.tiers._host.name(slot, names[1])
+    scheduler.tiers._host.assign(slot, names[1])
     scheduler.tiers._host.release(slot)
     engine.tiers.slots[slot.number] = STORY[4:8]
     taken = scheduler.pool.take(scheduler.pool.num_free)

@@ -15,7 +15,7 @@ from quire.config.speculation import SpeculationConfig
 from quire.engine.decoding.grammar import NoGrammars
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.recording.recorder import make_recorded_core
-from quire.engine.recording.tape import Tape
+from quire.engine.recording.writer import RecordingWriter
 from quire.engine.speculation.registry import make_proposers
 from quire.types.decoding import BeamRules
 from quire.types.output import Finished
@@ -57,7 +57,7 @@ class RecordedLoad:
         config = EngineConfig(self.cache, self.scheduler, DEVICE, self.speculation, recording)
         size, behind = self.cache.block_size, FakeTiers(self.cache.tiers.host_blocks, self.cache.block_size)
         self.executor = FakeExecutor(self.cache.num_blocks, size, self.depth, tiers=self.behind or behind)
-        self.tape = Tape.of(config, VOCAB, self.depth)
+        self.writer = RecordingWriter.from_config(config, VOCAB, self.depth)
         proposers = make_proposers(self.speculation, self.depth)
         tools = DecodingTools(self.grammars or NoGrammars(), proposers, lambda: VOCABULARY)
         self.clock = TickingClock(self.seed)
@@ -66,7 +66,7 @@ class RecordedLoad:
             self.cache,
             self.scheduler,
             VOCAB,
-            tape=self.tape,
+            writer=self.writer,
             tools=tools,
             clock=self.clock,
         )
@@ -88,7 +88,7 @@ class RecordedLoad:
 
     def close(self) -> Path:
         self.core.close()
-        return self.tape.path
+        return self.writer.path
 
 
 def play_crowd(load: RecordedLoad) -> None:

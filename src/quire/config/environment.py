@@ -19,9 +19,7 @@ class Environment:
 
     cache: Path  # QUIRE_CACHE: folder of models and tuning tables; default $XDG_CACHE_HOME/quire or ~/.cache/quire
     offline: bool  # QUIRE_OFFLINE: never use the network
-    api_key: str | None = field(
-        default=None, repr=False
-    )  # QUIRE_API_KEY: the key that a server requires and a client sends
+    api_key: str | None = field(default=None, repr=False)  # QUIRE_API_KEY: a server requires it, a client sends it
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -33,7 +31,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """The environment of this process with `changes`, for a child process."""
+    """Return the environment of this process with `changes`, for a child process."""
     return {**os.environ, **changes}
 
 

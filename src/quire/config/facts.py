@@ -59,10 +59,10 @@ class HardwareFacts:
         return self.supports_bf16 if dtype == "bfloat16" else self.supports_fp16
 
     def weight_bytes(self, dtype: Dtype, device: str) -> int:
-        """Bytes of one weight in memory. A CPU without hardware support for a half type holds float32 instead."""
+        """Return the bytes of one weight in memory. A CPU that cannot multiply a half type holds float32 instead."""
         return DTYPE_BYTES[dtype] if device != "cpu" or self.computes(dtype, device) else DTYPE_BYTES["float32"]
 
 
 def cuda_index(device: str) -> int:
-    """The index of a device: 1 for "cuda:1", 0 for "cuda"."""
+    """Return the index of a device: 1 for "cuda:1", 0 for "cuda"."""
     return int(device.partition(":")[2] or 0)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.config.engine import EngineConfig, SchedulerConfig
+from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token_buckets
 from quire.config.facts import HardwareFacts
-from quire.config.graphs import GRAPH_ROWS, token_buckets
 from quire.config.model import DTYPE_BYTES, ModelConfig, packed_bytes
 from quire.config.sizes import MIB, at_least, at_most, format_size
 from quire.types.errors import DoesNotFit

@@ -50,7 +50,7 @@ class StoredLevels:
 
 
 def packed_bytes(num_weights: int, *, nibbles: bool) -> int:
-    """Bytes of quantized weights: each 32 of them take 16 bytes (nibbles) or 32 bytes, a scale and an offset."""
+    """Return the bytes of quantized weights: a group of 32 takes 16 bytes (nibbles) or 32, a scale and an offset."""
     return num_weights // 32 * (20 if nibbles else 36)
 
 

@@ -21,9 +21,8 @@ PolicyName = Literal[
     "orca-oracle",
 ]
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
-RESERVING: frozenset[str] = frozenset(
-    {"static", "orca-max", "orca-pow2", "orca-oracle"}
-)  # policies that reserve contiguous memory per sequence
+# Policies that reserve contiguous memory for each sequence:
+RESERVING: frozenset[str] = frozenset({"static", "orca-max", "orca-pow2", "orca-oracle"})
 
 SETTINGS: dict[PolicyName, tuple[str, ...]] = {
     "priority": ("ageing",),
@@ -34,14 +33,14 @@ SETTINGS: dict[PolicyName, tuple[str, ...]] = {
     "waiting_served_ratio": ("waiting_served_ratio", "max_waiting_tokens"),
 }  # the settings of each policy; policies that are not listed have none
 DEFAULT_AGEING = 30.0
-MOST = 10**9  # the largest value of any setting
+MAX_SETTING = 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
     """The settings of all policies. Each policy reads its own. Times are in seconds."""
 
-    ageing: float = DEFAULT_AGEING  # priority: waiting this long counts as much as a priority lower by one
+    ageing: float = DEFAULT_AGEING  # priority: each such time in the queue lowers a request's priority value by one
     window: int = 32  # lpm, spf: how many waiting requests are compared
     max_overtakes: int = 64  # lpm, spf: how many later requests may overtake a request
     input_weight: float = 1.0  # fair: cost of a prompt token
@@ -50,7 +49,7 @@ class PolicySettings:
     ttft_per_token: float = 0.001  # deadline: more time to first token for each prompt token
     tpot: float = 0.05  # deadline: time between two output tokens
     waiting_served_ratio: float = 0.3  # waiting_served_ratio: decodes pause if waiting / running requests exceed it
-    max_waiting_tokens: int = 20  # waiting_served_ratio: decodes pause after so many steps at any ratio
+    max_waiting_tokens: int = 20  # waiting_served_ratio: steps after which decodes pause at any ratio
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -59,15 +58,15 @@ class PolicySettings:
                 kind = "a whole number" if whole else "a number"
                 raise ConfigError("policy_config", f"{field.name} must be {kind}, got {value!r}", "leave it out")
             least, strict = int(field.name == "window"), field.name in ("ageing", "tpot")
-            if not least <= value <= MOST or (strict and value == 0):
-                bound = f"{'above 0' if strict else f'at least {least}'} and at most {MOST:,}"
+            if not least <= value <= MAX_SETTING or (strict and value == 0):
+                bound = f"{'above 0' if strict else f'at least {least}'} and at most {MAX_SETTING:,}"
                 raise ConfigError("policy_config", f"{field.name} must be {bound}", "choose a number in between")
         if not self.input_weight and not self.output_weight:
             raise ConfigError("policy_config", "input_weight and output_weight are both 0", "raise one of them")
 
 
 def read_policy(policy: str | None, scheduling_policy: str | None) -> PolicyName:
-    """The policy that is given under either name; fcfs if none is. Raises ConfigError."""
+    """Return the policy that is given under either name; fcfs if none is given. Raises ConfigError."""
     if policy is not None and scheduling_policy is not None and policy != scheduling_policy:
         reason = f"is {policy!r}, but scheduling_policy, which means the same, is {scheduling_policy!r}"
         raise ConfigError("policy", reason, "give one of them")
@@ -80,7 +79,7 @@ def read_policy(policy: str | None, scheduling_policy: str | None) -> PolicyName
 
 
 def read_policy_settings(policy: PolicyName, given: dict[str, Any] | None) -> PolicySettings:
-    """The settings of a policy: the given values, and defaults for the others. Raises ConfigError."""
+    """Return the given settings of a policy, with defaults for the others. Raises ConfigError."""
     if given is not None and not isinstance(given, dict):
         raise ConfigError("policy_config", f"must be an object, got {given!r}", 'like {"ttft": 1.0}')
     names = SETTINGS.get(policy, ())

@@ -1,4 +1,4 @@
-"""The recording of an engine's inputs and decisions to a file."""
+"""The settings of a recording of an engine's inputs and decisions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DEFAULT_LIMIT = GIB
 
 @dataclass(frozen=True, slots=True)
 class RecordingConfig:
-    """Where to record, and what. An existing file is never overwritten. Recording stops at `limit` bytes; the engine
-    continues."""
+    """The file of a recording, and the form of its tokens. An existing file is never overwritten. At `limit` bytes the
+    recording stops and the engine continues."""
 
     path: str
-    tokens: TokenForm = "exact"  # hashed: shared prefixes stay visible, the text does not
+    tokens: TokenForm = "exact"  # hashed: the file shows which prompts share a prefix, but no text
     limit: int = DEFAULT_LIMIT
 
     def __post_init__(self) -> None:
@@ -29,7 +29,7 @@ class RecordingConfig:
 
 
 def read_recording(record: object, tokens: object, limit: int | str | None) -> RecordingConfig | None:
-    """The recording that the arguments ask for; None if they ask for none. Raises ConfigError."""
+    """Return the recording that the arguments ask for; None if they ask for none. Raises ConfigError."""
     if record is None:
         for name, value in (("record_tokens", tokens), ("record_limit", limit)):
             if value is not None:
@@ -45,12 +45,12 @@ def read_recording(record: object, tokens: object, limit: int | str | None) -> R
 
 
 def check_recording(recording: RecordingConfig | None, *, speculates: bool, has_files: bool) -> None:
-    """Raise ConfigError for settings with which hashed tokens cannot be replayed."""
+    """Raise ConfigError for settings under which a recording with hashed tokens cannot be replayed."""
     if recording is None or recording.tokens == "exact":
         return
     if speculates:
-        reason = "'hashed' gives a token that comes again another name, and speculation looks for such tokens"
+        reason = "'hashed' hides which tokens are repeated, and speculation looks for repeated tokens"
         raise ConfigError("record_tokens", reason, 'use "exact", or leave speculative_config out')
     if has_files:
-        reason = "'hashed' gives tokens other names, and the disk tier names its files by tokens"
+        reason = "'hashed' replaces the tokens, and the disk tier names its files by tokens"
         raise ConfigError("record_tokens", reason, 'use "exact", or leave disk_cache_path out')

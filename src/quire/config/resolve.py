@@ -17,13 +17,13 @@ from quire.config.tiers import resolve_tiers
 from quire.types.errors import ConfigError, DoesNotFit
 
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
-CPU_BATCHED_TOKENS = 512  # more tokens per step are not faster on a CPU and delay answers
+CPU_BATCHED_TOKENS = 512  # on a CPU, longer steps are not faster per token and delay decodes
 GPU_BATCHED_TOKENS, SMALL_MODEL_TOKENS = 2_048, 4_096  # about ten milliseconds of work on a large GPU
-SMALL_MODEL = 2_000_000_000  # below so many parameters a step may have SMALL_MODEL_TOKENS
+SMALL_MODEL = 2_000_000_000  # models with fewer parameters get SMALL_MODEL_TOKENS
 DEFAULT_GPU_UTILIZATION = 0.9
-SHORTEST_MODEL_LEN = 256  # max_model_len is not lowered further to fit the memory
+SHORTEST_MODEL_LEN = 256  # max_model_len is never lowered below this to fit into memory
 GPU_PAGE = 2 * MIB  # the smallest page that CUDA maps
-CPU_CACHE_LIMIT, CPU_CACHE_SHARE = GIB, 4  # by default, a quarter of the available memory but at most 1 GiB
+CPU_CACHE_LIMIT, CPU_CACHE_SHARE = GIB, 4  # default KV cache on a CPU: a quarter of the available memory, at most 1 GiB
 
 
 def resolve_engine_config(
@@ -67,7 +67,7 @@ def resolve_engine_config(
 
 
 def model_length(model: ModelConfig) -> int:
-    """The longest sequence that the model supports, including its RoPE scaling."""
+    """Return the length of the longest sequence that the model supports, including its RoPE scaling."""
     rope, scaling = model.rope, dict(model.rope.scaling)
     if rope.kind in ("linear", "dynamic"):
         return int(rope.max_position * scaling.get("factor", 1.0))
@@ -97,7 +97,7 @@ def _prefix_caching(args: EngineArguments, model: ModelConfig, scheduler: Schedu
 
 
 def _batched_tokens(kind: str, model: ModelConfig) -> int:
-    """The default number of tokens per step: enough to fill the device, few enough that decodes are not delayed."""
+    """Return the default number of tokens per step: enough to fill the device, few enough not to delay decodes."""
     if kind == "cpu":
         return CPU_BATCHED_TOKENS
     return SMALL_MODEL_TOKENS if model.num_parameters < SMALL_MODEL else GPU_BATCHED_TOKENS
@@ -185,7 +185,7 @@ def _check_pages(config: EngineConfig, facts: HardwareFacts, model: ModelConfig)
 
 
 def _capacity(args: EngineArguments, facts: HardwareFacts, device: str) -> int:
-    """Bytes that the process may use on the device."""
+    """Return the bytes that the process may use on the device."""
     utilization = args.gpu_memory_utilization
     if device == "cpu":
         if utilization is not None:
@@ -225,7 +225,7 @@ def _size_cache(
 
 
 def _too_short(plan: MemoryPlan) -> DoesNotFit:
-    """The error for a machine on which not even a short sequence fits. It names what uses the memory."""
+    """Return the error for a machine on which not even a short sequence fits. It names what uses the memory."""
     where = f"in {format_size(plan.capacity)} on {plan.device}"
     fix = plan.host_fix(plan.blocks_per_sequence * plan.block_bytes)
     if fix is not None:
@@ -236,7 +236,7 @@ def _too_short(plan: MemoryPlan) -> DoesNotFit:
 
 
 def _num_blocks(args: EngineArguments, one: MemoryPlan, num_rows: int) -> int:
-    """The number of blocks that the user gave, or as many as fit into memory. `one` is the plan with a single block."""
+    """Return the number of blocks that the user gave, or that fits into memory. `one` is the plan with one block."""
     if args.num_kv_blocks is not None:
         return args.num_kv_blocks
     if args.kv_cache_memory is not None:

@@ -21,7 +21,7 @@ class ModelSource:
     model: str
     tokenizer: str | None = None
     load_format: Literal["auto", "dummy"] = "auto"
-    served_names: tuple[str, ...] = ()  # answers carry the first of them
+    served_names: tuple[str, ...] = ()  # names that clients may use; responses carry the first
     chat_template: str | None = None  # text of a template that replaces the model's; None: the model's
     tool_call_parser: str = "auto"  # the format of tool calls; auto: by the chat template
     reasoning_parser: str = "auto"  # the format of reasoning; auto: by the chat template

@@ -24,7 +24,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size(setting: str, value: int | str) -> int:
-    """The number of bytes of a size. Raises ConfigError, naming `setting`, if `value` is no size."""
+    """Return the bytes of a size. Raises ConfigError, naming `setting`, if `value` is not a size."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(setting, f"must be a number of bytes or a size, got {value!r}", 'write for example "2GiB"')
     if isinstance(value, int):
@@ -40,7 +40,7 @@ def parse_size(setting: str, value: int | str) -> int:
 
 
 def format_size(num_bytes: int) -> str:
-    """A size with a binary unit and three digits: "1.46 GiB"."""
+    """Format a size with a binary unit and three digits: "1.46 GiB"."""
     sign, size = ("-" if num_bytes < 0 else ""), abs(num_bytes)
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size >= scale:
@@ -51,10 +51,10 @@ def format_size(num_bytes: int) -> str:
 
 
 def at_least(num_bytes: int) -> str:
-    """A size as a user may write it: rounded up to whole MiB."""
+    """Format a size as a setting: rounded up to whole MiB."""
     return f"{-(-num_bytes // MIB)}MiB"
 
 
 def at_most(num_bytes: int) -> str:
-    """A size as a user may write it: rounded down to whole MiB, or in bytes if below one MiB."""
+    """Format a size as a setting: rounded down to whole MiB, or in bytes if below one MiB."""
     return f"{num_bytes // MIB}MiB" if num_bytes >= MIB else str(num_bytes)

@@ -1,4 +1,4 @@
-"""The settings of speculative decoding, with the names of vLLM, and their resolution for a model."""
+"""The settings of speculative decoding, under vLLM's names, and their resolution for a model."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class SpeculationConfig:
     """
 
     method: Method
-    num_tokens: int  # most tokens of a draft
-    lookup_min: int = DEFAULT_LOOKUP[0]  # ngram: shortest match that gives a draft
-    lookup_max: int = DEFAULT_LOOKUP[1]  # ngram: longest match that is searched for
+    num_tokens: int  # maximum length of a draft
+    lookup_min: int = DEFAULT_LOOKUP[0]  # ngram: length of the shortest n-gram that is looked up
+    lookup_max: int = DEFAULT_LOOKUP[1]  # ngram: length of the longest n-gram that is looked up
     model: str | None = None  # draft_model: name or path of the draft model
-    num_layers: int | None = None  # self_draft: layers that a draft runs
+    num_layers: int | None = None  # self_draft: the first layers, which propose the draft tokens
     draft: ModelConfig | None = None
 
 
@@ -75,7 +75,7 @@ def resolve_speculation(config: SpeculationConfig, target: ModelConfig, draft: M
             raise ConfigError(f"{_SETTING}.num_layers", reason, "lower it; a third is usual")
         return replace(config, num_layers=layers)
     if config.method == "draft_model":
-        assert draft is not None, "the draft model was not looked at"
+        assert draft is not None, "the draft model was not read"
         if draft.vocab_size != target.vocab_size:
             sizes = f"has {draft.vocab_size} tokens in its vocabulary, the model {target.vocab_size}"
             raise ConfigError(f"{_SETTING}.model", sizes, "choose a draft model of the same family")

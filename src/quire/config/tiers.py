@@ -45,7 +45,7 @@ class TierConfig:
 
 
 def read_eviction(name: str | None) -> EvictionName:
-    """The eviction policy of a name; lru if none is given. Raises ConfigError for an unknown name."""
+    """Return the eviction policy of a name; lru if none is given. Raises ConfigError for an unknown name."""
     if name is None:
         return "lru"
     if name not in EVICTION_NAMES:
@@ -54,6 +54,7 @@ def read_eviction(name: str | None) -> EvictionName:
 
 
 def read_preemption(name: object) -> PreemptionName:
+    """Return the preemption mode of a name. Raises ConfigError for an unknown name."""
     for known in PREEMPTION_NAMES:
         if name == known:
             return known

@@ -173,8 +173,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """True while a request is live, a message is unsaid, a step is in flight or a tier is to be written to."""
-        has_orders = self._dead is None and self._scheduler.tiers.has_orders
-        return bool(self._groups or self._finished or len(self._pipeline) or has_orders)
+        has_transfers = self._dead is None and self._scheduler.tiers.has_transfers
+        return bool(self._groups or self._finished or len(self._pipeline) or has_transfers)
 
     @property
     def pins(self) -> PinnedPrefixes:
@@ -202,8 +202,8 @@ class EngineCore:
             if self._compiling:
                 self._take_compiled()
             self._guided.settle()
-            if self._scheduler.tiers.wants_report:
-                self._scheduler.tiers.take_report(self._executor.transfers())
+            if self._scheduler.tiers.expects_report:
+                self._scheduler.tiers.apply_report(self._executor.transfers())
             self._pipeline.fill(self._prepare, self._guided.supply)
             if len(self._pipeline):
                 batch = self._collect()

@@ -47,15 +47,15 @@ class Counts:
         self.histograms[name].observe(value, times)
 
     def snapshot(self) -> dict[str, Any]:
-        """All values, in types that JSON can hold."""
+        """Return all values, in types that JSON can hold."""
         return {
             "histograms": {name: [each.counts, each.total] for name, each in self.histograms.items()},
             "counters": self.counters,
             "gauges": self.gauges,
         }
 
-    def absorb(self, snapshot: Mapping[str, Any], *, gauges: bool) -> None:
-        """Add the values of another edge's snapshot, its gauges only if `gauges`. Unknown names are skipped."""
+    def add_snapshot(self, snapshot: Mapping[str, Any], *, gauges: bool) -> None:
+        """Add the values of a snapshot, those of its gauges only if `gauges`. Unknown names are skipped."""
         for name, (counts, total) in snapshot["histograms"].items():
             own = self.histograms.get(name)
             if own is not None and len(own.counts) == len(counts):
@@ -72,14 +72,14 @@ class Counts:
 class SharedCounts:
     """The file with this edge's counts, and the files of the other edges in the same directory.
 
-    Any edge can so expose the counts of all. A file is replaced as a whole: a reader never sees half of it.
+    So any edge can expose the counts of all. A file is replaced as a whole, so a reader never sees half of it.
     """
 
     def __init__(self, directory: Path, edge: int) -> None:
         self._directory, self._own = directory, directory / f"counts-{edge}.json"
 
     def encode(self, counts: Counts) -> str:
-        """The text for this edge's file."""
+        """Return the text for this edge's file."""
         return json.dumps({"pid": os.getpid(), **counts.snapshot()})
 
     def write(self, text: str) -> None:
@@ -93,10 +93,10 @@ class SharedCounts:
         for path in self._directory.glob(_PATTERN):
             if path != self._own:
                 for snapshot in _read(path):
-                    counts.absorb(snapshot, gauges=_is_alive(snapshot["pid"]))
+                    counts.add_snapshot(snapshot, gauges=_is_alive(snapshot["pid"]))
 
-    def inherit(self, counts: Counts) -> None:
-        """Take over the counts of edges that ended, and delete their files. Only one edge takes over each file."""
+    def take_over(self, counts: Counts) -> None:
+        """Add the counts of edges that have ended, and delete their files. Only one edge takes over each file."""
         for path in self._directory.glob(_PATTERN):
             if path == self._own or any(_is_alive(snapshot["pid"]) for snapshot in _read(path)):
                 continue
@@ -106,7 +106,7 @@ class SharedCounts:
             except FileNotFoundError:
                 continue
             for snapshot in _read(taken):
-                counts.absorb(snapshot, gauges=False)
+                counts.add_snapshot(snapshot, gauges=False)
             taken.unlink()
 
 

@@ -23,10 +23,10 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 _MAX_FIELD = 2_000  # characters; a longer text is cut
 
 CLIENT_LOGGERS = ("uvicorn", "asyncio", "quire.text")  # loggers of lines that any client can cause
-MOST_LINES = 5  # that pass of one kind ...
-WINDOW_SECONDS = 60.0  # ... in so many seconds
-_MAX_KINDS = 256
-_KEY_CHARACTERS = 100
+MAX_LINES = 5  # of one kind that pass in WINDOW_SECONDS
+WINDOW_SECONDS = 60.0
+_MAX_KINDS = 256  # counted at once; one more resets all counts
+_KEY_CHARACTERS = 100  # of a message that tell its kind
 
 
 def set_up_logging(level: str, kind: LogFormat, process: str, stream: TextIO | None = None) -> None:
@@ -100,6 +100,8 @@ def _cut(text: str) -> str:
 
 @dataclass(slots=True)
 class _Kind:
+    """The lines of one kind in the current window."""
+
     started_at: float
     num_seen: int = 0
 
@@ -107,7 +109,7 @@ class _Kind:
 class LogRateLimit(logging.Filter):
     """Limits the log lines that clients can cause, so that they cannot fill a disk.
 
-    `MOST_LINES` lines of a kind pass in `WINDOW_SECONDS`; the first line after that says how many were dropped. A kind
+    `MAX_LINES` lines of a kind pass in `WINDOW_SECONDS`; the first line after that says how many were dropped. A kind
     is a logger and a message before its arguments are formatted. Only `CLIENT_LOGGERS` and their children are limited.
     """
 
@@ -132,12 +134,12 @@ class LogRateLimit(logging.Filter):
         kind = self._kinds.get(key)
         note = ""
         if kind is None or now - kind.started_at >= WINDOW_SECONDS:
-            num_dropped = 0 if kind is None else kind.num_seen - MOST_LINES
+            num_dropped = 0 if kind is None else kind.num_seen - MAX_LINES
             note = f"{num_dropped} more were left out before" if num_dropped > 0 else ""
             if kind is None and len(self._kinds) >= _MAX_KINDS:
                 self._kinds.clear()
             kind = self._kinds[key] = _Kind(now)
         kind.num_seen += 1
-        if kind.num_seen == MOST_LINES:
+        if kind.num_seen == MAX_LINES:
             note = f"more of these are left out for {WINDOW_SECONDS:g} s"
-        return kind.num_seen <= MOST_LINES, note
+        return kind.num_seen <= MAX_LINES, note

@@ -17,6 +17,7 @@ SECONDS = (
 )  # fmt: skip
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
 SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128)
+_DIRECTIONS = "saved (device to host), loaded (host to device), stored (host to disk), fetched (disk to host)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +75,16 @@ METRICS: tuple[Metric, ...] = (
         "engine",
     ),
     Metric(
-        "cache_tier_moved_blocks", "counter", "KV blocks copied between cache tiers, by direction.", "engine", "way"
+        "cache_tier_moved_blocks",
+        "counter",
+        f"KV blocks copied between cache tiers, by direction: {_DIRECTIONS}.",
+        "engine",
+        "way",
     ),
     Metric(
         "cache_tier_moved_bytes",
         "counter",
-        "Bytes of KV blocks copied between cache tiers, by direction.",
+        f"Bytes of KV blocks copied between cache tiers, by direction: {_DIRECTIONS}.",
         "engine",
         "way",
     ),
@@ -93,18 +98,18 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "cache_tier_failures",
         "counter",
-        "Block copies between cache tiers that failed or were skipped, by reason.",
+        "Copies of KV blocks between cache tiers that failed or were skipped, by reason.",
         "engine",
         "reason",
     ),
     Metric("num_swaps", "counter", "Preemptions that copied the request's KV blocks to host memory.", "engine"),
-    Metric("spec_decode_num_drafts", "counter", "Drafts of speculative tokens that the model verified.", "engine"),
-    Metric("spec_decode_num_draft_tokens", "counter", "Speculative tokens that the model verified.", "engine"),
-    Metric("spec_decode_num_accepted_tokens", "counter", "Speculative tokens that the model accepted.", "engine"),
+    Metric("spec_decode_num_drafts", "counter", "Drafts that the model verified.", "engine"),
+    Metric("spec_decode_num_draft_tokens", "counter", "Draft tokens that the model verified.", "engine"),
+    Metric("spec_decode_num_accepted_tokens", "counter", "Draft tokens that the model accepted.", "engine"),
     Metric(
         "num_preemptions",
         "counter",
-        "Preemptions: a running request gave its KV blocks to another and waits.",
+        "Preemptions: a running request lost its KV blocks to another request and had to wait.",
         "engine",
     ),
     Metric(
@@ -118,7 +123,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("engine_step_seconds", "counter", "Seconds that the engine has spent in steps.", "engine"),
     Metric("engine_up", "gauge", "1 while the engine accepts requests, else 0.", "engine"),
     Metric("engine_restarts", "counter", "Restarts of the engine process after it ended.", "engine"),
-    Metric("request_success", "counter", "Requests that ended, by the reason they ended for.", label="finished_reason"),
+    Metric("request_success", "counter", "Requests that ended, by finish reason.", label="finished_reason"),
     Metric("http_requests", "counter", "HTTP requests received, by endpoint.", label="endpoint"),
     Metric(
         "http_refusals",

@@ -1,4 +1,4 @@
-"""The server's metrics: counts requests and tokens, asks the engine for its stats, and makes the /metrics page."""
+"""The server's metrics. Counts requests and tokens, asks the engine for its stats, and makes the /metrics page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.types.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0  # the engine is asked for its stats at most once in so many seconds
+POLL_SECONDS = 1.0  # between two requests for the engine's stats, at least
 SHARE_SECONDS = 1.0  # other edges see this one's counts with at most this delay
 _WORST_FIRST = ("error", "abort", "repetition", "length", "stop")
 
@@ -54,7 +54,7 @@ class ServerMetrics:
     def start(self) -> None:
         if self._shared is not None:
             with self._lock:
-                self._shared.inherit(self._counts)
+                self._shared.take_over(self._counts)
             self._sharing_thread.start()
 
     def close(self) -> None:
@@ -121,14 +121,14 @@ class ServerMetrics:
 
     # ------------------------------------------------------------------------------------------- called for /metrics
     async def page(self, ask: Callable[[], Awaitable[EngineStats]]) -> bytes:
-        """The text of all metrics of the server. `ask` gets the engine's stats; it is called at most once a second."""
+        """Return the text of all metrics. `ask` gets the engine's stats; it is called at most once a second."""
         if self._is_up and time.monotonic() - self._asked_at >= POLL_SECONDS:
             self._asked_at = time.monotonic()
             with suppress(EngineDead):  # the engine does not answer during a long step: keep its last stats
                 self._stats = await ask()
         total = Counts()
         with self._lock:
-            total.absorb(self._counts.snapshot(), gauges=True)
+            total.add_snapshot(self._counts.snapshot(), gauges=True)
         if self._shared is not None:
             self._shared.add_others(total)
         return render(total, EngineMetrics(self._stats, self._restarts, is_up=self._is_up), self._model_name)

@@ -10,7 +10,7 @@ from quire.observability.metric_table import FINISHED_REASONS, METRICS, PREFIX, 
 from quire.types.stats import STEP_SIZES, TIER_FAILURES, BlockStats, EngineStats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from prometheus_client.core import Metric as Family
 
@@ -18,7 +18,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def render(counts: Counts, engine: EngineMetrics, model_name: str) -> bytes:
-    """The text with every metric of the table, each with the label model_name."""
+    """Return the text with every metric of the table, each with the label model_name."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
@@ -27,6 +27,8 @@ def render(counts: Counts, engine: EngineMetrics, model_name: str) -> bytes:
 
 
 class _Collector:
+    """Turns the counts and the engine's values into Prometheus's metric families."""
+
     def __init__(self, counts: Counts, engine: EngineMetrics, model_name: str) -> None:
         self._counts, self._engine, self._model_name = counts, engine, model_name
 
@@ -66,15 +68,14 @@ class _Collector:
         return family
 
 
-def _buckets(counted: Histogram, written: object) -> list[tuple[str, float]]:
-    assert callable(written)
-    bounds = [*(written(float(bound)) for bound in counted.bounds), "+Inf"]
+def _buckets(counted: Histogram, format_bound: Callable[[float], str]) -> list[tuple[str, float]]:
+    bounds = [*(format_bound(float(bound)) for bound in counted.bounds), "+Inf"]
     return list(zip(bounds, accumulate(counted.counts), strict=True))
 
 
 class EngineMetrics:
-    """The values of all metrics that the engine reports. They are zero until there are stats, and count from zero again
-    in every new engine process."""
+    """The values of all metrics that the engine reports. They are 0 before the first stats, and start from 0 in every
+    new engine process."""
 
     def __init__(self, stats: EngineStats | None, restarts: int, *, is_up: bool) -> None:
         self.steps = Histogram(tuple(float(size) for size in STEP_SIZES))

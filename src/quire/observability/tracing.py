@@ -71,9 +71,7 @@ class SpanTracer:
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("quire", __version__)
-        self._epoch = (
-            time.time_ns() - time.monotonic_ns()
-        )  # nanoseconds to add to a time of the monotonic clock to get the time since 1970
+        self._epoch = time.time_ns() - time.monotonic_ns()  # time of the monotonic clock's zero, in ns since 1970
 
     def ended(self, record: ObservedRequest) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -98,7 +96,7 @@ class SpanTracer:
         self._provider.shutdown()
 
     def _date(self, moment: float) -> int:
-        """Nanoseconds since 1970 of a time on the monotonic clock."""
+        """Convert a time on the monotonic clock to nanoseconds since 1970."""
         return self._epoch + int(moment * 1e9)
 
 

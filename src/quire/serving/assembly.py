@@ -73,10 +73,10 @@ def _make_core(executor: SingleExecutor, config: EngineConfig, vocab_size: int, 
     if config.recording is None:
         return EngineCore(executor, config.cache, config.scheduler, vocab_size, tools=tools)
     from quire.engine.recording.recorder import make_recorded_core  # needless where nothing is recorded
-    from quire.engine.recording.tape import Tape
+    from quire.engine.recording.writer import RecordingWriter
 
-    tape = Tape.of(config, vocab_size, executor.depth)
-    return make_recorded_core(executor, config.cache, config.scheduler, vocab_size, tape=tape, tools=tools)
+    writer = RecordingWriter.from_config(config, vocab_size, executor.depth)
+    return make_recorded_core(executor, config.cache, config.scheduler, vocab_size, writer=writer, tools=tools)
 
 
 def plan_engine(files: ModelFiles, arguments: EngineArguments) -> PlannedEngine:

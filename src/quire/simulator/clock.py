@@ -1,10 +1,10 @@
-"""Clocks that do not run by themselves."""
+"""The clocks of simulated and replayed engines."""
 
 from __future__ import annotations
 
 
 class VirtualClock:
-    """Stands still until it is moved."""
+    """A clock that only moves when it is told to."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -13,12 +13,13 @@ class VirtualClock:
         return self.now
 
     def move_to(self, moment: float) -> None:
-        """Never back."""
+        """Move the clock forward. An earlier moment changes nothing."""
         self.now = max(self.now, moment)
 
 
 class RecordedClock:
-    """Says what another clock said, reading by reading. Read more often, it says the last again and counts that."""
+    """Returns the recorded readings of another clock, one per call. After the last one it repeats it, and counts the
+    calls that had no reading."""
 
     def __init__(self) -> None:
         self._readings: list[float] = []
@@ -32,7 +33,8 @@ class RecordedClock:
             self.num_missing += 1
         return self._last
 
-    def feed(self, readings: tuple[float, ...]) -> None:
+    def set_readings(self, readings: tuple[float, ...]) -> None:
+        """Replace the readings and reset the count."""
         self._readings, self.num_missing = list(reversed(readings)), 0
 
     @property

@@ -1,4 +1,4 @@
-"""How long a step takes, as a line through what steps took."""
+"""A linear model of how long a step takes, fitted to measured steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from quire.types.step import StepPlan
 
-_FAR = 6.0  # median deviations from the median error, beyond which a step says nothing of others
+_OUTLIER = 6.0  # the fit leaves out steps with more than this multiple of the median error
 
 
 class StepSize(NamedTuple):
-    """What a step computed, and how long it took."""
+    """The work of a step and the time it took."""
 
     prompt_tokens: int
     decode_rows: int
@@ -24,7 +24,7 @@ class StepSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds for the step itself, each token of a chunk, and each row that decodes."""
+    """Seconds per step, per token of a chunk, and per decode row."""
 
     step: float
     token: float
@@ -36,23 +36,24 @@ class Cost:
 
 
 class Fit(NamedTuple):
-    """A cost and how well it tells all steps, those left out too: the sum of its errors / the sum of all seconds."""
+    """A fitted cost. `error` is the sum of its absolute errors over all steps, outliers included, divided by the sum of
+    their seconds."""
 
     cost: Cost
-    num_used: int  # of the steps
+    num_used: int  # steps without outliers
     num_steps: int
     error: float
 
 
 def fit_cost(steps: Sequence[StepSize]) -> Fit:
-    """The line of least squares with no negative price. Steps far off it, such as a first one, are left out."""
+    """Fit a cost without negative prices by least squares. Outliers, such as the first step, are left out."""
     if not steps:
         return Fit(Cost(1e-3, 0.0, 0.0), 0, 0, 0.0)
     table = np.array(steps, dtype=np.float64)  # [steps, 3]
     prices = _solve(table)
     errors = np.abs(_predict(table, prices) - table[:, 2])
     spread = float(np.median(errors))
-    near = table[errors <= _FAR * spread + 1e-9]
+    near = table[errors <= _OUTLIER * spread + 1e-9]
     used = near if len(near) > 3 else table
     prices = _solve(used)
     error = float(np.abs(_predict(table, prices) - table[:, 2]).sum() / max(table[:, 2].sum(), 1e-12))
@@ -65,7 +66,7 @@ def _predict(table: npt.NDArray[np.float64], prices: npt.NDArray[np.float64]) ->
 
 
 def _solve(table: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Least squares; what would have a negative price, or is always the same, has none."""
+    """Solve least squares. A column that is constant, or whose price would be negative, gets the price 0."""
     columns = np.column_stack([np.ones(len(table)), table[:, :2]])
     used = [0, *(place for place in (1, 2) if np.ptp(columns[:, place]) > 0)]
     while True:

@@ -1,4 +1,4 @@
-"""Grammars that say what was said before: which samples are over, and what had to follow."""
+"""Grammars that return recorded results."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.engine.decoding.grammar import Compilation, GrammarError, Matcher
-from quire.engine.recording.scribe import path_digest
-from quire.simulator.answers import Script
+from quire.engine.recording.encoder import path_digest
+from quire.simulator.model_outputs import GrammarResults
 from quire.types.sampling import TokenRules
 from quire.types.step import Bits
 
 
-class ScriptedGrammars:
-    """A grammar's text is its request's ordinal here. `is_ready` tells whose is compiled by now."""
+class ReplayedGrammars:
+    """A grammar compiler for replays. The text of a grammar is the ordinal of its request, and `is_ready` says
+    whether that request's grammar is compiled."""
 
     def __init__(
         self,
-        scripts: Mapping[int, Script],
+        results: Mapping[int, GrammarResults],
         vocab_size: int,
         is_ready: Callable[[int], bool],
         wait: Callable[[float], None],
     ) -> None:
-        self._scripts, self._is_ready, self.wait, self.vocab_size = scripts, is_ready, wait, vocab_size
-        self._anything: Bits = np.full(-(-vocab_size // 32), 0xFFFFFFFF, dtype=np.uint32)
+        self._results, self._is_ready, self.wait, self.vocab_size = results, is_ready, wait, vocab_size
+        self._all_allowed: Bits = np.full(-(-vocab_size // 32), 0xFFFFFFFF, dtype=np.uint32)
 
     def compile(self, text: str) -> Compilation:
-        script = self._scripts.get(int(text), Script())
-        return _ScriptedCompilation(int(text), script, self._anything, self._is_ready)
+        results = self._results.get(int(text), GrammarResults())
+        return _ReplayedCompilation(int(text), results, self._all_allowed, self._is_ready)
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _ScriptedCompilation:
+class _ReplayedCompilation:
     ordinal: int
-    script: Script
-    anything: Bits
+    results: GrammarResults
+    all_allowed: Bits
     ready: Callable[[int], bool]
 
     @property
@@ -46,38 +47,38 @@ class _ScriptedCompilation:
         return self.ready(self.ordinal)
 
     def matcher(self, rules: TokenRules) -> Matcher:  # noqa: ARG002 - Compilation's signature
-        matcher = _ScriptedMatcher(self.script, self.anything, [])
+        matcher = _ReplayedMatcher(self.results, self.all_allowed, [])
         matcher.mask()
         return matcher
 
 
-class _ScriptedMatcher:
-    """Allows everything but what was refused, as every choice was made already."""
+class _ReplayedMatcher:
+    """Allows every token except those that were refused: the recorded tokens were sampled under the real grammar."""
 
-    def __init__(self, script: Script, anything: Bits, path: list[int]) -> None:
-        self._script, self._anything, self._path = script, anything, path
+    def __init__(self, results: GrammarResults, all_allowed: Bits, path: list[int]) -> None:
+        self._results, self._all_allowed, self._path = results, all_allowed, path
 
     def mask(self) -> Bits:
-        if self._script.faults and (fault := self._script.faults.get(path_digest(self._path))):
+        if self._results.faults and (fault := self._results.faults.get(path_digest(self._path))):
             raise GrammarError(fault)
-        return self._anything
+        return self._all_allowed
 
     def advance(self, token: int) -> bool:
         self.mask()
-        if self._script.refused and (path_digest(self._path), token) in self._script.refused:
+        if self._results.refused and (path_digest(self._path), token) in self._results.refused:
             return False
         self._path.append(token)
         return True
 
     def forced(self, limit: int) -> tuple[int, ...]:
-        return self._script.forced.get(path_digest(self._path), ())[:limit] if self._script.forced else ()
+        return self._results.forced.get(path_digest(self._path), ())[:limit] if self._results.forced else ()
 
     @property
     def is_over(self) -> bool:
-        return bool(self._script.over) and path_digest(self._path) in self._script.over
+        return bool(self._results.over) and path_digest(self._path) in self._results.over
 
     def clone(self) -> Matcher:
-        return _ScriptedMatcher(self._script, self._anything, self._path.copy())
+        return _ReplayedMatcher(self._results, self._all_allowed, self._path.copy())
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens:

@@ -1,4 +1,4 @@
-"""Runs as one HTML page that needs nothing else: a lane for each request, memory and step times below."""
+"""Renders runs as one self-contained HTML page: a lane for each request, and graphs of memory and step times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH, LEFT, RIGHT, TOP, LANE, GAP, GRAPH = 1_120, 170, 20, 18, 12, 3, 90  # pix
 MAX_LANES = 5_000
 MAX_POINTS = 1_000
 MAX_TICKS = 10
-_FAULT = 90  # characters in a lane
+_FAULT = 90  # characters of an error in a lane
 _STYLE = """body{font:13px sans-serif;margin:20px;color:#222}svg{display:block;margin:8px 0 24px}
 text{font:11px sans-serif;fill:#444}.bad{fill:#a00}table{border-collapse:collapse}
 td,th{padding:2px 12px;text-align:right}td:first-child{text-align:left}
@@ -30,7 +30,7 @@ i{display:inline-block;width:12px;height:12px;margin:0 4px 0 12px}"""
 
 
 class _Axis(NamedTuple):
-    """Where the moments of a run are drawn. All runs of a page have as many pixels a second."""
+    """Maps times of a run to pixels. All runs of a page have the same scale."""
 
     begin: float
     seconds: float  # of the longest run
@@ -43,7 +43,7 @@ class _Axis(NamedTuple):
         return LEFT + (at - self.begin) * self.scale
 
     def ticks(self) -> list[float]:
-        """Round numbers of seconds since the begin."""
+        """Return round numbers of seconds since the beginning."""
         if self.seconds <= 0:
             return [0.0]
         power = 10.0 ** floor(log10(self.seconds / MAX_TICKS))
@@ -52,7 +52,7 @@ class _Axis(NamedTuple):
 
 
 def render(title: str, runs: Sequence[Run]) -> str:
-    """The page."""
+    """Return the page."""
     key = "".join(f'<i style="background:{COLOURS[state]}"></i>{state}' for state in STATES)
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
@@ -71,8 +71,8 @@ def _summary(runs: Sequence[Run]) -> str:
 
 
 def _lanes(run: Run, axis: _Axis) -> str:
-    told = timeline(run)
-    shown = told[:MAX_LANES]
+    requests = timeline(run)
+    shown = requests[:MAX_LANES]
     bottom = TOP + len(shown) * (LANE + GAP)
     parts = _ticks(axis, bottom)
     for place, (outcome, spans) in enumerate(shown):
@@ -83,13 +83,13 @@ def _lanes(run: Run, axis: _Axis) -> str:
         if outcome.fault is not None:
             parts.append(_fault(outcome, axis, top))
     parts += _graph(run, bottom + 16, axis)
-    note = f"<p>{len(told) - len(shown)} more requests are not drawn.</p>" if len(shown) < len(told) else ""
+    note = f"<p>{len(requests) - len(shown)} more requests are not drawn.</p>" if len(shown) < len(requests) else ""
     height = bottom + 16 + 2 * (GRAPH + 30)
     return f'<svg width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}">{"".join(parts)}</svg>{note}'
 
 
 def _ticks(axis: _Axis, bottom: int) -> list[str]:
-    """Seconds above the lanes, and lines through them."""
+    """Return the labels above the lanes, in seconds, and the lines through the lanes."""
     parts = []
     for seconds in axis.ticks():
         x = axis.x(axis.begin + seconds)
@@ -101,23 +101,23 @@ def _ticks(axis: _Axis, bottom: int) -> list[str]:
 def _rect(span: Span, axis: _Axis, top: int, request_id: str) -> str:
     x, width = axis.x(span.start), max((span.end - span.start) * axis.scale, 0.5)
     times = f"{span.start - axis.begin:.3f} to {span.end - axis.begin:.3f} s"
-    said = escape(f"{request_id}: {span.state}, {times}" + (f"\n{span.why}" if span.why else ""))
+    tooltip = escape(f"{request_id}: {span.state}, {times}" + (f"\n{span.why}" if span.why else ""))
     size = f'x="{x:.1f}" y="{top}" width="{width:.1f}" height="{LANE}"'
-    return f'<rect {size} fill="{COLOURS[span.state]}"><title>{said}</title></rect>'
+    return f'<rect {size} fill="{COLOURS[span.state]}"><title>{tooltip}</title></rect>'
 
 
 def _fault(outcome: Outcome, axis: _Axis, top: int) -> str:
-    """Why a request was refused or failed, beside where that was."""
+    """Return the text that says why a request was refused or failed, next to the time of that."""
     x = axis.x(outcome.ended_at or outcome.arrival)
-    told = f"{'refused' if outcome.refused else 'failed'}: {outcome.fault}"
-    fits = x + 6 * min(len(told), _FAULT) < WIDTH
+    label = f"{'refused' if outcome.refused else 'failed'}: {outcome.fault}"
+    fits = x + 6 * min(len(label), _FAULT) < WIDTH
     place, anchor = (x + 4, "start") if fits else (x - 4, "end")
     where = f'class="bad" x="{place:.1f}" y="{top + LANE - 2}" text-anchor="{anchor}"'
-    return f"<text {where}>{escape(shorten(told, _FAULT))}<title>{escape(told)}</title></text>"
+    return f"<text {where}>{escape(shorten(label, _FAULT))}<title>{escape(label)}</title></text>"
 
 
 def _graph(run: Run, top: int, axis: _Axis) -> list[str]:
-    """Blocks in use, and how long steps took."""
+    """Return the graphs of used blocks and step times."""
     used = [(step.end, step.num_used / run.cache.num_blocks) for step in run.steps]
     longest = max((step.end - step.start for step in run.steps), default=0.0)
     took = [(step.end, (step.end - step.start) / (longest or 1.0)) for step in run.steps]
@@ -136,6 +136,6 @@ def _graph(run: Run, top: int, axis: _Axis) -> list[str]:
 
 
 def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most MAX_POINTS of them: the highest of each bucket."""
+    """Return at most MAX_POINTS points: the highest of each bucket."""
     stride = -(-len(points) // MAX_POINTS) or 1
     return [max(points[at : at + stride], key=lambda point: point[1]) for at in range(0, len(points), stride)]

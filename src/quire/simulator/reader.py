@@ -1,4 +1,4 @@
-"""Reads a recording's file. A tail that was torn off is left out; any other damage is an error that names its line."""
+"""Reads the file of a recording. An incomplete last line is left out; other damage is an error that names its line."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import numpy as np
 
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.speculation import SpeculationConfig
-from quire.engine.recording.scribe import path_digest
-from quire.engine.recording.tape import FORMAT
-from quire.simulator.answers import BeamStep, Failure
+from quire.engine.recording.encoder import path_digest
+from quire.engine.recording.writer import FORMAT
+from quire.simulator.model_outputs import BeamCandidates, Failure
 from quire.simulator.recording import (
     Aborted,
     CacheReset,
@@ -37,14 +37,14 @@ from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.transfer import FailedFile, FoundFile, TransferReport
 
 MAX_LINE = 512 * 2**20  # bytes of one record
-_TEXTS = ("stop", "structured_outputs", "bad_words")  # of the sampling: nothing that a replay can look at
+_TEXTS = ("stop", "structured_outputs", "bad_words")  # sampling fields that a replay ignores, as it has no text
 
 Record = dict[str, Any]
 T = TypeVar("T")
 
 
 def read_recording(path: Path) -> Recording:
-    """Raises RecordingError."""
+    """Read a whole file. Raises RecordingError."""
     lines = _lines(path)
     number, first = next(lines, (1, None))
     if first is None or first.get("is") != "quire recording":
@@ -54,11 +54,12 @@ def read_recording(path: Path) -> Recording:
         raise RecordingError(f"{path} has {made}; this version reads format {FORMAT}")
     reader = _Reader(_checked(path, number, lambda: _setup(first)))
     for number, record in lines:
-        _checked(path, number, lambda record=record: reader.take(record))  # type: ignore[misc]
+        _checked(path, number, lambda record=record: reader.read(record))  # type: ignore[misc]
     return _checked(path, number, reader.finish)
 
 
 def _checked(path: Path, number: int, read: Callable[[], T]) -> T:
+    """Call `read`, and turn its errors into a RecordingError that names the line."""
     try:
         return read()
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, QuireError) as error:
@@ -73,7 +74,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Record]]:
                 if not line.endswith(b"\n"):
                     if len(line) == MAX_LINE:
                         raise RecordingError(f"{path}, line {number}: is above {MAX_LINE} bytes")
-                    return  # whoever wrote it was cut off
+                    return  # the writer was interrupted
                 yield number, _parse(path, number, line)
     except OSError as error:
         raise RecordingError(f"{path} cannot be read: {error.strerror}") from None
@@ -92,13 +93,13 @@ def _parse(path: Path, number: int, line: bytes) -> Record:
 
 
 class _Reader:
-    """Takes records in one after the other."""
+    """Builds a Recording from its records, one after the other."""
 
     def __init__(self, setup: Setup) -> None:
         self._recording = Recording(setup)
         self._at = 0.0  # the last reading of the clock
         self._requests: dict[int, Submitted] = {}
-        self._takers: dict[str, Callable[[Record], None]] = {
+        self._readers: dict[str, Callable[[Record], None]] = {
             "submit": self._submit,
             "abort": self._abort,
             "step": self._step,
@@ -109,38 +110,39 @@ class _Reader:
             "grammar": self._grammar,
             "draft": self._draft,
             "failure": self._failure,
-            "reset_cache": lambda record: self._recording.events.append(CacheReset(*self._when(record))),
+            "reset_cache": lambda record: self._recording.events.append(CacheReset(*self._time(record))),
             "unpin": self._unpin,
             "dead": self._dead,
             "over": self._over,
         }
 
-    def take(self, record: Record) -> None:
+    def read(self, record: Record) -> None:
         kind = record["is"]
-        if kind not in self._takers:
+        if kind not in self._readers:
             raise ValueError(f"{kind!r} is unknown")
-        if self._recording.over is not None:
+        if self._recording.end_reason is not None:
             raise ValueError("it comes after the end")
-        self._takers[kind](record)
+        self._readers[kind](record)
 
     def finish(self) -> Recording:
-        """What was read; samples that stop strings ended in the engine end where their tokens do."""
+        """Return the recording. A sample that stop strings ended in the engine ends where its recorded tokens end."""
         recording = self._recording
         for ordinal, submitted in self._requests.items():
             end = recording.ends.get(ordinal)
             if submitted.ends_by_text and end is not None and end.error is None and "abort" not in end.reasons:
-                said = [ids for (owner, _), ids in recording.answers.tokens.items() if owner == ordinal]
-                longest = max(map(len, said), default=0)
+                outputs = [ids for (owner, _), ids in recording.outputs.tokens.items() if owner == ordinal]
+                longest = max(map(len, outputs), default=0)
                 most = self._most_tokens(submitted.request) if "length" in end.reasons else longest + 1
-                recording.answers.scripts[ordinal].over |= {path_digest(ids) for ids in said if len(ids) < most}
+                recording.outputs.grammars[ordinal].over |= {path_digest(ids) for ids in outputs if len(ids) < most}
         return recording
 
     def _most_tokens(self, request: Submit) -> int:
-        """How many a sample may generate."""
+        """Return how many tokens a sample may generate."""
         room = self._recording.setup.scheduler.max_model_len - len(request.prompt_token_ids)
         return min(request.sampling.max_tokens or room, room)
 
-    def _when(self, record: Record) -> tuple[float, tuple[float, ...]]:
+    def _time(self, record: Record) -> tuple[float, tuple[float, ...]]:
+        """Return the time of an event and all readings of the clock during it."""
         clock = tuple(float(reading) for reading in record["clock"])
         if not all(before <= after < inf for before, after in pairwise((self._at, *clock))):
             raise ValueError("a clock that went back")
@@ -148,32 +150,32 @@ class _Reader:
         self._at = clock[-1] if clock else self._at
         return at, clock
 
-    # ------------------------------------------------------------------------------------------------- what came
+    # ------------------------------------------------------------------------------------------------- inputs
     def _submit(self, record: Record) -> None:
-        at, clock = self._when(record)
+        at, clock = self._time(record)
         ordinal, texts = int(record["of"]), record["texts"]
         rules = TokenRules(
-            end_ids=_whole(record["rules"]["end_ids"]),
-            eos_ids=_whole(record["rules"]["eos_ids"]),
+            end_ids=_token_ids(record["rules"]["end_ids"]),
+            eos_ids=_token_ids(record["rules"]["eos_ids"]),
             grammar=str(ordinal) if texts else "",
         )
         sampling = {name: value for name, value in record["sampling"].items() if name not in _TEXTS}
         beam, source = record.get("beam"), record.get("source")
         request = Submit(
             request_id=str(record["id"]),
-            prompt_token_ids=pack_tokens(_whole(record["prompt"])),
+            prompt_token_ids=pack_tokens(_token_ids(record["prompt"])),
             sampling=SamplingParams(**sampling),
             rules=rules,
             priority=record.get("priority", 0),
             cache_salt=record["salt"],
-            beam=None if beam is None else revive(BeamRules, beam),
-            source=None if source is None else revive(Branch, source),
+            beam=None if beam is None else from_json(BeamRules, beam),
+            source=None if source is None else from_json(Branch, source),
             tenant=record["tenant"],
             pin=record.get("pin", ""),
         )
         by_stop = "stop" in texts
         self._note_inexact(request, texts)
-        self._recording.answers.note_ends(ordinal, rules.end_ids)
+        self._recording.outputs.set_end_ids(ordinal, rules.end_ids)
         submitted = Submitted(at, clock, ordinal, request, by_stop and beam is None)
         self._requests[ordinal] = submitted
         self._recording.events.append(submitted)
@@ -182,7 +184,7 @@ class _Reader:
         if "stop" in texts and request.beam is not None:
             reason = "stop strings end its beams, and a recording holds no text"
         elif "grammar" in texts and self._recording.setup.tokens == "hashed":
-            reason = "what its grammar forces is not told by hashed tokens"
+            reason = "hashed tokens do not show what its grammar forces"
         else:
             return
         self._recording.inexact.append(f"request {request.request_id}: {reason}")
@@ -191,12 +193,12 @@ class _Reader:
         index, stop, count = record["index"], bool(record["stop"]), int(record["tokens"])
         ordinal = self._requests[int(record["of"])].ordinal
         index = None if index is None else int(index)
-        self._recording.events.append(Aborted(*self._when(record), ordinal, index, stop, count))
+        self._recording.events.append(Aborted(*self._time(record), ordinal, index, stop, count))
 
     def _unpin(self, record: Record) -> None:
-        self._recording.events.append(Unpinned(*self._when(record), record["salt"], record["name"]))
+        self._recording.events.append(Unpinned(*self._time(record), record["salt"], record["name"]))
 
-    # ---------------------------------------------------------------------------------------- what was decided
+    # ---------------------------------------------------------------------------------------- decisions
     def _step(self, record: Record) -> None:
         plans = tuple(record["plans"])
         for plan in plans:
@@ -204,7 +206,7 @@ class _Reader:
                 raise ValueError("a plan without digest and decode")
         self._recording.events.append(
             Stepped(
-                *self._when(record),
+                *self._time(record),
                 plans,
                 tuple(float(each) for each in record["took"]),
                 tuple(record.get("compiled", ())),
@@ -230,49 +232,49 @@ class _Reader:
             recording.dead, recording.fatal = str(record["reason"]), len(recording.events) - 1
 
     def _over(self, record: Record) -> None:
-        self._recording.over = str(record["reason"])
+        self._recording.end_reason = str(record["reason"])
 
-    # ----------------------------------------------------------------------------------------- what the model said
+    # ----------------------------------------------------------------------------------------- model outputs
     def _tokens(self, record: Record) -> None:
         ordinal, index = record["of"]
-        ids = list(_whole(record["ids"]))
+        ids = list(_token_ids(record["ids"]))
         place, longest = int(record["at"]), self._recording.setup.scheduler.max_model_len
         if not 0 <= place < longest:
             raise ValueError(f"place {place} of an answer, beyond max_model_len {longest}")
-        self._recording.answers.add_tokens((int(ordinal), int(index)), place, ids)
+        self._recording.outputs.add_tokens((int(ordinal), int(index)), place, ids)
 
     def _beams(self, record: Record) -> None:
         lines = [[-np.inf if score is None else score for score in line] for line in record["scores"]]
         ids, scores = np.array(record["ids"], dtype=np.int32), np.array(lines, dtype=np.float32)
         if ids.shape != scores.shape or ids.ndim != 2 or len(record["sampled"]) != len(ids):
             raise ValueError("candidates and scores of different shapes")
-        step = BeamStep(ids, scores, tuple(record["sampled"]))
-        self._recording.answers.beams[int(record["of"]), int(record["at"])] = step
+        candidates = BeamCandidates(ids, scores, tuple(record["sampled"]))
+        self._recording.outputs.beams[int(record["of"]), int(record["at"])] = candidates
 
     def _logprobs(self, record: Record) -> None:
         for (ordinal, index, place), value in zip(record["of"], record["values"], strict=True):
-            self._recording.answers.logprobs[ordinal, index, place] = float("-inf") if value is None else float(value)
+            self._recording.outputs.logprobs[ordinal, index, place] = float("-inf") if value is None else float(value)
 
     def _grammar(self, record: Record) -> None:
-        script, path = self._recording.answers.scripts[int(record["of"])], str(record["path"])
+        results, path = self._recording.outputs.grammars[int(record["of"])], str(record["path"])
         if record.get("over"):
-            script.over.add(path)
+            results.over.add(path)
         if "forced" in record and self._recording.setup.tokens == "exact":
-            forced = tuple(record["forced"])  # as many as were asked for
-            script.forced[path] = max(forced, script.forced.get(path, ()), key=len)
+            forced = tuple(record["forced"])  # no more than the caller's limit
+            results.forced[path] = max(forced, results.forced.get(path, ()), key=len)
         if "fault" in record:
-            script.faults[path] = str(record["fault"])
+            results.faults[path] = str(record["fault"])
         if "refused" in record:
-            script.refused.add((path, int(record["refused"])))
+            results.refused.add((path, int(record["refused"])))
 
     def _draft(self, record: Record) -> None:
         ordinal, index = record["of"]
-        self._recording.answers.drafts[int(ordinal), int(index), int(record["at"])] = tuple(record["ids"])
+        self._recording.outputs.drafts[int(ordinal), int(index), int(record["at"])] = tuple(record["ids"])
 
     def _failure(self, record: Record) -> None:
         ordinal, index = record["of"]
         failure = Failure(int(record["at"]), str(record["reason"]))
-        self._recording.answers.failures[int(ordinal), int(index)] = failure
+        self._recording.outputs.failures[int(ordinal), int(index)] = failure
 
 
 def _setup(record: Record) -> Setup:
@@ -283,13 +285,13 @@ def _setup(record: Record) -> Setup:
         tokens=record["tokens"],
         vocab_size=int(record["vocab_size"]),
         depth=int(record["depth"]),
-        cache=revive(CacheConfig, record["cache"]),
-        scheduler=revive(SchedulerConfig, record["scheduler"]),
-        speculation=None if speculation is None else revive(SpeculationConfig, speculation),
+        cache=from_json(CacheConfig, record["cache"]),
+        scheduler=from_json(SchedulerConfig, record["scheduler"]),
+        speculation=None if speculation is None else from_json(SpeculationConfig, speculation),
     )
 
 
-def _whole(ids: list[int]) -> tuple[int, ...]:
+def _token_ids(ids: list[int]) -> tuple[int, ...]:
     if not all(isinstance(token, int) for token in ids):
         raise ValueError("ids that are no whole numbers")
     return tuple(ids)
@@ -308,23 +310,23 @@ def _report(record: Record) -> TransferReport:
     )
 
 
-def revive(cls: type[T], data: Record) -> T:
-    """A dataclass from what `asdict` and JSON made of it. Raises ValueError for fields it does not have."""
+def from_json(cls: type[T], data: Record) -> T:
+    """Rebuild a dataclass from the JSON of its `asdict`. Raises ValueError for unknown and missing fields."""
     hints, known = get_type_hints(cls), {item.name for item in fields(cls)}  # type: ignore[arg-type]
     if unknown := set(data) - known:
         raise ValueError(f"{cls.__name__} has no {sorted(unknown)[0]!r}")
-    values = {name: _revive_value(hints[name], value) for name, value in data.items()}
+    values = {name: _value_from_json(hints[name], value) for name, value in data.items()}
     needed = {item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING}  # type: ignore[arg-type]
     if missing := needed - set(values):
         raise ValueError(f"{cls.__name__} needs {sorted(missing)[0]!r}")
     return cls(**values)
 
 
-def _revive_value(hint: Any, value: Any) -> Any:
+def _value_from_json(hint: Any, value: Any) -> Any:
     if value is not None and get_origin(hint) in (Union, UnionType):
         hint = next((each for each in get_args(hint) if is_dataclass(each)), hint)
     if isinstance(value, dict) and is_dataclass(hint):
-        return revive(hint, value)  # type: ignore[arg-type]
+        return from_json(hint, value)  # type: ignore[arg-type]
     if hint in (int, str, bool) and not isinstance(value, hint):
         raise ValueError(f"{value!r} is no {hint.__name__}")
     return tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""A recording as it is read back: what came in, what was decided, and what the model said."""
+"""A recording that was read from its file: the engine's inputs, its decisions, and the outputs of the model."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.recording import TokenForm
 from quire.config.speculation import SpeculationConfig
-from quire.simulator.answers import Answers
 from quire.simulator.cost import StepSize
+from quire.simulator.model_outputs import ModelOutputs
 from quire.types.errors import QuireError
 from quire.types.ledger import LedgerEntry
 from quire.types.request import Submit
 from quire.types.transfer import TransferReport
 
-Clock = tuple[float, ...]
+Readings = tuple[float, ...]  # all readings of the engine's clock during an event, in order
 
 
 class RecordingError(QuireError):
-    """A file is no recording, or is damaged, or holds what cannot be replayed. Says where and why."""
+    """A file is not a recording, is damaged, or cannot be replayed. The message says where and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What was recorded: the engine's configuration."""
+    """The version and configuration of the recorded engine."""
 
     quire: str  # version
     date: str
@@ -39,21 +39,21 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A request came. `at` is when, on the engine's clock, as for all that follow."""
+    """The engine accepted a request. `at` is the time of the event on the engine's clock, here and below."""
 
     at: float
-    clock: Clock
+    clock: Readings
     ordinal: int
     request: Submit
-    ends_by_text: bool  # in the engine itself, by stop strings: where, only its tokens tell
+    ends_by_text: bool  # stop strings end its samples inside the engine; only the recorded tokens show where
 
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """A request or one sample was ended; `stop`: for what it had said, when it had `num_tokens` tokens."""
+    """A request or one of its samples was aborted when it had `num_tokens` tokens. `stop`: because of a stop string."""
 
     at: float
-    clock: Clock
+    clock: Readings
     ordinal: int
     index: int | None
     stop: bool
@@ -62,24 +62,28 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class CacheReset:
+    """The prefix cache was reset."""
+
     at: float
-    clock: Clock
+    clock: Readings
 
 
 @dataclass(frozen=True, slots=True)
 class Unpinned:
+    """A pinned prefix was released."""
+
     at: float
-    clock: Clock
+    clock: Readings
     salt: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One call of `step`: the plans it made, and how long the steps it collected took."""
+    """One call of `EngineCore.step`: the records of its plans, and the seconds of the steps it committed."""
 
     at: float
-    clock: Clock
+    clock: Readings
     plans: tuple[dict[str, Any], ...]
     seconds: tuple[float, ...]
     compiled: tuple[int, ...]
@@ -87,8 +91,8 @@ class Stepped:
     num_used: int
     num_running: int
     num_waiting: int
-    num_preempted: int  # since the engine started, as is this
-    num_swapped: int
+    num_preempted: int  # groups, since the engine started
+    num_swapped: int  # preempted groups whose blocks were swapped out
 
     @property
     def counts(self) -> tuple[int, int, int, int, int]:
@@ -100,7 +104,7 @@ Event = Submitted | Aborted | CacheReset | Unpinned | Stepped
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a request ended. Reasons and lengths are by sample."""
+    """The end of a request. `reasons` and `lengths` have one entry per sample."""
 
     reasons: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -112,16 +116,17 @@ class Ended:
 
 @dataclass(slots=True)
 class Recording:
-    """All of a recording. `over` says how it ended; None: it breaks off, and so may requests."""
+    """A whole recording. `end_reason` says why it ends; None: the file is truncated, and some requests may have
+    no end."""
 
     setup: Setup
     events: list[Event] = field(default_factory=list)
     ends: dict[int, Ended] = field(default_factory=dict)
-    answers: Answers = field(default_factory=Answers)
-    over: str | None = None
-    dead: str | None = None  # what the engine died of ...
-    fatal: int | None = None  # ... and the place among the events of the step it died in
-    inexact: list[str] = field(default_factory=list)  # what cannot be decided again from what was recorded, and why
+    outputs: ModelOutputs = field(default_factory=ModelOutputs)
+    end_reason: str | None = None
+    dead: str | None = None  # the error that the engine died of
+    fatal: int | None = None  # index of the event in which the engine died
+    inexact: list[str] = field(default_factory=list)  # requests that cannot be replayed exactly, and why
 
     def submits(self) -> Iterator[Submitted]:
         return (event for event in self.events if isinstance(event, Submitted))
@@ -130,10 +135,10 @@ class Recording:
         return (event for event in self.events if isinstance(event, Stepped))
 
     def step_sizes(self) -> list[StepSize]:
-        """What each collected step computed, and how long it took."""
+        """Return the work and the time of each committed step."""
         plans = [plan for step in self.steps() for plan in step.plans]
         seconds = [taken for step in self.steps() for taken in step.seconds]
         return [
             StepSize(sum(chunk[3] for chunk in plan.get("chunks", ())), plan["decode"], taken)
-            for plan, taken in zip(plans, seconds, strict=False)  # the last may be in flight at the end
+            for plan, taken in zip(plans, seconds, strict=False)  # the last plans may be in flight at the end
         ]

@@ -1,4 +1,4 @@
-"""What became of a load: every request's fate and every step, whether it was recorded, repeated or imagined."""
+"""The result of a run: the outcome of every request, and every step. A run is recorded, replayed or simulated."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from quire.types.request import Submit
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One request. Times are seconds on the engine's clock."""
+    """The outcome of one request. Times are in seconds on the engine's clock."""
 
     ordinal: int
     request: Submit
     arrival: float
     ledger: tuple[LedgerEntry, ...] = ()
-    reasons: tuple[str, ...] = ()  # none: it had not ended when the run did, or was refused
+    reasons: tuple[str, ...] = ()  # empty: the request was refused, or had not ended when the run ended
     num_outputs: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
     error: str | None = None
-    refused: str | None = None  # why it was not let in at all
+    refused: str | None = None  # why the engine refused it
 
     @classmethod
-    def of(cls, ordinal: int, request: Submit, arrival: float, end: Finished) -> Outcome:
+    def from_message(cls, ordinal: int, request: Submit, arrival: float, end: Finished) -> Outcome:
         return cls(
             ordinal,
             request,
@@ -50,17 +50,18 @@ class Outcome:
 
     @property
     def fault(self) -> str | None:
-        """Why it was refused or failed."""
+        """Why the request was refused or failed; None: neither."""
         return self.refused or self.error
 
     @property
     def ttft(self) -> float | None:
+        """Time to the first token."""
         first = self._first("first_token")
         return None if first is None else first - self.arrival
 
     @property
     def waited(self) -> float | None:
-        """Until it was let in for the first time."""
+        """Time until it was first admitted."""
         admitted = self._first("admitted")
         return None if admitted is None else admitted - self.arrival
 
@@ -75,7 +76,7 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds from one token to the next, after the first."""
+        """Time per output token after the first."""
         first, ended = self._first("first_token"), self.ended_at
         if first is None or ended is None or self.num_outputs < 2:
             return None
@@ -86,7 +87,7 @@ class Outcome:
 
 
 class StepRun(NamedTuple):
-    """One call of `step`, and the engine's condition after it."""
+    """One call of `EngineCore.step`, and the engine's counts after it."""
 
     start: float
     end: float
@@ -95,13 +96,13 @@ class StepRun(NamedTuple):
     num_used: int
     num_running: int
     num_waiting: int
-    num_preempted: int = 0  # so far, as is this
-    num_swapped: int = 0
+    num_preempted: int = 0  # groups so far
+    num_swapped: int = 0  # preempted groups so far whose blocks were swapped out
 
 
 @dataclass(slots=True)
 class Run:
-    """A whole load under one configuration."""
+    """All requests and steps under one configuration."""
 
     name: str
     cache: CacheConfig

@@ -1,27 +1,29 @@
-"""A run in figures, and two runs beside each other."""
+"""The summary of a run, the comparison of two runs, and both as plain values for JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from quire.simulator.run import Outcome, Run
+from quire.simulator.timeline import Span, timeline
 
 PERCENTILES = (50, 90, 99)
-_SAME = 0.01  # a request that is faster or slower by less than this share is as fast
+_SAME = 0.01  # a request whose latency changes by a smaller share counts as the same
 
 
 class Change(NamedTuple):
-    """One request in two runs."""
+    """The outcomes of one request in two runs."""
 
     before: Outcome
     after: Outcome
 
     @property
     def latency(self) -> float | None:
-        """By how many seconds it ends later."""
+        """The change of its latency in seconds."""
         before, after = self.before.latency, self.after.latency
         return None if before is None or after is None else after - before
 
@@ -36,7 +38,7 @@ class Change(NamedTuple):
 
 
 def summarize(run: Run) -> dict[str, Any]:
-    """The figures of a run; times in seconds."""
+    """Return the summary of a run. Times are in seconds."""
     outcomes = run.outcomes
     return {
         "requests": len(outcomes),
@@ -57,7 +59,7 @@ def summarize(run: Run) -> dict[str, Any]:
 
 
 def percentiles(values: Iterable[float | None]) -> dict[str, float]:
-    """Mean, percentiles and the largest; nothing where there is nothing."""
+    """Return the mean, percentiles and maximum of the known values; empty if there are none."""
     known = np.array([value for value in values if value is not None])
     if not len(known):
         return {}
@@ -67,15 +69,64 @@ def percentiles(values: Iterable[float | None]) -> dict[str, float]:
 
 
 def compare(before: Run, after: Run) -> list[Change]:
-    """Every request that both runs have, most slowed down first."""
+    """Return every request that both runs have, the one that slowed down most first."""
     others = {outcome.ordinal: outcome for outcome in after.outcomes}
     pairs = [Change(each, others[each.ordinal]) for each in before.outcomes if each.ordinal in others]
     return sorted(pairs, key=lambda change: -(change.latency or 0.0))
 
 
 def _blocks(run: Run) -> float:
-    """The share of blocks in use, averaged over time."""
+    """Return the share of used blocks, averaged over time."""
     seconds = sum(step.end - step.start for step in run.steps)
     if seconds <= 0:
         return 0.0
     return sum(step.num_used * (step.end - step.start) for step in run.steps) / seconds / run.cache.num_blocks
+
+
+def export_run(run: Run) -> dict[str, Any]:
+    """Return a run with its configuration, summary, requests and steps. Times are seconds since its first arrival."""
+    begin = run.begin
+    return {
+        "name": run.name,
+        "cache": asdict(run.cache),
+        "scheduler": asdict(run.scheduler),
+        "summary": summarize(run),
+        "requests": [_request(outcome, spans, begin) for outcome, spans in timeline(run)],
+        "steps": [step._asdict() | {"start": step.start - begin, "end": step.end - begin} for step in run.steps],
+    }
+
+
+def export_changes(before: Run, after: Run) -> list[dict[str, Any]]:
+    """Return the changes of every request, the one that slowed down most first."""
+    return [_change(change) for change in compare(before, after)]
+
+
+def _request(outcome: Outcome, spans: list[Span], begin: float) -> dict[str, Any]:
+    return {
+        "id": outcome.request_id,
+        "tenant": outcome.request.tenant,
+        "priority": outcome.request.priority,
+        "prompt_tokens": len(outcome.request.prompt_token_ids),
+        "output_tokens": outcome.num_outputs,
+        "cached_tokens": outcome.num_cached,
+        "arrival": outcome.arrival - begin,
+        "waited": outcome.waited,
+        "ttft": outcome.ttft,
+        "tpot": outcome.tpot,
+        "latency": outcome.latency,
+        "preemptions": outcome.num_preemptions,
+        "finish_reasons": outcome.reasons,
+        "error": outcome.error,
+        "refused": outcome.refused,
+        "timeline": [[span.state, span.start - begin, span.end - begin, span.why] for span in spans],
+    }
+
+
+def _change(change: Change) -> dict[str, Any]:
+    return {
+        "id": change.before.request_id,
+        "verdict": change.verdict,
+        "ttft": [change.before.ttft, change.after.ttft],
+        "latency": [change.before.latency, change.after.latency],
+        "preemptions": [change.before.num_preemptions, change.after.num_preemptions],
+    }

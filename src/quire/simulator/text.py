@@ -1,4 +1,4 @@
-"""Runs as tables for a terminal."""
+"""Formats runs as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ KEY = "  ".join(f"{mark} {state}" for state, mark in MARKS.items())
 
 
 def show_run(run: Run, rows: int) -> str:
-    """A run's figures and the first requests' lanes; `rows` 0: all."""
-    told, begin, seconds = timeline(run), run.begin, run.seconds
-    shown = told[:rows] if rows else told
+    """Return the summary of a run and the timelines of its first `rows` requests; 0: of all."""
+    requests, begin, seconds = timeline(run), run.begin, run.seconds
+    shown = requests[:rows] if rows else requests
     header = ["request", "arrived", "waited", "TTFT", "end", "out", "preempted", "why", "timeline"]
     lines = [[*_request_row(outcome, spans, begin), _lane(spans, begin, seconds)] for outcome, spans in shown]
     parts = [show_summary([run]), table(header, lines, left=(0, 7, 8)), f"timeline: {KEY}"]
-    if len(shown) < len(told):
-        parts.append(f"{len(told) - len(shown)} more requests: --rows 0 shows all")
+    if len(shown) < len(requests):
+        parts.append(f"{len(requests) - len(shown)} more requests: --rows 0 shows all")
     return "\n\n".join(parts)
 
 
 def show_summary(runs: Sequence[Run]) -> str:
-    """The figures of runs beside each other."""
+    """Return a table of the summaries of runs, side by side."""
     return table(["", *(run.name for run in runs)], summary_rows(runs))
 
 
 def summary_rows(runs: Sequence[Run]) -> list[list[str]]:
-    """The figures' names, each with what it is in every run."""
+    """Return the rows of the summary table: the name of a figure and its value in every run."""
     found = [summarize(run) for run in runs]
     rows = [
         ["requests finished", *(f"{each['finished']} of {each['requests']}" for each in found)],
@@ -53,15 +53,15 @@ def summary_rows(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def show_changes(before: Run, after: Run, rows: int) -> str:
-    """Two runs beside each other, and whom it made slower and faster most."""
+    """Return the summaries of two runs, and the requests that changed most between them."""
     changes = compare(before, after)
     counts = Counter(change.verdict for change in changes)
-    told = ", ".join(f"{counts[name]} {name}" for name in ("faster", "slower", "same", "only in one") if counts[name])
+    shares = ", ".join(f"{counts[name]} {name}" for name in ("faster", "slower", "same", "only in one") if counts[name])
     header = ["request", f"TTFT {before.name}", after.name, "end", after.name, "change", "preempted"]
     moved = [change for change in changes if change.verdict != "same"]
     half = (rows + 1) // 2
     shown = moved if not rows or len(moved) <= rows else [*moved[:half], *moved[half - rows + len(moved) :]]
-    title = f"from {before.name} to {after.name}: {told}"
+    title = f"from {before.name} to {after.name}: {shares}"
     parts = [show_summary([before, after]), title]
     if shown:
         parts.append(table(header, [_change_row(change) for change in shown]))
@@ -71,7 +71,7 @@ def show_changes(before: Run, after: Run, rows: int) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Aligned columns; those in `left` are text."""
+    """Return a table with aligned columns. The columns in `left` are aligned left, the others right."""
     cells = [list(header), *map(list, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = []
@@ -112,7 +112,7 @@ def _change_row(change: Change) -> list[str]:
 
 
 def _reason(outcome: Outcome, spans: list[Span]) -> str:
-    """What a request waited for longest, or how it ended badly."""
+    """Return why a request failed, or the reason for its longest wait."""
     if outcome.fault is not None:
         return outcome.fault
     stopped = [span for span in spans if span.state in ("waiting", "preempted", "swapped")]
@@ -135,5 +135,5 @@ def _seconds(value: float | None) -> str:
 
 
 def shorten(text: str, length: int = 24) -> str:
-    """A text that takes no more than so many characters."""
+    """Cut a text to at most `length` characters."""
     return text if len(text) <= length else f"{text[: length - 3]}..."

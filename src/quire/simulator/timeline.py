@@ -1,4 +1,4 @@
-"""Who ran, waited and was preempted when, and why: the ledgers of a run as spans of time."""
+"""The timeline of a run: when each request waited, ran and was preempted, and why. Made from the requests' ledgers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATES: tuple[State, ...] = get_args(State)
 
 
 class Span(NamedTuple):
-    """What a request did from `start` to `end`; `why` says why it waited or was stopped, where something does."""
+    """The state of a request from `start` to `end`. `why` is the reason in the ledger, if there is one."""
 
     state: State
     start: float
@@ -23,30 +23,32 @@ class Span(NamedTuple):
 
 
 def timeline(run: Run) -> list[tuple[Outcome, list[Span]]]:
-    """Every request of a run with its spans, in order of arrival."""
+    """Return every request of a run with its spans, in order of arrival."""
     steps = run.steps
     return [(outcome, spans(outcome, steps)) for outcome in run.outcomes]
 
 
 def spans(outcome: Outcome, steps: Sequence[StepRun]) -> list[Span]:
-    """One request's spans, without gaps, from its arrival to its last entry."""
-    teller = _Teller(outcome.arrival, steps)
+    """Return the spans of one request, without gaps, from its arrival to its last ledger entry."""
+    builder = _SpanBuilder(outcome.arrival, steps)
     for entry in outcome.ledger:
-        teller.take(entry)
-    return teller.told
+        builder.add(entry)
+    return builder.spans
 
 
-class _Teller:
+class _SpanBuilder:
+    """Builds the spans of one request from its ledger entries."""
+
     def __init__(self, arrival: float, steps: Sequence[StepRun]) -> None:
         self._steps = steps
         self._state: State = "waiting"
         self._since, self._why = arrival, "in the queue"
         self._has_token = False
-        self._computed_at: float | None = None  # when the last chunk since it was let in was planned
+        self._computed_at: float | None = None  # time of the last chunk since the request was admitted
         self._chunks = 0
-        self.told: list[Span] = []
+        self.spans: list[Span] = []
 
-    def take(self, entry: LedgerEntry) -> None:
+    def add(self, entry: LedgerEntry) -> None:
         if entry.kind == "admitted":
             self._close(entry.at, entry.note)
             self._open("prefill", entry.at, "")
@@ -75,11 +77,12 @@ class _Teller:
     def _close(self, at: float, note: str = "") -> None:
         why = "; ".join(filter(None, (self._why, note)))
         if at > self._since:
-            self.told.append(Span(self._state, self._since, at, why))
+            self.spans.append(Span(self._state, self._since, at, why))
         self._since = at
 
     def _close_running(self, at: float, note: str = "") -> None:
-        """What comes after the last chunk of a request that had begun to answer before is decoding."""
+        """Close a prefill or decode span. A preempted request that had generated tokens decodes again after its last
+        chunk."""
         if self._state == "prefill" and self._has_token and self._computed_at is not None:
             resumed = min(self._end_of_step(self._computed_at), at)
             self._close(resumed, f"{self._chunks} tokens computed again")

@@ -1,7 +1,7 @@
-"""What would have happened: a recording's requests at their own times under another configuration.
+"""Simulates the requests of a recording under another configuration.
 
-Who sent a request only after an answer had come still sends it when it was recorded. A step takes what steps of its
-size took; a sample says what it said.
+Every request comes at its recorded time, even if its client sent it in reaction to an earlier output. A step takes the
+time that a cost model, fitted to the recorded steps, gives for its size. Every sample generates its recorded tokens.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import RESERVING
 from quire.config.tiers import TierConfig, check_tiers
 from quire.engine.core import EngineCore
-from quire.engine.recording.open import OpenRequests
+from quire.engine.recording.events import UnfinishedRequests
 from quire.simulator.clock import VirtualClock
 from quire.simulator.cost import Fit, fit_cost
-from quire.simulator.engine import Watch, make_replayed_core, sizes
-from quire.simulator.executor import Prompter, SimulatedExecutor
-from quire.simulator.grammars import ScriptedGrammars
-from quire.simulator.link import LinkCost, fit_link
+from quire.simulator.engine import RecordedModel, count_work, make_replayed_core
+from quire.simulator.executor import SimulatedExecutor
+from quire.simulator.grammars import ReplayedGrammars
 from quire.simulator.recording import (
     Aborted,
     CacheReset,
@@ -32,6 +31,7 @@ from quire.simulator.recording import (
     Unpinned,
 )
 from quire.simulator.run import Outcome, Run, StepRun
+from quire.simulator.transfers import TransferCost, fit_transfer_cost
 from quire.types.errors import InvalidRequest
 from quire.types.output import TokensOut
 from quire.types.request import Abort, Submit
@@ -39,31 +39,32 @@ from quire.types.request import Abort, Submit
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A recording with prices for its steps, to be run under any configuration."""
+    """A recording and the fitted costs of its steps and transfers. It can be run under any configuration."""
 
     recording: Recording
     fit: Fit
-    link: LinkCost
+    transfer_cost: TransferCost
 
     @classmethod
-    def of(cls, recording: Recording) -> Scenario:
+    def from_recording(cls, recording: Recording) -> Scenario:
         reports = [report for step in recording.steps() for report in step.reports]
-        return cls(recording, fit_cost(recording.step_sizes()), fit_link(reports))
+        return cls(recording, fit_cost(recording.step_sizes()), fit_transfer_cost(reports))
 
     def run(self, name: str, cache: CacheConfig, scheduler: SchedulerConfig) -> Run:
-        """Raises ConfigError for sections that do not go together, RecordingError if the engine stops.
+        """Simulate the recording. Raises ConfigError for settings that exclude each other, RecordingError if the engine
+        stops.
 
-        Policies that reserve memory share and move no blocks: under them there is no prefix cache and no tier.
+        Policies that reserve memory neither share nor swap out blocks: they run without a prefix cache and tiers.
         """
         if scheduler.policy in RESERVING:
             cache = replace(cache, enable_prefix_caching=False, tiers=TierConfig())
             scheduler = replace(scheduler, preemption="recompute")
         check_tiers(cache.tiers, scheduler.preemption, scheduler.policy, cache.layout)
-        return _Play(self, Run(name, cache, scheduler)).play()
+        return _Simulation(self, Run(name, cache, scheduler)).execute()
 
 
 class _Input(NamedTuple):
-    """Something that came in, and when the engine's next step began: an idle engine takes all of that step together."""
+    """An input event and the time of the recorded step after it. An idle engine takes all inputs of a step together."""
 
     event: Event
     step_at: float
@@ -71,42 +72,41 @@ class _Input(NamedTuple):
 
 @dataclass(slots=True)
 class _Stop:
-    """A sample that is ended for its text once it has so many tokens."""
+    """The abort of a sample that a stop string ended when it had `num_tokens` tokens."""
 
     num_tokens: int
     abort: Abort
 
 
 @dataclass(slots=True)
-class _Play:
+class _Simulation:
     scenario: Scenario
     run: Run
     clock: VirtualClock = field(default_factory=VirtualClock)
-    live: OpenRequests[Submitted] = field(default_factory=OpenRequests)
+    live: UnfinishedRequests[Submitted] = field(default_factory=UnfinishedRequests)
     ids: dict[int, str] = field(default_factory=dict)
-    ready_at: dict[int, float] = field(default_factory=dict)  # when grammars are compiled
+    ready_at: dict[int, float] = field(default_factory=dict)  # by ordinal: the time its grammar is compiled
     stops: dict[int, _Stop] = field(default_factory=dict)  # by sample handle
-    heard: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # tokens, by sample handle
-    watch: Watch = field(init=False)
+    num_tokens: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # by sample handle
+    model: RecordedModel = field(init=False)
     executor: SimulatedExecutor = field(init=False)
     core: EngineCore = field(init=False)
 
     def __post_init__(self) -> None:
         recording, run = self.scenario.recording, self.run
-        setup, answers = recording.setup, recording.answers
-        prompter = Prompter(answers, run.scheduler.num_rows)
-        self.watch = Watch(prompter)
-        cost, link = self.scenario.fit.cost, self.scenario.link
+        setup, outputs = recording.setup, recording.outputs
+        self.model = RecordedModel(outputs, run.scheduler.num_rows)
+        cost, transfer_cost = self.scenario.fit.cost, self.scenario.transfer_cost
         found = tuple(file for step in recording.steps() for report in step.reports for file in report.found)
         files = found if run.cache.tiers.disk_path else ()
-        self.executor = SimulatedExecutor(self.clock, cost, self.watch, setup.depth, link, files)
+        self.executor = SimulatedExecutor(self.clock, cost, self.model, setup.depth, transfer_cost, files)
         self.core = make_replayed_core(
             self.executor,
             setup,
-            prompter,
+            self.model,
             cache=run.cache,
             scheduler=run.scheduler,
-            grammars=ScriptedGrammars(answers.scripts, setup.vocab_size, self._is_ready, self._wait),
+            grammars=ReplayedGrammars(outputs.grammars, setup.vocab_size, self._is_ready, self._wait),
             clock=self.clock,
         )
         for step in recording.steps():
@@ -118,16 +118,16 @@ class _Play:
     def _wait(self, seconds: float) -> None:
         self.clock.now += seconds
 
-    def play(self) -> Run:
+    def execute(self) -> Run:
         events = self.scenario.recording.events
-        texts = {(e.ordinal, e.index): e.num_tokens for e in events if isinstance(e, Aborted) and e.stop}
+        stops = {(e.ordinal, e.index): e.num_tokens for e in events if isinstance(e, Aborted) and e.stop}
         inputs, core = deque(_inputs(events)), self.core
         while inputs or core.has_work:
             now = self.clock.now if core.has_work else max(self.clock.now, inputs[0].step_at)
             while inputs and inputs[0].event.at <= now:
                 event = inputs.popleft().event
                 self.clock.move_to(event.at)
-                self._take(event, texts)
+                self._apply(event, stops)
             self.clock.move_to(now)
             if core.has_work:
                 self._step()
@@ -135,9 +135,9 @@ class _Play:
         self.run.outcomes.sort(key=lambda outcome: outcome.ordinal)
         return self.run
 
-    def _take(self, event: Event, texts: dict[tuple[int, int | None], int]) -> None:
+    def _apply(self, event: Event, stops: dict[tuple[int, int | None], int]) -> None:
         if isinstance(event, Submitted):
-            self._submit(event, texts)
+            self._submit(event, stops)
         elif isinstance(event, Aborted) and event.ordinal in self.ids:
             self.core.abort(Abort(self.ids[event.ordinal], event.index))
         elif isinstance(event, CacheReset):
@@ -145,28 +145,28 @@ class _Play:
         elif isinstance(event, Unpinned):
             self.core.unpin(event.salt, event.name)
 
-    def _submit(self, event: Submitted, texts: dict[tuple[int, int | None], int]) -> None:
-        request = self._fit(event.request)
+    def _submit(self, event: Submitted, stops: dict[tuple[int, int | None], int]) -> None:
+        request = self._without_priority(event.request)
         self.live.add(request.request_id, event)
         self.ids[event.ordinal] = request.request_id
         try:
-            handle = self._let_in(request)
+            handle = self._submit_branch(request)
         except InvalidRequest as error:
-            self.live.drop(request.request_id)
+            self.live.refuse(request.request_id)
             del self.ids[event.ordinal]
             self.run.outcomes.append(Outcome(event.ordinal, request, event.at, refused=str(error)))
             return
         for index in range(request.sampling.n):
-            count = texts.get((event.ordinal, index), texts.get((event.ordinal, None)))
+            count = stops.get((event.ordinal, index), stops.get((event.ordinal, None)))
             if count is not None:
                 self.stops[handle + index] = _Stop(count, Abort(request.request_id, index, "stop"))
 
-    def _fit(self, request: Submit) -> Submit:
-        """A priority is refused where nobody reads it."""
+    def _without_priority(self, request: Submit) -> Submit:
+        """Remove the priority of a request if the policy would refuse it."""
         return request if self.run.scheduler.policy == "priority" else replace(request, priority=0)
 
-    def _let_in(self, request: Submit) -> int:
-        """A branch off what is not there yet begins by itself."""
+    def _submit_branch(self, request: Submit) -> int:
+        """Submit a request. If it branches off tokens that do not exist yet, submit it without its source."""
         if request.source is None:
             return self.core.submit(request)
         try:
@@ -181,28 +181,28 @@ class _Play:
         out = self.core.step()
         if self.core.dead is not None:
             raise RecordingError(f"under {self.run.name} {self.core.dead}")
-        plans = self.watch.take()
+        plans = self.model.take_plans()
         if not plans and self.clock.now == start and (moment := self.executor.next_transfer()) is not None:
-            self.clock.move_to(moment)  # all that can be done is to wait for the link
-        self.run.steps.append(StepRun(start, self.clock.now, *sizes(plans), *self.core.counts))
+            self.clock.move_to(moment)  # the engine can only wait for a transfer
+        self.run.steps.append(StepRun(start, self.clock.now, *count_work(plans), *self.core.counts))
         for message in out.finished:
-            event = self.live.take(message.request_id)
-            self.run.outcomes.append(Outcome.of(event.ordinal, event.request, event.at, message))
+            event = self.live.finish(message.request_id)
+            self.run.outcomes.append(Outcome.from_message(event.ordinal, event.request, event.at, message))
         if self.stops:
             self._stop(out)
 
     def _stop(self, out: TokensOut) -> None:
-        """End samples that have said what ended them."""
+        """Abort the samples that have reached the token at which a stop string ended them."""
         for handle in out.samples.tolist():
-            self.heard[handle] += 1
+            self.num_tokens[handle] += 1
             stop = self.stops.get(handle)
-            if stop is not None and self.heard[handle] >= stop.num_tokens:
+            if stop is not None and self.num_tokens[handle] >= stop.num_tokens:
                 del self.stops[handle]
                 self.core.abort(stop.abort)
 
 
 def _inputs(events: list[Event]) -> list[_Input]:
-    """All that came in, in order, without the ends that what was said brought about."""
+    """Return the inputs in order, without the aborts that a stop string caused."""
     found, step_at = list[_Input](), events[-1].at if events else 0.0
     for event in reversed(events):
         if isinstance(event, Stepped):

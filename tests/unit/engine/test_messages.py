@@ -275,6 +275,12 @@ def test_what_cannot_travel_is_bad_before_it_leaves(message: Abort | Submit) -> 
         encode(message)
 
 
+@pytest.mark.parametrize("token", [1.5, 2**31, "a", None])
+def test_a_token_that_is_no_int32_is_refused_when_a_request_is_made(token: object) -> None:
+    with pytest.raises(InvalidRequest, match="prompt: holds a token id that is no int32"):
+        Submit("a", (1, token), SamplingParams())  # type: ignore[arg-type]
+
+
 def test_a_message_above_the_limit_is_bad_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = encode(Abort("a" * 100))
     monkeypatch.setattr(messages, "MAX_MESSAGE", 64)

@@ -15,11 +15,11 @@ from fake_executor import VOCAB
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.recording import RecordingConfig, check_recording, read_recording
 from quire.engine.core import EngineCore
-from quire.engine.recording import tape as tape_module
-from quire.engine.recording.tape import Tape
+from quire.engine.recording import writer as writer_module
 from quire.engine.recording.tokens import ExactTokens, HashedTokens
+from quire.engine.recording.writer import RecordingWriter
 from quire.simulator.reader import read_recording as read_file
-from quire.simulator.rehearsal import rehearse
+from quire.simulator.replay import replay
 from quire.types.errors import ConfigError, InvalidRequest
 from quire.types.request import Abort, Branch
 from quire.types.sampling import TokenRules
@@ -69,26 +69,26 @@ def test_a_file_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_full_recording_says_so_and_the_engine_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape_module, "_FLUSH_BYTES", 1_000)
+    monkeypatch.setattr(writer_module, "_FLUSH_BYTES", 1_000)
     load = RecordedLoad(tmp_path / "run.jsonl", limit=2**20)
-    load.tape._limit = 4_000
+    load.writer._limit = 4_000
     play_random_load(load)
     assert len(load.finished) == 40
     records = read(load.close())
-    assert not load.tape._items
+    assert not load.writer._events
     assert records[-1] == {"is": "over", "reason": "the file has the 4000 bytes it may have"}
     assert not any(record["is"] == "over" for record in records[:-1])
 
 
-def test_a_tape_that_falls_behind_ends_and_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape_module, "MAX_PENDING", 8)
-    resume, take = threading.Event(), Tape._take
+def test_a_writer_that_falls_behind_stops_and_delays_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "MAX_PENDING", 8)
+    resume, encode = threading.Event(), RecordingWriter._encode
 
-    def wait(self: Tape, item: Any) -> None:
+    def wait(self: RecordingWriter, event: Any) -> None:
         resume.wait(10)
-        take(self, item)
+        encode(self, event)
 
-    monkeypatch.setattr(Tape, "_take", wait)
+    monkeypatch.setattr(RecordingWriter, "_encode", wait)
     load = RecordedLoad(tmp_path / "run.jsonl")
     load.submit("one", [5, 6, 7], max_tokens=20)
     load.run()
@@ -103,19 +103,19 @@ def test_a_disk_that_fails_ends_the_recording_alone(tmp_path: Path, monkeypatch:
     def fail(file: int, data: bytes) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tape_module.os, "write", fail)
+    monkeypatch.setattr(writer_module.os, "write", fail)
     load.submit("one", [5, 6, 7], max_tokens=4)
     load.run()
     load.close()
     assert len(load.finished["one"].samples[0].token_ids) == 4
-    assert not load.tape._items
+    assert not load.writer._events
 
 
 def test_a_recording_ends_when_its_program_does(tmp_path: Path) -> None:
     load = RecordedLoad(tmp_path / "run.jsonl")
     load.submit("one", [5, 6, 7])
     load.step()
-    load.tape.close()  # as at exit
+    load.writer.close()  # as at exit
     load.step()
     assert read(load.close())[-1] == {"is": "over", "reason": "closed"}
 
@@ -140,8 +140,8 @@ def test_a_request_that_is_refused_late_leaves_no_reading_of_the_clock(tmp_path:
     with pytest.raises(InvalidRequest):
         load.submit("branch", [5, 6, 8], source=Branch("one", 0, 3))
     load.run()
-    rehearsal = rehearse(read_file(load.close()))
-    assert rehearsal.difference is None, str(rehearsal.difference)
+    result = replay(read_file(load.close()))
+    assert result.difference is None, str(result.difference)
 
 
 def test_an_engine_that_dies_is_recorded_to_its_end(tmp_path: Path) -> None:
@@ -155,27 +155,27 @@ def test_an_engine_that_dies_is_recorded_to_its_end(tmp_path: Path) -> None:
 
 
 def test_hashed_tokens_are_alike_exactly_as_far_as_what_they_stand_for() -> None:
-    names = HashedTokens(vocab_size=100)
-    one = names.prompt(0, "", [5, 6, 7, 7, 7], ())
-    other = names.prompt(1, "", [5, 6, 8, 7, 7], ())
+    encoding = HashedTokens(vocab_size=100)
+    one = encoding.prompt(0, "", [5, 6, 7, 7, 7], ())
+    other = encoding.prompt(1, "", [5, 6, 8, 7, 7], ())
     assert one[:2] == other[:2]
     assert not set(one[2:]) & set(other[2:])
-    assert len(set(one)) == 5  # a token that comes again has another name
+    assert len(set(one)) == 5  # the same token at another place has another hash
     assert min(one) >= 100
-    assert names.prompt(2, "salt", [5, 6], ()) != one[:2]
+    assert encoding.prompt(2, "salt", [5, 6], ()) != one[:2]
     assert HashedTokens(100).prompt(0, "", [5, 6], ()) != one[:2]  # the key is this recording's own
 
 
 def test_hashed_answers_go_on_from_their_prompts_and_keep_what_ends_them() -> None:
-    names = HashedTokens(vocab_size=100)
-    names.prompt(0, "", [5, 6], (3,))
-    said = names.outputs(0, 0, 0, [7, 8, 3])
+    encoding = HashedTokens(vocab_size=100)
+    encoding.prompt(0, "", [5, 6], (3,))
+    said = encoding.outputs(0, 0, 0, [7, 8, 3])
     assert said[2] == 3
-    assert names.prompt(1, "", [5, 6, 7, 8, 9], ())[2:4] == said[:2]
-    assert names.outputs(0, 0, 1, [8]) == said[1:2]  # sampled once more after a preemption
-    assert names.path(0, [7, 8]) == said[:2]
-    names.forget(0)
-    assert names.outputs(0, 0, 3, [1]) == []
+    assert encoding.prompt(1, "", [5, 6, 7, 8, 9], ())[2:4] == said[:2]
+    assert encoding.outputs(0, 0, 1, [8]) == said[1:2]  # sampled once more after a preemption
+    assert encoding.path(0, [7, 8]) == said[:2]
+    encoding.forget(0)
+    assert encoding.outputs(0, 0, 3, [1]) == []
 
 
 def test_a_hashed_recording_holds_no_token_and_no_words(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_recording_changes_no_decision(tmp_path: Path) -> None:
             load.core = EngineCore(load.executor, load.cache, load.scheduler, VOCAB, clock=TickingClock(load.seed))  # type: ignore[assignment]
         play_random_load(load, 20)
         load.close()
-        load.tape.close()
+        load.writer.close()
         ledgers = {
             request: [(entry.kind, entry.amount) for entry in message.ledger]
             for request, message in load.finished.items()
@@ -251,8 +251,8 @@ def test_hashed_tokens_go_with_neither_speculation_nor_files() -> None:
 
 
 def test_exact_tokens_are_themselves() -> None:
-    names = ExactTokens()
-    assert names.prompt(0, "", (1, 2), ()) == names.outputs(0, 0, 0, [1, 2]) == names.path(0, [1, 2]) == [1, 2]
+    encoding = ExactTokens()
+    assert encoding.prompt(0, "", (1, 2), ()) == encoding.outputs(0, 0, 0, [1, 2]) == encoding.path(0, [1, 2]) == [1, 2]
 
 
 def test_tokens_of_steps_in_flight_when_a_sample_ends_do_no_harm(tmp_path: Path) -> None:
@@ -265,4 +265,4 @@ def test_tokens_of_steps_in_flight_when_a_sample_ends_do_no_harm(tmp_path: Path)
     answer = load.finished["one"].samples[0].token_ids
     assert tuple(said[0][: len(answer)]) == answer
     assert np.isin(answer[-1], np.arange(0, 90, 5))
-    assert load.tape.path.stat().st_size < 20_000
+    assert load.writer.path.stat().st_size < 20_000

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from quire.observability.logging import MOST_LINES, WINDOW_SECONDS, LogRateLimit
+from quire.observability.logging import MAX_LINES, WINDOW_SECONDS, LogRateLimit
 
 
 class Clock:
@@ -31,14 +31,14 @@ def shown(guard: LogRateLimit, records: list[logging.LogRecord]) -> list[str]:
 
 def test_a_few_lines_of_a_kind_pass_and_the_last_says_that_more_follow(clock: Clock) -> None:
     lines = shown(LogRateLimit(clock), [line("bad request %d", number) for number in range(1_000)])
-    assert len(lines) == MOST_LINES
+    assert len(lines) == MAX_LINES
     assert lines[0] == "bad request 0"
-    assert lines[-1] == f"bad request {MOST_LINES - 1} (more of these are left out for 60 s)"
+    assert lines[-1] == f"bad request {MAX_LINES - 1} (more of these are left out for 60 s)"
 
 
 def test_the_next_window_begins_with_how_many_were_left_out(clock: Clock) -> None:
     guard = LogRateLimit(clock)
-    shown(guard, [line("bad request") for _ in range(MOST_LINES + 7)])
+    shown(guard, [line("bad request") for _ in range(MAX_LINES + 7)])
     clock.now += WINDOW_SECONDS
     assert shown(guard, [line("bad request")]) == ["bad request (7 more were left out before)"]
     clock.now += WINDOW_SECONDS

@@ -22,10 +22,10 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_whole_recording_is_read_back(path: Path) -> None:
     recording = read_recording(path)
-    assert recording.over == "closed"
+    assert recording.end_reason == "closed"
     assert (recording.setup.tokens, recording.setup.depth, recording.setup.cache.block_size) == ("exact", 1, 4)
     assert [event.request.request_id for event in recording.submits()] == ["one"]
-    assert len(recording.answers.tokens[0, 0]) == 4
+    assert len(recording.outputs.tokens[0, 0]) == 4
     assert [size[:2] for size in recording.step_sizes()] == [(3, 0), (0, 1), (0, 1), (0, 1)]
 
 
@@ -85,7 +85,7 @@ def test_answers_that_were_cut_out_of_a_file_are_no_end_of_the_reader(reason: st
     lines = [line for line in path.read_text().splitlines() if '"is":"tokens"' not in line]
     text = "\n".join(lines).replace('"texts":[]', '"texts":["stop"]')
     path.write_text(text.replace('"reasons":["length"]', f'"reasons":["{reason}"]') + "\n")
-    assert not read_recording(path).answers.tokens
+    assert not read_recording(path).outputs.tokens
 
 
 def test_a_configuration_that_this_version_does_not_know_is_named(path: Path) -> None:

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from quire.config.engine import CacheConfig, SchedulerConfig
-from quire.simulator.export import export_changes, export_run
 from quire.simulator.html import render
 from quire.simulator.reader import read_recording
-from quire.simulator.rehearsal import rehearse
+from quire.simulator.replay import replay
 from quire.simulator.run import Outcome, Run, StepRun
-from quire.simulator.summary import compare, percentiles, summarize
+from quire.simulator.summary import compare, export_changes, export_run, percentiles, summarize
 from quire.simulator.text import show_changes, show_run
 from quire.simulator.timeline import spans
 from quire.simulator.what_if import Scenario
@@ -140,7 +139,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     for number in range(8):
         load.submit(f"<r{number}>", [number + 5] * 12, max_tokens=40)
     load.run()
-    return rehearse(read_recording(load.close())).run
+    return replay(read_recording(load.close())).run
 
 
 def test_a_table_shows_lanes_and_reasons_and_counts_what_it_leaves_out(run: Run) -> None:
@@ -197,10 +196,10 @@ def test_requests_that_live_when_a_recording_ends_are_told_of(tmp_path: Path) ->
     load.submit("one", [5, 6, 7], max_tokens=30)
     for _ in range(4):
         load.step()
-    load.tape.close()
-    recording = read_recording(load.tape.path)
-    (alive,) = rehearse(recording).run.outcomes
+    load.writer.close()
+    recording = read_recording(load.writer.path)
+    (alive,) = replay(recording).run.outcomes
     assert not alive.is_over
     assert spans(alive, [])[-1].why == "the recording ends"
-    (ended,) = Scenario.of(recording).run("", recording.setup.cache, recording.setup.scheduler).outcomes
+    (ended,) = Scenario.from_recording(recording).run("", recording.setup.cache, recording.setup.scheduler).outcomes
     assert ended.num_outputs == 30

@@ -15,8 +15,8 @@ from quire.config.tiers import TierConfig
 from quire.simulator.clock import VirtualClock
 from quire.simulator.cost import Cost, StepSize, fit_cost
 from quire.simulator.executor import SimulatedExecutor
-from quire.simulator.link import LinkCost, SimulatedLink, fit_link
 from quire.simulator.reader import read_recording
+from quire.simulator.transfers import SimulatedTransfers, TransferCost, fit_transfer_cost
 from quire.simulator.what_if import Scenario
 from quire.types.errors import ConfigError
 from quire.types.request import Abort
@@ -30,7 +30,7 @@ from recorded_load import RecordedLoad, play_crowd, play_random_load
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
     load = RecordedLoad(tmp_path_factory.mktemp("run") / "run.jsonl", seed=4)
     play_random_load(load, 30)
-    return Scenario.of(read_recording(load.close()))
+    return Scenario.from_recording(read_recording(load.close()))
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
@@ -57,7 +57,7 @@ def test_answers_are_as_long_as_they_were(scenario: Scenario) -> None:
 def test_less_memory_preempts_more(tmp_path: Path) -> None:
     load = RecordedLoad(tmp_path / "run.jsonl", CacheConfig(4, 200), SchedulerConfig(8, 32, 80))
     play_crowd(load)
-    scenario = Scenario.of(read_recording(load.close()))
+    scenario = Scenario.from_recording(read_recording(load.close()))
     setup = scenario.recording.setup
     runs = [scenario.run("", CacheConfig(4, blocks), setup.scheduler) for blocks in (200, 24)]
     preempted = [sum(outcome.num_preemptions for outcome in run.outcomes) for run in runs]
@@ -70,7 +70,7 @@ def test_an_idle_engine_takes_together_what_it_took_together(policy: PolicyName,
     cache = CacheConfig(4, 400, enable_prefix_caching=False)
     load = RecordedLoad(tmp_path / "run.jsonl", cache, SchedulerConfig(8, 128, 80, policy=policy))
     play_crowd(load)
-    scenario = Scenario.of(read_recording(load.close()))
+    scenario = Scenario.from_recording(read_recording(load.close()))
     recording = scenario.recording
     run = scenario.run("recorded", cache, recording.setup.scheduler)
     first, _, _ = recording.step_sizes()[0]
@@ -92,7 +92,7 @@ def test_files_that_were_found_at_the_start_are_found_again(tmp_path: Path) -> N
             behind.report()
     recording = read_recording(load.close())
     setup = recording.setup
-    (outcome,) = Scenario.of(recording).run("recorded", setup.cache, setup.scheduler).outcomes
+    (outcome,) = Scenario.from_recording(recording).run("recorded", setup.cache, setup.scheduler).outcomes
     assert outcome.num_cached == recording.ends[0].num_cached > 0
 
 
@@ -100,7 +100,7 @@ def test_policies_that_reserve_memory_do_without_tiers(tmp_path: Path) -> None:
     cache, scheduler = CacheConfig(4, 48, tiers=TierConfig(16)), SchedulerConfig(8, 32, 160, preemption="swap")
     load = RecordedLoad(tmp_path / "run.jsonl", cache, scheduler)
     play_crowd(load)
-    scenario = Scenario.of(read_recording(load.close()))
+    scenario = Scenario.from_recording(read_recording(load.close()))
     run = scenario.run("static", cache, replace(scheduler, policy="static"))
     assert all(outcome.is_over for outcome in run.outcomes)
     assert (run.cache.tiers, run.scheduler.preemption) == (TierConfig(), "recompute")
@@ -113,7 +113,7 @@ def test_a_request_that_cannot_be_is_refused_alone(tmp_path: Path) -> None:
     load.submit("big", [5] * 60, max_tokens=20)
     load.submit("small", [6] * 4, max_tokens=4)
     load.run()
-    scenario = Scenario.of(read_recording(load.close()))
+    scenario = Scenario.from_recording(read_recording(load.close()))
     run = scenario.run("", CacheConfig(4, 10), scenario.recording.setup.scheduler)
     assert [outcome.refused is None for outcome in run.outcomes] == [False, True]
     assert "kv blocks" in str(run.outcomes[0].refused)
@@ -127,7 +127,7 @@ def test_what_text_ended_ends_after_as_many_tokens(tmp_path: Path) -> None:
     load.core.abort(Abort("stopped", 0, "END"))
     load.run()
     length = len(load.finished["stopped"].samples[0].token_ids)
-    scenario = Scenario.of(read_recording(load.close()))
+    scenario = Scenario.from_recording(read_recording(load.close()))
     setup = scenario.recording.setup
     (outcome,) = scenario.run("", setup.cache, replace(setup.scheduler, max_num_batched_tokens=8)).outcomes
     assert (outcome.reasons, outcome.num_outputs) == (("stop",), length)
@@ -140,7 +140,7 @@ def test_a_sample_goes_on_beyond_what_was_recorded_of_it(tmp_path: Path) -> None
     load.core.abort(Abort("cut"))
     load.run()
     recording = read_recording(load.close())
-    assert recording.answers.token(0, 0, 25) == 1  # 0 would end it
+    assert recording.outputs.token(0, 0, 25) == 1  # 0 would end it
 
 
 def test_a_cost_is_found_again() -> None:
@@ -174,19 +174,20 @@ def test_steps_in_flight_end_one_after_the_other() -> None:
     assert moments == [11.0, 12.0]
 
 
-def test_the_link_carries_one_thing_at_a_time() -> None:
+def test_the_link_runs_one_transfer_at_a_time() -> None:
     clock = VirtualClock()
-    link = SimulatedLink(clock, LinkCost(1.0, 2.0, 5.0))
-    link.carry(Transfers(saves=(SlotMove(0, 0),), loads=(SlotMove(1, 1),), stores=(FileMove(b"k", 0),)))
-    assert link.report() == TransferReport()
+    transfers = SimulatedTransfers(clock, TransferCost(1.0, 2.0, 5.0))
+    transfers.submit(Transfers(saves=(SlotMove(0, 0),), loads=(SlotMove(1, 1),), stores=(FileMove(b"k", 0),)))
+    assert transfers.report() == TransferReport()
     clock.move_to(3.0)
-    assert link.report() == TransferReport(num_saved=1, num_loaded=1, save_seconds=1.0, load_seconds=2.0)
-    assert link.next_done() == 5.0
+    assert transfers.report() == TransferReport(num_saved=1, num_loaded=1, save_seconds=1.0, load_seconds=2.0)
+    assert transfers.next_completion() == 5.0
     clock.move_to(5.0)
-    assert link.report() == TransferReport(stored=(b"k",))
-    assert link.next_done() is None
+    assert transfers.report() == TransferReport(stored=(b"k",))
+    assert transfers.next_completion() is None
 
 
 def test_the_price_of_a_block_is_what_blocks_took() -> None:
-    cost = fit_link([TransferReport(num_saved=4, save_seconds=2.0), TransferReport(num_saved=4, save_seconds=4.0)])
+    reports = [TransferReport(num_saved=4, save_seconds=seconds) for seconds in (2.0, 4.0)]
+    cost = fit_transfer_cost(reports)
     assert cost.save == pytest.approx(0.75)

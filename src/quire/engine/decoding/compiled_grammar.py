@@ -55,9 +55,9 @@ class CompiledGrammar:
         self._text, self._tokens, self._max_lexers, self._builder = text, tokens, max_lexers, builder
         self._tokenizer = tokens.tokenizer
         self._lock = threading.Lock()  # whoever changes `lexers` holds it
-        began = time.perf_counter()
+        began = time.thread_time()  # waiting for the GIL does not count
         self.lexers: tuple[Lexer, ...] = (self._compile(),)
-        self.seconds = time.perf_counter() - began  # that compiling took
+        self.seconds = time.thread_time() - began  # of processor time that compiling took
         self.used_at = time.monotonic()  # when its matchers were last in a batch
         self._num_asked = 1  # lexers, those to come included
         self._has_asked_slices = False

@@ -127,10 +127,12 @@ class Group:
     num_cached: int | None = None  # prompt tokens found in the prefix cache at first; None: not looked for yet
     hit: Hit | None = None  # what was found when it was last looked for, while it waits
     num_prompt: int = field(init=False)
+    reads_cache: bool = field(init=False)  # False: prompt logprobs are asked for, so every position is computed
     prompt: bytes = field(init=False)  # its tokens as int32: keys are slices of it, and comparing is a memcmp
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt_token_ids)
+        self.reads_cache = self.request.sampling.prompt_logprobs is None
         self.prompt = self.request.prompt_token_ids.tobytes()
 
     @property
@@ -177,8 +179,12 @@ class Group:
             samples = tuple(replace(sample, logprobs=()) for sample in samples)
         if self.search is None and self.is_ranked:
             samples = rank(samples, sampling.n, sampling.rank_by)
-        num_outputs = sum(len(sample.token_ids) for sample in samples)
-        reasons = "error" if error is not None else ", ".join(dict.fromkeys(sample.finish_reason for sample in samples))
-        ledger = self.ledger.finish(at, num_outputs, reasons)
+        num_outputs = sum([len(sample.token_ids) for sample in samples])
+        reasons: list[str] = ["error"] if error is not None else [sample.finish_reason for sample in samples]
+        ledger = self.ledger.finish(at, num_outputs, reasons[0] if len(reasons) == 1 else _without_repeats(reasons))
         cached, preempted = self.num_cached or 0, self.num_preemptions
         return Finished(self.request.request_id, samples, entries, error, cached, preempted, ledger, refused)
+
+
+def _without_repeats(reasons: list[str]) -> str:
+    return ", ".join(dict.fromkeys(reasons))

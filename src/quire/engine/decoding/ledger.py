@@ -21,7 +21,9 @@ class Ledger:
         self, kind: LedgerKind, at: float, amount: int = 0, note: str = "", miss: PrefixMiss | None = None
     ) -> None:
         entries = self._entries
-        if len(entries) >= _MERGE_FROM and kind == "chunk" and entries[-1].kind == "chunk":
+        if len(entries) < _MERGE_FROM:
+            entries.append(LedgerEntry(kind, at, amount, note, miss))
+        elif kind == "chunk" and entries[-1].kind == "chunk":
             last = entries[-1]
             entries[-1] = LedgerEntry(kind, last.at, last.amount + amount, "several chunks")
         elif len(entries) < MAX_ENTRIES - 1:

@@ -1,4 +1,4 @@
-"""Tokens as bytes, and content hashes of cached blocks: digests of everything that determines a block's content."""
+"""Keys of KV blocks: a key is a hash of everything that determines the block's content. Tokens are int32 bytes."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ TOKEN_BYTES = array("i").itemsize
 
 
 def frame(*fields: bytes) -> bytes:
-    """Fields one after the other, each behind its length: no two lists of fields give the same bytes."""
+    """Join fields, each with its length before it, so that different lists of fields never give the same bytes."""
     return b"".join(len(field).to_bytes(8, "big") + field for field in fields)
 
 
 def root_key(namespace: bytes, salt: str) -> bytes:
-    """The hash that all chains of one salt begin with. The namespace stands for whatever else shapes keys and values:
-    weights, adapter, dtype, block size."""
+    """Return the key that comes before the first block of every sequence with this salt. The namespace identifies
+    everything else that determines the content of blocks: weights, adapter, dtype, block size."""
     return blake2b(frame(b"root", namespace, salt.encode("utf-8", "surrogatepass")), digest_size=KEY_BYTES).digest()
 
 
 def next_key(parent: bytes, tokens: bytes) -> bytes:
-    """The hash of the block that follows the block `parent` with these tokens: a full block's, or as many as a tail
-    has."""
+    """Return the key of the block that holds `tokens` and follows the block with key `parent`. The block may be
+    partial."""
     return blake2b(frame(parent, tokens), digest_size=KEY_BYTES).digest()
 
 
-def chain(parent: bytes, blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The hashes of blocks that follow each other, given the tokens of each."""
+def chain_keys(parent: bytes, blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the keys of consecutive blocks, given the tokens of each. `parent` is the key of the block before them."""
     for tokens in blocks:
         parent = next_key(parent, tokens)
         yield parent
 
 
 def common_bytes(one: bytes, other: bytes, place: int, length: int) -> int:
-    """How many of the first `length` bytes of `one` are those of `other` from `place` on."""
-    if one[:length] == other[place : place + length]:
-        return length
-    low, high = 0, length  # the first `low` agree, the first `high` do not
+    """Return how many bytes `one[:length]` and `other[place : place + length]` have in common at their start."""
+    if other.startswith(one[:length], place):  # compares without a copy where that is all of `one`
+        return min(length, len(one))
+    low, high = 0, length  # the first `low` bytes are equal, the first `high` bytes are not
     while high - low > 1:
         middle = (low + high) // 2
         if one[low:middle] == other[place + low : place + middle]:

@@ -1,4 +1,4 @@
-"""Contiguous memory, as the literature's baselines have it: a sequence reserves a run of blocks for its whole life."""
+"""Contiguous allocation for the baseline policies of the literature: a sequence reserves a run of adjacent blocks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from quire.types.step import BlockCopy
 
 
 def reserved_tokens(policy: str, num_prompt: int, limit: int, max_model_len: int) -> int:
-    """Token slots that a sequence of at most `limit` tokens reserves; 0 for policies that reserve nothing.
+    """Return how many token slots a sequence of at most `limit` tokens reserves; 0 if the policy reserves none.
 
-    A static batch reserves the longest of its members for each of them, so this at least.
+    A static batch reserves as many for each sequence as its longest one needs, so for "static" this is a lower bound.
     """
     if policy == "orca-max":
         return max_model_len
@@ -23,19 +23,20 @@ def reserved_tokens(policy: str, num_prompt: int, limit: int, max_model_len: int
 
 
 class RunPool(BlockPool):
-    """A pool of which only runs of neighbouring blocks are taken: the first that is long enough. Nothing is shared."""
+    """A block pool that hands out runs of adjacent blocks, first fit. Blocks are never shared."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self._free = []
-        self._runs = [(0, num_blocks)]  # first block, length; in order, no two touch
+        self._runs = [(0, num_blocks)]  # free runs as (first block, length), in order, never adjacent
 
     @property
     def longest_run(self) -> int:
+        """The length of the longest free run."""
         return max((length for _, length in self._runs), default=0)
 
     def take_run(self, num_blocks: int) -> list[int]:
-        """Raises OutOfBlocks if no run of free blocks is as long, however many are free in all."""
+        """Take the first free run that is long enough. Raises OutOfBlocks if there is none."""
         for place, (start, length) in enumerate(self._runs):
             if length >= num_blocks:
                 self._runs[place : place + 1] = (
@@ -47,7 +48,7 @@ class RunPool(BlockPool):
         raise OutOfBlocks(f"kv cache: {num_blocks} blocks in a row needed, {self.longest_run} are the most")
 
     def release_run(self, blocks: list[int]) -> None:
-        """Give a run back; it joins its free neighbours."""
+        """Free a run and merge it with adjacent free runs."""
         assert all(self._holders[block] == 1 for block in blocks)
         self._holders[blocks[0] : blocks[-1] + 1] = [0] * len(blocks)
         self.num_free += len(blocks)
@@ -71,25 +72,25 @@ class RunPool(BlockPool):
 
 
 class ReservedTable(BlockTable):
-    """A table that holds its run from `reserve` until `free`, used or not."""
+    """A block table that holds one run from `reserve` until `free`, whether its blocks are used or not."""
 
-    __slots__ = ("_keeper",)
+    __slots__ = ("_allocator",)
 
-    def __init__(self, keeper: RunKeeper, block_size: int) -> None:
-        super().__init__(keeper.pool, block_size)
-        self._keeper = keeper
+    def __init__(self, allocator: RunAllocator, block_size: int) -> None:
+        super().__init__(allocator.pool, block_size)
+        self._allocator = allocator
 
     def reserve(self, num_tokens: int) -> None:
-        """Raises OutOfBlocks if it cannot be had."""
+        """Take a run for this many tokens. Raises OutOfBlocks if no free run is long enough."""
         assert not self.blocks
-        self.blocks = self._keeper.take(-(-num_tokens // self._block_size))
+        self.blocks = self._allocator.take(-(-num_tokens // self._block_size))
 
     def truncate(self, num_tokens: int) -> None:
         self.num_tokens = min(self.num_tokens, num_tokens)
 
     def free(self) -> None:
         if self.blocks:
-            self._keeper.give_back(self.blocks)
+            self._allocator.release(self.blocks)
         self.blocks, self.num_tokens = [], 0
 
     def append(self, num_tokens: int = 1) -> list[BlockCopy]:
@@ -103,30 +104,30 @@ class ReservedTable(BlockTable):
         assert all(self._pool.holders(block) == 1 for block in self.blocks)
 
 
-class RunKeeper:
-    """Gives runs to tables. With `to_the_end`, what was given back stays taken until every table has: a static batch
-    has its memory as one."""
+class RunAllocator:
+    """Gives runs to tables. With `frees_together`, a run that a table releases is freed only when all tables have
+    released theirs: a static batch frees its memory as a whole."""
 
-    def __init__(self, pool: RunPool, *, to_the_end: bool) -> None:
+    def __init__(self, pool: RunPool, *, frees_together: bool) -> None:
         self.pool = pool
-        self._to_the_end = to_the_end
-        self._num_live = 0
-        self._kept: list[list[int]] = []
+        self._frees_together = frees_together
+        self._num_live = 0  # runs that a table holds
+        self._released: list[list[int]] = []  # runs that are not free yet
 
     @property
-    def kept(self) -> list[int]:
-        """Blocks that no table holds any longer and that are not free yet."""
-        return [block for run in self._kept for block in run]
+    def released(self) -> list[int]:
+        """Blocks that no table holds and that are not free yet."""
+        return [block for run in self._released for block in run]
 
     def take(self, num_blocks: int) -> list[int]:
         run = self.pool.take_run(num_blocks)
         self._num_live += 1
         return run
 
-    def give_back(self, run: list[int]) -> None:
+    def release(self, run: list[int]) -> None:
         self._num_live -= 1
-        self._kept.append(run)
-        if not self._to_the_end or not self._num_live:
-            for each in self._kept:
+        self._released.append(run)
+        if not self._frees_together or not self._num_live:
+            for each in self._released:
                 self.pool.release_run(each)
-            self._kept = []
+            self._released = []

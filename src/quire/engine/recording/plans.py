@@ -1,19 +1,19 @@
-"""What a recording keeps of a plan: enough to see what was decided, and digests that tell whether all was alike."""
+"""The record of a step plan: what the scheduler decided, and digests by which two plans are compared."""
 
 from __future__ import annotations
 
 from hashlib import blake2b
 from typing import Any
 
-from quire.engine.recording.rows import RowMirror
+from quire.engine.recording.rows import RowTracker
 from quire.types.step import StepPlan
 from quire.types.transfer import NO_TRANSFERS
 
 Record = dict[str, Any]
 
 
-def plan_record(plan: StepPlan, rows: RowMirror) -> Record:
-    """A plan's decisions, after the mirror followed it. Fields that say nothing are left out."""
+def plan_record(plan: StepPlan, rows: RowTracker) -> Record:
+    """Return the record of a plan that the tracker has applied. Empty fields are left out."""
     record: Record = {"n": plan.step, "digest": plan_digest(plan), "decode": len(plan.decode_rows)}
     if blocks := block_digest(plan):
         record["blocks"] = blocks
@@ -33,7 +33,7 @@ def plan_record(plan: StepPlan, rows: RowMirror) -> Record:
 
 
 def plan_digest(plan: StepPlan) -> str:
-    """Of who computes what: rows, chunks, how many blocks. Token values, seeds and keys are not in it."""
+    """Return a digest of a plan's work: rows, chunks, numbers of blocks. It covers no token values, seeds or keys."""
     digest = blake2b(digest_size=8)
     for array in (plan.decode_rows, plan.grant_rows, plan.grant_slots):
         digest.update(len(array).to_bytes(4, "little"))
@@ -52,7 +52,7 @@ def plan_digest(plan: StepPlan) -> str:
 
 
 def block_digest(plan: StepPlan) -> str:
-    """Of which blocks and slots a plan names; "" if it names none."""
+    """Return a digest of the block ids and host slots in a plan; "" if it has none."""
     moves, arrived = plan.transfers, [new.block_ids for new in plan.new_rows]
     if not len(plan.grant_blocks) and not arrived and not plan.copies and moves is NO_TRANSFERS:
         return ""

@@ -1,4 +1,4 @@
-"""Who sits in which row and how long its tokens are, as told by plans alone."""
+"""Tracks from the plans alone which sample is in which row and how many tokens it has."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from quire.types.step import StepPlan
 Longs = npt.NDArray[np.int64]
 
 
-class Seat(NamedTuple):
-    """A row that a plan introduces: which request's which sample takes it."""
+class RowOwner(NamedTuple):
+    """The owner of a plan's new row: a sample of a request."""
 
     row: int
     ordinal: int
@@ -25,8 +25,9 @@ class Seat(NamedTuple):
     num_prompt: int
 
 
-class Samples(NamedTuple):
-    """Whose samples a step brings, in the order of StepPlan.sample_rows. `places` count generated tokens, from 0."""
+class SampledTokens(NamedTuple):
+    """The tokens that a step samples, in the order of StepPlan.sample_rows. A place is the index of a token in its
+    sample's output."""
 
     rows: Longs
     ordinals: Longs
@@ -34,36 +35,36 @@ class Samples(NamedTuple):
     places: Longs
 
 
-class Search(NamedTuple):
-    """A beam search of which a plan computes all beams: the row of each, in their order."""
+class BeamRows(NamedTuple):
+    """The rows of a beam search in the order of its beams, all of which a plan computes."""
 
     ordinal: int
     rows: tuple[int, ...]
     num_candidates: int
 
 
-def find_searches(step: InFlightStep, running: Iterable[Group]) -> tuple[Search, ...]:
-    """The beam searches that a step in flight computes."""
+def find_beams(step: InFlightStep, running: Iterable[Group]) -> tuple[BeamRows, ...]:
+    """Return the beam searches that a step in flight computes."""
     awaited, found = {each.row for each in step.paced}, []
     for group in running:
         rows = tuple(sequence.row for sequence in group.live if sequence.row is not None)
         if group.search is not None and rows and awaited.issuperset(rows):
-            found.append(Search(group.ordinal, rows, group.num_candidates))
+            found.append(BeamRows(group.ordinal, rows, group.num_candidates))
     return tuple(found)
 
 
-def find_seats(plan: StepPlan, table: RowTable) -> tuple[Seat, ...]:
-    """Which sequences take the plan's new rows, as long as the table is as it was when the plan was made."""
-    seats = []
+def find_owners(plan: StepPlan, table: RowTable) -> tuple[RowOwner, ...]:
+    """Return the owners of a plan's new rows. The table must not have changed since the plan was built."""
+    owners = []
     for new in plan.new_rows:
         sequence = table.sequences[new.row]
         if sequence is not None:
-            seats.append(Seat(new.row, sequence.group.ordinal, sequence.index, new.num_prompt_tokens))
-    return tuple(seats)
+            owners.append(RowOwner(new.row, sequence.group.ordinal, sequence.index, new.num_prompt_tokens))
+    return tuple(owners)
 
 
-class RowMirror:
-    """Follows plans in the order they are launched."""
+class RowTracker:
+    """Applies plans in the order in which they are launched."""
 
     def __init__(self, num_rows: int) -> None:
         self.ordinals: Longs = np.full(num_rows, -1, dtype=np.int64)
@@ -71,13 +72,13 @@ class RowMirror:
         self._prompts: Longs = np.zeros(num_rows, dtype=np.int64)
         self._lengths: Longs = np.zeros(num_rows, dtype=np.int64)
 
-    def follow(self, plan: StepPlan, seats: Iterable[Seat]) -> Samples:
-        """One plan further; whose samples it brings."""
+    def apply(self, plan: StepPlan, owners: Iterable[RowOwner]) -> SampledTokens:
+        """Apply a plan. Returns the tokens that it samples."""
         for new in plan.new_rows:
             self._lengths[new.row], self.ordinals[new.row] = len(new.token_ids), -1
-        for seat in seats:
-            self.ordinals[seat.row], self.indices[seat.row] = seat.ordinal, seat.sample
-            self._prompts[seat.row] = seat.num_prompt
+        for owner in owners:
+            self.ordinals[owner.row], self.indices[owner.row] = owner.ordinal, owner.sample
+            self._prompts[owner.row] = owner.num_prompt
         for write in plan.writes:
             self._lengths[write.row] = write.start + len(write.token_ids)
         rows: Longs = plan.decode_rows.astype(np.int64)
@@ -85,15 +86,16 @@ class RowMirror:
         self._lengths[rows] += 1
         if plan.chunks:
             rows, positions = self._sample_chunks(plan, rows, positions)
-        return Samples(rows, self.ordinals[rows], self.indices[rows], positions - self._prompts[rows])
+        return SampledTokens(rows, self.ordinals[rows], self.indices[rows], positions - self._prompts[rows])
 
     def _sample_chunks(self, plan: StepPlan, rows: Longs, positions: Longs) -> tuple[Longs, Longs]:
+        """Append the rows and positions that the plan's chunks sample."""
         more_rows: list[int] = []
         more_positions: list[int] = []
         for chunk in plan.chunks:
             end = chunk.start + chunk.num_tokens
             more_rows += chunk.samples
-            if chunk.num_sampled > 1:  # a draft is verified, and the row does not grow by that
+            if chunk.num_sampled > 1:  # the chunk verifies a draft, which adds no tokens to the row
                 more_positions += range(end - chunk.num_sampled + 1, end + 1)
             else:
                 more_positions += [end] * len(chunk.sample_rows)

@@ -1,4 +1,4 @@
-"""What a recording calls a token: by its id, or by a name that only tells which beginnings are alike."""
+"""The token ids that a recording holds: the model's own, or hashes that only show which prefixes are equal."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Protocol
 
 from quire.config.recording import TokenForm
 
-WIDE_VOCABULARY = 2**31 - 1  # ids a recording may hold: hashed ones lie above the model's own
+WIDE_VOCABULARY = 2**31 - 1  # bound of the ids in a recording; hashed ids lie above the model's own
 
 
-class TokenNames(Protocol):
-    """Ids as they are written. One thread calls these, for the tokens of a sample in their order."""
+class TokenEncoding(Protocol):
+    """Turns the model's token ids into the ids to write. One thread calls it, in the order of a sample's tokens."""
 
     def prompt(self, ordinal: int, salt: str, tokens: Sequence[int], end_ids: Iterable[int]) -> list[int]:
-        """A request begins."""
+        """Encode the prompt of a new request."""
 
     def outputs(self, ordinal: int, index: int, place: int, tokens: Sequence[int]) -> list[int]:
-        """What a sample generated from its `place`-th token on; what was said of these places before is void.
+        """Encode the tokens that a sample generated from index `place` on. They replace those encoded before.
 
-        Nothing for a request that is over: such tokens are of steps that ran ahead of its end.
+        Returns nothing for a request that has ended: a step in flight sampled these tokens beyond its end.
         """
 
     def path(self, ordinal: int, tokens: Sequence[int]) -> list[int]:
-        """What a sample may have generated from its first token on."""
+        """Encode tokens that a sample may have generated, from its first one on."""
 
     def candidates(self, ordinal: int, place: int, tokens: Sequence[int]) -> list[int]:
-        """What a beam may say as its `place`-th token."""
+        """Encode the candidates for a beam's token at index `place`."""
 
     def forget(self, ordinal: int) -> None:
-        """A request is over."""
+        """Drop the state of a request that has ended."""
 
 
 class ExactTokens:
-    """Ids as the model has them."""
+    """Writes the model's own ids."""
 
     def prompt(self, ordinal: int, salt: str, tokens: Sequence[int], end_ids: Iterable[int]) -> list[int]:  # noqa: ARG002
         return list(tokens)
@@ -53,52 +53,52 @@ class ExactTokens:
 
 
 class HashedTokens:
-    """A token's name is a keyed hash of all tokens up to it, begun with the salt; the key is never written.
+    """Writes a keyed hash of the salt and all tokens up to this one. The key is never written.
 
-    So two sequences have the same names exactly as far as they have the same tokens, and a token that comes again has
-    another name: no frequencies can be counted. Tokens that end a sample keep their ids. A beam's tokens are hashed
-    with their request and place instead.
+    Two sequences have the same hashes exactly as far as they have the same tokens. The same token at another place has
+    another hash, so nobody can count frequencies. Tokens that end a sample keep their ids. The hash of a beam's token
+    covers its request and index instead of the tokens before it.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size, self._key = vocab_size, secrets.token_bytes(32)
-        self._begun: dict[int, tuple[bytes, frozenset[int]]] = {}  # after the prompt, and what ends it
-        self._chains: dict[tuple[int, int], list[bytes]] = {}  # digests before each place
+        self._prompts: dict[int, tuple[bytes, frozenset[int]]] = {}  # digest of the prompt, and the end ids
+        self._chains: dict[tuple[int, int], list[bytes]] = {}  # by request and sample: the digest before each token
 
     def prompt(self, ordinal: int, salt: str, tokens: Sequence[int], end_ids: Iterable[int]) -> list[int]:
-        digest, names = self._hash(salt.encode("utf-8", "surrogatepass")), []
+        digest, encoded = self._hash(salt.encode("utf-8", "surrogatepass")), []
         for token in tokens:
             digest = self._next(digest, token)
-            names.append(self._name(digest))
-        self._begun[ordinal] = digest, frozenset(end_ids)
-        return names
+            encoded.append(self._to_id(digest))
+        self._prompts[ordinal] = digest, frozenset(end_ids)
+        return encoded
 
     def outputs(self, ordinal: int, index: int, place: int, tokens: Sequence[int]) -> list[int]:
-        if ordinal not in self._begun:
+        if ordinal not in self._prompts:
             return []
-        begun, ends = self._begun[ordinal]
-        chain = self._chains.setdefault((ordinal, index), [begun])
+        prompt, ends = self._prompts[ordinal]
+        chain = self._chains.setdefault((ordinal, index), [prompt])
         del chain[place + 1 :]
-        names = []
+        encoded = []
         for token in tokens:
             chain.append(self._next(chain[-1], token))
-            names.append(token if token in ends else self._name(chain[-1]))
-        return names
+            encoded.append(token if token in ends else self._to_id(chain[-1]))
+        return encoded
 
     def path(self, ordinal: int, tokens: Sequence[int]) -> list[int]:
-        digest, ends = self._begun[ordinal]
-        names = []
+        digest, ends = self._prompts[ordinal]
+        encoded = []
         for token in tokens:
             digest = self._next(digest, token)
-            names.append(token if token in ends else self._name(digest))
-        return names
+            encoded.append(token if token in ends else self._to_id(digest))
+        return encoded
 
     def candidates(self, ordinal: int, place: int, tokens: Sequence[int]) -> list[int]:
-        ends, here = self._begun[ordinal][1], self._hash(f"{ordinal}/{place}".encode())
-        return [token if token in ends else self._name(self._next(here, token)) for token in tokens]
+        ends, here = self._prompts[ordinal][1], self._hash(f"{ordinal}/{place}".encode())
+        return [token if token in ends else self._to_id(self._next(here, token)) for token in tokens]
 
     def forget(self, ordinal: int) -> None:
-        self._begun.pop(ordinal, None)
+        self._prompts.pop(ordinal, None)
         for key in [key for key in self._chains if key[0] == ordinal]:
             del self._chains[key]
 
@@ -108,9 +108,9 @@ class HashedTokens:
     def _hash(self, data: bytes) -> bytes:
         return blake2b(data, key=self._key, digest_size=16).digest()
 
-    def _name(self, digest: bytes) -> int:
+    def _to_id(self, digest: bytes) -> int:
         return self._vocab_size + int.from_bytes(digest[:8], "little") % (WIDE_VOCABULARY - self._vocab_size)
 
 
-def make_names(form: TokenForm, vocab_size: int) -> TokenNames:
+def make_encoding(form: TokenForm, vocab_size: int) -> TokenEncoding:
     return ExactTokens() if form == "exact" else HashedTokens(vocab_size)

@@ -13,7 +13,7 @@ from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import PrefixTree
 from quire.engine.kvcache.reserve import RunPool
 from quire.engine.kvcache.tiers.base import NoTiers, Tiers
-from quire.engine.kvcache.tiers.shelves import Shelves
+from quire.engine.kvcache.tiers.manager import TierManager
 from quire.engine.scheduler.policies.base import Policy
 from quire.engine.scheduler.preemption import Preemption, make_preemption
 from quire.engine.scheduler.prefetch import FilePrefetch
@@ -46,9 +46,9 @@ def make_parts(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows
     pool = RunPool(cache.num_blocks) if reserves else BlockPool(cache.num_blocks)
     tree = PrefixTree(pool, size, make_eviction_policy(cache), bytes.fromhex(cache.namespace))
     has_tiers = cache.tiers.enabled and not reserves
-    tiers: Tiers = Shelves(cache.tiers, tree, size) if has_tiers else NoTiers()
+    tiers: Tiers = TierManager(cache.tiers, tree, size) if has_tiers else NoTiers()
     if has_tiers:
-        tree.on_evict = tiers.evicted
+        tree.on_evict = tiers.on_evict
     cached = tree if caches else None
     reuse, compute = PrefixReuse(pool, cached, tiers, rows, size), ComputeTime()
     reuse.shares_memory = not reserves
@@ -57,6 +57,6 @@ def make_parts(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows
         reuse.prefetch.find = reuse.find_files
     room: Room = OnDemandRoom(pool, cached, size, reuse, rows)
     if isinstance(pool, RunPool):
-        room = ReservedRoom(pool, size, policy, to_the_end=config.policy == "static")
+        room = ReservedRoom(pool, size, policy, frees_together=config.policy == "static")
     preemption = make_preemption(config.preemption, compute, tiers, reuse, has_tiers=has_tiers)
     return Parts(pool, tree, tiers, reuse, room, preemption, PinnedPrefixes(pool, cached, size), compute)

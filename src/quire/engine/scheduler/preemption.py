@@ -56,13 +56,13 @@ class Swap:
         blocks = {key: block for each in found.values() for key, block in each.blocks.items()}
         if not blocks:  # no more than the token that is computed anew in any case
             return self._recompute.vacate(group, builder, num_tokens)
-        num_saved = self._tiers.num_missing(blocks)
+        num_saved = self._tiers.num_to_save(blocks)
         if num_saved is None:
             return f"host memory is full, {self._recompute.vacate(group, builder, num_tokens)}"
-        moving = self._tiers.move_seconds(num_saved, len(blocks))
+        moving = self._tiers.transfer_seconds(num_saved, len(blocks))
         again = self._compute.seconds(num_tokens)
         if not self.is_cheaper(moving, again):
-            self._tiers.doubt(blocks)
+            self._tiers.note_recompute(blocks)
             return f"{self._recompute.vacate(group, builder, num_tokens)} (swap est. {_milliseconds(moving)})"
         self._move(group, found)
         costs = f"est. {_milliseconds(moving)} (recompute est. {_milliseconds(again)})"
@@ -76,7 +76,7 @@ class Swap:
         self.num_swaps += 1
         for sequence, each in found.items():
             if each.blocks:
-                self._tiers.park(sequence, each.blocks)
+                self._tiers.swap_out(sequence, each.blocks)
                 sequence.swapped = each.num_tokens
         free(group)
 

@@ -64,7 +64,7 @@ class FilePrefetch:
         if awaited and now - request.since < self._patience(awaited) and request.looks < _MOST_LOOKS:
             self._waiting[group] = None
             return True
-        self._tiers.give_up(awaited)
+        self._tiers.count_late(awaited)
         request.is_over = True
         return False
 
@@ -80,7 +80,7 @@ class FilePrefetch:
         self._waiting.pop(group, None)
         request = self._requests.pop(group, None)
         if request is not None:
-            self._tiers.let_go(request.names)
+            self._tiers.release_fetched(request.names)
 
     def _patience(self, num_blocks: int) -> float:
         seconds = self._compute.seconds(num_blocks * self._block_size)

@@ -25,6 +25,8 @@ class Prefill:
         self._scheduler, self._budget = scheduler, budget
         self._owing: dict[Group, None] = {}  # running groups with known tokens to compute, in no order
         self._stopped_step, self._stopped_for = -1, ""  # when and why a waiting group was last not admitted
+        self._blocked: Group | None = None  # the group for which there was no room,
+        self._blocked_at = 0, 0  # at this version of the row table, with so many free blocks
 
     def __bool__(self) -> bool:
         """Whether known tokens of running groups are still to be computed."""
@@ -59,9 +61,11 @@ class Prefill:
         if is_new and scheduler.reuse.attach(builder, group, scheduler.tick, scheduler.now):
             room.note_prefill(group)
             return
+        if len(group.live) == 1 and not group.is_forked:
+            self._compute_only(builder, group, is_new=is_new)
+            return
         if not group.is_forked:
-            leader = group.leader
-            target = leader.num_tokens if len(group.live) == 1 else group.num_prompt
+            leader, target = group.leader, group.num_prompt
             if not self._compute_chunk(builder, leader, target):
                 return
             is_whole = leader.num_computed == target
@@ -81,6 +85,19 @@ class Prefill:
             for sequence in unbegun:
                 scheduler.paced.add(sequence)
 
+    def _compute_only(self, builder: PlanBuilder, group: Group, *, is_new: bool) -> None:
+        """`_compute_owed` for the usual group, of one sequence."""
+        sequence = group.live[0]
+        target = group.num_prompt + len(sequence.outputs)
+        if not self._compute_chunk(builder, sequence, target):
+            return
+        is_whole = sequence.num_computed == target
+        if not is_whole or not is_new:
+            self._scheduler.room.note_prefill(group)
+        if is_whole:
+            group.is_forked = True
+            del self._owing[group]
+
     def _compute_chunk(self, builder: PlanBuilder, sequence: Sequence, target: int) -> bool:
         """False when the group had to give up its blocks."""
         scheduler, start, group = self._scheduler, sequence.num_computed, sequence.group
@@ -90,14 +107,13 @@ class Prefill:
         assert sequence.row is not None
         sequence.num_computed = start + count
         group.ledger.note("chunk", scheduler.now, count)
-        samplers: list[Sequence] = []
+        rows: list[int] = []
         if start + count == target:
-            siblings = [sequence] if group.is_forked else group.live
-            samplers = [each for each in siblings if each.num_tokens == target]
-        rows = tuple([each.row for each in samplers if each.row is not None])
-        builder.compute(Chunk(sequence.row, start, count, rows))
-        for each in samplers:
-            self._begin(builder, each)
+            for each in [sequence] if group.is_forked else group.live:
+                if each.num_tokens == target and each.row is not None:
+                    rows.append(each.row)
+                    self._begin(builder, each)
+        builder.compute(Chunk(sequence.row, start, count, tuple(rows)))
         return True
 
     def _begin(self, builder: PlanBuilder, sequence: Sequence) -> None:
@@ -163,9 +179,19 @@ class Prefill:
                 return None, "preempted in this step"
             if len(group.live) + group.num_beams_to_come > num_free:
                 return None, "no free row"
+            if group is self._blocked and self._is_unchanged():
+                return None, "no free blocks"
             reason = scheduler.reuse.wait_reason(group, scheduler.now)
+            if not reason and scheduler.room.has_room(group, scheduler.running):
+                return group, ""
             if not reason:
-                return (group, "") if scheduler.room.has_room(group, scheduler.running) else (None, "no free blocks")
+                self._blocked, self._blocked_at = group, (scheduler.rows.version, scheduler.pool.num_free)
+                return None, "no free blocks"
             group.waited_for = reason
             scheduler.waiting.defer(group)
             scheduler.policy.deferred(group)
+
+    def _is_unchanged(self) -> bool:
+        """Whether nothing can have made room for the blocked group: no sequence has come or gone, and no block."""
+        version, num_free = self._blocked_at
+        return self._scheduler.rows.version == version and self._scheduler.pool.num_free <= num_free

@@ -11,8 +11,9 @@ from quire.engine.decoding.group import Group, Sequence
 from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import NO_MATCH, Match, PrefixTree
-from quire.engine.kvcache.tiers.base import NoTiers, TierHit, Tiers, Wanted
+from quire.engine.kvcache.tiers.base import NoTiers, TierHit, TierQuery, Tiers
 from quire.engine.scheduler.accounts import num_computed
+from quire.engine.scheduler.block_filler import BlockFiller
 from quire.engine.scheduler.live_suffixes import LiveSuffixIndex
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.prefetch import FilePrefetch
@@ -20,8 +21,7 @@ from quire.engine.scheduler.prefix_misses import name_for, why_missed
 from quire.engine.scheduler.publisher import Publisher
 from quire.engine.scheduler.row_table import RowTable
 from quire.engine.scheduler.unpublished_prefixes import UnpublishedPrefixes
-from quire.types.step import BlockCopy, Chunk
-from quire.types.transfer import SlotMove
+from quire.types.step import Chunk
 
 _NOTHING_LOADED: Counter[str] = Counter()
 
@@ -54,6 +54,7 @@ class PrefixReuse:
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
         self._pool, self._tree, self._tiers, self._rows = pool, tree, tiers, rows
         self._block_size, self._width = block_size, block_size * TOKEN_BYTES
+        self._filler = BlockFiller(pool, tree, block_size)
         self._publisher = Publisher(pool, tree, tiers, rows, block_size)
         self._unpublished = UnpublishedPrefixes(block_size)
         self._has_tiers = not isinstance(tiers, NoTiers)
@@ -66,8 +67,8 @@ class PrefixReuse:
         self.tier_hits: Counter[str] = Counter()  # those that were found in a tier
 
     def reads_cache(self, group: Group) -> bool:
-        """Where prompt logprobs are asked for, every position must be computed."""
-        return self._tree is not None and group.request.sampling.prompt_logprobs is None
+        """Whether a group may begin with cached blocks."""
+        return self._tree is not None and group.reads_cache
 
     # ------------------------------------------------------------------------------------------------- looking up
     def lookup(self, group: Group) -> Match:
@@ -75,10 +76,9 @@ class PrefixReuse:
 
         Costs nothing while the tree has not changed where the last lookup ended.
         """
-        tree = self._tree
-        if tree is None or not self.reads_cache(group):
+        tree, hit = self._tree, group.hit
+        if tree is None or not group.reads_cache:
             return NO_MATCH
-        hit = group.hit
         return hit.match if hit is not None and self._is_valid(tree, group, hit) else self._look(tree, group)
 
     def _is_valid(self, tree: PrefixTree, group: Group, hit: Hit) -> bool:
@@ -92,20 +92,37 @@ class PrefixReuse:
         return closest is None or (not closest.is_detached and closest.end > match.num_blocks)
 
     def _look(self, tree: PrefixTree, group: Group) -> Match:
-        match = self._match(tree, group.leader, self._leader_limit(group))
+        match = self._match(tree, group.live[0], self._leader_limit(group))
         group.hit = Hit(match, 0 if match.node is None else match.node.changes, self._plan)
         return match
+
+    def num_cached(self, group: Group) -> int:
+        """How many of the tokens that a waiting group computes first are cached. It may miss what has been cached since
+        the last lookup of less than a block, so that a queue can be ranked by it at little cost."""
+        match = NO_MATCH if group.hit is None else group.hit.match
+        node, count = match.node, match.num_blocks
+        if node is None or node.is_detached or node.end != count:
+            return self.lookup(group).num_tokens
+        following = group.leader.tokens()[count * self._width : (count + 1) * self._width]
+        if node.child(following) is not None or self._unpublished.has(node, following):
+            return self.lookup(group).num_tokens
+        return match.num_tokens
 
     def wait_reason(self, group: Group, now: float) -> str:
         """Why a group had better not be admitted now; "": it is ready. It is in `ready` when that is over."""
         tree = self._tree
-        if tree is None or not self.reads_cache(group):
+        if tree is None or not group.reads_cache:
             return ""
         if self.prefetch is not None and self.prefetch.is_awaited(group, now):
             return "its blocks are read from disk"
-        match, limit, tokens = self.lookup(group), self._leader_limit(group), group.leader.tokens()
+        match = self.lookup(group)
+        if not self._unpublished:
+            return ""
+        limit, tokens = self._leader_limit(group), group.leader.tokens()
         other = self._unpublished.find(match, tokens, limit)
-        if other is not None and self._has_more(other):
+        if other is None:
+            return ""
+        if self._has_more(other):
             match = self._look(tree, group)
             other = self._unpublished.find(match, tokens, limit)
         if other is None or other.group is group:
@@ -118,7 +135,7 @@ class PrefixReuse:
         return sequence.num_readable // self._block_size > sequence.table.num_cached
 
     def _leader_limit(self, group: Group) -> int:
-        return (group.leader.num_tokens if len(group.live) == 1 else group.num_prompt) - 1
+        return group.num_prompt - 1 + (len(group.live[0].outputs) if len(group.live) == 1 else 0)
 
     def _limits(self, group: Group) -> dict[Sequence, int]:
         """Which sequences are looked up when the group is admitted, and how many tokens of each: all its samples where
@@ -136,6 +153,8 @@ class PrefixReuse:
 
     def _publish_at(self, match: Match, tokens: bytes, limit: int) -> bool:
         """Publish the blocks of every running sequence that could extend a match; returns whether there were any."""
+        if match.node is None or match.node.end != match.num_blocks:
+            return False
         sequence = self._unpublished.find(match, tokens, limit)
         if sequence is None or not self._has_more(sequence):
             return self._publisher.publish_live(match, tokens)
@@ -143,8 +162,8 @@ class PrefixReuse:
         self._unpublished.place(sequence)
         return is_published
 
-    def _wanted(self, sequence: Sequence, limit: int) -> Wanted:
-        return Wanted(self._tier_salt(sequence.group), sequence.tokens(), limit, sequence.swapped)
+    def _query(self, sequence: Sequence, limit: int) -> TierQuery:
+        return TierQuery(self._tier_salt(sequence.group), sequence.tokens(), limit, sequence.swapped)
 
     def _tier_salt(self, group: Group) -> str:
         """The salt of what a group has in the tiers: its own alone, where it shares nothing."""
@@ -157,7 +176,7 @@ class PrefixReuse:
         if tree is None or not self.reads_cache(group):
             return []
         limit = self._leader_limit(group)
-        return self._tiers.find_files(self._look(tree, group), self._wanted(group.leader, limit))
+        return self._tiers.find_files(self._look(tree, group), self._query(group.leader, limit))
 
     # -------------------------------------------------------------------------------------------------- attaching
     def attach(self, builder: PlanBuilder, group: Group, tick: int, now: float) -> bool:
@@ -177,11 +196,13 @@ class PrefixReuse:
             self._hold(sequence, match, hit, builder, tick)
         loaded: Counter[str] = Counter()
         waits = False
-        self._copy_partials({sequence: match for sequence, (match, hit) in found.items() if not hit.slots}, builder)
+        self._filler.copy_partials(
+            {sequence: match for sequence, (match, hit) in found.items() if not hit.slots}, builder
+        )
         for sequence, (_, hit) in found.items():  # after all hold what they found: a load evicts nothing of another
             before = sequence.num_computed
             if hit.slots and before < hit.num_tokens:  # else it borrowed more from the sequence that it branches off
-                loaded += self._load(sequence, hit, builder)
+                loaded += self._filler.load(sequence, hit, builder)
                 waits |= sequence.num_computed > before  # for its own loads, or for those of another group
         for sequence in found:
             builder.introduce(sequence)
@@ -197,13 +218,13 @@ class PrefixReuse:
         """`attach` for the usual group: one sequence that finds nothing but what the device has."""
         sequence, tree, limit = group.live[0], self._tree, self._leader_limit(group)
         match = NO_MATCH
-        if tree is not None and self.reads_cache(group):
+        if tree is not None and group.reads_cache:
             match = self.lookup(group)
             if group.hit is None or group.hit.plan != self._plan:
                 match = self._look(tree, group)
         self._hold_blocks(sequence, match)
         if match.partial is not None:
-            self._copy_partials({sequence: match}, builder)
+            self._filler.copy_partials({sequence: match}, builder)
         builder.introduce(sequence)
         self._note(group, match, TierHit(0), limit, sequence.num_computed, _NOTHING_LOADED, now)
         group.hit = None
@@ -225,7 +246,7 @@ class PrefixReuse:
             limit = limits[sequence] if self.reads_cache(sequence.group) else min(limits[sequence], sequence.swapped)
             hit = TierHit(match.num_tokens)
             if limit > match.num_tokens:
-                hit = self._tiers.find(match, self._wanted(sequence, limit))
+                hit = self._tiers.find(match, self._query(sequence, limit))
             found[sequence] = match, hit
         return found
 
@@ -252,61 +273,6 @@ class PrefixReuse:
             tree.used(node if match.partial is None or match.closest is None else match.closest)
         sequence.num_computed = sequence.num_readable = table.num_tokens
 
-    def _copy_partials(self, matches: Mapping[Sequence, Match], builder: PlanBuilder) -> None:
-        """Go on with copies of the blocks that agree in their first tokens, as far as there are blocks for them."""
-        copied = [
-            (sequence, match.partial, match.num_tokens, match.closest)
-            for sequence, match in matches.items()
-            if match.partial is not None and match.closest is not None and sequence.num_computed < match.num_tokens
-        ]
-        tree = self._tree
-        if not copied or tree is None:
-            return
-        for *_, node in copied:  # no copy may take the place of a block that is still to be copied
-            tree.lock(node)
-        for sequence, partial, num_tokens, _ in copied:
-            if self._pool.num_free:
-                blocks = self._pool.take(1)
-                assert sequence.row is not None
-                builder.copy(sequence.row, BlockCopy(partial, blocks[0]))
-                sequence.table.extend(blocks, num_tokens)
-                sequence.num_computed = num_tokens
-        for *_, node in copied:
-            tree.unlock(node)
-
-    def _load(self, sequence: Sequence, hit: TierHit, builder: PlanBuilder) -> Counter[str]:
-        """Take blocks for what was found in slots, as far as there are some; returns how many tokens came from
-        where."""
-        blocks: list[int] = []
-        loaded: Counter[str] = Counter()
-        for slot in hit.slots:
-            assert slot.name is not None
-            length = min(self._block_size, hit.num_tokens - sequence.num_computed)
-            if (block := builder.loading(slot.name)) is not None:
-                self._pool.share([block])
-            elif (block := self._fresh_block(builder)) is not None:
-                builder.load(slot.name, SlotMove(block, slot.number))
-                loaded[slot.read()] += length
-            else:
-                break
-            blocks.append(block)
-            sequence.num_computed += length
-        sequence.table.extend(blocks, sequence.num_computed)
-        return loaded
-
-    def _fresh_block(self, builder: PlanBuilder) -> int | None:
-        """A block that the plan in work copies nothing from: what is loaded may be there before that is done."""
-        passed: list[int] = []
-        fresh: int | None = None
-        while fresh is None and self._pool.num_free:
-            (block,) = self._pool.take(1)
-            if builder.copies_from(block):
-                passed.append(block)
-            else:
-                fresh = block
-        self._pool.release(passed)
-        return fresh
-
     def _num_shared(self, group: Group, origin: Sequence, builder: PlanBuilder, tick: int) -> int:
         """How many tokens a branch can take over from the sequence it branches off, if that still runs."""
         source = group.request.source
@@ -326,15 +292,13 @@ class PrefixReuse:
     ) -> None:
         """Write into the ledger what was found, and why no more."""
         if num_found:
-            parts = {"device": max(num_found - loaded.total(), 0), **loaded} if loaded else {}
-            note = ", ".join(f"{tier} {count}" for tier, count in parts.items() if count)
-            group.ledger.note("cached", now, num_found, note)
+            group.ledger.note("cached", now, num_found, _sources(num_found, loaded) if loaded else "")
         is_read = self.reads_cache(group)
         is_missed = is_read and num_found < limit and num_found == max(match.num_tokens, hit.num_tokens)
         if self._tree is not None and is_missed:
             group.ledger.note_miss(now, why_missed(self._tree, group, match, num_found, now))
         if group.num_cached is None:
-            group.num_cached = min(num_found, group.num_prompt)
+            group.num_cached = num_found if num_found < group.num_prompt else group.num_prompt
             self.num_hits += group.num_cached
             self.num_queries += group.num_prompt if is_read else 0
             if loaded:
@@ -352,7 +316,7 @@ class PrefixReuse:
                 for sequence in group.live:
                     if sequence.swapped:
                         sequence.swapped = 0
-                        self._tiers.unpark(sequence)
+                        self._tiers.release_swapped(sequence)
         self._loading.clear()
         self._plan += 1
 
@@ -367,8 +331,10 @@ class PrefixReuse:
         if chunk.sample_rows and group.search is None:
             for row in chunk.sample_rows:
                 self._publisher.live.place(self._rows.sequence_at(row))
-        is_whole = bool(chunk.sample_rows) or group.is_forked
-        self.ready += self._unpublished.wake(sequence, None if is_whole else sequence.num_readable // self._block_size)
+        if self._unpublished.is_awaited(sequence):
+            is_whole = bool(chunk.sample_rows) or group.is_forked
+            num_blocks = None if is_whole else sequence.num_readable // self._block_size
+            self.ready += self._unpublished.wake(sequence, num_blocks)
 
     def publish(self, sequence: Sequence, *, leaving: bool = False) -> None:
         """Let others find the full blocks whose tokens are known and computed by the steps planned so far.
@@ -421,3 +387,9 @@ class PrefixReuse:
         self._unpublished.check()
         if self._tree is not None:
             self._tree.check()
+
+
+def _sources(num_found: int, loaded: Counter[str]) -> str:
+    """How many of the tokens that were found came from where."""
+    parts = {"device": max(num_found - loaded.total(), 0), **loaded}
+    return ", ".join(f"{tier} {count}" for tier, count in parts.items() if count)

@@ -33,7 +33,8 @@ class Publisher:
 
     def publish_live(self, match: Match, tokens: bytes) -> bool:
         """Publish the blocks of every generating sequence that could extend a match; returns whether there were any."""
-        return sum([self.publish_running(sequence) for sequence in self.live.find(match, tokens)]) > 0
+        sequences = self.live.find(match, tokens)
+        return bool(sequences) and sum([self.publish_running(sequence) for sequence in sequences]) > 0
 
     def publish_running(self, sequence: Sequence) -> bool:
         """Publish what a running sequence has computed; returns whether there was anything. A step whose result came
@@ -87,7 +88,7 @@ class Publisher:
         published = tokens[first * width : (first + fresh) * width]
         request = sequence.group.request
         added = table.cache(table.node, published, fresh, Owner(request.request_id, request.tenant))
-        self._tiers.kept(added, len(added.blocks) - fresh)
+        self._tiers.on_publish(added, len(added.blocks) - fresh)
         return True
 
     def _num_own(self, sequence: Sequence, first: int, last: int, *, leaving: bool) -> int:

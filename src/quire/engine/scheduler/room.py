@@ -9,7 +9,7 @@ from quire.engine.admission import most_blocks
 from quire.engine.decoding.group import Group
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import PrefixTree
-from quire.engine.kvcache.reserve import ReservedTable, RunKeeper, RunPool
+from quire.engine.kvcache.reserve import ReservedTable, RunAllocator, RunPool
 from quire.engine.kvcache.table import BlockTable
 from quire.engine.scheduler.policies.base import Policy
 from quire.engine.scheduler.prefix_reuse import PrefixReuse
@@ -49,6 +49,7 @@ class OnDemandRoom:
         self, pool: BlockPool, tree: PrefixTree | None, block_size: int, reuse: PrefixReuse, rows: RowTable
     ) -> None:
         self._pool, self._tree, self._block_size, self._reuse, self._rows = pool, tree, block_size, reuse, rows
+        self._ahead = min(AHEAD, block_size)
         self._owed: dict[Group, int] = {}  # blocks that running groups must still take for tokens that are known
         self._num_owed = 0  # all of these
         self._no_preempt: list[Group] = []  # groups that were admitted for the last time
@@ -63,7 +64,9 @@ class OnDemandRoom:
         if not len(running):
             return True
         size, shareable = self._block_size, group.num_prompt // self._block_size
-        own = sum(-(-sequence.num_tokens // size) - shareable for sequence in group.live)
+        own = 0
+        for sequence in group.live:
+            own += -(-(group.num_prompt + len(sequence.outputs)) // size) - shareable
         left = self._pool.num_free - self._num_owed - own  # if it shared its whole prompt
         missing = shareable + self._headroom(group, running, left) - left
         if 0 < missing <= shareable:  # blocks it would share with those who run cost nothing
@@ -83,7 +86,7 @@ class OnDemandRoom:
         is expected to grow by, and at last for all that it and everybody beside it can: then nobody is preempted while
         it runs. What is above `most` may be counted in part."""
         size = self._block_size
-        least = -(-self._rows.num_taken * min(AHEAD, size) // size) + group.num_beams_to_come
+        least = -(-self._rows.num_taken * self._ahead // size) + group.num_beams_to_come
         if self._no_preempt:
             self._no_preempt = [each for each in self._no_preempt if each.is_running]
         if self._no_preempt or group.num_preemptions >= PATIENCE:
@@ -145,16 +148,16 @@ def _expected_tokens(group: Group) -> int:
 class ReservedRoom:
     """A run of blocks for a sequence's whole life, as long as the policy says."""
 
-    def __init__(self, pool: RunPool, block_size: int, policy: Policy, *, to_the_end: bool) -> None:
+    def __init__(self, pool: RunPool, block_size: int, policy: Policy, *, frees_together: bool) -> None:
         self._pool, self._block_size, self._policy = pool, block_size, policy
-        self._keeper = RunKeeper(pool, to_the_end=to_the_end)
+        self._allocator = RunAllocator(pool, frees_together=frees_together)
 
     @property
     def kept(self) -> Sequence[int]:
-        return self._keeper.kept
+        return self._allocator.released
 
     def new_table(self) -> BlockTable:
-        return ReservedTable(self._keeper, self._block_size)
+        return ReservedTable(self._allocator, self._block_size)
 
     def has_room(self, group: Group, running: GroupQueue) -> bool:  # noqa: ARG002 - Room's signature
         return -(-self._policy.reserved(group) // self._block_size) <= self._pool.longest_run

@@ -69,7 +69,7 @@ class Scheduler:
             if keep:
                 self.reuse.publish(sequence, leaving=True)
         else:
-            self.tiers.unpark(sequence)
+            self.tiers.release_swapped(sequence)
         sequence.table.free()
         if sequence.controller is not PLAIN:
             sequence.controller.close()
@@ -114,7 +114,7 @@ class Scheduler:
 
     def num_cached(self, group: Group) -> int:
         """How many of the tokens that a waiting group owes are in the prefix cache."""
-        return self.reuse.lookup(group).num_tokens
+        return self.reuse.num_cached(group)
 
     # ------------------------------------------------------------------------------------------------- planning
     def plan(self, now: float = 0.0) -> StepPlan | None:
@@ -133,12 +133,12 @@ class Scheduler:
         if builder.drafting:
             self.paced.add_drafts(builder)
         self.ahead_rows = self.decoding.snapshot() if self._stride else NO_ROWS
-        if builder.is_idle and not len(self.ahead_rows) and not builder.loads and not self.tiers.has_orders:
+        if builder.is_idle and not len(self.ahead_rows) and not builder.loads and not self.tiers.has_transfers:
             return None
         return self._finish(builder)
 
     def _finish(self, builder: PlanBuilder) -> StepPlan:
-        transfers, released = self.tiers.take_orders(builder.loads), tuple(self._released)
+        transfers, released = self.tiers.take_transfers(builder.loads), tuple(self._released)
         is_guided = self.rows.num_guided > 0 and self._samples_guided(builder)
         plan, self.masks = builder.finish(self.num_plans, self.ahead_rows, released, transfers, is_guided=is_guided)
         self._released.clear()

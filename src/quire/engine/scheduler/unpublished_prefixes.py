@@ -25,6 +25,10 @@ class UnpublishedPrefixes:
         self._waiting: dict[Sequence, dict[Group, int]] = {}  # for each, the blocks that must be computed first
         self._awaited: dict[Group, Sequence] = {}
 
+    def __bool__(self) -> bool:
+        """Whether any running sequence has a prompt block that is not published."""
+        return bool(self._sequences)
+
     def place(self, sequence: Sequence) -> None:
         """Enter a sequence, or enter it anew behind the blocks that it has published."""
         node = sequence.table.node
@@ -37,6 +41,10 @@ class UnpublishedPrefixes:
         if len(tokens) == self._width and place not in self._sequences:  # else another computes the same block already
             self._places[sequence] = place
             self._sequences[place] = sequence
+
+    def has(self, node: Node, tokens: bytes) -> bool:
+        """Whether a sequence has, or will have, the block of these tokens that follows a node's run."""
+        return (node, tokens) in self._sequences
 
     def find(self, match: Match, tokens: bytes, limit: int) -> Sequence | None:
         """The sequence that has, or will have, the block which follows a match of the first `limit` of these tokens."""
@@ -64,6 +72,10 @@ class UnpublishedPrefixes:
         shared = common_bytes(group.prompt, theirs, 0, min(whole, len(theirs))) // self._width
         self._waiting.setdefault(sequence, {})[group] = shared
         self._awaited[group] = sequence
+
+    def is_awaited(self, sequence: Sequence) -> bool:
+        """Whether a group waits for a sequence."""
+        return sequence in self._waiting
 
     def wake(self, sequence: Sequence, num_blocks: int | None) -> list[Group]:
         """A sequence has computed so many blocks, or None: all of its prompt. Returns the groups that wait no more."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.config.graphs import row_buckets
+from quire.config.engine import row_buckets
 from quire.runtime.models.registry import Model
 from quire.runtime.models.triton_stack import TritonStack
 from quire.runtime.sampling.logprobs import Listing

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quire.config.engine import EngineConfig
-from quire.config.graphs import token_buckets
+from quire.config.engine import EngineConfig, token_buckets
 from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import TORCH_DTYPES
 from quire.runtime.models.registry import Model

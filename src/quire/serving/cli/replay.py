@@ -138,37 +138,37 @@ def _check_reserving(args: argparse.Namespace, cache: CacheConfig, scheduler: Sc
 
 
 def _check(recording: Recording, args: argparse.Namespace) -> int:
-    from quire.simulator.rehearsal import rehearse
+    from quire.simulator.replay import replay
 
     if recording.inexact:
         raise ConfigError("check", f"cannot tell: {recording.inexact[0]}", "leave --check out")
-    rehearsal = rehearse(recording)
-    steps, requests, facts = len(rehearsal.run.steps), len(rehearsal.run.outcomes), _facts(recording)
+    result = replay(recording)
+    steps, requests, facts = len(result.run.steps), len(result.run.outcomes), _facts(recording)
     if args.json:
-        difference = None if rehearsal.difference is None else str(rehearsal.difference)
+        difference = None if result.difference is None else str(result.difference)
         counts = {"steps": steps, "requests": requests}
         print(json.dumps({"same": difference is None, **counts, "difference": difference, "recording": facts}))
-        return 0 if rehearsal.difference is None else DIFFERENT
+        return 0 if result.difference is None else DIFFERENT
     for line in _remarks({"recording": facts}):
         print(line)
-    if rehearsal.difference is None:
+    if result.difference is None:
         print(f"the same: {steps} step calls, {requests} requests")
     else:
-        print(f"not the same: {rehearsal.difference}")
-    return 0 if rehearsal.difference is None else DIFFERENT
+        print(f"not the same: {result.difference}")
+    return 0 if result.difference is None else DIFFERENT
 
 
 def _runs(recording: Recording, args: argparse.Namespace, changes: list[str]) -> tuple[list[Run], dict[str, Any]]:
     """The runs asked for, the one to compare with first, and what is to be said of how they came about."""
     if not changes and args.against is None:
-        from quire.simulator.rehearsal import rehearse
+        from quire.simulator.replay import replay
 
-        rehearsal = rehearse(recording)
-        told = None if rehearsal.difference is None else str(rehearsal.difference)
-        return [rehearsal.run], {"difference": told, "inexact": recording.inexact}
+        result = replay(recording)
+        told = None if result.difference is None else str(result.difference)
+        return [result.run], {"difference": told, "inexact": recording.inexact}
     from quire.simulator.what_if import Scenario
 
-    setup, scenario = recording.setup, Scenario.of(recording)
+    setup, scenario = recording.setup, Scenario.from_recording(recording)
     cache, scheduler = changed(args, setup.cache, setup.scheduler)
     name = ", ".join(f"{each.replace('_', ' ')} {getattr(args, each)}" for each in changes) or RECORDED
     if changes == ["policy"] or args.against in POLICY_NAMES:
@@ -204,14 +204,14 @@ def _facts(recording: Recording) -> dict[str, Any]:
         "quire": setup.quire,
         "date": setup.date,
         "tokens": setup.tokens,
-        "over": recording.over,
+        "over": recording.end_reason,
         "dead": recording.dead,
     }
 
 
 def _show(runs: list[Run], facts: dict[str, Any], args: argparse.Namespace) -> None:
-    from quire.simulator.export import export_changes, export_run
     from quire.simulator.html import render
+    from quire.simulator.summary import export_changes, export_run
     from quire.simulator.text import show_changes, show_run
 
     if args.html is not None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 
 import pytest
@@ -90,6 +91,19 @@ def test_a_grammar_that_takes_long_to_compile_is_compiled_once() -> None:
     grammar.seconds = 2 * compiled_grammar.QUICK_SECONDS
     grammar.balance(by_lexer([grammar.matcher((EOS,)) for _ in range(100)]))
     assert not builder.jobs
+
+
+def test_a_grammar_whose_compilation_had_to_wait_does_not_count_as_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's thread waits while others hold the GIL, or the processor. Under load every grammar would count as
+    slow, and all its rows would share one lexer for good."""
+    begin = TOKENS.begin
+
+    def wait_and_begin(*args: object) -> object:
+        time.sleep(2 * compiled_grammar.QUICK_SECONDS)
+        return begin(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TOKENS, "begin", wait_and_begin)
+    assert CompiledGrammar(WORDS, TOKENS, max_lexers=4).seconds < compiled_grammar.QUICK_SECONDS
 
 
 def test_one_batch_moves_only_as_many_tokens_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

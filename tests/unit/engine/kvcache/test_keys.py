@@ -7,7 +7,7 @@ import random
 import pytest
 
 from cached_tables import CachedTables, pack
-from quire.engine.kvcache.keys import KEY_BYTES, chain, common_bytes, frame, next_key, root_key
+from quire.engine.kvcache.keys import KEY_BYTES, chain_keys, common_bytes, frame, next_key, root_key
 
 SIZE = 4
 
@@ -50,14 +50,14 @@ def test_a_hash_depends_on_the_namespace_the_salt_and_every_token_before() -> No
 def test_the_trees_hashes_are_those_that_tiers_make_from_tokens(salt: str) -> None:
     cache, tokens = CachedTables(8, SIZE, namespace=b"space"), list(range(12))
     parts = [pack(tokens[start : start + SIZE]) for start in range(0, 12, SIZE)]
-    assert keys_of(cache, tokens, salt) == list(chain(root_key(b"space", salt), parts))
+    assert keys_of(cache, tokens, salt) == list(chain_keys(root_key(b"space", salt), parts))
     assert cache.tree.root_key(salt) == root_key(b"space", salt)
 
 
 @pytest.mark.parametrize("split_first", [True, False])
 def test_a_run_that_is_split_keeps_the_hashes_of_its_blocks(split_first: bool) -> None:
     cache, tokens = CachedTables(16, SIZE, namespace=b"space"), list(range(24))
-    wanted = list(chain(root_key(b"space", ""), [pack(tokens[start : start + SIZE]) for start in range(0, 24, SIZE)]))
+    wanted = list(chain_keys(root_key(b"space", ""), blocks_of(tokens)))
     if not split_first:
         assert keys_of(cache, tokens) == wanted
     for cut in (8, 16, 4):
@@ -83,7 +83,7 @@ def test_a_hash_asked_of_the_deepest_block_first_is_the_same() -> None:
     deepest = cache.tree.key_of(node, 1_999)
     assert len(node.keys) == 2_000
     assert deepest == next_key(cache.tree.key_of(node, 1_998), pack(tokens[-SIZE:]))
-    assert deepest == list(chain(root_key(b"space", "s"), blocks_of(tokens)))[-1]
+    assert deepest == list(chain_keys(root_key(b"space", "s"), blocks_of(tokens)))[-1]
 
 
 def test_a_hash_is_found_behind_more_runs_than_any_stack_is_deep() -> None:
@@ -95,7 +95,8 @@ def test_a_hash_is_found_behind_more_runs_than_any_stack_is_deep() -> None:
     node = held.node
     assert node is not None
     assert len(node.blocks) == 1
-    assert cache.tree.key_of(node, 0) == list(chain(root_key(b"space", ""), map(pack, ([each] for each in tokens))))[-1]
+    keys = list(chain_keys(root_key(b"space", ""), (pack([each]) for each in tokens)))
+    assert cache.tree.key_of(node, 0) == keys[-1]
 
 
 def test_nothing_is_hashed_before_it_is_asked_for() -> None:

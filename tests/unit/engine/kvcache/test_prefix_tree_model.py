@@ -11,7 +11,7 @@ import pytest
 
 from cached_tables import CachedTables, pack, unpack
 from quire.config.tiers import EVICTION_NAMES, EvictionName
-from quire.engine.kvcache.keys import TOKEN_BYTES, chain, root_key
+from quire.engine.kvcache.keys import TOKEN_BYTES, chain_keys, root_key
 from quire.engine.kvcache.prefix_tree import Node
 from quire.engine.kvcache.run_history import MAX_GHOSTS
 from quire.engine.kvcache.table import BlockTable
@@ -305,7 +305,7 @@ class Play(CachedTables):
                 tokens = self.tokens_to(node, len(node.blocks) - 1)
                 width, data = self.size * TOKEN_BYTES, pack(tokens)
                 parts = [data[place : place + width] for place in range(0, len(data), width)]
-                keys = list(chain(root_key(b"space", node.salt), parts))
+                keys = list(chain_keys(root_key(b"space", node.salt), parts))
                 index = self.rng.randrange(len(node.blocks))
                 assert self.tree.key_of(node, index) == keys[node.start + index]
 

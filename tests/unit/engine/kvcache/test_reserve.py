@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from quire.engine.kvcache.reserve import ReservedTable, RunKeeper, RunPool, reserved_tokens
+from quire.engine.kvcache.reserve import ReservedTable, RunAllocator, RunPool, reserved_tokens
 from quire.types.errors import OutOfBlocks
 
 
@@ -52,7 +52,7 @@ def test_runs_never_overlap_and_all_come_back() -> None:
 
 def test_a_reserved_table_keeps_its_run_whatever_is_written_to_it() -> None:
     pool = RunPool(8)
-    table = ReservedTable(RunKeeper(pool, to_the_end=False), block_size=4)
+    table = ReservedTable(RunAllocator(pool, frees_together=False), block_size=4)
     table.reserve(14)
     assert table.append(5) == []
     table.truncate(2)
@@ -65,14 +65,14 @@ def test_a_reserved_table_keeps_its_run_whatever_is_written_to_it() -> None:
 
 def test_a_batchs_memory_comes_back_as_one() -> None:
     pool = RunPool(8)
-    keeper = RunKeeper(pool, to_the_end=True)
-    tables = [ReservedTable(keeper, block_size=4) for _ in range(2)]
+    allocator = RunAllocator(pool, frees_together=True)
+    tables = [ReservedTable(allocator, block_size=4) for _ in range(2)]
     for table in tables:
         table.reserve(8)
     tables[0].free()
-    assert (pool.num_used, keeper.kept) == (4, [0, 1])
+    assert (pool.num_used, allocator.released) == (4, [0, 1])
     tables[1].free()
-    assert (pool.num_used, keeper.kept) == (0, [])
+    assert (pool.num_used, allocator.released) == (0, [])
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_twins_of_a_prompt_in_work_wait_for_it_and_find_all_of_it(policy: str) -
 
 
 # ---------------------------------------------------------------------------------------------------- publishing
-def test_a_copy_of_cached_blocks_is_searched_for_once_until_its_sequence_leaves(
+def test_a_copy_of_cached_blocks_is_searched_for_only_when_its_sequence_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, searched = Harness(max_num_batched_tokens=8), list[int]()
@@ -219,7 +219,7 @@ def test_a_copy_of_cached_blocks_is_searched_for_once_until_its_sequence_leaves(
     monkeypatch.setattr(PrefixTree, "descend", count)
     engine.run()
     assert len(engine.finished["copy"].ledger) > 5  # several chunks
-    assert searched == [2, 6]  # with its first chunk, and at its end
+    assert searched == [6]
     assert engine.core.stats().blocks.cached == 6
 
 
@@ -228,13 +228,13 @@ def test_tiers_are_told_once_of_each_block_that_becomes_cached_in_the_order_of_a
 ) -> None:
     engine = Harness(tiers=TierConfig(32, write="through"), max_num_batched_tokens=8)
     tiers, told = engine.core._scheduler.tiers, list[tuple[int, int]]()
-    kept = tiers.kept
+    publish = tiers.on_publish
 
     def note(node: Node, first: int) -> None:
         told.append((node.start + first, node.end))
-        kept(node, first)
+        publish(node, first)
 
-    monkeypatch.setattr(tiers, "kept", note)
+    monkeypatch.setattr(tiers, "on_publish", note)
     ask(engine, "a", [*block(1, 2, 3), 7])
     ask(engine, "b", [*block(1, 2, 3, 4), 7])
     ask(engine, "c", [*block(1, 9), 7])
@@ -341,7 +341,7 @@ def test_a_group_whose_blocks_another_one_loads_waits_for_them_too(monkeypatch: 
     reuse, story = engine.core._scheduler.reuse, [place * 7 % 90 for place in range(16)]
     ask(engine, "before", [*story, 5])
     ask(engine, "filler", [50] * 84)
-    monkeypatch.setattr(reuse._pending, "find", lambda *_: None)  # as for a group that computes no prompt
+    monkeypatch.setattr(reuse._unpublished, "find", lambda *_: None)  # as for a group that computes no prompt
     engine.submit("one", [*story, 6], max_tokens=3, seed=1)
     engine.submit("two", [*story, 7], max_tokens=3, seed=1)
     engine.run()

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from quire.config.graphs import row_buckets
+from quire.config.engine import row_buckets
 from quire.config.model import Heads
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.worker.capture import Launch

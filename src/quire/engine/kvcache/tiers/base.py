@@ -1,4 +1,4 @@
-"""What the scheduler needs of the tiers beyond the device, and what there is without them."""
+"""The interface of the scheduler to the host and disk tiers, and its implementation for an engine without tiers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from quire.types.transfer import NO_TRANSFERS, SlotMove, TransferReport, Transfe
 
 
 class TierHit(NamedTuple):
-    """How many of a sequence's first tokens are computed, on the device and in the slots of host memory that follow the
-    whole blocks there. The last slot may hold a partial block."""
+    """The cached prefix of a sequence, in tokens: whole blocks on the device, then host slots. Only the last slot may
+    hold a partial block."""
 
     num_tokens: int
     slots: tuple[Slot, ...] = ()
 
 
-class Wanted(NamedTuple):
-    """Whose tokens are looked for: the first `limit` of them. `swapped` of them may end within a block."""
+class TierQuery(NamedTuple):
+    """The prefix to look up: the first `limit` of these tokens. A block that was swapped out may end after `swapped`
+    tokens, within a block."""
 
     salt: str
     tokens: bytes  # int32
@@ -29,72 +30,77 @@ class Wanted(NamedTuple):
 
 
 class Tiers(Protocol):
-    """Decides which block's bytes are where beyond the device, and collects the orders that make it so.
+    """Decides which KV blocks are kept in host memory and on disk, and collects the transfers that copy them there.
 
-    An owner `parks` blocks that must not be lost while it waits. Nothing here touches bytes, waits or fails.
+    A key is the content hash of a block. An owner swaps out blocks that must not be lost while it waits. No method
+    touches bytes, waits or fails.
     """
 
-    def find(self, match: Match, wanted: Wanted) -> TierHit:
-        """What follows the device's match in host memory. Changes nothing but the order of use."""
+    def find(self, match: Match, query: TierQuery) -> TierHit:
+        """Find the host slots that continue the device's match. Marks them as used and changes nothing else."""
 
-    def find_files(self, match: Match, wanted: Wanted) -> list[bytes]:
-        """The files whose blocks follow what `find` finds, as far as host memory has room for all of it at once.
-        Changes nothing but the order of use."""
+    def find_files(self, match: Match, query: TierQuery) -> list[bytes]:
+        """Return the keys of the files that continue the result of `find`, as many as host memory can hold at once.
+        Marks the host slots among them as used and changes nothing else."""
 
     def keys(self, salt: str, tokens: bytes, num_tokens: int) -> list[bytes]:
-        """The content hashes of the blocks of a sequence's first tokens, a partial tail included."""
+        """Return the keys of the blocks of a sequence's first `num_tokens` tokens, including a partial last block."""
 
-    def evicted(self, node: Node, index: int) -> None:
-        """The device gives away a cached block, by its place in a run of the prefix tree."""
+    def on_evict(self, node: Node, index: int) -> None:
+        """Save block `index` of a prefix tree node, which the device is about to evict."""
 
-    def kept(self, node: Node, first: int) -> None:
-        """The device caches the blocks of a run from its `first`-th block on."""
+    def on_publish(self, node: Node, first: int) -> None:
+        """Save the blocks of a prefix tree node from index `first` on, which the device has just cached, if the tiers
+        are written through."""
 
-    def num_missing(self, names: Mapping[bytes, int]) -> int | None:
-        """How many of these blocks would have to be saved to park them; None if host memory has no room."""
+    def num_to_save(self, blocks: Mapping[bytes, int]) -> int | None:
+        """Return how many of these blocks `swap_out` would have to save. None: host memory has no room for them."""
 
-    def park(self, owner: object, blocks: Mapping[bytes, int]) -> None:
-        """Save these blocks, by name, and let nobody take their slots before `unpark`. There must be room."""
+    def swap_out(self, owner: object, blocks: Mapping[bytes, int]) -> None:
+        """Save these blocks, by key, and hold their slots until `release_swapped`. Host memory must have room."""
 
-    def unpark(self, owner: object) -> None:
-        """What an owner parked may go like anything else. Idempotent."""
+    def release_swapped(self, owner: object) -> None:
+        """Let go of the slots that an owner's swapped blocks hold. Idempotent."""
 
     def hold(self, slot: Slot) -> None:
-        """A slot is not given away before the plan in work is made, which may load it."""
+        """Hold a slot until the plan under construction, which may load it, is complete."""
 
-    def fetch(self, names: Sequence[bytes]) -> list[bytes]:
-        """Bring files to host memory, where they stay until `let_go`; returns those for which there is no room now."""
+    def fetch(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Start to read files into host slots, and hold these until `release_fetched`. Returns the keys for which no
+        slot is available now."""
 
-    def let_go(self, names: Sequence[bytes]) -> None:
-        """Whoever asked for these files has come, or never will."""
+    def release_fetched(self, keys: Sequence[bytes]) -> None:
+        """Let go of the slots that hold these fetched files: their requester was admitted, or has finished."""
 
-    def is_fetching(self, name: bytes) -> bool:
-        """Whether a file is on its way."""
+    def is_fetching(self, key: bytes) -> bool:
+        """Whether a file is being read into a host slot."""
 
-    def give_up(self, num_files: int) -> None:
-        """So many files were not there in time and are computed instead."""
-
-    @property
-    def has_orders(self) -> bool:
-        """Whether something is to be carried out by the next plan."""
-
-    def take_orders(self, loads: tuple[SlotMove, ...]) -> Transfers:
-        """The orders of the plan in work, which ends with this. What is ordered later is the next one's."""
+    def count_late(self, num_files: int) -> None:
+        """Count files that were not read in time, so that their tokens are computed instead."""
 
     @property
-    def wants_report(self) -> bool:
-        """Whether something may have come of earlier orders."""
+    def has_transfers(self) -> bool:
+        """Whether the next plan must carry transfers."""
 
-    def take_report(self, report: TransferReport) -> None: ...
+    def take_transfers(self, loads: tuple[SlotMove, ...]) -> Transfers:
+        """Return all transfers of the plan under construction and complete it. Later transfers go into the next."""
 
-    def move_seconds(self, num_saved: int, num_loaded: int) -> float:
-        """How long it takes to save so many blocks and to load so many."""
+    @property
+    def expects_report(self) -> bool:
+        """Whether the executor may have completed transfers that no report has named yet."""
 
-    def doubt(self, blocks: Mapping[bytes, int]) -> None:
-        """These blocks were not moved because of `move_seconds`: now and then a few are, to measure it again."""
+    def apply_report(self, report: TransferReport) -> None:
+        """Take note of the transfers that the executor has completed or that have failed."""
+
+    def transfer_seconds(self, num_saved: int, num_loaded: int) -> float:
+        """Estimate the time to save `num_saved` blocks and to load `num_loaded`."""
+
+    def note_recompute(self, blocks: Mapping[bytes, int]) -> None:
+        """Note that these blocks were not swapped out because `transfer_seconds` was too long. Now and then this saves
+        a few of them, to measure that time again."""
 
     def reset(self) -> None:
-        """Forget everything, and have the files deleted."""
+        """Forget all blocks and delete all files."""
 
     def stats(self) -> TierStats: ...
 
@@ -102,51 +108,51 @@ class Tiers(Protocol):
 
 
 class NoTiers:
-    """Holds nothing. What the device gives away is lost."""
+    """Implements Tiers without any memory: a block that the device evicts is lost."""
 
-    has_orders = wants_report = False
+    has_transfers = expects_report = False
 
-    def find(self, match: Match, wanted: Wanted) -> TierHit:  # noqa: ARG002 - Tiers' signature
+    def find(self, match: Match, query: TierQuery) -> TierHit:  # noqa: ARG002 - Tiers' signature
         return TierHit(match.num_tokens)
 
-    def find_files(self, match: Match, wanted: Wanted) -> list[bytes]:  # noqa: ARG002 - Tiers' signature
+    def find_files(self, match: Match, query: TierQuery) -> list[bytes]:  # noqa: ARG002 - Tiers' signature
         return []
 
     def keys(self, salt: str, tokens: bytes, num_tokens: int) -> list[bytes]:  # noqa: ARG002 - Tiers' signature
         return []
 
-    def evicted(self, node: Node, index: int) -> None: ...
+    def on_evict(self, node: Node, index: int) -> None: ...
 
-    def kept(self, node: Node, first: int) -> None: ...
+    def on_publish(self, node: Node, first: int) -> None: ...
 
-    def num_missing(self, names: Mapping[bytes, int]) -> int | None:  # noqa: ARG002 - Tiers' signature
+    def num_to_save(self, blocks: Mapping[bytes, int]) -> int | None:  # noqa: ARG002 - Tiers' signature
         return None
 
-    def park(self, owner: object, blocks: Mapping[bytes, int]) -> None: ...
+    def swap_out(self, owner: object, blocks: Mapping[bytes, int]) -> None: ...
 
-    def unpark(self, owner: object) -> None: ...
+    def release_swapped(self, owner: object) -> None: ...
 
     def hold(self, slot: Slot) -> None: ...
 
-    def fetch(self, names: Sequence[bytes]) -> list[bytes]:  # noqa: ARG002 - Tiers' signature
+    def fetch(self, keys: Sequence[bytes]) -> list[bytes]:  # noqa: ARG002 - Tiers' signature
         return []
 
-    def let_go(self, names: Sequence[bytes]) -> None: ...
+    def release_fetched(self, keys: Sequence[bytes]) -> None: ...
 
-    def is_fetching(self, name: bytes) -> bool:  # noqa: ARG002 - Tiers' signature
+    def is_fetching(self, key: bytes) -> bool:  # noqa: ARG002 - Tiers' signature
         return False
 
-    def give_up(self, num_files: int) -> None: ...
+    def count_late(self, num_files: int) -> None: ...
 
-    def take_orders(self, loads: tuple[SlotMove, ...]) -> Transfers:  # noqa: ARG002 - Tiers' signature
+    def take_transfers(self, loads: tuple[SlotMove, ...]) -> Transfers:  # noqa: ARG002 - Tiers' signature
         return NO_TRANSFERS
 
-    def take_report(self, report: TransferReport) -> None: ...
+    def apply_report(self, report: TransferReport) -> None: ...
 
-    def move_seconds(self, num_saved: int, num_loaded: int) -> float:  # noqa: ARG002 - Tiers' signature
+    def transfer_seconds(self, num_saved: int, num_loaded: int) -> float:  # noqa: ARG002 - Tiers' signature
         return float("inf")
 
-    def doubt(self, blocks: Mapping[bytes, int]) -> None: ...
+    def note_recompute(self, blocks: Mapping[bytes, int]) -> None: ...
 
     def reset(self) -> None: ...
 

@@ -22,6 +22,7 @@ class View(Protocol):
     rows: RowTable
     pool: BlockPool
     block_size: int
+    num_plans: int  # made so far
 
     @property
     def tick(self) -> int:

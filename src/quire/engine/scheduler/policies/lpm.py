@@ -8,7 +8,19 @@ from quire.engine.scheduler.policies.overtaking import Overtaking
 
 
 class LongestPrefix(Overtaking):
-    """Prompts that begin alike are computed one after the other, while what they share is in memory."""
+    """Prompts that begin alike are computed one after the other, while what they share is in memory.
+
+    What a group would find is looked up once for each plan, however many groups the plan admits.
+    """
+
+    def __init__(self, window: int, max_overtakes: int) -> None:
+        super().__init__(window, max_overtakes)
+        self._plan, self._scores = -1, dict[Group, int]()
 
     def score(self, group: Group, view: View) -> float:
-        return -view.num_cached(group)
+        if self._plan != view.num_plans:
+            self._plan, self._scores = view.num_plans, {}
+        score = self._scores.get(group)
+        if score is None:
+            score = self._scores[group] = -view.num_cached(group)
+        return score

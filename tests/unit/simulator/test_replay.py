@@ -1,4 +1,4 @@
-"""A recording run again decides the same, and a difference is named."""
+"""A replay makes the recorded decisions, and names the first difference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.config.policy import POLICY_NAMES, RESERVING, PolicyName
 from quire.config.speculation import SpeculationConfig
 from quire.config.tiers import PreemptionName, TierConfig, TierWrite
 from quire.simulator.reader import read_recording
-from quire.simulator.rehearsal import rehearse
+from quire.simulator.replay import replay
 from quire.simulator.run import Run
 from quire.types.decoding import BeamRules
 from quire.types.ledger import LedgerEntry
@@ -30,16 +30,16 @@ from toy_decoding import ToyGrammars
 SEEDS = int(os.environ.get("QUIRE_TEST_SEEDS", "1"))
 
 
-def rehearsed(load: RecordedLoad) -> Run:
-    """The recording of a load, run again, after all of it was the same."""
-    rehearsal = rehearse(read_recording(load.close()))
-    assert rehearsal.difference is None, str(rehearsal.difference)
-    assert sorted(outcome.request_id for outcome in rehearsal.run.outcomes) == sorted(load.finished)
-    for outcome in rehearsal.run.outcomes:
+def replayed(load: RecordedLoad) -> Run:
+    """The replayed run of a load, which decided everything as recorded."""
+    result = replay(read_recording(load.close()))
+    assert result.difference is None, str(result.difference)
+    assert sorted(outcome.request_id for outcome in result.run.outcomes) == sorted(load.finished)
+    for outcome in result.run.outcomes:
         message = load.finished[outcome.request_id]
         assert told(outcome.ledger, load) == told(message.ledger, load)
         assert outcome.num_outputs == sum(len(sample.token_ids) for sample in message.samples)
-    return rehearsal.run
+    return result.run
 
 
 def told(ledger: tuple[LedgerEntry, ...], load: RecordedLoad) -> list[LedgerEntry]:
@@ -58,7 +58,7 @@ def test_random_loads_are_decided_again_as_they_were(policy: PolicyName, depth: 
         scheduler = SchedulerConfig(8, 32, 160, policy=policy, seed=7)
         load = RecordedLoad(tmp_path / f"{seed}.jsonl", cache, scheduler, depth, seed=seed)
         play_random_load(load, 24)
-        assert len(rehearsed(load).outcomes) == 24
+        assert len(replayed(load).outcomes) == 24
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -82,7 +82,7 @@ def test_a_load_of_grammars_beams_drafts_and_tiers_is_decided_again_as_it_was(
             grammars=ToyGrammars(),
         )
         play_random_load(load, 40)
-        assert len(rehearsed(load).outcomes) == 40
+        assert len(replayed(load).outcomes) == 40
         assert any(message.error for message in load.finished.values())
         assert load.executor.tiers.num_stored > 0
         assert load.core.stats().drafts > 0 or load.speculation is not drafted
@@ -92,7 +92,7 @@ def test_preempted_requests_are_preempted_again(tmp_path: Path) -> None:
     load = RecordedLoad(tmp_path / "run.jsonl", CacheConfig(4, 20), SchedulerConfig(8, 32, 80))
     play_crowd(load)
     assert load.core.stats().preemptions > 0
-    run = rehearsed(load)
+    run = replayed(load)
     assert sum(outcome.num_preemptions for outcome in run.outcomes) == load.core.stats().preemptions
 
 
@@ -105,7 +105,7 @@ def test_drafts_are_verified_again(depth: int, tmp_path: Path) -> None:
         load.submit(f"r{number}", [5, 6, 7, 8] * 6, max_tokens=60)  # more than it runs ahead before it looks
     load.run()
     assert load.core.stats().drafts > 0
-    assert len(rehearsed(load).outcomes) == 6
+    assert len(replayed(load).outcomes) == 6
 
 
 def test_ordered_drafts_come_back_from_the_recording(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_ordered_drafts_come_back_from_the_recording(tmp_path: Path) -> None:
     load.submit("r1", [9, 6, 7, 8], max_tokens=30)
     load.run()
     assert load.core.stats().drafts > 0
-    assert len(rehearsed(load).outcomes) == 2
+    assert len(replayed(load).outcomes) == 2
 
 
 def test_beams_choose_the_same_and_failures_strike_again(tmp_path: Path) -> None:
@@ -125,14 +125,14 @@ def test_beams_choose_the_same_and_failures_strike_again(tmp_path: Path) -> None
     load.submit("poisoned", [33, 6, 7])
     load.submit("ranked", [8, 6, 7], n=2, best_of=3, rules=TokenRules(end_ids=(1, 2, 3, 4)))
     load.run()
-    run = rehearsed(load)
+    run = replayed(load)
     assert [outcome.error for outcome in run.outcomes] == [None, "poisoned", None]
 
 
 def test_hashed_recordings_are_decided_alike(tmp_path: Path) -> None:
     load = RecordedLoad(tmp_path / "run.jsonl", CacheConfig(4, 600), tokens="hashed", seed=5)
     play_random_load(load, 24)
-    assert len(rehearsed(load).outcomes) == 24
+    assert len(replayed(load).outcomes) == 24
 
 
 def test_what_a_dead_engine_had_decided_is_decided_again(tmp_path: Path) -> None:
@@ -140,9 +140,9 @@ def test_what_a_dead_engine_had_decided_is_decided_again(tmp_path: Path) -> None
     load.executor.crash_at = 4
     load.submit("one", [5, 6], max_tokens=20)
     load.run()
-    rehearsal = rehearse(read_recording(load.close()))
-    assert rehearsal.difference is None
-    assert "device lost" in str(rehearsal.run.outcomes[0].error)
+    result = replay(read_recording(load.close()))
+    assert result.difference is None
+    assert "device lost" in str(result.run.outcomes[0].error)
 
 
 def test_what_is_asked_of_a_dead_engine_is_not_played(tmp_path: Path) -> None:
@@ -153,10 +153,10 @@ def test_what_is_asked_of_a_dead_engine_is_not_played(tmp_path: Path) -> None:
     load.core.reset_cache()
     load.core.unpin("", "nobody")
     load.step()
-    rehearsal = rehearse(read_recording(load.close()))
-    assert rehearsal.difference is None
-    assert len(rehearsal.run.steps) == 4
-    assert "device lost" in str(rehearsal.run.outcomes[0].error)
+    result = replay(read_recording(load.close()))
+    assert result.difference is None
+    assert len(result.run.steps) == 4
+    assert "device lost" in str(result.run.outcomes[0].error)
 
 
 def test_a_recording_that_breaks_off_is_replayed_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -168,10 +168,10 @@ def test_a_recording_that_breaks_off_is_replayed_as_far_as_it_goes(tmp_path: Pat
         torn = tmp_path / "torn.jsonl"
         torn.write_bytes(data[: rng.randrange(len(data) // 2, len(data) - 60)])
         recording = read_recording(torn)
-        assert recording.over is None
-        rehearsal = rehearse(recording)
-        assert rehearsal.difference is None, str(rehearsal.difference)
-        assert len(rehearsal.run.outcomes) == sum(1 for _ in recording.submits())
+        assert recording.end_reason is None
+        result = replay(recording)
+        assert result.difference is None, str(result.difference)
+        assert len(result.run.outcomes) == sum(1 for _ in recording.submits())
 
 
 def change(path: Path, kind: str, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -200,7 +200,7 @@ def test_the_first_difference_is_named(
     load.run()
     path = load.close()
     change(path, kind, edit)
-    difference = rehearse(read_recording(path)).difference
+    difference = replay(read_recording(path)).difference
     assert difference is not None
     assert told in str(difference)
     assert str(difference).startswith("step call 8: ")
@@ -218,7 +218,7 @@ def test_tiers_are_used_again_as_they_were(preemption: PreemptionName, write: Ti
         load = RecordedLoad(tmp_path / f"{seed}.jsonl", cache, scheduler, 1 + seed % 2, seed=seed, behind=behind)
         play_random_load(load, 30)
         assert load.executor.tiers.num_stored > 0
-        assert len(rehearsed(load).outcomes) == 30
+        assert len(replayed(load).outcomes) == 30
 
 
 def test_an_id_that_is_used_again_at_once_is_another_request(tmp_path: Path) -> None:
@@ -228,9 +228,9 @@ def test_an_id_that_is_used_again_at_once_is_another_request(tmp_path: Path) -> 
     load.core.abort(Abort("same"))
     load.submit("same", [8, 9], max_tokens=4)
     load.run()
-    rehearsal = rehearse(read_recording(load.close()))
-    assert rehearsal.difference is None
-    assert [outcome.reasons for outcome in rehearsal.run.outcomes] == [("abort",), ("length",)]
+    result = replay(read_recording(load.close()))
+    assert result.difference is None
+    assert [outcome.reasons for outcome in result.run.outcomes] == [("abort",), ("length",)]
 
 
 def test_resident_prompts_stay_resident(tmp_path: Path) -> None:
@@ -244,5 +244,5 @@ def test_resident_prompts_stay_resident(tmp_path: Path) -> None:
     load.core.unpin("", "system")
     load.submit("last", [*prompt, 4], max_tokens=3)
     load.run()
-    run = rehearsed(load)
+    run = replayed(load)
     assert [outcome.num_cached for outcome in run.outcomes] == [0, 13, 13]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.config.graphs import token_buckets
+from quire.config.engine import token_buckets
 from quire.config.model import Heads
 from tiny_models import engine_config, tiny_config
 

@@ -1,4 +1,4 @@
-"""The file of a recording, written by a thread of its own: one JSON object a line."""
+"""Writes the file of a recording, one JSON object a line, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from typing import Any
 from quire import __version__
 from quire.config.engine import EngineConfig
 from quire.config.recording import RecordingConfig
-from quire.engine.recording.items import Item
+from quire.engine.recording.encoder import EventEncoder
+from quire.engine.recording.events import Event
 from quire.engine.recording.plans import Record
-from quire.engine.recording.scribe import Scribe
-from quire.engine.recording.tokens import make_names
+from quire.engine.recording.tokens import make_encoding
 from quire.types.errors import ConfigError
 
 logger = logging.getLogger("quire.engine")
 
 FORMAT = 1
-MAX_PENDING = 16_384  # things that happened and are not written yet
-MAX_FILES = 10_000  # that begin alike, of engines that were started again
+MAX_PENDING = 16_384  # events that are not written yet
+MAX_FILES = 10_000  # with the same path and different numbers, of engines that were restarted
 _FLUSH_SECONDS, _FLUSH_BYTES = 1.0, 2**18
-_REST_SECONDS = 0.02  # between two looks at what has happened
+_POLL_SECONDS = 0.02  # between two looks for new events
 
 
 def header(config: EngineConfig, vocab_size: int, depth: int) -> Record:
-    """A recording's first record: what it is of."""
+    """Return the first record of a recording: the engine's version and configuration."""
     return {
         "is": "quire recording",
         "format": FORMAT,
@@ -55,104 +55,107 @@ def _without_model(speculation: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in speculation.items() if name != "draft"}
 
 
-class Tape:
-    """Takes what happened from one thread, at once, and writes it with another. Ends by itself, with a last record that
-    says why, when the file is as large as it may be, cannot be written, or cannot be written as fast as things happen.
+class RecordingWriter:
+    """Queues events for its thread, which encodes and writes them. `put` never waits.
+
+    The recording stops, with a last record that says why, when the file has reached its limit, cannot be written, or
+    cannot be written as fast as events come.
     """
 
-    def __init__(self, path: Path, first: Record, scribe: Scribe, limit: int) -> None:
-        """Raises ConfigError if the file cannot be made. One that is there already is left alone: see `path`."""
+    def __init__(self, path: Path, first: Record, encoder: EventEncoder, limit: int) -> None:
+        """Create the file; if it exists, a new one with a number after its name: see `path`. Raises ConfigError if it
+        cannot be created."""
         self.path, self._file = _create(path)
-        self._scribe, self._limit = scribe, limit
-        self._items: deque[Item] = deque()  # one thread appends, the other takes: neither wakes or waits for the other
-        self._is_over, self._reason, self._closing = False, "closed", threading.Event()
+        self._encoder, self._limit = encoder, limit
+        self._events: deque[Event] = deque()  # the engine's thread appends, this one polls: neither waits for the other
+        self._has_stopped, self._reason, self._closing = False, "closed", threading.Event()
         self._size = self._num_pending = 0
         self._lines: list[str] = []
         self._ended: list[Record] = []
-        self._write([_encode(first)])
+        self._write([_to_line(first)])
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
         atexit.register(self.close)
         logger.info("recording to %s", self.path)
 
     @classmethod
-    def of(cls, config: EngineConfig, vocab_size: int, depth: int) -> Tape:
-        """The tape of an engine, as its configuration asks for."""
+    def from_config(cls, config: EngineConfig, vocab_size: int, depth: int) -> RecordingWriter:
+        """Create the writer that an engine's configuration asks for."""
         recording = config.recording
         assert isinstance(recording, RecordingConfig)
-        scribe = Scribe(config.scheduler.num_rows, make_names(recording.tokens, vocab_size))
-        return cls(Path(recording.path), header(config, vocab_size, depth), scribe, recording.limit)
+        encoder = EventEncoder(config.scheduler.num_rows, make_encoding(recording.tokens, vocab_size))
+        return cls(Path(recording.path), header(config, vocab_size, depth), encoder, recording.limit)
 
-    def put(self, item: Item) -> None:
-        """Something happened. Costs an entry of a list."""
-        if self._is_over:
+    def put(self, event: Event) -> None:
+        """Queue an event. Costs one append to a list."""
+        if self._has_stopped:
             return
-        if len(self._items) >= MAX_PENDING:
-            self._end(f"{MAX_PENDING} things had happened that were not written yet")
+        if len(self._events) >= MAX_PENDING:
+            self._stop(f"{MAX_PENDING} things had happened that were not written yet")
         else:
-            self._items.append(item)
+            self._events.append(event)
 
     def close(self) -> None:
-        """Write what is left and the end. Idempotent."""
+        """Write the queued events and the last record. Idempotent."""
         atexit.unregister(self.close)
-        self._is_over = True
+        self._has_stopped = True
         self._closing.set()
         self._thread.join()
 
-    def _end(self, reason: str) -> None:
-        self._is_over, self._reason = True, reason
+    def _stop(self, reason: str) -> None:
+        self._has_stopped, self._reason = True, reason
         logger.warning("the recording %s ends here: %s", self.path, reason)
 
-    # ------------------------------------------------------------------------------------------ the tape's thread
+    # ------------------------------------------------------------------------------------------ the writer's thread
     def _run(self) -> None:
         try:
-            self._follow()
+            self._write_events()
             self._flush()
-            self._write([_encode({"is": "over", "reason": self._reason})])
-        except Exception as error:  # noqa: BLE001 - a recording must not be what an engine dies of
-            self._end(repr(error))
+            self._write([_to_line({"is": "over", "reason": self._reason})])
+        except Exception as error:  # noqa: BLE001 - a recording must not stop the engine
+            self._stop(repr(error))
         finally:
-            self._items.clear()  # what came after the end
+            self._events.clear()  # those that came after the recording stopped
             os.close(self._file)
 
-    def _follow(self) -> None:
-        """Write until there is nothing more to come, or until the file is full."""
+    def _write_events(self) -> None:
+        """Write events until the recording has stopped or the file is full."""
         due = time.monotonic() + _FLUSH_SECONDS
         while True:
-            is_over = self._is_over  # looked at first: what came before it is taken
-            while self._items:
-                self._take(self._items.popleft())
+            has_stopped = self._has_stopped  # read before the queue: all events before the stop are written
+            while self._events:
+                self._encode(self._events.popleft())
                 if time.monotonic() >= due or self._num_pending >= _FLUSH_BYTES:
                     self._flush()
                     due = time.monotonic() + _FLUSH_SECONDS
                     if self._size >= self._limit:
-                        self._end(f"the file has the {self._limit} bytes it may have")
+                        self._stop(f"the file has the {self._limit} bytes it may have")
                         return
-            if is_over:
+            if has_stopped:
                 return
             if time.monotonic() >= due:
                 self._flush()
                 due = time.monotonic() + _FLUSH_SECONDS
-            self._closing.wait(_REST_SECONDS)
+            self._closing.wait(_POLL_SECONDS)
 
-    def _take(self, item: Item) -> None:
-        for record in self._scribe.write(item):
-            line = _encode(record)
+    def _encode(self, event: Event) -> None:
+        for record in self._encoder.encode(event):
+            line = _to_line(record)
             self._lines.append(line)
             self._num_pending += len(line)
             if record["is"] == "end":
                 self._ended.append(record)
-            time.sleep(0)  # whoever waits for the interpreter goes first
+            time.sleep(0)  # give up the interpreter lock
 
     def _flush(self) -> None:
-        """Generated tokens first: a file that breaks off holds those of every step it has."""
+        """Write tokens before steps, so that a truncated file holds the tokens of all steps in it."""
         tokens = []
-        for record in self._scribe.tokens():
-            tokens.append(_encode(record))
-            time.sleep(0)  # whoever waits for the interpreter goes first
+        for record in self._encoder.take_tokens():
+            tokens.append(_to_line(record))
+            time.sleep(0)  # give up the interpreter lock
         lines, self._lines, self._num_pending = self._lines, [], 0
         self._write([*tokens, *lines])
-        self._scribe.forget(self._ended)
+        self._encoder.forget(self._ended)
         self._ended = []
 
     def _write(self, lines: list[str]) -> None:
@@ -162,12 +165,12 @@ class Tape:
             data = data[os.write(self._file, data) :]
 
 
-def _encode(record: Record) -> str:
+def _to_line(record: Record) -> str:
     return json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def _create(path: Path) -> tuple[Path, int]:
-    """A new file, for its owner alone; `path` itself, or with the first number behind it that is free."""
+    """Create a file that only its owner can read: `path`, or if that exists, `path` with the first free number."""
     others = (path.with_name(f"{path.name}.{number}") for number in range(2, MAX_FILES))
     for name in chain([path], others):
         try:

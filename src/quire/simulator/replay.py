@@ -1,4 +1,4 @@
-"""A recording run again, call by call, over its own answers and clock: the same engine decides the same."""
+"""Replays a recording call by call, over the recorded outputs and clock readings, and compares every decision."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.engine.core import EngineCore
-from quire.engine.recording.open import OpenRequests
+from quire.engine.recording.events import UnfinishedRequests
 from quire.simulator.clock import RecordedClock
-from quire.simulator.engine import Watch, make_replayed_core, sizes
-from quire.simulator.executor import AnsweringExecutor, Prompter
-from quire.simulator.grammars import ScriptedGrammars
+from quire.simulator.engine import RecordedModel, count_work, make_replayed_core
+from quire.simulator.grammars import ReplayedGrammars
 from quire.simulator.recording import (
     Aborted,
     CacheReset,
@@ -26,14 +25,15 @@ from quire.simulator.run import Outcome, Run, StepRun
 from quire.types.errors import QuireError
 from quire.types.output import Finished
 from quire.types.request import Abort
+from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import NOTHING_MOVED, TransferReport
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first decision that was not the same."""
+    """The first decision that differs from the recorded one."""
 
-    call: int  # of `step`, from 1
+    call: int  # number of the call of `step`, from 1
     what: str
     recorded: object
     replayed: object
@@ -42,73 +42,87 @@ class Difference:
         return f"step call {self.call}: {self.what}: recorded {self.recorded}, replayed {self.replayed}"
 
 
-class _Executor(AnsweringExecutor):
-    """Answers, and reports of transfers as they were reported."""
+class _ReplayExecutor:
+    """Returns recorded results at once, and the recorded transfer reports."""
 
-    def __init__(self, watch: Watch, depth: int) -> None:
-        super().__init__(watch, depth)
+    def __init__(self, model: RecordedModel, depth: int) -> None:
+        self.depth = depth
+        self._model = model
+        self._results: deque[StepResult] = deque()
         self.reports: deque[TransferReport] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        self._results.append(self._model(plan))
+
+    def supply_masks(self, masks: Masks | None) -> None:
+        """The model's tokens are given, so masks change nothing."""
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
 
     def transfers(self) -> TransferReport:
         return self.reports.popleft() if self.reports else NOTHING_MOVED
 
+    def close(self) -> None:
+        self._results.clear()
+
 
 @dataclass(slots=True)
-class Rehearsal:
-    """What a recording came to, and the first difference from it, after which nothing more was run."""
+class ReplayResult:
+    """The replayed run, and the first difference from the recording, at which the replay stopped."""
 
     run: Run
     difference: Difference | None = None
 
 
-def rehearse(recording: Recording) -> Rehearsal:
-    """Run a recording again as it was."""
-    return _Stage(recording).play()
+def replay(recording: Recording) -> ReplayResult:
+    """Replay a recording under its own configuration."""
+    return _Replay(recording).execute()
 
 
 @dataclass(slots=True)
-class _Stage:
+class _Replay:
     recording: Recording
     calls: int = 0
-    ready: set[int] = field(default_factory=set)  # whose grammars are compiled
-    live: OpenRequests[Submitted] = field(default_factory=OpenRequests)
+    ready: set[int] = field(default_factory=set)  # requests whose grammars are compiled
+    live: UnfinishedRequests[Submitted] = field(default_factory=UnfinishedRequests)
     ids: dict[int, str] = field(default_factory=dict)
     clock: RecordedClock = field(default_factory=RecordedClock)
     run: Run = field(init=False)
-    watch: Watch = field(init=False)
-    executor: _Executor = field(init=False)
+    model: RecordedModel = field(init=False)
+    executor: _ReplayExecutor = field(init=False)
     core: EngineCore = field(init=False)
 
     def __post_init__(self) -> None:
-        setup, answers = self.recording.setup, self.recording.answers
-        prompter = Prompter(answers, setup.scheduler.num_rows)
-        self.watch = Watch(prompter)
-        self.executor = _Executor(self.watch, setup.depth)
+        setup, outputs = self.recording.setup, self.recording.outputs
+        self.model = RecordedModel(outputs, setup.scheduler.num_rows)
+        self.executor = _ReplayExecutor(self.model, setup.depth)
         self.run = Run("recorded", setup.cache, setup.scheduler)
         self.core = make_replayed_core(
             self.executor,
             setup,
-            prompter,
+            self.model,
             cache=setup.cache,
             scheduler=setup.scheduler,
-            grammars=ScriptedGrammars(answers.scripts, setup.vocab_size, self.ready.__contains__, lambda _: None),
+            grammars=ReplayedGrammars(outputs.grammars, setup.vocab_size, self.ready.__contains__, lambda _: None),
             clock=self.clock,
         )
 
-    def play(self) -> Rehearsal:
+    def execute(self) -> ReplayResult:
         difference = None
-        for event in self.recording.events[: self.recording.fatal]:  # what killed it is not recorded
-            difference = self._take(event)
+        for event in self.recording.events[: self.recording.fatal]:  # the cause of a fatal event is not recorded
+            difference = self._compare(event)
             if difference is not None:
                 break
-        self.run.outcomes += [self._unfinished(submitted) for submitted in self.live.all()]
+        self.run.outcomes += [self._unfinished(submitted) for submitted in self.live.values()]
         self.run.outcomes.sort(key=lambda outcome: outcome.ordinal)
-        return Rehearsal(self.run, difference)
+        return ReplayResult(self.run, difference)
 
-    def _take(self, event: Event) -> Difference | None:
-        self.clock.feed(event.clock)
+    def _compare(self, event: Event) -> Difference | None:
+        """Repeat an event, and compare how often it read the clock."""
+        self.clock.set_readings(event.clock)
         try:
-            found = self._play(event)
+            found = self._repeat(event)
         except QuireError as error:
             found = Difference(self.calls, "a call was refused", type(event).__name__.lower(), str(error))
         readings = len(event.clock) - self.clock.num_left + self.clock.num_missing
@@ -116,7 +130,7 @@ class _Stage:
             found = Difference(self.calls, "readings of the clock", len(event.clock), readings)
         return found
 
-    def _play(self, event: Event) -> Difference | None:
+    def _repeat(self, event: Event) -> Difference | None:
         if isinstance(event, Stepped):
             return self._step(event)
         if isinstance(event, Submitted):
@@ -138,12 +152,13 @@ class _Stage:
         self.ready.update(event.compiled)
         self.executor.reports.extend(event.reports)
         out = self.core.step()
-        plans, counts = self.watch.take(), self.core.counts
-        self.run.steps.append(StepRun(event.at, event.clock[-1] if event.clock else event.at, *sizes(plans), *counts))
+        plans, counts = self.model.take_plans(), self.core.counts
+        end = event.clock[-1] if event.clock else event.at
+        self.run.steps.append(StepRun(event.at, end, *count_work(plans), *counts))
         found = self._compare_plans(event, plans)
         for message in out.finished:
-            submitted = self.live.take(message.request_id)
-            self.run.outcomes.append(Outcome.of(submitted.ordinal, submitted.request, submitted.at, message))
+            submitted = self.live.finish(message.request_id)
+            self.run.outcomes.append(Outcome.from_message(submitted.ordinal, submitted.request, submitted.at, message))
             found = found or self._compare_end(event, submitted.ordinal, message)
         if found is None and self.core.dead is not None:
             found = Difference(self.calls, "the engine", "went on", self.core.dead)
@@ -168,8 +183,8 @@ class _Stage:
 
     def _compare_end(self, event: Stepped, ordinal: int, message: Finished) -> Difference | None:
         recorded = self.recording.ends.get(ordinal)
-        if recorded is None and self.recording.over is None and event is self.recording.events[-1]:
-            return None  # it was torn off
+        if recorded is None and self.recording.end_reason is None and event is self.recording.events[-1]:
+            return None  # its record was truncated
         if recorded is None:
             what = f"request {message.request_id}"
             return Difference(self.calls, what, "did not end here", "ended")
@@ -182,13 +197,13 @@ class _Stage:
             tuple(entry._replace(miss=None) for entry in message.ledger),  # its note is recorded
         )
         if self.recording.setup.tokens != "exact":
-            recorded, replayed = _without_names(recorded), _without_names(replayed)
+            recorded, replayed = _without_misses(recorded), _without_misses(replayed)
         if recorded != replayed:
             return Difference(self.calls, f"the end of request {message.request_id}", recorded, replayed)
         return None
 
     def _unfinished(self, submitted: Submitted) -> Outcome:
-        """A request that lived when the recording or its engine ended."""
+        """Return the outcome of a request that had not ended when the recording or its engine ended."""
         ordinal, group = submitted.ordinal, self.core.group(submitted.request.request_id)
         if (end := self.recording.ends.get(ordinal)) is not None and self.recording.dead is not None:
             counts = sum(end.lengths), end.num_cached, end.num_preemptions
@@ -200,8 +215,8 @@ class _Stage:
         return replace(outcome, num_preemptions=group.num_preemptions)
 
 
-def _without_names(end: Ended) -> Ended:
-    """An end whose ledger does not say from whose prompt a prompt differs: of several, that depends on the tokens,
-    which are hashed."""
+def _without_misses(end: Ended) -> Ended:
+    """Remove the notes that name the request from whose prompt a prompt differs. If there are several such requests,
+    the choice depends on token ids, which a hashed recording does not have."""
     ledger = tuple(entry._replace(note="") if entry.kind == "missed" else entry for entry in end.ledger)
     return replace(end, ledger=ledger)

@@ -1,0 +1,249 @@
+"""Manages the host and disk tiers behind the device's KV cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from quire.config.tiers import TierConfig
+from quire.engine.kvcache.keys import TOKEN_BYTES, chain_keys, next_key
+from quire.engine.kvcache.prefix_tree import Match, Node, PrefixTree
+from quire.engine.kvcache.tiers.base import TierHit, TierQuery
+from quire.engine.kvcache.tiers.disk import DiskTier
+from quire.engine.kvcache.tiers.host import HostTier, Slot
+from quire.engine.kvcache.tiers.transfer_time import TransferTime
+from quire.types.stats import TierStats
+from quire.types.transfer import NO_TRANSFERS, SlotMove, TransferReport, Transfers
+
+_SAMPLE = 2  # blocks that are saved to measure how long a save takes
+
+
+class TierManager:
+    """Implements Tiers. A block's key depends on all tokens up to its end, so a block that was saved for one request
+    is found by every request with the same prefix.
+
+    A slot that the plan under construction saves to or loads from is held until that plan is complete, so no plan uses
+    a slot for two blocks. A plan may store or load a slot that it also saves to.
+    """
+
+    def __init__(self, config: TierConfig, tree: PrefixTree, block_size: int) -> None:
+        self._tree, self._block_size, self._config = tree, block_size, config
+        self._host = HostTier(config.host_blocks)
+        self._disk = DiskTier(self._host, config.disk_blocks)
+        self._time = TransferTime(config.block_bytes)
+        self._saves: list[SlotMove] = []
+        self._plan_slots: list[Slot] = []  # held until the plan under construction is complete
+        self._swapped: dict[object, list[Slot]] = {}  # by owner
+        self._num_in_flight = 0  # saves and loads that no report has counted
+        self._counts: Counter[str] = Counter()
+
+    # ------------------------------------------------------------------------------------------------- lookup
+    def find(self, match: Match, query: TierQuery) -> TierHit:
+        if match.num_tokens >= query.limit or not self._host.num_used:
+            return TierHit(match.num_tokens)
+        num_matched, slots = match.num_blocks, list[Slot]()
+        key = self._key_before(match, query.salt)
+        for following in self._chain(key, query.tokens, num_matched, query.limit // self._block_size):
+            if (slot := self._host.find(following)) is None:
+                break
+            slots.append(slot)
+            key = following
+        num_tokens = (num_matched + len(slots)) * self._block_size
+        if num_tokens < query.swapped <= min(query.limit, num_tokens + self._block_size - 1):
+            tail = query.tokens[num_tokens * TOKEN_BYTES : query.swapped * TOKEN_BYTES]
+            if (slot := self._host.find(next_key(key, tail))) is not None:
+                slots.append(slot)
+                num_tokens = query.swapped
+        if num_tokens <= match.num_tokens:
+            return TierHit(match.num_tokens)
+        for slot in reversed(slots):  # the first block of a prefix is used last, so it is evicted last
+            self._host.touch(slot)
+        return TierHit(num_tokens, tuple(slots))
+
+    def find_files(self, match: Match, query: TierQuery) -> list[bytes]:
+        if match.num_tokens >= query.limit or not len(self._disk.index):
+            return []
+        files, slots = list[bytes](), list[Slot]()
+        key = self._key_before(match, query.salt)
+        for following in self._chain(key, query.tokens, match.num_blocks, query.limit // self._block_size):
+            if (slot := self._host.find(following)) is not None:
+                slots.append(slot)
+            elif following in self._disk and self._can_fetch_another(len(files), len(slots)):
+                files.append(following)
+            else:
+                break
+        for slot in reversed(slots):  # the files evict other blocks before these, and the last of these first
+            self._host.touch(slot)
+        return files
+
+    def _can_fetch_another(self, num_files: int, num_slots: int) -> bool:
+        """Whether host memory can hold one more file of a prefix that has `num_files` files and `num_slots` slots."""
+        return num_files < self._disk.max_pending and num_files + num_slots < self._host.num_slots
+
+    def keys(self, salt: str, tokens: bytes, num_tokens: int) -> list[bytes]:
+        num_full = num_tokens // self._block_size
+        keys = list(self._chain(self._tree.root_key(salt), tokens, 0, num_full))
+        if tail := tokens[num_full * self._block_size * TOKEN_BYTES : num_tokens * TOKEN_BYTES]:
+            keys.append(next_key(keys[-1] if keys else self._tree.root_key(salt), tail))
+        return keys
+
+    def _key_before(self, match: Match, salt: str) -> bytes:
+        """Return the key of a match's last full block, or the root key of the salt if the match has none."""
+        node, count = match.node, match.num_blocks
+        if node is None or count == 0:
+            return self._tree.root_key(salt)
+        while node.start >= count and node.parent is not None:
+            node = node.parent
+        return self._tree.key_of(node, count - 1 - node.start)
+
+    def _chain(self, key: bytes, tokens: bytes, start: int, stop: int) -> Iterator[bytes]:
+        """Return the keys of the full blocks `start` to `stop`. `key` is the key of the block before them."""
+        width = self._block_size * TOKEN_BYTES
+        return chain_keys(key, (tokens[index * width : (index + 1) * width] for index in range(start, stop)))
+
+    # -------------------------------------------------------------------------------------------------- saving
+    def on_evict(self, node: Node, index: int) -> None:
+        key = self._tree.key_of(node, index)
+        self._offload(key, node.blocks[index])
+        self._touch(key)
+
+    def on_publish(self, node: Node, first: int) -> None:
+        if self._config.write == "through":
+            before, keys = len(self._plan_slots), [self._tree.key_of(node, i) for i in range(first, len(node.blocks))]
+            for key, block in zip(keys, node.blocks[first:], strict=True):
+                self._offload(key, block)
+            self._plan_slots[before:] = reversed(self._plan_slots[before:])
+            for key in reversed(keys):  # the first block of a prefix is used last, so it is evicted last
+                self._touch(key)
+
+    def _offload(self, key: bytes, block: int) -> None:
+        """Save a block to host memory, and from there to a file, unless the tiers have it."""
+        slot = self._host.find(key) or self._save(key, block)
+        if slot is not None:
+            self._disk.store(key, slot)
+
+    def _touch(self, key: bytes) -> None:
+        """Mark a block as used in both tiers."""
+        if (slot := self._host.find(key)) is not None:
+            self._host.touch(slot)
+        self._disk.index.touch(key)
+
+    def _save(self, key: bytes, block: int) -> Slot | None:
+        """Save a block to a host slot. None: all slots are held."""
+        slot = self._host.take()
+        if slot is None:
+            self._counts["host_full"] += 1
+            return None
+        self._host.assign(slot, key)
+        self._plan_slots.append(slot)
+        self._saves.append(SlotMove(block, slot.number))
+        return slot
+
+    def num_to_save(self, blocks: Mapping[bytes, int]) -> int | None:
+        missing = sum(key not in self._host for key in blocks)
+        idle = sum(self._host.is_idle(key) for key in blocks)
+        return missing if missing <= self._host.num_available - idle else None
+
+    def swap_out(self, owner: object, blocks: Mapping[bytes, int]) -> None:
+        present = [self._host.hold(slot) for key in blocks if (slot := self._host.find(key)) is not None]
+        swapped = self._swapped.setdefault(owner, [])
+        for key, block in blocks.items():
+            slot = self._host.find(key) or self._save(key, block)
+            assert slot is not None
+            swapped.append(self._host.hold(slot))
+        for slot in present:
+            self._host.release(slot)
+        self._time.note_swap()
+
+    def release_swapped(self, owner: object) -> None:
+        for slot in reversed(self._swapped.pop(owner, ())):
+            self._host.release(slot)
+
+    # -------------------------------------------------------------------------------------- loading and fetching
+    def hold(self, slot: Slot) -> None:
+        self._plan_slots.append(self._host.hold(slot))
+
+    def fetch(self, keys: Sequence[bytes]) -> list[bytes]:
+        return self._disk.fetch(keys)
+
+    def release_fetched(self, keys: Sequence[bytes]) -> None:
+        self._disk.release_fetched(keys)
+
+    def is_fetching(self, key: bytes) -> bool:
+        return self._disk.is_fetching(key)
+
+    def count_late(self, num_files: int) -> None:
+        if num_files:
+            self._disk.failures["slow"] += num_files
+
+    # -------------------------------------------------------------------------------------- plans and reports
+    @property
+    def has_transfers(self) -> bool:
+        return bool(self._saves) or self._disk.has_transfers
+
+    def take_transfers(self, loads: tuple[SlotMove, ...]) -> Transfers:
+        transfers = NO_TRANSFERS
+        if loads or self.has_transfers:
+            transfers = Transfers(tuple(self._saves), loads, *self._disk.take_transfers())
+            self._counts["saved"] += len(self._saves)
+            self._counts["loaded"] += len(loads)
+            self._num_in_flight += len(self._saves) + len(loads)
+            self._saves.clear()
+        self._release_plan_slots()
+        return transfers
+
+    def _release_plan_slots(self) -> None:
+        for slot in self._plan_slots:
+            self._host.release(slot)
+        self._plan_slots.clear()
+
+    @property
+    def expects_report(self) -> bool:
+        return self._num_in_flight > 0 or bool(self._config.disk_path)
+
+    def apply_report(self, report: TransferReport) -> None:
+        self._num_in_flight -= report.num_saved + report.num_loaded
+        self._time.apply_report(report)
+        self._disk.apply_report(report)
+
+    def transfer_seconds(self, num_saved: int, num_loaded: int) -> float:
+        return self._time.seconds(num_saved, num_loaded)
+
+    def note_recompute(self, blocks: Mapping[bytes, int]) -> None:
+        if self._time.note_recompute():
+            for key, block in list(blocks.items())[:_SAMPLE]:
+                if key not in self._host:
+                    self._save(key, block)
+
+    # ------------------------------------------------------------------------------------- reset, stats, check
+    def reset(self) -> None:
+        self._saves.clear()
+        self._host.clear()
+        self._disk.clear()
+        self._release_plan_slots()
+
+    def stats(self) -> TierStats:
+        host, index, counts = self._host, self._disk.index, self._counts
+        return TierStats(
+            host_blocks=host.num_slots,
+            host_used=host.num_used,
+            host_held=host.num_held,
+            disk_blocks=index.quota,
+            disk_used=index.num_used,
+            saved=counts["saved"],
+            loaded=counts["loaded"],
+            stored=self._disk.num_stored,
+            fetched=self._disk.num_fetched,
+            host_evicted=host.num_evicted,
+            disk_evicted=index.num_evicted,
+            failures=dict(self._disk.failures) | ({"host_full": counts["host_full"]} if counts["host_full"] else {}),
+            block_bytes=self._config.block_bytes,
+        )
+
+    def check(self) -> None:
+        self._host.check()
+        self._disk.check()
+        for slots in self._swapped.values():
+            assert all(slot.holds for slot in slots)
+        holds = sum(map(len, self._swapped.values())) + len(self._plan_slots) + self._disk.num_holds
+        assert holds == self._host.num_holds
