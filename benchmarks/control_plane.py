@@ -12,8 +12,8 @@ Loads, at block size 16:
 - burst: 256 requests come at once behind a cached prefix of 4,096 or 16,384 tokens: the longest step.
 - blocked: 64 sequences decode, and a request of 4,096 or 65,536 tokens waits for room: the step beside one without it.
 - policies: churn at 512 sequences while 512 more of seven tenants wait: each policy's step beside that of fcfs.
-- grammar: 256 sequences under a regex, while the device is busy for 12 ms a step, as an H200 is at 8B: threads make the
-  masks in that time. `no device` is the same with a device that takes no time: the masks are waited for.
+- grammar: 256 sequences under a regex, over a device that is busy for 12 ms a step, as an H200 is at 8B: what a step
+  takes longer than that, though threads make masks meanwhile. `no device`: over a device that takes no time.
 - ngram: 256 sequences with n-gram speculation whose answers repeat a token, or never repeat anything.
 - submission: one request of 128 tokens on average.
 --strict exits 1 when a goal is missed.
