@@ -169,8 +169,10 @@ class MaskTable:
                 continue
             try:
                 token = matcher.forced_token()
-            except GrammarError as error:
-                failed[line] = error
+                if token is None:
+                    matcher.note_mask()
+            except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
+                failed[line] = _as_grammar_error(error)
                 continue
             if token is None:
                 asked.append((matcher, line))
@@ -221,11 +223,17 @@ class MaskTable:
         """Have llguidance consume the tokens of all its matchers at once."""
         together: list[tuple[GrammarMatcher, int]] = []
         for line, matcher in enumerate(batch.matchers):
-            if isinstance(matcher, GrammarMatcher):
-                if matcher.can_consume_in_batch(tokens[line]):
-                    together.append((matcher, line))
-                else:
-                    self._consume_alone(batch, line)
+            if not isinstance(matcher, GrammarMatcher):
+                continue
+            try:
+                is_together = matcher.can_consume_in_batch(tokens[line])
+            except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
+                batch.failed[line] = _as_grammar_error(error)
+                continue
+            if is_together:
+                together.append((matcher, line))
+            else:
+                self._consume_alone(batch, line)
         if not together:
             return
         try:
@@ -235,19 +243,21 @@ class MaskTable:
                 self._consume_alone(batch, line)
             return
         for (matcher, line), is_consumed in zip(together, are_consumed, strict=True):
-            if is_consumed:
-                matcher.note_consumed(tokens[line])
-                if matcher.state.is_stopped():
-                    batch.over[line] = matcher.is_over
-            else:
-                matcher.undo_failure()
-                self._consume_alone(batch, line)
+            try:
+                if is_consumed:
+                    matcher.note_consumed(tokens[line])
+                    if matcher.state.is_stopped():
+                        batch.over[line] = matcher.is_over
+                else:
+                    matcher.undo_failure()
+                    self._consume_alone(batch, line)
+            except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
+                batch.failed[line] = _as_grammar_error(error)
 
     def _compute(self, batch: _Batch, executor: LLExecutor) -> None:
         """Have llguidance compute masks, lexer by lexer: neighbours go to one thread, and wait for no other."""
         by_lexer: defaultdict[Lexer, list[tuple[LLMatcher, int]]] = defaultdict(list)
         for matcher, line in batch.asked:
-            matcher.note_mask()
             by_lexer[matcher.lexer].append((matcher.state, line))
         for lexer, followers in by_lexer.items():
             lexer.num_masks += len(followers)
@@ -287,7 +297,7 @@ class MaskTable:
             matcher, line = batch.asked[place]
             try:
                 matcher.find_run()
-            except GrammarError:
+            except Exception:  # noqa: BLE001 - a row's fault ends its request alone
                 self._compute_alone(batch, line)
 
     def _find_narrow(self, lines: npt.NDArray[np.intp]) -> tuple[Flags, Flags]:
