@@ -13,6 +13,7 @@ from fuzz_faults import SITES
 from fuzz_mix import MEETS, Mix
 from quire.engine.decoding.mask_table import MaskTable
 
+pytest.importorskip("llguidance")
 SEEDS = int(os.environ.get("QUIRE_TEST_SEEDS", "300"))
 SHARDS = 20
 

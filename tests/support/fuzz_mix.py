@@ -28,11 +28,13 @@ from toy_model import VOCAB
 Files = Mapping[bytes, Memory]
 NAMES = "abc"  # of pinned prompts
 MEETS = (
+    *POLICY_NAMES, *EVICTION_NAMES,
     "answers compared", "plain", "toy grammars", "real grammars", "masks alone", "masks in a batch", "best_of", "beams",
     "branches", "failed", "refused", "cut off", "cut off while compiling", "closed while compiling", "drafts",
-    "looked up drafts", "cached", "old blocks", "evicted", "pinned", "unpinned", "salts of their own", "recomputed",
-    "swapped", "from host memory", "from disk", "files lost",
+    "looked up drafts", "cached", "salts of their own", "old blocks", "evicted", "cache reset", "pinned", "unpinned",
+    "recomputed", "swapped", "from host memory", "from disk", "files lost",
 )  # fmt: skip
+LONGEST = 100  # tokens of a sequence, where a policy reserves memory for so many
 REFUSALS = ("beam_width", "best_of", "n", "max_tokens", "priority", "structured_outputs", "request")
 
 
@@ -84,10 +86,11 @@ class Mix:
         num_tokens = rng.choice([45, 60, 80, 150, 300])
         if tiers.enabled:  # few: blocks must move
             num_tokens = rng.choice([20, 25, 30] if grows else [30, 45])
-        if is_guided:
+        if is_guided or policy in RESERVING:
             num_tokens *= 4
         num_blocks = num_tokens // block_size
-        self.crowd = Crowd(num_blocks * block_size, grows, is_guided, policy in RESERVING, period)
+        longest = LONGEST - 10 if policy in RESERVING else num_blocks * block_size
+        self.crowd = Crowd(longest, grows, is_guided, policy in RESERVING, period)
         self.grammars, self.proposers = FuzzGrammars(), proposers_of(rng, depth, period)
         self.faults = Faults(random.Random(seed + 2), rng.choice([0.0, 0.05, 0.3]))
         self.engine = Harness(
@@ -100,6 +103,7 @@ class Mix:
             clock=Clock(random.Random(seed + 3)),
             max_num_batched_tokens=rng.choice([6, 17, 64]),
             max_num_seqs=rng.choice([16, 24] if is_guided else [6, 9, 16]),
+            max_model_len=LONGEST if policy in RESERVING else 512,
             policy=policy,
             tiers=tiers,
             behind=behind,
@@ -112,7 +116,7 @@ class Mix:
         self.old_salts = salts
         hurry, most = (10, 40) if is_guided else rng.choice([(10, 12), (60, 12), (60, 40)])
         self.arrivals = sorted(rng.randrange(hurry) for _ in range(rng.randint(4, most)))
-        self.closes_from = rng.randrange(40) if rng.random() < 0.05 else 3_000
+        self.closes_from = rng.randrange(15) if rng.random() < 0.08 else 3_000
 
     # ---------------------------------------------------------------------------------------------------- the run
     def run(self) -> None:
@@ -169,6 +173,7 @@ class Mix:
         elif 0.16 <= chance < 0.18:
             self.met["unpinned"] += core.unpin(self.rng.choice(["", "s"]), self.rng.choice(NAMES))
         elif 0.18 <= chance < 0.19:
+            self.met["cache reset"] += 1
             core.reset_cache()
         elif chance < 0.25 and core._compiling:
             name = self.rng.choice([group.request.request_id for group in core._compiling])
@@ -241,6 +246,7 @@ class Mix:
     def _submit(self, asked: Asked, pin: str = "") -> None:
         name, core = f"r{len(self.asked) + self.met['refused']}", self.engine.core
         reserved, self.faults.submitted = core.pins.num_reserved, name
+        asked.length = min(asked.length, core.config.max_model_len - len(asked.prompt))
         try:
             self.engine.submit(
                 name, asked.prompt, max_tokens=asked.length, seed=asked.seed, end_ids=END_IDS, pin=pin,
@@ -273,7 +279,6 @@ class Mix:
         assert scheduler.rows.num_taken == scheduler.rows._num_reserved == 0
         assert not scheduler.paced.due
         assert not scheduler.paced.draining
-        assert not scheduler.paced.faults
         if isinstance(self.proposers, NgramProposers):
             unclosed = sum(fault.num_strikes for fault in self.faults.planted if fault.site.endswith(".close"))
             assert self.proposers.num_slots - len(self.proposers._abandoned) <= unclosed
@@ -319,6 +324,8 @@ class Mix:
         stats = self.engine.core.stats()
         whole = [asked for name, asked in self.asked.items() if name not in self.cut]
         met = {
+            self.engine.core.config.policy: len(whole),
+            self.engine.core._cache.eviction: stats.evicted_blocks,
             "answers compared": len(whole),
             "plain": sum(asked.ranked is None and not asked.grammar for asked in whole),
             "toy grammars": sum(asked.grammar not in ("", *REAL_GRAMMARS) for asked in whole),

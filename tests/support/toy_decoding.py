@@ -184,7 +184,8 @@ class ToyProposer:
 
     def order(self, limit: int) -> int:
         assert limit > 0
-        return min(limit, digest(self.tokens, 9) % 4) if self.owner.orders else 0
+        count = digest(self.tokens, 9) % (self.owner.longest - 1) if self.owner.orders else 0
+        return count if self.owner.ignores_limit else min(limit, count)
 
     def offer(self, tokens: Sequence[int]) -> None:
         self.offered = tuple(tokens)
