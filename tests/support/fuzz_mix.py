@@ -19,6 +19,7 @@ from quire.config.tiers import EVICTION_NAMES, TierConfig
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.speculation.ngram import NgramProposers
 from quire.engine.speculation.proposer import DraftProposers
+from quire.engine.speculation.runtime_drafts import RuntimeDraftProposers
 from quire.types.errors import InvalidRequest
 from quire.types.output import Finished
 from quire.types.request import Abort, Branch
@@ -31,8 +32,8 @@ MEETS = (
     *POLICY_NAMES, *EVICTION_NAMES,
     "answers compared", "plain", "toy grammars", "real grammars", "masks alone", "masks in a batch", "best_of", "beams",
     "branches", "failed", "refused", "cut off", "cut off while compiling", "closed while compiling", "drafts",
-    "looked up drafts", "cached", "salts of their own", "old blocks", "evicted", "cache reset", "pinned", "unpinned",
-    "recomputed", "swapped", "from host memory", "from disk", "files lost",
+    "looked up drafts", "ordered drafts", "cached", "salts of their own", "old blocks", "evicted", "cache reset",
+    "pinned", "unpinned", "recomputed", "swapped", "from host memory", "from disk", "files lost",
 )  # fmt: skip
 LONGEST = 100  # tokens of a sequence, where a policy reserves memory for so many
 REFUSALS = ("beam_width", "best_of", "n", "max_tokens", "priority", "structured_outputs", "request")
@@ -64,9 +65,12 @@ def tiers_of(seed: int, block_size: int, policy: str, files: Files) -> tuple[Tie
 
 
 def proposers_of(rng: random.Random, depth: int, period: int) -> DraftProposers:
-    """Toys that know the answer or nearly so; the real n-gram lookup where the pretend model repeats itself."""
+    """Toys that know the answer or nearly so, and the real ones: n-gram lookup where the pretend model repeats itself,
+    drafts by the executor, which are right more often than not."""
     if period:
         return NgramProposers(SpeculationConfig(method="ngram", num_tokens=rng.choice([2, 16])), depth)
+    if rng.random() < 0.1:
+        return RuntimeDraftProposers(SpeculationConfig(method="draft_model", num_tokens=rng.choice([1, 5])), depth)
     orders, observes = rng.random() < 0.4, rng.random() < 0.4
     return ToyProposers(orders, rng.random() < 0.7, observes, rng.choice([5, 40]), rng.random() < 0.1)
 
@@ -110,6 +114,7 @@ class Mix:
             preemption=preemption,
         )
         self.engine.executor.period = period
+        self.least_batch = rng.choice([0, 4])  # masks of more rows than this are made together
         self.asked: dict[str, Asked] = {}
         self.cut: set[str] = set()
         self.met: Counter[str] = Counter()
@@ -175,6 +180,10 @@ class Mix:
         elif 0.18 <= chance < 0.19:
             self.met["cache reset"] += 1
             core.reset_cache()
+        elif 0.19 <= chance < 0.2:  # those that only look on
+            core.slack_seconds()
+            core.block_map()
+            core.stats()
         elif chance < 0.25 and core._compiling:
             name = self.rng.choice([group.request.request_id for group in core._compiling])
             self.met["cut off while compiling"] += 1
@@ -335,6 +344,7 @@ class Mix:
             "cut off": len(self.cut),
             "drafts": stats.drafts,
             "looked up drafts": stats.drafts if self.crowd.period else 0,
+            "ordered drafts": stats.drafts if isinstance(self.proposers, RuntimeDraftProposers) else 0,
             "cached": stats.prefix_hits,
             "evicted": stats.evicted_blocks,
             "recomputed": stats.preemptions - stats.swaps,

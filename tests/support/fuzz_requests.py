@@ -90,7 +90,8 @@ def _ask(rng: random.Random, number: int, crowd: Crowd) -> Asked:
 
 
 def plain(rng: random.Random, asked: Asked) -> None:
-    asked.params = {"n": rng.randint(1, 3), "logprobs": rng.choice([None, 0])}
+    prompt_logprobs = 0 if rng.random() < 0.05 else None  # every token of its prompt is computed
+    asked.params = {"n": rng.randint(1, 3), "logprobs": rng.choice([None, 0]), "prompt_logprobs": prompt_logprobs}
     asked.tokens = lambda index: continuation(asked.prompt, asked.length, seed=asked.seed, index=index, end_ids=END_IDS)
 
 
@@ -136,10 +137,20 @@ def _guided(rng: random.Random, asked: Asked) -> None:
 def _best_of(rng: random.Random, asked: Asked) -> None:
     count, rank_by, stop = rng.randint(2, 4), rng.choice(["mean", "sum"]), rng.choice(["", "", "e"])
     n = rng.randint(1, count - 1)
-    asked.params = {"n": n, "best_of": count, "rank_by": rank_by, "stop": stop or None}
+    plain(rng, asked)
+    if rng.random() < 0.3:
+        constrain(asked, rng.choice("abc"))
+    asked.params = {
+        **asked.params,
+        "n": n,
+        "best_of": count,
+        "rank_by": rank_by,
+        "stop": stop or None,
+        "logprobs": None,
+    }
     found = []
     for index in range(count):
-        tokens = continuation(asked.prompt, asked.length, seed=asked.seed, index=index, end_ids=END_IDS)
+        tokens = asked.tokens(index)
         if stop:
             ends = [place for place, token in enumerate(tokens, 1) if letter(token) == stop and token not in END_IDS]
             tokens = tokens[: ends[0]] if ends else tokens
