@@ -139,12 +139,10 @@ def test_a_call_that_fails_for_one_request_ends_that_request_alone(call: str, ki
 @pytest.mark.parametrize(
     ("member", "grammar", "token"),
     [
-        ("can_consume_in_batch", "start: /[a-h]{2,9}/", 0),
         ("note_consumed", "start: /[a-h]{2,9}/", 0),
         ("undo_failure", "start: /[a-h]{2,9}/", 25),
         ("is_over", 'start: "ab" | "c"', 2),
         ("forced_token", "start: /[a-h]{2,9}/", 0),
-        ("note_mask", "start: /[a-h]{2,9}/", 0),
         ("find_run", "start: /[a-c]/ /efghijk/ /[a-z]+/", 0),
     ],
 )

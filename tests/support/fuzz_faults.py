@@ -24,7 +24,7 @@ ERRORS = (RuntimeError, ValueError, KeyError, AssertionError, MemoryError, StopI
 MEMBERS: dict[str, tuple[str, ...]] = {
     "matcher": (
         "mask", "advance", "forced", "is_over", "clone", "rollback",
-        "forced_token", "can_consume_in_batch", "note_consumed", "note_mask", "find_run",  # of real ones, in a batch
+        "forced_token", "find_run", "note_consumed",  # of real ones, in a batch
     ),
     "proposer": ("observe", "propose", "order", "offer", "result", "clone", "close", "num_ahead"),
     "controller": ("propose", "verify", "take", "peek", "clone", "close", "order", "look_for_forced", "num_ahead"),

@@ -287,7 +287,7 @@ class EngineCore:
         if group.search is not None and group.live and not group.ended:
             group.ended.append(SampleEnd(0, tuple(group.leader.outputs), "error"))
         for sequence in list(group.live):
-            with suppress(Exception):  # closing its controller, which comes last, may be what failed
+            with suppress(Exception):  # the request may fail again as its controller is closed, which comes last
                 self._scheduler.end(sequence, keep=False)
             group.live.remove(sequence)
             if group.search is None and all(sample.index != sequence.index for sample in group.ended):

@@ -169,8 +169,6 @@ class MaskTable:
                 continue
             try:
                 token = matcher.forced_token()
-                if token is None:
-                    matcher.note_mask()
             except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
                 failed[line] = _as_grammar_error(error)
                 continue
@@ -223,17 +221,11 @@ class MaskTable:
         """Have llguidance consume the tokens of all its matchers at once."""
         together: list[tuple[GrammarMatcher, int]] = []
         for line, matcher in enumerate(batch.matchers):
-            if not isinstance(matcher, GrammarMatcher):
-                continue
-            try:
-                is_together = matcher.can_consume_in_batch(tokens[line])
-            except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
-                batch.failed[line] = _as_grammar_error(error)
-                continue
-            if is_together:
-                together.append((matcher, line))
-            else:
-                self._consume_alone(batch, line)
+            if isinstance(matcher, GrammarMatcher):
+                if matcher.can_consume_in_batch(tokens[line]):
+                    together.append((matcher, line))
+                else:
+                    self._consume_alone(batch, line)
         if not together:
             return
         try:
@@ -258,6 +250,7 @@ class MaskTable:
         """Have llguidance compute masks, lexer by lexer: neighbours go to one thread, and wait for no other."""
         by_lexer: defaultdict[Lexer, list[tuple[LLMatcher, int]]] = defaultdict(list)
         for matcher, line in batch.asked:
+            matcher.note_mask()
             by_lexer[matcher.lexer].append((matcher.state, line))
         for lexer, followers in by_lexer.items():
             lexer.num_masks += len(followers)

@@ -139,7 +139,7 @@ class PacedSet:
     # ------------------------------------------------------------------------------------------------------ beams
     def fork(self, parent: Sequence, token: int) -> Sequence:
         """A beam that goes on from another with a token of its own, in a row that was held back for it."""
-        group, controller = parent.group, parent.controller.clone()  # which may fail, so it comes before the table
+        group, controller = parent.group, parent.controller.clone()  # if this raises, no block has been shared yet
         child = Sequence(group, parent.index, parent.handle, parent.table.fork(), controller)
         child.outputs, child.num_computed = [*parent.outputs, token], parent.num_computed
         group.num_spare -= 1
