@@ -130,8 +130,6 @@ class Commit:
             self._observe(rows, tokens)
         if paced:
             self._paced.settle(paced)
-        if self._scheduler.paced.draining:
-            self._scheduler.take_drained()
 
     def _observe(self, rows: Ints, tokens: Ints) -> None:
         """Draft proposers observe the tokens of sequences that run ahead; those worth a draft are paced."""

@@ -172,8 +172,8 @@ class MaskTable:
                 continue
             try:
                 token = matcher.forced_token()
-            except GrammarError as error:
-                failed[line] = error
+            except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
+                failed[line] = _as_grammar_error(error)
                 continue
             if token is None:
                 asked.append((matcher, line))
@@ -238,13 +238,16 @@ class MaskTable:
                 self._consume_alone(batch, line)
             return
         for (matcher, line), is_consumed in zip(together, are_consumed, strict=True):
-            if is_consumed:
-                matcher.note_consumed(tokens[line])
-                if matcher.state.is_stopped():
-                    batch.over[line] = matcher.is_over
-            else:
-                matcher.undo_failure()
-                self._consume_alone(batch, line)
+            try:
+                if is_consumed:
+                    matcher.note_consumed(tokens[line])
+                    if matcher.state.is_stopped():
+                        batch.over[line] = matcher.is_over
+                else:
+                    matcher.undo_failure()
+                    self._consume_alone(batch, line)
+            except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
+                batch.failed[line] = _as_grammar_error(error)
 
     def _compute(self, batch: _Batch, executor: LLExecutor) -> None:
         """Have llguidance compute masks, lexer by lexer: neighbours go to one thread, and wait for no other."""
@@ -290,7 +293,7 @@ class MaskTable:
             matcher, line = batch.asked[place]
             try:
                 matcher.find_run()
-            except GrammarError:
+            except Exception:  # noqa: BLE001 - a row's fault ends its request alone
                 self._compute_alone(batch, line)
 
     def _find_narrow(self, lines: npt.NDArray[np.intp]) -> tuple[Flags, Flags]:

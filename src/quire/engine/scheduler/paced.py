@@ -42,12 +42,15 @@ class PacedSet:
         return self._rows.num_taken <= FORCED_ROWS
 
     def num_ahead(self, sequence: Sequence) -> int:
-        """How many tokens a sequence may run ahead from here; 0: it is paced."""
+        """How many tokens a sequence may run ahead from here; 0: it is paced, or its own code failed."""
         controller = sequence.controller
-        if controller.is_guided and self.looks_for_forced:
-            with self.guarded(sequence.group):
+        try:
+            if controller.is_guided and self.looks_for_forced:
                 controller.look_for_forced(self.least_forced)
-        return controller.num_ahead
+            return controller.num_ahead
+        except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
+            self.faults.append((sequence.group, fault_of(error)))
+            return 0
 
     def add(self, sequence: Sequence) -> None:
         """Its next step may be planned."""
@@ -136,8 +139,8 @@ class PacedSet:
     # ------------------------------------------------------------------------------------------------------ beams
     def fork(self, parent: Sequence, token: int) -> Sequence:
         """A beam that goes on from another with a token of its own, in a row that was held back for it."""
-        group = parent.group
-        child = Sequence(group, parent.index, parent.handle, parent.table.fork(), parent.controller.clone())
+        group, controller = parent.group, parent.controller.clone()  # if this raises, no block has been shared yet
+        child = Sequence(group, parent.index, parent.handle, parent.table.fork(), controller)
         child.outputs, child.num_computed = [*parent.outputs, token], parent.num_computed
         group.num_spare -= 1
         self._rows.reserve(-1)
