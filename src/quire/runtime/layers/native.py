@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.kernels.native.ops import ROW_INPUTS, PackedWeight, multiply, multiply_rows
 from quire.kernels.native.panels import cut_level_panels, cut_panels, level_panels_pay
-from quire.kernels.native.product import ROW_INPUTS, PackedWeight, multiply, multiply_rows
 from quire.kernels.native.tiles import TILE_INPUTS, tile_levels, tile_plain
 from quire.runtime.layers.product import Multiply, NumbersProduct, PackedProduct
 from quire.runtime.quantization.levels import LevelWeight
