@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quire.runtime.pending import Pending
+from quire.runtime.transfer import Pending
 from quire.types.step import RowDraft, StepPlan
 
 

@@ -10,10 +10,10 @@ from typing import TypeVar
 import numpy as np
 from torch import Tensor
 
-from quire.runtime.pending import Pending
-from quire.runtime.sampling.failures import row_failures
+from quire.runtime.sampling.choice import row_failures
 from quire.runtime.sampling.reports import NO_REPORT, Report
 from quire.runtime.speculation.drafter import NO_DRAFTS
+from quire.runtime.transfer import Pending
 from quire.types.step import NO_ROWS, Ints, Masks, PromptLogprobs, RowDraft, RowFailure, StepPlan, StepResult
 
 _Part = TypeVar("_Part")
