@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable
@@ -65,6 +66,8 @@ class Engine:
             writer = RecordingWriter.from_config(config, VOCAB, 1)
             self.core = make_recorded_core(self.executor, cache, scheduler, vocab_size, writer=writer)
         self.submitting: list[int] = []  # nanoseconds of each submission
+        gc.collect()
+        gc.freeze()  # as a server does when it is ready
 
     def submit(self, name: str, prompt: list[int] | tuple[int, ...], max_tokens: int, **fields: str) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)

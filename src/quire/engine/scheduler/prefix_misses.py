@@ -10,21 +10,22 @@ from quire.types.ledger import PrefixMiss
 from quire.types.request import Submit
 
 
-def why_missed(tree: PrefixTree, group: Group, match: Match, now: float) -> PrefixMiss:
-    """Why the prefix tree has no more of a group's tokens than `match`, on which its leader's table begins now.
+def why_missed(tree: PrefixTree, group: Group, match: Match, num_found: int, now: float) -> PrefixMiss:
+    """Why there are no more of a group's tokens than `num_found`: those of `match`, on which its leader's table begins
+    now, and those that follow in a tier.
 
     Requests of other tenants, which share a cache if the operator says so, are not named, and their evictions are not
     mentioned.
     """
-    found, tenant = match.num_tokens, group.request.tenant
-    evicted = _find_eviction(tree, group, match)
+    tenant, evicted = group.request.tenant, _find_eviction(tree, group, match)
     if evicted is not None and evicted.owner.tenant == tenant:
         end = min((match.num_blocks + evicted.num_blocks) * tree.block_size, group.leader.num_tokens)
-        return PrefixMiss("evicted", found, "", end - found, now - evicted.at, tree.policy_name)
-    if match.closest is None:
-        return PrefixMiss("not_cached", found)
+        if end > num_found:
+            return PrefixMiss("evicted", num_found, "", end - num_found, now - evicted.at, tree.policy_name)
+    if match.closest is None or num_found > match.num_tokens:
+        return PrefixMiss("not_cached", num_found)
     owner = match.closest.owner_of(match.num_blocks)
-    return PrefixMiss("differs", found, owner.request_id if owner.tenant == tenant else "")
+    return PrefixMiss("differs", num_found, owner.request_id if owner.tenant == tenant else "")
 
 
 def _find_eviction(tree: PrefixTree, group: Group, match: Match) -> Eviction | None:
