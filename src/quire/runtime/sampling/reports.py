@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from types import NoneType
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from quire.runtime.transfer import Pending, gathered
 from quire.types.step import Candidates, Ints, NewRow, RowLogprobs
 
 NO_LOGPROBS: Pending[tuple[RowLogprobs, ...]] = Pending((), tuple)
-NO_CANDIDATES: Pending[Candidates | None] = Pending((), lambda: None)
+NO_CANDIDATES: Pending[Candidates | None] = Pending((), NoneType)
 
 
 class Report(NamedTuple):

@@ -43,9 +43,5 @@ class NoDrafter:
         return NO_DRAFTS
 
 
-def _none() -> tuple[RowDraft, ...]:
-    return ()
-
-
-NO_DRAFTS: Pending[tuple[RowDraft, ...]] = Pending((), _none)
+NO_DRAFTS: Pending[tuple[RowDraft, ...]] = Pending((), tuple)
 NO_DRAFTER = NoDrafter()
