@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.runtime.sampling.failures import row_failures
+from quire.runtime.sampling.choice import row_failures
 from quire.runtime.sampling.sampler import asks_for_more
 from quire.types.errors import InvalidRequest
 from quire.types.sampling import SamplingParams, TokenRules
