@@ -239,7 +239,7 @@ def test_a_sample_that_ends_while_it_waits_gives_its_slots_back_and_the_others_g
         engine.submit("two", prompt(7, 28), max_tokens=4, seed=2, n=2)
         (group,) = [each for each in engine.core._scheduler.waiting if each.request.request_id == "two"]
         while engine.core.has_work:
-            if not group.is_running and len(group.live) == 2 and group.leader.swapped:
+            if not group.is_running and len(group.live) == 2 and group.leader.num_swapped:
                 held = engine.core.stats().tiers.host_held
                 engine.core.abort(Abort("two", 0))
                 met += engine.core.stats().tiers.host_held < held

@@ -72,7 +72,7 @@ class CachedTables:
         data, last, width = pack(tokens), len(tokens) // self.size, self.size * TOKEN_BYTES
         deepest, count = self.tree.descend(table.node, data, last)
         if count > table.num_cached:
-            table.advance(self.tree.node_at(deepest, count))
+            table.use_cached(self.tree.node_at(deepest, count))
         if last > count:
             table.cache(table.node, data[count * width : last * width], last - count, Owner(owner))
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.decoding.controller import Ending, Fault, fault_of
+from quire.engine.decoding.controller import Ending, Fault, explain_end, fault_of
 from quire.engine.decoding.group import Group, Sequence
-from quire.engine.decoding.stopping import explain_end, find_ends
 from quire.engine.guided_rows import GuidedRows
 from quire.engine.in_flight import InFlightStep, find_awaited
 from quire.engine.paced_results import PacedResult, PacedResults
@@ -21,6 +20,7 @@ from quire.engine.speculation.proposer import DraftProposers
 from quire.types.step import NO_ROWS, Ints, StepPlan, StepResult, TokenLogprobs
 
 Batch = tuple[npt.NDArray[np.int64], Ints, tuple[tuple[int, TokenLogprobs], ...]]  # sample handles, tokens, logprobs
+_NOBODY = np.empty(0, dtype=np.intp)
 NO_BATCH: Batch = (np.empty(0, dtype=np.int64), NO_ROWS, ())
 
 
@@ -45,7 +45,7 @@ class RowColumns(NamedTuple):
 _NOTHING = RowColumns(NO_ROWS, -1, NO_BATCH[0], NO_BATCH[0], None, NO_ROWS, NO_ROWS)
 
 
-class Commit:
+class Committer:
     """Takes in results in the order of their steps. `end` finishes a sequence, `fail` a request by its own fault."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Commit:
             self._columns = RowColumns.of(rows, table)
         return self._columns
 
-    def take(self, step: InFlightStep, result: StepResult) -> tuple[Batch, int]:
+    def commit(self, step: InFlightStep, result: StepResult) -> tuple[Batch, int]:
         """Take in what a step produced, as far as it is still awaited, and end what it ended. Returns what is to be
         said of it, and how many tokens were generated."""
         for failure in result.failures:
@@ -107,8 +107,8 @@ class Commit:
             for row, token in zip(rows[ends].tolist(), tokens[ends].tolist(), strict=True)
         ]
         if self._scheduler.policy.counts_outputs:
-            self._scheduler.policy.generated(rows)
-        paced = self._paced.take(step, result) if step.paced else []
+            self._scheduler.policy.note_generated(rows)
+        paced = self._paced.commit(step, result) if step.paced else []
         logprobs = self._take_logprobs(step, result, paced) if result.logprobs or result.prompt_logprobs else ()
         batch = (columns.handles, tokens, logprobs)
         if paced or columns.streamed is not None:
@@ -129,7 +129,7 @@ class Commit:
         if table.num_observed:
             self._observe(rows, tokens)
         if paced:
-            self._paced.settle(paced)
+            self._paced.finish(paced)
 
     def _observe(self, rows: Ints, tokens: Ints) -> None:
         """Draft proposers observe the tokens of sequences that run ahead; those worth a draft are paced."""
@@ -197,3 +197,14 @@ def _with_paced(
         handles = np.concatenate([handles, np.repeat([handle for handle, _ in said], [len(t) for _, t in said])])
         tokens = np.concatenate([tokens, np.array([token for _, t in said for token in t], dtype=np.int32)])
     return handles, tokens, logprobs
+
+
+def find_ends(tokens: Ints, end_ids: Ints, counts: Ints, limits: Ints) -> npt.NDArray[np.intp]:
+    """Positions in the batch whose sequence just ended.
+
+    tokens, counts, limits: [batch]; end_ids: [batch, k], padded with -1. counts are outputs, this token included.
+    """
+    stopped, full = end_ids == tokens[:, None], counts >= limits
+    if not stopped.any() and not full.any():
+        return _NOBODY
+    return np.flatnonzero(stopped.any(axis=1) | full)

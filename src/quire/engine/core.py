@@ -7,8 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from quire.config.engine import CacheConfig, SchedulerConfig
-from quire.engine.admission import admit, most_blocks
-from quire.engine.commit import NO_BATCH, Batch, Commit
+from quire.engine.commit import NO_BATCH, Batch, Committer
 from quire.engine.counters import Counters
 from quire.engine.decoding.controller import Ending, Fault, fault_of
 from quire.engine.decoding.grammar import Compilation, Matcher
@@ -24,7 +23,7 @@ from quire.engine.scheduler.accounts import block_holders
 from quire.engine.scheduler.queue import GroupQueue
 from quire.engine.scheduler.row_table import RowTable
 from quire.engine.scheduler.scheduler import Scheduler
-from quire.engine.submission import add_sequences, find_origin, make_controller, make_group
+from quire.engine.submission import add_sequences, check_request, find_origin, make_controller, make_group, most_blocks
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.output import Finished, SampleEnd, TokensOut
 from quire.types.request import Abort, Submit
@@ -60,9 +59,9 @@ class EngineCore:
         self._pipeline = Pipeline(executor, depth or executor.depth, clock)
         self._scheduler.paced.least_forced = 1 if self._pipeline.depth == 1 else _LEAST_FORCED
         self._guided = GuidedRows(self._scheduler, self._tools.grammars.vocab_size, self._end, self._fail)
-        self._paced = PacedResults(self._scheduler, self._end, self._fail, self._close_search)
+        self._paced = PacedResults(self._scheduler, self._end, self._fail, self._finish_search)
         proposers = self._tools.proposers
-        self._commit = Commit(self._scheduler, proposers, self._guided, self._paced, self._end, self._fail, clock)
+        self._committer = Committer(self._scheduler, proposers, self._guided, self._paced, self._end, self._fail, clock)
         self._compiling: dict[Group, Compilation] = {}
         self._groups: dict[str, Group] = {}
         self._finished: list[Finished] = []
@@ -85,7 +84,7 @@ class EngineCore:
         try:
             group = self._accept(request)
         except Exception as error:
-            self.pins.settle(request, None)
+            self.pins.pin_or_release(request, None)
             self._observer.refused()
             if isinstance(error, InvalidRequest):
                 raise
@@ -99,16 +98,17 @@ class EngineCore:
         return group.handle
 
     def _accept(self, request: Submit) -> Group:
-        asked, request = request, self.pins.whole(request)
+        asked, request = request, self.pins.pad_prompt(request)
+        cache, config, vocab_size = self._cache, self._config, self._vocab_size
         has_text, num_pinned = self._tools.vocabulary is not None, self.pins.num_reserved
-        limit = admit(request, self._cache, self._config, self._vocab_size, has_text=has_text, num_pinned=num_pinned)
-        group = make_group(request, self._ordinal, limit, self._next_handle, self._vocab_size, self._config.seed)
+        limit = check_request(request, cache, config, vocab_size, has_text=has_text, num_pinned=num_pinned)
+        group = make_group(request, self._ordinal, limit, self._next_handle, vocab_size, config.seed)
         group.arrival = self._clock()
         if request.source is not None:
             group.origin = find_origin(request, self._groups, self._scheduler.rows)
         if request.pin:
-            size, live = self._cache.block_size, self._groups.values()
-            self.pins.promise(asked, max((most_blocks(each.request, each.limit, size) for each in live), default=0))
+            size, live = cache.block_size, self._groups.values()
+            self.pins.reserve(asked, max((most_blocks(each.request, each.limit, size) for each in live), default=0))
         group.ledger.note("queued", group.arrival, group.num_prompt)
         if request.rules.grammar:
             self._compiling[group] = self._tools.grammars.compile(request.rules.grammar)
@@ -142,7 +142,7 @@ class EngineCore:
             self._abort_compiling(group, abort.index, ending)
         elif group.search is not None:
             if abort.index is None:
-                self._close_search(group, ending)
+                self._finish_search(group, ending)
         elif abort.index is None or not group.is_ranked:
             for sequence in [s for s in group.live if abort.index in (None, s.index)]:
                 self._end(sequence, ending)
@@ -156,7 +156,7 @@ class EngineCore:
             if each not in over:
                 group.ended.append(SampleEnd(each, (), *ending))
         if len(group.ended) == count:
-            self._dismiss(group, group.finish_message(self._clock()))
+            self._finish_request(group, group.finish_message(self._clock()))
 
     @property
     def config(self) -> SchedulerConfig:
@@ -201,13 +201,13 @@ class EngineCore:
         batch = NO_BATCH
         try:
             if self._compiling:
-                self._take_compiled()
+                self._enqueue_compiled()
             self._guided.settle()
             if self._scheduler.tiers.expects_report:
                 self._scheduler.tiers.apply_report(self._executor.transfers())
-            self._pipeline.fill(self._prepare, self._guided.supply)
+            self._pipeline.fill(self._plan_step, self._guided.supply)
             if len(self._pipeline):
-                batch = self._collect()
+                batch = self._commit_oldest()
             elif self._compiling:
                 self._tools.grammars.wait(_COMPILING_SECONDS)
             elif self._groups:
@@ -221,7 +221,7 @@ class EngineCore:
         self._observer.stepped(out)
         return out
 
-    def _take_compiled(self) -> None:
+    def _enqueue_compiled(self) -> None:
         """Groups whose grammar is compiled join the queue."""
         for group, compilation in list(self._compiling.items()):
             try:
@@ -235,23 +235,23 @@ class EngineCore:
                 self._fail(group, fault_of(error))
             self._observer.compiled(group)
 
-    def _prepare(self) -> InFlightStep | None:
+    def _plan_step(self) -> InFlightStep | None:
         plan = None if self._dead else self._scheduler.plan(self._clock())
         step = None
         if plan is not None:
             self._counters.note_plan(plan)
-            step = self._commit.prepare(plan)
+            step = self._committer.prepare(plan)
             self._observer.planned(step)
         if self._scheduler.paced.faults:
             for group, fault in self._scheduler.paced.take_faults():
                 self._fail(group, fault)
         return step
 
-    def _collect(self) -> Batch:
+    def _commit_oldest(self) -> Batch:
         """Wait for the oldest step in flight and take its result in."""
         step, result = self._pipeline.collect()
         self._observer.collected(step, result)
-        batch, num_outputs = self._commit.take(step, result)
+        batch, num_outputs = self._committer.commit(step, result)
         now = self._clock()
         self._counters.note_step(now - step.launched, num_outputs)
         since, self._last_commit = max(step.launched, self._last_commit), now
@@ -268,17 +268,17 @@ class EngineCore:
         try:
             group.end(sequence, self._scheduler.end(sequence), *ending)
             if not group.live:
-                self._dismiss(group, group.finish_message(self._clock()))
+                self._finish_request(group, group.finish_message(self._clock()))
         except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
             self._fail(group, fault_of(error))
 
-    def _close_search(self, group: Group, cut_off: Ending | None = None) -> None:
+    def _finish_search(self, group: Group, cut_off: Ending | None = None) -> None:
         """End a beam search: `cut_off` says why, if it is not over by itself."""
         group.ended.extend(beam_ends(group, cut_off))
         for sequence in group.live:
             self._scheduler.end(sequence, keep=False)
         group.live.clear()
-        self._dismiss(group, group.finish_message(self._clock()))
+        self._finish_request(group, group.finish_message(self._clock()))
 
     def _fail(self, group: Group, fault: Fault) -> None:
         """End a whole request with an error, keeping what it had generated."""
@@ -296,16 +296,16 @@ class EngineCore:
             message = group.finish_message(self._clock(), *fault)
         except Exception:  # noqa: BLE001 - making the message may be what failed; the request must end all the same
             message = Finished(group.request.request_id, tuple(group.ended), error=fault.reason)
-        self._dismiss(group, message)
+        self._finish_request(group, message)
 
-    def _dismiss(self, group: Group, message: Finished) -> None:
+    def _finish_request(self, group: Group, message: Finished) -> None:
         if self._compiling.pop(group, None) is None:
             self._scheduler.remove(group)
         del self._groups[group.request.request_id]
         self._finished.append(message)
         self._counters.finished += 1
         if group.request.pin:
-            self.pins.settle(group.request, message)
+            self.pins.pin_or_release(group.request, message)
 
     def _die(self, error: Exception) -> None:
         """The executor is lost: every request ends with an error, and no more are taken."""

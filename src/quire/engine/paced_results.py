@@ -37,7 +37,7 @@ class PacedResults:
         self.num_drafts = self.num_drafted = self.num_accepted = 0
         self.num_searched = 0  # tokens by which beams were continued
 
-    def take(self, step: InFlightStep, result: StepResult) -> list[PacedResult]:
+    def commit(self, step: InFlightStep, result: StepResult) -> list[PacedResult]:
         """Take in what was sampled, as far as it is still awaited. The sequences have grown by it; none has ended."""
         taken: list[PacedResult] = []
         beams: dict[Group, dict[Sequence, int]] = {}  # the place of each one's sample
@@ -63,10 +63,10 @@ class PacedResults:
                 self._fail(group, fault_of(error))
         if self._scheduler.policy.counts_outputs:
             for sequence, verified in taken:
-                self._scheduler.policy.generated_paced(sequence.group, len(verified.tokens))
+                self._scheduler.policy.note_generated_paced(sequence.group, len(verified.tokens))
         return taken
 
-    def settle(self, taken: list[PacedResult]) -> None:
+    def finish(self, taken: list[PacedResult]) -> None:
         """End the sequences that ended; let the others go on."""
         for sequence, verified in taken:
             if sequence.row is None:
@@ -74,12 +74,12 @@ class PacedResults:
             if verified.ending is not None:
                 self._end(sequence, verified.ending)
             else:
-                self._scheduler.go_on(sequence)
+                self._scheduler.continue_decoding(sequence)
 
     def _verify(self, sequence: Sequence, sampled: list[int]) -> Verified:
         draft, room = sequence.draft, sequence.group.limit - sequence.num_tokens
         verified = sequence.controller.verify(sampled, draft, room)
-        self._scheduler.paced.grow(sequence, verified.tokens, written=not draft)
+        self._scheduler.paced.append_tokens(sequence, verified.tokens, written=not draft)
         self.num_drafts += verified.num_drafted > 0
         self.num_drafted += verified.num_drafted
         self.num_accepted += verified.num_accepted
@@ -105,13 +105,13 @@ class PacedResults:
             raise RuntimeError("its beams were not answered together")
         self.num_searched += len(beams)
         if self._scheduler.policy.counts_outputs:
-            self._scheduler.policy.generated_paced(group, len(beams))
+            self._scheduler.policy.note_generated_paced(group, len(beams))
         found = _span([lines[places[beam]] for beam in beams])
         children = search.advance(
             [beam.outputs for beam in beams],
             candidates.token_ids[found, : search.num_candidates],
             candidates.scores[found, : search.num_candidates],
-            lambda parent, token: beams[parent].controller.peek(token),
+            lambda parent, token: beams[parent].controller.ending_with(token),
         )
         if children:
             sampled = [int(result.token_ids[places[beam]]) for beam in beams]
@@ -132,17 +132,17 @@ class PacedResults:
             beam = parent = beams[child.parent]
             if firsts[child.parent] is not child and childless:
                 beam = childless.pop()
-                paced.rebase(beam, parent, child.token)
+                paced.replace_beam(beam, parent, child.token)
             elif firsts[child.parent] is not child:
-                beam = paced.fork(parent, child.token)
+                beam = paced.fork_beam(parent, child.token)
             bred.append(beam)
         for beam in childless:
-            self._scheduler.prune(beam)
+            self._scheduler.drop_beam(beam)
         for place, child in firsts.items():
-            paced.grow(beams[place], (child.token,), written=child.token == sampled[place])
+            paced.append_tokens(beams[place], (child.token,), written=child.token == sampled[place])
         group.live[:] = bred
         for child, beam in zip(children, bred, strict=True):
-            beam.controller.take(child.token)
+            beam.controller.accept(child.token)
             paced.add(beam)
 
     def take_best(self) -> tuple[tuple[int, Ints], ...]:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
-from quire.engine.admission import check_answer_size
 from quire.engine.core import EngineCore
 from quire.engine.messages import (
     Accepted,
@@ -30,6 +29,7 @@ from quire.engine.messages import (
 )
 from quire.engine.progress import ProgressRecord
 from quire.engine.routing import Routes
+from quire.engine.submission import check_answer_size
 from quire.engine.transport import EngineSocket
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.output import Finished, TokensOut

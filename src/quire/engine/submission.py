@@ -1,4 +1,4 @@
-"""A request becomes a group: what it is decoded with, and how many sequences it begins with."""
+"""Checks a submitted request, and makes its group: what it is decoded with, and the sequences it begins with."""
 
 from __future__ import annotations
 
@@ -6,21 +6,158 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.config.policy import RESERVING
 from quire.engine.decoding.beam import BeamSearch
 from quire.engine.decoding.controller import PLAIN, StepController
 from quire.engine.decoding.grammar import Matcher
 from quire.engine.decoding.group import NOT_STREAMED, Group, Sequence
 from quire.engine.decoding.stop_text import StopRules, StopText
 from quire.engine.decoding.tools import DecodingTools
+from quire.engine.kvcache.reserve import reserved_tokens
 from quire.engine.kvcache.table import BlockTable
 from quire.engine.scheduler.row_table import RowTable
 from quire.engine.speculation.proposer import NO_PROPOSER
 from quire.types.errors import InvalidRequest
 from quire.types.request import Submit
+from quire.types.sampling import check_vocabulary
 
+MAX_ANSWER = 16 * 2**20  # bytes of one request's terminal message
+MAX_STEP_LOGPROBS = 32 * 2**20  # bytes of logprobs in one step's message, if every row asked for as many
+_PAIR = 8  # bytes of a token id and its logprob
+_ENTRY = 64  # bytes of one position besides its pairs
+_TOKEN = 5  # bytes of a token id at most
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment
 
 
+# ------------------------------------------------------------------------------------------------- checks
+def check_request(
+    request: Submit,
+    cache: CacheConfig,
+    config: SchedulerConfig,
+    vocab_size: int,
+    *,
+    has_text: bool = False,
+    num_pinned: int = 0,
+) -> int:
+    """How many tokens each sequence may reach, prompt included. Raises InvalidRequest naming field, limit and fix.
+
+    `num_pinned` blocks are not for requests.
+    """
+    prompt, sampling = len(request.prompt_token_ids), request.sampling
+    if prompt == 0:
+        raise InvalidRequest("prompt", "is empty", "send at least one token")
+    if prompt >= config.max_model_len:
+        raise InvalidRequest(
+            "prompt",
+            f"has {prompt} tokens, which leaves no room in max_model_len={config.max_model_len}",
+            f"shorten it to {config.max_model_len - 1} tokens or raise max_model_len",
+        )
+    _check_sequences(request, config, has_text=has_text)
+    if request.priority and config.policy != "priority":
+        reason = f"means nothing to the {config.policy!r} policy"
+        raise InvalidRequest("priority", reason, 'leave it out or use policy="priority"')
+    check_vocabulary("prompt", request.prompt_token_ids, vocab_size)
+    check_vocabulary("stop_token_ids", sampling.stop_token_ids or (), vocab_size)
+    check_vocabulary("bad_words", (token for word in request.rules.bad_words for token in word), vocab_size)
+    check_vocabulary("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
+    check_vocabulary("logit_bias", sampling.logit_bias or (), vocab_size)
+    check_vocabulary("logprob_token_ids", sampling.logprob_token_ids or (), vocab_size)
+    room = config.max_model_len - prompt
+    limit = prompt + (room if sampling.max_tokens is None else min(sampling.max_tokens, room))
+    _check_fits(request, limit, cache, num_pinned)
+    if config.policy in RESERVING:
+        _check_reservation(request, limit, cache, config)
+    return limit
+
+
+def num_sequences(request: Submit) -> int:
+    """How many live at once, at most."""
+    return request.sampling.num_sequences if request.beam is None else request.beam.width
+
+
+def _check_sequences(request: Submit, config: SchedulerConfig, *, has_text: bool) -> None:
+    sampling, beam, count = request.sampling, request.beam, num_sequences(request)
+    field = "beam_width" if beam is not None else "best_of" if count > sampling.n else "n"
+    if count > config.num_rows:
+        reason = f"is {count}, above the {config.num_rows} sequences of a step"
+        raise InvalidRequest(field, reason, "lower it or raise max_num_seqs")
+    if beam is not None and sampling.n > beam.width:
+        raise InvalidRequest("n", f"is {sampling.n}, above beam_width={beam.width}", "lower it or raise beam_width")
+    if beam is not None and sampling.best_of is not None:
+        raise InvalidRequest("best_of", "means nothing to a beam search", "leave it out or set beam_width")
+    if beam is not None and sampling.logprobs is not None:
+        raise InvalidRequest("logprobs", "are not kept by a beam search", "read cumulative_logprob")
+    if field == "n":
+        return
+    if sampling.repetition_detection is not None:
+        raise InvalidRequest("repetition_detection", f"does not work with {field}", "leave one of them out")
+    if sampling.stops and not has_text:
+        raise InvalidRequest(
+            "stop", f"needs text with {field}, but this engine has no vocabulary", "use stop_token_ids"
+        )
+
+
+def blocks_at_most(prompt: int, limit: int, n: int, block_size: int) -> int:
+    """Blocks a group can ever hold: full prompt blocks once, the rest once per sequence, the last token never."""
+    shared = prompt // block_size
+    return shared + n * (-(-(limit - 1) // block_size) - shared)
+
+
+def most_blocks(request: Submit, limit: int, block_size: int) -> int:
+    """Blocks a request can ever hold, if its sequences reach `limit` tokens."""
+    return blocks_at_most(len(request.prompt_token_ids), limit, num_sequences(request), block_size)
+
+
+def _check_fits(request: Submit, limit: int, cache: CacheConfig, num_pinned: int) -> None:
+    needed = most_blocks(request, limit, cache.block_size)
+    if needed > cache.num_blocks - num_pinned:
+        held = f", {num_pinned} of them for resident prefixes" if num_pinned else ""
+        raise InvalidRequest(
+            "max_tokens",
+            f"{num_sequences(request)} x {limit} tokens need {needed} kv blocks of {cache.block_size}, "
+            f"the cache has {cache.num_blocks}{held}",
+            "lower max_tokens, n or the prompt, or raise num_kv_blocks / kv_cache_memory",
+        )
+
+
+def _check_reservation(request: Submit, limit: int, cache: CacheConfig, config: SchedulerConfig) -> None:
+    count = num_sequences(request)
+    if count > 1:
+        field = "beam_width" if request.beam is not None else "best_of" if count > request.sampling.n else "n"
+        reason = f"is {count}, and the {config.policy!r} policy shares no memory between sequences"
+        raise InvalidRequest(field, reason, "leave it out or use another policy")
+    reserved = reserved_tokens(config.policy, len(request.prompt_token_ids), limit, config.max_model_len)
+    if -(-reserved // cache.block_size) > cache.num_blocks:
+        reason = f"makes the {config.policy!r} policy reserve {reserved} tokens, the cache has {cache.num_slots}"
+        raise InvalidRequest("max_tokens", reason, "lower it or max_model_len, or raise num_kv_blocks")
+
+
+def check_answer_size(request: Submit, config: SchedulerConfig, vocab_size: int) -> None:
+    """Raise InvalidRequest if the request's answer could exceed the size limit of messages between processes."""
+    sampling, prompt = request.sampling, len(request.prompt_token_ids)
+    room = config.max_model_len - prompt
+    outputs = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    entry = _entry_bytes(sampling.logprobs, len(tuple(sampling.logprob_token_ids or ())), vocab_size)
+    if entry * config.num_rows > MAX_STEP_LOGPROBS:
+        most = MAX_STEP_LOGPROBS // config.num_rows // _PAIR
+        raise InvalidRequest("logprobs", f"asks for more than {most} per token, the limit here", "ask for fewer")
+    prompt_entry = _entry_bytes(sampling.prompt_logprobs, 0, vocab_size)
+    size = sampling.n * outputs * (entry + _TOKEN) + prompt * prompt_entry
+    if size > MAX_ANSWER:
+        field = "prompt_logprobs" if prompt * prompt_entry > size // 2 else "logprobs" if entry else "max_tokens"
+        reason = f"makes the answer up to {size // 2**20} MiB large, limit {MAX_ANSWER // 2**20} MiB"
+        raise InvalidRequest(field, reason, "lower it, n or max_tokens")
+
+
+def _entry_bytes(logprobs: int | None, named: int, vocab_size: int) -> int:
+    """Bytes of the logprobs of one position."""
+    if logprobs is None:
+        return 0
+    return _ENTRY + _PAIR * (1 + named + (vocab_size if logprobs < 0 else logprobs))
+
+
+# ------------------------------------------------------------------------------------------------- groups
 def make_group(request: Submit, ordinal: int, limit: int, handle: int, vocab_size: int, engine_seed: int) -> Group:
     """The group of an admitted request, without sequences yet; its samples answer to `handle` and those after it."""
     sampling, search = request.sampling, None
@@ -54,7 +191,7 @@ def make_controller(group: Group, tools: DecodingTools, matcher: Matcher | None)
     proposer = NO_PROPOSER if is_beam else tools.proposers.begin(request)
     if matcher is None and stops is None and proposer is NO_PROPOSER and not is_beam:
         return PLAIN
-    return StepController(request.rules, matcher=matcher, proposer=proposer, stops=stops, is_held=group.is_ranked)
+    return StepController(request.rules, matcher=matcher, proposer=proposer, stops=stops, always_paced=group.is_ranked)
 
 
 def find_origin(request: Submit, groups: Mapping[str, Group], rows: RowTable) -> Sequence | None:

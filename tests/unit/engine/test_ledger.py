@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness import Harness
-from quire.engine.decoding.ledger import MAX_ENTRIES, Ledger
+from quire.engine.decoding.group import MAX_ENTRIES, Ledger
 from quire.types.request import Abort
 
 

@@ -13,7 +13,6 @@ from engine_thread import EngineThread, PlainEdge
 from fake_executor import continuation
 from quire.config.engine import SchedulerConfig
 from quire.engine import transport
-from quire.engine.admission import MAX_ANSWER, check_answer_size
 from quire.engine.messages import (
     Ask,
     BlockMapAnswer,
@@ -22,6 +21,7 @@ from quire.engine.messages import (
     Lost,
     StatsAnswer,
 )
+from quire.engine.submission import MAX_ANSWER, check_answer_size
 from quire.types.errors import InvalidRequest
 from quire.types.output import TokensOut
 from quire.types.request import Abort, Submit

@@ -10,7 +10,6 @@ import numpy as np
 
 from quire.engine.decoding.grammar import GrammarError, Matcher
 from quire.engine.decoding.stop_text import StopText
-from quire.engine.decoding.stopping import explain_end
 from quire.engine.speculation.proposer import FOREVER, NO_PROPOSER, DraftProposer
 from quire.types.errors import InvalidRequest, QuireError
 from quire.types.output import FinishReason
@@ -49,7 +48,16 @@ class StepController:
     A sequence is guided if nothing but a grammar controls it: it runs ahead, and only its sampling waits for the mask.
     """
 
-    __slots__ = ("_has_forced", "_num_forced", "_rules", "_stops", "is_guided", "is_held", "matcher", "proposer")
+    __slots__ = (
+        "_has_forced",
+        "_num_forced",
+        "_rules",
+        "_stops",
+        "always_paced",
+        "is_guided",
+        "matcher",
+        "proposer",
+    )
 
     def __init__(
         self,
@@ -58,12 +66,12 @@ class StepController:
         matcher: Matcher | None = None,
         proposer: DraftProposer = NO_PROPOSER,
         stops: StopText | None = None,
-        is_held: bool = False,
+        always_paced: bool = False,
     ) -> None:
-        """`is_held`: every step waits for the result of the one before, whatever else there is."""
+        """`always_paced`: every step waits for the result of the one before, whatever else there is."""
         self._rules, self.matcher, self.proposer, self._stops = rules, matcher, proposer, stops
-        self.is_guided = matcher is not None and proposer is NO_PROPOSER and stops is None and not is_held
-        self.is_held = is_held or stops is not None or (matcher is not None and not self.is_guided)
+        self.is_guided = matcher is not None and proposer is NO_PROPOSER and stops is None and not always_paced
+        self.always_paced = always_paced or stops is not None or (matcher is not None and not self.is_guided)
         self._num_forced = 0  # of the draft proposed last, tokens that the grammar forces
         self._has_forced = False
 
@@ -72,7 +80,7 @@ class StepController:
         """How many tokens may be generated before this is asked again; 0: it is asked before every step."""
         if self.is_guided:
             return 0 if self._has_forced else FOREVER
-        return 0 if self.is_held else self.proposer.num_ahead
+        return 0 if self.always_paced else self.proposer.num_ahead
 
     def look_for_forced(self, least: int) -> bool:
         """Whether the grammar forces `least` tokens or more from here: then a guided sequence is better paced, and all
@@ -88,7 +96,7 @@ class StepController:
             matcher=None if self.matcher is None else self.matcher.clone(),
             proposer=self.proposer.clone(),
             stops=self._stops,
-            is_held=self.is_held,
+            always_paced=self.always_paced,
         )
 
     def close(self) -> None:
@@ -131,7 +139,7 @@ class StepController:
         taken: list[int] = []
         for place, token in enumerate(sampled):
             taken.append(token)
-            ending = self.take(token) or (_FULL if len(taken) == room else None)
+            ending = self.accept(token) or (_FULL if len(taken) == room else None)
             if ending is not None or place == len(draft) or token != draft[place]:
                 break
         num_right = len(taken) - 1 + (len(taken) <= len(draft) and taken[-1] == draft[len(taken) - 1])
@@ -142,7 +150,7 @@ class StepController:
         self.proposer.observe(taken)
         return Verified(tuple(taken), ending, max(drafted, 0), accepted)
 
-    def peek(self, token: int) -> Ending | None:
+    def ending_with(self, token: int) -> Ending | None:
         """How `token` would end the sequence. Changes nothing. Raises GrammarError."""
         if token in self._rules.end_ids:
             return explain_end(token, self._rules)
@@ -150,12 +158,12 @@ class StepController:
             return "stop", stop
         if self.matcher is None:
             return None
-        self._follow(self.matcher, token)
+        self._advance_matcher(self.matcher, token)
         is_over = self.matcher.is_over
         self.matcher.rollback(1)
         return _OVER if is_over else None
 
-    def take(self, token: int) -> Ending | None:
+    def accept(self, token: int) -> Ending | None:
         """One token further; how it ends the sequence, if it does. Raises GrammarError."""
         if token in self._rules.end_ids:
             return explain_end(token, self._rules)
@@ -164,12 +172,12 @@ class StepController:
             self._stops, stop = self._stops.push(token)
         matcher = self.matcher
         if matcher is not None:
-            self._follow(matcher, token)
+            self._advance_matcher(matcher, token)
         if stop is not None:
             return "stop", stop
         return _OVER if matcher is not None and matcher.is_over else None
 
-    def _follow(self, matcher: Matcher, token: int) -> None:
+    def _advance_matcher(self, matcher: Matcher, token: int) -> None:
         if not matcher.advance(token):
             raise GrammarError(f"structured_outputs: token {token} was chosen where the grammar does not allow it")
 
@@ -188,6 +196,13 @@ def _only(token: int, words: int) -> Bits:
     bits = np.zeros(words, dtype=np.uint32)
     bits[token // 32] = np.uint32(1 << (token % 32))
     return bits
+
+
+def explain_end(token: int, rules: TokenRules) -> tuple[FinishReason, int | None]:
+    """Why a sequence whose last token is `token` ended: the finish reason and the stop token that users are told."""
+    if token not in rules.end_ids:
+        return "length", None
+    return "stop", None if token in rules.eos_ids else token
 
 
 class Fault(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -11,9 +12,8 @@ import numpy as np
 
 from quire.engine.decoding.beam import BeamSearch
 from quire.engine.decoding.controller import StepController
-from quire.engine.decoding.ledger import Ledger
-from quire.engine.decoding.ranking import rank
 from quire.engine.kvcache.table import BlockTable
+from quire.types.ledger import LedgerEntry, LedgerKind, PrefixMiss
 from quire.types.output import Finished, FinishReason, SampleEnd
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
@@ -22,6 +22,9 @@ from quire.types.step import Ints, TokenLogprobs
 if TYPE_CHECKING:
     from quire.engine.scheduler.prefix_reuse import Hit
 
+MAX_ENTRIES = 64  # of a ledger
+_MERGE_FROM = 32  # from here on chunks that follow each other share one entry
+_NOTHING_SAID = float("-inf")
 NOT_STREAMED = -1  # the handle of samples that are ranked before anything is said of them
 
 
@@ -53,8 +56,24 @@ class Sequence:
     """One sample of a request, or one beam: tokens and a BlockTable."""
 
     __slots__ = (
-        "ahead", "controller", "draft", "group", "handle", "index", "is_introduced", "logprob_sum", "logprobs",
-        "num_computed", "num_readable", "outputs", "row", "state", "swapped", "synced_blocks", "synced_tokens", "table",
+        "ahead",
+        "controller",
+        "draft",
+        "group",
+        "handle",
+        "index",
+        "is_introduced",
+        "logprob_sum",
+        "logprobs",
+        "num_computed",
+        "num_readable",
+        "num_swapped",
+        "outputs",
+        "row",
+        "state",
+        "synced_blocks",
+        "synced_tokens",
+        "table",
     )  # fmt: skip
 
     def __init__(self, group: Group, index: int, handle: int, table: BlockTable, controller: StepController) -> None:
@@ -64,7 +83,7 @@ class Sequence:
         self.outputs: list[int] = []  # generated tokens; while STARTING, AHEAD or DRAINING the row table has them
         self.num_computed = 0  # tokens whose keys and values a planned step writes; while AHEAD, see `computed_at`
         self.num_readable = 0  # tokens whose keys and values later plans may read
-        self.swapped = 0  # WAITING: tokens whose blocks were moved to host memory
+        self.num_swapped = 0  # WAITING: tokens whose blocks were moved to host memory
         self.ahead: RunAhead | None = None  # STARTING, AHEAD
         self.draft: tuple[int, ...] = ()  # AWAITING: the guesses that the planned step verifies
         self.is_introduced = False  # the workers know of its row
@@ -79,7 +98,7 @@ class Sequence:
         return self.group.num_prompt + len(self.outputs)
 
     @property
-    def target(self) -> int:
+    def prefill_target(self) -> int:
         """How many tokens PREFILL computes: all, but beams compute their last token together, when they are due."""
         return self.num_tokens - (self.group.search is not None and len(self.group.live) > 1)
 
@@ -98,6 +117,40 @@ class Sequence:
         if stop <= count:
             return tuple(prompt[start:stop])
         return (*prompt[start:], *self.outputs[max(start - count, 0) : stop - count])
+
+
+class Ledger:
+    """At most MAX_ENTRIES entries. The last is always the end; what did not fit before it is counted in its note."""
+
+    __slots__ = ("_entries", "_left_out")
+
+    def __init__(self) -> None:
+        self._entries: list[LedgerEntry] = []
+        self._left_out = 0
+
+    def note(
+        self, kind: LedgerKind, at: float, amount: int = 0, note: str = "", miss: PrefixMiss | None = None
+    ) -> None:
+        entries = self._entries
+        if len(entries) < _MERGE_FROM:
+            entries.append(LedgerEntry(kind, at, amount, note, miss))
+        elif kind == "chunk" and entries[-1].kind == "chunk":
+            last = entries[-1]
+            entries[-1] = LedgerEntry(kind, last.at, last.amount + amount, "several chunks")
+        elif len(entries) < MAX_ENTRIES - 1:
+            entries.append(LedgerEntry(kind, at, amount, note, miss))
+        else:
+            self._left_out += 1
+
+    def note_miss(self, at: float, miss: PrefixMiss) -> None:
+        """The prefix cache ended, and why."""
+        self.note("missed", at, miss.num_found + 1, miss.text(), miss)
+
+    def finish(self, at: float, amount: int, note: str) -> tuple[LedgerEntry, ...]:
+        """All entries, with the end as the last."""
+        if self._left_out:
+            note = f"{note}; {self._left_out} entries were left out"
+        return (*self._entries, LedgerEntry("finished", at, amount, note))
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +175,7 @@ class Group:
     ledger: Ledger = field(default_factory=Ledger)
     arrival: float = 0.0  # when it was submitted, on the engine's clock
     queued_step: int = 0  # the scheduler's step when it last began to wait
-    waited_for: str = ""  # what it was last passed over for, while it waits
+    wait_reason: str = ""  # what it was last passed over for, while it waits
     has_token: bool = False  # a generated token has come back
     num_cached: int | None = None  # prompt tokens found in the prefix cache at first; None: not looked for yet
     hit: Hit | None = None  # what was found when it was last looked for, while it waits
@@ -188,3 +241,24 @@ class Group:
 
 def _without_repeats(reasons: list[str]) -> str:
     return ", ".join(dict.fromkeys(reasons))
+
+
+def rank(samples: Iterable[SampleEnd], n: int, rank_by: str) -> tuple[SampleEnd, ...]:
+    """The n samples whose tokens were likeliest, by the mean or the sum of their logprobs, best first and numbered so.
+
+    Samples that were cut off come after all that ended by themselves; equals keep their order.
+    """
+    scored = [replace(sample, score=_score(sample, rank_by)) for sample in samples]
+    scored.sort(key=lambda sample: (sample.finish_reason in ("abort", "error"), -_order(sample)))
+    return tuple(replace(sample, index=place) for place, sample in enumerate(scored[:n]))
+
+
+def _score(sample: SampleEnd, rank_by: str) -> float | None:
+    total, count = sample.cumulative_logprob, len(sample.token_ids)
+    if total is None or count == 0:
+        return None
+    return total / count if rank_by == "mean" else total
+
+
+def _order(sample: SampleEnd) -> float:
+    return _NOTHING_SAID if sample.score is None else sample.score

@@ -1,4 +1,4 @@
-"""Eviction policies: which cached run of blocks that nobody holds shrinks first."""
+"""Eviction policies: they choose the cached run whose last blocks are evicted next."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SLACK = 64  # outdated heap entries that are tolerated at any size
 
 
 class EvictionPolicy(Protocol):
-    """Orders the runs of the prefix tree that nobody holds. Only a leaf may be the victim.
+    """Orders the runs of the prefix tree that no table holds. The victim is always a leaf.
 
-    Whoever holds a run holds all runs on the way to it, so a parent is never let go of before its children.
+    A table that holds a run holds all runs above it, so a parent never loses its last holder before its children.
     """
 
     name: EvictionName
@@ -30,22 +30,22 @@ class EvictionPolicy(Protocol):
     def __contains__(self, node: object) -> bool: ...
 
     def add(self, node: Node) -> None:
-        """Nobody holds this run any more."""
+        """The last holder of this run has released it."""
 
     def remove(self, node: Node) -> None:
-        """Somebody holds this run again."""
+        """A table holds this run again."""
 
     def victim(self) -> Node:
-        """The leaf that loses blocks next; it stays in the order until `evicted`. There is one."""
+        """Return the leaf to evict blocks from. It stays in the order until `evicted`. There must be one."""
 
     def evicted(self, node: Node) -> None:
-        """The victim has lost its last block and leaves the tree next."""
+        """The victim has lost its last block; the tree removes it next."""
 
     def entered(self, node: Node, *, is_new: bool) -> None:
-        """Blocks were cached: a new run, or more blocks at the end of one. Somebody holds it."""
+        """A sequence published blocks: a new run, or more blocks at the end of one. The sequence holds it."""
 
     def used(self, node: Node) -> None:
-        """A sequence found this run and all on the way to it."""
+        """A lookup found this run and all runs above it."""
 
     def split(self, head: Node, tail: Node) -> None:
         """The first blocks of the run `tail` became the run `head`."""
@@ -56,12 +56,12 @@ class EvictionPolicy(Protocol):
 
 
 class LeastRecentlyUsed:
-    """The run that nobody has held for the longest time shrinks first. Constant time."""
+    """LRU: the victim is the run that has been without a holder for the longest time. Constant time."""
 
     name: EvictionName = "lru"
 
     def __init__(self) -> None:
-        self._idle: dict[Node, None] = {}  # let go of longest ago first; children before their parents
+        self._idle: dict[Node, None] = {}  # released longest ago first; children before their parents
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._idle)
@@ -103,22 +103,23 @@ class LeastRecentlyUsed:
 
 
 class LeastFrequentlyUsed:
-    """The leaf with the lowest score shrinks first; of equal ones, the one let go of longest ago. O(log n).
+    """LFU with ageing: the victim is the leaf with the lowest score; among equal ones, the one released longest ago.
+    O(log n).
 
-    A run's score is its number of uses, on top of the age at its last use. The age is the highest score evicted so far,
-    so that what was popular once is outlived by what is in use now. Subclasses score otherwise.
+    A run's score is its number of uses plus the age at its last use. The age is the highest score evicted so far, so a
+    run that is used now outlives one that was used often long ago. Subclasses compute the score differently.
     """
 
     name: EvictionName = "lfu"
 
     def __init__(self) -> None:
-        self._since: dict[Node, int] = {}  # runs that nobody holds -> number of the change that made them so
+        self._since: dict[Node, int] = {}  # runs without holders -> number of the change that made them so
         self._heap: list[tuple[float, int, Node]] = []  # leaves: score, since, node; outdated entries are skipped
         self._changes = 0
         self._age = 0.0
 
     def worth(self, node: Node) -> float:  # noqa: ARG002 - for subclasses
-        """What one use of a run counts."""
+        """Return how much one use adds to the score of a run."""
         return 1.0
 
     def __iter__(self) -> Iterator[Node]:
@@ -186,7 +187,7 @@ class LeastFrequentlyUsed:
 
 
 class FirstInFirstOut(LeastFrequentlyUsed):
-    """Of the leaves, the one that was computed first shrinks first, however often it was found since."""
+    """FIFO: the victim is the leaf that was published first, however often it was used since."""
 
     name: EvictionName = "fifo"
 
@@ -203,10 +204,10 @@ class FirstInFirstOut(LeastFrequentlyUsed):
 
 
 class CheapestToRecompute(LeastFrequentlyUsed):
-    """A use of a run counts as much as computing its last block again costs.
+    """LFU in which a use of a run counts as much as it costs to compute its last block again.
 
-    All blocks take the same memory and the same work in linear layers, but attention reads all tokens before: the end
-    of a long branch costs more than the end of a short one, which goes first at equal use.
+    All blocks take the same memory and the same work in linear layers, but attention reads all tokens before a block.
+    So the end of a long branch costs more than the end of a short one, which is evicted first if both are used equally.
     """
 
     name: EvictionName = "size-aware"
@@ -220,7 +221,7 @@ class CheapestToRecompute(LeastFrequentlyUsed):
 
 
 def make_eviction_policy(cache: CacheConfig) -> EvictionPolicy:
-    """The policy that the configuration names."""
+    """Make the eviction policy that the configuration names."""
     policies: dict[EvictionName, Callable[[], EvictionPolicy]] = {
         "lru": LeastRecentlyUsed,
         "lfu": LeastFrequentlyUsed,

@@ -1,4 +1,4 @@
-"""Prompts that stay in the cache until somebody removes them."""
+"""Pinned prefixes: prompts whose blocks are not evicted until a client unpins them. EngineCore calls this."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ SHARE = 2  # at most one of so many blocks is held for pinned prefixes
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    token_ids: TokenIds  # filled up to whole blocks
-    num_tokens: int  # without what fills it up
+    token_ids: TokenIds  # padded to whole blocks
+    num_tokens: int  # without the padding
     table: BlockTable
 
 
 @dataclass(frozen=True, slots=True)
-class _Promise:
+class _Reservation:
     num_tokens: int
     num_blocks: int
 
 
 def check_share(num_own: int, num_others: int, num_total: int) -> None:
-    """Raise InvalidRequest if a prompt of so many blocks cannot be held beside what is."""
+    """Raise InvalidRequest if pinning `num_own` blocks, beside the `num_others` that are pinned or reserved, would
+    exceed the share of the pool that may be pinned."""
     limit = num_total // SHARE
     if num_own + num_others > limit:
         reason = f"needs {num_own} kv blocks beside the {num_others} of others; {limit} of {num_total} are the limit"
@@ -37,19 +38,19 @@ def check_share(num_own: int, num_others: int, num_total: int) -> None:
 
 
 class PinnedPrefixes:
-    """Holds the blocks of named prompts, each in a table of its own, and promises blocks to requests whose prompt is to
-    stay.
+    """Holds the blocks of named prompts, each in a block table of its own, and reserves blocks for requests whose
+    prompt is to be pinned when they end.
 
-    What is held or promised is no room for requests: at most half the pool, and never what a live request may need.
-    `tree` is None where nothing is cached.
+    Requests cannot use pinned or reserved blocks. These are at most half of the pool, and a pin is refused if it would
+    leave too few blocks for a live request. `tree` is None if the prefix cache is off.
     """
 
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, block_size: int) -> None:
         self._pool, self._tree, self._block_size = pool, tree, block_size
         self._held: dict[tuple[str, str], _Pin] = {}  # by salt and name
-        self._promised: dict[str, _Promise] = {}  # by request id
-        self.num_blocks = 0  # different blocks that are held here
-        self.num_reserved = 0  # blocks that are held here or promised
+        self._reservations: dict[str, _Reservation] = {}  # by request id
+        self.num_blocks = 0  # blocks that are pinned, each counted once
+        self.num_reserved = 0  # blocks that are pinned or reserved
 
     def __len__(self) -> int:
         return len(self._held)
@@ -59,11 +60,11 @@ class PinnedPrefixes:
         return [pin.table for pin in self._held.values()]
 
     def num_alone(self) -> int:
-        """Blocks that nobody holds but these tables."""
+        """Return how many pinned blocks no sequence holds."""
         return sum(len(node.blocks) for node, count in self._nodes().items() if node.locks == count)
 
     def _nodes(self) -> dict[Node, int]:
-        """The runs that are held here, and how many of these tables hold each."""
+        """Return the pinned runs, and by how many pins each is held."""
         found: dict[Node, int] = {}
         for pin in self._held.values():
             node = pin.table.node
@@ -74,21 +75,21 @@ class PinnedPrefixes:
 
     def _count(self) -> None:
         self.num_blocks = sum(len(node.blocks) for node in self._nodes())
-        self.num_reserved = self.num_blocks + sum(promise.num_blocks for promise in self._promised.values())
+        self.num_reserved = self.num_blocks + sum(reservation.num_blocks for reservation in self._reservations.values())
 
-    def whole(self, request: Submit) -> Submit:
-        """A request whose prompt is to stay, with the last token repeated until it fills its last block: a block is
-        found by as many of its first tokens as agree, so the whole prompt will be."""
+    def pad_prompt(self, request: Submit) -> Submit:
+        """Return a request that pins its prompt with the prompt's last token repeated until the last block is full.
+        Only full blocks are cached, and a lookup matches the first tokens of a block too, so it finds the whole prompt.
+        Other requests are returned as they are."""
         tokens = request.prompt_token_ids
         if not request.pin or not tokens:
             return request
         return replace(request, prompt_token_ids=tokens + tokens[-1:] * (-len(tokens) % self._block_size))
 
-    def promise(self, request: Submit, num_needed: int) -> None:
-        """Make sure of room for the prompt of a request as it came; `num_needed` is what a live one may need at most.
-
-        Raises InvalidRequest. To be followed by `settle` when the request has ended.
-        """
+    def reserve(self, request: Submit, num_needed: int) -> None:
+        """Reserve blocks for the unpadded prompt of a request that pins it. `num_needed` is the largest number of
+        blocks that a live request may need. Raises InvalidRequest. The caller calls `pin_or_release` when the request
+        ends."""
         if self._tree is None:
             reason = "cannot stay resident: nothing is cached here"
             raise InvalidRequest("prompt", reason, "turn enable_prefix_caching on, with a policy that shares memory")
@@ -100,22 +101,20 @@ class PinnedPrefixes:
         if own + others + num_needed > total:
             reason = f"leaves {total - own - others} of {total} kv blocks, and a live request may need {num_needed}"
             raise InvalidRequest("prompt", reason, "try again when that has ended, or raise num_kv_blocks")
-        self._promised[request.request_id] = _Promise(num_tokens, own)
+        self._reservations[request.request_id] = _Reservation(num_tokens, own)
         self._count()
 
-    def settle(self, request: Submit, end: Finished | None) -> None:
-        """A request has ended, or with None, was not accepted after all.
-
-        Hold its prompt under the name it gave if it was computed, if all of it is cached and there is the room that was
-        promised. Idempotent.
+    def pin_or_release(self, request: Submit, end: Finished | None) -> None:
+        """Release the blocks reserved for a request that ended, or with None, was refused. Pin its prompt under the
+        name it gave if the request succeeded, the whole prompt is cached, and the reserved blocks suffice. Idempotent.
         """
-        promise = self._promised.pop(request.request_id, None)
+        reservation = self._reservations.pop(request.request_id, None)
         is_whole = end is not None and end.error is None and all(s.finish_reason != "abort" for s in end.samples)
-        if promise is not None and is_whole:
-            self._hold(request, promise)
+        if reservation is not None and is_whole:
+            self._hold(request, reservation)
         self._count()
 
-    def _hold(self, request: Submit, promise: _Promise) -> None:
+    def _hold(self, request: Submit, reservation: _Reservation) -> None:
         tree, tokens, key = self._tree, request.prompt_token_ids, (request.cache_salt, request.pin)
         assert tree is not None
         match = tree.match(request.cache_salt, tokens.tobytes(), len(tokens))
@@ -126,15 +125,15 @@ class PinnedPrefixes:
         while above is not None and above.parent is not None:
             num_new += 0 if above in held else len(above.blocks)
             above = above.parent
-        if num_new > promise.num_blocks:
-            return  # what it was to share with another pinned prompt was let go of meanwhile
+        if num_new > reservation.num_blocks:
+            return  # another pin that shared some of its blocks was removed meanwhile
         table = BlockTable(self._pool, self._block_size, tree)
         table.hold(node)
         self.remove(*key)
-        self._held[key] = _Pin(tokens, promise.num_tokens, table)
+        self._held[key] = _Pin(tokens, reservation.num_tokens, table)
 
     def remove(self, salt: str, name: str) -> bool:
-        """Hold a prompt no longer; it stays cached as others do. False if there is none of that name."""
+        """Unpin a prompt. Its blocks stay cached until they are evicted. Returns False if no pin has that name."""
         pin = self._held.pop((salt, name), None)
         if pin is None:
             return False
@@ -143,7 +142,7 @@ class PinnedPrefixes:
         return True
 
     def reset(self) -> int:
-        """Let go of everything; returns how many blocks nobody holds now."""
+        """Unpin all prompts. Returns how many blocks that made free."""
         before = self._pool.num_free
         for key in list(self._held):
             self.remove(*key)

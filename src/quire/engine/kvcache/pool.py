@@ -11,8 +11,8 @@ class BlockPool:
     """Hands out physical block ids. Knows nothing of tokens.
 
     A block is free, or private (held by the tables that list it, counted here), or cached (in the prefix tree, which
-    counts its holders and keeps it when nobody holds it). `num_free` counts the blocks that `take` can hand out: free
-    ones, and cached ones that nobody holds, which the tree evicts when no free block is left. Blocks freed last are
+    counts its holders and keeps it without any). `num_free` counts the blocks that `take` can hand out: free
+    blocks, and cached blocks without a holder, which the tree evicts when no free block is left. Blocks freed last are
     handed out first: their memory is warm, and memory that was never needed stays untouched.
     """
 
@@ -22,7 +22,7 @@ class BlockPool:
         self._num_shared = 0  # private blocks with several holders
         self.evict: Callable[[int], list[int]] | None = None  # set by the prefix tree: evict so many blocks
         self.num_free = num_blocks
-        self.num_evictable = 0  # cached blocks that nobody holds; the prefix tree keeps this count and `num_free`
+        self.num_evictable = 0  # cached blocks without a holder; the prefix tree keeps this count and `num_free`
         self.num_evicted = 0  # since the start
 
     @property
@@ -31,7 +31,7 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks that a table holds."""
         return len(self._holders) - self.num_free
 
     @property
@@ -67,7 +67,7 @@ class BlockPool:
         for block in blocks:
             count = holders[block]
             if count == 0:
-                raise ValueError(f"block {block} is no table's own and cannot be shared")
+                raise ValueError(f"block {block} is not private and cannot be shared")
             self._num_shared += count == 1
             holders[block] = count + 1
 
@@ -87,21 +87,22 @@ class BlockPool:
         self.num_free += freed
 
     def hand_over(self, blocks: Sequence[int]) -> None:
-        """One holder of each of these private blocks gives them to the prefix tree, which counts it from now on."""
+        """Move these private blocks to the prefix tree, which counts their holders from now on. A block with several
+        holders loses one here."""
         holders = self._holders
         for block in blocks:
             count = holders[block]
             if count == 0:
-                raise ValueError(f"block {block} is no table's own and cannot be cached")
+                raise ValueError(f"block {block} is not private and cannot be cached")
             self._num_shared -= count == 2
             holders[block] = count - 1
 
     def add_free(self, blocks: Sequence[int]) -> None:
-        """The prefix tree forgets these cached blocks, which nobody holds. They count as free already."""
+        """Take back cached blocks without holders that the prefix tree has removed. `num_free` counts them already."""
         self._free.extend(reversed(blocks))
 
     def num_unshared(self, blocks: Sequence[int]) -> int:
-        """How many of these private blocks, from the first on, have one holder each."""
+        """Return how many of these private blocks, from the first on, have exactly one holder."""
         holders = self._holders
         for place, block in enumerate(blocks):
             if holders[block] != 1:
@@ -109,7 +110,7 @@ class BlockPool:
         return len(blocks)
 
     def holders(self, block: int) -> int:
-        """Tables that hold a private block; 0 for a free or cached one."""
+        """Return how many tables hold a private block; 0 for a free or cached block."""
         return self._holders[block]
 
     def check(self, num_cached: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The tree of cached prefixes: exact tokens lead to the blocks that hold their keys and values."""
+"""The prefix cache on the device: a radix tree from token prefixes to the KV blocks that hold them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from quire.engine.kvcache.run_history import EvictedSalts, Eviction, Ghosts, Own
 
 
 class Node:
-    """A run of full blocks that follow each other, reached by the tokens of all runs before it and its own.
+    """A node of the tree: a run of consecutive full blocks. The tokens of all runs from the root to this one lead to
+    it.
 
-    `locks` counts the tables that hold this run, and so every run on the way to it. A root has no blocks; there is one
-    for each salt.
+    `locks` counts the block tables that hold this run; a table that holds a run holds all runs above it. There is one
+    root for each salt, and it has no blocks.
     """
 
     __slots__ = (
@@ -26,27 +27,27 @@ class Node:
 
     def __init__(self, blocks: list[int], tokens: bytes, parent: Node | None, owner: Owner, salt: str) -> None:
         self.blocks, self.tokens, self.parent, self.salt = blocks, tokens, parent, salt
-        self.start: int = 0 if parent is None else parent.end  # blocks from the root to this run
+        self.start: int = 0 if parent is None else parent.end  # the number of blocks above this run
         self.owners = Owners(self.start, owner)
-        self.end: int = self.start + len(blocks)  # and to its end
+        self.end: int = self.start + len(blocks)  # `start` plus the blocks of this run
         self.locks = 0
-        self.changes = 0  # how often a match that ends here may have become longer
+        self.changes = 0  # grows whenever a match that ended at this node may have become longer
         self.first_keys: list[bytes] = []  # the tokens of each child's first block, sorted
         self.children: list[Node] = []
-        self.keys: list[bytes] = []  # content hashes of the first blocks, as far as a tier asked for them
-        self.ghosts: Ghosts | None = None  # evicted runs that followed, by their first block's tokens
-        self.is_detached = False  # nothing finds this run any more: it was evicted, or the tree was cleared
-        self.uses = 0  # the eviction policy's own, as is `score`
+        self.keys: list[bytes] = []  # content hashes of the first blocks; computed when a tier asks for them
+        self.ghosts: Ghosts | None = None  # evicted runs that followed this one, by the tokens of their first block
+        self.is_detached = False  # no lookup finds this run any more: it was evicted, or the tree was cleared
+        self.uses = 0  # `uses` and `score` belong to the eviction policy
         self.score = 0.0
 
     def child(self, first_block: bytes) -> Node | None:
-        """The child whose run begins with a block of exactly these tokens."""
+        """Return the child whose first block has exactly these tokens."""
         keys = self.first_keys
         place = bisect_left(keys, first_block)
         return self.children[place] if place < len(keys) and keys[place] == first_block else None
 
     def owner_of(self, block: int) -> Owner:
-        """The request that computed a block of this run, or of one on the way to it; counted from the root."""
+        """Return the request that computed a block of this run, or of a run above it. Blocks count from the root."""
         node = self
         while node.start > block and node.parent is not None:
             node = node.parent
@@ -64,28 +65,27 @@ class Node:
 
 
 class Match(NamedTuple):
-    """How far a sequence's tokens agree with the tree.
+    """The longest cached prefix of some tokens.
 
-    `num_blocks` whole blocks agree, the last of them in the run of `node`. Of the block `partial`, the first tokens
-    agree as well: `num_tokens` in all.
+    It has `num_blocks` whole blocks, the last of them in the run of `node`. If `partial` is set, the first tokens of
+    that block match too: `num_tokens` tokens match in all.
     """
 
     node: Node | None
     num_blocks: int = 0
     num_tokens: int = 0
     partial: int | None = None
-    closest: Node | None = None  # the run that has `partial`, or where none agrees further, one that goes on otherwise
+    closest: Node | None = None  # the run of `partial`; without one, a run that continues the match with other tokens
 
 
 NO_MATCH = Match(None)
 
 
 class PrefixTree:
-    """Runs of blocks by the tokens that lead to them, with the count of their holders.
+    """The runs of cached blocks, and the number of tables that hold each run.
 
-    Matching is exact, token by token, within one salt. Blocks that nobody holds stay until the pool needs them; the
-    eviction policy chooses which run shrinks, always from the end of a leaf. Whoever holds a run holds all runs on the
-    way to it.
+    Matching compares tokens, not hashes, and stays within one salt. Blocks without a holder stay cached until the pool
+    needs them. Then the eviction policy chooses a leaf, and the tree evicts blocks from its end.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, policy: EvictionPolicy, namespace: bytes = b"") -> None:
@@ -94,12 +94,12 @@ class PrefixTree:
         self._roots: dict[str, Node] = {}
         self._evicted_salts = EvictedSalts()
         self._num_blocks = self._num_shared = 0
-        self.now = 0.0  # when what happens now happens, on the engine's clock
-        self.on_evict: Callable[[Node, int], None] | None = None  # told of a node and the index of a block to go
+        self.now = 0.0  # seconds on the engine's clock; the scheduler sets it for each plan
+        self.on_evict: Callable[[Node, int], None] | None = None  # called with a node and the index of a block
         pool.evict = self._evict
 
     def __len__(self) -> int:
-        """Blocks in the tree, those included that were cut off from it while tables held them."""
+        """Cached blocks, including those of detached runs that tables still hold."""
         return self._num_blocks
 
     @property
@@ -113,7 +113,7 @@ class PrefixTree:
 
     # ------------------------------------------------------------------------------------------------- matching
     def match(self, salt: str, tokens: bytes, limit: int) -> Match:
-        """How far the first `limit` of these tokens agree with the tree."""
+        """Return the longest cached prefix of the first `limit` tokens."""
         node = self._roots.get(salt)
         if node is None:
             return NO_MATCH
@@ -122,7 +122,7 @@ class PrefixTree:
         return find(node, tokens, num_blocks * self._width, limit * TOKEN_BYTES)
 
     def _within_run(self, node: Node, tokens: bytes, place: int, stop: int) -> Match:
-        """A match that ends inside a run: perhaps it goes on for a few tokens of the run's next block."""
+        """Extend a match that ends inside a run by the matching first tokens of the run's next block."""
         num_blocks = place // self._width
         index = num_blocks - node.start
         block = node.tokens[index * self._width : (index + 1) * self._width]
@@ -131,7 +131,7 @@ class PrefixTree:
         return Match(node, num_blocks, num_blocks * self.block_size + common, partial, node)
 
     def _after_run(self, node: Node, tokens: bytes, place: int, stop: int) -> Match:
-        """A match that ends where a run does: perhaps a child's first block begins like the next tokens."""
+        """Extend a match that ends at the end of a run by the first block of the child that shares most tokens with it."""
         num_blocks = place // self._width
         if not node.children:
             return Match(node, num_blocks, num_blocks * self.block_size)
@@ -148,8 +148,8 @@ class PrefixTree:
         return Match(node, num_blocks, num_blocks * self.block_size + common, partial, closest)
 
     def descend(self, node: Node, tokens: bytes, num_blocks: int) -> tuple[Node, int]:
-        """Go on from the end of a node's run as far as whole blocks of these tokens agree, up to `num_blocks` blocks;
-        returns the last node met and how many blocks agree from the root on."""
+        """Match whole blocks from the end of `node` on, up to `num_blocks` blocks from the root. Returns the last node
+        of the match and the number of matching blocks from the root."""
         width, place, stop = self._width, node.end * self._width, num_blocks * self._width
         while place < stop and (child := node.child(tokens[place : place + width])) is not None:
             node, run = child, len(child.blocks) * width
@@ -160,17 +160,17 @@ class PrefixTree:
         return node, place // width
 
     def node_at(self, node: Node, num_blocks: int) -> Node:
-        """The node whose run ends after `num_blocks` blocks on the way to `node`; a longer run is split there."""
+        """Return the node on the path to `node` that ends after `num_blocks` blocks; split the run if it is longer."""
         while node.start >= num_blocks and node.parent is not None:
             node = node.parent
         return node if node.end == num_blocks else self._split(node, num_blocks - node.start)
 
     def has(self, salt: str) -> bool:
-        """Whether anything is cached, or about to be, for a salt."""
+        """Whether the salt has a root: blocks of it are cached, or a sequence holds its root."""
         return salt in self._roots
 
     def root(self, salt: str) -> Node:
-        """The root of a salt's runs."""
+        """Return the root of a salt; make it if there is none."""
         node = self._roots.get(salt)
         if node is None:
             node = self._roots[salt] = Node([], b"", None, Owner(""), salt)
@@ -178,7 +178,7 @@ class PrefixTree:
         return node
 
     def path(self, node: Node) -> list[int]:
-        """All blocks from the root to the end of a node's run."""
+        """Return all blocks from the root to the end of a node."""
         if node.parent is None or node.parent.parent is None:
             return node.blocks.copy()
         runs = []
@@ -188,12 +188,12 @@ class PrefixTree:
         return [block for run in reversed(runs) for block in run]
 
     def used(self, node: Node) -> None:
-        """A sequence found the runs on the way to a node."""
+        """Tell the eviction policy that a sequence uses all runs up to a node."""
         self._policy.used(node)
 
     # --------------------------------------------------------------------------------------------------- holding
     def lock(self, node: Node) -> None:
-        """One more table holds this run and all on the way to it."""
+        """Count one more table that holds this run and all runs above it."""
         while node.parent is not None:
             node.locks += 1
             if node.locks == 1:
@@ -206,11 +206,11 @@ class PrefixTree:
         node.locks += 1
 
     def unlock(self, node: Node) -> None:
-        """One table less holds this run and all on the way to it."""
+        """Count one table less that holds this run and all runs above it. A run without holders can be evicted."""
         while node.parent is not None:
             node.locks -= 1
             if node.locks == 0:
-                self._let_go(node)
+                self._make_evictable(node)
             elif node.locks == 1:
                 self._num_shared -= len(node.blocks)
             node = node.parent
@@ -218,8 +218,8 @@ class PrefixTree:
         if node.locks == 0 and not node.children:
             self._drop_root(node)
 
-    def _let_go(self, node: Node) -> None:
-        """Nobody holds a run any more: it can be evicted, or if nothing could find it, it is free at once."""
+    def _make_evictable(self, node: Node) -> None:
+        """Let the eviction policy have a run without holders. The blocks of a detached run are free at once."""
         self._pool.num_free += len(node.blocks)
         if node.is_detached:
             self._num_blocks -= len(node.blocks)
@@ -236,10 +236,10 @@ class PrefixTree:
 
     # -------------------------------------------------------------------------------------------------- growing
     def insert(self, node: Node, tokens: bytes, blocks: list[int], owner: Owner) -> Node:
-        """Cache full private blocks that follow a node, which the caller alone holds from now on; returns their node.
+        """Add full private blocks after a node. The caller holds them, as their only holder. Returns their node.
 
-        No child of `node` may begin with the first of them. A run that only the caller holds is extended in place,
-        unless it remembers what was evicted after it.
+        No child of `node` may begin with the same block. A leaf that only the caller holds is extended in place, unless
+        it remembers evicted runs.
         """
         self._pool.hand_over(blocks)
         self._num_blocks += len(blocks)
@@ -260,7 +260,7 @@ class PrefixTree:
         return child
 
     def _split(self, node: Node, count: int) -> Node:
-        """Cut the first blocks of a run off into a node of their own, which becomes the parent of the rest."""
+        """Split a run after `count` blocks. Returns a new node with the first blocks, the parent of the rest."""
         parent, width = node.parent, self._width
         assert parent is not None
         assert 0 < count < len(node.blocks)
@@ -277,7 +277,7 @@ class PrefixTree:
 
     # ------------------------------------------------------------------------------------------------ forgetting
     def _evict(self, count: int) -> list[int]:
-        """Take `count` blocks out of the tree, which nobody holds, as the policy chooses."""
+        """Evict `count` blocks from the leaves that the eviction policy chooses. The pool calls this."""
         found: list[int] = []
         while len(found) < count:
             node = self._policy.victim()
@@ -299,7 +299,7 @@ class PrefixTree:
         return found
 
     def _remove(self, node: Node, gone: Eviction) -> None:
-        """Forget a leaf that has no blocks left."""
+        """Remove a leaf that has no blocks left."""
         parent, first = node.parent, node.tokens[: self._width]
         assert parent is not None
         self._policy.evicted(node)
@@ -310,8 +310,8 @@ class PrefixTree:
             self._drop_root(parent)
 
     def _forget_ghosts(self, node: Node) -> int:
-        """A run shrinks, and what followed its end has no place any more; returns how many blocks of itself it has lost
-        before."""
+        """Forget the evicted runs that followed a run which now shrinks. Returns how many blocks were evicted from the
+        end of the run itself before."""
         ghosts, node.ghosts = node.ghosts, None
         if not ghosts:
             return 0
@@ -320,7 +320,8 @@ class PrefixTree:
         return 0 if lost is None else lost.num_blocks
 
     def clear(self) -> int:
-        """Forget everything; returns how many blocks nobody held. Nothing finds what tables hold now ever again."""
+        """Empty the tree. Returns how many blocks became free. Runs that tables hold are detached: no lookup finds
+        them."""
         freed = 0
         for node in self.nodes():
             if node.locks == 0:
@@ -338,14 +339,14 @@ class PrefixTree:
 
     # ---------------------------------------------------------------------------------------------- content hashes
     def key_of(self, node: Node, index: int) -> bytes:
-        """The content hash of a block: of the namespace, the salt and every token up to its end."""
+        """Return the content hash of a block: of the namespace, the salt and all tokens up to its end."""
         unhashed, above = [node], node.parent
         while above is not None and above.parent is not None and len(above.keys) < len(above.blocks):
             unhashed.append(above)
             above = above.parent
         key = root_key(self._namespace, node.salt) if above is None or above.parent is None else above.keys[-1]
         width = self._width
-        for each in reversed(unhashed):  # a loop: a way may have more runs than a stack has room for
+        for each in reversed(unhashed):  # no recursion: a path may be too long for it
             keys, count = each.keys, index + 1 if each is node else len(each.blocks)
             while len(keys) < count:
                 place = len(keys) * width
@@ -354,7 +355,7 @@ class PrefixTree:
         return node.keys[index]
 
     def root_key(self, salt: str) -> bytes:
-        """What the content hashes of a salt's blocks begin with."""
+        """Return the hash that precedes the first block of a salt."""
         return root_key(self._namespace, salt)
 
     # ------------------------------------------------------------------------------------------------- condition
@@ -366,7 +367,7 @@ class PrefixTree:
             yield node
 
     def evictable_blocks(self) -> list[int]:
-        """Cached blocks that nobody holds, those first that are evicted first."""
+        """Return the cached blocks without holders, in about the order of eviction."""
         return [block for node in self._policy for block in reversed(node.blocks)]
 
     def check(self) -> None:

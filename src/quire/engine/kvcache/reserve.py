@@ -1,4 +1,4 @@
-"""Contiguous allocation for the baseline policies of the literature: a sequence reserves a run of adjacent blocks."""
+"""Contiguous allocation for the baseline policies (static, orca-*): a sequence reserves a run of adjacent blocks."""
 
 from __future__ import annotations
 

@@ -1,12 +1,19 @@
-"""Who computed the runs of the prefix tree, and which runs were evicted: with it the engine tells a request why its
-prompt was not found."""
+"""Which request computed each run of the prefix tree, and which runs were evicted. With this the engine tells a request
+why no more of its prompt was in the prefix cache."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-MAX_GHOSTS = 8  # evicted runs that one node remembers
-MAX_SALTS = 256  # salts that lost all their blocks and are remembered
+from quire.engine.kvcache.keys import TOKEN_BYTES
+from quire.types.ledger import PrefixMiss
+from quire.types.request import Submit
+
+if TYPE_CHECKING:
+    from quire.engine.kvcache.prefix_tree import Match, PrefixTree
+
+MAX_GHOSTS = 8  # evicted runs ("ghosts") that one node remembers
+MAX_SALTS = 256  # salts without cached blocks whose evictions are remembered
 
 
 class Owner(NamedTuple):
@@ -17,7 +24,7 @@ class Owner(NamedTuple):
 
 
 class Owners:
-    """The requests that computed one run, each from some block on. Blocks are counted from the root of the tree."""
+    """The requests that computed the blocks of one run, each from some block on. Blocks count from the root."""
 
     __slots__ = ("_parts",)
 
@@ -25,18 +32,18 @@ class Owners:
         self._parts = [(start, owner)]
 
     def of(self, block: int) -> Owner:
-        """The request that computed a block of the run."""
+        """Return the request that computed a block of the run."""
         return next((owner for start, owner in reversed(self._parts) if start <= block), self._parts[0][1])
 
     def extend(self, end: int, owner: Owner) -> None:
-        """A request computed what follows the run's first blocks, up to `end`; what others had there was evicted."""
+        """Note that `owner` computed the blocks from `end` on. Blocks that others had computed there were evicted."""
         while self._parts[-1][0] >= end:
             del self._parts[-1]
         if self._parts[-1][1] != owner:
             self._parts.append((end, owner))
 
     def split(self, block: int) -> Owners:
-        """Keep what begins at a block; returns the owners of what comes before it."""
+        """Keep the owners of the blocks from `block` on. Returns the owners of the blocks before it."""
         head = Owners(*self._parts[0])
         head._parts = [part for part in self._parts if part[0] < block]
         self._parts = [(block, self.of(block)), *(part for part in self._parts if part[0] > block)]
@@ -44,18 +51,18 @@ class Owners:
 
 
 class Eviction(NamedTuple):
-    """A run of blocks was evicted."""
+    """The eviction of a run of blocks."""
 
     at: float  # seconds, on the engine's clock
     num_blocks: int
-    owner: Owner  # of its first block
+    owner: Owner  # the request that computed its first block
 
 
 Ghosts = dict[bytes, Eviction]  # the evicted runs that followed a node, by the tokens of their first block
 
 
 def remember(ghosts: Ghosts | None, first_block: bytes, eviction: Eviction) -> Ghosts:
-    """Add an eviction as the latest; the oldest goes when there are more than MAX_GHOSTS."""
+    """Add an eviction as the latest, and drop the oldest if there are more than MAX_GHOSTS."""
     if ghosts is None:
         return {first_block: eviction}
     ghosts.pop(first_block, None)
@@ -66,21 +73,56 @@ def remember(ghosts: Ghosts | None, first_block: bytes, eviction: Eviction) -> G
 
 
 class EvictedSalts:
-    """The evictions of salts that have no block left, and so no root in the tree."""
+    """The evictions of salts that have no cached block left, and so no root in the tree."""
 
     def __init__(self) -> None:
         self._ghosts: dict[str, Ghosts] = {}  # by salt, the one that lost its last block longest ago first
 
     def keep(self, salt: str, ghosts: Ghosts | None) -> None:
-        """A salt lost its root."""
+        """Keep the ghosts of a salt whose root is removed."""
         if ghosts:
             if len(self._ghosts) >= MAX_SALTS:
                 del self._ghosts[next(iter(self._ghosts))]
             self._ghosts[salt] = ghosts
 
     def take(self, salt: str) -> Ghosts | None:
-        """A salt has a root again, which remembers these evictions from now on."""
+        """Return the ghosts of a salt that gets a root again, and forget them here."""
         return self._ghosts.pop(salt, None)
 
     def clear(self) -> None:
         self._ghosts.clear()
+
+
+def why_missed(
+    tree: PrefixTree, match: Match, request: Submit, tokens: bytes, num_found: int, now: float
+) -> PrefixMiss:
+    """Return why no more of a request's tokens were found than `num_found`: those of `match` in the prefix tree, and
+    those that follow in a tier.
+
+    The answer names no request of another tenant, and mentions no eviction of another tenant's blocks, even if the
+    tenants share a cache.
+    """
+    evicted = _find_eviction(tree, match, request, tokens)
+    if evicted is not None and evicted.owner.tenant == request.tenant:
+        end = min((match.num_blocks + evicted.num_blocks) * tree.block_size, len(tokens) // TOKEN_BYTES)
+        if end > num_found:
+            return PrefixMiss("evicted", num_found, "", end - num_found, now - evicted.at, tree.policy_name)
+    if match.closest is None or num_found > match.num_tokens:
+        return PrefixMiss("not_cached", num_found)
+    owner = match.closest.owner_of(match.num_blocks)
+    return PrefixMiss("differs", num_found, owner.request_id if owner.tenant == request.tenant else "")
+
+
+def _find_eviction(tree: PrefixTree, match: Match, request: Submit, tokens: bytes) -> Eviction | None:
+    """Return the eviction of the run that began right after the whole blocks of a match."""
+    node = tree.root(request.cache_salt) if match.node is None else match.node
+    if not node.ghosts or node.end != match.num_blocks:
+        return None
+    width = tree.block_size * TOKEN_BYTES
+    start = match.num_blocks * width
+    return node.ghosts.get(tokens[start : start + width])
+
+
+def name_for(request: Submit, other: Submit) -> str:
+    """Return how to name another request to a request's client: by its id only if both have the same tenant."""
+    return f"request {other.request_id}" if other.tenant == request.tenant else "another request"

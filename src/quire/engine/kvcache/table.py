@@ -1,4 +1,4 @@
-"""A sequence's view of the cache: fork, append, free."""
+"""The block table of one sequence: append, fork, free, and the blocks it shares with the prefix tree."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from quire.types.step import BlockCopy
 
 
 class BlockTable:
-    """The blocks of one sequence, in order. A partial tail that other tables hold is copied before its first write.
+    """The blocks of one sequence, in order. A partly filled last block that other tables hold is copied before the
+    sequence writes to it (copy-on-write).
 
-    The first blocks are the prefix tree's, up to the end of `node`'s run, which this table holds; all others are
-    private. `node` is None where nothing is cached.
+    The first `num_cached` blocks belong to the prefix tree, up to the end of `node`'s run, which this table locks. All
+    others are private: the pool counts their holders. `node` is None if the prefix cache is off.
     """
 
     __slots__ = ("_block_size", "_pool", "_tree", "blocks", "is_duplicate", "node", "num_tokens")
@@ -24,22 +25,21 @@ class BlockTable:
         self.blocks: list[int] = []
         self.num_tokens = 0
         self.node: Node | None = None
-        self.is_duplicate = (
-            False  # another table has cached the same next block: this one caches no more before its end
-        )
+        # Another table published a block of the same tokens first, so this one publishes nothing until it is freed.
+        self.is_duplicate = False
 
     @property
     def capacity(self) -> int:
-        """Tokens the held blocks have room for."""
+        """How many tokens fit into the blocks of this table."""
         return len(self.blocks) * self._block_size
 
     @property
     def num_cached(self) -> int:
-        """Blocks that are the prefix tree's."""
+        """How many of the first blocks belong to the prefix tree."""
         return 0 if self.node is None else self.node.end
 
     def hold(self, node: Node) -> None:
-        """Begin an empty table with the blocks on the way to a node."""
+        """Fill an empty table with all blocks from the root of the tree to the end of `node`, and lock them."""
         assert not self.blocks
         assert self._tree is not None
         self._tree.lock(node)
@@ -47,20 +47,21 @@ class BlockTable:
         self.num_tokens = len(self.blocks) * self._block_size
 
     def fork(self) -> BlockTable:
-        """A second table with the same blocks; copies nothing."""
+        """Return a second table with the same blocks. No block is copied."""
         forked = BlockTable(self._pool, self._block_size, self._tree)
         forked._share(self)
         return forked
 
     def borrow(self, other: BlockTable, num_tokens: int) -> None:
-        """Go on after full blocks with the private blocks that another table has there, up to `num_tokens` tokens."""
+        """Share the private blocks with which another table continues this one, up to `num_tokens` tokens. The blocks
+        of this table must be full."""
         assert self.num_tokens == self.capacity
         borrowed = other.blocks[len(self.blocks) : -(-num_tokens // self._block_size)]
         self._pool.share(borrowed)
         self.extend(borrowed, num_tokens)
 
-    def follow(self, other: BlockTable) -> int:
-        """Hold what another table holds instead; returns how many of the first blocks stayed the same."""
+    def replace_with(self, other: BlockTable) -> int:
+        """Replace the blocks of this table with those of another. Returns how many of the first blocks are the same."""
         same, before = num_same(self.blocks, other.blocks), (self.blocks, self.node)
         self._share(other)
         self._give_back(*before)
@@ -79,7 +80,7 @@ class BlockTable:
             self._tree.unlock(node)
 
     def truncate(self, num_tokens: int) -> None:
-        """Forget what is beyond the first `num_tokens`; give back blocks that held nothing else."""
+        """Remove all tokens after the first `num_tokens`, and release the private blocks that are empty then."""
         kept = max(-(-num_tokens // self._block_size), self.num_cached)
         if kept < len(self.blocks):
             self._pool.release(self.blocks[kept:])
@@ -87,15 +88,16 @@ class BlockTable:
         self.num_tokens = min(self.num_tokens, num_tokens)
 
     def extend(self, blocks: Sequence[int], num_tokens: int) -> None:
-        """Go on after full blocks with private blocks that were taken for it, up to `num_tokens` tokens."""
+        """Append private blocks that the caller took from the pool, up to `num_tokens` tokens. The blocks of this table
+        must be full."""
         assert self.num_tokens == self.capacity
         self.blocks += blocks
         self.num_tokens = num_tokens
 
     def append(self, num_tokens: int = 1) -> list[BlockCopy]:
-        """Make room for more tokens; return the copies to run before the next forward.
+        """Make room for more tokens. Returns the block copies to run before the next forward pass.
 
-        Raises OutOfBlocks and changes nothing if the pool cannot serve it.
+        Raises OutOfBlocks and changes nothing if the pool has too few blocks.
         """
         blocks, size = self.blocks, self._block_size
         total = self.num_tokens + num_tokens
@@ -113,18 +115,18 @@ class BlockTable:
         return copies
 
     def cache(self, node: Node, tokens: bytes, count: int, owner: Owner) -> Node:
-        """Put the `count` full private blocks that follow `node` into the prefix tree; returns their node.
+        """Move the `count` full private blocks that follow `node` into the prefix tree. Returns their node.
 
-        The table must hold `node`, and its blocks up to there.
+        The table must hold `node` and all blocks up to it.
         """
         assert self._tree is not None
         start = node.end
         self.node = self._tree.insert(node, tokens, self.blocks[start : start + count], owner)
         return self.node
 
-    def advance(self, node: Node) -> None:
-        """Hold the tree's blocks up to `node` in place of private ones: the same blocks, or others of the same
-        tokens."""
+    def use_cached(self, node: Node) -> None:
+        """Replace private blocks by the tree's blocks of the same tokens, up to the end of `node`. Private blocks that
+        are in the tree themselves move there; the others are released."""
         tree, before, first = self._tree, self.node, self.num_cached
         assert tree is not None
         tree.lock(node)
@@ -137,7 +139,7 @@ class BlockTable:
         self.node = node
 
     def free(self) -> None:
-        """Give every block back, tail first, so that the next table gets them in the order they had."""
+        """Release all blocks, the last one first, so that the next table takes them in the same order."""
         self._give_back(self.blocks, self.node)
         self.blocks, self.num_tokens, self.node, self.is_duplicate = [], 0, None, False
 
@@ -154,6 +156,6 @@ class BlockTable:
 
 
 def num_same(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many of the first blocks are the same."""
+    """Return how many blocks at the start of two tables are the same."""
     differ = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))

@@ -1,4 +1,4 @@
-"""What the groups hold and have computed, counted."""
+"""Counts what groups hold and have computed, for statistics, and checks that all owners agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.types.stats import RequestBlocks
 
 
 def num_computed(group: Group, tick: int) -> int:
-    """Tokens a group has computed, a prompt that its sequences share counted once."""
+    """Return how many tokens a group has computed. A prompt that its sequences share counts once."""
     each = [sequence.computed_at(tick) for sequence in group.live]
     shared = min(group.num_prompt, *each) * (len(each) - 1) if group.is_forked and len(each) > 1 else 0
     return sum(each) - shared
@@ -24,9 +24,9 @@ def num_computed(group: Group, tick: int) -> int:
 def slots_used(
     groups: Iterable[Group], pool: BlockPool, num_blocks: int, num_pinned: int, block_size: int, tick: int
 ) -> int:
-    """Token slots that hold a computed token, shared ones counted once.
+    """Return how many token slots hold a computed token. Shared slots count once.
 
-    `num_blocks` are held, `num_pinned` of them by no group but full all the same.
+    `num_blocks` blocks are held. `num_pinned` of them are full and held by pins alone.
     """
     used, num_held = 0, 0
     tails: defaultdict[int, list[int]] = defaultdict(list)  # partial tails that are shared -> tokens of each holder
@@ -44,7 +44,7 @@ def slots_used(
 
 
 def request_blocks(groups: Iterable[Group], tick: int) -> tuple[RequestBlocks, ...]:
-    """What every live request holds."""
+    """Return the blocks that each live request holds."""
     found = []
     for group in groups:
         state = "running" if group.is_running else "preempted" if group.num_preemptions else "waiting"
@@ -54,7 +54,7 @@ def request_blocks(groups: Iterable[Group], tick: int) -> tuple[RequestBlocks, .
 
 
 def block_holders(groups: Iterable[Group], pool: BlockPool, pins: PinnedPrefixes) -> tuple[int, ...]:
-    """The number of tables that hold each block, by its id."""
+    """Return the number of tables that hold each block, by block id."""
     holders = [pool.holders(block) for block in range(pool.num_blocks)]
     counted: set[Node] = set()
     for table in [*(sequence.table for group in groups for sequence in group.live), *pins.tables]:
@@ -95,13 +95,13 @@ def check_blocks(
 
 
 def check_groups(running: Iterable[Group], waiting: Iterable[Group], rows: RowTable, decoding: DecodeSet) -> None:
-    """Assert that those that run have rows, and that those that wait hold nothing."""
-    seated = [sequence for group in running for sequence in group.live]
+    """Assert that running sequences have rows, and that waiting ones hold neither row nor blocks."""
+    running_sequences = [sequence for group in running for sequence in group.live]
     num_ahead = 0
-    for sequence in seated:
+    for sequence in running_sequences:
         _check_sequence(sequence, rows, decoding.tick)
         num_ahead += sequence.state is SequenceState.AHEAD
-    assert rows.num_taken == len(seated)
+    assert rows.num_taken == len(running_sequences)
     assert num_ahead == len(decoding)
     for group in waiting:
         assert not group.is_running

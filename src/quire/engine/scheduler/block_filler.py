@@ -1,4 +1,5 @@
-"""Fills fresh blocks with what is computed already elsewhere: in part of a cached block, or in a tier."""
+"""Fills new blocks of a sequence with content that exists elsewhere: the first tokens of a cached block, or a slot of a
+tier. PrefixReuse calls it on admission."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ from quire.types.transfer import SlotMove
 
 
 class BlockFiller:
-    """Takes blocks for a sequence that is admitted, and has the plan in work fill them by copies and loads.
+    """Takes blocks for a sequence that is admitted, and adds the copies and loads that fill them to the current plan.
 
-    `tree` is None where nothing is cached.
+    `tree` is None if the prefix cache is off.
     """
 
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, block_size: int) -> None:
         self._pool, self._tree, self._block_size = pool, tree, block_size
 
     def copy_partials(self, matches: Mapping[Sequence, Match], builder: PlanBuilder) -> None:
-        """Go on with copies of the blocks that agree in their first tokens, as far as there are blocks for them."""
+        """Extend the tables by copies of the partially matching blocks, while blocks are free."""
         copied = [
             (sequence, match.partial, match.num_tokens, match.closest)
             for sequence, match in matches.items()
@@ -33,7 +34,7 @@ class BlockFiller:
         tree = self._tree
         if not copied or tree is None:
             return
-        for *_, node in copied:  # no copy may take the place of a block that is still to be copied
+        for *_, node in copied:  # taking a block must not evict one that is still to be copied
             tree.lock(node)
         for sequence, partial, num_tokens, _ in copied:
             if self._pool.num_free:
@@ -46,14 +47,14 @@ class BlockFiller:
             tree.unlock(node)
 
     def load(self, sequence: Sequence, hit: TierHit, builder: PlanBuilder) -> Counter[str]:
-        """Take blocks for what was found in slots, as far as there are some; returns how many tokens came from
-        where."""
+        """Take a block for each slot of a tier hit, while blocks are free, and load the slot into it. Returns how many
+        tokens came from each tier."""
         blocks: list[int] = []
         loaded: Counter[str] = Counter()
         for slot in hit.slots:
             assert slot.key is not None
             length = min(self._block_size, hit.num_tokens - sequence.num_computed)
-            if (block := builder.loading(slot.key)) is not None:
+            if (block := builder.load_target(slot.key)) is not None:
                 self._pool.share([block])
             elif (block := self._fresh_block(builder)) is not None:
                 builder.load(slot.key, SlotMove(block, slot.number))
@@ -66,7 +67,7 @@ class BlockFiller:
         return loaded
 
     def _fresh_block(self, builder: PlanBuilder) -> int | None:
-        """A block that the plan in work copies nothing from: what is loaded may be there before that is done."""
+        """Take a block that the current plan does not copy from: a load may overwrite it before the copy is made."""
         passed: list[int] = []
         fresh: int | None = None
         while fresh is None and self._pool.num_free:

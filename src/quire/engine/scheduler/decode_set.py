@@ -1,4 +1,4 @@
-"""The sequences that run ahead: every step, each computes one token, without being looked at."""
+"""The sequences that run ahead: each computes one token in every step, at no cost in Python."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from quire.types.step import NO_ROWS, Ints
 
 
 class DecodeSet:
-    """The rows that take one token in every step in which the set advances; such a step is a tick.
+    """The rows that compute one token in every step in which the set advances; such a step is a tick.
 
-    A member's count of computed tokens follows from the tick, so steady decoding costs nothing per member. The
-    scheduler looks at a member again only at its event: the tick at which it needs a block, or has run as far as it
-    may.
+    The tick tells how many tokens a member has computed, so steady decoding costs nothing per member. The scheduler
+    handles a member only at its event: the tick at which it needs a block or must leave the set.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -31,12 +30,12 @@ class DecodeSet:
 
     # --------------------------------------------------------------------------------------------------- members
     def prepare(self, sequence: Sequence, tick: int) -> None:
-        """The sequence joins at a tick: its event, at which it must be given a block for its next token."""
+        """Let the sequence join at a tick. That tick is its event: the scheduler gives it a block for its next token."""
         sequence.state, sequence.ahead = SequenceState.STARTING, RunAhead(tick)
         self._events[tick].append(sequence)
 
     def join(self, sequence: Sequence) -> RunAhead:
-        """A prepared sequence takes a token in every tick from now on, until its controller must be asked again."""
+        """Add a prepared sequence. It computes a token in every tick until its controller must be asked again."""
         row, ahead, computed = sequence.row, sequence.ahead, sequence.num_computed
         assert row is not None
         assert ahead is not None
@@ -49,7 +48,7 @@ class DecodeSet:
         return ahead
 
     def leave(self, sequence: Sequence) -> None:
-        """The sequence runs ahead no longer; its count of computed tokens is exact again. Idempotent."""
+        """Remove a sequence; its `num_computed` is exact from now on. Idempotent."""
         ahead, row = sequence.ahead, sequence.row
         if ahead is None:
             return
@@ -64,7 +63,7 @@ class DecodeSet:
         sequence.ahead = None
 
     def snapshot(self) -> Ints:
-        """The members' rows, read-only; the same object as long as nobody joined or left."""
+        """Return the rows of the members, read-only. The same object while the members stay the same."""
         if self._snapshot is None:
             self._snapshot = self._rows[: len(self._position)].copy()
             self._snapshot.setflags(write=False)
@@ -72,13 +71,13 @@ class DecodeSet:
 
     # ---------------------------------------------------------------------------------------------------- events
     def schedule(self, sequence: Sequence, ahead: RunAhead, capacity: int) -> None:
-        """Look at a member again when `capacity` tokens are computed, or when it must leave, whichever comes first."""
+        """Set a member's next event: when it has computed `capacity` tokens or must leave, whichever comes first."""
         ahead.event = event = (capacity if capacity < ahead.until else ahead.until) - ahead.base
         self._events[event].append(sequence)
 
     def append_blocks(self, sequences: list[Sequence], blocks: list[int], size: int) -> list[tuple[int, int, int]]:
-        """Give each of these members, whose blocks are full, a block for its next tokens; returns row, slot and block
-        of each. Steady decoding does nothing else in Python, so this is one loop."""
+        """Give each of these members, whose blocks are full, a block. Returns (row, slot, block) for each. This is the
+        only work of steady decoding in Python, so it is one loop."""
         events, grants = self._events, []
         for sequence, block in zip(sequences, blocks, strict=True):
             table, ahead = sequence.table, sequence.ahead
@@ -93,8 +92,8 @@ class DecodeSet:
         return grants  # type: ignore[return-value]
 
     def take_events(self) -> Iterator[Sequence]:
-        """The sequences to look at in this tick, once each, though one that left and came back may have two entries.
-        Each must be scheduled again, or leave."""
+        """Yield the sequences whose event is at this tick, each once. Each must be scheduled again or leave the set. (A
+        sequence that left and joined again may have two entries.)"""
         tick = self.tick
         for sequence in self._events.pop(tick, ()):
             ahead = sequence.ahead

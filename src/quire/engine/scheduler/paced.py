@@ -1,4 +1,5 @@
-"""Paced sequences: those that wait for their own results before their next step is planned."""
+"""Paced sequences: the scheduler plans the next step of each only when its last result has come. The other sequences
+run ahead (decode_set.py)."""
 
 from __future__ import annotations
 
@@ -11,26 +12,27 @@ from quire.engine.kvcache.pool import BlockPool
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.row_table import RowTable
 
-FORCED_ROWS = 16  # with more rows than this in a step, tokens that a grammar forces are not worth a draft
+FORCED_ROWS = 16  # with more running sequences than this, tokens that a grammar forces are not worth a draft
 
 
 class PacedSet:
-    """Knows which paced sequences are due, and which sequences that ran ahead still have results to come.
+    """The paced sequences that are due, and the sequences that stopped running ahead and still wait for results.
 
     `least_forced` is how many tokens a grammar must force for a guided sequence to be paced, so that one step verifies
-    them all. `faults` collects requests whose own code failed here; the engine ends them.
+    all of them as a draft. `faults` collects the groups whose own code (grammar, draft proposer) failed here; the
+    engine ends them.
     """
 
     def __init__(self, rows: RowTable, pool: BlockPool, block_size: int) -> None:
         self._rows, self._pool, self._block_size = rows, pool, block_size
         self.least_forced = 1
         self.due: dict[Sequence, None] = {}
-        self.draining: dict[Sequence, None] = {}  # those that go on when their results have come
+        self.draining: dict[Sequence, None] = {}  # sequences that continue when all their results have come
         self.faults: list[tuple[Group, Fault]] = []
 
     @contextmanager
     def guarded(self, group: Group) -> Iterator[None]:
-        """Run a request's own code; if it fails, note the fault and go on."""
+        """Run a request's own code. An exception becomes a fault of that group."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
@@ -38,11 +40,11 @@ class PacedSet:
 
     @property
     def looks_for_forced(self) -> bool:
-        """Whether few enough sequences run for tokens that a grammar forces to be worth a draft."""
+        """Whether so few sequences run that tokens which a grammar forces are worth a draft."""
         return self._rows.num_taken <= FORCED_ROWS
 
     def num_ahead(self, sequence: Sequence) -> int:
-        """How many tokens a sequence may run ahead from here; 0: it is paced, or its own code failed."""
+        """Return how many tokens a sequence may run ahead from here; 0: it must be paced, or its own code failed."""
         controller = sequence.controller
         try:
             if controller.is_guided and self.looks_for_forced:
@@ -53,19 +55,19 @@ class PacedSet:
             return 0
 
     def add(self, sequence: Sequence) -> None:
-        """Its next step may be planned."""
+        """Make a sequence due: the next plan computes its last token."""
         sequence.state = SequenceState.DUE
         self.due[sequence] = None
 
     def discard(self, sequence: Sequence) -> None:
-        """It loses its row. Idempotent."""
+        """Forget a sequence that loses its row. Idempotent."""
         self.due.pop(sequence, None)
         self.draining.pop(sequence, None)
         sequence.draft = ()
 
     # -------------------------------------------------------------------------------------------------- planning
-    def compute(self, builder: PlanBuilder, sequence: Sequence) -> None:
-        """Plan the one token that a due sequence owes, for which there is a block. A draft may follow it."""
+    def plan_one(self, builder: PlanBuilder, sequence: Sequence) -> None:
+        """Plan the one token that a due sequence owes, for which it has a block. A draft may be added to it later."""
         row, position = sequence.row, sequence.num_tokens - 1
         assert row is not None
         del self.due[sequence]
@@ -75,8 +77,8 @@ class PacedSet:
         builder.drafting.append(sequence)
 
     def add_drafts(self, builder: PlanBuilder) -> None:
-        """Guess what paced sequences of this step may say next, with the budget and the blocks that are left: every
-        token that is owed has got its own before."""
+        """Add draft tokens and masks for the paced sequences of this step, with the budget and the blocks that all owed
+        tokens have left over."""
         for sequence in builder.drafting:
             if sequence.row is not None and sequence.state is SequenceState.AWAITING:
                 with self.guarded(sequence.group):
@@ -87,7 +89,7 @@ class PacedSet:
         assert row is not None
         left = group.limit - 1 - sequence.num_tokens
         takes_draft = group.search is None and group.sampling.prompt_logprobs is None and builder.samples_alone(row)
-        room = max(min(builder.budget, left), 0) if takes_draft else 0  # beams stay of one length
+        room = max(min(builder.budget, left), 0) if takes_draft else 0  # beams take no drafts: all have the same length
         proposal = controller.propose(room)
         free = table.capacity + self._pool.num_free * self._block_size - table.num_tokens
         draft = proposal.draft[:free]
@@ -96,15 +98,16 @@ class PacedSet:
         if draft or num_ordered:
             builder.append(row, table, len(draft) + num_ordered)
         if num_ordered:
-            builder.order(row, num_ordered)
+            builder.order_draft(row, num_ordered)
         if draft:
             builder.verify(sequence, draft)
             sequence.draft = draft
             sequence.num_computed += len(draft)
 
     # ------------------------------------------------------------------------------------------------- committing
-    def grow(self, sequence: Sequence, tokens: tuple[int, ...], *, written: bool) -> None:
-        """A paced sequence's step came to these tokens. `written`: its row has the last of them already."""
+    def append_tokens(self, sequence: Sequence, tokens: tuple[int, ...], *, written: bool) -> None:
+        """Append the tokens that a paced sequence's step produced, and roll back rejected draft tokens. `written`: the
+        workers' row holds the last token already."""
         assert sequence.row is not None
         sequence.outputs.extend(tokens)
         self._rows.extend(sequence.row, tokens)
@@ -114,7 +117,7 @@ class PacedSet:
         sequence.draft = ()
 
     def take_drained(self) -> list[Sequence]:
-        """Sequences that ran ahead and all of whose results have come. They know all their tokens again."""
+        """Return the draining sequences whose results have all come. Their tokens are in `outputs` again."""
         found = []
         for sequence in list(self.draining):
             row = sequence.row
@@ -132,13 +135,13 @@ class PacedSet:
         return found
 
     def take_faults(self) -> list[tuple[Group, Fault]]:
-        """Groups whose own code failed since the last call; they are to be ended."""
+        """Return the groups whose own code failed since the last call. The caller ends them."""
         faults, self.faults = self.faults, []
         return faults
 
     # ------------------------------------------------------------------------------------------------------ beams
-    def fork(self, parent: Sequence, token: int) -> Sequence:
-        """A beam that goes on from another with a token of its own, in a row that was held back for it."""
+    def fork_beam(self, parent: Sequence, token: int) -> Sequence:
+        """Return a new beam that continues `parent` with `token`, in a row that was reserved for it."""
         group, controller = parent.group, parent.controller.clone()  # if this raises, no block has been shared yet
         child = Sequence(group, parent.index, parent.handle, parent.table.fork(), controller)
         child.outputs, child.num_computed = [*parent.outputs, token], parent.num_computed
@@ -148,10 +151,11 @@ class PacedSet:
         group.live.append(child)
         return child
 
-    def rebase(self, sequence: Sequence, parent: Sequence, token: int) -> None:
-        """A beam that does not go on becomes one that goes on from another: its row and what is alike are kept."""
+    def replace_beam(self, sequence: Sequence, parent: Sequence, token: int) -> None:
+        """Turn a beam without children into one that continues `parent` with `token`. It keeps its row and the blocks
+        that both share."""
         assert sequence.row is not None
-        same = sequence.table.follow(parent.table)
+        same = sequence.table.replace_with(parent.table)
         sequence.synced_blocks = same if sequence.synced_blocks is None else min(same, sequence.synced_blocks)
         sequence.outputs, sequence.num_computed = [*parent.outputs, token], parent.num_computed
         sequence.synced_tokens = min(sequence.synced_tokens, same * self._block_size, sequence.num_computed)

@@ -1,4 +1,4 @@
-"""What a scheduler is made of, as the configuration asks for it."""
+"""Makes the parts of a scheduler that depend on the configuration. Scheduler.__init__ calls it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quire.engine.kvcache.prefix_tree import PrefixTree
 from quire.engine.kvcache.reserve import RunPool
 from quire.engine.kvcache.tiers.base import NoTiers, Tiers
 from quire.engine.kvcache.tiers.manager import TierManager
+from quire.engine.scheduler.allocation import Allocation, OnDemandAllocation, ReservedAllocation
 from quire.engine.scheduler.policies.base import Policy
 from quire.engine.scheduler.preemption import Preemption, make_preemption
 from quire.engine.scheduler.prefetch import FilePrefetch
 from quire.engine.scheduler.prefix_reuse import PrefixReuse
-from quire.engine.scheduler.room import OnDemandRoom, ReservedRoom, Room
 from quire.engine.scheduler.row_table import RowTable
 from quire.engine.scheduler.step_time import ComputeTime
 from quire.types.errors import ConfigError
@@ -26,18 +26,20 @@ from quire.types.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Parts:
+    """The parts of a scheduler that depend on the configuration."""
+
     pool: BlockPool
-    tree: PrefixTree  # stays empty where nothing is cached
+    tree: PrefixTree  # empty if the prefix cache is off
     tiers: Tiers
     reuse: PrefixReuse
-    room: Room
+    allocation: Allocation
     preemption: Preemption
     pins: PinnedPrefixes
     compute_time: ComputeTime
 
 
 def make_parts(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows: RowTable) -> Parts:
-    """Raises ConfigError for what cannot be had together."""
+    """Make the parts. Raises ConfigError for settings that exclude each other."""
     check_tiers(cache.tiers, config.preemption, config.policy, cache.layout)
     size, caches, reserves = cache.block_size, cache.enable_prefix_caching, config.policy in RESERVING
     if reserves and caches:
@@ -55,8 +57,8 @@ def make_parts(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows
     if has_tiers and cache.tiers.disk_path:
         reuse.prefetch = FilePrefetch(tiers, compute, size)
         reuse.prefetch.find = reuse.find_files
-    room: Room = OnDemandRoom(pool, cached, size, reuse, rows)
+    allocation: Allocation = OnDemandAllocation(pool, cached, size, reuse, rows)
     if isinstance(pool, RunPool):
-        room = ReservedRoom(pool, size, policy, frees_together=config.policy == "static")
+        allocation = ReservedAllocation(pool, size, policy, frees_together=config.policy == "static")
     preemption = make_preemption(config.preemption, compute, tiers, reuse, has_tiers=has_tiers)
-    return Parts(pool, tree, tiers, reuse, room, preemption, PinnedPrefixes(pool, cached, size), compute)
+    return Parts(pool, tree, tiers, reuse, allocation, preemption, PinnedPrefixes(pool, cached, size), compute)

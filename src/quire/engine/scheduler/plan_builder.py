@@ -1,4 +1,4 @@
-"""A step plan while it is being decided."""
+"""Collects the StepPlan of one step while the scheduler decides it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from quire.types.transfer import SlotMove, Transfers
 
 
 class PlanBuilder:
-    """Collects what changes in one step. A row that is dropped takes all it was promised out of the plan again."""
+    """Collects what one step computes and changes. `drop` takes all that was planned for a row out again: its group is
+    preempted."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget  # tokens that may still be handed out
-        self.prompts: dict[Group, None] = {}  # groups whose known tokens this step computes, or a later one
-        self.drafting: list[Sequence] = []  # paced sequences in this step, for which tokens may be guessed
-        self._paced: dict[int, int] = {}  # rows that compute one token and wait for what follows -> its position
+        self.prompts: dict[Group, None] = {}  # groups that owe known tokens: if preempted, they are not admitted again
+        self.drafting: list[Sequence] = []  # paced sequences in this step, which may get draft tokens
+        self._paced: dict[int, int] = {}  # paced rows that compute one token -> its position
         self._chunks: dict[int, Chunk] = {}  # by row
         self._new_rows: list[NewRow] = []
         self._grants: list[tuple[int, int, int]] = []  # row, slot, block
         self._copies: list[tuple[int, BlockCopy]] = []  # row, copy
         self._writes: list[tuple[int, int, tuple[int, ...]]] = []  # row, start, tokens
-        self._masks: dict[int, tuple[Bits, ...]] = {}  # by row: one for each of its samples
+        self._masks: dict[int, tuple[Bits, ...]] = {}  # by row, one mask for each of its samples
         self._orders: list[DraftOrder] = []
         self._loads: dict[bytes, SlotMove] = {}  # by the block's content hash
         self._undone: dict[int, int] = {}  # targets of copies that were dropped -> their sources
@@ -37,7 +38,7 @@ class PlanBuilder:
 
     @property
     def is_idle(self) -> bool:
-        """The step would compute nothing but what runs ahead."""
+        """Whether the step would compute nothing but the rows that run ahead."""
         return not self._chunks and not self._paced and not self._new_rows
 
     @property
@@ -45,7 +46,7 @@ class PlanBuilder:
         return self._chunks.values()
 
     def introduce(self, sequence: Sequence) -> None:
-        """Tell the workers of a sequence that has a row: all it knows, and the blocks it holds."""
+        """Send the workers a new row: all known tokens of its sequence, and the blocks it holds."""
         group, row = sequence.group, sequence.row
         assert row is not None
         self.prompts[group] = None
@@ -68,11 +69,11 @@ class PlanBuilder:
         )
 
     def introduces(self, row: int) -> bool:
-        """Whether the workers learn of a row's sequence by this plan."""
+        """Whether this plan sends the workers the row as a new one."""
         return any(new.row == row for new in self._new_rows)
 
     def fork(self, group: Group) -> None:
-        """The prompt is computed: every other sequence of the group shares the leader's blocks."""
+        """Fork the leader, whose prompt is planned, for every other sequence of its group: they share its blocks."""
         leader = group.leader
         for sequence in group.live[1:]:
             sequence.table = leader.table.fork()
@@ -81,7 +82,7 @@ class PlanBuilder:
         group.is_forked = True
 
     def sync_blocks(self, sequence: Sequence) -> None:
-        """Tell the workers which blocks the sequence holds now, as far as they do not know."""
+        """Send the workers the blocks of a sequence that they do not know yet."""
         first = sequence.synced_blocks
         if first is not None:
             assert sequence.row is not None
@@ -90,38 +91,40 @@ class PlanBuilder:
             sequence.synced_blocks = None
 
     def append(self, row: int, table: BlockTable, num_tokens: int) -> None:
-        """Grow the row's table and note what the workers must learn of it. Raises OutOfBlocks and changes nothing."""
+        """Make room for more tokens in a row's table, and send the workers its new blocks and copies. Raises
+        OutOfBlocks and changes nothing."""
         before = len(table.blocks)
         copies = table.append(num_tokens)
-        if copies:  # the tail was replaced by a copy of its own
+        if copies:  # the shared last block was replaced by a copy
             self._copies.append((row, copies[0]))
             self._grants.append((row, before - 1, copies[0].target))
         for slot in range(before, len(table.blocks)):
             self._grants.append((row, slot, table.blocks[slot]))
 
     def grant(self, grants: list[tuple[int, int, int]]) -> None:
-        """Tell the workers of blocks that rows got: row, slot and block of each."""
+        """Send the workers blocks that rows got, as (row, slot, block)."""
         self._grants += grants
 
     def copy(self, row: int, copy: BlockCopy) -> None:
-        """Fill a row's block with another block's content. The row is introduced by this plan, with that block."""
+        """Copy a block into the target block of a row that this plan introduces."""
         self._copies.append((row, copy))
 
     def compute(self, chunk: Chunk) -> None:
+        """Compute a chunk of known tokens."""
         self._chunks[chunk.row] = chunk
         self.budget -= chunk.num_tokens
 
     def compute_one(self, row: int, position: int) -> None:
-        """Compute a paced row's one token, as a decode."""
+        """Compute one token of a paced row, as a decode."""
         self._paced[row] = position
         self.budget -= 1
 
     def samples_alone(self, row: int) -> bool:
-        """Whether no other row samples from the positions that this step computes for a row."""
+        """Whether a row is the only one that samples from the positions that this step computes for it."""
         return row in self._paced or (row in self._chunks and self._chunks[row].sample_rows == (row,))
 
     def verify(self, sequence: Sequence, draft: tuple[int, ...]) -> None:
-        """Let the step verify a draft after the tokens it computes for a paced row."""
+        """Add draft tokens to verify after the tokens that the step computes for a paced row."""
         row = sequence.row
         assert row is not None
         position, count = self._paced.pop(row, None), len(draft)
@@ -134,7 +137,7 @@ class PlanBuilder:
         self._writes.append((row, sequence.num_tokens, draft))
 
     def write(self, sequence: Sequence) -> None:
-        """Tell the workers the tokens of the sequence that its row does not hold yet."""
+        """Send the workers the tokens of a sequence that its row does not hold yet."""
         assert sequence.row is not None
         start, stop = sequence.synced_tokens, sequence.num_tokens
         if start < stop:
@@ -142,45 +145,46 @@ class PlanBuilder:
             sequence.synced_tokens = stop
 
     def mask(self, row: int, masks: tuple[Bits, ...]) -> None:
-        """Say which tokens each of the row's samples may choose."""
+        """Set the masks of allowed tokens for a row's samples."""
         if masks:
             self._masks[row] = masks
 
-    def order(self, row: int, num_tokens: int) -> None:
-        """Have the runtime draft tokens that follow the row."""
+    def order_draft(self, row: int, num_tokens: int) -> None:
+        """Have the runtime draft tokens for a row after the step."""
         self._orders.append(DraftOrder(row, num_tokens))
 
     def load(self, key: bytes, move: SlotMove) -> None:
-        """Bring a block from host memory; only the next step may read it."""
+        """Load a block from host memory. Only the next step may read it."""
         self._loads[key] = move
 
-    def loading(self, key: bytes) -> int | None:
-        """The block into which this plan loads the content of a hash."""
+    def load_target(self, key: bytes) -> int | None:
+        """Return the block into which this plan loads the content with this hash, or None."""
         move = self._loads.get(key)
         return None if move is None else move.block
 
     def copies_from(self, block: int) -> bool:
-        """Whether this step copies a block, which somebody may have given back since."""
+        """Whether this step copies from a block. Its holder may have released it since."""
         return any(copy.source == block for _, copy in self._copies)
 
     def drop_loads(self, pool: BlockPool) -> None:
-        """Load nothing into blocks that nobody holds any longer."""
+        """Remove the loads into blocks that no table holds any more."""
         if self._loads:
             self._loads = {key: move for key, move in self._loads.items() if pool.holders(move.block)}
 
     def source_of(self, block: int) -> int:
-        """Where the content is that a block would have had, if the copy of it was dropped."""
+        """Return the block that holds the content of `block`: another one if the copy into `block` was dropped."""
         while block in self._undone:
             block = self._undone[block]
         return block
 
     def start_of(self, row: int) -> int | None:
-        """The first position of a row that this step computes; None for rows that run ahead or compute nothing."""
+        """Return the first position that this step computes for a row; None for rows that run ahead or compute nothing."""
         chunk = self._chunks.get(row)
         return self._paced.get(row) if chunk is None else chunk.start
 
     def drop(self, rows: Iterable[int]) -> dict[int, int]:
-        """Take some rows out of the plan; returns, for those it computed or introduced, how far they were before it."""
+        """Take rows out of the plan. Returns how many tokens each had computed before, for rows that this plan computes
+        or introduces."""
         gone = set(rows)
         before = {row: self._paced.pop(row) for row in gone if row in self._paced}
         before |= {row: self._chunks.pop(row).start for row in gone if row in self._chunks}
@@ -198,7 +202,8 @@ class PlanBuilder:
     def finish(
         self, step: int, ahead_rows: Ints, released: tuple[int, ...], transfers: Transfers, *, is_guided: bool
     ) -> tuple[StepPlan, Masks | None]:
-        """The plan, and the masks that are known already. A guided plan's masks all come later, these among them."""
+        """Return the plan, and the masks that are known already. A guided plan gets all its masks later, these
+        included."""
         rows = slots = blocks = decode_rows = NO_ROWS
         if self._grants:
             rows, slots, blocks = np.array(self._grants, dtype=np.int32).T
@@ -226,9 +231,9 @@ class PlanBuilder:
         return plan, masks
 
     def _row_tokens(self) -> tuple[RowTokens, ...]:
-        """All writes, one for each row, as parts of one array."""
+        """Join the writes of each row to one. All are parts of one array."""
         joined: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for row, start, written in self._writes:  # a draft is written behind what its row did not hold yet
+        for row, start, written in self._writes:  # a draft follows the tokens that its row did not hold yet
             begun = joined.get(row)
             joined[row] = (start, written) if begun is None else (begun[0], (*begun[1], *written))
         tokens = np.array([token for _, written in joined.values() for token in written], dtype=np.int32)
@@ -239,7 +244,7 @@ class PlanBuilder:
         return tuple(writes)
 
     def _place_masks(self, num_ahead: int) -> Masks:
-        """The masks with the places of their samples: rows that run ahead have none here."""
+        """Return the masks of paced rows with the places of their samples in the step."""
         places: list[int] = []
         bits: list[Bits] = []
         place = num_ahead

@@ -1,4 +1,5 @@
-"""What becomes of a preempted group's blocks: they are swapped to host memory, or freed and computed again later."""
+"""Preemption strategies: the blocks of a preempted group are freed and recomputed later (Recompute), swapped to host
+memory (Swap), or whichever is estimated to be faster (ByCost). The scheduler chooses the victim."""
 
 from __future__ import annotations
 
@@ -13,19 +14,19 @@ from quire.engine.scheduler.step_time import ComputeTime
 
 
 class Preemption(Protocol):
-    """How a preempted group gives up its blocks, and so what it owes when it comes back."""
+    """A strategy for freeing the blocks of a preempted group."""
 
-    num_swaps: int  # groups whose blocks were moved
+    num_swaps: int  # groups whose blocks were swapped out
 
     def vacate(self, group: Group, builder: PlanBuilder, num_tokens: int) -> str:
-        """Give up all blocks of the group, which has computed so many tokens; returns what the ledger says of it.
+        """Free all blocks of a group that has computed `num_tokens` tokens. Returns the note for the ledger.
 
-        Sets `num_computed` to what each sequence still has when it is admitted again.
+        Sets `num_computed` of each sequence to 0 and, if its blocks are swapped out, `num_swapped`.
         """
 
 
 class Recompute:
-    """Free everything; every known token is owed again. Results still in flight are dropped when they arrive."""
+    """Free all blocks: the group owes all its known tokens again. Results still in flight are dropped when they come."""
 
     num_swaps = 0
 
@@ -38,8 +39,8 @@ class Recompute:
 
 
 class Swap:
-    """Move all blocks to host memory, where they are found again: nothing is owed but what was not computed. Where
-    that has no room for all, or every position must be computed for its logprobs, recompute."""
+    """Move all blocks to host memory; they are loaded again when the group is admitted. Recompute instead if host
+    memory is full, or if the request wants prompt logprobs, for which every position must be computed."""
 
     def __init__(self, compute: ComputeTime, tiers: Tiers, reuse: PrefixReuse) -> None:
         self._compute, self._tiers, self._reuse = compute, tiers, reuse
@@ -47,14 +48,14 @@ class Swap:
         self.num_swaps = 0
 
     def vacate(self, group: Group, builder: PlanBuilder, num_tokens: int) -> str:
-        if not any(sequence.num_computed for sequence in group.live):  # what it swapped before is still there
+        if not any(sequence.num_computed for sequence in group.live):  # what it swapped out before stays there
             free(group)
             return "nothing was computed"
         if group.request.sampling.prompt_logprobs is not None:
             return self._recompute.vacate(group, builder, num_tokens)
         found = self._reuse.swap_blocks(group, builder)
         blocks = {key: block for each in found.values() for key, block in each.blocks.items()}
-        if not blocks:  # no more than the token that is computed anew in any case
+        if not blocks:  # only the last token, which is computed again in any case
             return self._recompute.vacate(group, builder, num_tokens)
         num_saved = self._tiers.num_to_save(blocks)
         if num_saved is None:
@@ -69,7 +70,7 @@ class Swap:
         return f"swapped {len(blocks)} blocks, {costs}"
 
     def is_cheaper(self, moving: float, again: float | None) -> bool:  # noqa: ARG002 - for those that compare
-        """Whether blocks that take `moving` seconds to move are moved, or computed in `again` seconds."""
+        """Whether to swap blocks that take `moving` seconds to move and `again` seconds to recompute (None: unknown)."""
         return True
 
     def _move(self, group: Group, found: dict[Sequence, SwapBlocks]) -> None:
@@ -77,19 +78,19 @@ class Swap:
         for sequence, each in found.items():
             if each.blocks:
                 self._tiers.swap_out(sequence, each.blocks)
-                sequence.swapped = each.num_tokens
+                sequence.num_swapped = each.num_tokens
         free(group)
 
 
 class ByCost(Swap):
-    """Whichever is estimated to take less time, by what the link and the model have shown."""
+    """Swap or recompute: whichever is estimated to take less time, by the measured speed of the link and the model."""
 
     def is_cheaper(self, moving: float, again: float | None) -> bool:
         return again is None or moving <= again
 
 
 def free(group: Group) -> None:
-    """Give up all blocks; every known token is owed."""
+    """Free all blocks of a group."""
     for sequence in group.live:
         sequence.table.free()
         sequence.num_computed = 0
@@ -98,14 +99,14 @@ def free(group: Group) -> None:
 def make_preemption(
     name: PreemptionName, compute: ComputeTime, tiers: Tiers, reuse: PrefixReuse, *, has_tiers: bool
 ) -> Preemption:
-    """How groups give up their blocks; all are computed again where there is nowhere to move them."""
+    """Make the strategy that the configuration names; without a host tier, Recompute."""
     if name == "recompute" or not has_tiers:
         return Recompute(compute)
     return (Swap if name == "swap" else ByCost)(compute, tiers, reuse)
 
 
 def _milliseconds(seconds: float | None) -> str:
-    """Three figures, or all before the point."""
+    """Format seconds as milliseconds, with three digits or all before the point."""
     if seconds is None:
         return "unknown"
     shown = seconds * 1e3

@@ -1,4 +1,4 @@
-"""Files that hold what waiting groups will need are read while they wait."""
+"""Prefetch from the disk tier: the files that a waiting group needs are read into host memory while it waits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from quire.engine.decoding.group import Group
 from quire.engine.kvcache.tiers.base import Tiers
 from quire.engine.scheduler.step_time import ComputeTime
 
-NEAR = 8  # groups that are soon to be admitted, for which files are read
-_LEAST_SECONDS, _MOST_SECONDS = 0.02, 2.0  # how long a group whose turn it is waits for its files
-_MOST_LOOKS = 2_000  # and how often it is looked at meanwhile, at most
+NEAR = 8  # groups that are likely to be admitted next, for which files are read
+_LEAST_SECONDS, _MOST_SECONDS = 0.02, 2.0  # how long a group that could be admitted waits for its files
+_MOST_LOOKS = 2_000  # and how often it is checked meanwhile, at most
 
 
 class _Request:
@@ -19,32 +19,32 @@ class _Request:
     __slots__ = ("is_over", "left", "looks", "names", "since")
 
     def __init__(self, names: list[bytes]) -> None:
-        self.names = self.left = names  # all, and those that are still to be ordered
-        self.is_over = not names  # nobody waits for it any longer
-        self.since: float | None = None  # when the group's turn came
+        self.names = self.left = names  # all files, and those whose reading is still to be ordered
+        self.is_over = not names  # the group does not wait for files any more
+        self.since: float | None = None  # when the group could first have been admitted
         self.looks = 0
 
 
 class FilePrefetch:
-    """Has files read for groups that are soon to be admitted.
+    """Orders the reading of files for groups that are likely to be admitted next.
 
-    A group whose turn it is waits no longer than computing the tokens would take twice, and never longer than two
-    seconds; meanwhile others are admitted.
+    A group that could be admitted waits for its files at most twice as long as computing the tokens would take, and at
+    most two seconds. Meanwhile other groups are admitted.
     """
 
     def __init__(self, tiers: Tiers, compute: ComputeTime, block_size: int) -> None:
         self._tiers, self._compute, self._block_size = tiers, compute, block_size
-        self.find: Callable[[Group], list[bytes]] = lambda _: []  # which files a group needs; set by its owner
+        self.find: Callable[[Group], list[bytes]] = lambda _: []  # the files that a group needs; PrefixReuse.find_files
         self._requests: dict[Group, _Request] = {}
-        self._waiting: dict[Group, None] = {}  # groups whose turn it was
+        self._waiting: dict[Group, None] = {}  # groups that could be admitted but for their files
 
     def look(self, groups: list[Group]) -> None:
-        """Order what these groups, which are soon to be admitted, will need."""
+        """Order the files of groups that are likely to be admitted next."""
         for group in groups:
             self._order(group)
 
     def _order(self, group: Group) -> _Request:
-        """Order what is still to be ordered; a group's files are looked for once."""
+        """Order the files of a group that are not ordered yet. The files are looked up once for each group."""
         request = self._requests.get(group)
         if request is None:
             request = self._requests[group] = _Request(self.find(group))
@@ -53,7 +53,7 @@ class FilePrefetch:
         return request
 
     def is_awaited(self, group: Group, now: float) -> bool:
-        """Whether a group whose turn it is waits for its files. After a while it computes what is missing."""
+        """Whether a group that could be admitted waits for its files. After a while it computes what is missing."""
         request = self._order(group)
         if request.is_over:
             return False
@@ -69,14 +69,14 @@ class FilePrefetch:
         return False
 
     def take_ready(self, now: float) -> list[Group]:
-        """Groups that waited for their files and wait no more."""
+        """Return the groups that need not wait for their files any more."""
         ready = [group for group in self._waiting if not self.is_awaited(group, now)]
         for group in ready:
             del self._waiting[group]
         return ready
 
     def forget(self, group: Group) -> None:
-        """The group waits no longer, and has what it was to find. Idempotent."""
+        """Forget a group that was admitted or has ended, and release its files. Idempotent."""
         self._waiting.pop(group, None)
         request = self._requests.pop(group, None)
         if request is not None:

@@ -1,4 +1,5 @@
-"""What a sequence need not compute, because it is computed already, and what it publishes for those that come later."""
+"""Prefix reuse: looks up what is computed already for a waiting group (prefix tree, host and disk tiers, running
+sequences), attaches it on admission, and publishes computed blocks for later requests."""
 
 from __future__ import annotations
 
@@ -11,44 +12,42 @@ from quire.engine.decoding.group import Group, Sequence
 from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import NO_MATCH, Match, PrefixTree
+from quire.engine.kvcache.run_history import name_for, why_missed
 from quire.engine.kvcache.tiers.base import NoTiers, TierHit, TierQuery, Tiers
 from quire.engine.scheduler.accounts import num_computed
 from quire.engine.scheduler.block_filler import BlockFiller
-from quire.engine.scheduler.live_suffixes import LiveSuffixIndex
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.prefetch import FilePrefetch
-from quire.engine.scheduler.prefix_misses import name_for, why_missed
-from quire.engine.scheduler.publisher import Publisher
+from quire.engine.scheduler.publishing import LiveSuffixIndex, Publisher, UnpublishedPrefixes
 from quire.engine.scheduler.row_table import RowTable
-from quire.engine.scheduler.unpublished_prefixes import UnpublishedPrefixes
 from quire.types.step import Chunk
 
 _NOTHING_LOADED: Counter[str] = Counter()
 
 
 class Hit(NamedTuple):
-    """What the device has of the tokens that a waiting group computes first, and the state of the tree it rests on."""
+    """The last lookup for a waiting group: the match on the device, and the state of the tree at that time."""
 
     match: Match
-    changes: int  # of the match's node
-    plan: int  # the plan for which generating sequences were asked for more
+    changes: int  # of the match's node, at the time of the lookup
+    plan: int  # the number of the plan for which it was looked up
 
 
 @dataclass(frozen=True, slots=True)
 class SwapBlocks:
-    """The blocks that a sequence would find again: so many of its tokens, by content hash, and where they are now."""
+    """The blocks of a preempted sequence that can be swapped to host memory, by content hash, and their tokens."""
 
     num_tokens: int
     blocks: dict[bytes, int]
 
 
 class PrefixReuse:
-    """The one door to everything that is computed already: the prefix tree, the tiers behind it, sequences that are
-    generating or computing a prompt now, and the sequence that a branch goes on from.
+    """Finds and shares tokens that are computed already: in the prefix tree, in the tiers behind it, in sequences that
+    compute a prompt or generate now, and in the sequence that a branch continues.
 
-    `lookup` says what a waiting group would find, `attach` gives it that, `publish` lets others find what a sequence
-    has computed. What comes from a tier is loaded, and only the next step may read it. `tree` is None where nothing
-    is cached.
+    `lookup` returns the prefix hit of a waiting group, `attach` gives the group those blocks on admission, `publish`
+    lets others find the blocks of a sequence. Blocks from a tier are loaded; only the next step may read them. `tree`
+    is None if the prefix cache is off.
     """
 
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
@@ -58,23 +57,23 @@ class PrefixReuse:
         self._publisher = Publisher(pool, tree, tiers, rows, block_size)
         self._unpublished = UnpublishedPrefixes(block_size)
         self._has_tiers = not isinstance(tiers, NoTiers)
-        self._loading: dict[Group, None] = {}  # groups for which the plan in work loads blocks
-        self.prefetch: FilePrefetch | None = None  # where there is a disk tier
-        self.shares_memory = True  # False: each sequence has memory of its own, and branches borrow nothing
+        self._loading: dict[Group, None] = {}  # groups for which the current plan loads blocks
+        self.prefetch: FilePrefetch | None = None  # if there is a disk tier
+        self.shares_memory = True  # False: each sequence has memory of its own, so branches borrow no blocks
         self._plan = 0  # plans made so far
-        self.ready: list[Group] = []  # groups that were not ready and are now; the scheduler takes them
-        self.num_queries = self.num_hits = 0  # prompt tokens that were looked for, and found
-        self.tier_hits: Counter[str] = Counter()  # those that were found in a tier
+        self.ready: list[Group] = []  # deferred groups that are ready now; the scheduler resumes them
+        self.num_queries = self.num_hits = 0  # prompt tokens that were looked up, and found
+        self.tier_hits: Counter[str] = Counter()  # prompt tokens that were found in a tier
 
     def reads_cache(self, group: Group) -> bool:
-        """Whether a group may begin with cached blocks."""
+        """Whether a group may use cached blocks."""
         return self._tree is not None and group.reads_cache
 
     # ------------------------------------------------------------------------------------------------- looking up
     def lookup(self, group: Group) -> Match:
-        """What the device has of the tokens that a waiting group's leader computes first; the last is always computed.
+        """Return the prefix hit on the device for a waiting group's leader. The last token is always computed.
 
-        Costs nothing while the tree has not changed where the last lookup ended.
+        Returns the match of the last lookup if the tree has not changed where that match ended.
         """
         tree, hit = self._tree, group.hit
         if tree is None or not group.reads_cache:
@@ -82,7 +81,7 @@ class PrefixReuse:
         return hit.match if hit is not None and self._is_valid(tree, group, hit) else self._look(tree, group)
 
     def _is_valid(self, tree: PrefixTree, group: Group, hit: Hit) -> bool:
-        """Whether the tree still has what was found, and nothing more at the place where the lookup ended."""
+        """Whether the tree still holds the match of a lookup, and nothing was added where it ended."""
         match = hit.match
         node, closest = match.node, match.closest
         if node is None:
@@ -97,8 +96,8 @@ class PrefixReuse:
         return match
 
     def num_cached(self, group: Group) -> int:
-        """How many of the tokens that a waiting group computes first are cached. It may miss what has been cached since
-        the last lookup of less than a block, so that a queue can be ranked by it at little cost."""
+        """Return how many of a waiting group's first tokens are cached. It may miss less than a block that was cached
+        since the last lookup, so that policies can rank a queue by it at little cost."""
         match = NO_MATCH if group.hit is None else group.hit.match
         node, count = match.node, match.num_blocks
         if node is None or node.is_detached or node.end != count:
@@ -109,7 +108,7 @@ class PrefixReuse:
         return match.num_tokens
 
     def wait_reason(self, group: Group, now: float) -> str:
-        """Why a group had better not be admitted now; "": it is ready. It is in `ready` when that is over."""
+        """Return why a group should not be admitted now; "": it is ready. Later the group is added to `ready`."""
         tree = self._tree
         if tree is None or not group.reads_cache:
             return ""
@@ -128,20 +127,20 @@ class PrefixReuse:
         if other is None or other.group is group:
             return ""
         self._unpublished.wait(group, other, limit)
-        return f"{name_for(group, other.group.request)} computes the same prefix"
+        return f"{name_for(group.request, other.group.request)} computes the same prefix"
 
     def _has_more(self, sequence: Sequence) -> bool:
-        """Whether a sequence could publish blocks."""
+        """Whether a sequence has computed full blocks that it has not published."""
         return sequence.num_readable // self._block_size > sequence.table.num_cached
 
     def _leader_limit(self, group: Group) -> int:
         return group.num_prompt - 1 + (len(group.live[0].outputs) if len(group.live) == 1 else 0)
 
     def _limits(self, group: Group) -> dict[Sequence, int]:
-        """Which sequences are looked up when the group is admitted, and how many tokens of each: all its samples where
-        each has generated something, else its leader."""
+        """Return which sequences are looked up when the group is admitted, and how many tokens of each at most: all
+        samples if each has generated tokens (the group was preempted), otherwise the leader."""
         if len(group.live) > 1 and all(sequence.outputs for sequence in group.live):
-            return {sequence: sequence.target - 1 for sequence in group.live}
+            return {sequence: sequence.prefill_target - 1 for sequence in group.live}
         return {group.leader: self._leader_limit(group)}
 
     def _match(self, tree: PrefixTree, sequence: Sequence, limit: int) -> Match:
@@ -152,26 +151,27 @@ class PrefixReuse:
         return match
 
     def _publish_at(self, match: Match, tokens: bytes, limit: int) -> bool:
-        """Publish the blocks of every running sequence that could extend a match; returns whether there were any."""
+        """Publish the blocks of every running sequence that could extend a match. Returns whether any block was
+        published."""
         if match.node is None or match.node.end != match.num_blocks:
             return False
         sequence = self._unpublished.find(match, tokens, limit)
         if sequence is None or not self._has_more(sequence):
             return self._publisher.publish_live(match, tokens)
         is_published = self._publisher.publish_running(sequence)
-        self._unpublished.place(sequence)
+        self._unpublished.enter(sequence)
         return is_published
 
     def _query(self, sequence: Sequence, limit: int) -> TierQuery:
-        return TierQuery(self._tier_salt(sequence.group), sequence.tokens(), limit, sequence.swapped)
+        return TierQuery(self._tier_salt(sequence.group), sequence.tokens(), limit, sequence.num_swapped)
 
     def _tier_salt(self, group: Group) -> str:
-        """The salt of what a group has in the tiers: its own alone, where it shares nothing."""
+        """Return the salt of a group's blocks in the tiers. A group that does not read the cache has one of its own."""
         request = group.request
         return request.cache_salt if self.reads_cache(group) else f"{request.request_id} of {request.cache_salt}"
 
     def find_files(self, group: Group) -> list[bytes]:
-        """The files that hold more of the tokens that the leader computes first."""
+        """Return the files that extend the leader's prefix hit."""
         tree = self._tree
         if tree is None or not self.reads_cache(group):
             return []
@@ -180,8 +180,9 @@ class PrefixReuse:
 
     # -------------------------------------------------------------------------------------------------- attaching
     def attach(self, builder: PlanBuilder, group: Group, tick: int, now: float) -> bool:
-        """Begin a group's tables with what is computed already, and tell the workers of its rows: of its leader's, or
-        of all its samples' where each finds its own prompt and more. Returns whether it waits a step for loads."""
+        """Attach the prefix hit to a group that is admitted: fill its tables, and introduce its rows to the workers.
+        That is the leader's row, or the rows of all samples if each finds at least the prompt. Returns whether the
+        group must wait a step for loads from a tier."""
         if len(group.live) == 1 and group.origin is None and not self._has_tiers:
             self._attach_one(builder, group, now)
             return False
@@ -199,23 +200,23 @@ class PrefixReuse:
         self._filler.copy_partials(
             {sequence: match for sequence, (match, hit) in found.items() if not hit.slots}, builder
         )
-        for sequence, (_, hit) in found.items():  # after all hold what they found: a load evicts nothing of another
+        for sequence, (_, hit) in found.items():  # after all blocks are held: a load must not evict another's hit
             before = sequence.num_computed
-            if hit.slots and before < hit.num_tokens:  # else it borrowed more from the sequence that it branches off
+            if hit.slots and before < hit.num_tokens:  # otherwise it borrowed more from its branch origin
                 loaded += self._filler.load(sequence, hit, builder)
-                waits |= sequence.num_computed > before  # for its own loads, or for those of another group
+                waits |= sequence.num_computed > before  # its own loads, or loads of another group in this plan
         for sequence in found:
             builder.introduce(sequence)
         self._note(group, *found[group.leader], limits[group.leader], num_computed(group, tick), loaded, now)
         group.origin = group.hit = None
-        if waits or any(sequence.swapped for sequence in group.live):
+        if waits or any(sequence.num_swapped for sequence in group.live):
             self._loading[group] = None
         if self._tree is not None and not group.is_forked:
-            self._unpublished.place(group.leader)
+            self._unpublished.enter(group.leader)
         return waits
 
     def _attach_one(self, builder: PlanBuilder, group: Group, now: float) -> None:
-        """`attach` for the usual group: one sequence that finds nothing but what the device has."""
+        """`attach` for a group of one sequence, without tiers and branches."""
         sequence, tree, limit = group.live[0], self._tree, self._leader_limit(group)
         match = NO_MATCH
         if tree is not None and group.reads_cache:
@@ -229,11 +230,11 @@ class PrefixReuse:
         self._note(group, match, TierHit(0), limit, sequence.num_computed, _NOTHING_LOADED, now)
         group.hit = None
         if tree is not None:
-            self._unpublished.place(sequence)
+            self._unpublished.enter(sequence)
 
     def _find(self, limits: Mapping[Sequence, int]) -> dict[Sequence, tuple[Match, TierHit]]:
-        """What the device has of the first tokens of each sequence, and what follows it in host memory: without a
-        cache, only what the sequence swapped out itself."""
+        """Return the match on the device for each sequence, and the blocks in host memory that follow it. Without a
+        prefix cache, these are only the blocks that the sequence swapped out itself."""
         tree = self._tree
         matches = {
             sequence: NO_MATCH
@@ -242,8 +243,10 @@ class PrefixReuse:
             for sequence, limit in limits.items()
         }
         found = {}
-        for sequence, match in matches.items():  # after all were matched: what that publishes evicts nothing found
-            limit = limits[sequence] if self.reads_cache(sequence.group) else min(limits[sequence], sequence.swapped)
+        for sequence, match in matches.items():  # after all matches: publishing for them may change the tiers
+            limit = (
+                limits[sequence] if self.reads_cache(sequence.group) else min(limits[sequence], sequence.num_swapped)
+            )
             hit = TierHit(match.num_tokens)
             if limit > match.num_tokens:
                 hit = self._tiers.find(match, self._query(sequence, limit))
@@ -251,20 +254,20 @@ class PrefixReuse:
         return found
 
     def _hold(self, sequence: Sequence, match: Match, hit: TierHit, builder: PlanBuilder, tick: int) -> None:
-        """Begin an empty table with what the device has, and with more of the sequence that it branches off. Slots that
-        follow are lost to nobody from now on."""
+        """Fill an empty table with the match on the device, and with blocks of the sequence that it branches off. Hold
+        the slots in host memory that follow, so that they are not evicted."""
         self._hold_blocks(sequence, match)
         table, origin = sequence.table, sequence.group.origin
         if origin is not None and self.shares_memory and origin.table.num_cached <= len(table.blocks):
             shared = self._num_shared(sequence.group, origin, builder, tick)
             if shared > max(hit.num_tokens, table.num_tokens):
                 table.borrow(origin.table, shared)
-        for slot in reversed(hit.slots):  # released in this order: the last block of a chain may be given away first
+        for slot in reversed(hit.slots):  # released in this order, so the last block of a chain is evicted first
             self._tiers.hold(slot)
         sequence.num_computed = table.num_tokens
 
     def _hold_blocks(self, sequence: Sequence, match: Match) -> None:
-        """Begin an empty table with the whole blocks that the device has."""
+        """Fill an empty table with the whole blocks of a match."""
         tree, table = self._tree, sequence.table
         if tree is not None:
             salt = sequence.group.request.cache_salt
@@ -274,7 +277,7 @@ class PrefixReuse:
         sequence.num_computed = sequence.num_readable = table.num_tokens
 
     def _num_shared(self, group: Group, origin: Sequence, builder: PlanBuilder, tick: int) -> int:
-        """How many tokens a branch can take over from the sequence it branches off, if that still runs."""
+        """Return how many tokens a branch can share with the running sequence that it branches off."""
         source = group.request.source
         if source is None or origin.row is None or origin.group in self._loading:
             return 0
@@ -282,21 +285,22 @@ class PrefixReuse:
             return 0
         row, leader = origin.row, origin.group.leader
         if leader.row is not None and builder.introduces(row) and builder.start_of(row) is None:
-            row = leader.row  # it was forked for this step, which may compute what it has
-        start = builder.start_of(row)  # what this step computes, only later ones may read
+            row = leader.row  # it is forked in this plan, which may compute its blocks for the leader
+        start = builder.start_of(row)  # only later steps may read what this step computes
         computed = origin.computed_at(tick) if start is None else start
         return min(source.num_tokens, computed, group.num_prompt - 1)
 
     def _note(
         self, group: Group, match: Match, hit: TierHit, limit: int, num_found: int, loaded: Counter[str], now: float
     ) -> None:
-        """Write into the ledger what was found, and why no more."""
+        """Note in the ledger how many tokens were found, and why no more. Count them."""
         if num_found:
             group.ledger.note("cached", now, num_found, _sources(num_found, loaded) if loaded else "")
-        is_read = self.reads_cache(group)
+        is_read, tree = self.reads_cache(group), self._tree
         is_missed = is_read and num_found < limit and num_found == max(match.num_tokens, hit.num_tokens)
-        if self._tree is not None and is_missed:
-            group.ledger.note_miss(now, why_missed(self._tree, group, match, num_found, now))
+        if tree is not None and is_missed:
+            miss = why_missed(tree, match, group.request, group.leader.tokens(), num_found, now)
+            group.ledger.note_miss(now, miss)
         if group.num_cached is None:
             group.num_cached = num_found if num_found < group.num_prompt else group.num_prompt
             self.num_hits += group.num_cached
@@ -306,7 +310,7 @@ class PrefixReuse:
 
     # ------------------------------------------------------------------------------------------------- publishing
     def publish_plan(self, chunks: Iterable[Chunk]) -> None:
-        """The plan in work is made: later ones may read what it computes and loads."""
+        """Note that the current plan is complete: later plans may read the blocks that it computes and loads."""
         if self._tree is not None:
             for chunk in chunks:
                 self._note_computed(self._rows.sequence_at(chunk.row), chunk)
@@ -314,57 +318,57 @@ class PrefixReuse:
             if group.is_running:
                 self.publish_group(group)
                 for sequence in group.live:
-                    if sequence.swapped:
-                        sequence.swapped = 0
+                    if sequence.num_swapped:
+                        sequence.num_swapped = 0
                         self._tiers.release_swapped(sequence)
         self._loading.clear()
         self._plan += 1
 
     def _note_computed(self, sequence: Sequence, chunk: Chunk) -> None:
-        """The plan in work computes a chunk of a sequence. Groups that share blocks by forking, and engines that keep
-        blocks in tiers, publish them at once; else they are published when somebody looks for them."""
+        """Note that the current plan computes a chunk of a sequence. Groups of several sequences, and engines with
+        tiers, publish its blocks at once. All others publish them when a lookup could use them (lazy publishing)."""
         group = sequence.group
         sequence.num_readable = min(sequence.num_computed, sequence.num_tokens)
         if self._has_tiers or len(group.live) > 1 or group.search is not None:
             self.publish_group(group)
-            self._unpublished.place(sequence)
+            self._unpublished.enter(sequence)
         if chunk.sample_rows and group.search is None:
             for row in chunk.sample_rows:
-                self._publisher.live.place(self._rows.sequence_at(row))
+                self._publisher.live.enter(self._rows.sequence_at(row))
         if self._unpublished.is_awaited(sequence):
             is_whole = bool(chunk.sample_rows) or group.is_forked
             num_blocks = None if is_whole else sequence.num_readable // self._block_size
             self.ready += self._unpublished.wake(sequence, num_blocks)
 
     def publish(self, sequence: Sequence, *, leaving: bool = False) -> None:
-        """Let others find the full blocks whose tokens are known and computed by the steps planned so far.
+        """Publish the full blocks of a sequence whose tokens are known and computed by the plans so far.
 
-        A sequence that is `leaving` frees its table next: it gives up copies of blocks that are cached already.
+        With `leaving`, the sequence frees its table next: its copies of blocks that are cached already are released.
         """
         self._publisher.publish(sequence, leaving=leaving)
 
     def publish_group(self, group: Group, *, leaving: bool = False) -> None:
-        """`publish` for all sequences of a group that the workers know: they may hold the same blocks."""
+        """`publish` for all introduced sequences of a group, which may hold the same blocks."""
         for sequence in group.live:
             if sequence.is_introduced or leaving:
                 self._publisher.publish(sequence, leaving=leaving, with_group=True)
 
     # ---------------------------------------------------------------------------------------------------- leaving
     def leave(self, sequence: Sequence) -> None:
-        """A sequence loses its row: it generates and computes no more."""
+        """Remove a sequence that loses its row from the indexes of unpublished blocks."""
         if self._tree is not None:
             self._publisher.live.discard(sequence)
             self.ready += self._unpublished.remove(sequence)
 
     def forget(self, group: Group) -> None:
-        """A group waits no longer: it was admitted, or ended. Idempotent."""
+        """Forget a group that was admitted or has ended. Idempotent."""
         if self._tree is not None:
             self._unpublished.forget(group)
         if self.prefetch is not None:
             self.prefetch.forget(group)
 
     def swap_blocks(self, group: Group, builder: PlanBuilder) -> dict[Sequence, SwapBlocks]:
-        """What the sequences of a preempted group would find again if it were in host memory."""
+        """Return the blocks that a preempted group could swap to host memory and find again."""
         found = {}
         for sequence, limit in self._limits(group).items():
             length = min(sequence.num_computed, limit)
@@ -374,7 +378,7 @@ class PrefixReuse:
         return found
 
     def reset(self) -> int:
-        """Forget all cached prefixes on the device; returns how many blocks that freed."""
+        """Empty the prefix cache on the device. Returns how many blocks became free."""
         if self._tree is None:
             return 0
         freed = self._tree.clear()
@@ -390,6 +394,6 @@ class PrefixReuse:
 
 
 def _sources(num_found: int, loaded: Counter[str]) -> str:
-    """How many of the tokens that were found came from where."""
+    """Return how many of the found tokens came from each tier, in words."""
     parts = {"device": max(num_found - loaded.total(), 0), **loaded}
     return ", ".join(f"{tier} {count}" for tier, count in parts.items() if count)

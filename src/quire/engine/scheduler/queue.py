@@ -1,4 +1,4 @@
-"""Groups in an order that does not change: those that wait, and those that run."""
+"""The queues of waiting and of running groups, sorted by the policy's key."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from quire.engine.scheduler.policies.base import Key
 
 
 class GroupQueue:
-    """Groups sorted by their keys, which are unique and unchanging; insertion and removal by binary search.
+    """Groups sorted by their keys, which are unique and never change. Insertion and removal use binary search.
 
-    A deferred group is not ready to be admitted: it keeps its place, but is passed over until it is resumed.
+    A deferred group must not be admitted yet. It keeps its place in the order, and is skipped until it is resumed.
     """
 
     def __init__(self, key: Callable[[Group], Key]) -> None:
@@ -20,13 +20,13 @@ class GroupQueue:
         self._keys: list[Key] = []  # of the groups that are ready, sorted
         self._ready: list[Group] = []  # in the same order
         self._deferred: dict[Group, None] = {}
-        self.version = 0  # changes with every group that comes or goes
+        self.version = 0  # changes whenever a group is added or removed
 
     def __len__(self) -> int:
         return len(self._ready) + len(self._deferred)
 
     def __iter__(self) -> Iterator[Group]:
-        """All groups, most urgent first, over a copy: members may leave meanwhile."""
+        """Iterate over a copy of all groups, deferred ones included, most urgent first."""
         return iter(sorted([*self._ready, *self._deferred], key=self._key_of) if self._deferred else self._ready[:])
 
     @property
@@ -34,7 +34,7 @@ class GroupQueue:
         return len(self._ready)
 
     def head(self, count: int) -> list[Group]:
-        """The most urgent of those that are ready, so many at most."""
+        """Return the `count` most urgent groups that are ready."""
         return self._ready[:count]
 
     def add(self, group: Group) -> None:
@@ -49,12 +49,12 @@ class GroupQueue:
             self._take_out(group)
 
     def defer(self, group: Group) -> None:
-        """Pass the group over from now on."""
+        """Skip a group from now on."""
         self._take_out(group)
         self._deferred[group] = None
 
     def resume(self, group: Group) -> None:
-        """Pass the group over no longer."""
+        """Do not skip a group any more."""
         del self._deferred[group]
         self._insert(group)
 
@@ -62,11 +62,11 @@ class GroupQueue:
         return group in self._deferred
 
     def first(self) -> Group | None:
-        """The most urgent of those that are ready."""
+        """Return the most urgent group that is ready."""
         return self._ready[0] if self._ready else None
 
     def last(self) -> Group | None:
-        """The least urgent of those that are ready."""
+        """Return the least urgent group that is ready. Of the running queue it is the one to preempt."""
         return self._ready[-1] if self._ready else None
 
     def _insert(self, group: Group) -> None:

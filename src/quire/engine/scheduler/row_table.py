@@ -1,5 +1,5 @@
-"""The engine's side of the rows: which sequence has which row, and what has come back for it, as arrays over all
-rows."""
+"""The engine's table of rows: which sequence has which row, and the tokens that have come back for it. Its columns are
+arrays over all rows, so that a step's result is committed without a loop."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Bools = npt.NDArray[np.bool_]
 
 
 class RowTable:
-    """Gives rows to sequences and keeps their generated tokens.
+    """Assigns rows to sequences and keeps their generated tokens.
 
-    Each time a row is given away it gets a lease number that is never used again, so a result that arrives late, for a
-    sequence that has left, can be told from one that is awaited. `version` changes whenever a row is given or taken
-    back: what was gathered from the table stays true while it stands.
+    Each assignment gets a new lease number. A result whose lease is not the row's any more belongs to a sequence that
+    has lost the row, and is dropped. `version` changes whenever a row is assigned or released: columns gathered from
+    the table stay valid while it is the same.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -27,13 +27,13 @@ class RowTable:
         self._num_reserved = 0
         self._next_lease = 1
         self.version = 0
-        self.num_not_streamed = 0  # rows whose outputs nobody hears before the end: their handle is negative
+        self.num_not_streamed = 0  # rows whose tokens are not streamed: their handle is negative
         self.num_guided = self.num_observed = 0
-        self.leases: Longs = np.zeros(num_rows, dtype=np.int64)  # 0: nobody
+        self.leases: Longs = np.zeros(num_rows, dtype=np.int64)  # 0: the row is free
         self.handles: Longs = np.zeros(num_rows, dtype=np.int64)
-        self.counts: Ints = np.zeros(num_rows, dtype=np.int32)  # outputs that have come back
-        self.limits: Ints = np.zeros(num_rows, dtype=np.int32)  # outputs at which the sequence is over
-        self.guided: Bools = np.zeros(num_rows, dtype=np.bool_)  # a grammar's mask guides each of its samples
+        self.counts: Ints = np.zeros(num_rows, dtype=np.int32)  # generated tokens that have come back
+        self.limits: Ints = np.zeros(num_rows, dtype=np.int32)  # generated tokens at which the sequence ends
+        self.guided: Bools = np.zeros(num_rows, dtype=np.bool_)  # a grammar's mask applies to each of its samples
         self.observed: Bools = np.zeros(num_rows, dtype=np.bool_)  # a draft proposer observes its tokens
         self.end_ids: Ints = np.full((num_rows, 4), -1, dtype=np.int32)  # [rows, k]
         self._end_ids: list[tuple[int, ...]] = [()] * num_rows  # what each line of `end_ids` holds
@@ -41,21 +41,21 @@ class RowTable:
 
     @property
     def num_free(self) -> int:
-        """Rows that anybody may take."""
+        """Free rows that are not reserved."""
         return len(self._free) - self._num_reserved
 
     @property
     def num_taken(self) -> int:
-        """Rows that a sequence has."""
+        """Rows that are assigned."""
         return len(self.sequences) - len(self._free)
 
     def reserve(self, num_rows: int) -> None:
-        """Hold so many more free rows back, or fewer: whoever asked for them takes one by reserving one less."""
+        """Reserve so many more free rows, or fewer if negative. To use a reserved row, reserve one less and assign."""
         self._num_reserved += num_rows
         assert 0 <= self._num_reserved <= len(self._free)
 
     def assign(self, sequence: Sequence) -> int:
-        """Give the sequence a row and a fresh lease; its outputs so far move into the table."""
+        """Give the sequence a row and a new lease, and copy its outputs into the table."""
         row = self._free.pop()
         group, ends = sequence.group, sequence.group.request.rules.end_ids
         limit = group.limit - group.num_prompt
@@ -86,13 +86,13 @@ class RowTable:
         return row
 
     def sequence_at(self, row: int) -> Sequence:
-        """The sequence that has a row which is taken."""
+        """Return the sequence of a row that is assigned."""
         sequence = self.sequences[row]
         assert sequence is not None
         return sequence
 
     def release(self, sequence: Sequence) -> int:
-        """Take the sequence's row back; its outputs move into the sequence."""
+        """Take the sequence's row back, and copy its outputs into the sequence."""
         row = sequence.row
         assert row is not None
         sequence.outputs = self.outputs(row)
@@ -111,7 +111,7 @@ class RowTable:
         return row
 
     def record(self, rows: Ints, tokens: Ints) -> Ints:
-        """One more output for each of `rows`, which are distinct; returns how many each now has."""
+        """Append one token to each of `rows`, which are distinct. Returns how many outputs each has now."""
         counts = self.counts[rows]
         self._outputs[rows, counts] = tokens
         counts += 1
@@ -119,29 +119,29 @@ class RowTable:
         return counts
 
     def extend(self, row: int, tokens: tuple[int, ...]) -> None:
-        """More outputs for one row."""
+        """Append tokens to one row."""
         count = int(self.counts[row])
         self._outputs[row, count : count + len(tokens)] = tokens
         self.counts[row] = count + len(tokens)
 
     def rewrite(self, row: int, outputs: list[int]) -> None:
-        """Other outputs for one row."""
+        """Replace all outputs of one row."""
         self._outputs[row, : len(outputs)] = outputs
         self.counts[row] = len(outputs)
 
     def outputs(self, row: int, start: int = 0) -> list[int]:
-        """What has come back for a row, from its `start`-th output on."""
+        """Return the outputs of a row, from the `start`-th on."""
         outputs: list[int] = self._outputs[row, start : self.counts[row]].tolist()
         return outputs
 
     def output_bytes(self, row: int) -> bytes:
-        """What has come back for a row, as int32."""
+        """Return the outputs of a row as int32 bytes."""
         return self._outputs[row, : self.counts[row]].tobytes()
 
     def _make_room(self, outputs: int, end_ids: int) -> None:
         rows, capacity = self._outputs.shape
         if outputs > capacity:
-            grown = np.empty((rows, max(outputs, 2 * capacity)), dtype=np.int32)  # pages untouched cost nothing
+            grown = np.empty((rows, max(outputs, 2 * capacity)), dtype=np.int32)  # unwritten pages take no memory
             grown[:, :capacity] = self._outputs
             self._outputs = grown
         width = self.end_ids.shape[1]

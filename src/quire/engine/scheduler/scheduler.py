@@ -1,4 +1,6 @@
-"""Tokens owed -> StepPlan. There are no phases: prompt chunk, decode, draft and recomputation are owed tokens alike."""
+"""The scheduler: it makes the StepPlan of every step. There are no prefill and decode phases: prompt chunks, decodes,
+drafts and recomputed tokens are all tokens that sequences owe, and one step computes any mix of them. EngineCore calls
+it; `prefill`, `decode_set`, `paced`, `prefix_reuse` and `preemption` do the parts."""
 
 from __future__ import annotations
 
@@ -18,27 +20,27 @@ from quire.types.errors import OutOfBlocks
 from quire.types.stats import RequestBlocks
 from quire.types.step import NO_ROWS, Ints, Masks, StepPlan
 
-_AHEAD = (SequenceState.STARTING, SequenceState.AHEAD)
+_RUNNING_AHEAD = (SequenceState.STARTING, SequenceState.AHEAD)
 
 
 class Scheduler:
-    """Decides every step anew which sequences compute how many tokens, and owns rows, blocks and queues for it.
+    """Decides for each step which sequences compute how many tokens. Owns the rows, the blocks and the queues.
 
-    Steady decoding costs nothing per sequence: see DecodeSet. A paced sequence is planned when it is due: `paced` knows
-    which are, and `go_on` makes it so.
+    Sequences that run ahead are in the DecodeSet, and cost nothing per step while they need no block. Paced sequences
+    are planned one by one when they are due: PacedSet knows which are.
     """
 
     def __init__(self, cache: CacheConfig, config: SchedulerConfig) -> None:
         self.policy, self.rows = make_policy(config), RowTable(config.num_rows)
         parts = make_parts(cache, config, self.policy, self.rows)
-        self.pool, self.tree, self.tiers, self.reuse, self.room = (
+        self.pool, self.tree, self.tiers, self.reuse, self.allocation = (
             parts.pool,
             parts.tree,
             parts.tiers,
             parts.reuse,
-            parts.room,
+            parts.allocation,
         )
-        self.new_table, self.preemption, self.pins = parts.room.new_table, parts.preemption, parts.pins
+        self.new_table, self.preemption, self.pins = parts.allocation.new_table, parts.preemption, parts.pins
         self._compute_time = parts.compute_time
         self.paced = PacedSet(self.rows, self.pool, cache.block_size)
         self.waiting, self.running = GroupQueue(self.policy.key), GroupQueue(self.policy.key)
@@ -46,26 +48,27 @@ class Scheduler:
         self.block_size, self._budget = cache.block_size, config.max_num_batched_tokens
         self.decoding = DecodeSet(config.num_rows)
         self.prefill = Prefill(self, self._budget)
-        self._stride = 1  # ticks by which the plan in work advances the decode set: 0 while it is paused
-        self.ahead_rows: Ints = NO_ROWS  # rows that run ahead in the last plan, the first of its decode_rows
-        self.masks: Masks | None = None  # masks of the last plan that were known when it was made
+        self._stride = 1  # ticks by which the current plan advances the decode set; 0 while decoding is paused
+        self.ahead_rows: Ints = NO_ROWS  # the rows of the last plan that run ahead: the first of its decode_rows
+        self.masks: Masks | None = None  # the masks of the last plan, as far as they were known when it was made
         self._released: list[int] = []
         self.num_plans = 0
-        self.now = 0.0  # when the plan in work was begun, on the engine's clock
+        self.now = 0.0  # seconds on the engine's clock at which the current plan was begun
 
-    # ------------------------------------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------------------------------------ adding and ending
     def add(self, group: Group) -> None:
-        group.queued_step, group.waited_for = self.num_plans, ""
+        """Put a new or preempted group into the waiting queue."""
+        group.queued_step, group.wait_reason = self.num_plans, ""
         self.waiting.add(group)
         self.policy.added(group, self)
 
     def end(self, sequence: Sequence, *, keep: bool = True) -> list[int]:
-        """Free all that a sequence holds, row and blocks; return its outputs. The group is left to the caller.
+        """Free the row and the blocks of a sequence, and return its outputs. The caller updates the group.
 
-        `keep`: later prompts can find what it generated.
+        With `keep`, its full blocks stay in the prefix cache.
         """
         if sequence.row is not None:
-            self._leave_row(sequence)
+            self._release_row(sequence)
             if keep:
                 self.reuse.publish(sequence, leaving=True)
         else:
@@ -76,58 +79,59 @@ class Scheduler:
         return sequence.outputs
 
     def remove(self, group: Group) -> None:
-        """Forget a group whose sequences have left their rows."""
+        """Take a group out of its queue and of all indexes. Its sequences have no rows any more."""
         (self.running if group.is_running else self.waiting).remove(group)
-        self.policy.left(group, self)
+        self.policy.removed(group, self)
         self.prefill.remove(group)
         self.reuse.forget(group)
         if group.num_spare:
             self.rows.reserve(-group.num_spare)
         group.is_running, group.num_spare = False, 0
-        self.room.note_prefill(group)
+        self.allocation.note_prefill(group)
 
     def reset_cache(self) -> int:
-        """Forget cached prefixes in all tiers, pinned ones too; returns how many blocks that freed on the device."""
+        """Empty the prefix cache in all tiers, pinned prefixes included. Returns how many blocks became free on the
+        device."""
         self.tiers.reset()
         return self.reuse.reset() + self.pins.reset()
 
     # ------------------------------------------------------------------------------------- what policies look at
     @property
     def tick(self) -> int:
-        """Steps in which those that decode have advanced."""
+        """The number of steps in which the decode set has advanced."""
         return self.decoding.tick
 
     @property
     def next_tick(self) -> int:
-        """The tick after the plan in work: the same one while the decode set is paused."""
+        """The tick after the current plan; the present one while decoding is paused."""
         return self.decoding.tick + self._stride
 
     @property
     def num_decoding(self) -> int:
-        """Tokens that those that decode take of the next step."""
+        """How many tokens of the next step decoding sequences take."""
         return len(self.decoding) + len(self.paced.due)
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether known tokens of running groups are still to be computed."""
+        """Whether running groups owe known tokens."""
         return bool(self.prefill)
 
     def num_cached(self, group: Group) -> int:
-        """How many of the tokens that a waiting group owes are in the prefix cache."""
+        """Return how many of the tokens that a waiting group owes are in the prefix cache."""
         return self.reuse.num_cached(group)
 
     # ------------------------------------------------------------------------------------------------- planning
     def plan(self, now: float = 0.0) -> StepPlan | None:
-        """The next step, or None when nothing can be computed now. `now` is what ledgers say of it."""
+        """Return the plan of the next step, or None if nothing can be computed now. Ledger entries get the time `now`."""
         self.now = now
         self.tree.now = now
         builder = PlanBuilder(self._budget)
-        self._stride = 0 if self.policy.pauses(self) else 1
+        self._stride = 0 if self.policy.pauses_decoding(self) else 1
         if self._stride:
             self._decode(builder)
         if self.prefill or len(self.waiting):
             self.prefill.plan(builder)
-        if not self._stride and builder.is_idle:  # there is nothing to pause for
+        if not self._stride and builder.is_idle:  # no prompt can be computed, so decoding need not pause
             self._stride = 1
             self._decode(builder)
         if builder.drafting:
@@ -138,6 +142,7 @@ class Scheduler:
         return self._finish(builder)
 
     def _finish(self, builder: PlanBuilder) -> StepPlan:
+        """Make the plan from what the builder has collected, and advance the tick."""
         transfers, released = self.tiers.take_transfers(builder.loads), tuple(self._released)
         is_guided = self.rows.num_guided > 0 and self._samples_guided(builder)
         plan, self.masks = builder.finish(self.num_plans, self.ahead_rows, released, transfers, is_guided=is_guided)
@@ -148,24 +153,27 @@ class Scheduler:
         return plan
 
     def _samples_guided(self, builder: PlanBuilder) -> bool:
-        """Whether a guided row, which waits for its mask and nothing else, samples in the plan in work."""
+        """Whether a row that runs ahead under a grammar samples in the current plan, so that its sampling waits for
+        masks."""
         if len(self.ahead_rows) and self.rows.guided[self.ahead_rows].any():
             return True
         rows, states = [row for chunk in builder.chunks for row in chunk.sample_rows], (SequenceState.STARTING,)
         return any(self.rows.guided[row] and self.rows.sequence_at(row).state in states for row in rows)
 
     def _decode(self, builder: PlanBuilder) -> None:
-        """One token for each that runs ahead, and for each that is due; the rest of the budget is for prompts."""
+        """Plan one token for each sequence that runs ahead and for each paced sequence that is due. The rest of the
+        budget is for prompts."""
         self._serve_events(builder)
         if self.paced.draining:
-            self.take_drained()
+            self.resume_drained()
             self._serve_events(builder)
         builder.budget = self.policy.budget(self._budget, self) - len(self.decoding)
         if self.paced.due:
-            self._compute_due(builder)
+            self._plan_due(builder)
 
     def _serve_events(self, builder: PlanBuilder) -> None:
-        """Look at the sequences that begin to decode, need a block, or have run as far as they may."""
+        """Handle the sequences whose event is at this tick: they begin to run ahead, need a block, or must stop running
+        ahead."""
         decoding, full = self.decoding, list[Sequence]()
         for sequence in decoding.take_events():
             ahead = sequence.ahead
@@ -177,7 +185,7 @@ class Scheduler:
                     full.append(sequence)
             elif sequence.num_computed >= sequence.group.limit - 1:
                 self._leave_decoding(sequence)
-            elif self.grow(builder, sequence, sequence.num_computed + 1 - sequence.table.num_tokens):
+            elif self.grow_table(builder, sequence, sequence.num_computed + 1 - sequence.table.num_tokens):
                 if sequence.controller is not PLAIN:
                     builder.write(sequence)
                 with self.paced.guarded(sequence.group):
@@ -186,8 +194,8 @@ class Scheduler:
             self._append_blocks(builder, [sequence for sequence in full if sequence.ahead is not None])
 
     def _append_blocks(self, builder: PlanBuilder, full: list[Sequence]) -> None:
-        """Give a block to each sequence that runs ahead and whose blocks are full: to all at once, which is the rule
-        in steady decoding, or to one after the other where that takes preemptions."""
+        """Give a block to each sequence that runs ahead and whose blocks are full. If enough blocks are free, as usual,
+        all get theirs in one loop; otherwise one after the other, with preemptions."""
         decoding, pool = self.decoding, self.pool
         if pool.num_free >= len(full):
             builder.grant(decoding.append_blocks(full, pool.take(len(full)), self.block_size))
@@ -195,25 +203,29 @@ class Scheduler:
         for sequence in full:
             ahead = sequence.ahead
             if ahead is None:
-                continue  # preempted for one before it
-            if self.grow(builder, sequence, decoding.tick + ahead.base + 1 - sequence.table.num_tokens):
+                continue  # it was preempted for a sequence before it
+            if self.grow_table(builder, sequence, decoding.tick + ahead.base + 1 - sequence.table.num_tokens):
                 decoding.schedule(sequence, ahead, sequence.table.capacity)
 
-    def _compute_due(self, builder: PlanBuilder) -> None:
-        """The one token that each due sequence owes, for which there is always budget."""
+    def _plan_due(self, builder: PlanBuilder) -> None:
+        """Plan the one token that each due sequence owes. There is always budget for it."""
         due = sorted(self.paced.due, key=lambda sequence: self.policy.key(sequence.group))
         for sequence in due:
             if sequence not in self.paced.due:
-                continue  # preempted for one before it
+                continue  # it was preempted for a sequence before it
             if not sequence.is_introduced:
                 builder.introduce(sequence)
-            if self.grow(builder, sequence, sequence.num_tokens - sequence.table.num_tokens):
+            if self.grow_table(builder, sequence, sequence.num_tokens - sequence.table.num_tokens):
                 builder.sync_blocks(sequence)
-                self.paced.compute(builder, sequence)
+                self.paced.plan_one(builder, sequence)
 
     # --------------------------------------------------------------------------------------------- preempting
-    def grow(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
-        """Room for more tokens, taken from less urgent groups if need be. False when its own group was the victim."""
+    def grow_table(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
+        """Make room for more tokens in a sequence's block table. While blocks are missing, preempt the last running
+        group.
+
+        Returns False if that was the sequence's own group.
+        """
         assert sequence.row is not None
         while True:
             try:
@@ -226,15 +238,16 @@ class Scheduler:
                     return False
 
     def _preempt(self, builder: PlanBuilder, group: Group) -> None:
+        """Take a running group out of the plan, its rows and its blocks, and put it back into the waiting queue."""
         before = builder.drop(sequence.row for sequence in group.live if sequence.row is not None)
         for sequence in group.live:
-            row = self._leave_row(sequence)
+            row = self._release_row(sequence)
             sequence.num_computed = before.get(row, sequence.num_computed)
         self.reuse.publish_group(group, leaving=True)
         num_tokens = accounts.num_computed(group, self.tick)
         how = self.preemption.vacate(group, builder, num_tokens)
         builder.drop_loads(self.pool)
-        num_owed = 0 if any(sequence.swapped for sequence in group.live) else num_tokens
+        num_owed = 0 if any(sequence.num_swapped for sequence in group.live) else num_tokens
         group.ledger.note("preempted", self.now, num_owed, f"no free blocks; {how}")
         self.remove(group)
         group.num_preemptions += 1
@@ -243,30 +256,30 @@ class Scheduler:
 
     # -------------------------------------------------------------------------------- between running ahead and paced
     def _leave_decoding(self, sequence: Sequence) -> None:
-        """It has run as far as it may: to its limit, or to where its controller must be asked again."""
+        """Take a sequence out of the decode set: it has reached its limit, or its controller must be asked again."""
         self.decoding.leave(sequence)
         sequence.state = SequenceState.DRAINING
         if sequence.num_computed < sequence.group.limit - 1:
             self.paced.draining[sequence] = None
 
     def pace(self, sequence: Sequence) -> None:
-        """A sequence that runs ahead is paced as soon as the results of its steps have come."""
-        if sequence.state in _AHEAD:
+        """Stop a sequence from running ahead. It is paced as soon as the results of its steps have come."""
+        if sequence.state in _RUNNING_AHEAD:
             self._leave_decoding(sequence)
 
-    def go_on(self, sequence: Sequence) -> None:
-        """A sequence all of whose tokens are known computes again: it runs ahead from here, or is due."""
+    def continue_decoding(self, sequence: Sequence) -> None:
+        """Let a sequence whose tokens are all known compute its next one: it runs ahead from here, or is paced and due."""
         if self.paced.num_ahead(sequence):
             self.decoding.prepare(sequence, self.tick)
         else:
             self.paced.add(sequence)
 
-    def take_drained(self) -> None:
-        """Sequences that ran ahead go on as their controllers say, once all their results have come."""
+    def resume_drained(self) -> None:
+        """Continue the sequences that stopped running ahead and whose results have all come."""
         for sequence in self.paced.take_drained():
-            self.go_on(sequence)
+            self.continue_decoding(sequence)
 
-    def _leave_row(self, sequence: Sequence) -> int:
+    def _release_row(self, sequence: Sequence) -> int:
         self.decoding.leave(sequence)
         if sequence.controller is not PLAIN:
             self.paced.discard(sequence)
@@ -276,8 +289,8 @@ class Scheduler:
         self._released.append(row)
         return row
 
-    def prune(self, sequence: Sequence) -> None:
-        """End a beam that does not go on; its row is held back for another."""
+    def drop_beam(self, sequence: Sequence) -> None:
+        """End a beam without children. Its row stays reserved for another beam of the group."""
         self.end(sequence, keep=False)
         sequence.group.live.remove(sequence)
         sequence.group.num_spare += 1
@@ -285,29 +298,29 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------------------------- accounts
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long."""
+        """Learn from the time that a step took."""
         self.policy.note_step(plan.num_tokens, seconds)
         self._compute_time.note_step(plan, seconds)
 
     def slots_used(self) -> int:
-        """Token slots that hold a computed token, shared ones counted once."""
-        num_held, num_pinned = self.pool.num_used - len(self.room.kept), self.pins.num_alone()
+        """Return how many token slots hold a computed token. Shared slots count once."""
+        num_held, num_pinned = self.pool.num_used - len(self.allocation.kept), self.pins.num_alone()
         return accounts.slots_used(self.running, self.pool, num_held, num_pinned, self.block_size, self.tick)
 
     def request_blocks(self) -> tuple[RequestBlocks, ...]:
-        """What every live request holds, running ones first."""
+        """Return the blocks that each live request holds, running requests first."""
         return accounts.request_blocks((*self.running, *self.waiting), self.tick)
 
     def check_idle(self) -> None:
-        """With no request left, nothing may be held; a leak is an error now, not a slow death. Costs nothing."""
+        """Raise RuntimeError if blocks or rows are held though no request is live: a leak. Costs nothing."""
         num_held = self.pool.num_used - self.pins.num_blocks
         if num_held or self.rows.num_taken:
-            raise RuntimeError(f"{num_held} blocks and {self.rows.num_taken} rows are held by nobody")
+            raise RuntimeError(f"{num_held} blocks and {self.rows.num_taken} rows are held though no request is live")
 
     def check(self) -> None:
         """Every block is held exactly by the tables that list it; rows, queues and decode set agree."""
         self.pool.check(len(self.tree))
         for owner in (self.reuse, self.tiers, self.rows, self.waiting, self.running, self.decoding, self.paced):
             owner.check()
-        accounts.check_blocks(self.running, self.pool, self.room.kept, self.pins, self.tree)
+        accounts.check_blocks(self.running, self.pool, self.allocation.kept, self.pins, self.tree)
         accounts.check_groups(self.running, self.waiting, self.rows, self.decoding)

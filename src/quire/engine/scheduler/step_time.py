@@ -1,4 +1,4 @@
-"""How long a step, or some tokens of it, will take, learned from the steps that were."""
+"""Estimates how long steps and tokens take, from the times of past steps. Policies, prefetch and preemption use it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections import deque
 from quire.types.step import StepPlan
 
 _REMEMBERED = 64  # steps
-_STEEPNESS = 1e-12  # seconds per token, below which a step is as long as any other
+_STEEPNESS = 1e-12  # seconds per token; a smaller slope counts as none
 
 
 class StepTime:
-    """A line through the last steps: seconds = base + tokens x slope."""
+    """A linear fit over the last steps: seconds = base + tokens x slope."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         self._sums = [0.0, 0.0, 0.0, 0.0]  # of tokens, seconds, tokens squared, tokens x seconds
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        """Note that a step of `num_tokens` tokens took `seconds`."""
         if len(self._steps) == _REMEMBERED:
             self._add(*self._steps[0], -1)
         self._steps.append((num_tokens, seconds))
         self._add(num_tokens, seconds, 1)
 
     def tokens_within(self, seconds: float, limit: int) -> int:
-        """How many tokens a step may have to end in time; `limit` while nothing says otherwise."""
+        """Return how many tokens a step may have to end within `seconds`, at most `limit`."""
         if not self._steps:
             return limit
         base, slope = self._line()
@@ -33,16 +33,16 @@ class StepTime:
 
     @property
     def per_token(self) -> float | None:
-        """Seconds that a token more takes; None before the first step."""
+        """Seconds for each further token; None before the first step."""
         return self._line()[1] if self._steps else None
 
     def _line(self) -> tuple[float, float]:
-        """Base and slope; there must have been a step."""
+        """Return base and slope. There must have been a step."""
         count = len(self._steps)
         tokens, total, squares, products = self._sums
         spread = squares - tokens * tokens / count
         slope = (products - tokens * total / count) / spread if spread > 1 else 0.0
-        if slope < _STEEPNESS:  # steps of one size: as if a step without tokens took no time
+        if slope < _STEEPNESS:  # all steps had about the same size: take the base as 0
             return 0.0, total / max(tokens, 1.0)
         return max((total - slope * tokens) / count, 0.0), slope
 
@@ -52,21 +52,21 @@ class StepTime:
 
 
 class ComputeTime:
-    """Seconds that known tokens take to compute, learned from steps with and without prompts in equal parts. Steps that
-    also moved blocks teach nothing."""
+    """Estimates how long known tokens take to compute, from as many steps with prompts as without. Steps that also copy
+    blocks to or from host memory are left out."""
 
     def __init__(self) -> None:
         self._steps = StepTime()
         self._decodes_next = False
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long."""
+        """Note how long a step took."""
         has_prompt = bool(plan.chunks)
         if (has_prompt or self._decodes_next) and not plan.transfers.saves and not plan.transfers.loads:
             self._steps.note(plan.num_tokens, seconds)
             self._decodes_next = has_prompt
 
     def seconds(self, num_tokens: int) -> float | None:
-        """None before anything was computed."""
+        """Return how many seconds so many tokens take; None before the first step."""
         each = self._steps.per_token
         return None if each is None else each * num_tokens

@@ -20,7 +20,7 @@ from quire.engine.speculation.draft_length import (
 )
 from quire.engine.speculation.ngram_index import NOWHERE, Longs, NgramIndexes
 from quire.engine.speculation.proposer import FOREVER, NO_PROPOSER, DraftProposer
-from quire.engine.speculation.slots import SlotTable
+from quire.engine.speculation.storage import SlotTable
 from quire.types.request import Submit
 from quire.types.step import Ints
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.speculation.slots import SlotTable
-from quire.engine.speculation.token_arena import TokenArena
+from quire.engine.speculation.storage import SlotTable, TokenArena
 from quire.types.step import Ints
 
 Longs = npt.NDArray[np.int64]

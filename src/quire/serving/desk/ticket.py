@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quire.engine.admission import num_sequences
+from quire.engine.submission import num_sequences
 from quire.serving.desk.mailbox import Delta, Mailbox
 from quire.serving.desk.observer import RequestRecord
 from quire.serving.outputs import SampleText, is_ranked, settled

@@ -110,7 +110,7 @@ def test_a_sequence_that_nothing_controls_runs_ahead_for_good() -> None:
 
 def test_a_sequence_runs_ahead_for_as_long_as_its_proposer_says() -> None:
     assert StepController(RULES, proposer=Guess((), num_ahead=4)).num_ahead == 4
-    assert StepController(RULES, proposer=Guess((), num_ahead=4), is_held=True).num_ahead == 0
+    assert StepController(RULES, proposer=Guess((), num_ahead=4), always_paced=True).num_ahead == 0
     assert StepController(RULES, proposer=Guess((), num_ahead=4), stops=stop_text("b")).num_ahead == 0
     assert StepController(RULES, proposer=Guess((), num_ahead=4), matcher=Only(((5,),))).num_ahead == 0
 
@@ -120,7 +120,7 @@ def test_a_sequence_that_only_a_grammar_controls_is_guided_and_runs_ahead() -> N
     assert controller.is_guided
     assert controller.num_ahead == FOREVER
     assert controller.clone().is_guided
-    for other in ({"proposer": Guess(())}, {"stops": stop_text("b")}, {"is_held": True}):
+    for other in ({"proposer": Guess(())}, {"stops": stop_text("b")}, {"always_paced": True}):
         held = StepController(RULES, matcher=Only(((5, 6),)), **other)  # type: ignore[arg-type]
         assert (held.is_guided, held.num_ahead) == (False, 0)
         assert (held.clone().is_guided, held.clone().num_ahead) == (False, 0)
@@ -139,12 +139,12 @@ def test_a_guided_sequence_is_paced_while_its_grammar_forces_enough_tokens() -> 
 
 def test_ranked_text_ends_with_its_stop_string_and_only_the_clone_that_has_it() -> None:
     controller = StepController(RULES, stops=stop_text("fg"))
-    assert controller.take(5) is None
+    assert controller.accept(5) is None
     other = controller.clone()
-    assert controller.peek(6) == ("stop", "fg")
-    assert controller.take(7) is None
-    assert controller.take(6) is None, "the string was begun and not completed"
-    assert other.take(6) == ("stop", "fg")
+    assert controller.ending_with(6) == ("stop", "fg")
+    assert controller.accept(7) is None
+    assert controller.accept(6) is None, "the string was begun and not completed"
+    assert other.accept(6) == ("stop", "fg")
 
 
 def test_a_controller_that_is_closed_closes_its_proposer() -> None:
@@ -241,12 +241,12 @@ def test_a_token_that_the_grammar_forbids_is_an_error_of_the_request() -> None:
 def test_peeking_changes_nothing_and_a_clone_goes_its_own_way() -> None:
     controller = StepController(RULES, matcher=Only(((5,), (6, 7))))
     other = controller.clone()
-    assert controller.peek(5) == ("stop", None)
-    assert controller.peek(6) is None
-    assert controller.peek(1) == ("stop", 1)
-    assert controller.take(6) is None
-    assert controller.peek(7) == ("stop", None)
-    assert other.peek(5) == ("stop", None)
+    assert controller.ending_with(5) == ("stop", None)
+    assert controller.ending_with(6) is None
+    assert controller.ending_with(1) == ("stop", 1)
+    assert controller.accept(6) is None
+    assert controller.ending_with(7) == ("stop", None)
+    assert other.ending_with(5) == ("stop", None)
 
 
 def test_what_the_runtime_drafted_is_proposed_next() -> None:

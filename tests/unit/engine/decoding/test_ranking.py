@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.decoding.ranking import rank
+from quire.engine.decoding.group import rank
 from quire.types.output import FinishReason, SampleEnd
 
 

@@ -259,7 +259,7 @@ def test_forks_of_a_table_from_before_a_clearing_give_everything_back() -> None:
     cache.tree.clear()
     forks = [held.fork(), held.fork()]
     assert cache.tree.num_shared == 2
-    forks[0].follow(cache.hold([9, 9]))
+    forks[0].replace_with(cache.hold([9, 9]))
     for table in (held, *forks):
         table.check()
         table.free()

@@ -174,7 +174,7 @@ class Play(CachedTables):
     def follow(self, held: Held) -> None:
         other, before = self.rng.choice(self.model.tables), self.model.holders()
         blocks = list(held.table.blocks)
-        same = held.table.follow(other.table)
+        same = held.table.replace_with(other.table)
         assert blocks[:same] == other.table.blocks[:same]
         held.salt, held.tokens, held.num_cached = other.salt, list(other.tokens), other.num_cached
         held.is_detached = other.is_detached

@@ -185,11 +185,11 @@ def test_a_table_that_follows_another_keeps_the_first_blocks_that_are_the_same()
     other = one.fork()
     one.append(3)
     other.append(2)
-    assert other.follow(one) == 2
+    assert other.replace_with(one) == 2
     assert other.blocks == one.blocks
-    assert other.follow(one) == 4
+    assert other.replace_with(one) == 4
     stranger = cache.hold([9, 9])
-    assert stranger.follow(one) == 0
+    assert stranger.replace_with(one) == 0
     for table in (one, other, stranger):
         table.check()
         table.free()
@@ -243,7 +243,7 @@ def _append(
 
 def _follow(table: BlockTable, written: list[int], other: BlockTable, others: list[int]) -> None:
     before = list(table.blocks)
-    same = table.follow(other)
+    same = table.replace_with(other)
     assert before[:same] == other.blocks[:same]
     assert same == min(len(before), len(other.blocks)) or before[same] != other.blocks[same]
     written[:] = list(others)

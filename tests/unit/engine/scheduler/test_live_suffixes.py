@@ -15,7 +15,7 @@ from quire.config.policy import PolicySettings
 from quire.engine.decoding.group import Sequence
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.kvcache.table import BlockTable
-from quire.engine.scheduler.live_suffixes import LiveSuffixIndex
+from quire.engine.scheduler.publishing import LiveSuffixIndex
 from quire.types.errors import InvalidRequest
 from quire.types.step import BlockCopy
 from toy_decoding import ToyGrammars, ToyProposers
@@ -73,7 +73,7 @@ class Play:
         sequence = add_sequence(make_group(prompt, self.number, salt=salt), self.cache.hold(prompt, salt))
         sequence.row = self.number
         self.live.append(Live(sequence, prompt, []))
-        self.index.place(sequence)
+        self.index.enter(sequence)
 
     def say(self, live: Live) -> None:
         tokens = self.draw(self.rng.randint(1, 2 * self.size))
@@ -96,7 +96,7 @@ class Play:
         self.index = LiveSuffixIndex(self.size)  # as whoever clears the tree does
         for live in self.live:
             live.is_detached = True
-            self.index.place(live.sequence)  # changes nothing: nobody can find it any more
+            self.index.enter(live.sequence)  # changes nothing: nobody can find it any more
 
     def play(self) -> None:
         rng, choice = self.rng, self.rng.random()
@@ -150,7 +150,7 @@ def test_a_sequence_whose_node_is_split_is_found_as_before() -> None:
     cache, index = CachedTables(32, 2), LiveSuffixIndex(2)
     sequence = add_sequence(make_group([1, 2, 3, 4, 5]), cache.hold([1, 2, 3, 4, 5]))
     sequence.row = 0
-    index.place(sequence)
+    index.enter(sequence)
     cache.hold([1, 2, 9, 9])
     index.check()
     tokens = [1, 2, 3, 4, 5, 6]
@@ -166,7 +166,7 @@ def test_a_prompt_of_which_another_table_caches_the_next_block_is_not_in_the_ind
     cache.hold([1, 2, 3, 4])
     sequence = add_sequence(make_group([1, 2, 3, 4, 5]), table)
     sequence.row = 0
-    index.place(sequence)
+    index.enter(sequence)
     index.check()
     assert not index._places
 

@@ -12,7 +12,7 @@ from harness import Harness
 from plain_groups import make_group
 from quire.config.policy import POLICY_NAMES, RESERVING, PolicyName, PolicySettings
 from quire.engine.decoding.group import Group
-from quire.engine.scheduler.policies.base import View
+from quire.engine.scheduler.policies.base import SchedulerView
 from quire.engine.scheduler.policies.spf import ShortestPrompt
 from quire.engine.scheduler.queue import GroupQueue
 from quire.types.errors import InvalidRequest
@@ -156,7 +156,7 @@ def test_nobody_that_is_ready_is_overtaken_more_often_than_the_bound(
     scheduler, overtaken, begun = engine.core._scheduler, Counter[str](), set[str]()
     admitted = scheduler.policy.admitted
 
-    def count(group: Group, view: View) -> None:
+    def count(group: Group, view: SchedulerView) -> None:
         begun.add(group.request.request_id)
         earlier = [other for other in view.waiting.head(1_000) if other.ordinal < group.ordinal]
         overtaken.update(other.request.request_id for other in earlier if other.request.request_id not in begun)
@@ -184,12 +184,12 @@ def test_a_choice_that_stands_is_made_even_if_resumed_groups_push_it_out_of_the_
     for group in groups:
         queue.add(group)
     queue.defer(groups[0])
-    view = cast("View", SimpleNamespace(waiting=queue))
+    view = cast("SchedulerView", SimpleNamespace(waiting=queue))
     assert policy.choose(view) is groups[2]
     queue.resume(groups[0])
     policy.resumed(groups[0])
     assert policy.choose(view) is groups[2]
-    assert policy.soon(view, 2) == [groups[2], groups[1]]
+    assert policy.likely_next(view, 2) == [groups[2], groups[1]]
 
 
 # ---------------------------------------------------------------------------------------------------- deadline

@@ -14,7 +14,7 @@ from plain_groups import add_sequence, make_group
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.decoding.group import Group, Sequence
-from quire.engine.scheduler.unpublished_prefixes import UnpublishedPrefixes
+from quire.engine.scheduler.publishing import UnpublishedPrefixes
 from quire.types.output import Finished
 from quire.types.request import Abort, Submit
 from quire.types.sampling import SamplingParams
@@ -105,7 +105,7 @@ class Play:
         self.place(each)
 
     def place(self, each: Computing) -> None:
-        self.index.place(each.sequence)
+        self.index.enter(each.sequence)
         self.unclaim(each)
         end = (each.num_published + 1) * self.size
         if not each.is_detached and not each.sequence.table.is_duplicate and end <= len(each.prompt):
@@ -196,12 +196,12 @@ def test_of_two_prompts_that_compute_the_same_block_the_first_is_found_until_it_
     one, two = (add_sequence(make_group([1, 2, 3, 4], number), cache.begin([1, 2, 3, 4])) for number in range(2))
     for row, sequence in enumerate((one, two)):
         sequence.row = row
-        index.place(sequence)
+        index.enter(sequence)
     wanted = pack([1, 2, 3, 4])
     assert index.find(cache.match([1, 2, 3, 4], limit=3), wanted, 3) is one
     index.remove(one)
     assert index.find(cache.match([1, 2, 3, 4], limit=3), wanted, 3) is None
-    index.place(two)
+    index.enter(two)
     assert index.find(cache.match([1, 2, 3, 4], limit=3), wanted, 3) is two
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from quire.engine.speculation import ngram_index
 from quire.engine.speculation.ngram_index import CATCH_UP_TOKENS, NOWHERE, NgramIndexes
-from quire.engine.speculation.slots import SlotTable
+from quire.engine.speculation.storage import SlotTable
 
 
 class Indexes:

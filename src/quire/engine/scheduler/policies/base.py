@@ -1,4 +1,4 @@
-"""What a scheduling policy decides, and what it may look at."""
+"""The base class of scheduling policies, and the view of the scheduler that they get."""
 
 from __future__ import annotations
 
@@ -14,93 +14,94 @@ if TYPE_CHECKING:
 Key = tuple[float, ...]
 
 
-class View(Protocol):
-    """The scheduler as policies see it. They change nothing in it."""
+class SchedulerView(Protocol):
+    """What policies may read of the scheduler. They change nothing in it."""
 
     waiting: GroupQueue
     running: GroupQueue
     rows: RowTable
     pool: BlockPool
     block_size: int
-    num_plans: int  # made so far
+    num_plans: int  # plans made so far
 
     @property
     def tick(self) -> int:
-        """Steps in which those that decode have advanced."""
+        """The number of steps in which the decode set has advanced."""
 
     @property
     def num_decoding(self) -> int:
-        """Tokens that those that decode take of the next step."""
+        """How many tokens of the next step decoding sequences take."""
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether known tokens of running groups are still to be computed."""
+        """Whether running groups owe known tokens."""
 
     def num_cached(self, group: Group) -> int:
-        """How many of the tokens that a waiting group owes are in the prefix cache."""
+        """Return how many of the tokens that a waiting group owes are in the prefix cache."""
 
 
 class Policy:
-    """Who goes before whom: in order of arrival. A policy changes what it must and leaves the rest as it is here.
+    """The base class of all policies: it admits groups in order of arrival. Subclasses override what they decide
+    otherwise.
 
-    `added`, `admitted` and `left` are told of every group: a preempted one left and was added again. A group that waits
-    is `deferred` while it is not ready, as another request computes the same prefix, and `resumed` when it is; the
-    waiting queue passes it over meanwhile, and so must `choose`.
+    The scheduler calls `added`, `admitted` and `removed` for every group; a preempted group is removed and added again.
+    It calls `deferred` for a waiting group that must not be admitted yet, as another request computes the same prefix
+    or its blocks are read from disk, and `resumed` when it may. The waiting queue skips deferred groups, and so must
+    `choose`.
     """
 
-    counts_outputs = False  # whether `generated` and `generated_paced` are to be called
+    counts_outputs = False  # whether the engine calls `note_generated` and `note_generated_paced`
 
     def key(self, group: Group) -> Key:
-        """Where a group stands among those that wait and among those that run: unique, unchanging, smaller first.
-
-        Of those that run, the last is preempted first.
+        """Return the sort key of a group in the waiting and the running queue: unique, and it must never change. The
+        smallest key is admitted first; the group with the largest key is preempted first.
         """
         return (group.ordinal,)
 
-    def choose(self, view: View) -> Group | None:
-        """Who is admitted next, of those that are ready; None: nobody now. Asked again after each admission."""
+    def choose(self, view: SchedulerView) -> Group | None:
+        """Return the ready group to admit next; None: admit no group now. Called again after each admission."""
         return view.waiting.first()
 
-    def soon(self, view: View, count: int) -> list[Group]:
-        """Who is likely to be admitted next, so many at most. Decides nothing."""
+    def likely_next(self, view: SchedulerView, count: int) -> list[Group]:
+        """Return up to `count` groups that are likely to be admitted next. Decides nothing."""
         return view.waiting.head(count)
 
-    def goes_before(self, waiting: Group, running: Group) -> bool:  # noqa: ARG002 - for those that look
-        """Whether a running prompt waits for one that can be admitted."""
+    def overtakes(self, waiting: Group, running: Group) -> bool:  # noqa: ARG002 - for subclasses
+        """Whether a waiting group's prompt is computed before a running group's prompt."""
         return False
 
-    def budget(self, limit: int, view: View) -> int:  # noqa: ARG002 - for those that look
-        """How many tokens the next step may compute, `limit` at most."""
+    def budget(self, limit: int, view: SchedulerView) -> int:  # noqa: ARG002 - for subclasses
+        """Return how many tokens the next step may compute, at most `limit`."""
         return limit
 
-    def pauses(self, view: View) -> bool:  # noqa: ARG002 - for those that look
-        """Whether those that decode wait in the next step, if there is a prompt to compute in it."""
+    def pauses_decoding(self, view: SchedulerView) -> bool:  # noqa: ARG002 - for subclasses
+        """Whether decoding pauses in the next step, if that step computes a prompt."""
         return False
 
-    def reserved(self, group: Group) -> int:  # noqa: ARG002 - for those that reserve
-        """Token slots that a group is given at admission; 0: blocks as it needs them."""
+    def reserved(self, group: Group) -> int:  # noqa: ARG002 - for subclasses
+        """Return how many token slots a group reserves on admission; 0: it gets blocks as it needs them."""
         return 0
 
-    def added(self, group: Group, view: View) -> None:
-        """A group waits from now on; it is in the queue already."""
+    def added(self, group: Group, view: SchedulerView) -> None:
+        """A group was added to the waiting queue."""
 
     def deferred(self, group: Group) -> None:
-        """A waiting group is not ready."""
+        """A waiting group must not be admitted for now."""
 
     def resumed(self, group: Group) -> None:
-        """A deferred group is ready."""
+        """A deferred group may be admitted again."""
 
-    def admitted(self, group: Group, view: View) -> None:
-        """A group was admitted; its sequences have rows."""
+    def admitted(self, group: Group, view: SchedulerView) -> None:
+        """A group was admitted. Its sequences have rows."""
 
-    def generated(self, rows: Ints) -> None:
-        """Each of these rows, which run ahead, generated a token."""
+    def note_generated(self, rows: Ints) -> None:
+        """Each of these rows, which run ahead, has generated a token."""
 
-    def generated_paced(self, group: Group, num_tokens: int) -> None:
-        """Paced sequences of a group generated so many tokens."""
+    def note_generated_paced(self, group: Group, num_tokens: int) -> None:
+        """Paced sequences of a group have generated so many tokens."""
 
-    def left(self, group: Group, view: View) -> None:
-        """A group ended or was preempted; `group.is_running` says where it was."""
+    def removed(self, group: Group, view: SchedulerView) -> None:
+        """A group ended or was preempted. `group.is_running` tells whether it was running or waiting."""
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        """A step of `num_tokens` tokens took `seconds`."""

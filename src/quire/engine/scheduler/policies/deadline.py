@@ -1,19 +1,19 @@
-"""Whose first token is due earliest goes first, and prompts leave those that decode the time they were promised."""
+"""Earliest deadline first: deadlines for first tokens order the queue, and a target time per output token bounds steps."""
 
 from __future__ import annotations
 
 from quire.engine.decoding.group import Group
-from quire.engine.scheduler.policies.base import Key, Policy, View
+from quire.engine.scheduler.policies.base import Key, Policy, SchedulerView
 from quire.engine.scheduler.step_time import StepTime
 
-_LEAST_SHARE = 8  # one in so many tokens of a full step are for prompts, however late the decodes are
+_LEAST_SHARE = 8  # at least 1 / _LEAST_SHARE of a full step's budget is for prompts, however late the decodes are
 
 
 class ByDeadline(Policy):
-    """First tokens are due `ttft` seconds after arrival, and `ttft_per_token` later for each token of the prompt.
+    """A first token is due `ttft` seconds after arrival, plus `ttft_per_token` seconds for each token of the prompt.
 
-    While somebody decodes, a step computes no more tokens than are expected to take `tpot` seconds. Bound: a request is
-    overtaken only by those that come before it is due.
+    While any sequence decodes, a step computes no more tokens than are expected to take `tpot` seconds. Bound: a
+    request is overtaken only by requests that arrive before its deadline.
     """
 
     def __init__(self, ttft: float, ttft_per_token: float, tpot: float) -> None:
@@ -23,10 +23,10 @@ class ByDeadline(Policy):
     def key(self, group: Group) -> Key:
         return (group.arrival + self._ttft + self._ttft_per_token * group.num_prompt, group.ordinal)
 
-    def goes_before(self, waiting: Group, running: Group) -> bool:
+    def overtakes(self, waiting: Group, running: Group) -> bool:
         return self.key(waiting) < self.key(running)
 
-    def budget(self, limit: int, view: View) -> int:
+    def budget(self, limit: int, view: SchedulerView) -> int:
         decoding = view.num_decoding
         if not decoding:
             return limit

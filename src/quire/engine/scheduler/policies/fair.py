@@ -1,4 +1,4 @@
-"""Fair among tenants: whoever was served least goes first."""
+"""Fairness among tenants: the tenant that was served least is admitted first."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from heapq import nsmallest
 import numpy as np
 
 from quire.engine.decoding.group import Group
-from quire.engine.scheduler.policies.base import Policy, View
+from quire.engine.scheduler.policies.base import Policy, SchedulerView
 from quire.engine.scheduler.queue import GroupQueue
 from quire.types.step import Ints
 
-_MANY_TENANTS = 1_024  # that are remembered, before those that can be forgotten are
+_MANY_TENANTS = 1_024  # remembered tenants, above which idle ones are forgotten
 
 
 @dataclass(slots=True)
 class _Tenant:
     waiting: GroupQueue
     slot: int  # its place in arrays over tenants
-    counter: float = 0.0  # what it was served, in weighted tokens, lifted when it came back from idle
+    counter: float = 0.0  # the service it got, in weighted tokens; raised when it comes back from idle
     num_running: int = 0
 
 
 class Fair(Policy):
-    """A virtual token counter per tenant (Sheng et al., OSDI 2024): the one with the least is let in next.
+    """A virtual token counter per tenant (Sheng et al., OSDI 2024): the tenant with the smallest counter is admitted
+    next.
 
     A prompt counts when it is admitted, an output token when its step's result comes. A tenant that comes back from
-    idle starts no lower than the least of those that wait, so idling saves up nothing. Bound: let U be the larger of
-    input_weight x the longest prompt and output_weight x the cache's token slots. Counters of tenants that wait never
-    differ by more than U: only the least is admitted, which adds a prompt, and what already runs adds at most what fits
-    in the cache. So the services of two tenants with requests waiting all the time differ by at most 2 U, however many
-    one sends.
+    idle starts at the smallest counter of the waiting tenants or above, so it gains nothing by idling. Bound: let U be
+    the larger of input_weight x the longest prompt and output_weight x the cache's token slots. Counters of tenants
+    that wait never differ by more than U: only the tenant with the smallest counter is admitted, which adds a prompt,
+    and running requests add at most what fits into the cache. So the services of two tenants that always have waiting
+    requests differ by at most 2 U, however many requests one of them sends.
     """
 
     counts_outputs = True
@@ -39,31 +40,31 @@ class Fair(Policy):
     def __init__(self, input_weight: float, output_weight: float, num_rows: int) -> None:
         self._input_weight, self._output_weight = input_weight, output_weight
         self._tenants: dict[str, _Tenant] = {}
-        self._backlogged: dict[str, _Tenant] = {}  # those with somebody waiting
-        self._num_remembered = _MANY_TENANTS  # at this many, some are forgotten
-        self._last_to_wait = _Tenant(GroupQueue(self.key), 0)  # the last that has nobody waiting any longer
-        self._slots: list[_Tenant | None] = [None]  # the tenant of each slot; nobody has the first
+        self._backlogged: dict[str, _Tenant] = {}  # tenants with waiting groups
+        self._num_remembered = _MANY_TENANTS  # at this number of tenants, idle ones are forgotten
+        self._last_to_wait = _Tenant(GroupQueue(self.key), 0)  # the tenant whose last waiting group was removed last
+        self._slots: list[_Tenant | None] = [None]  # the tenant of each slot; the first slot is unused
         self._free_slots: list[int] = []
         self._slot_of_row = np.zeros(num_rows, dtype=np.int64)
-        self._outputs = np.zeros(1, dtype=np.int64)  # generated tokens by slot that are in no counter yet
+        self._outputs = np.zeros(1, dtype=np.int64)  # generated tokens by slot that are not added to the counters yet
 
     def counter(self, tenant: str) -> float:
-        """What a tenant was served, in weighted tokens."""
+        """Return the service that a tenant got, in weighted tokens."""
         self._charge()
         return self._tenants[tenant].counter if tenant in self._tenants else 0.0
 
-    def choose(self, view: View) -> Group | None:  # noqa: ARG002
-        if len(self._backlogged) > 1:  # else there is no choice
+    def choose(self, view: SchedulerView) -> Group | None:  # noqa: ARG002
+        if len(self._backlogged) > 1:  # otherwise there is no choice
             self._charge()
         ready = [tenant for tenant in self._backlogged.values() if tenant.waiting.num_ready]
         least = min(ready, key=_counter, default=None)
         return None if least is None else least.waiting.first()
 
-    def soon(self, view: View, count: int) -> list[Group]:  # noqa: ARG002 - Policy's signature
+    def likely_next(self, view: SchedulerView, count: int) -> list[Group]:  # noqa: ARG002 - Policy's signature
         least = nsmallest(count, self._backlogged.values(), key=_counter)
         return [group for tenant in least for group in tenant.waiting.head(count // len(least))]
 
-    def added(self, group: Group, view: View) -> None:  # noqa: ARG002 - Policy's signature
+    def added(self, group: Group, view: SchedulerView) -> None:  # noqa: ARG002 - Policy's signature
         name = group.request.tenant
         if name not in self._tenants:
             self._forget_some()
@@ -81,22 +82,22 @@ class Fair(Policy):
     def resumed(self, group: Group) -> None:
         self._tenants[group.request.tenant].waiting.resume(group)
 
-    def admitted(self, group: Group, view: View) -> None:  # noqa: ARG002 - Policy's signature
+    def admitted(self, group: Group, view: SchedulerView) -> None:  # noqa: ARG002 - Policy's signature
         tenant = self._dequeue(group)
         tenant.num_running += 1
-        if not group.num_preemptions:  # a preempted prompt is computed again at nobody's expense
+        if not group.num_preemptions:  # a tenant does not pay for recomputing a preempted prompt
             tenant.counter += self._input_weight * group.num_prompt
         for sequence in group.live:
             assert sequence.row is not None
             self._slot_of_row[sequence.row] = tenant.slot
 
-    def generated(self, rows: Ints) -> None:
+    def note_generated(self, rows: Ints) -> None:
         self._outputs += np.bincount(self._slot_of_row[rows], minlength=len(self._outputs))
 
-    def generated_paced(self, group: Group, num_tokens: int) -> None:
+    def note_generated_paced(self, group: Group, num_tokens: int) -> None:
         self._outputs[self._tenants[group.request.tenant].slot] += num_tokens
 
-    def left(self, group: Group, view: View) -> None:  # noqa: ARG002 - Policy's signature
+    def removed(self, group: Group, view: SchedulerView) -> None:  # noqa: ARG002 - Policy's signature
         if not group.is_running:
             self._dequeue(group)
             return
@@ -112,7 +113,7 @@ class Fair(Policy):
         return tenant
 
     def _charge(self) -> None:
-        """Bring the counters up to date."""
+        """Add the generated tokens to the counters."""
         (slots,) = self._outputs.nonzero()
         for slot in slots.tolist():
             tenant = self._slots[slot]
@@ -130,11 +131,11 @@ class Fair(Policy):
         return tenant
 
     def _floor(self) -> float:
-        """Where a tenant that comes back from idle begins, at least. Never falls."""
+        """Return the smallest counter that a tenant may have when it comes back from idle. It never falls."""
         return min((tenant.counter for tenant in self._backlogged.values()), default=self._last_to_wait.counter)
 
     def _forget_some(self) -> None:
-        """Idle tenants that would be lifted to the floor anyway need not be remembered."""
+        """Forget idle tenants whose counter would be raised to the floor anyway."""
         if len(self._tenants) < self._num_remembered:
             return
         self._charge()

@@ -1,4 +1,4 @@
-"""First come, first served: by order of arrival alone, also after a preemption."""
+"""First come, first served: in order of arrival, also after a preemption."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from quire.engine.scheduler.policies.base import Policy
 
 
 class FirstCome(Policy):
-    """Nobody is overtaken."""
+    """The default policy. No group overtakes another."""

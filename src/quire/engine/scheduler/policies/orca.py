@@ -8,11 +8,11 @@ from quire.engine.scheduler.policies.base import Policy
 
 
 class Orca(Policy):
-    """In order of arrival, as long as a run of free blocks is long enough.
+    """Admits in order of arrival, while a run of free blocks is long enough.
 
-    How much a sequence reserves is the variant's: the longest the model allows, its prompt and the next power of two
-    of its outputs, or its true length. The engine knows no true length, but the most that `max_tokens` allows: with
-    `ignore_eos` they are the same, and only then is the oracle one.
+    The variant decides how much a sequence reserves: the model's maximum length (orca-max), its prompt plus the next
+    power of two of its outputs (orca-pow2), or its true length (orca-oracle). The engine takes `max_tokens` for the
+    true length, so the oracle is exact only with `ignore_eos`.
     """
 
     def __init__(self, name: str, max_model_len: int) -> None:

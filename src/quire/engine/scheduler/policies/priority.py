@@ -1,4 +1,4 @@
-"""By the request's priority, smaller first, but nobody waits for ever: who waits ages."""
+"""Priority scheduling with ageing: requests with a smaller priority value go first, but none waits for ever."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from quire.engine.scheduler.policies.base import Key, Policy
 
 
 class ByPriority(Policy):
-    """Every `ageing` seconds of waiting count as much as a priority lower by one.
+    """Every `ageing` seconds of waiting lower the priority value of a request by one.
 
-    All age alike, so the order of two never changes. Bound: of those with a priority lower by d, only who comes within
-    d x `ageing` seconds of a request goes before it.
+    All requests age equally, so the order of two never changes. Bound: a request whose value is lower by d goes before
+    another only if it arrives within d x `ageing` seconds after it.
     """
 
     def __init__(self, ageing: float) -> None:
@@ -19,5 +19,5 @@ class ByPriority(Policy):
     def key(self, group: Group) -> Key:
         return (group.request.priority + group.arrival / self._ageing, group.ordinal)
 
-    def goes_before(self, waiting: Group, running: Group) -> bool:
+    def overtakes(self, waiting: Group, running: Group) -> bool:
         return self.key(waiting) < self.key(running)

@@ -21,7 +21,7 @@ from quire.types.errors import ConfigError
 
 
 def make_policy(config: SchedulerConfig) -> Policy:
-    """The policy that the configuration names, with its settings."""
+    """Make the policy that the configuration names, with its settings."""
     settings, orca = config.policy_settings, partial(Orca, max_model_len=config.max_model_len)
     policies: dict[PolicyName, Callable[[], Policy]] = {
         "fcfs": FirstCome,

@@ -1,38 +1,38 @@
-"""Static batching, as before iteration-level scheduling: a batch runs to its end before the next is let in."""
+"""Static batching, the baseline before iteration-level scheduling: a batch runs to its end before the next is admitted."""
 
 from __future__ import annotations
 
 from quire.engine.decoding.group import Group
-from quire.engine.scheduler.policies.base import Policy, View
+from quire.engine.scheduler.policies.base import Policy, SchedulerView
 
 
 class StaticBatch(Policy):
-    """When nobody runs, the first that wait become a batch: as many as rows and memory hold if each row is given room
-    for the longest of them. Prompts are computed first, then all decode; what an early end frees stays unused.
+    """When no group runs, the first waiting groups become a batch: as many as fit if each row gets room for the longest
+    of them. Prompts are computed first, then all decode. Memory of a sequence that ends early stays unused.
     """
 
     def __init__(self) -> None:
-        self._batch: dict[Group, None] = {}  # those still to be let in
-        self._padded = 0  # tokens of its longest sequence
+        self._batch: dict[Group, None] = {}  # groups of the batch that are still to be admitted
+        self._padded = 0  # tokens of the longest sequence in the batch
 
-    def choose(self, view: View) -> Group | None:
+    def choose(self, view: SchedulerView) -> Group | None:
         if not self._batch and not len(view.running):
             self._form(view)
         return next(iter(self._batch), None)
 
-    def pauses(self, view: View) -> bool:
+    def pauses_decoding(self, view: SchedulerView) -> bool:
         return bool(self._batch) or view.is_prefilling
 
     def reserved(self, group: Group) -> int:
         return max(self._padded, group.limit)
 
-    def left(self, group: Group, view: View) -> None:  # noqa: ARG002 - Policy's signature
+    def removed(self, group: Group, view: SchedulerView) -> None:  # noqa: ARG002 - Policy's signature
         self._batch.pop(group, None)
 
-    def admitted(self, group: Group, view: View) -> None:  # noqa: ARG002 - Policy's signature
+    def admitted(self, group: Group, view: SchedulerView) -> None:  # noqa: ARG002 - Policy's signature
         self._batch.pop(group, None)
 
-    def _form(self, view: View) -> None:
+    def _form(self, view: SchedulerView) -> None:
         self._padded = 0
         for group in view.waiting.head(view.rows.num_free):
             padded, count = max(self._padded, group.limit), len(self._batch) + 1

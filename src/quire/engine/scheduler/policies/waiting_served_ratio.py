@@ -1,37 +1,38 @@
-"""Those that wait come in together: decodes pause while their prompts are computed."""
+"""Admission in waves: waiting groups are admitted together, and decoding pauses while their prompts are computed."""
 
 from __future__ import annotations
 
 from quire.engine.decoding.group import Group
-from quire.engine.scheduler.policies.base import Policy, View
+from quire.engine.scheduler.policies.base import Policy, SchedulerView
 
 
 class WaitingServedRatio(Policy):
-    """Opens when waiting / running exceeds `ratio`, or when nobody was let in for `max_waiting_tokens` decode steps.
+    """A wave begins when waiting / running exceeds `ratio`, or when no group was admitted for `max_waiting_tokens`
+    decode steps. Then all waiting groups that fit are admitted. Between waves, steps only decode.
 
-    Then all that wait come in, as far as they fit. In between, steps only decode. Bound: who waits is looked at after
-    `max_waiting_tokens` steps at the latest, and decodes pause no longer than the prompts of as many as fit take.
+    Bound: a waiting group is considered after at most `max_waiting_tokens` steps, and decoding pauses no longer than
+    the prompts of one wave take.
     """
 
     def __init__(self, ratio: float, max_waiting_tokens: int) -> None:
         self._ratio, self._max_waiting_tokens = ratio, max_waiting_tokens
-        self._last_let_in = -1  # the latest of those that may come in now
-        self._is_flowing = False  # the step before let somebody in
+        self._last_in_wave = -1  # the ordinal of the last group in the present wave
+        self._is_admitting = False  # the last step admitted a group
         self._admitted_tick = 0
 
-    def pauses(self, view: View) -> bool:
+    def pauses_decoding(self, view: SchedulerView) -> bool:
         waiting, running, last = len(view.waiting), len(view.running), view.waiting.last()
         overdue = view.tick - self._admitted_tick >= self._max_waiting_tokens
         if last is not None and (not running or overdue or waiting > self._ratio * running):
-            self._last_let_in = last.ordinal
-        elif not self._is_flowing:
-            self._last_let_in = -1
-        self._is_flowing = False
+            self._last_in_wave = last.ordinal
+        elif not self._is_admitting:
+            self._last_in_wave = -1
+        self._is_admitting = False
         return view.is_prefilling or self.choose(view) is not None
 
-    def choose(self, view: View) -> Group | None:
+    def choose(self, view: SchedulerView) -> Group | None:
         first = view.waiting.first()
-        return first if first is not None and first.ordinal <= self._last_let_in else None
+        return first if first is not None and first.ordinal <= self._last_in_wave else None
 
-    def admitted(self, group: Group, view: View) -> None:  # noqa: ARG002 - Policy's signature
-        self._is_flowing, self._admitted_tick = True, view.tick
+    def admitted(self, group: Group, view: SchedulerView) -> None:  # noqa: ARG002 - Policy's signature
+        self._is_admitting, self._admitted_tick = True, view.tick

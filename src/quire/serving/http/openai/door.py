@@ -8,7 +8,7 @@ from typing import cast
 
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import PolicyName
-from quire.engine.admission import admit, check_answer_size
+from quire.engine.submission import check_answer_size, check_request
 from quire.serving.process.link import EngineReady
 from quire.types.request import Submit
 
@@ -17,7 +17,7 @@ def check_door(engine: EngineReady, submits: Iterable[Submit]) -> None:
     """Raise InvalidRequest for what the engine would refuse. An engine that restarts with other sizes may differ."""
     cache_config, scheduler = _sections(engine)
     for submit in submits:
-        admit(submit, cache_config, scheduler, engine.vocab_size, has_text=True)
+        check_request(submit, cache_config, scheduler, engine.vocab_size, has_text=True)
         check_answer_size(submit, scheduler, engine.vocab_size)
 
 

@@ -1,11 +1,11 @@
-"""Whether there are blocks for a group that waits: as it will need them, or all at once."""
+"""Block allocation strategies: whether a waiting group may be admitted, and when it gets its blocks. OnDemandAllocation
+(paged) gives a block when the last one is full; ReservedAllocation (baselines) gives all of them on admission."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from quire.engine.admission import most_blocks
 from quire.engine.decoding.group import Group
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import PrefixTree
@@ -15,33 +15,35 @@ from quire.engine.scheduler.policies.base import Policy
 from quire.engine.scheduler.prefix_reuse import PrefixReuse
 from quire.engine.scheduler.queue import GroupQueue
 from quire.engine.scheduler.row_table import RowTable
+from quire.engine.submission import most_blocks
 
-AHEAD = 16  # tokens that all may still grow by when another is admitted, or a block if that is smaller
-LEAST_EXPECTED = 64  # tokens that an answer is expected to go on for, at least
-PATIENCE = 3  # preemptions, after which a group comes back only where it will not be preempted again
+AHEAD = 16  # tokens that every running sequence must be able to grow by when a group is admitted; at most a block
+LEAST_EXPECTED = 64  # the least number of further tokens that an answer is expected to have
+PATIENCE = 3  # preemptions; after these, a group is admitted only if it will not be preempted again
 
 
-class Room(Protocol):
-    """How groups come to their blocks."""
+class Allocation(Protocol):
+    """A strategy for giving blocks to groups."""
 
-    def new_table(self) -> BlockTable: ...
+    def new_table(self) -> BlockTable:
+        """Return an empty block table."""
 
     def has_room(self, group: Group, running: GroupQueue) -> bool:
-        """Whether a waiting group may be admitted beside those that run."""
+        """Whether there are enough blocks to admit a waiting group beside the running ones."""
 
     def admit(self, group: Group) -> None:
-        """A group is admitted: give its tables what they have from the start."""
+        """Give the tables of an admitted group the blocks that they have from the start."""
 
     def note_prefill(self, group: Group) -> None:
-        """A running group computed some of its known tokens, or all, or holds no blocks any more."""
+        """Update what a group still owes: it computed known tokens, or holds no blocks any more."""
 
     @property
     def kept(self) -> Sequence[int]:
-        """Blocks that are taken though no table holds them."""
+        """Blocks that are not free although no table holds them."""
 
 
-class OnDemandRoom:
-    """A block when the one before it is full."""
+class OnDemandAllocation:
+    """Paged allocation: a sequence gets a block when its last one is full."""
 
     kept: Sequence[int] = ()
 
@@ -50,17 +52,17 @@ class OnDemandRoom:
     ) -> None:
         self._pool, self._tree, self._block_size, self._reuse, self._rows = pool, tree, block_size, reuse, rows
         self._ahead = min(AHEAD, block_size)
-        self._owed: dict[Group, int] = {}  # blocks that running groups must still take for tokens that are known
-        self._num_owed = 0  # all of these
-        self._no_preempt: list[Group] = []  # groups that were admitted for the last time
-        self._refused: tuple[Group, int] | None = None  # one that had no room, and the version of the running queue
+        self._owed: dict[Group, int] = {}  # blocks that running groups still need for known tokens
+        self._num_owed = 0  # the sum of these
+        self._no_preempt: list[Group] = []  # running groups that must not be preempted again
+        self._refused: tuple[Group, int] | None = None  # a group without room, and the version of the running queue
 
     def new_table(self) -> BlockTable:
         return BlockTable(self._pool, self._block_size, self._tree)
 
     def has_room(self, group: Group, running: GroupQueue) -> bool:
-        """Whether there are blocks for all the group knows and for what it grows by next, so that it is not preempted
-        at once, beside what running prompts still have to take."""
+        """Whether there are blocks for the group's known tokens and for its next growth, so that it is not preempted at
+        once, besides the blocks that running prompts still need."""
         if not len(running):
             return True
         size, shareable = self._block_size, group.num_prompt // self._block_size
@@ -82,9 +84,10 @@ class OnDemandRoom:
         return 0 if node is None else min(node.end, match.num_blocks)
 
     def _headroom(self, group: Group, running: GroupQueue, most: int) -> int:
-        """Blocks for some tokens of each live sequence. A group that was preempted waits for more, ever more of what it
-        is expected to grow by, and at last for all that it and everybody beside it can: then nobody is preempted while
-        it runs. What is above `most` may be counted in part."""
+        """Return how many blocks must stay free for growth if the group is admitted: a few tokens for each running
+        sequence. A group that was preempted needs more: with each preemption a larger part of its expected growth, and
+        after PATIENCE preemptions all that it and all running groups can grow by, so that none of them is preempted.
+        Counting may stop above `most`."""
         size = self._block_size
         least = -(-self._rows.num_taken * self._ahead // size) + group.num_beams_to_come
         if self._no_preempt:
@@ -96,8 +99,8 @@ class OnDemandRoom:
         return least + self._growth(group, _expected_tokens(group)) * group.num_preemptions // PATIENCE
 
     def _certain_growth(self, group: Group, running: GroupQueue, most: int) -> int:
-        """Blocks that a group and all that run can grow by. While the same groups run, it needs no second count: they
-        take blocks, and the blocks they may still take become fewer by as many."""
+        """Return how many blocks a group and all running groups can grow by. A refusal holds while the same groups run:
+        each block they take is one less that they can still take."""
         if self._refused == (group, running.version):
             return most + 1
         sure = 0
@@ -109,7 +112,8 @@ class OnDemandRoom:
         return sure
 
     def _growth(self, group: Group, num_tokens: int) -> int:
-        """Blocks that a group needs to reach so many tokens besides what it holds, or while it waits, knows."""
+        """Return how many more blocks a group needs until its sequences have `num_tokens` tokens. A waiting group
+        counts as if it held the blocks of its known tokens."""
         if group.is_running and len(group.live) == 1:
             held = len(group.leader.table.blocks)
         elif group.is_running:
@@ -135,18 +139,20 @@ class OnDemandRoom:
 
 
 def _most_tokens(group: Group) -> int:
-    """How long a group's sequences can become. A request without a bound is taken to need what is expected."""
+    """Return how many tokens a group's sequences can reach. Without `max_tokens` in the request, that is what is
+    expected."""
     return group.limit if group.request.sampling.max_tokens is not None else _expected_tokens(group)
 
 
 def _expected_tokens(group: Group) -> int:
-    """How long its sequences are expected to become: an answer goes on for as long as it has gone on so far."""
+    """Return how many tokens a group's sequences are expected to reach: as many further tokens as the answer has so
+    far, and at least LEAST_EXPECTED."""
     length = max(max(sequence.num_tokens, sequence.table.num_tokens) for sequence in group.live)
     return min(group.limit, length + max(length - group.num_prompt, LEAST_EXPECTED))
 
 
-class ReservedRoom:
-    """A run of blocks for a sequence's whole life, as long as the policy says."""
+class ReservedAllocation:
+    """Contiguous allocation: a sequence gets a run of blocks on admission, as long as the policy says."""
 
     def __init__(self, pool: RunPool, block_size: int, policy: Policy, *, frees_together: bool) -> None:
         self._pool, self._block_size, self._policy = pool, block_size, policy
@@ -159,7 +165,7 @@ class ReservedRoom:
     def new_table(self) -> BlockTable:
         return ReservedTable(self._allocator, self._block_size)
 
-    def has_room(self, group: Group, running: GroupQueue) -> bool:  # noqa: ARG002 - Room's signature
+    def has_room(self, group: Group, running: GroupQueue) -> bool:  # noqa: ARG002 - Allocation's signature
         return -(-self._policy.reserved(group) // self._block_size) <= self._pool.longest_run
 
     def admit(self, group: Group) -> None:

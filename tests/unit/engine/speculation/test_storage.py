@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.engine.speculation.slots import SlotTable
-from quire.engine.speculation.token_arena import TokenArena
+from quire.engine.speculation.storage import SlotTable, TokenArena
 
 MIB = 1 << 20
 

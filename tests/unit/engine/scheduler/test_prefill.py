@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.scheduler.budget import chunk_size
+from quire.engine.scheduler.prefill import chunk_size
 
 
 @pytest.mark.parametrize(

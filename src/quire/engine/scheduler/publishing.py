@@ -1,0 +1,280 @@
+"""Publishing: sequences put the full blocks they have computed into the prefix tree. Publisher does it; two indexes
+tell which running sequence could extend a lookup: UnpublishedPrefixes for prompts, LiveSuffixIndex for generated
+tokens. PrefixReuse calls all three."""
+
+from __future__ import annotations
+
+from quire.engine.decoding.group import Group, Sequence
+from quire.engine.kvcache.keys import TOKEN_BYTES, common_bytes
+from quire.engine.kvcache.pool import BlockPool
+from quire.engine.kvcache.prefix_tree import Match, Node, PrefixTree
+from quire.engine.kvcache.run_history import Owner
+from quire.engine.kvcache.table import num_same
+from quire.engine.kvcache.tiers.base import Tiers
+from quire.engine.scheduler.row_table import RowTable
+
+Place = tuple[Node, bytes]  # the run that a block will follow, and the block's tokens
+
+
+class LiveSuffixIndex:
+    """Generating sequences, by the last of their blocks that the prefix tree knows.
+
+    When a lookup stops at that block, the sequence publishes the full blocks it has produced since. Steady decoding
+    pays nothing: blocks are published only when somebody looks for them.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._width = block_size * TOKEN_BYTES
+        self._places: dict[Sequence, tuple[Node, bytes]] = {}
+        # By the last published run, then by the rest of the prompt, which is less than a block.
+        self._sequences: dict[Node, dict[bytes, dict[Sequence, None]]] = {}
+
+    def enter(self, sequence: Sequence) -> None:
+        """Add a generating sequence, or move it behind the blocks it has published. Idempotent."""
+        node = sequence.table.node
+        self.discard(sequence)
+        if node is None or node.is_detached:
+            return
+        rest = sequence.group.prompt[node.end * self._width :]
+        if len(rest) < self._width:  # otherwise its prompt is not published yet
+            self._places[sequence] = node, rest
+            self._sequences.setdefault(node, {}).setdefault(rest, {})[sequence] = None
+
+    def refresh(self, sequence: Sequence) -> None:
+        """Move a sequence that has published blocks behind them, if it is in the index."""
+        if sequence in self._places:
+            self.enter(sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence. Idempotent."""
+        place = self._places.pop(sequence, None)
+        if place is None:
+            return
+        node, rest = place
+        by_rest = self._sequences[node]
+        del by_rest[rest][sequence]
+        if not by_rest[rest]:
+            del by_rest[rest]
+            if not by_rest:
+                del self._sequences[node]
+
+    def find(self, match: Match, tokens: bytes) -> list[Sequence]:
+        """Return the sequences that could extend a match of these tokens: their published blocks end where the match
+        does, and the rest of their prompt is the same."""
+        node = match.node
+        if node is None or node.end != match.num_blocks or (by_rest := self._sequences.get(node)) is None:
+            return []
+        start = match.num_blocks * self._width
+        wanted = tokens[start : start + self._width]
+        if len(by_rest) < len(wanted) // TOKEN_BYTES:
+            rests = [rest for rest in by_rest if wanted.startswith(rest)]
+        else:
+            rests = [wanted[:end] for end in range(0, len(wanted), TOKEN_BYTES) if wanted[:end] in by_rest]
+        return [sequence for rest in rests for sequence in by_rest[rest]]
+
+    def check(self) -> None:
+        entered = {s: (node, rest) for node, by in self._sequences.items() for rest, found in by.items() for s in found}
+        assert self._places == entered
+        assert all(found for by_rest in self._sequences.values() for found in by_rest.values())
+        assert all(self._sequences.values())
+        for sequence, (node, _) in self._places.items():
+            assert sequence.row is not None
+            assert sequence.table.node is node
+
+
+class UnpublishedPrefixes:
+    """The first unpublished block of every running sequence's prompt, by the run of the prefix tree that it will
+    follow.
+
+    When a lookup ends at such a run, the sequence publishes what it has computed, so prompts enter the tree only when
+    another request looks for them. If the block is still being computed, the group that looks for it waits until the
+    sequence has computed all blocks that the two prompts share. Finding the sequence costs one dictionary lookup.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size, self._width = block_size, block_size * TOKEN_BYTES
+        self._sequences: dict[Place, Sequence] = {}
+        self._places: dict[Sequence, Place] = {}
+        self._waiting: dict[Sequence, dict[Group, int]] = {}  # who waits for it -> blocks it must have computed
+        self._awaited: dict[Group, Sequence] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any running sequence has a prompt block that is not published."""
+        return bool(self._sequences)
+
+    def enter(self, sequence: Sequence) -> None:
+        """Add a sequence, or move it behind the blocks it has published."""
+        node = sequence.table.node
+        self._forget_place(sequence)
+        if node is None or node.is_detached or sequence.table.is_duplicate:
+            return
+        start = node.end * self._width
+        tokens = sequence.group.prompt[start : start + self._width]
+        place = node, tokens
+        if len(tokens) == self._width and place not in self._sequences:  # else another sequence computes it
+            self._places[sequence] = place
+            self._sequences[place] = sequence
+
+    def has(self, node: Node, tokens: bytes) -> bool:
+        """Whether a running sequence computes the block of these tokens after a node."""
+        return (node, tokens) in self._sequences
+
+    def find(self, match: Match, tokens: bytes, limit: int) -> Sequence | None:
+        """Return the sequence that computes the block after a match, if that block is within the first `limit` tokens."""
+        node, count = match.node, match.num_blocks
+        if node is None or node.end != count or (count + 1) * self._block_size > limit:
+            return None
+        return self._sequences.get((node, tokens[count * self._width : (count + 1) * self._width]))
+
+    def remove(self, sequence: Sequence) -> list[Group]:
+        """Remove a sequence that loses its row. Returns the groups that waited for it. Idempotent."""
+        self._forget_place(sequence)
+        return self.wake(sequence, None)
+
+    def clear(self) -> list[Group]:
+        """Remove everything, as the prefix tree is cleared. Returns the groups that waited."""
+        woken = list(self._awaited)
+        for held in (self._sequences, self._places, self._waiting, self._awaited):
+            held.clear()
+        return woken
+
+    # --------------------------------------------------------------------------------------------------- waiting
+    def wait(self, group: Group, sequence: Sequence, limit: int) -> None:
+        """Let a group wait for the blocks that its first `limit` tokens share with a sequence's prompt."""
+        theirs, whole = sequence.group.prompt, limit // self._block_size * self._width
+        shared = common_bytes(group.prompt, theirs, 0, min(whole, len(theirs))) // self._width
+        self._waiting.setdefault(sequence, {})[group] = shared
+        self._awaited[group] = sequence
+
+    def is_awaited(self, sequence: Sequence) -> bool:
+        """Whether any group waits for a sequence."""
+        return sequence in self._waiting
+
+    def wake(self, sequence: Sequence, num_blocks: int | None) -> list[Group]:
+        """Note that a sequence has computed `num_blocks` blocks; None: its whole prompt. Returns the groups that need
+        not wait for it any more."""
+        waiting = self._waiting.get(sequence)
+        if waiting is None:
+            return []
+        woken = [group for group, shared in waiting.items() if num_blocks is None or shared <= num_blocks]
+        for group in woken:
+            self.forget(group)
+        return woken
+
+    def forget(self, group: Group) -> None:
+        """Remove a waiting group. Idempotent."""
+        sequence = self._awaited.pop(group, None)
+        if sequence is not None:
+            waiting = self._waiting[sequence]
+            del waiting[group]
+            if not waiting:
+                del self._waiting[sequence]
+
+    def _forget_place(self, sequence: Sequence) -> None:
+        place = self._places.pop(sequence, None)
+        if place is not None:
+            del self._sequences[place]
+
+    def check(self) -> None:
+        assert self._places == {sequence: place for place, sequence in self._sequences.items()}
+        assert self._awaited == {group: each for each, groups in self._waiting.items() for group in groups}
+        assert all(self._waiting.values())
+        for sequence in (*self._places, *self._waiting):
+            assert sequence.row is not None
+
+
+class Publisher:
+    """Puts full blocks of sequences into the prefix tree: when a lookup could use them, and when a sequence ends or is
+    preempted. `tree` is None if the prefix cache is off."""
+
+    def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
+        self._pool, self._tree, self._tiers, self._rows = pool, tree, tiers, rows
+        self._block_size, self._width = block_size, block_size * TOKEN_BYTES
+        self.live = LiveSuffixIndex(block_size)
+
+    def publish(self, sequence: Sequence, *, leaving: bool = False, with_group: bool = False) -> None:
+        """See PrefixReuse.publish and publish_group."""
+        if self._tree is not None:
+            num_tokens = min(sequence.num_computed, sequence.num_tokens)
+            if num_tokens // self._block_size > sequence.table.num_cached:
+                tokens = sequence.tokens()
+                self._publish(self._tree, sequence, tokens, num_tokens, leaving=leaving, with_group=with_group)
+                self.live.refresh(sequence)
+
+    def publish_live(self, match: Match, tokens: bytes) -> bool:
+        """Publish the blocks of every generating sequence that could extend a match. Returns whether any block was
+        published."""
+        sequences = self.live.find(match, tokens)
+        return bool(sequences) and sum([self.publish_running(sequence) for sequence in sequences]) > 0
+
+    def publish_running(self, sequence: Sequence) -> bool:
+        """Publish the full blocks that a running sequence has computed. Returns whether any block was published. All
+        its tokens that have come back, except the last, were computed by steps that have run."""
+        table, row, tree = sequence.table, sequence.row, self._tree
+        assert row is not None
+        assert tree is not None
+        num_computed, num_outputs = sequence.num_readable, int(self._rows.counts[row])
+        if num_outputs > len(sequence.outputs):  # results of what it computed since
+            num_computed = max(num_computed, sequence.group.num_prompt + num_outputs - 1)
+        if num_computed // self._block_size <= table.num_cached:
+            return False
+        table.num_tokens = max(table.num_tokens, num_computed)  # while a sequence runs ahead, this count lags behind
+        tokens = sequence.group.prompt + self._rows.output_bytes(row)
+        is_published = self._publish(tree, sequence, tokens, num_computed, leaving=False, with_group=False)
+        self.live.enter(sequence)
+        return is_published
+
+    def _publish(
+        self,
+        tree: PrefixTree,
+        sequence: Sequence,
+        tokens: bytes,
+        num_tokens: int,
+        *,
+        leaving: bool,
+        with_group: bool,
+    ) -> bool:
+        """Publish the full blocks of the first `num_tokens` tokens. Returns whether any of them are new in the tree."""
+        table, last = sequence.table, num_tokens // self._block_size
+        node, first = table.node, table.num_cached
+        if node is None or node.is_detached or last <= first or (table.is_duplicate and not leaving):
+            return False
+        deepest, count = tree.descend(node, tokens, last)
+        if count > first:
+            if not leaving:
+                same = num_same(tree.path(deepest)[first:count], table.blocks[first:count])
+                table.is_duplicate = first + same < count  # another sequence published the same tokens first
+                count = first + same
+            if count > first:
+                table.use_cached(tree.node_at(deepest, count))
+                first = count
+            if table.is_duplicate and not leaving:
+                return False
+        fresh, width = self._pool.num_unshared(table.blocks[first:last]), self._width
+        if with_group and fresh < last - first:
+            fresh = self._num_own(sequence, first, last, leaving=leaving)
+        if not fresh:
+            return False
+        assert table.node is not None
+        published = tokens[first * width : (first + fresh) * width]
+        request = sequence.group.request
+        added = table.cache(table.node, published, fresh, Owner(request.request_id, request.tenant))
+        self._tiers.on_publish(added, len(added.blocks) - fresh)
+        return True
+
+    def _num_own(self, sequence: Sequence, first: int, last: int, *, leaving: bool) -> int:
+        """Return how many blocks from `first` on are held only by this sequence and by others of its group that publish
+        them now too. A block with any other holder cannot be published: that holder would not lock the runs above it.
+        """
+        blocks, size = sequence.table.blocks, self._block_size
+        others = [each for each in sequence.group.live if each is not sequence]
+        for index in range(first, last):
+            holders = 1 + sum(
+                blocks[index] in each.table.blocks[index : index + 1]
+                for each in others
+                if (leaving or not each.table.is_duplicate)
+                and min(each.num_computed, each.num_tokens) >= (index + 1) * size
+            )
+            if self._pool.holders(blocks[index]) != holders:
+                return index - first
+        return last - first
