@@ -16,7 +16,7 @@ from benchmarks.report import ROOT
 # name: (what it shows, arguments for a run that needs nothing else)
 BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "control_plane": (
-        "microseconds of Python per step, no model: steady, churning and blocked loads, bursts, policies, grammars, drafts",
+        "microseconds of Python per step, no model: steady and churning loads, bursts, policies, grammars, drafts",
         (),
     ),
     "messages": ("microseconds of Python per request between edge and engine, no model", ()),

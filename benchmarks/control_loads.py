@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from quire.serving.text.token_table import vocabulary_of
 from quire.serving.text.tokenizer import load_tokenizer
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
-from quire.types.step import Masks, StepResult
+from quire.types.step import Bits, Ints, Masks, StepPlan, StepResult
 
 BLOCK_SIZE = 16
 LONGEST_PROMPT = 256
@@ -65,6 +67,8 @@ class Engine:
             writer = RecordingWriter.from_config(config, VOCAB, 1)
             self.core = make_recorded_core(self.executor, cache, scheduler, vocab_size, writer=writer)
         self.submitting: list[int] = []  # nanoseconds of each submission
+        gc.collect()
+        gc.freeze()  # as a server does when it is ready
 
     def submit(self, name: str, prompt: list[int] | tuple[int, ...], max_tokens: int, **fields: str) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
@@ -159,38 +163,54 @@ def blocked_head(running: int, length: int) -> tuple[list[int], list[int]]:
     return alone, blocked
 
 
-class _MaskedExecutor(InstantExecutor):
-    """Answers every masked sample by the first token that its mask allows from a place on that moves."""
+class _BusyDevice(InstantExecutor):
+    """A device that is busy for `seconds` with the forward pass of each step, and samples when the step's masks are
+    there. It answers every masked sample by an allowed token, at a place in the vocabulary that moves."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(seconds=seconds)
-        self._masks: Masks | None = None
+        super().__init__(depth=2, seconds=seconds)
+        self._forward_done = 0.0  # of the step launched last
+        self._sampled: deque[tuple[float, Masks | None]] = deque()  # of the steps whose masks are there
         self._place = 0
 
+    def launch(self, plan: StepPlan) -> None:
+        super().launch(plan)
+        self._forward_done = max(time.perf_counter(), self._forward_done) + self._seconds
+        if not plan.guided:
+            self._sampled.append((self._forward_done, None))
+
     def supply_masks(self, masks: Masks | None) -> None:
-        start = time.perf_counter_ns()
-        self._masks = None if masks is None else Masks(masks.samples.copy(), masks.bits.copy())
-        self.spent_ns += time.perf_counter_ns() - start
+        self._forward_done = max(time.perf_counter(), self._forward_done)
+        self._sampled.append((self._forward_done, masks))
 
     def collect(self) -> StepResult:
-        result = super().collect()
-        start = time.perf_counter_ns()
-        masks, self._masks, tokens = self._masks, None, result.token_ids.copy()
-        self._place += 977
+        plan, (done, masks) = self._plans.popleft(), self._sampled.popleft()
+        tokens = np.zeros(len(plan.sample_rows), dtype=np.int32)
         if masks is not None:
-            bits = np.unpackbits(np.ascontiguousarray(masks.bits).view(np.uint8), axis=1, bitorder="little")
-            bits = np.roll(bits, -self._place, axis=1)
-            tokens[masks.samples] = (bits.argmax(axis=1) + self._place) % bits.shape[1]
-        self.spent_ns += time.perf_counter_ns() - start
-        return StepResult(result.step, tokens)
+            tokens[masks.samples] = self._choose(masks.bits)
+        if (left := done - time.perf_counter()) > 0:
+            time.sleep(left)
+        return StepResult(plan.step, tokens)
+
+    def _choose(self, bits: Bits) -> Ints:
+        """An allowed token of each mask, from the first words in which all masks have one."""
+        self._place = (self._place + 31) % (bits.shape[1] - 64)
+        part = bits[:, self._place : self._place + 64]
+        start = self._place
+        if not part.any(axis=1).all():
+            part, start = bits, 0
+        words = (part != 0).argmax(axis=1)
+        first = part[np.arange(len(part)), words]
+        return (start + words) * 32 + np.log2(first & (~first + np.uint32(1))).astype(np.int32)
 
 
 def grammar_rows(running: int, regex: str, device_ms: float) -> Callable[[], int]:
-    """Sequences under one regex, with the default model's vocabulary, over a device that is busy for so long a step."""
+    """Sequences under one regex, with the default model's vocabulary, over a device that is busy for so long a step:
+    returns what measures the nanoseconds that a step takes longer than that."""
     vocabulary = vocabulary_of(load_tokenizer(resolve_model(DEFAULT, progress=silent)))
     size = len(vocabulary.tokens)
     tools = DecodingTools(GrammarCompiler(lambda: vocabulary, size), vocabulary=lambda: vocabulary)
-    executor = _MaskedExecutor(device_ms / 1e3)
+    executor = _BusyDevice(device_ms / 1e3)
     engine = Engine(running, running * 64, 4_096, executor=executor, tools=tools, vocab_size=size)
     rules = TokenRules(vocabulary.eos_ids, (), vocabulary.eos_ids, grammar_of(Structure("regex", regex)))
     for number in range(running):
@@ -200,7 +220,13 @@ def grammar_rows(running: int, regex: str, device_ms: float) -> Callable[[], int
         engine.step_ns()
     for _ in range(30):
         engine.step_ns()
-    return lambda: engine.step_ns()[0]
+
+    def step() -> int:
+        start = time.perf_counter_ns()
+        engine.core.step()
+        return time.perf_counter_ns() - start - round(device_ms * 1e6)
+
+    return step
 
 
 def ngram_rows(running: int, *, is_repeated: bool) -> Callable[[], int]:

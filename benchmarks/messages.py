@@ -17,7 +17,7 @@ import numpy as np
 
 from quire.engine.messages import decode_to_engine, encode
 from quire.engine.routing import Routes
-from quire.serving.prompts import read_prompts
+from quire.serving.requests import read_prompts
 from quire.types.output import Finished, TokensOut
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules, check_vocabulary

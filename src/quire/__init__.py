@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quire.serving.live import LiveRequest as LiveRequest
+    from quire.serving.batch import LiveRequest as LiveRequest
     from quire.serving.llm import LLM as LLM
     from quire.types.beam import BeamSearchOutput as BeamSearchOutput
     from quire.types.beam import BeamSearchParams as BeamSearchParams
@@ -29,7 +29,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "quire.serving.llm",
-    "LiveRequest": "quire.serving.live",
+    "LiveRequest": "quire.serving.batch",
     "SamplingParams": "quire.types.sampling",
     "BeamSearchParams": "quire.types.beam",
     "BeamSearchOutput": "quire.types.beam",

@@ -153,7 +153,7 @@ def test_a_failure_after_the_first_token_ends_the_stream_with_an_error(serve: Se
 def test_a_request_whose_text_cannot_be_made_fails_alone(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from quire.serving.sample_text import SampleText
+    from quire.serving.outputs import SampleText
 
     server, push = serve(), SampleText.push
     body = {"prompt": "x", "stop": "nowhere"}

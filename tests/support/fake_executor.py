@@ -35,6 +35,8 @@ class FakeRow:
     new: NewRow
     tokens: list[int]
     blocks: list[int]
+    mark: int = 0  # added to every token that the row writes: who reads it by another mark finds other tokens
+    fails: bool = False  # every step that computes it reports an error of its own
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class FakeExecutor:
         self.owed: StepPlan | None = None  # the guided plan that waits for its masks
         self.masks: dict[int, list[npt.NDArray[np.uint32]]] = {}  # by row: the last supplied one, and a later plan's
         self.plans: list[StepPlan] = []
+        self.marks: dict[int, int] = {}  # of rows that the next plans introduce
         self.closed = False
 
     def launch(self, plan: StepPlan) -> None:
@@ -80,7 +83,8 @@ class FakeExecutor:
             self.masks.pop(row, None)
         for new in plan.new_rows:
             assert new.row not in self.rows, "a seated row was given away"
-            self.rows[new.row] = FakeRow(new, new.token_ids.tolist(), list(new.block_ids))
+            mark = self.marks.get(new.row, 0)
+            self.rows[new.row] = FakeRow(new, new.token_ids.tolist(), list(new.block_ids), mark)
         self._write_rows(plan)
         self._grant(plan)
         self.tiers.obey(plan.transfers, self.memory)
@@ -160,6 +164,8 @@ class FakeExecutor:
                 logprobs.append(RowLogprobs(sample.row, _entry(history, token)))
             if row.tokens[0] in self.poison:
                 failures.append(RowFailure(sample.row, "poisoned"))
+        computed = [*plan.decode_rows.tolist(), *[chunk.row for chunk in plan.chunks]]
+        failures += [RowFailure(number, "spoiled") for number in computed if self.rows[number].fails]
         candidates = self._candidates(samples, allowed)
         for sample, token in zip(samples, tokens, strict=True):
             if not sample.verifies:
@@ -236,11 +242,12 @@ class FakeExecutor:
     def _write(self, number: int, start: int, count: int) -> None:
         row = self.rows[number]
         for position in range(start, start + count):
-            self.memory[row.blocks[position // self.block_size], position % self.block_size] = row.tokens[position]
+            place = row.blocks[position // self.block_size], position % self.block_size
+            self.memory[place] = row.tokens[position] + row.mark
 
     def _read(self, row: FakeRow, length: int) -> list[int]:
         whole = self.memory[row.blocks].reshape(-1)
-        return whole[:length].tolist()
+        return (whole[:length] - row.mark).tolist()
 
 
 def _entry(history: list[int], token: int) -> TokenLogprobs:

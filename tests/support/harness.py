@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable
 
 from fake_executor import VOCAB, FakeExecutor
@@ -12,6 +13,8 @@ from quire.config.tiers import EvictionName, TierConfig
 from quire.engine.core import EngineCore
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.decoding.vocabulary import Vocabulary
+from quire.engine.in_flight import InFlightStep
+from quire.engine.observer import EngineObserver
 from quire.types.decoding import BeamRules
 from quire.types.output import Finished
 from quire.types.request import Branch, Submit
@@ -21,6 +24,19 @@ from quire.types.sampling import SamplingParams, TokenRules
 VOCABULARY = Vocabulary([bytes([97 + token % 26]) for token in range(90)], frozenset({1}), (3,), lambda text: [])
 
 _SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 512, "seed": 7}
+
+
+class SaltMarks(EngineObserver):
+    """Marks the rows of each cache salt with a number of its own, so that a row which reads a block that was written
+    under another salt, here or before a restart, reads other tokens than its own."""
+
+    core: EngineCore
+    executor: FakeExecutor
+
+    def planned(self, step: InFlightStep) -> None:
+        for new in step.plan.new_rows:
+            salt = self.core.rows.sequence_at(new.row).group.request.cache_salt
+            self.executor.marks[new.row] = 1_000 * zlib.crc32(salt.encode())
 
 
 class Harness:
@@ -44,7 +60,9 @@ class Harness:
         self.executor = FakeExecutor(num_blocks, block_size, depth, tiers=self.tiers)
         scheduler = SchedulerConfig(**{**_SETTINGS, **settings})  # type: ignore[arg-type]
         cache = CacheConfig(block_size, num_blocks, caching, eviction=eviction, tiers=tiers)
-        self.core = EngineCore(self.executor, cache, scheduler, VOCAB, tools=tools, clock=clock)
+        marks = SaltMarks()
+        self.core = EngineCore(self.executor, cache, scheduler, VOCAB, tools=tools, clock=clock, observer=marks)
+        marks.core, marks.executor = self.core, self.executor
         self.best: dict[int, list[list[int]]] = {}  # handle -> a beam search's best so far, as it was streamed
         self.finished: dict[str, Finished] = {}
         self.streams: dict[int, list[int]] = {}  # sample handle -> tokens as they came
@@ -83,6 +101,7 @@ class Harness:
         self._steps += 1
         if self._steps % self._check_every == 0:
             self.core.check()
+            self.core.pins.check()
 
     def run(self, *, limit: int = 20_000, each: Callable[[int], None] | None = None) -> None:
         for number in range(limit):

@@ -176,15 +176,16 @@ class ToyProposer:
         assert limit > 0
         if self.owner.orders:
             return self.offered[:limit]
-        count, history, guess = min(limit, digest(self.tokens, 5) % 5), list(self.tokens), []
-        for _ in range(count):
+        count, history, guess = digest(self.tokens, 5) % self.owner.longest, list(self.tokens), []
+        for _ in range(count if self.owner.ignores_limit else min(limit, count)):
             history.append(next_token(history, self.seed, self.index))
             guess.append((history[-1] + (digest(history, 7) % 3 == 0)) % VOCAB)
         return tuple(guess)
 
     def order(self, limit: int) -> int:
         assert limit > 0
-        return min(limit, digest(self.tokens, 9) % 4) if self.owner.orders else 0
+        count = digest(self.tokens, 9) % (self.owner.longest - 1) if self.owner.orders else 0
+        return count if self.owner.ignores_limit else min(limit, count)
 
     def offer(self, tokens: Sequence[int]) -> None:
         self.offered = tuple(tokens)
@@ -210,6 +211,8 @@ class ToyProposers:
     orders: bool = False
     may_run_ahead: bool = True
     observes: bool = False
+    longest: int = 5  # drafts have fewer tokens than this
+    ignores_limit: bool = False  # drafts may be longer than what was asked for
     num_drafted: int = 0
     num_accepted: int = 0
     num_steps: int = 0

@@ -22,7 +22,7 @@ from quire.runtime.models.registry import build_model
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
 from quire.runtime.tiers.make import make_tiers
-from quire.runtime.worker.output import StepOutput
+from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.worker import Worker
 from quire.types.output import Finished
 from quire.types.request import Submit

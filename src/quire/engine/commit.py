@@ -130,8 +130,6 @@ class Committer:
             self._observe(rows, tokens)
         if paced:
             self._paced.finish(paced)
-        if self._scheduler.paced.draining:
-            self._scheduler.resume_drained()
 
     def _observe(self, rows: Ints, tokens: Ints) -> None:
         """Pass the tokens of rows that run ahead to their draft proposers. Pace the sequences that are worth a draft."""

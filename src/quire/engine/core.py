@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.commit import NO_BATCH, Batch, Committer
@@ -229,16 +230,15 @@ class EngineCore:
     def _enqueue_compiled(self) -> None:
         """Add the groups whose grammar is compiled to the waiting queue; fail those whose grammar cannot be compiled."""
         for group, compilation in list(self._compiling.items()):
-            if not compilation.is_ready:
-                continue
             try:
+                if not compilation.is_ready:
+                    continue
                 self._enqueue(group, compilation.matcher(group.request.rules))
-            except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
-                self._fail(group, fault_of(error))
-            else:
                 del self._compiling[group]
                 for index in [sample.index for sample in group.ended]:  # samples that were aborted meanwhile
                     self._scheduler.end(group.live.pop(next(i for i, s in enumerate(group.live) if s.index == index)))
+            except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
+                self._fail(group, fault_of(error))
             self._observer.compiled(group)
 
     def _plan_step(self) -> InFlightStep | None:
@@ -291,17 +291,14 @@ class EngineCore:
         """End a whole request with an error. Its message keeps the tokens it has generated."""
         if self._groups.get(group.request.request_id) is not group:
             return
-        if group.search is not None and group.live:
+        if group.search is not None and group.live and not group.ended:
             group.ended.append(SampleEnd(0, tuple(group.leader.outputs), "error"))
         for sequence in list(group.live):
-            outputs = (
+            with suppress(Exception):  # the request may fail again as its controller is closed, which comes last
                 self._scheduler.end(sequence, keep=False)
-                if sequence.table.blocks or sequence.row is not None
-                else sequence.outputs
-            )
             group.live.remove(sequence)
-            if group.search is None:
-                group.ended.append(SampleEnd(sequence.index, tuple(outputs), "error"))
+            if group.search is None and all(sample.index != sequence.index for sample in group.ended):
+                group.ended.append(SampleEnd(sequence.index, tuple(sequence.outputs), "error"))
         try:
             message = group.finish_message(self._clock(), *fault)
         except Exception:  # noqa: BLE001 - if making the message failed, the request must end all the same

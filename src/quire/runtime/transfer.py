@@ -1,16 +1,22 @@
-"""Numbers on their way from the host to a device."""
+"""Numbers on their way between the host and a device: copies to it, and results that are not back yet."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _ALIGNMENT = 64  # bytes between the arrays of a parcel; kernels are compiled for aligned addresses
 _SLOTS = 16  # parcels that may be on their way at once before a sender waits
@@ -144,3 +150,25 @@ _DTYPES = {
     np.dtype(np.float32): torch.float32,
     np.dtype(np.float64): torch.float64,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Pending(Generic[T_co]):
+    """A part of a step's result that is not on the host yet: its tensors, and what they mean once they are there."""
+
+    tensors: tuple[Tensor, ...]
+    read: Callable[..., T_co]  # is given the tensors, in their order, on the host
+
+    def finish(self, on_host: Sequence[Tensor]) -> T_co:
+        """What the part is, given copies of its tensors on the host; these may be overwritten afterwards."""
+        return self.read(*on_host)
+
+
+def gathered(parts: Sequence[Pending[T]]) -> Pending[tuple[T, ...]]:
+    """Several parts as one: what each of them is."""
+    return Pending(tuple(tensor for part in parts for tensor in part.tensors), partial(_each, tuple(parts)))
+
+
+def _each(parts: tuple[Pending[T], ...], *on_host: Tensor) -> tuple[T, ...]:
+    numbers = iter(on_host)
+    return tuple(part.finish(tuple(islice(numbers, len(part.tensors)))) for part in parts)

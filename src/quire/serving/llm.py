@@ -16,25 +16,22 @@ from typing import Any, Literal, TypeAlias, Unpack
 from quire.config.arguments import EngineArguments, EngineSettings
 from quire.runtime.loading.resolve import resolve_model
 from quire.serving.assembly import plan_engine
-from quire.serving.batch import Batch
-from quire.serving.beam_outputs import beam_output
+from quire.serving.batch import Batch, LiveRequest, LiveRequests, branch_of
 from quire.serving.client import EngineClient, InProcessClient
-from quire.serving.interrupts import DeferredInterrupt
-from quire.serving.live import LiveRequest, LiveRequests, branch_of
-from quire.serving.outputs import StreamPiece
+from quire.serving.outputs import StreamPiece, beam_output
 from quire.serving.process.grammar_check import GrammarChecker
-from quire.serving.progress import LoadingProgress, ProgressLine
-from quire.serving.prompts import (
+from quire.serving.requests import (
     Message,
     Prompt,
     PromptLike,
+    RequestMaker,
     is_conversation,
     pair_beams,
     pair_sampling,
     read_conversations,
     read_prompts,
 )
-from quire.serving.requests import RequestMaker
+from quire.serving.terminal import DeferredInterrupt, LoadingProgress, ProgressLine
 from quire.serving.text.chat_template import ChatTemplate
 from quire.serving.text.token_table import vocabulary_source
 from quire.serving.text.tokenizer import Tokenizer, load_tokenizer

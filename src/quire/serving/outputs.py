@@ -1,16 +1,94 @@
-"""From the engine's terminal message to the outputs users hold in their hands."""
+"""From the engine's tokens to what users get: the text of each sample, and the outputs of finished requests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from quire.serving.sample_text import SampleText, answer_detokenizer
+from quire.serving.text.detokenizer import Detokenizer
+from quire.serving.text.repetition import REPEATED, RepetitionWatch
+from quire.serving.text.stop_strings import StopStrings
 from quire.serving.text.tokenizer import Tokenizer
+from quire.types.beam import BeamSearchOutput, BeamSearchSequence
 from quire.types.errors import InvalidRequest
 from quire.types.output import CompletionOutput, Finished, FinishReason, Logprob, RequestOutput, SampleEnd
 from quire.types.request import Submit
+from quire.types.sampling import SamplingParams
 from quire.types.step import TokenLogprobs
+
+
+def is_ranked(request: Submit) -> bool:
+    """Whether its samples are known only at the end: the engine compares them, and finds their stop strings itself."""
+    return request.beam is not None or request.sampling.num_sequences > request.sampling.n
+
+
+def answer_detokenizer(tokenizer: Tokenizer, sampling: SamplingParams) -> Detokenizer:
+    """A detokenizer for text that follows a prompt: its leading space is part of it."""
+    return Detokenizer(tokenizer, sampling.skip_special_tokens, sampling.spaces_between_special_tokens, continues=True)
+
+
+class SampleText:
+    """Takes tokens, gives text that is safe to show. After a stop string or a loop is found, tokens are ignored.
+
+    Both are looked for only after the request's `min_tokens`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: Submit) -> None:
+        sampling = request.sampling
+        self._detokenizer = answer_detokenizer(tokenizer, sampling)
+        self._stops = StopStrings(sampling.stops, sampling.include_stop_str_in_output)
+        self._has_stops, self._min_tokens = bool(sampling.stops), sampling.min_tokens
+        self._silent_ids = frozenset() if sampling.include_stop_str_in_output else frozenset(request.rules.end_ids)
+        self._loops = None if sampling.loops is None else RepetitionWatch(sampling.loops)
+        self._pieces: list[str] = []
+        self.num_characters = 0  # of all text so far, also of what is held back
+        self.num_tokens = 0  # up to and including the one that ended it
+        self.stopped_by: str | None = None  # a stop string, or REPEATED
+        self.is_loop = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; return the text that became certain with it."""
+        if self.stopped_by is not None:
+            return ""
+        self.num_tokens += 1
+        if token_id in self._silent_ids:
+            return ""
+        text = self._detokenizer.push((token_id,))
+        self.num_characters += len(text)
+        is_early, repeats = self.num_tokens <= self._min_tokens, self._loops is not None and self._loops.push(token_id)
+        shown = self._keep(text if is_early else self._watch(text))
+        if repeats and not is_early and self.stopped_by is None:
+            shown += self._end_loop()
+        return shown
+
+    def finish(self) -> str:
+        """The sample ended by other means: return the text that was held back."""
+        if self.stopped_by is not None:
+            return ""
+        return self._keep(self._watch(self._detokenizer.finish()) + self._stops.finish())
+
+    def _end_loop(self) -> str:
+        """End it here, with the text that was held back, unless that holds a stop string."""
+        rest = self.finish()
+        if self.stopped_by is None:
+            self.is_loop, self.stopped_by = True, REPEATED
+        return rest
+
+    def _watch(self, text: str) -> str:
+        found = self._stops.push(text) if self._has_stops else text
+        if isinstance(found, str):
+            return found
+        self.stopped_by = found.stop
+        return found.text
+
+    def _keep(self, text: str) -> str:
+        if text:
+            self._pieces.append(text)
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +215,24 @@ class OutputBuilder:
         if name is None:
             name = self._names[token_id] = self._tokenizer.token_text(token_id)
         return name
+
+
+def beam_output(output: RequestOutput, tokenizer: Tokenizer | None) -> BeamSearchOutput:
+    """`output` is that of a request with beams. Without a tokenizer texts are empty."""
+    sequences = [_sequence(output, one, tokenizer) for one in output.outputs]
+    return BeamSearchOutput(sequences, output.request_id, output.prompt_token_ids)
+
+
+def _sequence(output: RequestOutput, found: CompletionOutput, tokenizer: Tokenizer | None) -> BeamSearchSequence:
+    tokens = [*output.prompt_token_ids, *found.token_ids]
+    skips = output.sampling is None or output.sampling.skip_special_tokens
+    return BeamSearchSequence(
+        tokens=tokens,
+        text="" if tokenizer is None else tokenizer.decode(tokens, skips),
+        cum_logprob=float("nan") if found.cumulative_logprob is None else found.cumulative_logprob,
+        score=float("nan") if found.score is None else found.score,
+        output_token_ids=found.token_ids,
+        output_text=found.text,
+        finish_reason=found.finish_reason,
+        stop_reason=found.stop_reason,
+    )

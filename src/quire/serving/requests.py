@@ -1,16 +1,138 @@
-"""From prompts to requests the engine takes: tokenized, with words resolved to token ids."""
+"""From prompts in any of their forms to requests the engine takes: tokenized, with words resolved to token ids."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypedDict, TypeGuard, TypeVar
 
 from quire.serving.process.grammar_check import GrammarChecker
-from quire.serving.prompts import Prompt
 from quire.serving.text.tokenizer import Tokenizer
+from quire.types.beam import BeamSearchParams
 from quire.types.errors import InvalidRequest
 from quire.types.request import Submit, pack_tokens
 from quire.types.sampling import SamplingParams, TokenRules
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: Sequence[int]
+
+
+PromptLike: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt
+Message: TypeAlias = Mapping[str, object]
+_Params = TypeVar("_Params", SamplingParams, BeamSearchParams)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Text still to be tokenized, or token ids as they are."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+
+
+def read_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
+    """One prompt or a list of them; a bare list of whole numbers is one prompt of token ids."""
+    if _is_one_prompt(prompts):
+        return [_read_prompt(prompts, "prompts")]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest("prompts", f"cannot be a {type(prompts).__name__}", "pass text, ids, or a list of them")
+    return [_read_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+
+
+def pair_sampling(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams]:
+    """One SamplingParams per prompt."""
+    return _pair("sampling_params", SamplingParams, SamplingParams() if params is None else params, num_prompts)
+
+
+def pair_beams(params: BeamSearchParams | Sequence[BeamSearchParams], num_prompts: int) -> Sequence[BeamSearchParams]:
+    """One BeamSearchParams per prompt."""
+    return _pair("params", BeamSearchParams, params, num_prompts)
+
+
+def _pair(name: str, kind: type[_Params], params: _Params | Sequence[_Params], num_prompts: int) -> Sequence[_Params]:
+    if isinstance(params, kind):
+        return [params] * num_prompts
+    if not isinstance(params, list | tuple):
+        reason = f"must be {kind.__name__}, got {type(params).__name__}"
+        raise InvalidRequest(name, reason, f"pass {kind.__name__}, or a list of them")
+    if len(params) != num_prompts:
+        reason = f"has {len(params)} entries for {num_prompts} prompts"
+        raise InvalidRequest(name, reason, "pass one, or one per prompt")
+    for i, one in enumerate(params):
+        if not isinstance(one, kind):
+            raise InvalidRequest(f"{name}[{i}]", f"must be {kind.__name__}, got {type(one).__name__}")
+    return params
+
+
+def is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
+    """Whether it is a list of messages and no prompt: its first item says whose words it is."""
+    if not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return isinstance(prompt[0], Mapping) and "role" in prompt[0]
+
+
+def read_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
+    """One conversation or a list of them."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidRequest("messages", "must be a list of messages", 'pass [{"role": "user", "content": "..."}]')
+    if not messages:
+        return []
+    if all(isinstance(message, Mapping) for message in messages):
+        return [list(messages)]  # type: ignore[arg-type]
+    for i, conversation in enumerate(messages):
+        if isinstance(conversation, str) or not isinstance(conversation, Sequence) or not conversation:
+            raise InvalidRequest(f"messages[{i}]", "must be a non-empty list of messages like the others")
+    return [list(conversation) for conversation in messages]  # type: ignore[arg-type]
+
+
+def _is_one_prompt(prompts: object) -> bool:
+    if isinstance(prompts, str | Mapping):
+        return True
+    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+
+
+def _read_prompt(prompt: object, where: str) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(text=prompt)
+    if isinstance(prompt, Mapping):
+        return _read_mapping(prompt, where)
+    if isinstance(prompt, Sequence):
+        return Prompt(token_ids=_read_ids(prompt, where))
+    raise InvalidRequest(where, f"cannot be a {type(prompt).__name__}", "pass text or token ids")
+
+
+def _read_mapping(prompt: Mapping[object, object], where: str) -> Prompt:
+    known = {"prompt", "prompt_token_ids"}
+    if unknown := [str(key) for key in prompt if key not in known]:
+        raise InvalidRequest(f"{where}.{unknown[0]}", "is not known", 'use "prompt" or "prompt_token_ids"')
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is not None and not isinstance(text, str):
+        raise InvalidRequest(f"{where}.prompt", f"must be text, got {type(text).__name__}")
+    if ids is not None:
+        if isinstance(ids, str) or not isinstance(ids, Sequence):
+            raise InvalidRequest(f"{where}.prompt_token_ids", f"must be a list, got {type(ids).__name__}")
+        return Prompt(text=text, token_ids=_read_ids(ids, f"{where}.prompt_token_ids"))
+    if text is None:
+        raise InvalidRequest(where, 'has neither "prompt" nor "prompt_token_ids"', "give one")
+    return Prompt(text=text)
+
+
+def _read_ids(ids: Sequence[object], where: str) -> tuple[int, ...]:
+    tokens = tuple(ids)
+    if set(map(type, tokens)) <= {int}:  # nearly always, and faster than the loop, which knows kinds of int too
+        return tokens  # type: ignore[return-value]
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise InvalidRequest(where, f"must hold token ids (whole numbers), got {token!r}")
+    return tokens  # type: ignore[return-value]
 
 
 class RequestMaker:

@@ -52,7 +52,7 @@ def test_a_mooncake_trace_is_read_in_time_and_scaled(tmp_path: Path) -> None:
     first, second = read_mooncake(path, 32, 0)
     assert (first.at, first.prompt, first.output) == (0.0, 16, 1)
     assert (second.at, second.prompt, second.output) == (2.0, 19, 2)
-    assert second.submit(0).prompt_token_ids == (1,) * 16 + (2,) * 3
+    assert second.submit(0).prompt_token_ids.tolist() == [1] * 16 + [2] * 3
     path.write_text('{"timestamp": 0}')
     with pytest.raises(SystemExit, match="input_length"):
         read_mooncake(path, 32, 0)

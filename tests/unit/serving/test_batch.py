@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from quire.serving.batch import Batch
-from quire.serving.prompts import Prompt
-from quire.serving.requests import RequestMaker
+from quire.serving.requests import Prompt, RequestMaker
 from quire.types.output import RequestOutput
 from quire.types.sampling import SamplingParams
 from tests.unit.serving.scripted import EOS_ID, TOKENIZER, Script, ScriptedExecutor, ids, make_client

@@ -9,7 +9,7 @@ import pytest
 import quire
 from quire.serving import assembly as assembly_module
 from quire.serving import llm as llm_module
-from quire.serving.progress import LoadingProgress
+from quire.serving.terminal import LoadingProgress
 from quire.types.errors import ConfigError, InvalidRequest, QuireError
 from quire.types.sampling import SamplingParams
 from tests.unit.serving.conftest import MakeLLM

@@ -108,7 +108,7 @@ class StepController:
     # ------------------------------------------------------------------------------------------------ before a step
     def propose(self, limit: int) -> Proposal:
         """Return at most `limit` draft tokens to verify, and the masks of their samples. Raises GrammarError."""
-        guess = self._before_end(self.proposer.propose(limit)) if limit > 0 else ()
+        guess = self._before_end(self.proposer.propose(limit)[:limit]) if limit > 0 else ()
         matcher = self.matcher
         if matcher is None:
             return Proposal(guess) if guess else _NO_PROPOSAL
@@ -130,7 +130,7 @@ class StepController:
 
     def order(self, limit: int) -> int:
         """Return how many tokens the runtime shall draft after the step."""
-        return self.proposer.order(limit) if limit > 0 else 0
+        return min(self.proposer.order(limit), limit) if limit > 0 else 0
 
     # ------------------------------------------------------------------------------------------------- after a step
     def verify(self, sampled: Sequence[int], draft: Sequence[int], room: int) -> Verified:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -69,7 +70,7 @@ class MaskTable:
 
     def __init__(self, num_rows: int, vocab_size: int, threads: int | None = None) -> None:
         self._words, self._end = -(-vocab_size // 32), vocab_size
-        line_words = 2 * -(-(vocab_size + 1) // 64)  # llguidance's own end token comes after the vocabulary
+        line_words = -(-(vocab_size + 1) // 32)  # llguidance's own end token comes after the vocabulary
         self._filled: Bits = np.zeros((num_rows, line_words), dtype=np.uint32)  # by line
         self._last: Bits = np.zeros((num_rows, line_words), dtype=np.uint32)  # by row: the mask it had before
         self._is_known: Flags = np.zeros(num_rows, dtype=np.bool_)  # by row: whether `_last` holds its mask
@@ -77,6 +78,7 @@ class MaskTable:
         self._threads = mask_threads() if threads is None else threads
         self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._end_thread: Callable[[], object] | None = None  # called at the interpreter's end at the latest
         self._batch: _Batch | None = None  # begun and not finished
         self._forgotten: set[int] = set()  # rows with a new owner since then
         self._mask_seconds = FIRST_GUESS  # of processor time for one mask, where few were computed
@@ -110,6 +112,8 @@ class MaskTable:
             executor = LLExecutor(self._threads)
             self._thread = threading.Thread(target=self._serve, args=(executor,), name="masks", daemon=True)
             self._thread.start()
+            # A thread that is inside llguidance when the interpreter ends would crash it.
+            self._end_thread = weakref.finalize(self, _end_thread, self._batches, self._thread)
         batch.done = threading.Event()
         self._batches.put(batch)
         time.sleep(0)  # gives the thread the GIL; otherwise it would start when this thread next waits
@@ -156,9 +160,8 @@ class MaskTable:
     def close(self) -> None:
         """End the threads; masks that are being computed are finished first. Idempotent."""
         self._is_closed = True
-        if self._thread is not None:
-            self._batches.put(None)
-            self._thread.join()
+        if self._end_thread is not None:
+            self._end_thread()
             self._thread = None
 
     def _sort_out(self, batch: _Batch) -> None:
@@ -169,8 +172,8 @@ class MaskTable:
                 continue
             try:
                 token = matcher.forced_token()
-            except GrammarError as error:
-                failed[line] = error
+            except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
+                failed[line] = _as_grammar_error(error)
                 continue
             if token is None:
                 asked.append((matcher, line))
@@ -235,13 +238,16 @@ class MaskTable:
                 self._consume_alone(batch, line)
             return
         for (matcher, line), is_consumed in zip(together, are_consumed, strict=True):
-            if is_consumed:
-                matcher.note_consumed(tokens[line])
-                if matcher.state.is_stopped():
-                    batch.over[line] = matcher.is_over
-            else:
-                matcher.undo_failure()
-                self._consume_alone(batch, line)
+            try:
+                if is_consumed:
+                    matcher.note_consumed(tokens[line])
+                    if matcher.state.is_stopped():
+                        batch.over[line] = matcher.is_over
+                else:
+                    matcher.undo_failure()
+                    self._consume_alone(batch, line)
+            except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
+                batch.failed[line] = _as_grammar_error(error)
 
     def _compute(self, batch: _Batch, executor: LLExecutor) -> None:
         """Have llguidance compute masks, lexer by lexer: neighbours go to one thread, and wait for no other."""
@@ -287,7 +293,7 @@ class MaskTable:
             matcher, line = batch.asked[place]
             try:
                 matcher.find_run()
-            except GrammarError:
+            except Exception:  # noqa: BLE001 - a row's fault ends its request alone
                 self._compute_alone(batch, line)
 
     def _find_narrow(self, lines: npt.NDArray[np.intp]) -> tuple[Flags, Flags]:
@@ -346,7 +352,7 @@ class MaskTable:
         first, filled = int(rows[0]), self._filled[:count]
         are_neighbours = np.array_equal(rows, np.arange(first, first + count))
         last = self._last[first : first + count] if are_neighbours else self._last[rows]
-        differs: Flags = (filled.view(np.uint64) != last.view(np.uint64)).any(axis=1)
+        differs: Flags = (filled != last).any(axis=1)
         if differs.all() and are_neighbours:
             last[:] = filled
         else:
@@ -358,6 +364,12 @@ class MaskTable:
             return not self._is_known[row]
         self._last[row] = self._filled[line]
         return True
+
+
+def _end_thread(batches: queue.SimpleQueue[_Batch | None], thread: threading.Thread) -> None:
+    """Have the table's thread finish what it does and end."""
+    batches.put(None)
+    thread.join()
 
 
 def _as_grammar_error(error: Exception) -> GrammarError:

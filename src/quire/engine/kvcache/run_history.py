@@ -93,20 +93,24 @@ class EvictedSalts:
         self._ghosts.clear()
 
 
-def why_missed(tree: PrefixTree, match: Match, request: Submit, tokens: bytes, now: float) -> PrefixMiss:
-    """Return why no more of a request's tokens than `match` are in the prefix tree.
+def why_missed(
+    tree: PrefixTree, match: Match, request: Submit, tokens: bytes, num_found: int, now: float
+) -> PrefixMiss:
+    """Return why no more of a request's tokens were found than `num_found`: those of `match` in the prefix tree, and
+    those that follow in a tier.
 
     The answer names no request of another tenant, and mentions no eviction of another tenant's blocks, even if the
     tenants share a cache.
     """
-    found, evicted = match.num_tokens, _find_eviction(tree, match, request, tokens)
+    evicted = _find_eviction(tree, match, request, tokens)
     if evicted is not None and evicted.owner.tenant == request.tenant:
         end = min((match.num_blocks + evicted.num_blocks) * tree.block_size, len(tokens) // TOKEN_BYTES)
-        return PrefixMiss("evicted", found, "", end - found, now - evicted.at, tree.policy_name)
-    if match.closest is None:
-        return PrefixMiss("not_cached", found)
+        if end > num_found:
+            return PrefixMiss("evicted", num_found, "", end - num_found, now - evicted.at, tree.policy_name)
+    if match.closest is None or num_found > match.num_tokens:
+        return PrefixMiss("not_cached", num_found)
     owner = match.closest.owner_of(match.num_blocks)
-    return PrefixMiss("differs", found, owner.request_id if owner.tenant == request.tenant else "")
+    return PrefixMiss("differs", num_found, owner.request_id if owner.tenant == request.tenant else "")
 
 
 def _find_eviction(tree: PrefixTree, match: Match, request: Submit, tokens: bytes) -> Eviction | None:

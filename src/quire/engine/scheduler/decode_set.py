@@ -39,9 +39,9 @@ class DecodeSet:
         row, ahead, computed = sequence.row, sequence.ahead, sequence.num_computed
         assert row is not None
         assert ahead is not None
-        sequence.state = SequenceState.AHEAD
-        ahead.base = computed - self.tick
-        ahead.until = min(sequence.group.limit - 1, computed + max(sequence.controller.num_ahead, 1))
+        num_ahead = sequence.controller.num_ahead  # if this raises, nothing has changed
+        ahead.until = min(sequence.group.limit - 1, computed + max(num_ahead, 1))
+        ahead.base, sequence.state = computed - self.tick, SequenceState.AHEAD
         self._rows[len(self._position)] = row
         self._position[row] = len(self._position)
         self._snapshot = None

@@ -44,12 +44,15 @@ class PacedSet:
         return self._rows.num_taken <= FORCED_ROWS
 
     def num_ahead(self, sequence: Sequence) -> int:
-        """Return how many tokens a sequence may run ahead from here; 0: it must be paced."""
+        """Return how many tokens a sequence may run ahead from here; 0: it must be paced, or its own code failed."""
         controller = sequence.controller
-        if controller.is_guided and self.looks_for_forced:
-            with self.guarded(sequence.group):
+        try:
+            if controller.is_guided and self.looks_for_forced:
                 controller.look_for_forced(self.least_forced)
-        return controller.num_ahead
+            return controller.num_ahead
+        except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
+            self.faults.append((sequence.group, fault_of(error)))
+            return 0
 
     def add(self, sequence: Sequence) -> None:
         """Make a sequence due: the next plan computes its last token."""
@@ -139,8 +142,8 @@ class PacedSet:
     # ------------------------------------------------------------------------------------------------------ beams
     def fork_beam(self, parent: Sequence, token: int) -> Sequence:
         """Return a new beam that continues `parent` with `token`, in a row that was reserved for it."""
-        group = parent.group
-        child = Sequence(group, parent.index, parent.handle, parent.table.fork(), parent.controller.clone())
+        group, controller = parent.group, parent.controller.clone()  # if this raises, no block has been shared yet
+        child = Sequence(group, parent.index, parent.handle, parent.table.fork(), controller)
         child.outputs, child.num_computed = [*parent.outputs, token], parent.num_computed
         group.num_spare -= 1
         self._rows.reserve(-1)

@@ -207,7 +207,7 @@ class PrefixReuse:
                 waits |= sequence.num_computed > before  # its own loads, or loads of another group in this plan
         for sequence in found:
             builder.introduce(sequence)
-        self._note(group, found[group.leader][0], limits[group.leader], num_computed(group, tick), loaded, now)
+        self._note(group, *found[group.leader], limits[group.leader], num_computed(group, tick), loaded, now)
         group.origin = group.hit = None
         if waits or any(sequence.num_swapped for sequence in group.live):
             self._loading[group] = None
@@ -227,7 +227,7 @@ class PrefixReuse:
         if match.partial is not None:
             self._filler.copy_partials({sequence: match}, builder)
         builder.introduce(sequence)
-        self._note(group, match, limit, sequence.num_computed, _NOTHING_LOADED, now)
+        self._note(group, match, TierHit(0), limit, sequence.num_computed, _NOTHING_LOADED, now)
         group.hit = None
         if tree is not None:
             self._unpublished.enter(sequence)
@@ -290,13 +290,17 @@ class PrefixReuse:
         computed = origin.computed_at(tick) if start is None else start
         return min(source.num_tokens, computed, group.num_prompt - 1)
 
-    def _note(self, group: Group, match: Match, limit: int, num_found: int, loaded: Counter[str], now: float) -> None:
+    def _note(
+        self, group: Group, match: Match, hit: TierHit, limit: int, num_found: int, loaded: Counter[str], now: float
+    ) -> None:
         """Note in the ledger how many tokens were found, and why no more. Count them."""
         if num_found:
             group.ledger.note("cached", now, num_found, _sources(num_found, loaded) if loaded else "")
-        is_read = self.reads_cache(group)
-        if self._tree is not None and is_read and num_found < limit and num_found == match.num_tokens:
-            group.ledger.note_miss(now, why_missed(self._tree, match, group.request, group.leader.tokens(), now))
+        is_read, tree = self.reads_cache(group), self._tree
+        is_missed = is_read and num_found < limit and num_found == max(match.num_tokens, hit.num_tokens)
+        if tree is not None and is_missed:
+            miss = why_missed(tree, match, group.request, group.leader.tokens(), num_found, now)
+            group.ledger.note_miss(now, miss)
         if group.num_cached is None:
             group.num_cached = num_found if num_found < group.num_prompt else group.num_prompt
             self.num_hits += group.num_cached

@@ -188,7 +188,8 @@ class Scheduler:
             elif self.grow_table(builder, sequence, sequence.num_computed + 1 - sequence.table.num_tokens):
                 if sequence.controller is not PLAIN:
                     builder.write(sequence)
-                decoding.schedule(sequence, decoding.join(sequence), sequence.table.capacity)
+                with self.paced.guarded(sequence.group):
+                    decoding.schedule(sequence, decoding.join(sequence), sequence.table.capacity)
         if full:
             self._append_blocks(builder, [sequence for sequence in full if sequence.ahead is not None])
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native.loader import TYPES, open_library
-from quire.kernels.native.product import PackedWeight
+from quire.kernels.native.ops import PackedWeight
 
 
 class _Linear(Structure):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quire.kernels.native.loader import open_library
-from quire.kernels.native.product import BYTES, NIBBLES, PLAIN, PackedWeight
+from quire.kernels.native.ops import BYTES, NIBBLES, PLAIN, PackedWeight
 
 _GROUP = 32  # inputs that share a scale and an offset
 _READ_BEHIND = 16  # bytes that may be read behind the last panel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.native.product import BYTES, NIBBLES, PLAIN, PackedWeight
+from quire.kernels.native.ops import BYTES, NIBBLES, PLAIN, PackedWeight
 
 TILE_OUTPUTS, TILE_INPUTS, PAIR_OUTPUTS = 16, 32, 32
 

@@ -26,7 +26,7 @@ from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
 from quire.runtime.tiers.make import check_folder, make_tiers
 from quire.runtime.tuned import adopt_tuned
-from quire.runtime.worker.output import StepOutput
+from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.worker import Worker
 from quire.types.errors import EngineDead
 from quire.types.step import Masks, StepPlan, StepResult

@@ -9,12 +9,9 @@ from quire.config.engine import DeviceConfig
 from quire.config.model import Heads, Rope
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
-from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.choice import choose_float8_product, choose_product
-from quire.runtime.layers.embedding import Embedding, TiedHead
 from quire.runtime.layers.linear import Linear, QKVLinear
-from quire.runtime.layers.mlp import GatedMLP
-from quire.runtime.layers.norm import HeadNorm, RMSNorm
+from quire.runtime.layers.modules import Attention, Embedding, GatedMLP, HeadNorm, RMSNorm, TiedHead
 from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.rotary import Rotary

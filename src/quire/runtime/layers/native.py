@@ -1,4 +1,5 @@
-"""Products in our own kernels, most of which keep levels as their file stores them; no row depends on the others."""
+"""The layers in our own compiled CPU kernels: products, most of which keep levels as their file stores them, and the
+small operations between them. No row depends on the others."""
 
 from __future__ import annotations
 
@@ -8,11 +9,34 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.kernels.native import ops
+from quire.kernels.native.ops import ROW_INPUTS, PackedWeight, multiply, multiply_rows
 from quire.kernels.native.panels import cut_level_panels, cut_panels, level_panels_pay
-from quire.kernels.native.product import ROW_INPUTS, PackedWeight, multiply, multiply_rows
 from quire.kernels.native.tiles import TILE_INPUTS, tile_levels, tile_plain
+from quire.runtime.attention.backend import LayerCache
+from quire.runtime.layers.ops import TorchOps
 from quire.runtime.layers.product import Multiply, NumbersProduct, PackedProduct
 from quire.runtime.quantization.levels import LevelWeight
+
+
+class NativeOps(TorchOps):
+    """One compiled pass each; what has no compiled form falls to torch."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return ops.rms_norm(x, weight, eps)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ops.rotate(x, cos, sin)
+        return x
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        return ops.silu_mul(gate_up) if activation == "silu" else super().gate(gate_up, activation)
+
+    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        if key.dtype == cache.key.dtype:
+            ops.write_cache(key, value, cache.key, cache.value, slots)
+        else:
+            super().write(key, value, cache, slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,31 +50,6 @@ class TorchOps:
             memory.index_copy_(0, slots, indexable(_held(new.reshape(-1, dim), dtype)))
 
 
-class NativeOps(TorchOps):
-    """One compiled pass each; what has no compiled form falls to torch."""
-
-    def __init__(self) -> None:
-        from quire.kernels.native import ops
-
-        self._ops = ops
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._ops.rms_norm(x, weight, eps)
-
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        self._ops.rotate(x, cos, sin)
-        return x
-
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        return self._ops.silu_mul(gate_up) if activation == "silu" else super().gate(gate_up, activation)
-
-    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        if key.dtype == cache.key.dtype:
-            self._ops.write_cache(key, value, cache.key, cache.value, slots)
-        else:
-            super().write(key, value, cache, slots)
-
-
 class TritonOps(TorchOps):
     """One launch each for the norm and the gate; what is joined with its neighbours is in models.triton_stack."""
 
@@ -98,7 +73,11 @@ def choose_ops(dtype: torch.dtype, device: torch.device, *, triton: bool = False
     """`triton`: the Triton kernels run this model."""
     if triton:
         return TritonOps()
-    return NativeOps() if why_not_native(dtype, device) is None else TorchOps()
+    if why_not_native(dtype, device) is not None:
+        return TorchOps()
+    from quire.runtime.layers.native import NativeOps
+
+    return NativeOps()
 
 
 def normalize(x: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,8 @@
-"""The last step of sampling: from transformed logits to one token per row, by temperature, min_p, top_k and top_p."""
+"""The last step of sampling: from transformed logits to one token per row, by temperature, min_p, top_k and top_p.
+
+Where no token could be chosen, a negative mark takes the token id's place on the device, so that nobody waits there to
+find out; the worker asks for the reasons when the ids have reached the host.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,23 @@ from quire.runtime.sampling.choosers.chooser import Chooser
 from quire.runtime.sampling.choosers.full import DrawFromAll
 from quire.runtime.sampling.choosers.top_k import DrawFromTopK
 from quire.runtime.sampling.choosers.top_p import DrawFromTopP
-from quire.runtime.sampling.failures import mark_failures
 from quire.runtime.sampling.masking import apply_masks
-from quire.runtime.sampling.members import Part, make_part
 from quire.runtime.sampling.rng import Streams
-from quire.runtime.sampling.samples import Samples
+from quire.runtime.sampling.samples import Part, Samples, make_part
 from quire.runtime.sampling.tiles import best_token, tile_max
 from quire.runtime.sampling.transforms.min_p import MinP
 from quire.runtime.sampling.transforms.temperature import Temperature
 from quire.runtime.sampling.transforms.transform import Step, Transform
-from quire.types.step import Ints, Masks, NewRow
+from quire.types.step import NO_ROWS, Ints, Masks, NewRow, RowFailure
 
+NOT_FINITE = -1
+NOTHING_ALLOWED = -2
+
+_UNDER_A_MASK = "the grammar allows no token, or none that allowed_token_ids, bad_words and min_tokens leave"
+_REASONS = {
+    NOT_FINITE: "the model's logits are NaN or infinite; try dtype float32 or bfloat16, or check the weights",
+    NOTHING_ALLOWED: "no token is left to choose; loosen allowed_token_ids, bad_words or min_tokens",
+}
 _LINES_AT_ONCE = 64  # rows drawn together; bounds the scratch memory to a few dozen bytes per token of their vocabulary
 
 
@@ -139,3 +149,25 @@ def _joined(chosen: list[tuple[Part, Tensor]]) -> Tensor:
     for part, ids in chosen:
         token_ids.index_copy_(0, part.positions, ids)
     return token_ids
+
+
+def mark_failures(token_ids: Tensor, best: Tensor) -> Tensor:  # [S], [S] -> [S]
+    """Token ids, negative where a row's highest transformed logit `best` is no finite number."""
+    mark = torch.where(best == float("-inf"), NOTHING_ALLOWED, NOT_FINITE)
+    return torch.where(best.isfinite(), token_ids, mark)
+
+
+def row_failures(rows: Ints, token_ids: Ints, masked: Ints = NO_ROWS) -> tuple[RowFailure, ...]:
+    """The rows of a batch one of whose ids, as `Sampler.sample` gave it and now on the host, is a mark and no token.
+
+    `masked` are the places of samples under a grammar's mask.
+    """
+    if not len(token_ids) or token_ids.min() >= 0:
+        return ()
+    under_masks = set(masked.tolist())
+    failures: dict[int, str] = {}
+    for place in (token_ids < 0).nonzero()[0].tolist():
+        mark = int(token_ids[place])
+        reason = _UNDER_A_MASK if mark == NOTHING_ALLOWED and place in under_masks else _REASONS[mark]
+        failures.setdefault(int(rows[place]), reason)
+    return tuple(RowFailure(row, reason) for row, reason in failures.items())

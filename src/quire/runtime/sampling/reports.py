@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from types import NoneType
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.runtime.pending import Pending, gathered
 from quire.runtime.sampling.column import Column
 from quire.runtime.sampling.logprobs import Listing, Wanted, entries_of
-from quire.runtime.sampling.members import Members, Part
-from quire.runtime.sampling.samples import Longs
+from quire.runtime.sampling.samples import Longs, Members, Part
+from quire.runtime.transfer import Pending, gathered
 from quire.types.step import Candidates, Ints, NewRow, RowLogprobs
 
 NO_LOGPROBS: Pending[tuple[RowLogprobs, ...]] = Pending((), tuple)
-NO_CANDIDATES: Pending[Candidates | None] = Pending((), lambda: None)
+NO_CANDIDATES: Pending[Candidates | None] = Pending((), NoneType)
 
 
 class Report(NamedTuple):

@@ -9,14 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.runtime.pending import Pending
 from quire.runtime.sampling.choice import Choice, TorchChoice
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.logprobs import Listing, list_logprobs, prompt_entries
-from quire.runtime.sampling.members import Part
 from quire.runtime.sampling.ranking import best_tokens
 from quire.runtime.sampling.reports import NO_CANDIDATES, NO_LOGPROBS, NO_REPORT, Report, Reports, all_candidates
-from quire.runtime.sampling.samples import Longs, Samples
+from quire.runtime.sampling.samples import Longs, Part, Samples
 from quire.runtime.sampling.tiles import tile_max
 from quire.runtime.sampling.transforms.allowed_ids import AllowedIds
 from quire.runtime.sampling.transforms.bad_words import BadWords
@@ -26,6 +24,7 @@ from quire.runtime.sampling.transforms.occurrence import OccurrencePenalty
 from quire.runtime.sampling.transforms.repetition import RepetitionPenalty
 from quire.runtime.sampling.transforms.transform import Step, Transform
 from quire.runtime.sampling.validation import check_ids
+from quire.runtime.transfer import Pending
 from quire.types.step import Candidates, Ints, NewRow, PromptLogprobs, RowLogprobs
 
 

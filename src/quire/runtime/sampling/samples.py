@@ -1,4 +1,4 @@
-"""Which tokens a step chooses."""
+"""The samples of one step, and the part of them whose rows use one feature of the sampler."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
+from quire.runtime.transfer import to_device
 from quire.types.step import Ints, Masks
 
 Longs = npt.NDArray[np.int64]
@@ -49,3 +51,92 @@ def _select(masks: Masks, chosen: Longs, count: int) -> Masks | None:
     if not kept.any():
         return None
     return Masks(places[kept], masks.bits[kept], None if masks.changed is None else masks.changed[kept])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The samples of one batch whose rows use one feature, in the batch's order; a row may have several."""
+
+    positions: Tensor  # [G] int64, their places in the batch
+    rows: Tensor  # [G] int64, their places in the token history
+    slots: Tensor  # [G] int64, their places in the feature's own columns
+    host_positions: npt.NDArray[np.int64]  # [G], `positions` as the host knows them
+    whole: bool  # every row of the batch is in it
+
+    def take(self, batch: Tensor) -> Tensor:
+        """The part's rows of a tensor over the batch: the tensor itself if that is all of them, else a copy."""
+        return batch if self.whole else batch.index_select(0, self.positions)
+
+    def put(self, batch: Tensor, values: Tensor) -> None:
+        """Write back what `take` gave, after it was changed in place."""
+        if not self.whole:
+            batch.index_copy_(0, self.positions, values)
+
+
+class Members:
+    """The rows that use one feature, each with a slot for its parameters. Joining and leaving cost O(1)."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._slots = np.full(num_rows, -1, dtype=np.int64)
+        self._free: list[int] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, row: int) -> bool:
+        return bool(self._slots[row] >= 0)
+
+    @property
+    def rows(self) -> set[int]:
+        return set(np.flatnonzero(self._slots >= 0).tolist())
+
+    def slot(self, row: int) -> int:
+        return int(self._slots[row])
+
+    def join(self, row: int) -> int:
+        """Give a new row the lowest-numbered slot at hand; slots stay dense, so columns stay small."""
+        assert row not in self, f"row {row} joined twice"
+        slot = self._free.pop() if self._free else self._count
+        self._slots[row] = slot
+        self._count += 1
+        return slot
+
+    def leave(self, row: int) -> None:
+        """Forget a row. Idempotent."""
+        if self._count and row in self:
+            self._free.append(self.slot(row))
+            self._slots[row] = -1
+            self._count -= 1
+
+    def among(self, rows: Ints) -> npt.NDArray[np.bool_]:
+        """Which of a batch's rows are members."""
+        return self._slots[rows] >= 0
+
+    def part(self, rows: Ints, device: torch.device) -> Part | None:
+        """The members among a batch's rows, or None if there are none."""
+        if not self._count:
+            return None
+        slots = self._slots[rows]
+        return make_part(rows, slots >= 0, slots, device)
+
+    def check(self) -> None:
+        held = self._slots[self._slots >= 0].tolist()
+        assert len(held) == self._count
+        assert sorted(held + self._free) == list(range(len(held) + len(self._free)))
+
+
+def make_part(
+    rows: Ints, chosen: npt.NDArray[np.bool_], slots: npt.NDArray[np.int64], device: torch.device
+) -> Part | None:
+    """The part of a batch where `chosen` is true, or None if that is nowhere."""
+    (positions,) = np.nonzero(chosen)
+    if not len(positions):
+        return None
+    return Part(
+        positions=to_device(torch.from_numpy(positions), device),
+        rows=to_device(torch.from_numpy(rows[positions].astype(np.int64)), device),
+        slots=to_device(torch.from_numpy(slots[positions]), device),
+        host_positions=positions,
+        whole=len(positions) == len(rows),
+    )

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quire.runtime.pending import Pending
+from quire.runtime.transfer import Pending
 from quire.types.step import RowDraft, StepPlan
 
 
@@ -43,9 +43,5 @@ class NoDrafter:
         return NO_DRAFTS
 
 
-def _none() -> tuple[RowDraft, ...]:
-    return ()
-
-
-NO_DRAFTS: Pending[tuple[RowDraft, ...]] = Pending((), _none)
+NO_DRAFTS: Pending[tuple[RowDraft, ...]] = Pending((), tuple)
 NO_DRAFTER = NoDrafter()

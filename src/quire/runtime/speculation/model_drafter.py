@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from quire.runtime.pending import Pending
 from quire.runtime.speculation.coverage import Coverage
 from quire.runtime.speculation.drafter import NO_DRAFTS
 from quire.runtime.speculation.truth import Span, accepted, read_rows, samples_of
+from quire.runtime.transfer import Pending
 from quire.runtime.worker.rows import Rows
 from quire.runtime.worker.worker import Worker
 from quire.types.step import Chunk, DraftOrder, NewRow, RowDraft, RowTokens, StepPlan

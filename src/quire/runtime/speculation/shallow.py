@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quire.config.model import ModelConfig
 from quire.runtime.attention.backend import AttentionBackend
-from quire.runtime.layers.embedding import Embedding
+from quire.runtime.layers.modules import Embedding
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.models.decoder import Decoder

@@ -24,7 +24,7 @@ from quire.runtime.sampling.triton_choice import TritonChoice
 from quire.runtime.worker.capture import Capture, Launch
 from quire.runtime.worker.device_lists import NOTHING_LISTED, ListSpace
 from quire.runtime.worker.device_state import DeviceState
-from quire.runtime.worker.output import SampleStep, StepOutput, masked_samples
+from quire.runtime.worker.runner import SampleStep, StepOutput, masked_samples
 from quire.types.step import NO_ROWS, Ints, Masks, StepPlan
 
 logger = logging.getLogger("quire.runtime")

@@ -7,57 +7,18 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from quire.config.engine import EngineConfig, token_buckets
 from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import TORCH_DTYPES
 from quire.runtime.models.registry import Model
-from quire.runtime.worker.batch import Batch, BatchBuilder
+from quire.runtime.worker.batch import BatchBuilder
 from quire.runtime.worker.cache import KVCache
-from quire.runtime.worker.output import SampleStep, StepOutput
 from quire.runtime.worker.rows import Rows
-from quire.runtime.worker.runner import Batches, Forward, RowSampler
+from quire.runtime.worker.runner import Batches, Forward, Graphs, NoGraphs, PlainForward, RowSampler
 from quire.runtime.worker.virtual_batch import VirtualBatchBuilder
 from quire.runtime.worker.virtual_cache import VirtualCache
 from quire.runtime.worker.virtual_rows import VirtualRows
-from quire.types.step import StepPlan
-
-
-class Graphs(Protocol):
-    """Steps that are captured."""
-
-    def takes(self, plan: StepPlan) -> bool:
-        """Whether this step can run by a graph."""
-
-    def run(self, plan: StepPlan) -> StepOutput:
-        """Run it, rows updated."""
-
-    def begin(self, plan: StepPlan) -> SampleStep:
-        """Run a guided step up to its logits. What this returns samples; it is called before the next step begins."""
-
-
-class NoGraphs:
-    """Nothing is captured."""
-
-    def takes(self, plan: StepPlan) -> bool:  # noqa: ARG002
-        return False
-
-    def run(self, plan: StepPlan) -> StepOutput:
-        raise AssertionError(f"step {plan.step} was not taken")
-
-    def begin(self, plan: StepPlan) -> SampleStep:
-        raise AssertionError(f"step {plan.step} was not taken")
-
-
-class PlainForward:
-    """The model over every batch as it comes."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return self._model(batch.step)
 
 
 class Preparing(Protocol):

@@ -1,25 +1,86 @@
-"""One step from batch to tokens. Only orchestrates: every part it calls lives elsewhere."""
+"""One step from batch to tokens: its parts as protocols, the runner that calls them in order, and the output."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from itertools import islice
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.runtime.models.registry import Model
+from quire.runtime.sampling.choice import row_failures
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.reports import NO_REPORT, Report, merged
 from quire.runtime.sampling.samples import Samples
+from quire.runtime.speculation.drafter import NO_DRAFTS
+from quire.runtime.transfer import Pending
 from quire.runtime.worker.batch import Batch
-from quire.runtime.worker.output import SampleStep, StepOutput, masked_samples
 from quire.runtime.worker.rows import Rows
-from quire.types.step import Chunk, Masks, NewRow, PromptLogprobs, RowFailure, StepPlan
+from quire.types.step import (
+    NO_ROWS,
+    Chunk,
+    Ints,
+    Masks,
+    NewRow,
+    PromptLogprobs,
+    RowDraft,
+    RowFailure,
+    StepPlan,
+    StepResult,
+)
 
+_Part = TypeVar("_Part")
 _PROMPT_LOGPROBS_AT_ONCE = 128  # positions whose logits are held at a time
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """A step's result while its numbers are still on the device; the next step may overwrite them there."""
+
+    plan: StepPlan
+    token_ids: Tensor  # [samples], int64; negative where the sampler failed a row
+    report: Report = NO_REPORT
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    failures: tuple[RowFailure, ...] = ()
+    drafts: Pending[tuple[RowDraft, ...]] = NO_DRAFTS
+    masked: Ints = field(default_factory=lambda: NO_ROWS)  # places of the samples that had a mask
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that must come to the host."""
+        return (self.token_ids, *self.report.logprobs.tensors, *self.report.candidates.tensors, *self.drafts.tensors)
+
+    def result(self, on_host: Sequence[Tensor]) -> StepResult:
+        """The result, given `tensors` on the host; they may be overwritten afterwards."""
+        tokens, numbers = on_host[0].numpy().astype(np.int32), iter(on_host[1:])
+        return StepResult(
+            self.plan.step,
+            tokens.clip(min=0),
+            _read(self.report.logprobs, numbers),
+            self.prompt_logprobs,
+            self.failures + row_failures(self.plan.sample_rows, tokens, self.masked),
+            _read(self.report.candidates, numbers),
+            _read(self.drafts, numbers),
+        )
+
+
+SampleStep = Callable[[Masks | None], StepOutput]
+"""The second half of a step whose forward pass is launched: samples under these masks, and updates the rows."""
+
+
+def masked_samples(masks: Masks | None) -> Ints:
+    """The places of samples that have a mask."""
+    return NO_ROWS if masks is None else masks.samples
+
+
+def _read(part: Pending[_Part], numbers: Iterator[Tensor]) -> _Part:
+    """What a part is, from the next of the numbers."""
+    return part.finish(tuple(islice(numbers, len(part.tensors))))
 
 
 class Sampled(Protocol):
@@ -52,6 +113,42 @@ class Batches(Protocol):
 class Forward(Protocol):
     def __call__(self, batch: Batch) -> Tensor:
         """All layers: hidden states [tokens, hidden], padding included; fills the cache."""
+
+
+class PlainForward:
+    """The model over every batch as it comes."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self._model(batch.step)
+
+
+class Graphs(Protocol):
+    """Steps that are captured."""
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether this step can run by a graph."""
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Run it, rows updated."""
+
+    def begin(self, plan: StepPlan) -> SampleStep:
+        """Run a guided step up to its logits. What this returns samples; it is called before the next step begins."""
+
+
+class NoGraphs:
+    """Nothing is captured."""
+
+    def takes(self, plan: StepPlan) -> bool:  # noqa: ARG002
+        return False
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        raise AssertionError(f"step {plan.step} was not taken")
+
+    def begin(self, plan: StepPlan) -> SampleStep:
+        raise AssertionError(f"step {plan.step} was not taken")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,8 @@ from quire.runtime.models.registry import Model
 from quire.runtime.speculation.drafter import NO_DRAFTER, Drafter
 from quire.runtime.tiers.tiers import NO_TIERS, Tiers
 from quire.runtime.worker.cache import KVCache
-from quire.runtime.worker.output import SampleStep, StepOutput
 from quire.runtime.worker.parts import make_parts
-from quire.runtime.worker.runner import RowSampler, Runner
+from quire.runtime.worker.runner import RowSampler, Runner, SampleStep, StepOutput
 from quire.types.errors import InvalidRequest
 from quire.types.step import Ints, Masks, NewRow, RowFailure, RowTokens, StepPlan
 

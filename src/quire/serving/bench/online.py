@@ -16,7 +16,7 @@ from quire.serving.bench.report import describe, machine, write_json, write_plot
 from quire.serving.bench.summary import parse_objective, summarize
 from quire.serving.bench.timeline import Timeline, read_recording
 from quire.serving.bench.workload import Job, RandomShape, has_times, poisson, random_jobs, read_jobs, replay
-from quire.serving.progress import ProgressLine
+from quire.serving.terminal import ProgressLine
 from quire.types.errors import ConfigError, QuireError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from quire.config.sizes import format_size
-from quire.serving.progress import LoadingProgress
+from quire.serving.terminal import LoadingProgress
 
 
 def run_pull(args: argparse.Namespace) -> int:

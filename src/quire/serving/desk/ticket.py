@@ -9,8 +9,7 @@ from typing import Literal
 from quire.engine.submission import num_sequences
 from quire.serving.desk.mailbox import Delta, Mailbox
 from quire.serving.desk.observer import RequestRecord
-from quire.serving.outputs import settled
-from quire.serving.sample_text import SampleText, is_ranked
+from quire.serving.outputs import SampleText, is_ranked, settled
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.output import Finished, SampleEnd
 from quire.types.request import Submit

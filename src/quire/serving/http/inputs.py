@@ -18,7 +18,7 @@ from quire.serving.http.kinds import (
     prune_strangers,
     shown,
 )
-from quire.serving.prompts import Prompt
+from quire.serving.requests import Prompt
 from quire.serving.text.chat_messages import CALL_FIELDS, MAX_ROLE_CHARACTERS, MESSAGE_FIELDS, PART_FIELDS
 from quire.types.errors import InvalidRequest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from quire.serving.progress import LoadingProgress
+from quire.serving.terminal import LoadingProgress
 
 
 class Announcer:

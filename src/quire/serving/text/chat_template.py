@@ -10,10 +10,16 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError, meta
 from jinja2.exceptions import SecurityError
 
-from quire.serving.text.chat_messages import Message, PlainData, check_messages, check_tools
+from quire.serving.text.chat_messages import (
+    Message,
+    PlainData,
+    check_messages,
+    check_tools,
+    describe_tools,
+    write_calls,
+)
 from quire.serving.text.template_budget import Budget, TemplateLimits, TemplateTooCostly
 from quire.serving.text.template_sandbox import TemplateEnvironment
-from quire.serving.text.tool_calls.described import describe_tools, write_calls
 from quire.types.errors import InvalidRequest, ModelLoadError
 
 logger = logging.getLogger("quire.text")

@@ -6,8 +6,7 @@ import codecs
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
-from quire.serving.text.decoding import REPLACEMENT, Decoding
-from quire.serving.text.tokenizer import Tokenizer
+from quire.serving.text.tokenizer import REPLACEMENT, Decoding, Tokenizer
 
 
 class _Stream(Protocol):

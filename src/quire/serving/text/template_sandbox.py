@@ -9,26 +9,39 @@ from __future__ import annotations
 import datetime as dt
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from jinja2 import TemplateError, Undefined, nodes
+from jinja2 import TemplateError, Undefined, nodes, pass_context
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
-from quire.serving.text import template_filters as guards
-from quire.serving.text.template_budget import Budget, TemplateTooCostly
-from quire.serving.text.template_filters import budget_of
-from quire.serving.text.template_guard import CHECKS, guard, written
+from quire.serving.text.template_budget import (
+    CALL_BYTES,
+    MAX_ARGUMENT,
+    MAX_CHARACTER_SET,
+    Budget,
+    TemplateTooCostly,
+    budget_of,
+    check_format,
+    check_join,
+    check_percent,
+    check_replace,
+    guarded_filters,
+    guarded_tests,
+)
 
 MAX_POWER = 64
 MAX_TIME_FORMAT = 256
 _SLOW_SEARCHES = frozenset({"strip", "lstrip", "rstrip", "rfind", "rindex", "rsplit", "rpartition"})
 _LONG_TEXT = 65_536
+_LONG_OPERAND = 4_096  # characters from which a comparison is worth a look at the clock
+TURN_BYTES = 64
 _FRAME_VARIABLES = ("_loop_vars", "_block_vars")  # Jinja hands a frame's own variables along with every call
 _OBJECT_BYTES = 512  # a namespace and its dictionary
 _STRING_METHODS = (
@@ -65,8 +78,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             finalize=written,
             extensions=[LoopControlExtension, _GenerationBlock],
         )
-        self.filters = guards.guarded_filters() | CHECKS
-        self.tests = guards.guarded_tests()
+        self.filters = guarded_filters() | CHECKS
+        self.tests = guarded_tests()
         self.globals = {
             "range": safe_range,
             "dict": _make_dict,
@@ -109,7 +122,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "+" and isinstance(left, sized) and isinstance(right, sized):
             budget.fits(len(left) + len(right))
         elif operator == "%" and isinstance(left, str):
-            guards.check_percent(budget, left, right)
+            check_percent(budget, left, right)
         elif operator == "**" and isinstance(right, int) and abs(right) > MAX_POWER:
             raise TemplateTooCostly(f"it raises a number to the power {right}, limit {MAX_POWER}")
         result = super().call_binop(context, operator, left, right)
@@ -127,7 +140,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             return __obj()
         given = [value for name, value in kwargs.items() if name not in _FRAME_VARIABLES]
         if isinstance(__obj, _Format):
-            guards.check_format(budget, __obj.template, (*args, *given))
+            check_format(budget, __obj.template, (*args, *given))
         elif isinstance(getattr(__obj, "__self__", None), tuple(_METHODS)):
             args = __self._checked_arguments(__context, __obj, args, given)
         elif id(__obj) in __self._functions:
@@ -135,7 +148,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         elif not isinstance(__obj, (Macro, LoopContext)):
             raise SecurityError(f"a {type(__obj).__name__} may not be called in a chat template")
         result = super().call(__context, __obj, *args, **kwargs)
-        budget.spend(guards.CALL_BYTES)
+        budget.spend(CALL_BYTES)
         budget.made(result)
         return result
 
@@ -148,16 +161,16 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             raise SecurityError(f"{type(owner).__name__}.{name} is not available in chat templates")
         if name == "join" and args:
             parts = budget.listed(args[0])
-            guards.check_join(budget, owner, parts)
+            check_join(budget, owner, parts)
             return (parts, *args[1:])
         for argument in (*args, *given):
             if isinstance(argument, int):
-                if abs(argument) > guards.MAX_ARGUMENT:
-                    raise TemplateTooCostly(f"{name} was given {argument}, limit {guards.MAX_ARGUMENT}")
+                if abs(argument) > MAX_ARGUMENT:
+                    raise TemplateTooCostly(f"{name} was given {argument}, limit {MAX_ARGUMENT}")
             else:
                 budget.weigh(argument)
         if name == "replace" and len(args) > 1 and all(isinstance(text, str) for text in args[:2]):
-            guards.check_replace(budget, owner, args[0], args[1])
+            check_replace(budget, owner, args[0], args[1])
         if isinstance(owner, str):
             _check_search(budget, owner, name, args)
         return args
@@ -170,11 +183,9 @@ def _check_search(budget: Budget, text: str, name: str, args: tuple[Any, ...]) -
     if (
         name in _SLOW_SEARCHES
         and len(text) > _LONG_TEXT
-        and any(isinstance(a, str) and len(a) > guards.MAX_CHARACTER_SET for a in args)
+        and any(isinstance(a, str) and len(a) > MAX_CHARACTER_SET for a in args)
     ):
-        raise TemplateTooCostly(
-            f"{name} was given more than {guards.MAX_CHARACTER_SET} characters to find in a long text"
-        )
+        raise TemplateTooCostly(f"{name} was given more than {MAX_CHARACTER_SET} characters to find in a long text")
 
 
 class _Format:
@@ -231,3 +242,140 @@ def _strftime_now(template: object) -> str:
     if not isinstance(template, str) or len(template) > MAX_TIME_FORMAT or not _STRFTIME.fullmatch(template):
         raise SecurityError(f"strftime_now takes a plain format of at most {MAX_TIME_FORMAT} characters")
     return dt.datetime.now().strftime(template)
+
+
+def guard(template: nodes.Template) -> nodes.Template:
+    """`template`, changed in place: loop turns, comparisons, literals, slices and joins report to the budget."""
+    _Guard().visit(template)
+    return template
+
+
+class _Guard(NodeTransformer):
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        self.generic_visit(node, *args, **kwargs)
+        rewrite = _REWRITES.get(type(node))
+        return node if rewrite is None else rewrite(node)
+
+
+def _checked(node: nodes.Expr, check: str) -> nodes.Expr:
+    """`node`, its value passed through one of CHECKS on its way."""
+    if check in ("operand", "key") and isinstance(node, nodes.Const):
+        return node
+    return nodes.Filter(node, f"quire.{check}", [], [], None, None, lineno=node.lineno)
+
+
+def _guard_for(node: nodes.For) -> nodes.Node:
+    literal = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+    turn = _checked(nodes.Const(literal, lineno=node.lineno), "turn")
+    node.body.insert(0, nodes.ExprStmt(turn, lineno=node.lineno))
+    if node.test is not None:
+        look = _checked(nodes.Const(0, lineno=node.lineno), "turn")
+        node.test = nodes.And(look, node.test, lineno=node.lineno)
+    return node
+
+
+def _guard_concat(node: nodes.Concat) -> nodes.Node:
+    return _checked(nodes.Tuple(node.nodes, "load", lineno=node.lineno), "concat")
+
+
+def _guard_compare(node: nodes.Compare) -> nodes.Node:
+    node.expr = _checked(node.expr, "operand")
+    for operand in node.ops:
+        operand.expr = _checked(operand.expr, "operand")
+    return node
+
+
+def _guard_getitem(node: nodes.Getitem) -> nodes.Node:
+    return _checked(node, "made") if isinstance(node.arg, nodes.Slice) else node
+
+
+def _guard_list(node: nodes.List) -> nodes.Node:
+    return _checked(node, "made")
+
+
+def _guard_tuple(node: nodes.Tuple) -> nodes.Node:
+    return _checked(node, "made") if node.ctx == "load" else node
+
+
+def _guard_dict(node: nodes.Dict) -> nodes.Node:
+    for pair in node.items:
+        pair.key = _checked(pair.key, "key")
+    return _checked(node, "made")
+
+
+def _guard_assign_block(node: nodes.AssignBlock) -> nodes.Node:
+    node.filter = nodes.Filter(node.filter, "quire.made", [], [], None, None, lineno=node.lineno)
+    return node
+
+
+_REWRITES: dict[type[nodes.Node], Callable[[Any], nodes.Node]] = {
+    nodes.For: _guard_for,
+    nodes.Concat: _guard_concat,
+    nodes.Compare: _guard_compare,
+    nodes.Getitem: _guard_getitem,
+    nodes.List: _guard_list,
+    nodes.Tuple: _guard_tuple,
+    nodes.Dict: _guard_dict,
+    nodes.AssignBlock: _guard_assign_block,
+}
+
+
+@pass_context
+def _turn(context: Context, literal: int) -> bool:
+    """One turn of a loop, which may write `literal` characters of the template's own text."""
+    budget = budget_of(context)
+    budget.tick()
+    budget.spend(literal + TURN_BYTES)
+    return True
+
+
+@pass_context
+def _made(context: Context, value: Any) -> Any:
+    budget_of(context).made(value)
+    return value
+
+
+@pass_context
+def _operand(context: Context, value: Any) -> Any:
+    """Comparing walks through both sides, so one is weighed and the clock looked at before."""
+    if isinstance(value, str):
+        if len(value) > _LONG_OPERAND:
+            budget_of(context).tick()
+    elif isinstance(value, (list, tuple, Mapping)):
+        budget_of(context).tick()
+        budget_of(context).weigh(value)
+    return value
+
+
+def _key(value: Any) -> Any:
+    if not isinstance(value, (str, int, float, type(None))):
+        raise SecurityError(f"a {type(value).__name__} cannot be a key here")
+    return value
+
+
+@pass_context
+def _concat(context: Context, parts: tuple[Any, ...]) -> str:
+    budget = budget_of(context)
+    texts = [budget.text(part) for part in parts]
+    budget.fits(sum(map(len, texts)))
+    joined = "".join(texts)
+    budget.made(joined)
+    return joined
+
+
+@pass_context
+def written(context: Context, value: Any) -> str:
+    """What {{ value }} writes."""
+    budget = budget_of(context)
+    text = budget.text(value)
+    budget.spend(len(text))
+    return text
+
+
+CHECKS: dict[str, Any] = {
+    "quire.turn": _turn,
+    "quire.made": _made,
+    "quire.operand": _operand,
+    "quire.key": _key,
+    "quire.concat": _concat,
+}

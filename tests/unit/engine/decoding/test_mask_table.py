@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -202,6 +206,27 @@ def test_the_end_of_the_vocabulary_may_lie_anywhere_in_a_word(size: int) -> None
     assert bits.shape == (1, -(-size // 32))
     assert np.array_equal(bits[0], matcher.mask())
     assert max(allowed(bits[0])) == EOS
+    table.close()
+
+
+@pytest.mark.parametrize("size", [SIZE, SIZE + 17, SIZE + 32])
+def test_a_batch_without_faults_is_computed_by_llguidances_threads_alone(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row by row the masks would be the same, and take many times as long: nothing else would show it."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("a mask was computed alone")
+
+    monkeypatch.setattr(MaskTable, "_compute_alone", fail)
+    monkeypatch.setattr(MaskTable, "_consume_alone", fail)
+    grammar = CompiledGrammar(GRAMMARS["a text"], GrammarTokens(word_vocabulary(), size))
+    table = MaskTable(16, size, threads=2)
+    matchers = [grammar.matcher((EOS,)) for _ in range(16)]
+    table.begin(range(16), matchers)
+    masks = table.finish()
+    table.begin(range(16), matchers, [min(allowed(bits)) for bits in masks.bits])
+    assert not table.finish().failed
     table.close()
 
 
@@ -430,3 +455,16 @@ def test_a_batch_that_is_never_finished_does_not_keep_a_table_from_closing() -> 
     table = MaskTable(4, SIZE, threads=1)
     table.begin([0], [compiled("start: /x+/").matcher(())])
     table.close()
+
+
+def test_a_program_that_ends_while_masks_are_computed_does_not_crash() -> None:
+    """As after an interrupt: nobody has closed the table, and its thread is inside llguidance."""
+    program = """
+from test_mask_table import *
+table, grammar = MaskTable(64, SIZE, threads=2), compiled(GRAMMARS["an address"])
+table.begin(range(64), [grammar.matcher((EOS,)) for _ in range(64)])
+"""
+    places = [str(Path(__file__).parent), *filter(None, sys.path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

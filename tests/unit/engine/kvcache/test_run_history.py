@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness import Harness
+from quire.config.tiers import TierConfig
 from quire.engine.kvcache import run_history
 from quire.engine.kvcache.run_history import EvictedSalts, Eviction, Owner, Owners
 from quire.types.ledger import PrefixMiss
@@ -89,6 +90,21 @@ def test_an_eviction_is_told_with_as_many_tokens_as_the_prompt_has() -> None:
     miss = ask(engine, "again", [*block(1), *block(2)[:3]])
     assert miss == PrefixMiss("evicted", 0, "", 7, 2.0, "lru")
     assert miss.text() == "7 tokens from here on were evicted 2.0 s ago by lru"
+
+
+def test_what_a_tier_has_lost_of_an_evicted_prompt_is_told_as_evicted() -> None:
+    engine = Harness(num_blocks=12, max_model_len=48, tiers=TierConfig(host_blocks=14))
+    ask(engine, "a", block(1, 2, 3, 4, 5))
+    fill(engine)  # the prompt is in the tier now
+    fill(engine, "other")  # and the first blocks of the filler beside it
+    miss = ask(engine, "again", block(1, 2, 3, 4, 5))
+    (cached,) = [entry for entry in engine.finished["again"].ledger if entry.kind == "cached"]
+    assert cached.note == f"host {cached.amount}"
+    assert miss is not None
+    assert miss.num_found == cached.amount < 19
+    assert (miss.reason, miss.num_tokens) == ("evicted", 20 - cached.amount)
+    longer = ask(engine, "longer", [*block(1, 2, 3, 4, 5), 9, 9])
+    assert longer == PrefixMiss("not_cached", 20)
 
 
 def test_evictions_of_another_tenants_blocks_are_not_mentioned() -> None:

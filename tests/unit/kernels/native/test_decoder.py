@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native.loader import why_not_native
-from quire.kernels.native.product import BYTES, NIBBLES, PLAIN, PackedWeight
+from quire.kernels.native.ops import BYTES, NIBBLES, PLAIN, PackedWeight
 
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from quire.config.model import packed_bytes
 from quire.kernels.native.loader import open_library, why_not_native
+from quire.kernels.native.ops import PackedWeight, multiply, multiply_rows
 from quire.kernels.native.panels import cut_level_panels, cut_panels
-from quire.kernels.native.product import PackedWeight, multiply, multiply_rows
 from random_levels import random_levels
 
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.native.loader import why_not_native
-from quire.kernels.native.product import PackedWeight, multiply
+from quire.kernels.native.ops import PackedWeight, multiply
 from quire.kernels.native.tiles import tile_levels, tile_plain
 from random_levels import random_levels
 

@@ -192,7 +192,7 @@ def test_on_a_gpu_two_steps_are_in_flight_and_tokens_feed_the_next_step_there() 
 def test_on_a_gpu_no_report_makes_a_launch_wait() -> None:
     config = engine_config(block_size=16, rows=4, device="cuda")
     single = SingleExecutor(FILES, tiny_config(), config, load_format="dummy")
-    rows = (row(0, 5, logprobs=2), replace(row(1, 5), num_candidates=4))
+    rows = (row(0, 5, logprobs=2), row(1, 5)._replace(num_candidates=4))
     single.launch(StepPlan(step=0, new_rows=rows, chunks=(Chunk(0, 0, 5, (0,)), Chunk(1, 0, 5, (1,)))))
     both, first = np.array([0, 1], dtype=np.int32), single.collect()
     single.launch(StepPlan(step=1, decode_rows=both))  # is captured
@@ -213,7 +213,7 @@ def test_on_a_gpu_no_report_makes_a_launch_wait() -> None:
 
 def test_candidates_and_logprobs_reach_the_result() -> None:
     single = executor()
-    rows = (row(0, 5, logprobs=1), replace(row(1, 5), num_candidates=3), replace(row(2, 5), num_candidates=4))
+    rows = (row(0, 5, logprobs=1), row(1, 5)._replace(num_candidates=3), row(2, 5)._replace(num_candidates=4))
     single.launch(StepPlan(step=0, new_rows=rows, chunks=tuple(Chunk(each.row, 0, 5, (each.row,)) for each in rows)))
     result = single.collect()
     assert [told.row for told in result.logprobs] == [0]

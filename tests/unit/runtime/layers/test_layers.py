@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from quire.config.model import Heads
 from quire.kernels.reference.elementwise import rms_norm, silu_and_multiply
 from quire.runtime.attention.backend import LayerCache
-from quire.runtime.layers.embedding import Embedding, TiedHead
 from quire.runtime.layers.linear import Linear, QKVLinear
-from quire.runtime.layers.mlp import GatedMLP
-from quire.runtime.layers.norm import HeadNorm, RMSNorm
+from quire.runtime.layers.modules import Embedding, GatedMLP, HeadNorm, RMSNorm, TiedHead
 from quire.runtime.layers.ops import LayerOps, TorchOps, choose_ops
 from quire.runtime.layers.product import DenseProduct, PackedProduct, Product, UpcastProduct
 from quire.runtime.layers.weights import Placement, WeightLayer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,9 +64,9 @@ def test_candidates_are_log_probabilities_changed_as_beam_search_changes_them() 
 
 def test_rows_with_candidates_list_as_many_as_the_row_that_wants_most() -> None:
     bench, logits = Bench(VOCAB), random_logits(3, 1)
-    bench.add(replace(new_row(0), num_candidates=2))
+    bench.add(new_row(0)._replace(num_candidates=2))
     bench.add(new_row(1))
-    bench.add(replace(new_row(2), num_candidates=VOCAB + 8))
+    bench.add(new_row(2)._replace(num_candidates=VOCAB + 8))
     found = told(bench.sample(logits, [0, 1, 2]))
     assert found is not None
     assert found.samples.tolist() == [0, 2]
@@ -82,7 +81,7 @@ def test_rows_with_candidates_list_as_many_as_the_row_that_wants_most() -> None:
 
 def test_tokens_under_a_mask_come_first_and_the_rest_scores_minus_infinity() -> None:
     bench, logits = Bench(VOCAB), random_logits(1, 2)
-    bench.add(replace(new_row(0), num_candidates=4))
+    bench.add(new_row(0)._replace(num_candidates=4))
     bits = np.zeros((1, 10), dtype=np.uint32)
     bits[0, 1], bits[0, 9] = 1 << 3, 1 << 31  # tokens 35 and 319
     samples = bench.samples([0], masks=Masks(np.array([0], dtype=np.int32), bits))
@@ -124,11 +123,11 @@ def test_a_row_that_is_no_number_fails_and_its_neighbours_do_not() -> None:
     bench, logits = Bench(VOCAB), random_logits(2, 3)
     logits[0, 4] = torch.nan
     for row in (0, 1):
-        bench.add(replace(new_row(row, temperature=0.0), num_candidates=3))
+        bench.add(new_row(row, temperature=0.0)._replace(num_candidates=3))
     sampled = bench.sample(logits, [0, 1])
     found = told(sampled)
     assert found is not None
     assert sampled.token_ids[0] < 0
     assert found.token_ids[1].tolist() == logits[1].topk(3).indices.tolist()
     with pytest.raises(AssertionError):
-        bench.add(replace(new_row(1), num_candidates=3))  # rows are released before they are placed again
+        bench.add(new_row(1)._replace(num_candidates=3))  # rows are released before they are placed again

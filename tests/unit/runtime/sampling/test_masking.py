@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.kernels.reference.masks import apply_masks as plain_masks
-from quire.runtime.sampling.failures import NOTHING_ALLOWED, row_failures
+from quire.runtime.sampling.choice import NOTHING_ALLOWED, row_failures
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.sampling.masking import apply_masks
 from quire.types.step import Masks

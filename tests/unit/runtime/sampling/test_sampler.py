@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.runtime.sampling.failures import row_failures
+from quire.runtime.sampling.choice import row_failures
 from quire.runtime.sampling.sampler import asks_for_more
 from quire.types.errors import InvalidRequest
 from quire.types.sampling import SamplingParams, TokenRules
@@ -279,7 +279,7 @@ def test_nothing_waits_for_the_device(request: pytest.FixtureRequest) -> None:
     bench.sampler.sample(logits.clone(), batches[0], bench.history)
     request.getfixturevalue("no_waiting")
     bench.sampler.remove(0)
-    bench.sampler.add(replace(new_row(0, logprobs=2, **MENU[-1]), num_candidates=3))
+    bench.sampler.add(new_row(0, logprobs=2, **MENU[-1])._replace(num_candidates=3))
     bench.sampler.sample(logits.clone(), batches[1], bench.history)
     sampled = bench.sampler.sample(logits[:4].clone(), batches[2], bench.history)  # a wait would have raised
     assert sampled.token_ids.shape == (4,)
@@ -323,7 +323,7 @@ def test_rows_that_use_a_transform_or_a_report_are_told_from_those_that_only_cho
     for name, value in MORE.items():
         assert asks_for_more(new_row(**{name: value})), name
     assert asks_for_more(new_row(rules=TokenRules(bad_words=((1, 2),))))
-    assert asks_for_more(replace(new_row(), num_candidates=1))
+    assert asks_for_more(new_row()._replace(num_candidates=1))
     assert not asks_for_more(new_row(temperature=0.5, top_p=0.5, top_k=4, min_p=0.1, rules=TokenRules(end_ids=(2,))))
 
 

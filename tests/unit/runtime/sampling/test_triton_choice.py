@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -109,7 +107,7 @@ def test_rows_that_only_choose_are_told_from_those_that_ask_for_more() -> None:
         assert not sampler.only_chooses(np.array([0, row]))
         sampler.remove(row)
     assert sampler.only_chooses(np.array([0, 1, 2, 3, 4, 5]))
-    sampler.add(replace(new_row(1, {"logprobs": 1}), num_candidates=6))
+    sampler.add(new_row(1, {"logprobs": 1})._replace(num_candidates=6))
     assert sampler.num_listed(np.array([0, 1])) == 6
     sampler.add(new_row(2, {"logprobs": 1, "logprob_token_ids": [4]}))
     assert sampler.num_listed(np.array([1, 2])) is None

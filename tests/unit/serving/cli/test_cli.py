@@ -18,7 +18,7 @@ from quire.serving.cli import answer as answer_module
 from quire.serving.cli import chat as chat_module
 from quire.serving.cli import pull as pull_module
 from quire.serving.cli.arguments import engine_settings, sampling_params
-from quire.serving.progress import LoadingProgress
+from quire.serving.terminal import LoadingProgress
 from quire.types.errors import ModelLoadError
 from tests.unit.serving.conftest import MakeLLM
 

@@ -147,7 +147,7 @@ def test_prompts_are_those_of_transformers(template: str, conversation: str) -> 
     ours = ChatTemplate(TEMPLATES[template], bos_token="<s>", eos_token="</s>")
     messages = CONVERSATIONS[conversation]
     if conversation == "tools" and not ours.writes_calls:
-        pytest.skip("calls are written for this template: see test_described.py")
+        pytest.skip("calls are written for this template: see test_described_tools.py")
     for tools in (None, TOOLS) if ours.reads_tools else (None,):
         for ending in ({"add_generation_prompt": True}, {"add_generation_prompt": False}):
             try:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quire.runtime.sampling.members import Members
+from quire.runtime.sampling.samples import Members
 from quire.types.step import NewRow
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.runtime.sampling.members import Members
+from quire.runtime.sampling.samples import Members
 from quire.runtime.sampling.tiles import tile_ids, tile_sum
 from quire.runtime.sampling.weights import at, draw, first_above, weigh
 from quire.types.step import NewRow

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.runtime.sampling.column import Column
-from quire.runtime.sampling.members import Members
 from quire.runtime.sampling.ranking import head
+from quire.runtime.sampling.samples import Members
 from quire.runtime.sampling.weights import at, draw, first_reaching, share_of, weigh
 from quire.types.step import NewRow
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.runtime.sampling.column import Column
-from quire.runtime.sampling.members import Members, Part
+from quire.runtime.sampling.samples import Members, Part
 from quire.runtime.sampling.transforms.transform import Step, flat_index
 from quire.types.step import NewRow
 

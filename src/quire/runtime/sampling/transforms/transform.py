@@ -10,8 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from quire.runtime.sampling.history import TokenHistory
-from quire.runtime.sampling.members import Members, Part
-from quire.runtime.sampling.samples import Samples
+from quire.runtime.sampling.samples import Members, Part, Samples
 from quire.types.step import NewRow
 
 

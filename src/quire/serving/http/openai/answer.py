@@ -19,8 +19,7 @@ from quire.serving.http.openai.logprobs import (
     render_completion,
 )
 from quire.serving.http.openai.message import MessageBuilder, finish_reason
-from quire.serving.outputs import spoken_ids
-from quire.serving.sample_text import SampleText, answer_detokenizer
+from quire.serving.outputs import SampleText, answer_detokenizer, spoken_ids
 from quire.serving.text.detokenizer import Detokenizer
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.output import SampleEnd

@@ -17,7 +17,7 @@ from quire.serving.http.openai.submits import Order, make_submits
 from quire.serving.http.openai.tool_use import Frame, ToolUse, message_reading, read_tool_use, suited_to
 from quire.serving.http.service import Service
 from quire.serving.process.link import EngineReady
-from quire.serving.prompts import Prompt
+from quire.serving.requests import Prompt
 from quire.serving.text.chat_messages import message_text
 from quire.serving.text.message_reading import MessageReading
 from quire.types.decoding import StructuredOutputsParams

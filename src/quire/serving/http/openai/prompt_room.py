@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.serving.http.service import Service
 from quire.serving.process.link import EngineReady
-from quire.serving.prompts import Prompt
+from quire.serving.requests import Prompt
 from quire.types.errors import InvalidRequest
 from quire.types.sampling import SamplingParams
 

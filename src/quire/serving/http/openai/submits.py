@@ -13,7 +13,7 @@ from quire.serving.http.openai.fork import Origin
 from quire.serving.http.openai.prompt_room import check_length, check_room, check_texts, cut
 from quire.serving.http.service import Service
 from quire.serving.process.link import EngineReady
-from quire.serving.prompts import Prompt
+from quire.serving.requests import Prompt
 from quire.serving.text.stop_strings import StopStrings
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest

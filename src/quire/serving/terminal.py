@@ -1,13 +1,15 @@
-"""Progress on stderr: one line, redrawn at most ten times a second."""
+"""The user's terminal while a call runs: a progress line on stderr, and Ctrl-C that waits for the end of a step."""
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TextIO
 
-_REDRAW_SECONDS = 0.1
+_REDRAW_SECONDS = 0.1  # between two drawings of a progress line
 _BAR_WIDTH = 20
 
 
@@ -68,3 +70,38 @@ class LoadingProgress:
     def close(self) -> None:
         self._line.__exit__(None, None, None)
         self._what, self._line = "", ProgressLine("", 0, shown=False)
+
+
+class DeferredInterrupt:
+    """While entered, the first Ctrl-C is only noted and `check()` raises it; a second one is raised at once.
+
+    Does nothing outside the main thread, or where the program has its own SIGINT handler.
+    """
+
+    def __init__(self) -> None:
+        self._pending = False
+        self._installed = False
+
+    def __enter__(self) -> DeferredInterrupt:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+            self._installed = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._installed = False
+
+    def check(self) -> None:
+        if self._pending:
+            self._pending = False
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._pending:
+            signal.default_int_handler(number, frame)
+        self._pending = True

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.runtime.sampling.column import Column
-from quire.runtime.sampling.members import Members
+from quire.runtime.sampling.samples import Members
 from tests.unit.runtime.sampling.bench import CPU
 
 

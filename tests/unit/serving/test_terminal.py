@@ -1,11 +1,49 @@
 from __future__ import annotations
 
+import io
 import signal
 import threading
 
 import pytest
 
-from quire.serving.interrupts import DeferredInterrupt
+from quire.serving.terminal import DeferredInterrupt, LoadingProgress, ProgressLine
+
+
+def test_a_shown_line_ends_complete_and_with_a_line_break() -> None:
+    stream = io.StringIO()
+    with ProgressLine("generating", 3, shown=True, stream=stream) as line:
+        line.update(1, "10.0 tokens/s")
+        line.update(3, "12.5 tokens/s")
+    last = stream.getvalue().split("\r")[-1]
+    assert last.endswith("\n")
+    assert "generating [####################] 3/3  12.5 tokens/s" in last
+
+
+def test_a_shorter_note_leaves_nothing_of_a_longer_one() -> None:
+    stream = io.StringIO()
+    with ProgressLine("x", 1, shown=True, stream=stream) as line:
+        line.update(1, "a long note")
+        line.update(1, "a")
+    first, second, _ = stream.getvalue().split("\r")[1:]
+    assert len(second) >= len(first)
+
+
+def test_off_a_terminal_nothing_is_written_unless_asked() -> None:
+    stream = io.StringIO()
+    with ProgressLine("x", 2, stream=stream) as line:
+        line.update(2)
+    assert stream.getvalue() == ""
+
+
+def test_a_loader_gets_one_line_for_each_thing_it_loads(capsys: object) -> None:
+    progress = LoadingProgress(shown=True)
+    progress("weights", 1, 2)
+    progress("weights", 2, 2)
+    progress("tokenizer", 1, 1)
+    progress.close()
+    written = capsys.readouterr().err  # type: ignore[attr-defined]
+    assert written.count("\n") == 2
+    assert written.index("weights") < written.index("tokenizer")
 
 
 def test_an_interrupt_waits_for_the_check() -> None:
