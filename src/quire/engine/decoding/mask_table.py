@@ -367,7 +367,7 @@ class MaskTable:
 
 
 def _end_thread(batches: queue.SimpleQueue[_Batch | None], thread: threading.Thread) -> None:
-    """Have the table's thread finish what it does and end."""
+    """Let the table's thread finish its batch, and end it."""
     batches.put(None)
     thread.join()
 
