@@ -6,21 +6,19 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 
 from quire.engine.decoding.beam import BeamSearch
 from quire.engine.decoding.controller import StepController
+from quire.engine.kvcache.prefix_tree import Match
 from quire.engine.kvcache.table import BlockTable
 from quire.types.ledger import LedgerEntry, LedgerKind, PrefixMiss
 from quire.types.output import Finished, FinishReason, SampleEnd
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
 from quire.types.step import Ints, TokenLogprobs
-
-if TYPE_CHECKING:
-    from quire.engine.scheduler.prefix_reuse import Hit
 
 MAX_ENTRIES = 64  # entries of a ledger
 _MERGE_FROM = 32  # from this number of entries on, consecutive chunks share one
@@ -155,6 +153,14 @@ class Ledger:
         if self._left_out:
             note = f"{note}; {self._left_out} entries were left out"
         return (*self._entries, LedgerEntry("finished", at, amount, note))
+
+
+class Hit(NamedTuple):
+    """The last lookup for a waiting group: the match on the device, and the state of the tree at that time."""
+
+    match: Match
+    changes: int  # of the match's node, at the time of the lookup
+    plan: int  # the number of the plan for which it was looked up
 
 
 @dataclass(slots=True, eq=False)

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from quire.engine.decoding.group import Group, Sequence
+from quire.engine.decoding.group import Group, Hit, Sequence
 from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import NO_MATCH, Match, PrefixTree
@@ -23,14 +22,6 @@ from quire.engine.scheduler.row_table import RowTable
 from quire.types.step import Chunk
 
 _NOTHING_LOADED: Counter[str] = Counter()
-
-
-class Hit(NamedTuple):
-    """The last lookup for a waiting group: the match on the device, and the state of the tree at that time."""
-
-    match: Match
-    changes: int  # of the match's node, at the time of the lookup
-    plan: int  # the number of the plan for which it was looked up
 
 
 @dataclass(frozen=True, slots=True)
