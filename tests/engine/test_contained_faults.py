@@ -44,7 +44,7 @@ KIND_OF = {
     "proposer": "drafts",
     "controller": "drafts",
     "matcher": "guided",
-    "controller.peek": "beams",
+    "controller.ending_with": "beams",
     "controller.clone": "beams",
     "controller.look_for_forced": "guided",
     "matcher.clone": "beams",
@@ -228,7 +228,7 @@ def test_a_waiting_request_that_fails_gives_its_host_memory_back() -> None:
     engine = Harness(num_blocks=12, tiers=TierConfig(host_blocks=32), preemption="swap")
     for number in range(3):
         engine.submit(f"{number}", [number] * 6, n=2, seed=number, max_tokens=16)
-    while not (swapped := [group for group in engine.core._scheduler.waiting if group.live[0].swapped]):
+    while not (swapped := [group for group in engine.core._scheduler.waiting if group.live[0].num_swapped]):
         engine.step()
     name = swapped[0].request.request_id
     engine.core._scheduler.paced.faults.append((swapped[0], RequestFault("it failed in the step that preempted it")))

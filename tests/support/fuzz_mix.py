@@ -280,7 +280,7 @@ class Mix:
         core, scheduler = self.engine.core, self.engine.core._scheduler
         assert set(self.engine.finished) == set(self.asked)
         assert not core._compiling
-        assert not core.pins._promised
+        assert not core.pins._reservations
         core.pins.reset()
         stats = core.stats()
         assert stats.blocks.used == core.pins.num_reserved == 0
