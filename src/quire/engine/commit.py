@@ -120,7 +120,8 @@ class Committer:
         return batch, len(tokens) + sum(len(verified.tokens) for _, verified in paced)
 
     def _follow_up(self, columns: RowColumns, tokens: Ints, paced: list[PacedResult]) -> None:
-        """Pass the tokens of rows that run ahead to their grammars and draft proposers. Let paced sequences continue."""
+        """Pass the tokens of rows that run ahead to their grammars and draft proposers. Let paced sequences
+        continue."""
         table, rows = self._scheduler.rows, columns.rows
         if table.num_guided:
             goes_on = table.guided[rows] & (table.leases[rows] == columns.leases)  # it has not ended
@@ -132,7 +133,8 @@ class Committer:
             self._paced.finish(paced)
 
     def _observe(self, rows: Ints, tokens: Ints) -> None:
-        """Pass the tokens of rows that run ahead to their draft proposers. Pace the sequences that are worth a draft."""
+        """Pass the tokens of rows that run ahead to their draft proposers. Pace the sequences that are worth a
+        draft."""
         table = self._scheduler.rows
         (places,) = table.observed[rows].nonzero()
         sequences = tuple([table.sequence_at(row) for row in rows[places].tolist()])

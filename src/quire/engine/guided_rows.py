@@ -65,7 +65,8 @@ class GuidedRows:
                     self._scheduler.pace(sequence)
 
     def supply(self, step: InFlightStep) -> Masks | None:
-        """Return the masks of all samples of a guided step. The results of all earlier steps must have been committed."""
+        """Return the masks of all samples of a guided step. The results of all earlier steps must have been
+        committed."""
         self.settle()
         table, rows = self._scheduler.rows, step.rows
         wanted = rows[table.guided[rows] & (table.leases[rows] == step.leases)]

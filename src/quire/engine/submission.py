@@ -162,7 +162,8 @@ def _entry_bytes(logprobs: int | None, named: int, vocab_size: int) -> int:
 
 # ------------------------------------------------------------------------------------------------- groups
 def make_group(request: Submit, ordinal: int, limit: int, handle: int, vocab_size: int, engine_seed: int) -> Group:
-    """Make the group of a checked request, without sequences. Its samples have the handles `handle`, `handle + 1` ..."""
+    """Make the group of a checked request, without sequences. Its samples have the handles `handle`, `handle + 1`
+    ..."""
     sampling, search = request.sampling, None
     if request.beam is not None:
         outputs, num_ends = limit - len(request.prompt_token_ids), len(request.rules.end_ids)

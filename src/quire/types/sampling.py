@@ -118,7 +118,8 @@ class SamplingParams:
         return params
 
     def changed_fields(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, by name: what `trusted` needs to make an equal instance."""
+        """Return the fields that differ from their defaults, by name: what `trusted` needs to make an equal
+        instance."""
         fields = zip(_DEFAULT_ITEMS, _read_values(self), strict=True)
         return {name: value for (name, default), value in fields if value is not default and value != default}
 

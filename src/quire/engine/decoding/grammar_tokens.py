@@ -157,7 +157,8 @@ class _TokenizerSource:
         self._remembered: dict[str, list[int]] = {}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return the tokens of `text`: those of the model's tokenizer if they spell it exactly, else the greedy ones."""
+        """Return the tokens of `text`: those of the model's tokenizer if they spell it exactly, else the greedy
+        ones."""
         whole = text if isinstance(text, str) else text.decode()
         found = self._remembered.get(whole)
         if found is None:

@@ -1,4 +1,5 @@
-"""Computes the masks of guided rows with llguidance in threads, while the engine does other work. GuidedRows calls it."""
+"""Computes the masks of guided rows with llguidance in threads, while the engine does other work. GuidedRows calls
+it."""
 
 from __future__ import annotations
 

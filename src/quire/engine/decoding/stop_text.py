@@ -14,7 +14,8 @@ _NO_TEXT = b""
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """The stop strings of a request as bytes, and the bytes of each token. They count only after `min_tokens` tokens."""
+    """The stop strings of a request as bytes, and the bytes of each token. They count only after `min_tokens`
+    tokens."""
 
     stops: tuple[tuple[bytes, str], ...]
     tokens: Sequence[bytes]

@@ -131,7 +131,8 @@ class PrefixTree:
         return Match(node, num_blocks, num_blocks * self.block_size + common, partial, node)
 
     def _after_run(self, node: Node, tokens: bytes, place: int, stop: int) -> Match:
-        """Extend a match that ends at the end of a run by the first block of the child that shares most tokens with it."""
+        """Extend a match that ends at the end of a run by the first block of the child that shares most tokens with
+        it."""
         num_blocks = place // self._width
         if not node.children:
             return Match(node, num_blocks, num_blocks * self.block_size)

@@ -178,7 +178,8 @@ class PlanBuilder:
         return block
 
     def start_of(self, row: int) -> int | None:
-        """Return the first position that this step computes for a row; None for rows that run ahead or compute nothing."""
+        """Return the first position that this step computes for a row; None for rows that run ahead or compute
+        nothing."""
         chunk = self._chunks.get(row)
         return self._paced.get(row) if chunk is None else chunk.start
 

@@ -26,7 +26,8 @@ class Preemption(Protocol):
 
 
 class Recompute:
-    """Free all blocks: the group owes all its known tokens again. Results still in flight are dropped when they come."""
+    """Free all blocks: the group owes all its known tokens again. Results still in flight are dropped when they
+    come."""
 
     num_swaps = 0
 
@@ -70,7 +71,8 @@ class Swap:
         return f"swapped {len(blocks)} blocks, {costs}"
 
     def is_cheaper(self, moving: float, again: float | None) -> bool:  # noqa: ARG002 - for subclasses
-        """Whether to swap blocks that take `moving` seconds to move and `again` seconds to recompute (None: unknown)."""
+        """Whether to swap blocks that take `moving` seconds to move and `again` seconds to recompute (None:
+        unknown)."""
         return True
 
     def _move(self, group: Group, found: dict[Sequence, SwapBlocks]) -> None:

@@ -105,7 +105,8 @@ class Prefill:
             del self._owing[group]
 
     def _compute_chunk(self, builder: PlanBuilder, sequence: Sequence, target: int) -> bool:
-        """Plan the next chunk of a sequence's known tokens, up to `target`. Returns False if its group was preempted."""
+        """Plan the next chunk of a sequence's known tokens, up to `target`. Returns False if its group was
+        preempted."""
         scheduler, start, group = self._scheduler, sequence.num_computed, sequence.group
         count = chunk_size(target - start, builder.budget, self._budget, alone=not scheduler.num_decoding)
         if not scheduler.grow_table(builder, sequence, start + count - sequence.table.num_tokens):
@@ -134,7 +135,8 @@ class Prefill:
 
     # -------------------------------------------------------------------------------------------------- admitting
     def _resume_waiting(self) -> None:
-        """Prefetch files for groups that are likely to be admitted soon. Resume deferred groups that are ready again."""
+        """Prefetch files for groups that are likely to be admitted soon. Resume deferred groups that are ready
+        again."""
         scheduler, reuse = self._scheduler, self._scheduler.reuse
         if reuse.prefetch is not None:
             reuse.ready += reuse.prefetch.take_ready(scheduler.now)

@@ -120,7 +120,8 @@ class UnpublishedPrefixes:
         return (node, tokens) in self._sequences
 
     def find(self, match: Match, tokens: bytes, limit: int) -> Sequence | None:
-        """Return the sequence that computes the block after a match, if that block is within the first `limit` tokens."""
+        """Return the sequence that computes the block after a match, if that block is within the first `limit`
+        tokens."""
         node, count = match.node, match.num_blocks
         if node is None or node.end != count or (count + 1) * self._block_size > limit:
             return None

@@ -122,7 +122,8 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------- planning
     def plan(self, now: float = 0.0) -> StepPlan | None:
-        """Return the plan of the next step, or None if nothing can be computed now. Ledger entries get the time `now`."""
+        """Return the plan of the next step, or None if nothing can be computed now. Ledger entries get the time
+        `now`."""
         self.now = now
         self.tree.now = now
         builder = PlanBuilder(self._budget)
@@ -268,7 +269,8 @@ class Scheduler:
             self._leave_decoding(sequence)
 
     def continue_decoding(self, sequence: Sequence) -> None:
-        """Let a sequence whose tokens are all known compute its next one: it runs ahead from here, or is paced and due."""
+        """Let a sequence whose tokens are all known compute its next one: it runs ahead from here, or is paced and
+        due."""
         if self.paced.num_ahead(sequence):
             self.decoding.prepare(sequence, self.tick)
         else:

@@ -24,7 +24,8 @@ _MOST_ROUNDS = 4  # steps from one paced step to the next; more have another cau
 
 
 class Chances(NamedTuple):
-    """The chance that a draft's first token is accepted, and the chance of each further token if those before it are."""
+    """The chance that a draft's first token is accepted, and the chance of each further token if those before it
+    are."""
 
     first: float
     following: float

@@ -41,7 +41,8 @@ class DraftProposer(Protocol):
         """Return how many tokens, at most `limit`, the runtime shall draft after the next step."""
 
     def offer(self, tokens: Sequence[int]) -> None:
-        """Get the tokens that the runtime drafted to follow the last observed one. Called after `observe`, if at all."""
+        """Get the tokens that the runtime drafted to follow the last observed one. Called after `observe`, if at
+        all."""
 
     def result(self, num_drafted: int, num_accepted: int) -> None:
         """Get the result of a step that verified a draft of this sequence. Called before `observe`."""
@@ -50,7 +51,8 @@ class DraftProposer(Protocol):
         """Return a proposer for a fork of the sequence. It knows the same tokens, and no results of drafts."""
 
     def close(self) -> None:
-        """Free what is kept for the sequence, which has ended. Idempotent. A proposer without references is freed too."""
+        """Free what is kept for the sequence, which has ended. Idempotent. A proposer without references is freed
+        too."""
 
 
 class DraftProposers(Protocol):

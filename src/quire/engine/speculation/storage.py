@@ -1,4 +1,5 @@
-"""Memory for the n-gram proposer: columns of numbers by slot (SlotTable), and one growing array of tokens (TokenArena)."""
+"""Memory for the n-gram proposer: columns of numbers by slot (SlotTable), and one growing array of tokens
+(TokenArena)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Earliest deadline first: deadlines for first tokens order the queue, and a target time per output token bounds steps."""
+"""Earliest deadline first: deadlines for first tokens order the queue, and a target time per output token bounds
+steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Static batching, the baseline before iteration-level scheduling: a batch runs to its end before the next is admitted."""
+"""Static batching, the baseline before iteration-level scheduling: a batch runs to its end before the next is
+admitted."""
 
 from __future__ import annotations
 
