@@ -19,6 +19,8 @@ from quire.types.errors import ConfigError, DoesNotFit
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
 CPU_BATCHED_TOKENS = 512  # on a CPU, longer steps are not faster per token and delay decodes
 GPU_BATCHED_TOKENS, SMALL_MODEL_TOKENS = 2_048, 4_096  # about ten milliseconds of work on a large GPU
+OFFLINE_TOKENS, OFFLINE_SMALL_TOKENS = 8_192, 16_384  # where nobody waits for single tokens: fewer, larger steps
+LARGE_GPU = 40 * GIB  # of memory; on smaller GPUs, large steps would leave too little for the cache
 SMALL_MODEL = 2_000_000_000  # models with fewer parameters get SMALL_MODEL_TOKENS
 DEFAULT_GPU_UTILIZATION = 0.9
 SHORTEST_MODEL_LEN = 256  # max_model_len is never lowered below this to fit into memory
@@ -27,11 +29,17 @@ CPU_CACHE_LIMIT, CPU_CACHE_SHARE = GIB, 4  # default KV cache on a CPU: a quarte
 
 
 def resolve_engine_config(
-    args: EngineArguments, facts: HardwareFacts, model: ModelConfig, draft_model: ModelConfig | None = None
+    args: EngineArguments,
+    facts: HardwareFacts,
+    model: ModelConfig,
+    draft_model: ModelConfig | None = None,
+    *,
+    offline: bool = False,
 ) -> tuple[EngineConfig, MemoryPlan]:
     """Make the whole configuration and check it against the machine. Raises ConfigError or DoesNotFit.
 
-    `draft_model` is the draft model that `speculative_config` names, if it names one.
+    `draft_model` is the draft model that `speculative_config` names, if it names one. `offline`: requests come as
+    batches, whose last answer counts, and not as streams, whose every token does.
     """
     parsed = read_arguments(args)
     device = _resolve_device(args, facts, model)
@@ -40,7 +48,9 @@ def resolve_engine_config(
     scheduler = SchedulerConfig(
         max_num_seqs=args.max_num_seqs if args.max_num_seqs is not None else DEFAULT_NUM_SEQS[kind],
         max_num_batched_tokens=(
-            args.max_num_batched_tokens if args.max_num_batched_tokens is not None else _batched_tokens(kind, model)
+            args.max_num_batched_tokens
+            if args.max_num_batched_tokens is not None
+            else _batched_tokens(device.device, facts, model, offline=offline)
         ),
         max_model_len=_wanted_model_len(args, model),
         policy=parsed.policy,
@@ -96,11 +106,14 @@ def _prefix_caching(args: EngineArguments, model: ModelConfig, scheduler: Schedu
     return False
 
 
-def _batched_tokens(kind: str, model: ModelConfig) -> int:
+def _batched_tokens(device: str, facts: HardwareFacts, model: ModelConfig, *, offline: bool) -> int:
     """Return the default number of tokens per step: enough to fill the device, few enough not to delay decodes."""
-    if kind == "cpu":
+    if device.partition(":")[0] == "cpu":
         return CPU_BATCHED_TOKENS
-    return SMALL_MODEL_TOKENS if model.num_parameters < SMALL_MODEL else GPU_BATCHED_TOKENS
+    is_small = model.num_parameters < SMALL_MODEL
+    if offline and facts.cuda[cuda_index(device)].total_memory >= LARGE_GPU:
+        return OFFLINE_SMALL_TOKENS if is_small else OFFLINE_TOKENS
+    return SMALL_MODEL_TOKENS if is_small else GPU_BATCHED_TOKENS
 
 
 def _resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelConfig) -> DeviceConfig:

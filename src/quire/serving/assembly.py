@@ -79,11 +79,12 @@ def _make_core(executor: SingleExecutor, config: EngineConfig, vocab_size: int, 
     return make_recorded_core(executor, config.cache, config.scheduler, vocab_size, writer=writer, tools=tools)
 
 
-def plan_engine(files: ModelFiles, arguments: EngineArguments) -> PlannedEngine:
-    """Decide how a model runs on this machine. Raises ConfigError, DoesNotFit or ModelLoadError."""
+def plan_engine(files: ModelFiles, arguments: EngineArguments, *, offline: bool = False) -> PlannedEngine:
+    """Decide how a model runs on this machine, for a server or `offline`. Raises ConfigError, DoesNotFit or
+    ModelLoadError."""
     model, draft_files = read_model_config(files), find_draft(arguments)
     draft = None if draft_files is None else read_model_config(draft_files)
-    config, memory = resolve_engine_config(arguments, detect_hardware(), model, draft)
+    config, memory = resolve_engine_config(arguments, detect_hardware(), model, draft, offline=offline)
     return PlannedEngine(files, model, config, memory, draft_files)
 
 

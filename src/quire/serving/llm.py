@@ -75,7 +75,7 @@ class LLM:
         with closing(LoadingProgress(shown=self._shown)) as progress:
             files = resolve_model(model, progress=progress)
             progress.close()
-            planned = plan_engine(files, EngineArguments(**settings))
+            planned = plan_engine(files, EngineArguments(**settings), offline=True)
             self.model_config, self.config, self.memory_plan = planned.model, planned.config, planned.memory
             if self._shown:
                 print(self.memory_plan, file=sys.stderr)

@@ -28,10 +28,15 @@ def test_with_nothing_given_a_gpu_gets_what_its_share_of_memory_leaves() -> None
 
 
 def test_a_step_is_given_as_many_tokens_as_keep_it_short_on_the_device() -> None:
-    def tokens(machine: HardwareFacts, model: ModelConfig) -> int:
-        return resolve_engine_config(EngineArguments(), machine, model)[0].scheduler.max_num_batched_tokens
+    def tokens(machine: HardwareFacts, model: ModelConfig, *, offline: bool = False) -> int:
+        config, _ = resolve_engine_config(EngineArguments(), machine, model, offline=offline)
+        return config.scheduler.max_num_batched_tokens
 
     assert (tokens(LAPTOP, SMALL), tokens(SERVER, SMALL), tokens(SERVER, LARGE)) == (512, 4_096, 2_048)
+    offline = [tokens(LAPTOP, SMALL, offline=True), *(tokens(SERVER, model, offline=True) for model in (SMALL, LARGE))]
+    assert offline == [512, 16_384, 8_192]
+    small_gpu = replace(SERVER, cuda=(replace(SERVER.cuda[0], total_memory=24 * GIB, free_memory=23 * GIB),))
+    assert tokens(small_gpu, SMALL, offline=True) == 4_096
 
 
 def test_the_gpu_share_is_never_more_than_what_is_free() -> None:
