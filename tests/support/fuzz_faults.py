@@ -27,7 +27,10 @@ MEMBERS: dict[str, tuple[str, ...]] = {
         "forced_token", "find_run", "note_consumed",  # of real ones, in a batch
     ),
     "proposer": ("observe", "propose", "order", "offer", "result", "clone", "close", "num_ahead"),
-    "controller": ("propose", "verify", "accept", "ending_with", "clone", "close", "order", "look_for_forced", "num_ahead"),
+    "controller": (
+        "propose", "verify", "accept", "ending_with", "clone", "close", "order", "look_for_forced",
+        "num_ahead",
+    ),
     "stops": ("push",),
     "search": ("advance", "score", "rank"),
     "group": ("end", "finish_message"),
