@@ -120,8 +120,8 @@ class Committer:
         return batch, len(tokens) + sum(len(verified.tokens) for _, verified in paced)
 
     def _follow_up(self, columns: RowColumns, tokens: Ints, paced: list[PacedResult]) -> None:
-        """Pass the tokens of rows that run ahead to their grammars and draft proposers. Let paced sequences
-        continue."""
+        """Pass the tokens of rows that run ahead to their grammars and draft proposers. Continue paced
+        sequences."""
         table, rows = self._scheduler.rows, columns.rows
         if table.num_guided:
             goes_on = table.guided[rows] & (table.leases[rows] == columns.leases)  # it has not ended

@@ -228,8 +228,7 @@ class EngineCore:
         return out
 
     def _enqueue_compiled(self) -> None:
-        """Add the groups whose grammar is compiled to the waiting queue; fail those whose grammar cannot be
-        compiled."""
+        """Add groups whose grammar is compiled to the waiting queue; fail groups whose grammar has failed."""
         for group, compilation in list(self._compiling.items()):
             try:
                 if not compilation.is_ready:
@@ -317,8 +316,7 @@ class EngineCore:
             self.pins.pin_or_release(group.request, message)
 
     def _die(self, error: Exception) -> None:
-        """Stop the engine after a fatal error, as of the executor: all requests end with it, and no more are
-        accepted."""
+        """Stop the engine after a fatal error, as of the executor. All requests end; no more are accepted."""
         self._dead = f"the engine stopped: {error!r}"
         self._pipeline.clear()
         for request_id, group in list(self._groups.items()):

@@ -1,7 +1,8 @@
 """Keeps several steps in flight (asynchronous scheduling), so that the device does not wait for Python.
 
-Planning needs counts of tokens, not their values, so step N+1 is planned and launched while step N runs. If a row ends,
-is aborted or preempted meanwhile, it gets another lease. A result for the old lease is dropped when it comes.
+Planning needs counts of tokens, not their values, so step N+1 is planned and launched while step N runs. If the
+sequence of a row ends, is aborted or is preempted meanwhile, the row loses its lease, and its result is dropped when it
+comes.
 """
 
 from __future__ import annotations

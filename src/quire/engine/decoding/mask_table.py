@@ -1,5 +1,4 @@
-"""Computes the masks of guided rows with llguidance in threads, while the engine does other work. GuidedRows calls
-it."""
+"""Computes masks for GuidedRows with llguidance, in threads, while the engine does other work."""
 
 from __future__ import annotations
 

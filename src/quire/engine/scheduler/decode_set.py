@@ -30,8 +30,7 @@ class DecodeSet:
 
     # --------------------------------------------------------------------------------------------------- members
     def prepare(self, sequence: Sequence, tick: int) -> None:
-        """Let the sequence join at a tick. That tick is its event: the scheduler gives it a block for its next
-        token."""
+        """Let the sequence join at a tick. That tick is its event: the scheduler then gives it a block."""
         sequence.state, sequence.ahead = SequenceState.STARTING, RunAhead(tick)
         self._events[tick].append(sequence)
 

@@ -26,8 +26,7 @@ class Preemption(Protocol):
 
 
 class Recompute:
-    """Free all blocks: the group owes all its known tokens again. Results still in flight are dropped when they
-    come."""
+    """Free all blocks: the group owes all its known tokens again. Results still in flight are dropped."""
 
     num_swaps = 0
 

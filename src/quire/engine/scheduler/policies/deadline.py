@@ -1,5 +1,4 @@
-"""Earliest deadline first: deadlines for first tokens order the queue, and a target time per output token bounds
-steps."""
+"""Earliest deadline first: deadlines of first tokens order the queue, and a target time per token bounds steps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Static batching, the baseline before iteration-level scheduling: a batch runs to its end before the next is
-admitted."""
+"""Static batching, the baseline without continuous batching: a batch ends before the next is admitted."""
 
 from __future__ import annotations
 
