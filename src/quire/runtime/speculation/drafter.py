@@ -2,7 +2,7 @@
 
 A new way to guess (EAGLE-like heads, say) is a class with `follow`, made in `make.py` for a method of its own name in
 `config/speculation.py`. It may read the worker's rows and cache; what it needs of the target's hidden states it asks
-the worker's runner for. The engine side is done: `OrderedLookaheads` orders drafts of any method but `ngram`.
+the worker's runner for. The engine side is done: `RuntimeDraftProposers` orders drafts of any method but `ngram`.
 """
 
 from __future__ import annotations
