@@ -208,6 +208,6 @@ def find_ends(tokens: Ints, end_ids: Ints, counts: Ints, limits: Ints) -> npt.ND
     tokens, counts, limits: [batch]; end_ids: [batch, k], padded with -1. counts are outputs, this token included.
     """
     stopped, full = end_ids == tokens[:, None], counts >= limits
-    if not stopped.any() and not full.any():
-        return _NO_ENDS
-    return np.flatnonzero(stopped.any(axis=1) | full)
+    if np.count_nonzero(stopped):  # faster than any() of numpy's arrays
+        full |= stopped.any(axis=1)
+    return np.flatnonzero(full) if np.count_nonzero(full) else _NO_ENDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 import numpy as np
 
@@ -207,7 +208,8 @@ class PlanBuilder:
         included."""
         rows = slots = blocks = decode_rows = NO_ROWS
         if self._grants:
-            rows, slots, blocks = np.array(self._grants, dtype=np.int32).T
+            flat = np.fromiter(chain.from_iterable(self._grants), dtype=np.int32, count=3 * len(self._grants))
+            rows, slots, blocks = flat.reshape(-1, 3).T
         decode_rows = ahead_rows
         if self._paced:
             decode_rows = np.concatenate([ahead_rows, np.fromiter(self._paced, dtype=np.int32)])
