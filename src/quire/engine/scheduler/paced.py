@@ -1,5 +1,5 @@
 """Paced sequences: the scheduler plans the next step of each only when its last result has come. The other sequences
-run ahead (decode_set.py)."""
+run ahead (ahead_set.py)."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Prefill:
         is paced and awaits the result."""
         scheduler = self._scheduler
         if sequence.controller is PLAIN or scheduler.paced.num_ahead(sequence):
-            scheduler.decoding.prepare(sequence, scheduler.next_tick)
+            scheduler.ahead.start_at(sequence, scheduler.next_tick)
         else:
             sequence.state = SequenceState.AWAITING
             builder.drafting.append(sequence)
