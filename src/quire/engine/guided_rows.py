@@ -50,16 +50,16 @@ class GuidedRows:
             return
         rows, self._begun, filled = self._begun, None, self._table.finish()
         table, paced = self._scheduler.rows, self._scheduler.paced
-        is_awaited = table.leases[rows] == self._leases[rows]
+        is_leased = table.leases[rows] == self._leases[rows]
         self._is_changed[rows] |= filled.changed
         for row, error in filled.failed:
             if table.leases[row] == self._leases[row]:
                 self._fail(table.sequence_at(row).group, fault_of(error))
-        for row in rows[is_awaited & filled.over].tolist():
+        for row in rows[is_leased & filled.over].tolist():
             if (sequence := table.sequences[row]) is not None:
                 self._end(sequence, _OVER)
         if paced.looks_for_forced:
-            for row in rows[is_awaited].tolist():
+            for row in rows[is_leased].tolist():
                 sequence = table.sequences[row]
                 if sequence is not None and not paced.num_ahead(sequence):
                     self._scheduler.pace(sequence)

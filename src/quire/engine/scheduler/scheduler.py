@@ -150,7 +150,7 @@ class Scheduler:
         self._released.clear()
         self.num_plans += 1
         self.ahead.tick += self._stride
-        self.reuse.publish_plan(plan.chunks)
+        self.reuse.plan_completed(plan.chunks)
         return plan
 
     def _samples_guided(self, builder: PlanBuilder) -> bool:
