@@ -131,7 +131,7 @@ class Prefill:
             scheduler.ahead.start_at(sequence, scheduler.next_tick)
         else:
             sequence.state = SequenceState.AWAITING
-            builder.drafting.append(sequence)
+            builder.paced_in_step.append(sequence)
 
     # -------------------------------------------------------------------------------------------------- admitting
     def _resume_waiting(self) -> None:

@@ -132,13 +132,18 @@ class Scheduler:
             self._decode(builder)
         if self.prefill or len(self.waiting):
             self.prefill.plan(builder)
-        if not self._stride and builder.is_idle:  # no prompt can be computed, so decoding need not pause
+        if not self._stride and builder.computes_only_ahead:  # no prompt can be computed, so decoding need not pause
             self._stride = 1
             self._decode(builder)
-        if builder.drafting:
-            self.paced.add_drafts(builder)
+        if builder.paced_in_step:
+            self.paced.add_drafts_and_masks(builder)
         self.ahead_rows = self.ahead.snapshot() if self._stride else NO_ROWS
-        if builder.is_idle and not len(self.ahead_rows) and not builder.loads and not self.tiers.has_transfers:
+        if (
+            builder.computes_only_ahead
+            and not len(self.ahead_rows)
+            and not builder.loads
+            and not self.tiers.has_transfers
+        ):
             return None
         return self._finish(builder)
 
@@ -222,8 +227,7 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------- preempting
     def grow_table(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
-        """Make room for more tokens in a sequence's block table. While blocks are missing, preempt the last running
-        group.
+        """Make room for more tokens in a sequence's block table. While blocks are missing, preempt a running group.
 
         Returns False if that was the sequence's own group.
         """
@@ -233,10 +237,15 @@ class Scheduler:
                 builder.append(sequence.row, sequence.table, num_tokens)
                 return True
             except OutOfBlocks:
-                victim = self.running.last() or sequence.group
+                victim = self._choose_victim(sequence)
                 self._preempt(builder, victim)
                 if victim is sequence.group:
                     return False
+
+    def _choose_victim(self, sequence: Sequence) -> Group:
+        """Return the group to preempt so that a sequence gets blocks: the last of the running queue, which is the least
+        urgent by the policy's key. It may be the sequence's own group."""
+        return self.running.last() or sequence.group
 
     def _preempt(self, builder: PlanBuilder, group: Group) -> None:
         """Take a running group out of the plan, its rows and its blocks, and put it back into the waiting queue."""
@@ -246,7 +255,7 @@ class Scheduler:
             sequence.num_computed = before.get(row, sequence.num_computed)
         self.reuse.publish_group(group, leaving=True)
         num_tokens = accounts.num_computed(group, self.tick)
-        how = self.preemption.vacate(group, builder, num_tokens)
+        how = self.preemption.free_blocks(group, builder, num_tokens)
         builder.drop_loads(self.pool)
         num_owed = 0 if any(sequence.num_swapped for sequence in group.live) else num_tokens
         group.ledger.note("preempted", self.now, num_owed, f"no free blocks; {how}")
