@@ -126,7 +126,7 @@ class Committer:
         if table.num_guided:
             goes_on = table.guided[rows] & (table.leases[rows] == columns.leases)  # it has not ended
             if goes_on.any():
-                self._guided.take(rows[goes_on], tokens[goes_on])
+                self._guided.start_masks(rows[goes_on], tokens[goes_on])
         if table.num_observed:
             self._observe(rows, tokens)
         if paced:
