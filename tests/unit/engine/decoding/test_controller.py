@@ -30,9 +30,6 @@ class Guess:
     is_observed: bool = False
     is_closed: bool = False
 
-    def wants_draft(self) -> bool:
-        return self.num_ahead == 0
-
     def observe(self, tokens: Sequence[int]) -> None:
         self.noted.append(tuple(tokens))
 
