@@ -209,10 +209,10 @@ def explain_end(token: int, rules: TokenRules) -> tuple[FinishReason, int | None
 
 
 class Fault(NamedTuple):
-    """The error of a request whose own code failed, and the invalid field if the request is to blame."""
+    """The error of a request whose own code failed, and the request's invalid field; "" if the request is valid."""
 
     reason: str
-    refused: str = ""
+    invalid_field: str = ""
 
 
 def fault_of(error: Exception) -> Fault:

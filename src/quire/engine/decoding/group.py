@@ -230,8 +230,8 @@ class Group:
         logprobs = tuple(sequence.logprobs)
         self.ended.append(SampleEnd(sequence.index, tuple(outputs), reason, stop_reason, logprobs, total))
 
-    def finish_message(self, at: float, error: str | None = None, refused: str = "") -> Finished:
-        """Return the terminal message of the request, made at time `at`."""
+    def finish_message(self, at: float, error: str | None = None, invalid_field: str = "") -> Finished:
+        """Return the terminal message of the request, made at time `at`. The other two are of its Fault."""
         sampling, samples = self.request.sampling, tuple(self.ended)
         entries = None
         if sampling.prompt_logprobs is not None:
@@ -246,7 +246,7 @@ class Group:
         reasons: list[str] = ["error"] if error is not None else [sample.finish_reason for sample in samples]
         ledger = self.ledger.finish(at, num_outputs, reasons[0] if len(reasons) == 1 else _without_repeats(reasons))
         cached, preempted = self.num_cached or 0, self.num_preemptions
-        return Finished(self.request.request_id, samples, entries, error, cached, preempted, ledger, refused)
+        return Finished(self.request.request_id, samples, entries, error, cached, preempted, ledger, invalid_field)
 
 
 def _without_repeats(reasons: list[str]) -> str:

@@ -151,12 +151,12 @@ def test_a_controller_that_is_closed_closes_its_proposer() -> None:
 
 
 def test_a_request_is_told_whose_fault_its_end_was() -> None:
-    assert fault_of(GrammarError("no text matches")).refused == "structured_outputs"
+    assert fault_of(GrammarError("no text matches")).invalid_field == "structured_outputs"
     assert fault_of(OutOfBlocks("full")) == ("full", "")
-    reason, refused = fault_of(ValueError("odd"))
+    reason, invalid_field = fault_of(ValueError("odd"))
     assert "failed inside the engine" in reason
     assert "odd" in reason
-    assert refused == ""
+    assert invalid_field == ""
 
 
 @pytest.mark.parametrize(
