@@ -217,6 +217,8 @@ class Fault(NamedTuple):
 
 def fault_of(error: Exception) -> Fault:
     """Return the Fault of a request in whose code an exception was raised."""
-    if isinstance(error, GrammarError | InvalidRequest):
+    if isinstance(error, InvalidRequest):
+        return Fault(str(error), error.field)
+    if isinstance(error, GrammarError):
         return Fault(str(error), "structured_outputs")
     return Fault(str(error) if isinstance(error, QuireError) else f"the request failed inside the engine: {error!r}")
