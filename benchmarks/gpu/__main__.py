@@ -186,7 +186,7 @@ def fill_cache(llm: LLM) -> None:
         count = min(rng.randint(1, 128), pool.num_free - pool.num_evictable)
         tokens = array("i", (rng.randrange(VOCABULARY) for _ in range(count * size))).tobytes()
         table = BlockTable(pool, size, tree)
-        table.hold(tree.root(""))
+        table.start_with(tree.root(""))
         table.extend(pool.take(count), count * size)
         assert table.node is not None
         table.cache(table.node, tokens, count, Owner("a request of an hour ago"))

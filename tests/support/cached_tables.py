@@ -62,7 +62,7 @@ class CachedTables:
         match = self.match(tokens, salt, limit)
         table = BlockTable(self.pool, self.size, self.tree)
         node = self.tree.root(salt) if match.node is None else self.tree.node_at(match.node, match.num_blocks)
-        table.hold(node)
+        table.start_with(node)
         self.tree.used(node)
         return table
 

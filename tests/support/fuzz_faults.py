@@ -32,7 +32,7 @@ MEMBERS: dict[str, tuple[str, ...]] = {
         "num_ahead",
     ),
     "stops": ("push",),
-    "search": ("advance", "score", "rank"),
+    "search": ("advance", "score", "sort_key"),
     "group": ("end", "finish_message"),
     "ledger": ("finish",),
     "compilation": ("is_ready", "matcher"),

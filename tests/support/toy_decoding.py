@@ -162,9 +162,6 @@ class ToyProposer:
             return 0 if self.wants_pacing else FOREVER
         return (0, 0, 0, 2, 5)[digest(self.tokens, 3) % 5] if self.owner.may_run_ahead else 0
 
-    def wants_draft(self) -> bool:
-        return self.num_ahead == 0
-
     def observe(self, tokens: Sequence[int]) -> None:
         assert len(tokens) > 0
         assert not self.is_closed

@@ -89,14 +89,14 @@ class Committer:
         """Commit the tokens of rows that still have the lease they had in the step; drop all others. End the sequences
         that are complete. Returns the batch of tokens to stream, and how many tokens were generated."""
         for failure in result.failures:
-            if (sequence := self._awaited(step.lease_of(failure.row), failure.row)) is not None:
+            if (sequence := self._sequence_if_leased(step.lease_of(failure.row), failure.row)) is not None:
                 self._fail(sequence.group, Fault(failure.reason))
         table = self._scheduler.rows
         rows, tokens = step.rows, result.token_ids if step.places is None else result.token_ids[step.places]
         if table.version != step.version:
-            awaited = table.leases[rows] == step.leases
-            if not awaited.all():
-                rows, tokens = rows[awaited], tokens[awaited]
+            is_leased = table.leases[rows] == step.leases
+            if not is_leased.all():
+                rows, tokens = rows[is_leased], tokens[is_leased]
         if step.plan.chunks:
             self._note_first_tokens(step)
         columns = self._gather(rows)
@@ -126,7 +126,7 @@ class Committer:
         if table.num_guided:
             goes_on = table.guided[rows] & (table.leases[rows] == columns.leases)  # it has not ended
             if goes_on.any():
-                self._guided.take(rows[goes_on], tokens[goes_on])
+                self._guided.start_masks(rows[goes_on], tokens[goes_on])
         if table.num_observed:
             self._observe(rows, tokens)
         if paced:
@@ -155,7 +155,7 @@ class Committer:
     def _note_first_tokens(self, step: InFlightStep) -> None:
         now = self._clock()
         for row in [row for chunk in step.plan.chunks for row in chunk.sample_rows]:
-            sequence = self._awaited(step.lease_of(row), row)
+            sequence = self._sequence_if_leased(step.lease_of(row), row)
             if sequence is not None and not sequence.group.has_token:
                 sequence.group.has_token = True
                 sequence.group.ledger.note("first_token", now)
@@ -168,7 +168,7 @@ class Committer:
         left = {sequence: len(verified.tokens) for sequence, verified in paced}
         taken = []
         for item in result.logprobs:
-            sequence = self._awaited(leases.get(item.row), item.row)
+            sequence = self._sequence_if_leased(leases.get(item.row), item.row)
             if sequence is None or sequence.group.search is not None or left.get(sequence) == 0:
                 continue
             if sequence in left:
@@ -178,11 +178,11 @@ class Committer:
             if not sequence.group.is_ranked:
                 taken.append((sequence.handle, item.entry))
         for prompt in result.prompt_logprobs:
-            if (sequence := self._awaited(leases.get(prompt.row), prompt.row)) is not None:
+            if (sequence := self._sequence_if_leased(leases.get(prompt.row), prompt.row)) is not None:
                 sequence.group.prompt_logprobs.update(enumerate(prompt.entries, prompt.start))
         return tuple(taken)
 
-    def _awaited(self, lease: int | None, row: int) -> Sequence | None:
+    def _sequence_if_leased(self, lease: int | None, row: int) -> Sequence | None:
         """Return the sequence of a row, if the row still has this lease."""
         table = self._scheduler.rows
         return table.sequences[row] if lease == table.leases[row] else None

@@ -208,7 +208,7 @@ class EngineCore:
         try:
             if self._compiling:
                 self._enqueue_compiled()
-            self._guided.settle()
+            self._guided.finish_masks()
             if self._scheduler.tiers.expects_report:
                 self._scheduler.tiers.apply_report(self._executor.transfers())
             self._pipeline.fill(self._plan_step, self._guided.supply)

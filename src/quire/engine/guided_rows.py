@@ -20,8 +20,8 @@ _OVER: Ending = ("stop", None)
 class GuidedRows:
     """Advances the grammars of guided rows by their new tokens, and computes the masks of their next samples.
 
-    Threads do both between `take` and `settle`, while the device computes. `end` ends a sequence; `fail` ends a request
-    with its own fault.
+    Threads do both between `start_masks` and `finish_masks`, while the device computes. `end` ends a sequence; `fail`
+    ends a request with its own fault.
     """
 
     def __init__(
@@ -39,27 +39,27 @@ class GuidedRows:
         self._is_changed = np.zeros(num_rows, dtype=np.bool_)  # whether the mask has changed since it was last supplied
         self._begun: Ints | None = None  # rows whose masks are being made
 
-    def take(self, rows: Ints, tokens: Ints) -> None:
+    def start_masks(self, rows: Ints, tokens: Ints) -> None:
         """Let the grammars of guided rows consume one token each, and start to compute their next masks."""
         self._begin(rows, tokens.tolist())
 
-    def settle(self) -> None:
-        """Wait for the masks that `take` started. End sequences whose grammar is complete, fail groups whose grammar
-        failed, and pace sequences whose grammar forces enough tokens for a draft."""
+    def finish_masks(self) -> None:
+        """Wait for the masks that `start_masks` started. End sequences whose grammar is complete, fail groups whose
+        grammar failed, and pace sequences whose grammar forces enough tokens for a draft."""
         if self._begun is None or self._table is None:
             return
         rows, self._begun, filled = self._begun, None, self._table.finish()
         table, paced = self._scheduler.rows, self._scheduler.paced
-        is_awaited = table.leases[rows] == self._leases[rows]
+        is_leased = table.leases[rows] == self._leases[rows]
         self._is_changed[rows] |= filled.changed
         for row, error in filled.failed:
             if table.leases[row] == self._leases[row]:
                 self._fail(table.sequence_at(row).group, fault_of(error))
-        for row in rows[is_awaited & filled.over].tolist():
+        for row in rows[is_leased & filled.over].tolist():
             if (sequence := table.sequences[row]) is not None:
                 self._end(sequence, _OVER)
         if paced.looks_for_forced:
-            for row in rows[is_awaited].tolist():
+            for row in rows[is_leased].tolist():
                 sequence = table.sequences[row]
                 if sequence is not None and not paced.num_ahead(sequence):
                     self._scheduler.pace(sequence)
@@ -67,13 +67,13 @@ class GuidedRows:
     def supply(self, step: InFlightStep) -> Masks | None:
         """Return the masks of all samples of a guided step. The results of all earlier steps must have been
         committed."""
-        self.settle()
+        self.finish_masks()
         table, rows = self._scheduler.rows, step.rows
         wanted = rows[table.guided[rows] & (table.leases[rows] == step.leases)]
         is_ready = (self._leases[wanted] == table.leases[wanted]) & (self._counts[wanted] == table.counts[wanted])
         if not is_ready.all():  # sequences that take their first sample, or their first after being paced
             self._begin(wanted[~is_ready], None)
-            self.settle()
+            self.finish_masks()
             wanted = wanted[table.leases[wanted] == self._leases[wanted]]  # without rows that failed
         if not len(wanted):
             return step.masks

@@ -35,7 +35,7 @@ class Hypothesis:
 
     token_ids: tuple[int, ...]
     logprob: float  # summed
-    rank: tuple[int, float]  # orders hypotheses as their scores do: see `BeamSearch.rank`
+    sort_key: tuple[int, float]  # orders hypotheses as their scores do: see `BeamSearch.sort_key`
     ending: Ending
 
 
@@ -64,27 +64,29 @@ class BeamSearch:
     def streams_best(self) -> bool:
         return self._rules.stream_best
 
-    def advance(self, beams: list[list[int]], token_ids: Ints, scores: Floats, end_of: EndOf) -> tuple[Child, ...]:
-        """Advance the search by one token. `beams` are their generated tokens; `token_ids` and `scores` [beams, k] are
-        the most likely next tokens of each, best first. Returns the beams that continue, best first; none: the search
-        ends."""
+    def advance(
+        self, beams: list[list[int]], token_ids: Ints, next_logprobs: Floats, end_of: EndOf
+    ) -> tuple[Child, ...]:
+        """Advance the search by one token. `beams` are their generated tokens; `token_ids` [beams, k] are the most
+        likely next tokens of each, best first, and `next_logprobs` [beams, k] their logprobs. Returns the beams that
+        continue, best first; none: the search ends."""
         self.length += 1
         children: list[Child] = []
-        for rank, (parent, token, logprob) in enumerate(ranked(self.logprobs, token_ids, scores)):
-            if rank >= self.width and len(children) == self.width:
+        for place, (parent, token, logprob) in enumerate(ranked(self.logprobs, token_ids, next_logprobs)):
+            if place >= self.width and len(children) == self.width:
                 break
             ending = end_of(parent, token) or (("length", None) if self.length >= self._max_tokens else None)
             if ending is None:
                 if len(children) < self.width:
                     children.append(Child(parent, token, logprob))
-            elif rank < self.width:  # lower ranks are only candidates for beams that continue
-                self._finish(Hypothesis((*beams[parent], token), logprob, self.rank(logprob, self.length), ending))
+            elif place < self.width:  # later places are only candidates for beams that continue
+                self._finish(Hypothesis((*beams[parent], token), logprob, self.sort_key(logprob, self.length), ending))
         if not children or not self._can_improve(children[0].logprob):
             return ()
         self.logprobs = np.array([child.logprob for child in children], dtype=np.float32)
         return tuple(children)
 
-    def rank(self, logprob: float, length: int) -> tuple[int, float]:
+    def sort_key(self, logprob: float, length: int) -> tuple[int, float]:
         """Return a sort key that orders hypotheses as their scores (logprob / length ** length_penalty) do, but cannot
         overflow or underflow: the sign of the score, then its logarithm."""
         if logprob == 0.0:
@@ -93,7 +95,8 @@ class BeamSearch:
         return (1, magnitude) if logprob > 0.0 else (-1, -magnitude)
 
     def score(self, logprob: float, num_tokens: int) -> float:
-        """Return the score of a hypothesis: logprob / num_tokens ** length_penalty, or the nearest finite number."""
+        """Return the score of a hypothesis: logprob / num_tokens ** length_penalty, or the nearest finite number.
+        Only reported; `sort_key` decides."""
         try:
             score = logprob / float(max(num_tokens, 1) ** self._rules.length_penalty)
         except OverflowError:
@@ -104,7 +107,7 @@ class BeamSearch:
 
     def _finish(self, hypothesis: Hypothesis) -> None:
         self.finished.append(hypothesis)
-        self.finished.sort(key=lambda one: one.rank, reverse=True)
+        self.finished.sort(key=lambda one: one.sort_key, reverse=True)
         del self.finished[self.width :]
 
     def _can_improve(self, best: float) -> bool:
@@ -116,12 +119,12 @@ class BeamSearch:
             return False
         at_its_end = rules.early_stopping == "never" and rules.length_penalty > 0
         length = self._max_tokens if at_its_end else self.length
-        return self.rank(best, length) > self.finished[-1].rank
+        return self.sort_key(best, length) > self.finished[-1].sort_key
 
 
-def ranked(logprobs: Floats, token_ids: Ints, scores: Floats) -> Iterator[tuple[int, int, float]]:
+def ranked(logprobs: Floats, token_ids: Ints, next_logprobs: Floats) -> Iterator[tuple[int, int, float]]:
     """Yield every possible (beam, token, summed logprob), most likely first; equal ones in the order of beams."""
-    totals = (logprobs[:, None] + scores).reshape(-1)
+    totals = (logprobs[:, None] + next_logprobs).reshape(-1)
     order = np.argsort(-totals, kind="stable")
     width, tokens = token_ids.shape[1], token_ids.reshape(-1)
     for start in range(0, len(order), width):

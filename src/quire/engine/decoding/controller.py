@@ -209,14 +209,16 @@ def explain_end(token: int, rules: TokenRules) -> tuple[FinishReason, int | None
 
 
 class Fault(NamedTuple):
-    """The error of a request whose own code failed, and the invalid field if the request is to blame."""
+    """The error of a request whose own code failed, and the request's invalid field; "" if the request is valid."""
 
     reason: str
-    refused: str = ""
+    invalid_field: str = ""
 
 
 def fault_of(error: Exception) -> Fault:
     """Return the Fault of a request in whose code an exception was raised."""
-    if isinstance(error, GrammarError | InvalidRequest):
+    if isinstance(error, InvalidRequest):
+        return Fault(str(error), error.field)
+    if isinstance(error, GrammarError):
         return Fault(str(error), "structured_outputs")
     return Fault(str(error) if isinstance(error, QuireError) else f"the request failed inside the engine: {error!r}")

@@ -35,20 +35,20 @@ class SequenceState(Enum):
 
     WAITING = auto()  # it has no row and no blocks; the blocks of `num_swapped` tokens may be in host memory
     PREFILL = auto()  # it computes known tokens: the prompt, or all tokens after a preemption
-    STARTING = auto()  # a planned step samples its next token; it joins the decode set at the next tick
-    AHEAD = auto()  # in the decode set: one token in each tick, which feeds the next step on the device
-    DRAINING = auto()  # it has left the decode set, and waits for the results of its steps
+    STARTING = auto()  # a planned step samples its next token; it joins the AheadSet at the next tick
+    AHEAD = auto()  # in the AheadSet: one token in each tick, which feeds the next step on the device
+    DRAINING = auto()  # it has left the AheadSet, and waits for the results of its steps
     DUE = auto()  # paced: all its tokens are known, and its next step may be planned
     AWAITING = auto()  # paced: a planned step computes its next tokens; its next step is planned after their result
 
 
 @dataclass(slots=True)
 class RunAhead:
-    """How far a sequence has run ahead. The tick of the decode set tells it, so no step has to update it."""
+    """How far a sequence has run ahead. The tick of the AheadSet tells it, so no step has to update it."""
 
     event: int  # the tick at which the scheduler must handle the sequence
     base: int = 0  # computed tokens minus tick
-    until: int = 0  # the number of computed tokens at which it must leave the decode set
+    until: int = 0  # the number of computed tokens at which it must leave the AheadSet
 
 
 class Sequence:
@@ -103,7 +103,7 @@ class Sequence:
         return self.num_tokens - (self.group.search is not None and len(self.group.live) > 1)
 
     def computed_at(self, tick: int) -> int:
-        """Return `num_computed` at a tick of the decode set."""
+        """Return `num_computed` at a tick of the AheadSet."""
         return tick + self.ahead.base if self.state is SequenceState.AHEAD and self.ahead else self.num_computed
 
     def tokens(self) -> bytes:
@@ -230,8 +230,8 @@ class Group:
         logprobs = tuple(sequence.logprobs)
         self.ended.append(SampleEnd(sequence.index, tuple(outputs), reason, stop_reason, logprobs, total))
 
-    def finish_message(self, at: float, error: str | None = None, refused: str = "") -> Finished:
-        """Return the terminal message of the request, made at time `at`."""
+    def finish_message(self, at: float, error: str | None = None, invalid_field: str = "") -> Finished:
+        """Return the terminal message of the request, made at time `at`. The other two are of its Fault."""
         sampling, samples = self.request.sampling, tuple(self.ended)
         entries = None
         if sampling.prompt_logprobs is not None:
@@ -246,7 +246,7 @@ class Group:
         reasons: list[str] = ["error"] if error is not None else [sample.finish_reason for sample in samples]
         ledger = self.ledger.finish(at, num_outputs, reasons[0] if len(reasons) == 1 else _without_repeats(reasons))
         cached, preempted = self.num_cached or 0, self.num_preemptions
-        return Finished(self.request.request_id, samples, entries, error, cached, preempted, ledger, refused)
+        return Finished(self.request.request_id, samples, entries, error, cached, preempted, ledger, invalid_field)
 
 
 def _without_repeats(reasons: list[str]) -> str:

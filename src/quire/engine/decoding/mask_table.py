@@ -31,9 +31,10 @@ FIRST_WORDS = 64  # of a mask: if two bits are set in them, it is neither empty 
 
 @dataclass(frozen=True, slots=True)
 class FilledMasks:
-    """The masks of some rows. `bits` is valid until the next `begin`.
+    """The masks of some rows. The mask of a row that has failed or is over allows no token.
 
-    The mask of a row that has failed or is over allows no token.
+    GuidedRows reads `changed`, `over` and `failed`, and later gets the bits of the rows of its step from
+    `MaskTable.masks`. The benchmarks read `rows` and `bits`, which are valid until the next `begin`.
     """
 
     rows: Ints  # [rows]
@@ -51,7 +52,7 @@ class _Batch:
     matchers: Sequence[Matcher]
     tokens: Sequence[int] | None  # tokens that the matchers consume first
     over: Flags
-    alone: Sequence[int] = ()  # lines that `finish` computes one by one
+    on_engine_thread: Sequence[int] = ()  # lines that `finish` computes one by one, on the engine's thread
     asked: list[tuple[GrammarMatcher, int]] = field(default_factory=list)  # llguidance computes the masks of these
     forced: list[tuple[int, int]] = field(default_factory=list)  # (line, the only token that is allowed)
     failed: dict[int, GrammarError] = field(default_factory=dict)  # by line
@@ -95,22 +96,24 @@ class MaskTable:
             raise RuntimeError("the table is closed" if self._is_closed else "the batch before is not finished")
         batch = _Batch(np.array(rows, dtype=np.int32), matchers, tokens, np.zeros(len(rows), dtype=np.bool_))
         if len(matchers) <= FEW and len(matchers) * self._mask_seconds <= QUICK_SECONDS:
-            batch.alone = range(len(matchers))
+            batch.on_engine_thread = range(len(matchers))
         else:
-            batch.alone = [line for line, matcher in enumerate(matchers) if not isinstance(matcher, GrammarMatcher)]
-        if len(batch.alone) < len(matchers):
+            batch.on_engine_thread = [
+                line for line, matcher in enumerate(matchers) if not isinstance(matcher, GrammarMatcher)
+            ]
+        if len(batch.on_engine_thread) < len(matchers):
             self._hand_over(batch)
         self._batch = batch
 
     def _hand_over(self, batch: _Batch) -> None:
         """Give a batch to the table's thread."""
         if batch.tokens is None and len(batch.matchers) > FEW:
-            self._sort_out(batch)
+            self._split_forced(batch)
         if self._thread is None:
             from llguidance import LLExecutor
 
-            executor = LLExecutor(self._threads)
-            self._thread = threading.Thread(target=self._serve, args=(executor,), name="masks", daemon=True)
+            pool = LLExecutor(self._threads)
+            self._thread = threading.Thread(target=self._serve, args=(pool,), name="masks", daemon=True)
             self._thread.start()
             # A thread that is inside llguidance when the interpreter ends would crash it.
             self._end_thread = weakref.finalize(self, _end_thread, self._batches, self._thread)
@@ -131,8 +134,8 @@ class MaskTable:
             batch.done.wait()
         if batch.error is not None:
             raise batch.error
-        if batch.alone:
-            self._compute_each(batch, batch.alone)
+        if batch.on_engine_thread:
+            self._compute_each(batch, batch.on_engine_thread)
         if batch.changed is None:
             batch.changed = self._find_changed(batch)
         self._is_known[batch.rows] = True
@@ -164,8 +167,10 @@ class MaskTable:
             self._end_thread()
             self._thread = None
 
-    def _sort_out(self, batch: _Batch) -> None:
-        """Find the masks that llguidance must compute: those of matchers that are not inside a forced run."""
+    def _split_forced(self, batch: _Batch) -> None:
+        """Split the batch: `forced` gets the matchers that allow a single token, as they are inside a forced run, and
+        `asked` those whose masks llguidance must compute. May move matchers of `asked` to other lexers, so that the
+        threads share the work."""
         asked, failed, over = batch.asked, batch.failed, batch.over.tolist()
         for line, matcher in enumerate(batch.matchers):
             if not isinstance(matcher, GrammarMatcher) or over[line] or line in failed:
@@ -190,29 +195,30 @@ class MaskTable:
             grammar.balance(lexers)
 
     # ------------------------------------------------------------------------------------------- the table's thread
-    def _serve(self, executor: LLExecutor) -> None:
+    def _serve(self, pool: LLExecutor) -> None:
+        """Compute batches until there are no more. `pool` is llguidance's thread pool."""
         while (batch := self._batches.get()) is not None:
             try:
-                self._work(batch, executor)
+                self._work(batch, pool)
             except Exception as error:  # noqa: BLE001 - `finish` raises it
                 batch.error = error
             assert batch.done is not None
             batch.done.set()
 
-    def _work(self, batch: _Batch, executor: LLExecutor) -> None:
+    def _work(self, batch: _Batch, pool: LLExecutor) -> None:
         if len(batch.matchers) <= FEW:
-            self._compute_each(batch, sorted({*range(len(batch.matchers))} - {*batch.alone}))
+            self._compute_each(batch, sorted({*range(len(batch.matchers))} - {*batch.on_engine_thread}))
         else:
-            self._compute_all(batch, executor)
-        if not batch.alone:
+            self._compute_all(batch, pool)
+        if not batch.on_engine_thread:
             batch.changed = self._find_changed(batch)
 
-    def _compute_all(self, batch: _Batch, executor: LLExecutor) -> None:
+    def _compute_all(self, batch: _Batch, pool: LLExecutor) -> None:
         if batch.tokens is not None:
-            self._consume_tokens(batch, batch.tokens, executor)
-            self._sort_out(batch)
+            self._consume_tokens(batch, batch.tokens, pool)
+            self._split_forced(batch)
         if batch.asked:
-            self._compute(batch, executor)
+            self._compute_in_threads(batch, pool)
         if batch.forced:
             lines, tokens = np.array(batch.forced).T
             self._filled[lines] = 0
@@ -220,7 +226,7 @@ class MaskTable:
         without = [*batch.failed, *np.flatnonzero(batch.over).tolist()]
         self._filled[without] = 0
 
-    def _consume_tokens(self, batch: _Batch, tokens: Sequence[int], executor: LLExecutor) -> None:
+    def _consume_tokens(self, batch: _Batch, tokens: Sequence[int], pool: LLExecutor) -> None:
         """Have llguidance consume the tokens of all its matchers at once."""
         together: list[tuple[GrammarMatcher, int]] = []
         for line, matcher in enumerate(batch.matchers):
@@ -232,7 +238,7 @@ class MaskTable:
         if not together:
             return
         try:
-            are_consumed = executor.consume_token_par([(matcher.state, tokens[line]) for matcher, line in together])
+            are_consumed = pool.consume_token_par([(matcher.state, tokens[line]) for matcher, line in together])
         except Exception:  # noqa: BLE001 - one matcher is at fault, and none has consumed anything
             for _, line in together:
                 self._consume_alone(batch, line)
@@ -249,7 +255,7 @@ class MaskTable:
             except Exception as error:  # noqa: BLE001 - a row's fault ends its request alone
                 batch.failed[line] = _as_grammar_error(error)
 
-    def _compute(self, batch: _Batch, executor: LLExecutor) -> None:
+    def _compute_in_threads(self, batch: _Batch, pool: LLExecutor) -> None:
         """Have llguidance compute masks, lexer by lexer: neighbours go to one thread, and wait for no other."""
         by_lexer: defaultdict[Lexer, list[tuple[LLMatcher, int]]] = defaultdict(list)
         for matcher, line in batch.asked:
@@ -259,7 +265,7 @@ class MaskTable:
             lexer.num_masks += len(followers)
         items = [item for group in by_lexer.values() for item in group]
         try:
-            executor.unsafe_compute_mask_ptr(items, self._filled.ctypes.data, self._line_bytes, len(self._filled))
+            pool.unsafe_compute_mask_ptr(items, self._filled.ctypes.data, self._line_bytes, len(self._filled))
         except Exception:  # noqa: BLE001 - one matcher is at fault: each is asked alone
             for _, line in items:
                 self._compute_alone(batch, line)

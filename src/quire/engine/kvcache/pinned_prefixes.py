@@ -128,7 +128,7 @@ class PinnedPrefixes:
         if num_new > reservation.num_blocks:
             return  # another pin that shared some of its blocks was removed meanwhile
         table = BlockTable(self._pool, self._block_size, tree)
-        table.hold(node)
+        table.start_with(node)
         self.remove(*key)
         self._held[key] = _Pin(tokens, reservation.num_tokens, table)
 

@@ -38,7 +38,7 @@ class BlockTable:
         """How many of the first blocks belong to the prefix tree."""
         return 0 if self.node is None else self.node.end
 
-    def hold(self, node: Node) -> None:
+    def start_with(self, node: Node) -> None:
         """Fill an empty table with all blocks from the root of the tree to the end of `node`, and lock them."""
         assert not self.blocks
         assert self._tree is not None
@@ -95,7 +95,8 @@ class BlockTable:
         self.num_tokens = num_tokens
 
     def append(self, num_tokens: int = 1) -> list[BlockCopy]:
-        """Make room for more tokens. Returns the block copies to run before the next forward pass.
+        """Make room for more tokens. A partly filled last block that other tables hold is replaced by a copy
+        (copy-on-write). Returns the block copies to run before the next forward pass.
 
         Raises OutOfBlocks and changes nothing if the pool has too few blocks.
         """

@@ -9,7 +9,7 @@ from quire.engine.decoding.group import Group, Sequence, SequenceState
 from quire.engine.kvcache.pinned_prefixes import PinnedPrefixes
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import Node, PrefixTree
-from quire.engine.scheduler.decode_set import DecodeSet
+from quire.engine.scheduler.ahead_set import AheadSet
 from quire.engine.scheduler.row_table import RowTable
 from quire.types.stats import RequestBlocks
 
@@ -94,15 +94,15 @@ def check_blocks(
     assert all(node.locks == locks[node] for node in tree.nodes())
 
 
-def check_groups(running: Iterable[Group], waiting: Iterable[Group], rows: RowTable, decoding: DecodeSet) -> None:
+def check_groups(running: Iterable[Group], waiting: Iterable[Group], rows: RowTable, ahead: AheadSet) -> None:
     """Assert that running sequences have rows, and that waiting ones hold neither row nor blocks."""
     running_sequences = [sequence for group in running for sequence in group.live]
     num_ahead = 0
     for sequence in running_sequences:
-        _check_sequence(sequence, rows, decoding.tick)
+        _check_sequence(sequence, rows, ahead.tick)
         num_ahead += sequence.state is SequenceState.AHEAD
     assert rows.num_taken == len(running_sequences)
-    assert num_ahead == len(decoding)
+    assert num_ahead == len(ahead)
     for group in waiting:
         assert not group.is_running
         for sequence in group.live:

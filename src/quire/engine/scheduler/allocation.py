@@ -17,7 +17,7 @@ from quire.engine.scheduler.queue import GroupQueue
 from quire.engine.scheduler.row_table import RowTable
 from quire.engine.submission import most_blocks
 
-AHEAD = 16  # tokens that every running sequence must be able to grow by when a group is admitted; at most a block
+HEADROOM_TOKENS = 16  # that every running sequence must be able to grow by when a group is admitted; at most a block
 LEAST_EXPECTED = 64  # the least number of further tokens that an answer is expected to have
 PATIENCE = 3  # preemptions; after these, a group is admitted only if it will not be preempted again
 
@@ -31,8 +31,8 @@ class Allocation(Protocol):
     def has_room(self, group: Group, running: GroupQueue) -> bool:
         """Whether there are enough blocks to admit a waiting group beside the running ones."""
 
-    def admit(self, group: Group) -> None:
-        """Give the tables of an admitted group the blocks that they have from the start."""
+    def admitted(self, group: Group) -> None:
+        """Note that a group was admitted. A reserving allocation gives it its blocks here; a paged one gives none."""
 
     def note_prefill(self, group: Group) -> None:
         """Update what a group still owes: it computed known tokens, or holds no blocks any more."""
@@ -51,7 +51,7 @@ class OnDemandAllocation:
         self, pool: BlockPool, tree: PrefixTree | None, block_size: int, reuse: PrefixReuse, rows: RowTable
     ) -> None:
         self._pool, self._tree, self._block_size, self._reuse, self._rows = pool, tree, block_size, reuse, rows
-        self._ahead = min(AHEAD, block_size)
+        self._headroom_tokens = min(HEADROOM_TOKENS, block_size)
         self._owed: dict[Group, int] = {}  # blocks that running groups still need for known tokens
         self._num_owed = 0  # the sum of these
         self._no_preempt: list[Group] = []  # running groups that must not be preempted again
@@ -89,7 +89,7 @@ class OnDemandAllocation:
         after PATIENCE preemptions all that it and all running groups can grow by, so that none of them is preempted.
         Counting may stop above `most`."""
         size = self._block_size
-        least = -(-self._rows.num_taken * self._ahead // size) + group.num_beams_to_come
+        least = -(-self._rows.num_taken * self._headroom_tokens // size) + group.num_beams_to_come
         if self._no_preempt:
             self._no_preempt = [each for each in self._no_preempt if each.is_running]
         if self._no_preempt or group.num_preemptions >= PATIENCE:
@@ -123,7 +123,7 @@ class OnDemandAllocation:
             held = shared + sum(-(-sequence.num_tokens // size) - shared for sequence in group.live)
         return max(most_blocks(group.request, num_tokens, self._block_size) - held, 0)
 
-    def admit(self, group: Group) -> None:
+    def admitted(self, group: Group) -> None:
         if group.num_preemptions >= PATIENCE:
             self._no_preempt.append(group)
 
@@ -168,7 +168,7 @@ class ReservedAllocation:
     def has_room(self, group: Group, running: GroupQueue) -> bool:  # noqa: ARG002 - Allocation's signature
         return -(-self._policy.reserved(group) // self._block_size) <= self._pool.longest_run
 
-    def admit(self, group: Group) -> None:
+    def admitted(self, group: Group) -> None:
         for sequence in group.live:
             assert isinstance(sequence.table, ReservedTable)
             sequence.table.reserve(self._policy.reserved(group))

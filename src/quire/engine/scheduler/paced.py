@@ -1,5 +1,5 @@
 """Paced sequences: the scheduler plans the next step of each only when its last result has come. The other sequences
-run ahead (decode_set.py)."""
+run ahead (ahead_set.py)."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ class PacedSet:
         sequence.state, sequence.num_computed = SequenceState.AWAITING, position + 1
         builder.write(sequence)
         builder.compute_one(row, position)
-        builder.drafting.append(sequence)
+        builder.paced_in_step.append(sequence)
 
-    def add_drafts(self, builder: PlanBuilder) -> None:
+    def add_drafts_and_masks(self, builder: PlanBuilder) -> None:
         """Add draft tokens and masks for the paced sequences of this step, with the budget and the blocks that all owed
         tokens have left over."""
-        for sequence in builder.drafting:
+        for sequence in builder.paced_in_step:
             if sequence.row is not None and sequence.state is SequenceState.AWAITING:
                 with self.guarded(sequence.group):
                     self._add_draft(builder, sequence)

@@ -21,7 +21,7 @@ class PlanBuilder:
     def __init__(self, budget: int) -> None:
         self.budget = budget  # tokens that may still be handed out
         self.prompts: dict[Group, None] = {}  # groups that owe known tokens: if preempted, they are not admitted again
-        self.drafting: list[Sequence] = []  # paced sequences in this step, which may get draft tokens
+        self.paced_in_step: list[Sequence] = []  # paced sequences in this step, which may get draft tokens and masks
         self._paced: dict[int, int] = {}  # paced rows that compute one token -> its position
         self._chunks: dict[int, Chunk] = {}  # by row
         self._new_rows: list[NewRow] = []
@@ -38,8 +38,8 @@ class PlanBuilder:
         return tuple(self._loads.values())
 
     @property
-    def is_idle(self) -> bool:
-        """Whether the step would compute nothing but the rows that run ahead."""
+    def computes_only_ahead(self) -> bool:
+        """Whether the step computes nothing but the rows that run ahead, as far as it is planned."""
         return not self._chunks and not self._paced and not self._new_rows
 
     @property

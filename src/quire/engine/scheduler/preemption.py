@@ -1,5 +1,5 @@
 """Preemption strategies: the blocks of a preempted group are freed and recomputed later (Recompute), swapped to host
-memory (Swap), or whichever is estimated to be faster (ByCost). The scheduler chooses the victim."""
+memory (Swap), or whichever is estimated to be faster (ByCost). `Scheduler.grow_table` chooses the victim."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Preemption(Protocol):
 
     num_swaps: int  # groups whose blocks were swapped out
 
-    def vacate(self, group: Group, builder: PlanBuilder, num_tokens: int) -> str:
+    def free_blocks(self, group: Group, builder: PlanBuilder, num_tokens: int) -> str:
         """Free all blocks of a group that has computed `num_tokens` tokens. Returns the note for the ledger.
 
         Sets `num_computed` of each sequence to 0 and, if its blocks are swapped out, `num_swapped`.
@@ -33,7 +33,7 @@ class Recompute:
     def __init__(self, compute: ComputeTime) -> None:
         self._compute = compute
 
-    def vacate(self, group: Group, builder: PlanBuilder, num_tokens: int) -> str:  # noqa: ARG002 - Preemption's signature
+    def free_blocks(self, group: Group, builder: PlanBuilder, num_tokens: int) -> str:  # noqa: ARG002 - Preemption's signature
         free(group)
         return f"recompute est. {_milliseconds(self._compute.seconds(num_tokens))}"
 
@@ -47,31 +47,32 @@ class Swap:
         self._recompute = Recompute(compute)
         self.num_swaps = 0
 
-    def vacate(self, group: Group, builder: PlanBuilder, num_tokens: int) -> str:
+    def free_blocks(self, group: Group, builder: PlanBuilder, num_tokens: int) -> str:
         if not any(sequence.num_computed for sequence in group.live):  # what it swapped out before stays there
             free(group)
             return "nothing was computed"
         if group.request.sampling.prompt_logprobs is not None:
-            return self._recompute.vacate(group, builder, num_tokens)
+            return self._recompute.free_blocks(group, builder, num_tokens)
         found = self._reuse.swap_blocks(group, builder)
         blocks = {key: block for each in found.values() for key, block in each.blocks.items()}
         if not blocks:  # only the last token, which is computed again in any case
-            return self._recompute.vacate(group, builder, num_tokens)
+            return self._recompute.free_blocks(group, builder, num_tokens)
         num_saved = self._tiers.num_to_save(blocks)
         if num_saved is None:
-            return f"host memory is full, {self._recompute.vacate(group, builder, num_tokens)}"
-        moving = self._tiers.transfer_seconds(num_saved, len(blocks))
-        again = self._compute.seconds(num_tokens)
-        if not self.is_cheaper(moving, again):
+            return f"host memory is full, {self._recompute.free_blocks(group, builder, num_tokens)}"
+        swap_seconds = self._tiers.transfer_seconds(num_saved, len(blocks))
+        recompute_seconds = self._compute.seconds(num_tokens)
+        if not self.should_swap(swap_seconds, recompute_seconds):
             self._tiers.note_recompute(blocks)
-            return f"{self._recompute.vacate(group, builder, num_tokens)} (swap est. {_milliseconds(moving)})"
+            note = self._recompute.free_blocks(group, builder, num_tokens)
+            return f"{note} (swap est. {_milliseconds(swap_seconds)})"
         self._move(group, found)
-        costs = f"est. {_milliseconds(moving)} (recompute est. {_milliseconds(again)})"
+        costs = f"est. {_milliseconds(swap_seconds)} (recompute est. {_milliseconds(recompute_seconds)})"
         return f"swapped {len(blocks)} blocks, {costs}"
 
-    def is_cheaper(self, moving: float, again: float | None) -> bool:  # noqa: ARG002 - for subclasses
-        """Whether to swap blocks that take `moving` seconds to move and `again` seconds to recompute (None:
-        unknown)."""
+    def should_swap(self, swap_seconds: float, recompute_seconds: float | None) -> bool:  # noqa: ARG002 - for subclasses
+        """Whether to swap blocks instead of recomputing them, by the estimates for both. `recompute_seconds` is None
+        if it is unknown."""
         return True
 
     def _move(self, group: Group, found: dict[Sequence, SwapBlocks]) -> None:
@@ -86,8 +87,8 @@ class Swap:
 class ByCost(Swap):
     """Swap or recompute: whichever is estimated to take less time, by the measured speed of the link and the model."""
 
-    def is_cheaper(self, moving: float, again: float | None) -> bool:
-        return again is None or moving <= again
+    def should_swap(self, swap_seconds: float, recompute_seconds: float | None) -> bool:
+        return recompute_seconds is None or swap_seconds <= recompute_seconds
 
 
 def free(group: Group) -> None:

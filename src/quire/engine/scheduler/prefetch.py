@@ -52,25 +52,26 @@ class FilePrefetch:
             request.left = self._tiers.fetch(request.left)
         return request
 
-    def is_awaited(self, group: Group, now: float) -> bool:
-        """Whether a group that could be admitted waits for its files. After a while it computes what is missing."""
+    def awaits_files(self, group: Group, now: float) -> bool:
+        """If files of a group that could be admitted are still to be read, make the group wait and return True. A group
+        that has waited long enough computes what is missing."""
         request = self._order(group)
         if request.is_over:
             return False
-        awaited = len(request.left) + sum(self._tiers.is_fetching(name) for name in request.names)
+        num_missing = len(request.left) + sum(self._tiers.is_fetching(name) for name in request.names)
         if request.since is None:
             request.since = now
         request.looks += 1
-        if awaited and now - request.since < self._patience(awaited) and request.looks < _MOST_LOOKS:
+        if num_missing and now - request.since < self._patience(num_missing) and request.looks < _MOST_LOOKS:
             self._waiting[group] = None
             return True
-        self._tiers.count_late(awaited)
+        self._tiers.count_late(num_missing)
         request.is_over = True
         return False
 
     def take_ready(self, now: float) -> list[Group]:
         """Return the groups that need not wait for their files any more."""
-        ready = [group for group in self._waiting if not self.is_awaited(group, now)]
+        ready = [group for group in self._waiting if not self.awaits_files(group, now)]
         for group in ready:
             del self._waiting[group]
         return ready

@@ -128,15 +128,15 @@ class Prefill:
         is paced and awaits the result."""
         scheduler = self._scheduler
         if sequence.controller is PLAIN or scheduler.paced.num_ahead(sequence):
-            scheduler.decoding.prepare(sequence, scheduler.next_tick)
+            scheduler.ahead.start_at(sequence, scheduler.next_tick)
         else:
             sequence.state = SequenceState.AWAITING
-            builder.drafting.append(sequence)
+            builder.paced_in_step.append(sequence)
 
     # -------------------------------------------------------------------------------------------------- admitting
     def _resume_waiting(self) -> None:
-        """Prefetch files for groups that are likely to be admitted soon. Resume deferred groups that are ready
-        again."""
+        """Resume deferred groups that are ready again. Prefetch files for groups that are likely to be admitted
+        soon."""
         scheduler, reuse = self._scheduler, self._scheduler.reuse
         if reuse.prefetch is not None:
             reuse.ready += reuse.prefetch.take_ready(scheduler.now)
@@ -169,10 +169,10 @@ class Prefill:
             if group.search is not None:
                 group.num_spare = group.num_beams_to_come
                 rows.reserve(group.num_spare)
-            scheduler.allocation.admit(group)
+            scheduler.allocation.admitted(group)
             scheduler.policy.admitted(group, scheduler)
             self._owing[group] = None
-            self._compute_owed(builder, group)
+            self._compute_owed(builder, group)  # attaches the prefix-cache hit first
             scheduler.reuse.forget(group)
 
     def _next_to_admit(self, builder: PlanBuilder) -> tuple[Group | None, str]:
@@ -191,7 +191,7 @@ class Prefill:
                 return None, "no free row"
             if group is self._blocked and self._is_unchanged():
                 return None, "no free blocks"
-            reason = scheduler.reuse.wait_reason(group, scheduler.now)
+            reason = scheduler.reuse.wait_if_pending(group, scheduler.now)
             if not reason and scheduler.allocation.has_room(group, scheduler.running):
                 return group, ""
             if not reason:

@@ -98,12 +98,13 @@ class PrefixReuse:
             return self.lookup(group).num_tokens
         return match.num_tokens
 
-    def wait_reason(self, group: Group, now: float) -> str:
-        """Return why a group should not be admitted now; "": it is ready. Later the group is added to `ready`."""
+    def wait_if_pending(self, group: Group, now: float) -> str:
+        """If another sequence computes the group's prefix, or its files are being read, make the group wait and return
+        why; "" if it may be admitted. A group that waited is added to `ready` later."""
         tree = self._tree
         if tree is None or not group.reads_cache:
             return ""
-        if self.prefetch is not None and self.prefetch.is_awaited(group, now):
+        if self.prefetch is not None and self.prefetch.awaits_files(group, now):
             return "its blocks are read from disk"
         match = self.lookup(group)
         if not self._unpublished:
@@ -185,7 +186,7 @@ class PrefixReuse:
                 limits = {group.leader: self._leader_limit(group)}
                 found = self._find(limits)
         for sequence, (match, hit) in found.items():
-            self._hold(sequence, match, hit, builder, tick)
+            self._fill_table(sequence, match, hit, builder, tick)
         loaded: Counter[str] = Counter()
         waits = False
         self._filler.copy_partials(
@@ -214,7 +215,7 @@ class PrefixReuse:
             match = self.lookup(group)
             if group.hit is None or group.hit.plan != self._plan:
                 match = self._look(tree, group)
-        self._hold_blocks(sequence, match)
+        self._fill_from_tree(sequence, match)
         if match.partial is not None:
             self._filler.copy_partials({sequence: match}, builder)
         builder.introduce(sequence)
@@ -244,26 +245,26 @@ class PrefixReuse:
             found[sequence] = match, hit
         return found
 
-    def _hold(self, sequence: Sequence, match: Match, hit: TierHit, builder: PlanBuilder, tick: int) -> None:
-        """Fill an empty table with the match on the device, and with blocks of the sequence that it branches off. Hold
-        the slots in host memory that follow, so that they are not evicted."""
-        self._hold_blocks(sequence, match)
+    def _fill_table(self, sequence: Sequence, match: Match, hit: TierHit, builder: PlanBuilder, tick: int) -> None:
+        """Fill an empty table with the match on the device, and with blocks of the sequence that it branches off. Keep
+        the slots in host memory that follow, so that they are not evicted while the plan is made."""
+        self._fill_from_tree(sequence, match)
         table, origin = sequence.table, sequence.group.origin
         if origin is not None and self.shares_memory and origin.table.num_cached <= len(table.blocks):
             shared = self._num_shared(sequence.group, origin, builder, tick)
             if shared > max(hit.num_tokens, table.num_tokens):
                 table.borrow(origin.table, shared)
         for slot in reversed(hit.slots):  # released in this order, so the last block of a chain is evicted first
-            self._tiers.hold(slot)
+            self._tiers.keep_for_plan(slot)
         sequence.num_computed = table.num_tokens
 
-    def _hold_blocks(self, sequence: Sequence, match: Match) -> None:
-        """Fill an empty table with the whole blocks of a match."""
+    def _fill_from_tree(self, sequence: Sequence, match: Match) -> None:
+        """Fill an empty table with the whole blocks of a match in the prefix tree."""
         tree, table = self._tree, sequence.table
         if tree is not None:
             salt = sequence.group.request.cache_salt
             node = tree.root(salt) if match.node is None else tree.node_at(match.node, match.num_blocks)
-            table.hold(node)
+            table.start_with(node)
             tree.used(node if match.partial is None or match.closest is None else match.closest)
         sequence.num_computed = sequence.num_readable = table.num_tokens
 
@@ -300,8 +301,9 @@ class PrefixReuse:
                 self.tier_hits += loaded
 
     # ------------------------------------------------------------------------------------------------- publishing
-    def publish_plan(self, chunks: Iterable[Chunk]) -> None:
-        """Note that the current plan is complete: later plans may read the blocks that it computes and loads."""
+    def plan_completed(self, chunks: Iterable[Chunk]) -> None:
+        """Note that the current plan is complete: later plans may read the blocks that it computes and loads.
+        Publish the blocks that are not published lazily."""
         if self._tree is not None:
             for chunk in chunks:
                 self._note_computed(self._rows.sequence_at(chunk.row), chunk)
@@ -326,7 +328,7 @@ class PrefixReuse:
         if chunk.sample_rows and group.search is None:
             for row in chunk.sample_rows:
                 self._publisher.live.enter(self._rows.sequence_at(row))
-        if self._unpublished.is_awaited(sequence):
+        if self._unpublished.has_waiters(sequence):
             is_whole = bool(chunk.sample_rows) or group.is_forked
             num_blocks = None if is_whole else sequence.num_readable // self._block_size
             self.ready += self._unpublished.wake(sequence, num_blocks)

@@ -96,7 +96,7 @@ class UnpublishedPrefixes:
         self._sequences: dict[Place, Sequence] = {}
         self._places: dict[Sequence, Place] = {}
         self._waiting: dict[Sequence, dict[Group, int]] = {}  # waiting group -> blocks it needs, by sequence
-        self._awaited: dict[Group, Sequence] = {}
+        self._awaited: dict[Group, Sequence] = {}  # the sequence that each waiting group waits for
 
     def __bool__(self) -> bool:
         """Whether any running sequence has a prompt block that is not published."""
@@ -147,7 +147,7 @@ class UnpublishedPrefixes:
         self._waiting.setdefault(sequence, {})[group] = shared
         self._awaited[group] = sequence
 
-    def is_awaited(self, sequence: Sequence) -> bool:
+    def has_waiters(self, sequence: Sequence) -> bool:
         """Whether any group waits for a sequence."""
         return sequence in self._waiting
 

@@ -1,6 +1,6 @@
 """The scheduler: it makes the StepPlan of every step. There are no prefill and decode phases: prompt chunks, decodes,
 drafts and recomputed tokens are all tokens that sequences owe, and one step computes any mix of them. EngineCore calls
-it; `prefill`, `decode_set`, `paced`, `prefix_reuse` and `preemption` do the parts."""
+it; `prefill`, `ahead_set`, `paced`, `prefix_reuse` and `preemption` do the parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.decoding.controller import PLAIN
 from quire.engine.decoding.group import Group, Sequence, SequenceState
 from quire.engine.scheduler import accounts
-from quire.engine.scheduler.decode_set import DecodeSet
+from quire.engine.scheduler.ahead_set import AheadSet
 from quire.engine.scheduler.paced import PacedSet
 from quire.engine.scheduler.parts import make_parts
 from quire.engine.scheduler.plan_builder import PlanBuilder
@@ -26,7 +26,7 @@ _RUNNING_AHEAD = (SequenceState.STARTING, SequenceState.AHEAD)
 class Scheduler:
     """Decides for each step which sequences compute how many tokens. Owns the rows, the blocks and the queues.
 
-    Sequences that run ahead are in the DecodeSet, and cost nothing per step while they need no block. Paced sequences
+    Sequences that run ahead are in the AheadSet, and cost nothing per step while they need no block. Paced sequences
     are planned one by one when they are due: PacedSet knows which are.
     """
 
@@ -46,9 +46,9 @@ class Scheduler:
         self.waiting, self.running = GroupQueue(self.policy.key), GroupQueue(self.policy.key)
         self.num_preemptions = 0
         self.block_size, self._budget = cache.block_size, config.max_num_batched_tokens
-        self.decoding = DecodeSet(config.num_rows)
+        self.ahead = AheadSet(config.num_rows)
         self.prefill = Prefill(self, self._budget)
-        self._stride = 1  # ticks by which the current plan advances the decode set; 0 while decoding is paused
+        self._stride = 1  # ticks by which the current plan advances the AheadSet; 0 while decoding is paused
         self.ahead_rows: Ints = NO_ROWS  # the rows of the last plan that run ahead: the first of its decode_rows
         self.masks: Masks | None = None  # the masks of the last plan, as far as they were known when it was made
         self._released: list[int] = []
@@ -98,18 +98,18 @@ class Scheduler:
     # ------------------------------------------------------------------------------------- what policies look at
     @property
     def tick(self) -> int:
-        """The number of steps in which the decode set has advanced."""
-        return self.decoding.tick
+        """The number of steps in which the sequences that run ahead advanced."""
+        return self.ahead.tick
 
     @property
     def next_tick(self) -> int:
         """The tick after the current plan; the present one while decoding is paused."""
-        return self.decoding.tick + self._stride
+        return self.ahead.tick + self._stride
 
     @property
     def num_decoding(self) -> int:
         """How many tokens of the next step decoding sequences take."""
-        return len(self.decoding) + len(self.paced.due)
+        return len(self.ahead) + len(self.paced.due)
 
     @property
     def is_prefilling(self) -> bool:
@@ -132,13 +132,18 @@ class Scheduler:
             self._decode(builder)
         if self.prefill or len(self.waiting):
             self.prefill.plan(builder)
-        if not self._stride and builder.is_idle:  # no prompt can be computed, so decoding need not pause
+        if not self._stride and builder.computes_only_ahead:  # no prompt can be computed, so decoding need not pause
             self._stride = 1
             self._decode(builder)
-        if builder.drafting:
-            self.paced.add_drafts(builder)
-        self.ahead_rows = self.decoding.snapshot() if self._stride else NO_ROWS
-        if builder.is_idle and not len(self.ahead_rows) and not builder.loads and not self.tiers.has_transfers:
+        if builder.paced_in_step:
+            self.paced.add_drafts_and_masks(builder)
+        self.ahead_rows = self.ahead.snapshot() if self._stride else NO_ROWS
+        if (
+            builder.computes_only_ahead
+            and not len(self.ahead_rows)
+            and not builder.loads
+            and not self.tiers.has_transfers
+        ):
             return None
         return self._finish(builder)
 
@@ -149,8 +154,8 @@ class Scheduler:
         plan, self.masks = builder.finish(self.num_plans, self.ahead_rows, released, transfers, is_guided=is_guided)
         self._released.clear()
         self.num_plans += 1
-        self.decoding.tick += self._stride
-        self.reuse.publish_plan(plan.chunks)
+        self.ahead.tick += self._stride
+        self.reuse.plan_completed(plan.chunks)
         return plan
 
     def _samples_guided(self, builder: PlanBuilder) -> bool:
@@ -168,45 +173,45 @@ class Scheduler:
         if self.paced.draining:
             self.resume_drained()
             self._serve_events(builder)
-        builder.budget = self.policy.budget(self._budget, self) - len(self.decoding)
+        builder.budget = self.policy.budget(self._budget, self) - len(self.ahead)
         if self.paced.due:
             self._plan_due(builder)
 
     def _serve_events(self, builder: PlanBuilder) -> None:
         """Handle the sequences whose event is at this tick: they begin to run ahead, need a block, or must stop running
         ahead."""
-        decoding, full = self.decoding, list[Sequence]()
-        for sequence in decoding.take_events():
+        ahead_set, full = self.ahead, list[Sequence]()
+        for sequence in ahead_set.take_events():
             ahead = sequence.ahead
             assert ahead is not None
             if sequence.state is SequenceState.AHEAD:
-                if decoding.tick + ahead.base >= ahead.until:
-                    self._leave_decoding(sequence)
+                if ahead_set.tick + ahead.base >= ahead.until:
+                    self._stop_running_ahead(sequence)
                 else:
                     full.append(sequence)
             elif sequence.num_computed >= sequence.group.limit - 1:
-                self._leave_decoding(sequence)
+                self._stop_running_ahead(sequence)
             elif self.grow_table(builder, sequence, sequence.num_computed + 1 - sequence.table.num_tokens):
                 if sequence.controller is not PLAIN:
                     builder.write(sequence)
                 with self.paced.guarded(sequence.group):
-                    decoding.schedule(sequence, decoding.join(sequence), sequence.table.capacity)
+                    ahead_set.schedule(sequence, ahead_set.join(sequence), sequence.table.capacity)
         if full:
             self._append_blocks(builder, [sequence for sequence in full if sequence.ahead is not None])
 
     def _append_blocks(self, builder: PlanBuilder, full: list[Sequence]) -> None:
         """Give a block to each sequence that runs ahead and whose blocks are full. If enough blocks are free, as usual,
         all get theirs in one loop; otherwise one after the other, with preemptions."""
-        decoding, pool = self.decoding, self.pool
+        ahead_set, pool = self.ahead, self.pool
         if pool.num_free >= len(full):
-            builder.grant(decoding.append_blocks(full, pool.take(len(full)), self.block_size))
+            builder.grant(ahead_set.append_blocks(full, pool.take(len(full)), self.block_size))
             return
         for sequence in full:
             ahead = sequence.ahead
             if ahead is None:
                 continue  # it was preempted for a sequence before it
-            if self.grow_table(builder, sequence, decoding.tick + ahead.base + 1 - sequence.table.num_tokens):
-                decoding.schedule(sequence, ahead, sequence.table.capacity)
+            if self.grow_table(builder, sequence, ahead_set.tick + ahead.base + 1 - sequence.table.num_tokens):
+                ahead_set.schedule(sequence, ahead, sequence.table.capacity)
 
     def _plan_due(self, builder: PlanBuilder) -> None:
         """Plan the one token that each due sequence owes. There is always budget for it."""
@@ -222,8 +227,7 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------- preempting
     def grow_table(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
-        """Make room for more tokens in a sequence's block table. While blocks are missing, preempt the last running
-        group.
+        """Make room for more tokens in a sequence's block table. While blocks are missing, preempt a running group.
 
         Returns False if that was the sequence's own group.
         """
@@ -233,10 +237,15 @@ class Scheduler:
                 builder.append(sequence.row, sequence.table, num_tokens)
                 return True
             except OutOfBlocks:
-                victim = self.running.last() or sequence.group
+                victim = self._choose_victim(sequence)
                 self._preempt(builder, victim)
                 if victim is sequence.group:
                     return False
+
+    def _choose_victim(self, sequence: Sequence) -> Group:
+        """Return the group to preempt so that a sequence gets blocks: the last of the running queue, which is the least
+        urgent by the policy's key. It may be the sequence's own group."""
+        return self.running.last() or sequence.group
 
     def _preempt(self, builder: PlanBuilder, group: Group) -> None:
         """Take a running group out of the plan, its rows and its blocks, and put it back into the waiting queue."""
@@ -246,7 +255,7 @@ class Scheduler:
             sequence.num_computed = before.get(row, sequence.num_computed)
         self.reuse.publish_group(group, leaving=True)
         num_tokens = accounts.num_computed(group, self.tick)
-        how = self.preemption.vacate(group, builder, num_tokens)
+        how = self.preemption.free_blocks(group, builder, num_tokens)
         builder.drop_loads(self.pool)
         num_owed = 0 if any(sequence.num_swapped for sequence in group.live) else num_tokens
         group.ledger.note("preempted", self.now, num_owed, f"no free blocks; {how}")
@@ -256,9 +265,9 @@ class Scheduler:
         self.add(group)
 
     # -------------------------------------------------------------------------------- between running ahead and paced
-    def _leave_decoding(self, sequence: Sequence) -> None:
-        """Take a sequence out of the decode set: it has reached its limit, or its controller must be asked again."""
-        self.decoding.leave(sequence)
+    def _stop_running_ahead(self, sequence: Sequence) -> None:
+        """Stop a sequence from running ahead. If it is not at its limit, it continues when its results have come."""
+        self.ahead.leave(sequence)
         sequence.state = SequenceState.DRAINING
         if sequence.num_computed < sequence.group.limit - 1:
             self.paced.draining[sequence] = None
@@ -266,13 +275,13 @@ class Scheduler:
     def pace(self, sequence: Sequence) -> None:
         """Stop a sequence from running ahead. It is paced as soon as the results of its steps have come."""
         if sequence.state in _RUNNING_AHEAD:
-            self._leave_decoding(sequence)
+            self._stop_running_ahead(sequence)
 
     def continue_decoding(self, sequence: Sequence) -> None:
         """Let a sequence whose tokens are all known compute its next one: it runs ahead from here, or is paced and
         due."""
         if self.paced.num_ahead(sequence):
-            self.decoding.prepare(sequence, self.tick)
+            self.ahead.start_at(sequence, self.tick)
         else:
             self.paced.add(sequence)
 
@@ -282,7 +291,7 @@ class Scheduler:
             self.continue_decoding(sequence)
 
     def _release_row(self, sequence: Sequence) -> int:
-        self.decoding.leave(sequence)
+        self.ahead.leave(sequence)
         if sequence.controller is not PLAIN:
             self.paced.discard(sequence)
         self.reuse.leave(sequence)
@@ -320,10 +329,10 @@ class Scheduler:
             raise RuntimeError(f"{num_held} blocks and {self.rows.num_taken} rows are held though no request is live")
 
     def check(self) -> None:
-        """Assert that every block is held exactly by the tables that list it, and that rows, queues and decode set
+        """Assert that every block is held exactly by the tables that list it, and that rows, queues and AheadSet
         agree."""
         self.pool.check(len(self.tree))
-        for owner in (self.reuse, self.tiers, self.rows, self.waiting, self.running, self.decoding, self.paced):
+        for owner in (self.reuse, self.tiers, self.rows, self.waiting, self.running, self.ahead, self.paced):
             owner.check()
         accounts.check_blocks(self.running, self.pool, self.allocation.kept, self.pins, self.tree)
-        accounts.check_groups(self.running, self.waiting, self.rows, self.decoding)
+        accounts.check_groups(self.running, self.waiting, self.rows, self.ahead)

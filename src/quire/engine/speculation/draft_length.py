@@ -61,8 +61,8 @@ class DraftLengths:
         self._num_probes: Counter[int] = Counter()  # steps with probes, by octave
         self._was_probe = False  # since the last step
         self.probe_room = _PROBE_TOKENS  # draft tokens that probes of the next step may still have
-        self._rounds: dict[int, float] = {}  # running means by octave
-        self._prices: dict[tuple[int, bool], list[float]] = {}  # since the last step
+        self._rounds: dict[int, float] = {}  # steps, running means by octave
+        self._prices: dict[tuple[int, bool], list[float]] = {}  # results of `_price` since the last step
 
     # ------------------------------------------------------------------------------------------------ measurements
     def note_step(self, num_tokens: int, num_samples: int, seconds: float) -> None:
@@ -112,7 +112,7 @@ class DraftLengths:
 
     @property
     def rounds(self) -> float:
-        """The mean number of steps from one step of a paced sequence to its next, including that one."""
+        """Steps from one step of a paced sequence to its next, that one included: a running mean."""
         return self._rounds.get(self._gate.octave, 1.0)
 
     def length(self, chances: Chances, limit: int, *, drafting: bool = False) -> DraftLength:
@@ -148,8 +148,8 @@ class DraftLengths:
         return worth
 
     def _price(self, limit: int, drafting: bool) -> list[float]:
-        """Return the cost of verifying drafts of 1, 2 ... `limit` tokens: the tokens that plain steps would generate in
-        the same time."""
+        """Tokens that plain steps would generate in the time that it takes to verify a draft of 1, 2 ... `limit`
+        tokens."""
         found = self._prices.get((limit, drafting))
         if found is None:
             rows = max(1, round(self._rows))

@@ -257,10 +257,8 @@ class NgramProposer:
 
     @property
     def num_ahead(self) -> int:
-        return 0 if self.wants_draft() else FOREVER
-
-    def wants_draft(self) -> bool:
-        return self.slot != _NO_SLOT and self._owner.length(self.slot).num_tokens > 0
+        has_draft = self.slot != _NO_SLOT and self._owner.length(self.slot).num_tokens > 0
+        return 0 if has_draft else FOREVER
 
     def observe(self, tokens: Sequence[int]) -> None:
         self._owner.observe_paced(self.slot if self.slot != _NO_SLOT else self.open(), tokens)

@@ -24,11 +24,8 @@ class DraftProposer(Protocol):
 
     @property
     def num_ahead(self) -> int:
-        """How many tokens the sequence runs ahead before the engine asks again. 0: the sequence is paced. FOREVER:
-        until `DraftProposers.observe` returns it. May change with each `observe` and `note_step`."""
-
-    def wants_draft(self) -> bool:
-        """Whether a paced sequence stays paced for its next step. False: it runs ahead again."""
+        """How many tokens the sequence runs ahead before the engine asks again. 0: it is paced, or stays
+        paced. FOREVER: until `DraftProposers.observe` returns it. May change with each `observe` and `note_step`."""
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Get the new tokens of a sequence that no step in flight computes: the result of a paced step, or the tokens
@@ -78,9 +75,6 @@ class _NoProposer:
 
     is_observed = False
     num_ahead = FOREVER
-
-    def wants_draft(self) -> bool:
-        return False
 
     def observe(self, tokens: Sequence[int]) -> None: ...
 

@@ -58,9 +58,6 @@ class RuntimeDraftProposer:
         self._orders_probe = self._offers_probe = False  # whether the draft ordered, and offered, last is a probe
         self.num_ahead = 0
 
-    def wants_draft(self) -> bool:
-        return self.num_ahead == 0
-
     def observe(self, tokens: Sequence[int]) -> None:
         self._offered = ()  # the offered draft followed the tokens before these
         self._note_rounds()

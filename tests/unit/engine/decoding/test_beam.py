@@ -103,13 +103,13 @@ def test_early_stopping_ends_a_full_search_even_if_a_better_beam_lives(stopping:
 
 
 @pytest.mark.parametrize("penalty", [-2.0, -0.5, 0.0, 0.5, 1.0, 3.0])
-def test_ranks_compare_hypotheses_as_their_scores_do(penalty: float) -> None:
+def test_sort_keys_compare_hypotheses_as_their_scores_do(penalty: float) -> None:
     found, rng = search(1, penalty), random.Random(0)
     drawn = [(rng.choice([0.0, -1e-9, -0.5, -3.0, -80.0, 1.5]), rng.randint(1, 200)) for _ in range(60)]
     for one, other in itertools.combinations(drawn, 2):
         left, right = found.score(*one), found.score(*other)
         if abs(left - right) > 1e-9 * max(abs(left), abs(right)):
-            assert (found.rank(*one) > found.rank(*other)) == (left > right)
+            assert (found.sort_key(*one) > found.sort_key(*other)) == (left > right)
 
 
 @pytest.mark.parametrize("penalty", [100.0, -100.0])
@@ -118,8 +118,8 @@ def test_the_better_of_two_hypotheses_is_known_where_both_scores_over_or_underfl
     score = found.score(-2.0, length)
     assert np.isfinite(score)
     assert score == found.score(-3.0, length)
-    assert found.rank(-2.0, length) > found.rank(-3.0, length)
-    assert (found.rank(-2.0, length) > found.rank(-2.0, length - 1)) == (penalty > 0)
+    assert found.sort_key(-2.0, length) > found.sort_key(-3.0, length)
+    assert (found.sort_key(-2.0, length) > found.sort_key(-2.0, length - 1)) == (penalty > 0)
 
 
 def test_finished_hypotheses_are_kept_best_first_and_no_more_than_the_width() -> None:

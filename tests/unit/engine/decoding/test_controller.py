@@ -13,7 +13,7 @@ from quire.engine.decoding.grammar import GrammarError
 from quire.engine.decoding.stop_text import StopRules, StopText
 from quire.engine.decoding.vocabulary import Vocabulary
 from quire.engine.speculation.proposer import FOREVER
-from quire.types.errors import OutOfBlocks
+from quire.types.errors import InvalidRequest, OutOfBlocks
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import Bits
 
@@ -29,9 +29,6 @@ class Guess:
     num_ahead: int = 0
     is_observed: bool = False
     is_closed: bool = False
-
-    def wants_draft(self) -> bool:
-        return self.num_ahead == 0
 
     def observe(self, tokens: Sequence[int]) -> None:
         self.noted.append(tuple(tokens))
@@ -154,12 +151,13 @@ def test_a_controller_that_is_closed_closes_its_proposer() -> None:
 
 
 def test_a_request_is_told_whose_fault_its_end_was() -> None:
-    assert fault_of(GrammarError("no text matches")).refused == "structured_outputs"
+    assert fault_of(GrammarError("no text matches")).invalid_field == "structured_outputs"
+    assert fault_of(InvalidRequest("stop", "is too long", "shorten it")) == ("stop: is too long; shorten it", "stop")
     assert fault_of(OutOfBlocks("full")) == ("full", "")
-    reason, refused = fault_of(ValueError("odd"))
+    reason, invalid_field = fault_of(ValueError("odd"))
     assert "failed inside the engine" in reason
     assert "odd" in reason
-    assert refused == ""
+    assert invalid_field == ""
 
 
 @pytest.mark.parametrize(

@@ -61,4 +61,4 @@ def test_a_ledger_shows_whole_milliseconds_from_a_hundred_on(seconds: float, sho
             return seconds
 
     nobody = cast("Group", SimpleNamespace(live=()))
-    assert Recompute(Known()).vacate(nobody, cast("PlanBuilder", None), 1) == f"recompute est. {shown}"
+    assert Recompute(Known()).free_blocks(nobody, cast("PlanBuilder", None), 1) == f"recompute est. {shown}"

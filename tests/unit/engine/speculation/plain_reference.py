@@ -161,12 +161,9 @@ class ComparedProposer:
 
     @property
     def num_ahead(self) -> int:
-        return self.tested.num_ahead
-
-    def wants_draft(self) -> bool:
-        wants = self.tested.wants_draft()
-        assert wants == (self.plain.length(10**9)[0] > 0)
-        return wants
+        num_ahead = self.tested.num_ahead
+        assert (num_ahead == 0) == (self.plain.length(10**9)[0] > 0)
+        return num_ahead
 
     def observe(self, tokens: Sequence[int]) -> None:
         self.tested.observe(tokens)

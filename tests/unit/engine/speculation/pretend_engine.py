@@ -87,7 +87,7 @@ class PretendEngine:
             row.num_known += right + 1
             row.num_launched = row.num_known
             row.num_in_flight -= 1
-            row.is_paced = row.proposer.wants_draft()
+            row.is_paced = row.proposer.num_ahead == 0
         tokens = np.array([row.answer[row.num_known] for row in step.ahead], dtype=np.int32)
         for row in step.ahead:
             row.num_known += 1
@@ -96,7 +96,7 @@ class PretendEngine:
             step.ahead[place].is_paced = True
         for row in step.ahead:  # those of which all results came
             if row.is_paced and not row.num_in_flight:
-                row.is_paced = row.proposer.wants_draft()
+                row.is_paced = row.proposer.num_ahead == 0
         seconds = self._machine(step.num_tokens, step.num_drafted > 0)
         self.seconds += seconds
         self.num_steps += 1

@@ -74,7 +74,7 @@ def test_new_text_is_not_guessed_at() -> None:
     proposer = NgramProposers(NGRAM, 1).begin(request(range(40)))
     for token in range(100, 140):
         assert proposer.propose(8) == ()
-        assert not proposer.wants_draft()
+        assert proposer.num_ahead == FOREVER
         proposer.observe((token,))
 
 
@@ -82,12 +82,10 @@ def test_a_sequence_stays_paced_while_it_has_a_draft() -> None:
     proposer = NgramProposers(NGRAM, 2).begin(request(range(50)))
     assert proposer.num_ahead == FOREVER
     proposer.observe((10, 11, 12, 13))  # of these, the last two could have been guessed
-    assert proposer.wants_draft()
     assert proposer.num_ahead == 0
     assert proposer.propose(2) == (14, 15)
     proposer.result(2, 0)
     proposer.observe((99,))
-    assert not proposer.wants_draft()
     assert proposer.num_ahead == FOREVER
 
 
@@ -116,7 +114,7 @@ def test_sequences_that_run_ahead_are_returned_when_a_draft_is_worth_it(rows: in
     assert found[-1] == [chosen]
     assert batch[chosen].num_ahead == 0
     assert batch[chosen].propose(3) == (chosen + 11, chosen + 12, chosen + 13)
-    assert [place for place, proposer in enumerate(batch) if proposer.wants_draft()] == [chosen]
+    assert [place for place, proposer in enumerate(batch) if proposer.num_ahead == 0] == [chosen]
 
 
 def test_a_batch_may_change_from_step_to_step() -> None:
@@ -155,7 +153,7 @@ def test_while_the_gate_is_closed_tokens_are_kept_and_found_when_it_opens(rows: 
         assert observe(proposers, batch, [token] * rows) == []
     batch[0].observe((120, 121))
     assert batch[0].propose(4) == ()
-    assert not batch[0].wants_draft()
+    assert batch[0].num_ahead == FOREVER
     open_gate(proposers, rows)
     for token in (104, 105, 106, 107):
         found = observe(proposers, batch, [token] * rows)
@@ -172,7 +170,7 @@ def test_a_guess_from_before_the_gate_closed_is_not_scored_after_it_opened() -> 
     open_gate(proposers)
     observe(proposers, [proposer], [3])  # what was guessed to follow 1, 2
     observe(proposers, [proposer], [4])
-    assert not proposer.wants_draft()
+    assert proposer.num_ahead == FOREVER
 
 
 def test_a_long_prompt_is_looked_up_only_when_all_of_it_is_indexed() -> None:
@@ -202,7 +200,7 @@ def test_a_request_that_waits_holds_no_slot_and_neither_does_its_clone() -> None
     proposers = NgramProposers(NGRAM, 1)
     waiting = [proposers.begin(request(range(100))) for _ in range(1_000)]
     waiting += [proposer.clone() for proposer in waiting]
-    assert not any(proposer.wants_draft() for proposer in waiting)
+    assert not any(proposer.num_ahead == 0 for proposer in waiting)
     assert proposers.num_slots == 0
 
 

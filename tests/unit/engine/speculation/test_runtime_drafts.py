@@ -23,7 +23,7 @@ def request(prompt: tuple[int, ...], max_tokens: int = 64) -> Submit:
 
 def test_an_ordered_draft_is_proposed_once_and_only_for_what_it_followed() -> None:
     proposer = RuntimeDraftProposers(DRAFT, 1).begin(request((1, 2, 3)))
-    assert proposer.wants_draft()
+    assert proposer.num_ahead == 0
     assert proposer.propose(8) == ()
     assert 1 <= proposer.order(8) <= 4
     proposer.observe((4,))
@@ -64,7 +64,6 @@ def test_a_model_whose_drafts_fail_is_asked_ever_less(depth: int) -> None:
     orders = tokens = 0
     while tokens < 4_000:
         if proposer.num_ahead:
-            assert not proposer.wants_draft()
             ahead = proposer.num_ahead
             proposer.observe((7,) * ahead)
             tokens += ahead
@@ -90,9 +89,9 @@ def test_a_sequence_for_which_no_draft_pays_runs_ahead_and_is_tried_later() -> N
     proposer.observe((4,))
     assert 0 < proposer.num_ahead < FOREVER
     proposer.observe((5,) * proposer.num_ahead)
-    assert proposer.wants_draft()
+    assert proposer.num_ahead == 0
     assert proposer.order(8) == 2
-    assert proposer.clone().wants_draft()
+    assert proposer.clone().num_ahead == 0
 
 
 def test_runtime_drafts_are_never_observed_while_a_sequence_runs_ahead() -> None:
@@ -113,7 +112,6 @@ def test_without_speculation_nothing_is_proposed_or_observed() -> None:
     proposer = proposers.begin(request((1, 2, 1, 2)))
     assert proposer is NO_PROPOSER
     assert not proposer.is_observed
-    assert not proposer.wants_draft()
     assert proposer.num_ahead == FOREVER
     assert proposer.propose(4) == ()
     assert proposer.order(4) == 0

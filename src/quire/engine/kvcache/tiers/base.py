@@ -62,8 +62,8 @@ class Tiers(Protocol):
     def release_swapped(self, owner: object) -> None:
         """Let go of the slots that an owner's swapped blocks hold. Idempotent."""
 
-    def hold(self, slot: Slot) -> None:
-        """Hold a slot until the plan under construction, which may load it, is complete."""
+    def keep_for_plan(self, slot: Slot) -> None:
+        """Keep a slot until the plan under construction, which may load it, is complete."""
 
     def fetch(self, keys: Sequence[bytes]) -> list[bytes]:
         """Start to read files into host slots, and hold these until `release_fetched`. Returns the keys for which no
@@ -132,7 +132,7 @@ class NoTiers:
 
     def release_swapped(self, owner: object) -> None: ...
 
-    def hold(self, slot: Slot) -> None: ...
+    def keep_for_plan(self, slot: Slot) -> None: ...
 
     def fetch(self, keys: Sequence[bytes]) -> list[bytes]:  # noqa: ARG002 - Tiers' signature
         return []

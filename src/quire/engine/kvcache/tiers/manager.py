@@ -160,7 +160,7 @@ class TierManager:
             self._host.release(slot)
 
     # -------------------------------------------------------------------------------------- loading and fetching
-    def hold(self, slot: Slot) -> None:
+    def keep_for_plan(self, slot: Slot) -> None:
         self._plan_slots.append(self._host.hold(slot))
 
     def fetch(self, keys: Sequence[bytes]) -> list[bytes]:

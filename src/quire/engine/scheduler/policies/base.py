@@ -26,7 +26,7 @@ class SchedulerView(Protocol):
 
     @property
     def tick(self) -> int:
-        """The number of steps in which the decode set has advanced."""
+        """The number of steps in which the sequences that run ahead advanced."""
 
     @property
     def num_decoding(self) -> int:

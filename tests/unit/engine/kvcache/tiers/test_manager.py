@@ -214,7 +214,7 @@ def test_the_first_blocks_of_a_prefix_leave_host_memory_after_those_that_follow(
     assert order_of_use(device) == [4, 3, 2, 1, 0]
     found = device.tiers.find(device.match(0), query(39))
     for slot in reversed(found.slots):
-        device.tiers.hold(slot)
+        device.tiers.keep_for_plan(slot)
     device.tiers.take_transfers(())
     assert order_of_use(device) == [4, 3, 2, 1, 0]
     device.tiers.on_publish(device.run, 0)

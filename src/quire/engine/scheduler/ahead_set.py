@@ -11,11 +11,12 @@ from quire.engine.decoding.group import RunAhead, Sequence, SequenceState
 from quire.types.step import NO_ROWS, Ints
 
 
-class DecodeSet:
-    """The rows that compute one token in every step in which the set advances; such a step is a tick.
+class AheadSet:
+    """The sequences that run ahead. Paced sequences decode too, but are not in it.
 
-    The tick tells how many tokens a member has computed, so steady decoding costs nothing per member. The scheduler
-    handles a member only at its event: the tick at which it needs a block or must leave the set.
+    Each member computes one token in every step in which the set advances; such a step is a tick. The tick tells how
+    many tokens a member has computed, so steady decoding costs nothing per member. The scheduler handles a member only
+    at its event: the tick at which it needs a block or must leave the set.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -29,13 +30,15 @@ class DecodeSet:
         return len(self._position)
 
     # --------------------------------------------------------------------------------------------------- members
-    def prepare(self, sequence: Sequence, tick: int) -> None:
-        """Let the sequence join at a tick. That tick is its event: the scheduler then gives it a block."""
+    def start_at(self, sequence: Sequence, tick: int) -> None:
+        """Let a sequence run ahead from a tick on. That tick is its event: the scheduler then gives it a block and
+        calls `join`."""
         sequence.state, sequence.ahead = SequenceState.STARTING, RunAhead(tick)
         self._events[tick].append(sequence)
 
     def join(self, sequence: Sequence) -> RunAhead:
-        """Add a prepared sequence. It computes a token in every tick until its controller must be asked again."""
+        """Add a sequence at the tick of `start_at`. It computes a token in every tick until its controller must be
+        asked again."""
         row, ahead, computed = sequence.row, sequence.ahead, sequence.num_computed
         assert row is not None
         assert ahead is not None
