@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -94,15 +93,17 @@ class AheadSet:
             events[event].append(sequence)
         return grants  # type: ignore[return-value]
 
-    def take_events(self) -> Iterator[Sequence]:
-        """Yield the sequences whose event is at this tick, each once. Each must be scheduled again or leave the set. (A
-        sequence that left and joined again may have two entries.)"""
-        tick = self.tick
+    def take_events(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Return the sequences whose event is at this tick, each once: members that need a block, and all others. Each
+        must be scheduled again or leave the set. (A sequence that left and joined again may have two entries.)"""
+        tick, full, others = self.tick, list[Sequence](), list[Sequence]()
         for sequence in self._events.pop(tick, ()):
             ahead = sequence.ahead
             if ahead is not None and ahead.event == tick:
                 ahead.event = -1
-                yield sequence
+                needs_block = sequence.state is SequenceState.AHEAD and tick + ahead.base < ahead.until
+                (full if needs_block else others).append(sequence)
+        return full, others
 
     def check(self) -> None:
         assert sorted(self._position.values()) == list(range(len(self._position)))

@@ -180,24 +180,23 @@ class Scheduler:
     def _serve_events(self, builder: PlanBuilder) -> None:
         """Handle the sequences whose event is at this tick: they begin to run ahead, need a block, or must stop running
         ahead."""
-        ahead_set, full = self.ahead, list[Sequence]()
-        for sequence in ahead_set.take_events():
-            ahead = sequence.ahead
-            assert ahead is not None
-            if sequence.state is SequenceState.AHEAD:
-                if ahead_set.tick + ahead.base >= ahead.until:
-                    self._stop_running_ahead(sequence)
-                else:
-                    full.append(sequence)
-            elif sequence.num_computed >= sequence.group.limit - 1:
+        ahead_set = self.ahead
+        full, others = ahead_set.take_events()
+        for sequence in others:
+            if sequence.ahead is None:
+                continue  # it was preempted for a sequence before it
+            is_member = sequence.state is SequenceState.AHEAD
+            if is_member or sequence.num_computed >= sequence.group.limit - 1:
                 self._stop_running_ahead(sequence)
             elif self.grow_table(builder, sequence, sequence.num_computed + 1 - sequence.table.num_tokens):
                 if sequence.controller is not PLAIN:
                     builder.write(sequence)
                 with self.paced.guarded(sequence.group):
                     ahead_set.schedule(sequence, ahead_set.join(sequence), sequence.table.capacity)
+        if others:
+            full = [sequence for sequence in full if sequence.ahead is not None]
         if full:
-            self._append_blocks(builder, [sequence for sequence in full if sequence.ahead is not None])
+            self._append_blocks(builder, full)
 
     def _append_blocks(self, builder: PlanBuilder, full: list[Sequence]) -> None:
         """Give a block to each sequence that runs ahead and whose blocks are full. If enough blocks are free, as usual,

@@ -19,6 +19,12 @@ from toy_decoding import ToyGrammars, ToyProposers
 from toy_model import continuation
 
 
+def taken(ahead_set: AheadSet) -> list[Sequence]:
+    """All sequences whose event is at this tick."""
+    full, others = ahead_set.take_events()
+    return [*full, *others]
+
+
 class AheadFor:
     """A proposer whose sequence runs ahead for so many tokens before it is asked again."""
 
@@ -53,7 +59,7 @@ def test_members_have_computed_what_counting_by_hand_says_and_are_looked_at_when
     for number in range(500):
         if free and rng.random() < 0.4:
             members.append(_begin(rng, ahead_set, number, free.pop()))
-        looked_at = list(ahead_set.take_events())
+        looked_at = taken(ahead_set)
         assert len(set(looked_at)) == len(looked_at)
         wanted = [each.sequence for each in members if _must_be_looked_at(each, ahead_set.tick)]
         assert set(looked_at) == set(wanted)
@@ -147,15 +153,15 @@ def test_a_sequence_that_left_and_joined_again_is_looked_at_once() -> None:
     sequence.row, sequence.num_computed = 0, 2
     for _ in range(3):
         ahead_set.start_at(sequence, ahead_set.tick)
-        (found,) = ahead_set.take_events()
+        (found,) = taken(ahead_set)
         ahead_set.schedule(found, ahead_set.join(found), capacity=4)
         ahead_set.leave(found)
     ahead_set.start_at(sequence, ahead_set.tick)
-    (found,) = ahead_set.take_events()
+    (found,) = taken(ahead_set)
     ahead_set.schedule(found, ahead_set.join(found), capacity=4)
     for looked_at in ([], [sequence], []):
         ahead_set.tick += 1
-        assert list(ahead_set.take_events()) == looked_at
+        assert taken(ahead_set) == looked_at
 
 
 def test_a_snapshot_is_kept_while_nobody_joins_or_leaves() -> None:
@@ -165,7 +171,7 @@ def test_a_snapshot_is_kept_while_nobody_joins_or_leaves() -> None:
     before = ahead_set.snapshot()
     ahead_set.start_at(sequence, 0)
     assert ahead_set.snapshot() is before
-    (found,) = ahead_set.take_events()
+    (found,) = taken(ahead_set)
     ahead_set.join(found)
     joined = ahead_set.snapshot()
     assert joined.tolist() == [1]
