@@ -29,6 +29,8 @@ class RowColumns(NamedTuple):
 
     rows: Ints
     version: int
+    places: npt.NDArray[np.intp]  # the rows, as numpy indexes fastest
+    starts: npt.NDArray[np.intp]  # where the outputs of each row begin in the table's memory
     leases: npt.NDArray[np.int64]
     handles: npt.NDArray[np.int64]
     streamed: npt.NDArray[np.bool_] | None  # [rows], False: its tokens are not streamed; None: all are streamed
@@ -37,12 +39,15 @@ class RowColumns(NamedTuple):
 
     @classmethod
     def of(cls, rows: Ints, table: RowTable) -> RowColumns:
-        handles = table.handles[rows]
+        places = rows.astype(np.intp)
+        handles, leases = table.handles[places], table.leases[places]
         streamed = handles >= 0 if table.num_not_streamed else None
-        return cls(rows, table.version, table.leases[rows], handles, streamed, table.end_ids[rows], table.limits[rows])
+        starts, ends, limits = places * table.capacity, table.end_ids[places], table.limits[places]
+        return cls(rows, table.version, places, starts, leases, handles, streamed, ends, limits)
 
 
-_NOTHING = RowColumns(NO_ROWS, -1, NO_BATCH[0], NO_BATCH[0], None, NO_ROWS, NO_ROWS)
+_NO_PLACES = np.empty(0, dtype=np.intp)
+_NOTHING = RowColumns(NO_ROWS, -1, _NO_PLACES, _NO_PLACES, NO_BATCH[0], NO_BATCH[0], None, NO_ROWS, NO_ROWS)
 
 
 class Committer:
@@ -100,7 +105,7 @@ class Committer:
         if step.plan.chunks:
             self._note_first_tokens(step)
         columns = self._gather(rows)
-        counts = table.record(rows, tokens)
+        counts = table.record(columns.places, columns.starts, tokens)
         ends = find_ends(tokens, columns.end_ids, counts, columns.limits)
         ended = [
             (table.sequence_at(row), token)

@@ -11,6 +11,7 @@ from quire.types.step import Ints
 
 Longs = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Index = npt.NDArray[np.intp]
 
 
 class RowTable:
@@ -38,6 +39,12 @@ class RowTable:
         self.end_ids: Ints = np.full((num_rows, 4), -1, dtype=np.int32)  # [rows, k]
         self._end_ids: list[tuple[int, ...]] = [()] * num_rows  # what each line of `end_ids` holds
         self._outputs: Ints = np.empty((num_rows, 256), dtype=np.int32)  # [rows, capacity]
+        self._flat = self._outputs.reshape(-1)  # the same memory
+
+    @property
+    def capacity(self) -> int:
+        """Outputs that the table has room for in each row. It changes only when a row is given away."""
+        return int(self._outputs.shape[1])
 
     @property
     def num_free(self) -> int:
@@ -111,10 +118,11 @@ class RowTable:
         self._free.append(row)
         return row
 
-    def record(self, rows: Ints, tokens: Ints) -> Ints:
-        """Append one token to each of `rows`, which are distinct. Returns how many outputs each has now."""
+    def record(self, rows: Index, starts: Index, tokens: Ints) -> Ints:
+        """Append one token to each of `rows`, which are distinct. Returns how many outputs each has now. `starts` are
+        the rows times `capacity`: the caller keeps them from step to step."""
         counts = self.counts[rows]
-        self._outputs[rows, counts] = tokens
+        self._flat[starts + counts] = tokens
         counts += 1
         self.counts[rows] = counts
         return counts
@@ -144,7 +152,7 @@ class RowTable:
         if outputs > capacity:
             grown = np.empty((rows, max(outputs, 2 * capacity)), dtype=np.int32)  # unwritten pages take no memory
             grown[:, :capacity] = self._outputs
-            self._outputs = grown
+            self._outputs, self._flat = grown, grown.reshape(-1)
         width = self.end_ids.shape[1]
         if end_ids > width:
             self.end_ids = np.pad(self.end_ids, ((0, 0), (0, end_ids - width)), constant_values=-1)

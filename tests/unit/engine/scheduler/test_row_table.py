@@ -112,7 +112,8 @@ def _grow(rng: random.Random, table: RowTable, model: Model, rows: list[int]) ->
     if choice < 0.6:
         chosen = rng.sample(rows, rng.randint(1, len(rows)))
         tokens = [rng.randrange(90) for _ in chosen]
-        counts = table.record(np.array(chosen, dtype=np.int32), np.array(tokens, dtype=np.int32))
+        rows = np.array(chosen, dtype=np.intp)
+        counts = table.record(rows, rows * table.capacity, np.array(tokens, dtype=np.int32))
         for row, token in zip(chosen, tokens, strict=True):
             model.outputs[row].append(token)
         assert counts.tolist() == [len(model.outputs[row]) for row in chosen]
