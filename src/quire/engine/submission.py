@@ -29,6 +29,7 @@ _PAIR = 8  # bytes of a token id and its logprob
 _ENTRY = 64  # bytes of one position besides its pairs
 _TOKEN = 5  # bytes of a token id at most
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment
+_MAX_INT32 = 2**31 - 1
 
 
 # ------------------------------------------------------------------------------------------------- checks
@@ -47,6 +48,7 @@ def check_request(
     engine has a vocabulary, which stop strings of ranked samples need.
     """
     prompt, sampling = len(request.prompt_token_ids), request.sampling
+    _check_types(request)
     if prompt == 0:
         raise InvalidRequest("prompt", "is empty", "send at least one token")
     if prompt >= config.max_model_len:
@@ -71,6 +73,18 @@ def check_request(
     if config.policy in RESERVING:
         _check_reservation(request, limit, cache, config)
     return limit
+
+
+def _check_types(request: Submit) -> None:
+    """Annotations check nothing, and what is of another type would fail later, for everybody."""
+    for field in ("request_id", "cache_salt", "tenant", "pin"):
+        if not isinstance(getattr(request, field), str):
+            raise InvalidRequest(field, f"is {getattr(request, field)!r}, not a text", "send a string")
+    if type(request.priority) is not int:
+        raise InvalidRequest("priority", f"is {request.priority!r}, not a whole number", "send an integer")
+    for token in request.rules.end_ids:
+        if not 0 <= token <= _MAX_INT32:
+            raise InvalidRequest("stop_token_ids", f"names token {token}, which is no int32", "use ids of the model")
 
 
 def num_sequences(request: Submit) -> int:

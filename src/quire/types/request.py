@@ -43,7 +43,7 @@ class Submit:
 
     def __post_init__(self) -> None:
         given: object = self.prompt_token_ids  # may be of any type: annotations are not checked at run time
-        if not isinstance(given, array):
+        if not isinstance(given, array) or given.typecode != "i":
             object.__setattr__(self, "prompt_token_ids", pack_tokens(self.prompt_token_ids))
 
 

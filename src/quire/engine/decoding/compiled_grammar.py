@@ -69,6 +69,7 @@ class CompiledGrammar:
 
     def matcher(self, ends: tuple[int, ...]) -> GrammarMatcher:
         """Return a matcher at the start of the grammar."""
+        ends = tuple(token for token in ends if token < self._tokens.vocab_size)  # a tokenizer may have more tokens
         lexers, self._next = self.lexers, self._next + 1
         lexer = lexers[self._next % len(lexers)]
         return GrammarMatcher(self._tokens, lexer.start.deep_copy(), ends, lexer)

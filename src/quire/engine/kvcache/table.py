@@ -158,5 +158,7 @@ class BlockTable:
 
 def num_same(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many blocks at the start of two tables are the same."""
+    if one == other:
+        return len(one)
     differ = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))

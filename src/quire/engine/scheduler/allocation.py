@@ -15,7 +15,7 @@ from quire.engine.scheduler.policies.base import Policy
 from quire.engine.scheduler.prefix_reuse import PrefixReuse
 from quire.engine.scheduler.queue import GroupQueue
 from quire.engine.scheduler.row_table import RowTable
-from quire.engine.submission import most_blocks
+from quire.engine.submission import blocks_at_most
 
 HEADROOM_TOKENS = 16  # that every running sequence must be able to grow by when a group is admitted; at most a block
 LEAST_EXPECTED = 64  # the least number of further tokens that an answer is expected to have
@@ -55,7 +55,7 @@ class OnDemandAllocation:
         self._owed: dict[Group, int] = {}  # blocks that running groups still need for known tokens
         self._num_owed = 0  # the sum of these
         self._no_preempt: list[Group] = []  # running groups that must not be preempted again
-        self._refused: tuple[Group, int] | None = None  # a group without room, and the version of the running queue
+        self._refused: tuple[Group, int, int] | None = None  # group, version of the rows, free blocks
 
     def new_table(self) -> BlockTable:
         return BlockTable(self._pool, self._block_size, self._tree)
@@ -99,15 +99,16 @@ class OnDemandAllocation:
         return least + self._growth(group, _expected_tokens(group)) * group.num_preemptions // PATIENCE
 
     def _certain_growth(self, group: Group, running: GroupQueue, most: int) -> int:
-        """Return how many blocks a group and all running groups can grow by. A refusal holds while the same groups run:
-        each block they take is one less that they can still take."""
-        if self._refused == (group, running.version):
+        """Return how many blocks a group and all running groups can grow by. A refusal holds while the same sequences
+        run and no more blocks are free: each block they take is one less that they can still take."""
+        version = self._rows.version
+        if self._refused is not None and self._refused[:2] == (group, version) and most <= self._refused[2]:
             return most + 1
         sure = 0
         for each in (group, *running):
             sure += self._growth(each, _most_tokens(each))
             if sure > most:
-                self._refused = group, running.version
+                self._refused = group, version, most
                 break
         return sure
 
@@ -121,7 +122,8 @@ class OnDemandAllocation:
         else:
             size, shared = self._block_size, group.num_prompt // self._block_size
             held = shared + sum(-(-sequence.num_tokens // size) - shared for sequence in group.live)
-        return max(most_blocks(group.request, num_tokens, self._block_size) - held, 0)
+        count = len(group.live) + group.num_beams_to_come  # samples that have ended grow no more
+        return max(blocks_at_most(group.num_prompt, num_tokens, count, self._block_size) - held, 0)
 
     def admitted(self, group: Group) -> None:
         if group.num_preemptions >= PATIENCE:

@@ -188,6 +188,7 @@ class PlanBuilder:
         """Take rows out of the plan. Returns how many tokens each had computed before, for rows that this plan computes
         or introduces."""
         dropped = set(rows)
+        self.paced_in_step = [sequence for sequence in self.paced_in_step if sequence.row not in dropped]
         before = {row: self._paced.pop(row) for row in dropped if row in self._paced}
         before |= {row: self._chunks.pop(row).start for row in dropped if row in self._chunks}
         before |= {new.row: 0 for new in self._new_rows if new.row in dropped}

@@ -116,8 +116,8 @@ class PrefixReuse:
         if self._has_more(other):
             match = self._look(tree, group)
             other = self._unpublished.find(match, tokens, limit)
-        if other is None or other.group is group:
-            return ""
+        if other is None or other.group is group or self._has_more(other):
+            return ""  # what `other` has computed and cannot publish, as others hold its blocks, never comes
         self._unpublished.wait(group, other, limit)
         return f"{name_for(group.request, other.group.request)} computes the same prefix"
 

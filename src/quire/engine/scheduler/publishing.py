@@ -4,6 +4,8 @@ tokens. PrefixReuse calls all three."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from quire.engine.decoding.group import Group, Sequence
 from quire.engine.kvcache.keys import TOKEN_BYTES, common_bytes
 from quire.engine.kvcache.pool import BlockPool
@@ -267,15 +269,13 @@ class Publisher:
         """Return how many blocks from `first` on are held only by this sequence and by others of its group that publish
         them now too. A block with any other holder cannot be published: that holder would not lock the runs above it.
         """
-        blocks, size = sequence.table.blocks, self._block_size
-        others = [each for each in sequence.group.live if each is not sequence]
+        blocks, ends = sequence.table.blocks, list[int]()  # up to where each of the others holds the same blocks
+        for each in sequence.group.live:
+            if each is not sequence and (leaving or not each.table.is_duplicate):
+                end = min(min(each.num_computed, each.num_tokens) // self._block_size, last)
+                ends.append(first + num_same(blocks[first:end], each.table.blocks[first:end]))
+        ends.sort()
         for index in range(first, last):
-            holders = 1 + sum(
-                blocks[index] in each.table.blocks[index : index + 1]
-                for each in others
-                if (leaving or not each.table.is_duplicate)
-                and min(each.num_computed, each.num_tokens) >= (index + 1) * size
-            )
-            if self._pool.holders(blocks[index]) != holders:
+            if self._pool.holders(blocks[index]) != 1 + len(ends) - bisect_right(ends, index):
                 return index - first
         return last - first

@@ -60,7 +60,11 @@ class Scheduler:
         """Put a new or preempted group into the waiting queue."""
         group.queued_step, group.wait_reason = self.num_plans, ""
         self.waiting.add(group)
-        self.policy.added(group, self)
+        try:
+            self.policy.added(group, self)
+        except Exception:
+            self.waiting.remove(group)  # the request is refused
+            raise
 
     def end(self, sequence: Sequence, *, keep: bool = True) -> list[int]:
         """Free the row and the blocks of a sequence, and return its outputs. The caller updates the group.

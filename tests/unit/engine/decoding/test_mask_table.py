@@ -196,6 +196,15 @@ def test_every_row_has_its_own_end_tokens(table: MaskTable) -> None:
     assert [allowed(line) & {EOS, 7} for line in bits] == [{EOS}, set(), {EOS, 7}, set()]
 
 
+@pytest.mark.usefixtures("threaded")
+def test_an_end_token_beyond_the_vocabulary_ends_nothing_and_harms_nobody(table: MaskTable) -> None:
+    """A tokenizer may have more tokens than the model computes logits for."""
+    grammar = compiled("start: /x*/")
+    bits = fill(table, range(2), [grammar.matcher((SIZE + 5_000, EOS)), grammar.matcher((EOS,))]).bits
+    assert np.array_equal(bits[0], bits[1])
+    assert EOS in allowed(bits[0])
+
+
 @pytest.mark.parametrize("size", [SIZE, SIZE + 1, -(-SIZE // 32) * 32, -(-SIZE // 32) * 32 - 1])
 @pytest.mark.usefixtures("threaded")
 def test_the_end_of_the_vocabulary_may_lie_anywhere_in_a_word(size: int) -> None:
