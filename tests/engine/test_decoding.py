@@ -15,9 +15,9 @@ from toy_model import continuation
 
 
 def engine_with(
-    grammars: ToyGrammars | None = None, lookaheads: ToyProposers | None = None, **settings: object
+    grammars: ToyGrammars | None = None, proposers: ToyProposers | None = None, **settings: object
 ) -> Harness:
-    tools = DecodingTools(grammars or ToyGrammars(), lookaheads or ToyProposers(), lambda: VOCABULARY)
+    tools = DecodingTools(grammars or ToyGrammars(), proposers or ToyProposers(), lambda: VOCABULARY)
     return Harness(tools=tools, **settings)  # type: ignore[arg-type]
 
 
@@ -25,8 +25,8 @@ def engine_with(
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("orders", [False, True])
 def test_guessed_and_plain_sequences_say_the_same_at_any_depth(depth: int, orders: bool) -> None:
-    lookaheads = ToyProposers(orders)
-    engine = engine_with(lookaheads=lookaheads, depth=depth, num_blocks=200)
+    proposers = ToyProposers(orders)
+    engine = engine_with(proposers=proposers, depth=depth, num_blocks=200)
     for number in range(8):
         engine.submit(f"r{number}", [number, 2, 3], max_tokens=40, seed=96 + number, end_ids=(3, 5), n=1 + number % 2)
     engine.run()
@@ -37,12 +37,12 @@ def test_guessed_and_plain_sequences_say_the_same_at_any_depth(depth: int, order
             assert engine.streams[engine.handles[f"r{number}"] + index] == wanted
     stats = engine.core.stats()
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
-    assert (stats.drafted_tokens, stats.accepted_tokens) == (lookaheads.num_drafted, lookaheads.num_accepted)
-    assert lookaheads.num_steps == stats.steps
+    assert (stats.drafted_tokens, stats.accepted_tokens) == (proposers.num_drafted, proposers.num_accepted)
+    assert proposers.num_steps == stats.steps
 
 
 def test_only_the_paced_rows_wait_for_their_results() -> None:
-    engine = engine_with(lookaheads=ToyProposers(may_run_ahead=False), depth=2)
+    engine = engine_with(proposers=ToyProposers(may_run_ahead=False), depth=2)
     engine.submit("plain", [1, 2], max_tokens=30, seed=1)
     engine.submit("paced", [1, 2, 3], max_tokens=30, seed=100)
     engine.run()
@@ -67,7 +67,7 @@ def test_a_paced_row_that_grew_by_its_own_sample_needs_no_write_and_decodes() ->
 
 
 def test_a_draft_is_one_chunk_that_samples_at_each_of_its_positions() -> None:
-    engine = engine_with(lookaheads=ToyProposers(may_run_ahead=False))
+    engine = engine_with(proposers=ToyProposers(may_run_ahead=False))
     engine.submit("a", [1, 2], max_tokens=30, seed=100)
     engine.run()
     verified = [(plan, chunk) for plan in engine.executor.plans for chunk in plan.chunks if chunk.num_sampled > 1]
@@ -80,7 +80,7 @@ def test_a_draft_is_one_chunk_that_samples_at_each_of_its_positions() -> None:
 
 def test_no_draft_reaches_beyond_the_last_token() -> None:
     for length in range(1, 9):
-        engine = engine_with(lookaheads=ToyProposers(may_run_ahead=False))
+        engine = engine_with(proposers=ToyProposers(may_run_ahead=False))
         engine.submit("a", [1, 2], max_tokens=length, seed=100)
         engine.run()
         assert engine.answer("a") == continuation([1, 2], length, seed=100)
@@ -89,7 +89,7 @@ def test_no_draft_reaches_beyond_the_last_token() -> None:
 
 
 def test_a_draft_never_takes_blocks_from_another() -> None:
-    engine = engine_with(lookaheads=ToyProposers(may_run_ahead=False), num_blocks=20, block_size=2, caching=False)
+    engine = engine_with(proposers=ToyProposers(may_run_ahead=False), num_blocks=20, block_size=2, caching=False)
     for number in range(4):
         engine.submit(f"r{number}", [number, 2], max_tokens=9, seed=100 + number)
     engine.run()
@@ -100,7 +100,7 @@ def test_a_draft_never_takes_blocks_from_another() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_guessed_sequences_survive_preemption(depth: int) -> None:
     for orders in (False, True):
-        engine = engine_with(lookaheads=ToyProposers(orders), num_blocks=24, block_size=3, depth=depth)
+        engine = engine_with(proposers=ToyProposers(orders), num_blocks=24, block_size=3, depth=depth)
         for number in range(6):
             engine.submit(f"r{number}", [number, 2, 3, 4], max_tokens=40, seed=100 + number)
         engine.run()

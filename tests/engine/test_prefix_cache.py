@@ -253,8 +253,8 @@ def test_what_a_running_request_has_said_is_found(length: int, block_size: int, 
 
 
 def test_what_samples_and_guessing_requests_have_said_is_found_but_not_what_beams_try() -> None:
-    lookaheads = ToyProposers(True, True)
-    engine = Harness(num_blocks=200, depth=2, tools=DecodingTools(ToyGrammars(), lookaheads, lambda: VOCABULARY))
+    proposers = ToyProposers(True, True)
+    engine = Harness(num_blocks=200, depth=2, tools=DecodingTools(ToyGrammars(), proposers, lambda: VOCABULARY))
     engine.submit("samples", LONG[:10], seed=1, max_tokens=40, n=2)
     engine.submit("guesses", LONG[10:23], seed=101, max_tokens=40)
     engine.submit("beams", LONG[20:], max_tokens=40, beam=BeamRules(3))
