@@ -59,6 +59,11 @@ class SimpleScan:
         ]
         return min(ready, key=lambda each: (each[0], each[1], each[2].ordinal))[2] if ready else None
 
+    def likely_next(self, count: int) -> list[Group]:
+        ready = [[group for group in groups if group not in self.deferred] for groups in self.waiting.values()]
+        tenants = sorted(filter(None, ready), key=lambda groups: self.counters[groups[0].request.tenant])[:count]
+        return [group for groups in tenants for group in groups[: count // len(tenants)]]
+
     def admit(self, group: Group) -> None:
         self.remove(group)
         if not group.num_preemptions:
@@ -165,6 +170,9 @@ def test_the_choice_is_that_of_a_scan_over_all_waiting_tenants(
         if rng.random() < 0.7:  # between other choices, several events happen
             chosen = load.policy.choose(VIEW)
             assert chosen is load.scan.choose()
+            if len(load.scan.waiting) > 1:  # otherwise the choice has not counted the generated tokens
+                count = rng.randint(1, 10)
+                assert load.policy.likely_next(VIEW, count) == load.scan.likely_next(count)
             num_chosen += chosen is not None
     assert num_chosen > 400
     assert load.scan.choose() is not None
@@ -193,6 +201,22 @@ def test_a_choice_among_2000_tenants_ranks_few_of_them(monkeypatch: pytest.Monke
         policy.admitted(group, VIEW)
         policy.note_generated(np.arange(row + 1))
         assert len(ranked) <= 4
+
+
+def test_the_groups_that_are_likely_next_are_found_by_ranking_few_of_2000_tenants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = Fair(1.0, 2.0, num_rows=4)
+    groups = _submit_one_each(policy, 2_000)
+    for group in groups[:1_000]:
+        policy.deferred(group)
+    assert policy.likely_next(VIEW, 8) == groups[1_000:1_008]
+    ranked: list[object] = []
+    rank = fair._rank
+    monkeypatch.setattr(fair, "_rank", lambda tenant: ranked.append(tenant) or rank(tenant))  # type: ignore[func-returns-value]
+    for _ in range(10):
+        assert policy.likely_next(VIEW, 8) == groups[1_000:1_008]
+    assert len(ranked) <= 10 * 2 * 8
 
 
 def test_tenants_whose_groups_are_all_deferred_are_skipped_without_ranking_them_again(

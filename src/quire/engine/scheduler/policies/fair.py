@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush, heapreplace, nsmallest
+from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
@@ -70,6 +70,16 @@ class _TenantHeap:
                 return tenant
         return None
 
+    def head(self, count: int) -> list[_Tenant]:
+        """Return the `count` members with the smallest ranks."""
+        members: list[_Tenant] = []
+        while len(members) < count and (tenant := self.first()) is not None:
+            heappop(self._entries)
+            members.append(tenant)
+        for tenant in members:
+            heappush(self._entries, (_rank(tenant), tenant))
+        return members
+
     def _remove_former_members(self) -> None:
         self._entries = [entry for entry in self._entries if self._is_member(entry[1])]
         heapify(self._entries)
@@ -118,7 +128,7 @@ class Fair(Policy):
         return None if least is None else least.waiting.first()
 
     def likely_next(self, view: SchedulerView, count: int) -> list[Group]:  # noqa: ARG002 - Policy's signature
-        least = nsmallest(count, self._backlogged.values(), key=_rank)
+        least = self._ready_by_rank.head(count)
         return [group for tenant in least for group in tenant.waiting.head(count // len(least))]
 
     def added(self, group: Group, view: SchedulerView) -> None:  # noqa: ARG002 - Policy's signature
