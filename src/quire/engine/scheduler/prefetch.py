@@ -2,86 +2,183 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from heapq import nsmallest
 
 from quire.engine.decoding.group import Group
 from quire.engine.kvcache.tiers.base import Tiers
+from quire.engine.scheduler.policies.base import Key
 from quire.engine.scheduler.step_time import ComputeTime
 
-NEAR = 8  # groups that are likely to be admitted next, for which files are read
+NEAR = 8  # groups that are likely to be admitted next, for which files are read; and groups that wait for files at once
 _LEAST_SECONDS, _MOST_SECONDS = 0.02, 2.0  # how long a group that could be admitted waits for its files
-_MOST_LOOKS = 2_000  # and how often it is checked meanwhile, at most
+_MOST_PLANS = 2_000  # and for how many plans, at most
+_MOST_PROMOTED = 512  # groups that were passed over and may be chosen in one plan
+
+
+class _Wait:
+    """How long a group has waited."""
+
+    __slots__ = ("_plan", "_since")
+
+    def __init__(self, now: float, plan: int) -> None:
+        self._since, self._plan = now, plan
+
+    def is_within(self, seconds: float, now: float, plan: int) -> bool:
+        return now - self._since < seconds and plan - self._plan < _MOST_PLANS
 
 
 class _Request:
     """The files that one group needs."""
 
-    __slots__ = ("is_over", "left", "looks", "names", "since")
+    __slots__ = ("is_over", "left", "names", "ordered", "wait")
 
     def __init__(self, names: list[bytes]) -> None:
         self.names = self.left = names  # all files, and those whose reading is still to be ordered
+        self.ordered: list[bytes] = []  # files whose reading was ordered, and that may not have arrived yet
         self.is_over = not names  # the group does not wait for files any more
-        self.since: float | None = None  # when the group could first have been admitted
-        self.looks = 0
+        self.wait: _Wait | None = None  # since the group could first have been admitted
 
 
 class FilePrefetch:
     """Orders the reading of files for groups that are likely to be admitted next.
 
     A group that could be admitted waits for its files at most twice as long as computing the tokens would take, and at
-    most two seconds. Meanwhile other groups are admitted.
+    most two seconds. Meanwhile other groups are admitted. Only a few groups wait for files at a time: at most `NEAR`,
+    and none begins while files of another are still to be ordered. All others that need files are passed over: they
+    are not looked at until their turn comes. After two seconds of that, a group computes what is missing.
     """
 
     def __init__(self, tiers: Tiers, compute: ComputeTime, block_size: int) -> None:
         self._tiers, self._compute, self._block_size = tiers, compute, block_size
-        self.find: Callable[[Group], list[bytes]] = lambda _: []  # the files that a group needs; PrefixReuse.find_files
+        # the files that a group needs, among the given number of blocks or all that follow; PrefixReuse.find_files
+        self.find: Callable[[Group, int | None], list[bytes]] = lambda _group, _num_blocks: []
         self._requests: dict[Group, _Request] = {}
         self._waiting: dict[Group, None] = {}  # groups that could be admitted but for their files
+        self._passed_over: dict[Group, None] = {}  # groups that could be admitted, and need files, but may not wait yet
+        self._waits: dict[Group, _Wait] = {}  # since when groups have been passed over
+        self._oldest: deque[tuple[Group, _Wait]] = deque()  # the same, oldest first; groups that have left included
+        self._promoted: set[Group] = set()  # groups that may wait now, and that the scheduler has not chosen since
+        self._num_places = NEAR  # how many groups may wait or be promoted; more while promoted groups need not wait
+        self._is_full = False  # the tiers had no slot for a file when last asked
+        self._plan = 0  # plans made so far
 
     def look(self, groups: list[Group]) -> None:
         """Order the files of groups that are likely to be admitted next."""
         for group in groups:
-            self._order(group)
+            self._order(self._request(group))
 
-    def _order(self, group: Group) -> _Request:
-        """Order the files of a group that are not ordered yet. The files are looked up once for each group."""
+    def _request(self, group: Group) -> _Request:
+        """Return the files that a group needs. They are looked up once."""
         request = self._requests.get(group)
         if request is None:
-            request = self._requests[group] = _Request(self.find(group))
-        if request.left:
-            request.left = self._tiers.fetch(request.left)
+            request = self._requests[group] = _Request(self.find(group, None))
         return request
+
+    def _order(self, request: _Request) -> None:
+        """Order the files of a request that are not ordered yet, as far as the tiers have slots for them."""
+        if request.left and not self._is_full:
+            left = self._tiers.fetch(request.left)
+            waiting = set(left)
+            request.ordered += [name for name in request.left if name not in waiting]
+            request.left, self._is_full = left, bool(left)
 
     def awaits_files(self, group: Group, now: float) -> bool:
         """If files of a group that could be admitted are still to be read, make the group wait and return True. A group
         that has waited long enough computes what is missing."""
-        request = self._order(group)
-        if request.is_over:
+        self._promoted.discard(group)
+        request = self._requests.get(group)
+        if request is not None and request.is_over:
             return False
-        num_missing = len(request.left) + sum(self._tiers.is_fetching(name) for name in request.names)
-        if request.since is None:
-            request.since = now
-        request.looks += 1
-        if num_missing and now - request.since < self._patience(num_missing) and request.looks < _MOST_LOOKS:
-            self._waiting[group] = None
+        if group not in self._waiting:
+            wait = self._waits.get(group)
+            if wait is not None and not wait.is_within(_MOST_SECONDS, now, self._plan):
+                self._end_wait(self._request(group))
+                return False
+            if not self._may_wait():
+                return self._pass_over(group, now)
+        request = self._request(group)
+        self._order(request)
+        if request.wait is None:
+            request.wait = _Wait(now, self._plan)
+        num_missing = self._num_missing(request)
+        if num_missing and request.wait.is_within(self._patience(num_missing), now, self._plan):
+            if group not in self._waiting:
+                self._waiting[group], self._num_places = None, NEAR
             return True
-        self._tiers.count_late(num_missing)
-        request.is_over = True
+        self._end_wait(request)
         return False
 
-    def take_ready(self, now: float) -> list[Group]:
-        """Return the groups that need not wait for their files any more."""
+    def _may_wait(self) -> bool:
+        """Whether one more group may wait for files."""
+        return len(self._waiting) < NEAR and not any(self._requests[group].left for group in self._waiting)
+
+    def _pass_over(self, group: Group, now: float) -> bool:
+        """Pass over a group that needs files while no more groups may wait for theirs. Returns False if it needs
+        none."""
+        is_known = group in self._requests
+        needs_files = not is_known and bool(self.find(group, 1))  # one block is cheap to look up, and mostly suffices
+        if not needs_files and not self._num_missing(self._request(group)):
+            self._end_wait(self._request(group))
+            return False
+        if group not in self._waits:
+            self._waits[group] = _Wait(now, self._plan)
+            self._oldest.append((group, self._waits[group]))
+        self._passed_over[group], self._num_places = None, NEAR
+        return True
+
+    def _num_missing(self, request: _Request) -> int:
+        """Return how many files of a request have not been read."""
+        request.ordered = [name for name in request.ordered if self._tiers.is_fetching(name)]
+        return len(request.left) + len(request.ordered)
+
+    def _end_wait(self, request: _Request) -> None:
+        """Let a group compute the tokens of files that have not been read."""
+        self._tiers.count_late(self._num_missing(request))
+        request.is_over = True
+
+    def take_ready(self, now: float, rank: Callable[[Group], Key]) -> list[Group]:
+        """Return the groups to choose from again: those that need not wait for their files any more, and those that
+        were passed over and may wait now, the smallest rank first. Called once for each plan."""
+        self._plan += 1
+        self._is_full = False
         ready = [group for group in self._waiting if not self.awaits_files(group, now)]
         for group in ready:
             del self._waiting[group]
+        while self._oldest and not self._oldest[0][1].is_within(_MOST_SECONDS, now, self._plan):
+            group, wait = self._oldest.popleft()
+            if group in self._passed_over and self._waits[group] is wait:
+                del self._passed_over[group]
+                ready.append(group)
+        if self._passed_over and self._may_wait():
+            ready += self._promote(rank)
         return ready
+
+    def _promote(self, rank: Callable[[Group], Key]) -> list[Group]:
+        """Return groups that were passed over and may wait now. If all that were promoted last have been chosen and
+        none had to wait, twice as many: groups that need the same files as others find them in host memory."""
+        if self._promoted:
+            self._num_places = NEAR
+        num_free = self._num_places - len(self._waiting) - len(self._promoted)
+        promoted = nsmallest(num_free, self._passed_over, key=rank)
+        for group in promoted:
+            del self._passed_over[group]
+            self._promoted.add(group)
+        if promoted:
+            self._num_places = min(2 * self._num_places, _MOST_PROMOTED)
+        return promoted
 
     def forget(self, group: Group) -> None:
         """Forget a group that was admitted or has ended, and release its files. Idempotent."""
         self._waiting.pop(group, None)
+        self._passed_over.pop(group, None)
+        self._waits.pop(group, None)
+        self._promoted.discard(group)
         request = self._requests.pop(group, None)
-        if request is not None:
+        if request is not None and request.names:
             self._tiers.release_fetched(request.names)
+            self._is_full = False
 
     def _patience(self, num_blocks: int) -> float:
         seconds = self._compute.seconds(num_blocks * self._block_size)

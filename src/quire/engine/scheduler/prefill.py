@@ -139,7 +139,7 @@ class Prefill:
         soon."""
         scheduler, reuse = self._scheduler, self._scheduler.reuse
         if reuse.prefetch is not None:
-            reuse.ready += reuse.prefetch.take_ready(scheduler.now)
+            reuse.ready += reuse.prefetch.take_ready(scheduler.now, scheduler.policy.rank)
             reuse.prefetch.look(scheduler.policy.likely_next(scheduler, NEAR))
         if reuse.ready:
             for group in reuse.ready:

@@ -162,13 +162,16 @@ class PrefixReuse:
         request = group.request
         return request.cache_salt if self.reads_cache(group) else f"{request.request_id} of {request.cache_salt}"
 
-    def find_files(self, group: Group) -> list[bytes]:
-        """Return the files that extend the leader's prefix hit."""
+    def find_files(self, group: Group, num_blocks: int | None = None) -> list[bytes]:
+        """Return the files that extend the leader's prefix hit. With `num_blocks`, only those among so many blocks
+        after the hit."""
         tree = self._tree
         if tree is None or not self.reads_cache(group):
             return []
-        limit = self._leader_limit(group)
-        return self._tiers.find_files(self._look(tree, group), self._query(group.leader, limit))
+        match, limit = self._look(tree, group), self._leader_limit(group)
+        if num_blocks is not None:
+            limit = min(limit, (match.num_blocks + num_blocks) * self._block_size)
+        return self._tiers.find_files(match, self._query(group.leader, limit))
 
     # -------------------------------------------------------------------------------------------------- attaching
     def attach(self, builder: PlanBuilder, group: Group, tick: int, now: float) -> bool:

@@ -62,6 +62,11 @@ class Policy:
         """Return the ready group to admit next; None: admit no group now. Called again after each admission."""
         return view.waiting.first()
 
+    def rank(self, group: Group) -> Key:
+        """Return where a waiting group is at present in the order of admission, deferred groups included; the smallest
+        rank is first. Unlike the key, it may change."""
+        return self.key(group)
+
     def likely_next(self, view: SchedulerView, count: int) -> list[Group]:
         """Return up to `count` groups that are likely to be admitted next. Decides nothing."""
         return view.waiting.head(count)

@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 import numpy as np
 
 from quire.engine.decoding.group import Group
-from quire.engine.scheduler.policies.base import Policy, SchedulerView
+from quire.engine.scheduler.policies.base import Key, Policy, SchedulerView
 from quire.engine.scheduler.queue import GroupQueue
 from quire.types.step import Ints
 
@@ -126,6 +126,10 @@ class Fair(Policy):
             self._charge()
         least = self._ready_by_rank.first()
         return None if least is None else least.waiting.first()
+
+    def rank(self, group: Group) -> Key:
+        self._charge()
+        return (*_rank(self._tenants[group.request.tenant]), group.ordinal)
 
     def likely_next(self, view: SchedulerView, count: int) -> list[Group]:  # noqa: ARG002 - Policy's signature
         least = self._ready_by_rank.head(count)
