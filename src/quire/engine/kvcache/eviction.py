@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Protocol
@@ -61,7 +62,9 @@ class LeastRecentlyUsed:
     name: EvictionName = "lru"
 
     def __init__(self) -> None:
-        self._idle: dict[Node, None] = {}  # released longest ago first; children before their parents
+        # Released longest ago first; children before their parents. In a plain dict, the first key is slow to find
+        # after many first keys were deleted.
+        self._idle: OrderedDict[Node, None] = OrderedDict()
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._idle)
@@ -89,8 +92,8 @@ class LeastRecentlyUsed:
         if tail.locks == 0:  # children stay before their parents
             node: Node | None = head
             while node is not None and node.parent is not None and node.locks == 0:
-                self._idle.pop(node, None)
                 self._idle[node] = None
+                self._idle.move_to_end(node)
                 node = node.parent
 
     def clear(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 
 class Slot:
     """The place of one KV block in host memory. `key` is the content hash of its block; None: it holds no block that
@@ -31,7 +33,7 @@ class HostTier:
         self._slots = [Slot(number) for number in range(num_slots)]
         self._free = self._slots[::-1]
         self._by_key: dict[bytes, Slot] = {}
-        self._idle: dict[Slot, None] = {}  # least recently used first
+        self._idle: OrderedDict[Slot, None] = OrderedDict()  # least recently used first
         self.num_evicted = 0
 
     def __contains__(self, key: bytes) -> bool:
@@ -107,8 +109,7 @@ class HostTier:
     def touch(self, slot: Slot) -> None:
         """Mark a slot as used."""
         if slot in self._idle:
-            del self._idle[slot]
-            self._idle[slot] = None
+            self._idle.move_to_end(slot)
 
     def forget(self, slot: Slot) -> None:
         """Remove a slot's key, so that its block is not found again. The slot is free once it has no holds."""
