@@ -93,6 +93,12 @@ def test_a_request_of_the_wrong_types_is_refused_and_leaves_nothing_behind(
     assert not engine.core.has_work
 
 
+@pytest.mark.parametrize("name", [5, None, []])
+def test_a_request_whose_id_is_no_text_is_refused(name: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"^request_id: "):
+        Harness().core.submit(Submit(name, array("i", [1]), SamplingParams()))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("typecode", ["q", "h", "I"])
 def test_a_prompt_in_an_array_of_another_type_is_read_as_numbers(typecode: str) -> None:
     request = Submit("a", array(typecode, [1, 2, 3]), SamplingParams())

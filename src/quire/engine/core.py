@@ -81,6 +81,8 @@ class EngineCore:
         EngineDead."""
         if self._dead is not None:
             raise EngineDead(self._dead)
+        if not isinstance(request.request_id, str):
+            raise InvalidRequest("request_id", f"is {request.request_id!r}, not a text", "send a string")
         if request.request_id in self._groups:
             raise InvalidRequest(
                 "request_id", f"{request.request_id!r} is in use", "choose another or wait for its end"

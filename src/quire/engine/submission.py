@@ -76,8 +76,9 @@ def check_request(
 
 
 def _check_types(request: Submit) -> None:
-    """Annotations check nothing, and what is of another type would fail later, for everybody."""
-    for field in ("request_id", "cache_salt", "tenant", "pin"):
+    """Raise InvalidRequest if a field has another type than its annotation says. The scheduler would fail on it later,
+    and with it every request."""
+    for field in ("cache_salt", "tenant", "pin"):
         if not isinstance(getattr(request, field), str):
             raise InvalidRequest(field, f"is {getattr(request, field)!r}, not a text", "send a string")
     if type(request.priority) is not int:

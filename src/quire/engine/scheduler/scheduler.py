@@ -167,8 +167,8 @@ class Scheduler:
         masks."""
         if len(self.ahead_rows) and self.rows.guided[self.ahead_rows].any():
             return True
-        rows, states = [row for chunk in builder.chunks for row in chunk.sample_rows], (SequenceState.STARTING,)
-        return any(self.rows.guided[row] and self.rows.sequence_at(row).state in states for row in rows)
+        rows = [row for chunk in builder.chunks for row in chunk.sample_rows if self.rows.guided[row]]
+        return any(self.rows.sequence_at(row).state is SequenceState.STARTING for row in rows)
 
     def _decode(self, builder: PlanBuilder) -> None:
         """Plan one token for each sequence that runs ahead and for each paced sequence that is due. The rest of the

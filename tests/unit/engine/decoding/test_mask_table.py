@@ -145,6 +145,7 @@ def test_a_table_fills_in_what_each_matcher_would_say(name: str, with_tokens: bo
                 break
             walk.step(table, with_tokens=with_tokens)
         table.close()
+        assert len(walk.before) == 12  # `Walk.step` compared the masks of every row
 
 
 @pytest.mark.parametrize("with_tokens", [False, True])
@@ -179,6 +180,7 @@ def test_a_batch_gives_the_same_masks_whatever_its_size() -> None:
         for _ in range(30):
             if walk.rows:
                 walk.step(table, with_tokens=True)
+        assert walk.before  # `Walk.step` compared masks
         table.forget(0)
     table.close()
 
@@ -461,9 +463,11 @@ def test_a_table_that_is_closed_while_it_fills_finishes_first_and_begins_no_more
 
 @pytest.mark.usefixtures("threaded")
 def test_a_batch_that_is_never_finished_does_not_keep_a_table_from_closing() -> None:
-    table = MaskTable(4, SIZE, threads=1)
+    table, threads = MaskTable(4, SIZE, threads=1), threading.active_count()
     table.begin([0], [compiled("start: /x+/").matcher(())])
+    assert threading.active_count() == threads + 1
     table.close()
+    assert threading.active_count() == threads
 
 
 def test_a_program_that_ends_while_masks_are_computed_does_not_crash() -> None:
