@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from quire.kernels.triton import compiling
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.compiling import compiling_only, stop_background
 from quire.kernels.triton.norm import rms_norm
@@ -33,16 +34,17 @@ class H200:
         return GPUTarget("cuda", 90, 32)
 
 
-def step(rows: int) -> None:
-    x, out = torch.ones(rows, 64, dtype=torch.bfloat16), torch.zeros(rows, 64, dtype=torch.bfloat16)
+def step(rows: int, columns: int = 64) -> None:
+    x, out = torch.ones(rows, columns, dtype=torch.bfloat16), torch.zeros(rows, columns, dtype=torch.bfloat16)
     rms_norm(x, x[0], 1e-6, out)
-    gate(torch.ones(rows, 128, dtype=torch.bfloat16), "silu", out)
+    gate(torch.ones(rows, 2 * columns, dtype=torch.bfloat16), "silu", out)
     assert not out.any(), "a kernel was launched"
 
 
 def main() -> None:
     driver.set_active(H200())
     compiled: list[str] = []
+    later: list[tuple[str, bool]] = []  # kernels compiled in the background, and whether they were in the cache then
     asked: list[tuple[bool, bool]] = []  # of every launch: is it the main thread's, is it only compiled
     knobs.compilation.listener = lambda *, src, **_: compiled.append(src.name)
     run = JITFunction.run
@@ -61,10 +63,13 @@ def main() -> None:
     with compiling_only():
         step(3)
     again = len(compiled) - ahead
+    knobs.compilation.listener = lambda *, src, cache_hit, **_: later.append((src.name, cache_hit))
     with compiling_only(wait=False):
-        step(1)
+        step(1, columns=256)
+    for future in list(compiling._begun.values()):
+        future.result()
     stop_background()
-    found = {"ahead": ahead, "again": again, "asked": asked, "restored": JITFunction.run is watch}
+    found = {"later": later, "ahead": ahead, "again": again, "asked": asked, "restored": JITFunction.run is watch}
     print(json.dumps(found))
 
 

@@ -2,7 +2,8 @@
 
 Triton compiles a kernel when it is first launched, for the very types, alignments and constants of that launch. So a
 step is run once without launching anything: what it would have launched is what gets compiled, and nothing else.
-Most of a compilation holds no interpreter lock, so threads share the work.
+Threads share the work that somebody waits for. The rest is compiled by child processes, so that no Python code of a
+compilation runs beside the requests that are served.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from triton import AsyncCompileMode
@@ -20,25 +21,29 @@ from triton.runtime._async_compile import FutureKernel
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
+from quire.kernels.triton.compile_process import CompileProcesses, describe
 from quire.kernels.triton.launch import INTERPRETED
 
-MOST_THREADS = 16
+MOST_THREADS, MOST_PROCESSES = 16, 8
 _lock = threading.RLock()
 _begun: dict[str, Future[Any]] = {}  # by Triton's own key of a compilation
+_here_alone = threading.Lock()  # held by the one background thread that compiles in this process
 _here = threading.local()  # .inside: this thread is inside `compiling_only`
 
 
 def begin_early() -> None:
-    """Start what the first compilation waits for: Triton digests its own files once in a process. Returns at once."""
+    """Start what the first compilations wait for: Triton digests its own files once in a process, and child processes
+    import it. Returns soon."""
     if not INTERPRETED:
         _pool().submit(triton_key)
+        _processes().start()
 
 
 @contextmanager
 def compiling_only(*, wait: bool = True) -> Iterator[None]:
     """Inside, in this thread, a launched kernel does nothing but get compiled; its outputs stay as they were.
 
-    Leaving waits for the compilations; without `wait` they are done one by one in the background. One that fails does
+    Leaving waits for the compilations; without `wait` child processes do them in the background. One that fails does
     so again when its kernel is launched, and says why there. Changes nothing under the interpreter, which compiles
     nothing, nor inside another one in the same thread, which waits or not for both.
     """
@@ -53,6 +58,7 @@ def stop_background() -> None:
     """Begin no more compilations: a process that ends would have to finish them all."""
     for future in list(_begun.values()):
         future.cancel()
+    _processes().close()
 
 
 class _Mode(AsyncCompileMode):  # type: ignore[misc]
@@ -67,7 +73,8 @@ class _Mode(AsyncCompileMode):  # type: ignore[misc]
         if key not in self.future_kernels:
             future = _begun.get(key)
             if future is None or (self._wait and future.cancel()):  # one that has not begun need not be waited for
-                future = _begin(self._pool, key, compile_fn, finalize_fn)
+                how = partial(_compile_outside, compile_fn, wait=not self._wait)
+                future = _begin(self._pool, key, how, finalize_fn)
             self.raw_futures.append(future)
             self.future_kernels[key] = FutureKernel(finalize_fn, future)
         return self.future_kernels[key]
@@ -113,13 +120,37 @@ def _launches_skipped() -> Iterator[None]:
             JITFunction.run, _here.inside = launch, False
 
 
+def _compile_outside(compile_here: Callable[[], Any], *, wait: bool) -> Any:
+    """Have a child process compile a kernel, then read it from Triton's cache. Without `wait` for an idle child, or if
+    that fails, compile it here."""
+    task = describe(compile_here)
+    if wait:
+        _processes().start()
+    if (task is not None and _processes().compile(task, wait=wait)) or not wait:
+        return compile_here()
+    with _here_alone:
+        return compile_here()
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _num_processes() -> int:
+    return max(1, min(_num_cores() // 2, MOST_PROCESSES))
+
+
 @cache
 def _pool() -> ThreadPoolExecutor:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return ThreadPoolExecutor(max(1, min(cores, MOST_THREADS)), thread_name_prefix="quire-compile")
+    return ThreadPoolExecutor(min(_num_cores(), MOST_THREADS), thread_name_prefix="quire-compile")
+
+
+@cache
+def _processes() -> CompileProcesses:
+    return CompileProcesses(_num_processes())
 
 
 @cache
 def _background() -> ThreadPoolExecutor:
-    """One thread: what it does in Python is taken from the requests that are served meanwhile."""
-    return ThreadPoolExecutor(1, thread_name_prefix="quire-compile-later")
+    """One thread for each child process; the threads only wait."""
+    return ThreadPoolExecutor(_num_processes(), thread_name_prefix="quire-compile-later")

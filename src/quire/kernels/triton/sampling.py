@@ -218,7 +218,7 @@ def _choose_kernel(
         tl.store(out_ptr + entry, token_id)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])
 def _append_kernel(
     row_ptr, ids_ptr, tokens_ptr, lengths_ptr, tokens_stride, capacity, entries,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -293,7 +293,7 @@ def append_tokens(rows: Tensor, token_ids: Tensor, history: RowTokens, *, depend
     if entries == 0:
         return
     check(token_ids.shape == rows.shape, "a token id per row")
-    block = min(256, power_of_two(entries))
+    block = 256  # one kernel for every number of entries
     _append_kernel[(triton.cdiv(entries, block),)](
         rows, token_ids, history.tokens, history.lengths, history.tokens.stride(0), capacity, entries,
         BLOCK=block, DEPENDENT=dependent, num_warps=1, num_stages=1, launch_pdl=dependent,

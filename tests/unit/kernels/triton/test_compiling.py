@@ -37,6 +37,11 @@ def test_a_step_compiled_ahead_compiles_nothing_when_it_comes(drill: dict[str, A
     assert drill["again"] == 0
 
 
+def test_kernels_that_nobody_waits_for_are_compiled_by_child_processes(drill: dict[str, Any]) -> None:
+    """This process only reads them from Triton's cache: what a child compiles is what a launch looks for."""
+    assert sorted(drill["later"]) == [["_gate_kernel", True], ["_rms_norm_kernel", True]]
+
+
 def test_other_threads_launch_as_ever(drill: dict[str, Any]) -> None:
     assert [only for is_main, only in drill["asked"] if not is_main] == [False] * 2
 

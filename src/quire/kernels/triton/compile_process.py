@@ -1,0 +1,186 @@
+"""Child processes that compile Triton kernels while this process serves requests.
+
+Half of a compilation is Python code, which would hold the interpreter lock against every request. A child compiles into
+Triton's cache on disk, where this process then finds the kernel. A child needs no GPU. It ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO, Any
+
+_NICE = 5  # children leave the processor to whoever serves requests
+
+
+class CompileStopped(Exception):
+    """`close` was called during a compilation: nobody needs its kernel now."""
+
+
+class CompileProcess:
+    """One child. Not thread-safe; whoever uses it has it for itself."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "quire.kernels.triton.compile_process"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True,
+        )  # fmt: skip
+
+    def wait_ready(self) -> bool:
+        """Wait until the child has imported Triton. Returns False if it ended before."""
+        assert self._child.stdout is not None
+        return self._child.stdout.readline() == "ready\n"
+
+    def compile(self, task: str) -> bool:
+        """Compile what `describe` returned. Returns whether the kernel is in the cache now; False if the child has
+        ended or could not compile it."""
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        try:
+            self._child.stdin.write(task + "\n")
+            self._child.stdin.flush()
+            return self._child.stdout.readline() == "compiled\n"
+        except (OSError, ValueError):
+            return False
+
+    def close(self) -> None:
+        """End the child now, whatever it compiles. Idempotent."""
+        self._child.kill()
+        self._child.wait()
+
+
+class CompileProcesses:
+    """Several children, started together. Any thread may compile; each child serves one thread at a time."""
+
+    def __init__(self, count: int) -> None:
+        self._all: list[CompileProcess] = []
+        self._idle: queue.SimpleQueue[CompileProcess | None] = queue.SimpleQueue()  # None: there will be no child
+        self._lock, self._count = threading.Lock(), count
+
+    def start(self) -> None:
+        """Start the children, if they were not started. They take some seconds to import Triton."""
+        with self._lock, suppress(OSError):  # without children, kernels are compiled in this process
+            while len(self._all) < self._count:
+                child = CompileProcess()
+                self._all.append(child)
+                threading.Thread(target=self._admit, args=(child, self._idle), daemon=True).start()
+        if not self._all:
+            self._idle.put(None)
+
+    def compile(self, task: str, *, wait: bool) -> bool:
+        """Compile with an idle child; `wait` for one, or return False if there is none. Returns whether the kernel is
+        in the cache now. Raises CompileStopped."""
+        idle = self._idle
+        try:
+            child = idle.get(block=wait)
+        except queue.Empty:
+            return False
+        try:
+            compiled = child is not None and child.compile(task)
+        finally:
+            idle.put(child)
+        if idle is not self._idle:
+            raise CompileStopped
+        return compiled
+
+    @staticmethod
+    def _admit(child: CompileProcess, idle: queue.SimpleQueue[CompileProcess | None]) -> None:
+        idle.put(child if child.wait_ready() else None)
+
+    def close(self) -> None:
+        """End all children. `start` may start new ones."""
+        with self._lock:
+            children, idle = self._all, self._idle
+            self._all, self._idle = [], queue.SimpleQueue()
+        for child in children:
+            child.close()
+        idle.put(None)
+
+
+def describe(compile_here: Callable[[], Any]) -> str | None:
+    """Describe one of Triton's pending compilations in a line of text for a child. Returns None where this version of
+    Triton, or the kernel's constants, cannot be described."""
+    found = inspect.getclosurevars(compile_here).nonlocals
+    try:
+        source, target, options = found["src"], found["target"], found["options"]
+        task = {
+            "module": source.fn.fn.__module__,
+            "function": source.fn.fn.__qualname__,
+            "signature": source.signature,
+            "constants": [[list(place), _constant(value)] for place, value in source.constants.items()],
+            "attributes": [[list(place), value] for place, value in source.attrs.items()],
+            "options": options.__dict__,
+            "target": [target.backend, target.arch, target.warp_size],
+        }
+        return json.dumps(task)
+    except (AttributeError, KeyError, TypeError):
+        return None
+
+
+def _constant(value: Any) -> Any:
+    kind = type(value).__name__
+    if kind == "dtype":
+        return {"dtype": str(value)}
+    return {"constexpr": value.value} if kind == "constexpr" else value
+
+
+def _compile(task: dict[str, Any]) -> None:
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def constant(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return tl.dtype(value["dtype"]) if "dtype" in value else tl.constexpr(value["constexpr"])
+
+    function = importlib.import_module(task["module"])
+    for name in task["function"].split("."):
+        function = getattr(function, name)
+    signature = {name: _tuples(kind) for name, kind in task["signature"].items()}
+    constants = {tuple(place): constant(value) for place, value in task["constants"]}
+    attributes = {tuple(place): value for place, value in task["attributes"]}
+    source = ASTSource(function, signature, constants, attributes)
+    options = {name: _tuples(value) for name, value in task["options"].items()}
+    triton.compile(source, target=GPUTarget(*task["target"]), options=options)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has lists where Triton has tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _serve(tasks: IO[str], answers: IO[str]) -> None:
+    for line in tasks:
+        try:
+            _compile(json.loads(line))
+            answer = "compiled"
+        except Exception as error:  # noqa: BLE001  the parent compiles this one itself, and hears why there
+            answer = f"failed: {error!r}".replace("\n", " ")
+        print(answer, file=answers, flush=True)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end is the end of our input
+    with suppress(OSError):
+        os.nice(_NICE)
+    answers, sys.stdout = sys.stdout, sys.stderr  # whatever prints, only answers reach the parent
+    import quire.kernels.triton.launch  # noqa: F401  what every kernel needs, while the parent has no task yet
+
+    print("ready", file=answers, flush=True)
+    _serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()
