@@ -21,3 +21,4 @@ class ForwardStep:
     slots: Tensor  # [tokens * kv heads], int64, into a layer's cache seen as [blocks * kv heads * block, dim]
     caches: tuple[LayerCache, ...]  # one per layer
     attention: Any  # what the backend's `prepare` made for this step
+    wanted: Tensor | None = None  # [positions]: tokens whose hidden states the model returns; None: all of them

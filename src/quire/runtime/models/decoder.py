@@ -57,11 +57,12 @@ class DecoderStack(nn.Module):
         rotation = self.rotary(step)
         for layer in self.layers:
             x = layer(x, rotation, step)
-        return x  # type: ignore[no-any-return]
+        return x if step.wanted is None else x.index_select(0, step.wanted)  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
-    """`forward` gives hidden states [tokens, hidden]; `logits` turns the ones needed into [n, vocab]."""
+    """`forward` gives hidden states [tokens, hidden], or only those of `step.wanted`; `logits` turns hidden states into
+    [n, vocab]."""
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ class Fused(Protocol):
         """Whether the step is of the kind these kernels are made for."""
 
     def __call__(self, step: ForwardStep) -> Tensor:
-        """Hidden states [tokens, hidden]; fills the step's slots of every layer's cache."""
+        """Hidden states [tokens, hidden], or those of `step.wanted`; fills the step's slots of every layer's cache."""
 
     def rehearse(self, step: ForwardStep) -> None:
         """Launch each kernel of such a step once, where kernels are compiled by their first launch."""
@@ -51,7 +51,8 @@ class CompiledLayers:
             caches = [(cache.key, cache.value) for cache in step.caches]
             self._decoder, self._caches = NativeDecoder(self._shape, self._layers, caches, x.dtype), step.caches
         plan: NativePlan = step.attention
-        return self._decoder.run(x, rotation.cos, rotation.sin, step.slots, plan.tables, plan.spans)
+        hidden = self._decoder.run(x, rotation.cos, rotation.sin, step.slots, plan.tables, plan.spans)
+        return hidden if step.wanted is None else hidden.index_select(0, step.wanted)
 
     def rehearse(self, step: ForwardStep) -> None:
         """Compiled ahead."""

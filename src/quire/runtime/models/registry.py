@@ -18,7 +18,8 @@ class Model(Protocol):
     """What the runner needs of a model."""
 
     def __call__(self, step: ForwardStep) -> Tensor:
-        """Hidden states [tokens, hidden]; fills the step's slots of every layer's cache."""
+        """Hidden states of the tokens in `step.wanted` [positions, hidden], of all tokens if that is None; fills the
+        step's slots of every layer's cache."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab]."""

@@ -68,7 +68,8 @@ class TritonStack:
 
     def __call__(self, step: ForwardStep) -> Tensor:  # [tokens, hidden]
         self.reserve(step.max_length)
-        return self.run(F.embedding(step.token_ids, self._embedding), step.attention, step.caches)
+        embedded = F.embedding(step.token_ids, self._embedding)
+        return self.run(embedded, step.attention, step.caches, wanted=step.wanted)
 
     def newest(self, rows: Tensor, history: TokenHistory, positions: Tensor) -> Tensor:  # [entries, hidden]
         """The vectors of the newest tokens of `rows` [entries]; their places go into `positions` [entries]."""
@@ -76,21 +77,38 @@ class TritonStack:
         embed_newest(rows, history.tokens, history.lengths, self._embedding, x, positions)
         return x
 
-    def run(self, x: Tensor, plan: TritonPlan, caches: Sequence[LayerCache], layers: int | None = None) -> Tensor:
-        """All layers, or only the first `layers`, over embedded tokens [tokens, hidden]; overwrites x."""
+    def run(
+        self,
+        x: Tensor,
+        plan: TritonPlan,
+        caches: Sequence[LayerCache],
+        layers: int | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """All layers, or only the first `layers`, over embedded tokens [tokens, hidden]; overwrites x.
+
+        Of the last layer, the other tokens need only keys and values: what follows is computed for those `wanted`.
+        """
         pending: Tensor | None = None
-        for layer, cache in zip(self._layers[:layers], caches[:layers], strict=True):
-            pending = self._block(x, pending, layer, cache, plan)
-        return x if pending is None else x.add_(pending)
+        *others, last = zip(self._layers[:layers], caches[:layers], strict=True)
+        for layer, cache in others:
+            pending = self._feed_forward(x, layer, self._attend(x, pending, layer, cache, plan))
+        attended = self._attend(x, pending, *last, plan)
+        if wanted is not None:
+            x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
+        if len(x):
+            pending = self._feed_forward(x, last[0], attended)
+            x = x if pending is None else x.add_(pending)
+        return x
 
     def rehearse(self, step: ForwardStep) -> None:
         self.run(F.embedding(step.token_ids, self._embedding), step.attention, step.caches, layers=1)
 
-    def _block(
+    def _attend(
         self, x: Tensor, pending: Tensor | None, layer: TritonLayer, cache: LayerCache, plan: TritonPlan
-    ) -> Tensor | None:  # [tokens, hidden]
-        """One layer, added to the residual stream x [tokens, hidden] in place, after what is pending from the layer
-        before; what it returns is pending for the next."""
+    ) -> Tensor:  # [tokens, query heads * dim]
+        """The first half of a layer up to the attention's result, from the residual stream x [tokens, hidden]. What is
+        pending from the layer before is first added to x in place."""
         qkv = layer.qkv.after_norm(x, layer.input_norm, pending)  # [tokens, (query + 2 * kv heads) * dim]
         rotate_and_store(
             qkv, self._angles, plan.positions, plan.rows, plan.tables, LayerMemory(cache.key, cache.value),
@@ -99,7 +117,12 @@ class TritonStack:
         heads = self._heads
         by_head = qkv.view(len(x), -1, heads.dim)
         query, key, value = torch.split(by_head, [heads.num_query, heads.num_kv, heads.num_kv], dim=1)
-        pending = layer.output.add_to(x, self._attention.attend(query, key, value, cache, plan))
+        return self._attention.attend(query, key, value, cache, plan)
+
+    def _feed_forward(self, x: Tensor, layer: TritonLayer, attended: Tensor) -> Tensor | None:  # [tokens, hidden]
+        """The rest of a layer, added to the residual stream x [tokens, hidden] in place; what this returns is pending
+        for the next layer."""
+        pending = layer.output.add_to(x, attended)
         return layer.down.add_to(x, layer.gate_up.gated(x, layer.post_norm, self._activation, pending))
 
 

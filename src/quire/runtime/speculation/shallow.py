@@ -45,7 +45,7 @@ class ShallowDecoder:
         rotation = self._stack.rotary(step)
         for layer in self._stack.layers:
             x = layer(x, rotation, step)
-        return x
+        return x if step.wanted is None else x.index_select(0, step.wanted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._decoder.logits(hidden)

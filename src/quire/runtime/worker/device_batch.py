@@ -60,13 +60,23 @@ class DeviceBatchBuilder:
 
     def blank(self, shape: StepShape) -> Batch:
         """A step of that shape that is nothing but padding: it changes no row and no block."""
-        padding = np.full(shape.tokens, PADDING, dtype=np.int64)
-        decoded = np.zeros(self._looked_at(shape), dtype=np.int64)
-        nothing = StepPlan(step=0)
-        spans = find_spans(nothing)
-        tiles = self._tiles(spans, shape) if shape.chunks else None
-        step = self._step(padding, np.zeros_like(padding), decoded, tiles, shape, cascade=shape.cascade)
-        found = find_samples(nothing, np.zeros(0, dtype=np.int64), self._rows.lengths, spans)
+        nothing = find_spans(StepPlan(step=0))
+        tiles = self._tiles(nothing, shape) if shape.chunks else None
+        return self._blank(shape.tokens, self._looked_at(shape), tiles, shape)
+
+    def blank_large(self, num_decodes: int) -> Batch:
+        """A step that no bucket has room for, of chunks beside so many decodes; it is nothing but padding."""
+        most = self._buckets[-1] if self._buckets else 0
+        tiles = self._tiles(find_spans(StepPlan(step=0)), None)
+        return self._blank(max(most + 1, num_decodes), num_decodes, tiles, None)
+
+    def _blank(
+        self, num_tokens: int, num_decodes: int, tiles: npt.NDArray[np.int32] | None, shape: StepShape | None
+    ) -> Batch:
+        padding, nothing = np.full(num_tokens, PADDING, dtype=np.int64), StepPlan(step=0)
+        decoded, cascade = np.zeros(num_decodes, dtype=np.int64), shape is not None and shape.cascade
+        step = self._step(padding, np.zeros_like(padding), decoded, tiles, shape, cascade=cascade)
+        found = find_samples(nothing, np.zeros(0, dtype=np.int64), self._rows.lengths, find_spans(nothing))
         chosen = self._rows.courier.send(found.rows.astype(np.int32), *found[1:5])
         return make_batch(step, found, chosen, shape)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 
 from torch import Tensor
 
@@ -14,8 +15,12 @@ from quire.runtime.worker.capture import Capture, Launch
 logger = logging.getLogger("quire.runtime")
 
 
+EAGER_RUNS = 3  # of a shape before it is captured: to capture takes about as long as they lose
+
+
 class ForwardGraphs:
-    """Runs the layers over a batch: by a graph, captured when a shape is first met, where the batch has a shape.
+    """Runs the layers over a batch: by a graph, captured when a shape has been met a few times, where the batch has a
+    shape; otherwise kernel by kernel. A capture waits for the device, so a shape that is rare is not worth one.
 
     The numbers of batches of one shape lie in the same place. What a graph leaves is overwritten by the next graph.
     """
@@ -23,12 +28,13 @@ class ForwardGraphs:
     def __init__(self, model: Model, capture: Capture) -> None:
         self._model, self._capture = model, capture
         self._graphs: dict[StepShape, _Graph] = {}
+        self._met: Counter[StepShape] = Counter()  # how often, of shapes without a graph
 
     def __call__(self, batch: Batch) -> Tensor:
         """Hidden states [tokens, hidden], those of padding included; fills the cache."""
-        if batch.shape is None:
+        graph = None if batch.shape is None else self._graph_of(batch, batch.shape)
+        if graph is None:
             return self._model(batch.step)
-        graph = self._graphs.get(batch.shape) or self._make(batch, batch.shape)
         graph.launch()
         return graph.layers.hidden
 
@@ -41,6 +47,13 @@ class ForwardGraphs:
         """Capture the batch's shape now, if it was not yet."""
         if batch.shape is not None and batch.shape not in self._graphs:
             self._make(batch, batch.shape)
+
+    def _graph_of(self, batch: Batch, shape: StepShape) -> _Graph | None:
+        """The graph of a shape; None if the shape has been met too seldom to be captured."""
+        if (graph := self._graphs.get(shape)) is not None:
+            return graph
+        self._met[shape] += 1
+        return self._make(batch, shape) if self._met[shape] > EAGER_RUNS else None
 
     def _make(self, batch: Batch, shape: StepShape) -> _Graph:
         """Computing a batch again while capturing writes the same keys and values where they belong."""

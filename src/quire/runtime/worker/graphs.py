@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
+from collections import Counter
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -68,8 +70,14 @@ class _Logits:
         self.tensor: Tensor | None = None  # [bucket, vocab]
 
 
+BORROWED_RUNS = 8  # steps of a kind that run by the graph of a larger bucket before their own is captured
+
+
 class DecodeGraphs:
-    """Runs decode steps by graphs, captured when a kind is first needed. Owns the memory graphs read and write.
+    """Runs decode steps by graphs. Owns the memory graphs read and write.
+
+    A capture waits for the device. So a kind that is new runs by the graph of a larger bucket, if there is one, until
+    it has been met a few times.
 
     What a step leaves is overwritten by the next one.
     """
@@ -94,8 +102,9 @@ class DecodeGraphs:
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._lists = ListSpace(most, choice.vocab_size, device)
-        self._written = NO_ROWS  # what entries and places hold
+        self._written, self._written_bucket = NO_ROWS, 0  # what entries and places hold
         self._graphs: dict[Kind, _Graph] = {}
+        self._borrowed: Counter[Kind] = Counter()  # steps that ran by the graph of a larger bucket
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -153,13 +162,22 @@ class DecodeGraphs:
     def _kind(self, rows: Ints, *, guided: bool) -> Kind:
         listed = self._sampling.num_listed(rows, guided=guided)
         assert listed is not None
-        return Kind(
-            next(bucket for bucket in self._buckets if bucket >= len(rows)),
+        place = bisect_left(self._buckets, len(rows))
+        kind = Kind(
+            self._buckets[place],
             self._choice.is_narrow(rows),
             self._state.shared.announce(rows),
             self._lists.room(listed),
             guided,
         )
+        if kind in self._graphs or self._borrowed[kind] >= BORROWED_RUNS:
+            return kind
+        larger = (kind._replace(bucket=bucket) for bucket in self._buckets[place + 1 :])
+        borrowed = next((other for other in larger if other in self._graphs), None)
+        if borrowed is None:
+            return kind
+        self._borrowed[kind] += 1
+        return borrowed
 
     def _make(self, kind: Kind) -> _Graph:
         """Capture over nothing but padding, which changes no row."""
@@ -191,14 +209,15 @@ class DecodeGraphs:
 
     def _write(self, rows: Ints, bucket: int) -> None:
         """Say which rows the next step is about. Costs nothing while they stay the same."""
-        if len(rows) and (rows is self._written or np.array_equal(rows, self._written)):
+        is_written = len(rows) > 0 and bucket <= self._written_bucket
+        if is_written and (rows is self._written or np.array_equal(rows, self._written)):
             return
         entries = np.full(bucket, PADDING, dtype=np.int32)
         places = np.full(bucket, self._rows.spare, dtype=np.int64)
         entries[: len(rows)] = places[: len(rows)] = rows
         self._rows.courier.send_into(self._entries[:bucket], entries)
         self._rows.courier.send_into(self._places[:bucket], places)
-        self._written = rows
+        self._written, self._written_bucket = rows, bucket
 
     def _logits(self, kind: Kind, *, layers: int | None = None) -> Tensor:  # [bucket, vocab]
         """The first part of what graphs hold; fewer `layers` launch the same kernels less often."""

@@ -24,12 +24,15 @@ def prepare(batches: DeviceBatchBuilder, forward: ForwardGraphs, graphs: DecodeG
         graphs.rehearse(Kind(first))
         for shape in shapes[:1]:
             forward.rehearse(batches.blank(shape))
+        forward.rehearse(batches.blank_large(first))
     graphs.capture(first)
     tasks: list[Callable[[], None]] = [partial(graphs.capture, bucket) for bucket in others]
     tasks += [partial(_capture, batches, forward, shape) for shape in shapes]
     while tasks and time.monotonic() < deadline:
         tasks.pop(0)()
     with compiling_only(wait=False):
+        for bucket in others:
+            forward.rehearse(batches.blank_large(bucket))
         for bucket in graphs.buckets:
             graphs.rehearse(Kind(bucket))
             graphs.rehearse(Kind(bucket, narrow=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Protocol, TypeVar
@@ -112,7 +112,7 @@ class Batches(Protocol):
 
 class Forward(Protocol):
     def __call__(self, batch: Batch) -> Tensor:
-        """All layers: hidden states [tokens, hidden], padding included; fills the cache."""
+        """All layers: hidden states of `batch.step.wanted`, or of all tokens with padding; fills the cache."""
 
 
 class PlainForward:
@@ -157,7 +157,7 @@ class _Computed:
 
     plan: StepPlan
     batch: Batch
-    hidden: Tensor  # [tokens, hidden]
+    hidden: Tensor  # [positions, hidden], of batch.wanted
     logits: Tensor | None  # [samples, vocab], if all samples are chosen at once
     failed: frozenset[int]
     prompt_logprobs: tuple[PromptLogprobs, ...]
@@ -186,12 +186,18 @@ class Runner:
     def begin(self, plan: StepPlan, failed: frozenset[int]) -> SampleStep:
         """Run everything up to the logits. What this returns samples; it is called before the next step begins."""
         batch = self._batches.build(plan)
-        hidden = self._forward(batch)  # [tokens, hidden]
         failures: list[RowFailure] = []
-        prompt_logprobs = self._prompt_logprobs(plan, hidden, failed, failures)
+        prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+        if batch.shape is None and not self._wants_prompt_logprobs(plan, failed):
+            hidden = self._forward(replace(batch, step=replace(batch.step, wanted=batch.wanted)))
+        else:
+            all_hidden = self._forward(batch)  # [tokens, hidden]
+            prompt_logprobs = self._prompt_logprobs(plan, all_hidden, failed, failures)
+            hidden = all_hidden.index_select(0, batch.wanted)
         logits = None
         if 0 < len(batch.samples) <= self._num_samples and failed.isdisjoint(batch.samples.rows.tolist()):
-            logits = self._logits(hidden, batch.wanted, batch.spread)
+            logits = self._model.logits(hidden)  # [positions, vocab]
+            logits = logits if batch.spread is None else logits.index_select(0, batch.spread)
         return partial(self._finish, _Computed(plan, batch, hidden, logits, failed, prompt_logprobs, tuple(failures)))
 
     def _finish(self, computed: _Computed, masks: Masks | None) -> StepOutput:
@@ -212,19 +218,15 @@ class Runner:
         hidden, batch, at_once = computed.hidden, computed.batch, self._num_samples
         kept = np.flatnonzero([row not in computed.failed for row in samples.rows.tolist()])
         token_ids, reports = torch.zeros(len(samples), dtype=torch.int64, device=hidden.device), []
-        wanted = batch.wanted if batch.spread is None else batch.wanted.index_select(0, batch.spread)
         for start in range(0, len(kept), at_once):
             some = kept[start : start + at_once]
             index = self._rows.upload(some)
-            logits = self._logits(hidden, wanted.index_select(0, index), None)
+            positions = index if batch.spread is None else batch.spread.index_select(0, index)
+            logits = self._model.logits(hidden.index_select(0, positions))
             sampled = self._sampler.sample(logits, samples.select(some, index), self._rows.history)
             token_ids.index_copy_(0, index, sampled.token_ids)
             reports.append(sampled.report)
         return token_ids, merged(reports)
-
-    def _logits(self, hidden: Tensor, wanted: Tensor, spread: Tensor | None) -> Tensor:  # [samples, vocab]
-        logits = self._model.logits(hidden.index_select(0, wanted))  # [positions, vocab]
-        return logits if spread is None else logits.index_select(0, spread)
 
     def _append(self, batch: Batch, token_ids: Tensor) -> None:
         rows = batch.samples.rows
@@ -233,6 +235,10 @@ class Runner:
             return
         grown, index = batch.grown
         self._rows.append(rows[grown], batch.rows.index_select(0, index), token_ids.index_select(0, index))
+
+    def _wants_prompt_logprobs(self, plan: StepPlan, failed: frozenset[int]) -> bool:
+        wants = self._sampler.wants_prompt_logprobs
+        return any(chunk.row not in failed and wants(chunk.row) for chunk in plan.chunks)
 
     def _prompt_logprobs(
         self, plan: StepPlan, hidden: Tensor, failed: frozenset[int], failures: list[RowFailure]

@@ -11,11 +11,17 @@ pytest.importorskip("triton")
 
 from quire.config.model import Heads
 from quire.runtime.attention import triton as backend
+from quire.runtime.worker import forward_graphs
 from quire.runtime.worker.forward_graphs import ForwardGraphs
 from quire.types.step import Chunk
 from tiny_models import Bench, GreedySampler, MemoryCheckpoint, engine_config, random_checkpoint, tiny_config
 
 LONG = list(range(3, 27))
+
+
+@pytest.fixture(autouse=True)
+def capture_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_graphs, "EAGER_RUNS", 0)
 
 
 @cache
@@ -56,6 +62,22 @@ def test_steps_of_one_shape_run_by_one_graph_whatever_their_rows_and_lengths() -
         made.run(decode=[4, 0, 1])
     assert_same(plain, graphed)
     assert set(graphs._graphs) == {(16, False, True, False), (16, True, True, False), (16, True, False, False)}
+
+
+def test_a_shape_is_captured_when_it_has_been_met_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_graphs, "EAGER_RUNS", 2)
+    plain, graphed, graphs = both()
+    for made in (plain, graphed):
+        made.add(0, LONG)
+    captured = []
+    for start in (0, 6, 12):
+        for made in (plain, graphed):
+            made.run(chunks=[Chunk(0, start, 6)])
+        captured.append(len(graphs._graphs))
+    for made in (plain, graphed):
+        made.run(chunks=[Chunk(0, 18, 6, (0,))])
+    assert captured == [0, 0, 1]
+    assert_same(plain, graphed)
 
 
 def test_a_step_beyond_the_largest_bucket_runs_as_it_is() -> None:

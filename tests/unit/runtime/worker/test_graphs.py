@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from quire.config.engine import row_buckets
 from quire.config.model import Heads
 from quire.runtime.sampling.make import make_sampler
+from quire.runtime.worker import graphs as graphs_module
 from quire.runtime.worker.capture import Launch
 from quire.runtime.worker.graphs import DecodeGraphs, Kind
 from quire.runtime.worker.parts import NoGraphs
@@ -85,8 +86,45 @@ def test_graphs_of_padded_steps_choose_what_the_reference_chooses() -> None:
         made.run(decode=[2, 4, 1])
         made.run(decode=[4])
     assert triton.tokens == plain.tokens
-    assert recorder.recorded == 3  # four rows and one row with filters, two without
+    assert recorder.recorded == 2  # four rows with filters, also for one row, and two rows without
     assert recorder.replayed == 4
+
+
+def test_a_kind_runs_by_the_graph_of_a_larger_bucket_until_it_has_been_met_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graphs_module, "BORROWED_RUNS", 2)
+    plain, triton = bench("reference"), bench("triton")
+    graphs, _ = graphs_of(triton)
+    buckets = []
+    for made in (plain, triton):
+        start(made, [0, 1, 2], temperature=0.0)
+        made.run(decode=[0, 1, 2])
+        for _ in range(4):
+            made.run(decode=[1])
+            buckets.append({kind.bucket for kind in graphs._graphs})
+    assert buckets[4:] == [{4}, {4}, {1, 4}, {1, 4}]
+    assert triton.tokens == plain.tokens
+
+
+def test_the_same_rows_in_a_larger_bucket_leave_no_row_of_an_earlier_step_in_it() -> None:
+    plain, triton = bench("reference"), bench("triton")
+    graphs, _ = graphs_of(triton)
+    for made in (plain, triton):
+        start(made, [0, 1, 2], temperature=0.0)
+        made.run(decode=[0, 1, 2])
+    with torch.inference_mode():
+        graphs.capture(1)
+    for made in (plain, triton):
+        made.run(decode=[1])
+    del graphs._graphs[Kind(1)]
+    for made in (plain, triton):
+        made.run(decode=[1])  # by the graph of four rows
+    assert triton.tokens == plain.tokens
+    assert triton.worker.rows.lengths.tolist() == plain.worker.rows.lengths.tolist() + [0] * (
+        len(triton.worker.rows.lengths) - len(plain.worker.rows.lengths)
+    )
+    triton.worker.check()
 
 
 def test_capturing_changes_no_row_and_no_block() -> None:
@@ -185,7 +223,7 @@ def test_graphs_tell_logprobs_and_candidates_as_the_reference_does() -> None:
             assert found.candidates.token_ids.tolist() == wanted.candidates.token_ids.tolist()
             np.testing.assert_allclose(found.candidates.scores, wanted.candidates.scores, atol=1e-4)
     assert recorder.replayed == 4
-    assert recorder.recorded == 3  # the two steps of four rows are one graph
+    assert recorder.recorded == 2  # the two steps of four rows are one graph, which also runs the smaller step
 
 
 def test_a_failed_row_keeps_its_steps_out_of_graphs() -> None:
