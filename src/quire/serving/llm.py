@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import logging
 import os
 import sys
@@ -48,6 +49,7 @@ logger = logging.getLogger("quire")
 
 LoadFormat = Literal["auto", "dummy"]
 _TEMPLATE_OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+_SUBMITTED_AT_ONCE = 512  # requests submitted between two steps: some milliseconds
 Stream: TypeAlias = Generator[StreamPiece, None, None]
 
 
@@ -303,11 +305,16 @@ class LLM:
         with self._exclusively(), DeferredInterrupt() as interrupt:
             batch = Batch(self._client, self._tokenizer)
             try:
-                _submit_all(batch, requests, prompts)
+                submitted = self._fill_first_steps(requests)
+                _submit(batch, requests, prompts, 0, submitted)
                 with ProgressLine("generating", len(requests), shown=use_tqdm) as line:
                     start = time.monotonic()
                     while batch.is_live:
                         batch.step()
+                        if submitted < len(requests):  # while the device computes the next step
+                            more = min(submitted + _SUBMITTED_AT_ONCE, len(requests))
+                            _submit(batch, requests, prompts, submitted, more)
+                            submitted = more
                         interrupt.check()
                         if line.shown:
                             rate = batch.num_output_tokens / max(time.monotonic() - start, 1e-9)
@@ -321,11 +328,22 @@ class LLM:
             logger.error("%s", error)
         return batch.outputs
 
+    def _fill_first_steps(self, requests: Sequence[Submit]) -> int:
+        """Return how many of the first requests fill the first two steps. Where a policy may prefer a later request to
+        them, return the number of all requests."""
+        scheduler = self.config.scheduler
+        if scheduler.policy != "fcfs":
+            return len(requests)
+        ends = itertools.accumulate(len(request.prompt_token_ids) for request in requests)
+        enough = 2 * scheduler.max_num_batched_tokens
+        filled = next((i for i, end in enumerate(ends, 1) if end >= enough), len(requests))
+        return min(filled, scheduler.num_rows)
+
     def _stream(self, requests: Sequence[Submit], prompts: Sequence[Prompt]) -> Stream:
         with self._exclusively():
             batch = Batch(self._client, self._tokenizer, follow_all=True)
             try:
-                _submit_all(batch, requests, prompts)
+                _submit(batch, requests, prompts, 0, len(requests))
                 while batch.is_live:
                     with DeferredInterrupt() as interrupt:
                         pieces = batch.step()
@@ -356,10 +374,11 @@ def _as_name(argument: str, given: str | os.PathLike[str] | None) -> str | None:
     return os.fspath(given)
 
 
-def _submit_all(batch: Batch, requests: Sequence[Submit], prompts: Sequence[Prompt]) -> None:
-    for i, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
+def _submit(batch: Batch, requests: Sequence[Submit], prompts: Sequence[Prompt], begin: int, end: int) -> None:
+    """Submit requests[begin:end]. Raises InvalidRequest naming the prompt at fault."""
+    for i in range(begin, end):
         try:
-            batch.submit(request, prompt.text)
+            batch.submit(requests[i], prompts[i].text)
         except InvalidRequest as error:
             where = f"prompts[{i}]: " if len(requests) > 1 else ""
             raise InvalidRequest(where + error.field, error.reason, error.fix) from None

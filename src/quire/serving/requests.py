@@ -148,6 +148,10 @@ class RequestMaker:
         own = () if tokenizer is None else tokenizer.eos_ids
         self._eos_ids = tuple(dict.fromkeys((*own, *model_eos_ids)))
         self._numbers = itertools.count()
+        self._plain_rules = {  # by ignore_eos: the rules of requests that have no words of their own
+            False: TokenRules(end_ids=self._eos_ids, eos_ids=self._eos_ids),
+            True: TokenRules(),
+        }
 
     def make(
         self,
@@ -181,6 +185,8 @@ class RequestMaker:
         `grammar` is that of its structured outputs, if the caller sees to it; else they are checked now, which may
         take a second.
         """
+        if not (params.bad_words or params.stop_token_ids or params.ends_by_text or params.structure or grammar):
+            return self._plain_rules[params.ignore_eos]
         bad_words, stops = tuple(params.bad_words or ()), params.stops
         if self._tokenizer is None and (bad_words or params.ends_by_text):
             field = "stop" if stops else "bad_words" if bad_words else "repetition_detection"

@@ -147,6 +147,8 @@ class SamplingParams:
     @property
     def structure(self) -> StructuredOutputsParams | None:
         """`structured_outputs` with its type after validation."""
+        if self.structured_outputs is None:  # nearly always, and to ask for a Mapping takes longer
+            return None
         assert not isinstance(self.structured_outputs, Mapping)
         return self.structured_outputs
 
