@@ -34,7 +34,7 @@ SERVER_MODULES = (
     "engine.messages",
     "engine.transport",
     "serving.process.control",
-    "serving.process.edge_main",
+    "serving.edge_main",
     "serving.http",
     "serving.process.remote_link",
 )
@@ -149,7 +149,7 @@ def test_every_package_has_a_rule() -> None:
         ("import quire.config.resolve", ("torch", "tokenizers", "safetensors", "jinja2")),
         ("import quire.runtime.loading.resolve", ("torch", "huggingface_hub")),
         ("import quire.serving.llm", ("transformers", "gguf", *OPTIONAL)),
-        ("import quire.serving.process.edge_main", ("torch", "transformers", "huggingface_hub")),
+        ("import quire.serving.edge_main", ("torch", "transformers", "huggingface_hub")),
         ("import quire.serving.process.supervisor", ("torch", "fastapi", "uvicorn", "transformers", "huggingface_hub")),
     ],
 )

@@ -25,7 +25,7 @@ def operated(serve: Serve) -> TestServer:
 
 def test_one_request_is_ended_by_its_id(operated: TestServer) -> None:
     running, other = Ask(operated, **LASTING, request_id="a"), Ask(operated, **LASTING, request_id="b")
-    operated.wait(lambda: operated.call(lambda: len(operated.desk.tickets())) == 2)
+    operated.wait(lambda: operated.call(lambda: len(operated.dispatcher.requests())) == 2)
     answer = operated.post("/admin/abort", {"request_id": "cmpl-a"}, headers=HEADERS)
     assert answer.json() == {"aborted": 1, "unheard_edges": 0}
     assert running.result().json()["error"]["code"] == "aborted"
@@ -45,7 +45,7 @@ def test_a_request_is_ended_by_any_of_its_names_or_the_beginning_of_one(operated
     given = name.removeprefix("cmpl-") if name.endswith("1") else "mine-1x42"
     running = Ask(operated, **{**LASTING, "prompt": ["a", "b"]}, request_id=given)
     other = Ask(operated, **LASTING, request_id="theirs")
-    operated.wait(lambda: operated.call(lambda: len(operated.desk.tickets())) == 3)
+    operated.wait(lambda: operated.call(lambda: len(operated.dispatcher.requests())) == 3)
     answer = operated.post("/admin/abort", {"request_id": name}, headers=HEADERS)
     assert answer.json()["aborted"] == 2  # one for each prompt
     assert running.result().json()["error"]["code"] == "aborted"
@@ -55,13 +55,13 @@ def test_a_request_is_ended_by_any_of_its_names_or_the_beginning_of_one(operated
 
 def test_a_name_that_fits_none_or_several_ends_nothing(operated: TestServer) -> None:
     asked = [Ask(operated, **LASTING, request_id=name) for name in ("job-1", "job-2")]
-    operated.wait(lambda: operated.call(lambda: len(operated.desk.tickets())) == 2)
+    operated.wait(lambda: operated.call(lambda: len(operated.dispatcher.requests())) == 2)
     unknown = operated.post("/admin/abort", {"request_id": "jobs"}, headers=HEADERS)
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "request_not_found")
     several = operated.post("/admin/abort", {"request_id": "job"}, headers=HEADERS)
     assert (several.status_code, several.json()["error"]["code"]) == (409, "request_ambiguous")
     assert "2 live requests begin so: cmpl-job-1, cmpl-job-2" in several.json()["error"]["message"]
-    assert operated.call(lambda: len(operated.desk.tickets())) == 2
+    assert operated.call(lambda: len(operated.dispatcher.requests())) == 2
     operated.post("/admin/abort", {"all": True}, headers=HEADERS)
     assert {one.result().status_code for one in asked} == {503}
 

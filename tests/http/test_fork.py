@@ -25,7 +25,7 @@ def script(prompt: str, index: int) -> str:
 def server() -> Any:
     one = TestServer(script)
     yield one
-    one.call(one.service.answers.check)
+    one.call(one.service.recent_requests.check)
     one.wait(one.is_idle)
     one.close()
 
@@ -89,11 +89,11 @@ def test_a_running_answer_is_forked_while_it_is_streamed(serve: Serve) -> None:
             events = read_events(answer)
             seen = next(events)
             server.link.gate.clear()
-            known = server.call(lambda: server.service.answers.find("", seen["id"]).choice(0).token_ids)
+            known = server.call(lambda: server.service.recent_requests.find("", seen["id"]).choice(0).token_ids)
             results: list[dict[str, Any]] = []
             branch = threading.Thread(target=lambda: results.append(fork(server, seen["id"], at_token=len(known))))
             branch.start()
-            server.wait(lambda: len(server.desk.tickets()) == 2)
+            server.wait(lambda: len(server.dispatcher.requests()) == 2)
             server.link.gate.set()
             server.link.settle()
             branch.join(10)
@@ -140,7 +140,7 @@ def test_nobody_forks_the_request_of_another_key(serve: Serve) -> None:
 def test_the_oldest_answers_are_forgotten(serve: Serve) -> None:
     server = serve(script, limits={"fork_requests": 2})
     names = [finished(server) for _ in range(3)]
-    server.wait(lambda: server.call(lambda: server.service.answers.find("", names[0])) is None)
+    server.wait(lambda: server.call(lambda: server.service.recent_requests.find("", names[0])) is None)
     assert server.post(FORK, {"request_id": names[0]}).status_code == 404
     assert server.post(FORK, {"request_id": names[2]}).status_code == 200
 
@@ -151,7 +151,7 @@ def test_an_answer_that_is_neither_streamed_nor_finished_cannot_be_forked_yet(se
     body = {"prompt": "x:", "max_tokens": 9, "request_id": "slow"}
     running = threading.Thread(target=lambda: server.post(COMPLETIONS, body))
     running.start()
-    server.wait(lambda: server.call(lambda: server.service.answers.find("", "slow")) is not None)
+    server.wait(lambda: server.call(lambda: server.service.recent_requests.find("", "slow")) is not None)
     answer = server.post(FORK, {"request_id": "slow"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
     server.link.gate.set()

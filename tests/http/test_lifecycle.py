@@ -71,11 +71,11 @@ def test_a_client_that_hangs_up_in_the_queue_is_forgotten(serve: Serve, stream: 
     server = serve(endless, scheduler=scheduler)
     server.link.gate.clear()
     connections = [open_request(server, {**ENDLESS, "stream": stream}) for _ in range(5)]
-    server.wait(lambda: server.call(lambda: len(server.desk.tickets())) == 5)
-    assert server.call(lambda: server.desk.num_inside) == 2  # the window
+    server.wait(lambda: server.call(lambda: len(server.dispatcher.requests())) == 5)
+    assert server.call(lambda: server.dispatcher.num_in_engine) == 2  # the window
     for connection in connections:
         connection.close()
-    server.wait(lambda: server.call(lambda: not server.desk.tickets()))
+    server.wait(lambda: server.call(lambda: not server.dispatcher.requests()))
     server.link.gate.set()
     server.link.settle()
     server.wait(server.is_idle)
@@ -90,7 +90,7 @@ def test_requests_cut_at_random_moments_leave_nothing_behind(serve: Serve) -> No
         connection = open_request(server, {**ENDLESS, "stream": rng.random() < 0.5, "n": rng.randint(1, 3)})
         time.sleep(rng.random() * 0.02)
         connection.close()
-    server.wait(lambda: server.call(lambda: not server.desk.tickets()))
+    server.wait(lambda: server.call(lambda: not server.dispatcher.requests()))
     server.wait(server.is_idle)
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 3}).status_code == 200
 
@@ -102,7 +102,7 @@ def test_an_engine_that_dies_ends_its_requests_and_the_queue_goes_on(serve: Serv
     asked = []
     for count in range(1, 5):
         asked.append(Ask(server, max_tokens=4))
-        server.wait(lambda count=count: server.call(lambda: len(server.desk.tickets())) == count)  # type: ignore[misc]
+        server.wait(lambda count=count: server.call(lambda: len(server.dispatcher.requests())) == count)  # type: ignore[misc]
     server.link.kill()
     lost = [one.result() for one in asked[:2]]
     assert [answer.status_code for answer in lost] == [503, 503]
@@ -110,7 +110,7 @@ def test_an_engine_that_dies_ends_its_requests_and_the_queue_goes_on(serve: Serv
     assert server.get("/health").status_code == 503
     assert server.get("/ready").json()["error"]["code"] == "restarting"
     late = Ask(server, max_tokens=4)
-    server.wait(lambda: server.call(lambda: len(server.desk.tickets())) == 3)
+    server.wait(lambda: server.call(lambda: len(server.dispatcher.requests())) == 3)
     server.link.gate.set()
     server.link.revive()
     assert [one.result().status_code for one in (*asked[2:], late)] == [200, 200, 200]
@@ -124,8 +124,8 @@ def test_a_server_whose_model_loads_says_so(serve: Serve) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
     assert "retry-after" in answer.headers
     assert server.get("/v1/models").status_code == 200
-    server.call(server.desk.start)
-    server.wait(lambda: server.desk.engine is not None)
+    server.call(server.dispatcher.start)
+    server.wait(lambda: server.dispatcher.engine is not None)
     assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
 
 
@@ -133,9 +133,9 @@ def test_a_draining_server_finishes_what_it_has_and_takes_nothing_new(serve: Ser
     server = serve()
     server.link.gate.clear()
     running = Ask(server, max_tokens=64)
-    server.wait(lambda: server.call(lambda: len(server.desk.tickets())) == 1)
+    server.wait(lambda: server.call(lambda: len(server.dispatcher.requests())) == 1)
     server.start_drain(20)
-    server.wait(lambda: server.desk.is_draining)
+    server.wait(lambda: server.dispatcher.is_draining)
     assert server.get("/ready").json()["error"]["code"] == "draining"
     assert server.get("/health").status_code == 200
     refused = server.post("/v1/completions", {"prompt": "x"})
@@ -150,7 +150,7 @@ def test_what_is_not_done_when_the_drain_ends_is_ended_with_an_error(serve: Serv
     server = serve(endless)
     server.link.gate.clear()
     running = Ask(server, **ENDLESS)
-    server.wait(lambda: server.call(lambda: len(server.desk.tickets())) == 1)
+    server.wait(lambda: server.call(lambda: len(server.dispatcher.requests())) == 1)
     server.start_drain(0.05)
     assert running.result().json()["error"]["code"] == "shutting_down"
     server.join_drain()
@@ -163,7 +163,7 @@ def test_a_queue_that_is_full_in_tokens_refuses_too(serve: Serve) -> None:
     asked = []
     for count in range(1, 4):
         asked.append(Ask(server, prompt="x" * 60))
-        server.wait(lambda count=count: server.call(lambda: len(server.desk.tickets())) == count)  # type: ignore[misc]
+        server.wait(lambda count=count: server.call(lambda: len(server.dispatcher.requests())) == count)  # type: ignore[misc]
     refused = server.post("/v1/completions", {"prompt": "x" * 60})
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
     assert int(refused.headers["retry-after"]) >= 1
@@ -179,7 +179,7 @@ def test_lower_priority_numbers_leave_the_queue_first(serve: Serve) -> None:
     asked = []
     for count, priority in enumerate((0, 0, 5, -5, 5), start=1):
         asked.append(Ask(server, prompt=f"p{count}", priority=priority))
-        server.wait(lambda count=count: server.call(lambda: len(server.desk.tickets())) == count)  # type: ignore[misc]
+        server.wait(lambda count=count: server.call(lambda: len(server.dispatcher.requests())) == count)  # type: ignore[misc]
     server.link.gate.set()
     server.link.settle()
     for one in asked:
@@ -227,7 +227,7 @@ def test_a_stream_in_line_gets_its_headers_at_once_and_a_comment_while_it_waits(
     server = serve(scheduler=scheduler, limits={"ping_seconds": 1})
     server.link.gate.clear()
     ahead = [Ask(server, max_tokens=4) for _ in range(2)]  # the window
-    server.wait(lambda: server.call(lambda: server.desk.num_inside) == 2)
+    server.wait(lambda: server.call(lambda: server.dispatcher.num_in_engine) == 2)
     with (
         server.client() as client,
         client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer,
@@ -246,7 +246,7 @@ def test_a_stream_that_is_let_in_at_once_may_still_fail_with_a_status(serve: Ser
     server = serve(endless)
     server.link.gate.clear()
     asked = Ask(server, **ENDLESS, stream=True)
-    server.wait(lambda: server.call(lambda: server.desk.num_inside) == 1)
+    server.wait(lambda: server.call(lambda: server.dispatcher.num_in_engine) == 1)
     server.link.kill()
     assert (asked.result().status_code, asked.result().json()["error"]["code"]) == (503, "engine_restarted")
 
@@ -271,7 +271,7 @@ def test_a_queued_stream_that_fails_ends_with_the_error_a_whole_answer_would_be(
     server = serve(endless, scheduler=scheduler)
     server.link.gate.clear()
     ahead = [Ask(server, **ENDLESS) for _ in range(2)]
-    server.wait(lambda: server.call(lambda: server.desk.num_inside) == 2)
+    server.wait(lambda: server.call(lambda: server.dispatcher.num_in_engine) == 2)
     with (
         server.client() as client,
         client.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as answer,
@@ -326,13 +326,13 @@ def test_the_queue_bound_is_one_for_all_edges(serve: Serve) -> None:
     asked = []
     for count in range(1, 5):  # one in the engine, three in line
         asked.append(Ask(server))
-        server.wait(lambda count=count: server.call(lambda: len(server.desk.tickets())) == count)  # type: ignore[misc]
+        server.wait(lambda count=count: server.call(lambda: len(server.dispatcher.requests())) == count)  # type: ignore[misc]
     server.elsewhere = (1, 1)
     refused = server.post("/v1/completions", {"prompt": "x"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
     server.elsewhere = (0, 0)
     asked.append(Ask(server))
-    server.wait(lambda: server.call(lambda: len(server.desk.tickets())) == 5)
+    server.wait(lambda: server.call(lambda: len(server.dispatcher.requests())) == 5)
     server.link.gate.set()
     server.link.settle()
     assert {one.result().status_code for one in asked} == {200}

@@ -185,7 +185,7 @@ def test_a_full_server_is_a_rate_limit_error_that_says_when_to_come_back(serve: 
         threads = [threading.Thread(target=ask) for _ in range(3)]
         for count, thread in enumerate(threads, start=1):
             thread.start()
-            server.wait(lambda count=count: len(server.desk.tickets()) == count)  # type: ignore[misc]
+            server.wait(lambda count=count: len(server.dispatcher.requests()) == count)  # type: ignore[misc]
         with pytest.raises(openai.RateLimitError) as caught:
             client.completions.create(model=MODEL, prompt="x", max_tokens=2)
         server.link.gate.set()

@@ -12,7 +12,7 @@ import pytest
 from http_server import TestServer, digests
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.server import AccessConfig
-from quire.serving.http import residents
+from quire.serving.http import pinned_prefixes
 from quire.types.errors import EngineDead
 from tests.http.conftest import Serve
 from tests.unit.serving.scripted import ids
@@ -108,7 +108,7 @@ def test_a_prompt_is_registered_for_every_key_or_for_one(serve: Serve) -> None:
 def test_a_new_engine_is_told_of_registered_prompts(open_server: TestServer) -> None:
     register(open_server)
     open_server.link.kill()
-    open_server.wait(lambda: open_server.desk.engine is None)
+    open_server.wait(lambda: open_server.dispatcher.engine is None)
     assert [row["resident"] for row in listed(open_server)] == [False]
     open_server.link.revive()
     open_server.wait(lambda: [row["resident"] for row in listed(open_server)] == [True])
@@ -119,11 +119,11 @@ def test_registered_prompts_are_computed_before_what_waited_for_the_new_engine(s
     server = serve(access=TENANTS)
     register(server)
     server.link.kill()
-    server.wait(lambda: server.desk.engine is None)
+    server.wait(lambda: server.dispatcher.engine is None)
     before = len(server.link.submitted)
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(found, server, SYSTEM + " Who?", "k1")
-        server.wait(lambda: len(server.desk.tickets()) == 1)
+        server.wait(lambda: len(server.dispatcher.requests()) == 1)
         server.link.revive()
         waiting.result()
     assert [submit.pin for submit in server.link.submitted[before:]] == ["system", "system", ""]
@@ -132,7 +132,7 @@ def test_registered_prompts_are_computed_before_what_waited_for_the_new_engine(s
 def test_more_prompts_than_may_wait_at_once_are_registered_one_after_the_other(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(residents, "_PAUSE", 0.01)
+    monkeypatch.setattr(pinned_prefixes, "_PAUSE", 0.01)
     few = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=512, max_model_len=512)
     server = serve(access=TENANTS, limits={"queue_requests": 1}, scheduler=few)
     for name in ("one", "two", "three"):
@@ -145,16 +145,16 @@ def test_more_prompts_than_may_wait_at_once_are_registered_one_after_the_other(
 def test_a_prompt_that_is_refused_by_a_busy_engine_is_registered_when_it_has_room(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(residents, "_PAUSE", 0.01)
+    monkeypatch.setattr(pinned_prefixes, "_PAUSE", 0.01)
     server = serve(access=AccessConfig(admin_digests=digests("admin")), cache=CacheConfig(block_size=4, num_blocks=40))
     register(server, prompt="x" * 40)
     assert asyncio.run_coroutine_threadsafe(server.link.unpin("", "system"), server.loop).result(10)
     server.link.gate.clear()
     with ThreadPoolExecutor() as threads:
         large = threads.submit(found, server, "y", max_tokens=140)
-        server.wait(lambda: server.desk.num_inside == 1)
+        server.wait(lambda: server.dispatcher.num_in_engine == 1)
         before = len(server.link.submitted)
-        server.call(server.service.residents.recall)
+        server.call(server.service.pinned_prefixes.recall)
         server.wait(lambda: len(server.link.submitted) > before + 1)  # it is tried again
         assert [row["resident"] for row in listed(server)] == [False]
         server.link.gate.set()
@@ -166,9 +166,9 @@ def test_a_prompt_that_is_refused_by_a_busy_engine_is_registered_when_it_has_roo
 def test_an_engine_that_does_not_answer_at_first_is_told_of_registered_prompts_too(
     open_server: TestServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(residents, "_PAUSE", 0.01)
+    monkeypatch.setattr(pinned_prefixes, "_PAUSE", 0.01)
     """Neither to prompts nor to the question which of them it holds."""
-    kept, num_silent = open_server.service.residents, 4
+    kept, num_silent = open_server.service.pinned_prefixes, 4
 
     def hesitating(ask: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def hesitate(*arguments: Any) -> Any:
@@ -218,7 +218,7 @@ def test_a_reset_forgets_registered_prompts_for_good(open_server: TestServer) ->
     assert listed(open_server) == []
     open_server.link.kill()
     open_server.link.revive()
-    open_server.wait(lambda: open_server.desk.engine is not None)
+    open_server.wait(lambda: open_server.dispatcher.engine is not None)
     assert found(open_server, SYSTEM) == 0
 
 
@@ -269,7 +269,7 @@ def test_what_a_registration_replaced_comes_back_if_it_is_refused_after_all(
 
     async def see_no_limit(wanted: object) -> None: ...
 
-    monkeypatch.setattr(server.service.residents, "_check_room", see_no_limit)
+    monkeypatch.setattr(server.service.pinned_prefixes, "_check_room", see_no_limit)
     assert register(server, prompt="x" * 200).status_code == 400
     server.wait(lambda: listed(server) == rows)
     for key in ("k1", "k2"):

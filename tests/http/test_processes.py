@@ -26,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 
 def test_a_killed_engine_ends_what_was_in_it_and_the_queue_goes_on(server: RealServer) -> None:
-    edges = server.processes("quire.serving.process.edge_main")
+    edges = server.processes("quire.serving.edge_main")
     drills = Drills(server, max_tokens=700)
     for _ in range(2):
         before = server.engine_pid()
@@ -36,7 +36,7 @@ def test_a_killed_engine_ends_what_was_in_it_and_the_queue_goes_on(server: RealS
         assert [(asked.ending, asked.said) for asked in drill.queued if asked.ending != "answer"] == []
         assert server.engine_pid() != before
         assert not is_alive(before)
-    assert server.processes("quire.serving.process.edge_main") == edges
+    assert server.processes("quire.serving.edge_main") == edges
     assert len(server.processes()) == 2
     server.wait(server.is_idle)
 

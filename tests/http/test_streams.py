@@ -126,7 +126,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_request_ended(serve: Ser
         head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         server.wait(lambda: bool(server.link.submitted))
-        server.wait(lambda: server.call(lambda: server.desk.tickets() == []))
+        server.wait(lambda: server.call(lambda: server.dispatcher.requests() == []))
         server.wait(server.is_idle)
     assert server.link.aborts
     assert server.link.num_steps < 5_000

@@ -50,7 +50,7 @@ def server() -> Iterator[TestServer]:
     source = ModelSource(model=MODEL, served_names=(MODEL,), chat_template=TEMPLATE)
     one = TestServer(script, source=source, step_seconds=0.0005)
     yield one
-    assert one.call(lambda: one.desk.tickets()) == []
+    assert one.call(lambda: one.dispatcher.requests()) == []
     one.close()
 
 

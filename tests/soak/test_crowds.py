@@ -128,7 +128,7 @@ def test_idle_connections_are_kept_and_do_not_slow_32_streams(start_default: Sta
     if soft < IDLE + 200:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, IDLE + 200), hard))
     server = start_default(*SIZES)
-    (edge,) = server.processes("quire.serving.process.edge_main")
+    (edge,) = server.processes("quire.serving.edge_main")
     alone: list[dict[str, Any]] = []
     crowded: list[dict[str, Any]] = []
     grown = 0

@@ -19,13 +19,13 @@ MIB = 2**20
 
 def footprint(server: RealServer) -> tuple[int, int, int]:
     """Bytes, files and threads of the processes that stay: supervisor and edge."""
-    stay = [server.pid, *server.processes("quire.serving.process.edge_main")]
+    stay = [server.pid, *server.processes("quire.serving.edge_main")]
     return sum(map(resident_bytes, stay)), sum(map(num_files, stay)), sum(map(num_threads, stay))
 
 
 def test_twenty_kills_tell_every_client_within_a_second_and_leak_nothing(start_default: Start, note: Note) -> None:
     server = start_default(*SIZES)
-    edges, engines = server.processes("quire.serving.process.edge_main"), [server.engine_pid()]
+    edges, engines = server.processes("quire.serving.edge_main"), [server.engine_pid()]
     first_engine_bytes = resident_bytes(server.engine_pid())
     drills, prints, cold = Drills(server, max_tokens=24), [], [server.boot_seconds]
     for number in range(KILLS):
@@ -60,7 +60,7 @@ def test_twenty_kills_tell_every_client_within_a_second_and_leak_nothing(start_d
     assert statistics.median(ready) <= statistics.median(cold) + 1.0
     assert max(ready) <= max(cold) + 1.0
     assert not [pid for pid in engines[:-1] if is_alive(pid)]
-    assert server.processes("quire.serving.process.edge_main") == edges
+    assert server.processes("quire.serving.edge_main") == edges
     assert len(server.processes()) == 2
     assert prints[-1][0] - prints[WARM_UP][0] <= 4 * MIB
     assert prints[-1][1:] == prints[WARM_UP][1:]

@@ -21,7 +21,7 @@ CANARY = {"prompt": "The three primary colours are", "max_tokens": 24, "temperat
 def attack(server: RealServer, note: Note) -> int:
     """Send all the bodies and show that the server stood; how many of them were answered."""
     processes = sorted(server.processes())
-    (edge,) = server.processes("quire.serving.process.edge_main")
+    (edge,) = server.processes("quire.serving.edge_main")
     canary, before = Canary(server.url, CANARY), resident_bytes(edge)
     seen = canary.beside(lambda: send_hostile(server.url, BODIES, seed=23, workers=8))
     heads = send_heads(server.port)

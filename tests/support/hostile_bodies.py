@@ -78,7 +78,7 @@ def from_table(rng: random.Random, endpoint: Endpoint, limits: Limits) -> bytes:
 
 def edge_values(field: Field, limits: Limits) -> list[str]:
     """Around the ends of what the table allows."""
-    schema = field.kind.schema(limits)
+    schema = field.validator.schema(limits)
     found: list[Any] = []
     for part in [schema, *schema.get("anyOf", ())]:
         low, high = part.get("minimum", part.get("exclusiveMinimum")), part.get("maximum")

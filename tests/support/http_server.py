@@ -19,14 +19,14 @@ from quire.config.arguments import EngineArguments
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.server import ModelSource, ServerConfig
 from quire.engine.core import EngineCore
-from quire.serving.desk.board import Board
-from quire.serving.desk.desk import Desk
-from quire.serving.desk.observer import NullObserver, Observer
-from quire.serving.http.app import build_app
+from quire.serving.dispatch.dispatcher import Dispatcher
+from quire.serving.dispatch.edge_loads import EdgeLoadTable
+from quire.serving.dispatch.observer import NullObserver, Observer
+from quire.serving.edge_main import EdgeServer, http_config
+from quire.serving.http.endpoints.app import build_app
 from quire.serving.http.limits import Limits
-from quire.serving.http.service import Service, TextWorks
+from quire.serving.http.service import ModelText, Service
 from quire.serving.process.control import ControlMessage
-from quire.serving.process.edge_main import EdgeServer, http_config
 from quire.serving.process.link import EngineReady
 from quire.serving.process.peers import Peers
 from tests.unit.serving.scripted import EOS_ID, TOKENIZER, VOCAB, Script, ScriptedExecutor, make_tools
@@ -80,7 +80,7 @@ class TestServer:
         self._thread.start()
         assert self._started.wait(PATIENCE)
         if starts_up:
-            self.wait(lambda: self.desk.engine is not None)
+            self.wait(lambda: self.dispatcher.engine is not None)
 
     # ------------------------------------------------------------------------------------------------------ engine
     def _make_core(self) -> tuple[EngineCore, EngineReady]:
@@ -110,14 +110,16 @@ class TestServer:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         limits = Limits(self.config.limits)
-        self.desk = Desk(self.link, TOKENIZER, limits, self._observer, self.config.api_workers, _SharedBoard(self))
+        self.dispatcher = Dispatcher(
+            self.link, TOKENIZER, limits, self._observer, self.config.api_workers, _SharedLoads(self)
+        )
         self.peers = Peers(self.told.append, 1, self.config.api_workers - 1)
         self.service = Service(
             config=self.config,
             limits=limits,
-            desk=self.desk,
+            dispatcher=self.dispatcher,
             link=self.link,
-            texts=TextWorks(
+            texts=ModelText(
                 TOKENIZER,
                 self.config.source.chat_template,
                 tool_call_parser=self.config.source.tool_call_parser,
@@ -132,7 +134,7 @@ class TestServer:
         app = build_app(self.service, PLAYGROUND)
         self.server = EdgeServer(http_config(app, limits), self._started.set)
         if self._starts_up:
-            self.desk.start()
+            self.dispatcher.start()
         await self.server.serve(sockets=[self._socket])
         self.service.close()
 
@@ -157,7 +159,7 @@ class TestServer:
         return result[0]
 
     def start_drain(self, seconds: float) -> None:
-        self._drain = asyncio.run_coroutine_threadsafe(self.desk.drain(seconds), self.loop)
+        self._drain = asyncio.run_coroutine_threadsafe(self.dispatcher.drain(seconds), self.loop)
 
     def join_drain(self) -> None:
         self._drain.result(PATIENCE)
@@ -180,7 +182,7 @@ class TestServer:
         """Nothing waits, nothing runs, no block is held."""
         used: list[int] = []  # asked for in the engine's thread: a step may be under way
         self.link.do(lambda: used.append(self.link.core.stats().blocks.used if self.link.core is not None else 0))
-        return self.call(lambda: not self.desk.tickets() and self.desk.num_inside == 0) and used == [0]
+        return self.call(lambda: not self.dispatcher.requests() and self.dispatcher.num_in_engine == 0) and used == [0]
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=PATIENCE, verify=False, **options)  # no certificates to load
@@ -207,7 +209,7 @@ def read_events(answer: httpx.Response) -> Iterator[Any]:
             yield data if data == "[DONE]" else json.loads(data)
 
 
-class _SharedBoard(Board):
+class _SharedLoads(EdgeLoadTable):
     """As if other edges had put `server.elsewhere` on it."""
 
     def __init__(self, server: TestServer) -> None:

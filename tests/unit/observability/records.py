@@ -1,10 +1,10 @@
-"""Requests as the desk reports them when they end."""
+"""Requests as the dispatcher reports them when they end."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from quire.serving.desk.observer import RequestRecord
+from quire.serving.dispatch.observer import RequestRecord
 from quire.types.ledger import LedgerEntry
 from quire.types.sampling import SamplingParams
 

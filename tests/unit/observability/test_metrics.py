@@ -16,7 +16,7 @@ from quire.config.server import ModelSource, ServerConfig
 from quire.observability.counts import SharedCounts
 from quire.observability.metric_table import METRICS
 from quire.observability.metrics import ServerMetrics, server_metrics
-from quire.serving.desk.observer import Observer
+from quire.serving.dispatch.observer import Observer
 from quire.types.errors import EngineDead
 from quire.types.sampling import SamplingParams
 from quire.types.stats import STEP_SIZES, BlockStats, EngineStats, TierStats

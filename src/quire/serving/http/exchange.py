@@ -12,8 +12,8 @@ from urllib.parse import parse_qs
 import msgspec
 
 from quire.serving.http.errors import ApiError, Headers, as_api_error
-from quire.serving.http.kinds import UnknownParameter
 from quire.serving.http.limits import Limits
+from quire.serving.http.validators.values import UnknownParameter
 from quire.types.errors import InvalidRequest, QuireError
 
 logger = logging.getLogger("quire.edge")

@@ -6,14 +6,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quire.serving.http.inputs import Documents, Messages, Prompts, TemplateVariables
-from quire.serving.http.kinds import (
+from quire.serving.http.validators.prompts import Documents, Messages, Prompts, TemplateVariables
+from quire.serving.http.validators.structure import Guided, ResponseFormat, StructuredOutputs
+from quire.serving.http.validators.tools import ToolChoice, Tools
+from quire.serving.http.validators.values import (
     Bias,
     Bounds,
     EarlyStop,
     Flag,
     Identifier,
-    Kind,
     Labels,
     Number,
     OneOf,
@@ -24,10 +25,9 @@ from quire.serving.http.kinds import (
     Texts,
     TokenIds,
     UnknownParameter,
+    Validator,
     Whole,
 )
-from quire.serving.http.structure_kinds import Guided, ResponseFormat, StructuredOutputs
-from quire.serving.http.tool_fields import ToolChoice, Tools
 from quire.serving.text.structure_fields import GUIDED
 from quire.types.errors import InvalidRequest
 from quire.types.sampling import MAX_PATTERN_COUNT, MAX_SEED
@@ -50,7 +50,7 @@ class Field:
     """One parameter. `no effect`: checked and accepted, changes nothing; `no`: refused unless harmless."""
 
     name: str
-    kind: Kind
+    validator: Validator
     endpoints: tuple[Endpoint, ...]
     doc: str
     default: Any = None  # None: absent
@@ -107,7 +107,7 @@ _LENGTH = (
     Field("include_stop_str_in_output", Flag(), _EVERY, "Keep the stop string or stop token in the text.", False),
 )  # fmt: skip
 
-_LOOPS: dict[str, Kind] = {
+_LOOPS: dict[str, Validator] = {
     "max_pattern_size": Whole(0, "pattern_tokens"),
     "min_pattern_size": Whole(0, "pattern_tokens"),
     "min_count": Whole(2, MAX_PATTERN_COUNT),
@@ -172,7 +172,7 @@ _TOOLS = (
           "Return what a model marks as its reasoning, as `reasoning_content` and `reasoning`.", True),
 )  # fmt: skip
 
-_STREAM_OPTIONS: dict[str, Kind] = {
+_STREAM_OPTIONS: dict[str, Validator] = {
     "include_usage": Flag(),
     "continuous_usage_stats": Flag(),
     "include_obfuscation": Only((False,)),
@@ -281,10 +281,10 @@ def check_body(endpoint: Endpoint, body: Any, limits: Bounds, *, lenient: bool) 
         try:
             if field is None:
                 raise UnknownParameter(name[:80], "is not a parameter of this endpoint", "leave it out")
-            if lenient and isinstance(field.kind, Prunable):
-                value, dropped = field.kind.prune(name, value, limits)
+            if lenient and isinstance(field.validator, Prunable):
+                value, dropped = field.validator.prune(name, value, limits)
                 warnings += map(str, dropped)
-            value = field.kind.check(name, value, limits)
+            value = field.validator.check(name, value, limits)
         except InvalidRequest as error:
             if not lenient or (field is not None and field.support == "yes"):
                 raise

@@ -12,8 +12,8 @@ from typing import Any
 from quire.config.server import AccessConfig
 from quire.serving.http.errors import ApiError, internal_error
 from quire.serving.http.exchange import Exchange, Receive, Scope, Send
-from quire.serving.http.kinds import Identifier
 from quire.serving.http.limits import Limits
+from quire.serving.http.validators.values import Identifier
 from quire.types.errors import InvalidRequest
 
 logger = logging.getLogger("quire.edge")

@@ -8,9 +8,9 @@ import msgspec
 
 from quire.serving.http.exchange import FLAG_WORDS
 from quire.serving.http.fields import Endpoint, fields_of
-from quire.serving.http.kinds import nullable
 from quire.serving.http.limits import Limits
 from quire.serving.http.schemas import SCHEMAS, Schema, record, ref
+from quire.serving.http.validators.values import nullable
 
 _ERRORS = {
     "400": "A parameter is wrong, unknown or not supported; the message names it.",
@@ -21,7 +21,7 @@ _ERRORS = {
     "413": "The body is too large.",
     "415": "The body is not application/json.",
     "421": "The Host header names another host.",
-    "429": "The waiting room is full; Retry-After says when to try again.",
+    "429": "The queue is full; Retry-After says when to try again.",
     "500": "The server failed.",
     "503": "The engine is loading, restarted or shutting down.",
 }
@@ -66,7 +66,7 @@ def request_schema(endpoint: Endpoint, limits: Limits) -> Schema:
     """What a body may hold, as validation has it; a parameter that is null counts as absent."""
     members = {}
     for field in fields_of(endpoint).values():
-        schema = field.kind.schema(limits)
+        schema = field.validator.schema(limits)
         members[field.name] = {**(schema if field.is_required else nullable(schema)), "description": field.doc}
         if field.default is not None:
             members[field.name]["default"] = field.default

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from quire.config.server import ServerConfig
-from quire.serving.desk.answers import AnswerMemory
-from quire.serving.desk.desk import Desk
-from quire.serving.desk.observer import Observer
-from quire.serving.desk.prefix_book import PrefixBook
+from quire.serving.dispatch.dispatcher import Dispatcher
+from quire.serving.dispatch.observer import Observer
+from quire.serving.dispatch.recent_requests import RecentRequests
 from quire.serving.http.errors import engine_unavailable, model_not_found, too_busy
 from quire.serving.http.limits import Limits
-from quire.serving.http.residents import Residents
+from quire.serving.http.pinned_prefix_file import PinnedPrefixFile
+from quire.serving.http.pinned_prefixes import PinnedPrefixes
 from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.process.link import EngineLink, EngineReady
 from quire.serving.process.peers import Peers
@@ -66,7 +66,7 @@ def give_back_memory() -> None:
         trim(0)
 
 
-class TextWorks:
+class ModelText:
     """The model's tokenizer and template, and how its answers are read. Made once; used in threads."""
 
     def __init__(
@@ -132,9 +132,9 @@ class Service:
 
     config: ServerConfig
     limits: Limits
-    desk: Desk
+    dispatcher: Dispatcher
     link: EngineLink
-    texts: TextWorks
+    texts: ModelText
     observer: Observer
     version: str
     render_metrics: Callable[[], Awaitable[tuple[bytes, str]]]
@@ -145,14 +145,16 @@ class Service:
     prefix_file: Path | None = None  # where resident prompts are written down; None: in memory
     recalls_prefixes: bool = True  # it is this edge that registers them with a new engine
     num_body_bytes: int = 0
-    answers: AnswerMemory = field(init=False)
-    residents: Residents = field(init=False)
+    recent_requests: RecentRequests = field(init=False)
+    pinned_prefixes: PinnedPrefixes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.answers = AnswerMemory(self.limits)
-        self.residents = Residents(self.desk, self.link, self.config.access, PrefixBook(self.prefix_file))
+        self.recent_requests = RecentRequests(self.limits)
+        self.pinned_prefixes = PinnedPrefixes(
+            self.dispatcher, self.link, self.config.access, PinnedPrefixFile(self.prefix_file)
+        )
         if self.recalls_prefixes:
-            self.desk.on_engine_up = self.residents.recall
+            self.dispatcher.on_engine_up = self.pinned_prefixes.recall
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -161,13 +163,13 @@ class Service:
     @property
     def fingerprint(self) -> str:
         """Changes with what may change answers: the version, the model and how it is run."""
-        engine = self.desk.known_engine
+        engine = self.dispatcher.known_engine
         facts = (self.version, self.names[0], *((engine.dtype, engine.device) if engine else ()))
         return "quire-" + hashlib.sha256("\0".join(facts).encode()).hexdigest()[:12]
 
     def engine(self) -> EngineReady:
         """What is known of the engine, also while it is restarted. Raises ApiError before it was ever up."""
-        engine = self.desk.known_engine
+        engine = self.dispatcher.known_engine
         if engine is None:
             raise engine_unavailable("the model is still loading; try again soon")
         return engine

@@ -51,7 +51,7 @@ class Programs:
     """The modules that the processes run."""
 
     engine: str = "quire.serving.process.engine_main"
-    edge: str = "quire.serving.process.edge_main"
+    edge: str = "quire.serving.edge_main"
 
 
 class Supervisor:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from quire.serving.http.endpoints.reference import write_reference
 from quire.serving.http.fields import FIELDS, Endpoint, check_body, fields_of
-from quire.serving.http.kinds import Only
 from quire.serving.http.limits import LIMITS, Limits
 from quire.serving.http.openapi import build_openapi
-from quire.serving.http.reference import write_reference
+from quire.serving.http.validators.values import Only
 from quire.types.errors import ConfigError, InvalidRequest
 from quire.types.sampling import SamplingParams
 
@@ -30,7 +30,9 @@ SMALLEST: dict[Endpoint, dict[str, Any]] = {
 
 def test_the_reference_page_is_what_the_tables_say() -> None:
     page = (ROOT / "docs/reference/http_api.md").read_text(encoding="utf-8")
-    assert page == write_reference(), "run: python -m quire.serving.http.reference > docs/reference/http_api.md"
+    assert page == write_reference(), (
+        "run: python -m quire.serving.http.endpoints.reference > docs/reference/http_api.md"
+    )
 
 
 def test_names_are_unique() -> None:
@@ -45,7 +47,7 @@ def test_every_default_passes_its_own_check() -> None:
     given = [field for field in FIELDS if field.default is not None]
     assert given
     for field in given:
-        assert field.kind.check(field.name, field.default, limits) == field.default
+        assert field.validator.check(field.name, field.default, limits) == field.default
 
 
 def test_defaults_agree_with_the_engines() -> None:
@@ -65,7 +67,7 @@ def test_every_sampling_parameter_of_the_engine_can_be_asked_for() -> None:
 def test_the_highest_values_pass_the_engines_own_checks() -> None:
     limits = Limits({limit.name: limit.highest for limit in LIMITS})
     sampling = {one.name for one in dataclass_fields(SamplingParams)} - {"max_tokens", "min_tokens"}
-    highest = {name: field.kind.schema(limits).get("maximum") for name, field in fields_of("completions").items()}
+    highest = {name: field.validator.schema(limits).get("maximum") for name, field in fields_of("completions").items()}
     bounded = {name: value for name, value in highest.items() if name in sampling and value is not None}
     assert {"n", "temperature", "top_p", "logprobs"} <= set(bounded)
     for name, value in bounded.items():
@@ -88,9 +90,9 @@ def test_a_limit_can_be_changed() -> None:
 def test_what_is_not_supported_passes_only_where_it_asks_for_nothing(endpoint: Endpoint) -> None:
     limits = Limits()
     for field in fields_of(endpoint).values():
-        if not isinstance(field.kind, Only):
+        if not isinstance(field.validator, Only):
             continue
-        for harmless in field.kind.harmless:
+        for harmless in field.validator.harmless:
             checked, _ = check_body(endpoint, {**SMALLEST[endpoint], field.name: harmless}, limits, lenient=False)
             assert field.name not in checked
         with pytest.raises(InvalidRequest, match=field.name):

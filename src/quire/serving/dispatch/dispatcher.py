@@ -1,0 +1,313 @@
+"""Queues the requests of one edge, submits them to the engine in order, and ends each of them exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Literal
+
+from quire.serving.dispatch.edge_loads import EdgeLoadTable
+from quire.serving.dispatch.in_flight_request import InFlightRequest
+from quire.serving.dispatch.mailbox import Failure, StreamThrottle
+from quire.serving.dispatch.observer import Observer
+from quire.serving.dispatch.request_queue import RequestQueue
+from quire.serving.dispatch.token_router import BatchUpdate, TokenRouter
+from quire.serving.outputs import own_fault
+from quire.serving.process.link import EngineLink, EngineReady
+from quire.serving.text.tokenizer import Tokenizer
+from quire.types.errors import InvalidRequest, QuireError
+from quire.types.request import Abort
+
+logger = logging.getLogger("quire.edge")
+
+WINDOW = 2  # sequences submitted at once, in multiples of those the engine can run
+LONGEST_RETRY = 60  # seconds
+DRAIN_GRACE = 0.5  # seconds to write the errors that end a drain
+
+
+class QueueFull(QuireError):
+    """The queue is full. `retry_after` is an estimate in whole seconds."""
+
+    def __init__(self, retry_after: int) -> None:
+        super().__init__("the server is full: too many requests wait for the engine")
+        self.retry_after = retry_after
+
+
+class Draining(QuireError):
+    """The server is shutting down and takes no new work."""
+
+
+def _do_nothing() -> None:
+    """The default of `on_engine_up`."""
+
+
+class Dispatcher:
+    """Holds requests in a queue, submits as many as the engine can use, and ends each of them exactly once: when the
+    engine finishes it, when it fails, or when its client cancels it.
+
+    The event loop calls everything but the `post_` methods. The link's thread calls those.
+    """
+
+    def __init__(
+        self,
+        link: EngineLink,
+        tokenizer: Tokenizer,
+        limits: Mapping[str, int],
+        observer: Observer,
+        num_workers: int = 1,
+        edge_loads: EdgeLoadTable | None = None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._link, self._observer, self._num_workers = link, observer, num_workers
+        self.edge_loads = edge_loads or EdgeLoadTable()
+        self._max_waiting = limits["queue_requests"]  # at all edges together, as is queue_tokens
+        self._queue = RequestQueue(self._max_waiting, limits["queue_tokens"])
+        self._throttle = StreamThrottle(self._loop, limits["coalesce_streams"], limits["coalesce_ms"] / 1_000)
+        self._router = TokenRouter(link, tokenizer, self, observer, limits["stream_bytes"])
+        self._in_engine: dict[str, InFlightRequest] = {}  # in the engine, by the engine's request id
+        self._num_sequences = 0  # of them
+        self._num_accepted = self._num_preparing = self._num_streams = 0
+        self._ends: deque[float] = deque(maxlen=64)
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.is_draining = False
+        self.engine: EngineReady | None = None  # None: the engine is down
+        self.known_engine: EngineReady | None = None  # the last engine that came up; None: none yet
+        self.on_engine_up: Callable[[], None] = _do_nothing
+
+    def start(self) -> None:
+        self._link.start(self._router)
+
+    # -------------------------------------------------------------------------------------- called by handlers
+    @contextmanager
+    def accept(self) -> Iterator[None]:
+        """Count one HTTP request as handled while the block runs: `drain` waits for it. Raises QueueFull or
+        Draining."""
+        if self.is_draining:
+            raise Draining("the server is shutting down")
+        if self.num_waiting + self.edge_loads.elsewhere()[0] >= self._max_waiting:
+            raise QueueFull(self._retry_after())
+        self._num_accepted += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._num_accepted -= 1
+            if not self._num_accepted:
+                self._empty.set()
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Count a request as waiting while the block checks and tokenizes it. Reading its body does not count: a client
+        may take as long as it likes for that."""
+        self._num_preparing += 1
+        self._publish()
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
+            self._publish()
+
+    def enqueue(self, requests: Sequence[InFlightRequest]) -> None:
+        """Queue the requests of one client and submit what the engine has capacity for. Raises QueueFull and queues
+        none of them."""
+        waiting = len(self._queue) > 0 or not self._has_capacity(sum(request.num_sequences for request in requests))
+        tokens = sum(request.weight for request in requests)
+        if waiting and not self._queue.has_room(len(requests), tokens, self.edge_loads.elsewhere()):
+            raise QueueFull(self._retry_after())
+        now = time.monotonic()
+        for request in requests:
+            request.state, request.record.queued_at = "queued", now
+            self._queue.add(request)
+            self._num_streams += request.streams
+            self._observer.queued(request.record)
+        self._submit_next()
+
+    def cancel(self, requests: Iterable[InFlightRequest], reason: str = "client") -> None:
+        """End these requests wherever they are: queued or in the engine. Idempotent."""
+        for request in requests:
+            self._throttle.forget(request.mailbox)
+            if request.state == "queued":
+                self._queue.remove(request)
+            elif request.state == "submitted":
+                self._link.abort(Abort(request.submit.request_id))
+            else:
+                continue
+            self._mark_over(request)
+            logger.info("request %s ended: %s", request.submit.request_id, reason)
+            self._observer.aborted(request.record, reason)
+        self._submit_next()
+
+    def abort(self, request_ids: Iterable[str] | None, kind: Literal["admin", "drain"] = "admin") -> int:
+        """End requests with an error: those with these engine ids, or all. Returns how many it ended."""
+        wanted = None if request_ids is None else set(request_ids)
+        found = [one for one in self.requests() if wanted is None or one.submit.request_id in wanted]
+        for request in found:
+            request.mailbox.fail(Failure(kind))
+        self.cancel(found, kind)
+        return len(found)
+
+    def requests(self) -> list[InFlightRequest]:
+        """All requests that are queued or in the engine."""
+        return [*(one for one in self._in_engine.values() if one.state == "submitted"), *self._queue]
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests and wait for the others. Requests that take longer than `seconds` end with an error."""
+        self.is_draining = True
+        self._publish()
+        try:
+            await asyncio.wait_for(self._empty.wait(), seconds)
+        except TimeoutError:
+            self.abort(None, "drain")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), DRAIN_GRACE)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue) + self._num_preparing
+
+    @property
+    def num_in_engine(self) -> int:
+        return len(self._in_engine)
+
+    # ------------------------------------------------------------------------------- called by the link's thread
+    def post_batch(self, update: BatchUpdate) -> None:
+        self._loop.call_soon_threadsafe(self._on_batch, update)
+
+    def post_refused(self, request: InFlightRequest, error: InvalidRequest) -> None:
+        self._loop.call_soon_threadsafe(self._on_refused, request, error)
+
+    def post_engine_up(self, ready: EngineReady) -> None:
+        self._loop.call_soon_threadsafe(self._on_engine_up, ready)
+
+    def post_engine_down(self, lost: list[InFlightRequest], reason: str) -> None:
+        self._loop.call_soon_threadsafe(self._on_engine_down, lost, reason)
+
+    # ----------------------------------------------------------------------------------------- on the event loop
+    def _on_batch(self, update: BatchUpdate) -> None:
+        mailboxes = update.mailboxes
+        for request in update.broken:
+            if request.state != "over":
+                request.mailbox.fail(Failure("engine_error"))
+                self.cancel([request], "error")
+        for request in update.finished:
+            self._remove_from_engine(request)
+            if request.state == "over":
+                continue
+            self._mark_over(request)
+            self._close_record(request)
+            mailboxes.add(request.mailbox)
+            assert request.finished is not None
+            if request.finished.error is not None:
+                logger.error("request %s: %s", request.submit.request_id, request.finished.error)
+                fault = own_fault(request.finished)
+                request.mailbox.fail(Failure("engine_error") if fault is None else Failure("refused", fault))
+        for request in update.overflowed:
+            if request.state != "over":
+                request.mailbox.fail(Failure("slow_reader"))
+                self.cancel([request], "slow_reader")
+        self._throttle.deliver(mailboxes, self._num_streams)
+        if update.finished:
+            self._submit_next()
+
+    def _on_refused(self, request: InFlightRequest, error: InvalidRequest) -> None:
+        self._remove_from_engine(request)
+        if request.state != "over":
+            self._mark_over(request)
+            self._observer.aborted(request.record, "refused")
+            request.mailbox.fail(Failure("refused", error))
+        self._submit_next()
+
+    def _on_engine_up(self, ready: EngineReady) -> None:
+        self.engine = self.known_engine = ready
+        self._queue.order.by_tenant, self._queue.order.ageing = ready.policy == "fair", ready.ageing
+        self._observer.engine_up(ready.generation)
+        self.on_engine_up()
+        self._loop.call_soon(self._submit_next)  # after the callback has queued its own requests
+
+    def _on_engine_down(self, lost: list[InFlightRequest], reason: str) -> None:
+        logger.error("the engine is down: %s; %d requests were in it, %d wait", reason, len(lost), len(self._queue))
+        self.engine = None
+        self._observer.engine_down()
+        for request in lost:
+            self._remove_from_engine(request)
+            if request.state == "over":
+                continue
+            self._link.abort(Abort(request.submit.request_id))  # it may have reached the next engine already
+            self._mark_over(request)
+            self._observer.aborted(request.record, "engine_down")
+            request.mailbox.fail(Failure("engine_down"))
+        self._publish()
+
+    def _submit_next(self) -> None:
+        while (
+            self.engine is not None
+            and (request := self._queue.first()) is not None
+            and self._has_capacity(request.num_sequences)
+        ):
+            self._queue.remove(request)
+            request.state, request.record.submitted_at = "submitted", time.monotonic()
+            self._in_engine[request.submit.request_id] = request
+            self._num_sequences += request.num_sequences
+            self._router.expect(request)
+            self._link.submit(request.submit)
+            self._observer.submitted(request.record)
+        self._publish()
+
+    def _publish(self) -> None:
+        self.edge_loads.put(self.num_waiting, self._queue.num_tokens, len(self._in_engine), draining=self.is_draining)
+
+    def _has_capacity(self, num_sequences: int) -> bool:
+        if self.engine is None:
+            return False
+        share = WINDOW * self.engine.max_num_seqs // self._num_workers
+        window = max(share, self.engine.max_num_seqs)  # all clients may be connected to this edge
+        return not self._in_engine or self._num_sequences + num_sequences <= window
+
+    def _remove_from_engine(self, request: InFlightRequest) -> None:
+        """The engine no longer holds the request."""
+        if self._in_engine.pop(request.submit.request_id, None) is not None:
+            self._num_sequences -= request.num_sequences
+
+    def _mark_over(self, request: InFlightRequest) -> None:
+        """The request is over for its client. The engine may still hold it until it confirms the abort."""
+        request.state = "over"
+        request.mailbox.num_open -= 1
+        self._num_streams -= request.streams
+        request.record.finished_at = time.monotonic()
+        self._ends.append(request.record.finished_at)
+
+    def _close_record(self, request: InFlightRequest) -> None:
+        """Report the finished request to the observer. An exception here must not stop the other requests of the
+        batch."""
+        try:
+            self._fill_record(request)
+            self._observer.finished(request.record)
+        except Exception:
+            logger.exception("request %s could not be recorded", request.submit.request_id)
+
+    @staticmethod
+    def _fill_record(request: InFlightRequest) -> None:
+        finished, record = request.finished, request.record
+        assert finished is not None
+        assert record.finished_at is not None
+        ends = [end for end, _ in request.ends()]
+        record.num_output_tokens = sum(len(end.token_ids) for end in ends)
+        record.num_cached_tokens, record.num_preemptions = finished.num_cached_tokens, finished.num_preemptions
+        record.finish_reasons = tuple(end.finish_reason for end in ends)
+        record.ledger = finished.ledger
+        if record.first_token_at is None:
+            record.first_token_at = next((entry.at for entry in finished.ledger if entry.kind == "first_token"), None)
+        record.last_token_at = record.finished_at
+        seconds, counts = record.finished_at - record.received_at, (record.num_prompt_tokens, record.num_output_tokens)
+        logger.info("request %s: %d tokens in, %d out, %.3f s", record.request_id, *counts, seconds)
+
+    def _retry_after(self) -> int:
+        """Estimate from the last requests how many seconds it takes until as many have ended as are queued now."""
+        if len(self._ends) < 2 or (span := self._ends[-1] - self._ends[0]) <= 0:
+            return 1
+        return max(1, min(LONGEST_RETRY, round((len(self._queue) + 1) * span / (len(self._ends) - 1))))

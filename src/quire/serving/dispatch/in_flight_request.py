@@ -1,0 +1,143 @@
+"""One engine request from its submission to its end, and the followers that turn its tokens into text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quire.engine.submission import num_sequences
+from quire.serving.dispatch.mailbox import Delta, Mailbox
+from quire.serving.dispatch.observer import RequestRecord
+from quire.serving.outputs import SampleText, is_ranked, settled
+from quire.serving.text.tokenizer import Tokenizer
+from quire.types.output import Finished, SampleEnd
+from quire.types.request import Submit
+from quire.types.step import TokenLogprobs
+
+# Renders the logprobs of one token, whose text begins at a character offset, as JSON: one piece per column
+RenderLogprobs = Callable[[TokenLogprobs, int], tuple[bytes, ...]]
+RequestState = Literal["new", "queued", "submitted", "over"]
+
+
+@dataclass(slots=True)
+class Follower:
+    """QueueOrder one sample's tokens into text as they come. Lives on the link's thread."""
+
+    request: InFlightRequest
+    index: int
+    text: SampleText
+    last_at: float | None = None
+    held: list[Delta] = field(default_factory=list)  # not sent yet: see `interval`
+    token_ids: list[int] = field(default_factory=list)
+    is_over: bool = False
+
+    def push(self, token_id: int, entry: TokenLogprobs | None) -> Delta:
+        """Take one token and return its delta. The delta carries the finish reason if the token completed a stop string
+        or a loop."""
+        text, request = self.text, self.request
+        self.token_ids.append(token_id)
+        offset = text.num_characters
+        new = text.push(token_id)
+        columns = () if entry is None or request.render is None else request.render(entry, offset)
+        choice = request.first_choice + self.index
+        if text.stopped_by is None:
+            return Delta(choice, new, (token_id,), columns)
+        self.is_over = True
+        reason = "repetition" if text.is_loop else "stop"
+        return Delta(choice, new, (token_id,), columns, reason, text.stopped_by)
+
+    def hold(self, delta: Delta) -> bool:
+        """Hold a delta back. Returns whether enough are held for an event of the stream."""
+        self.held.append(delta)
+        return len(self.held) >= self.request.interval or self.text.num_tokens == 1 or self.is_over
+
+    def release(self) -> None:
+        """Put the held deltas into the mailbox."""
+        for delta in self.held:
+            self.request.mailbox.put(delta)
+        self.held.clear()
+
+
+@dataclass(slots=True, eq=False)
+class InFlightRequest:
+    """An engine request, the mailbox of its client, and in the end its result.
+
+    With `streams` every token becomes a delta in the mailbox; otherwise the mailbox only learns of the end. Samples are
+    followed token by token if they stream or may end by their text. Ranked samples are followed at the end, when the
+    engine has chosen them.
+    """
+
+    submit: Submit
+    record: RequestRecord
+    mailbox: Mailbox
+    first_choice: int = 0  # the index of sample 0 among the choices of the response
+    streams: bool = False
+    interval: int = 1
+    render: RenderLogprobs | None = None
+    state: RequestState = "new"
+    handle: int | None = None
+    followers: list[Follower] = field(default_factory=list)
+    finished: Finished | None = None
+
+    @property
+    def n(self) -> int:
+        return self.submit.sampling.n
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences it has in the engine."""
+        return num_sequences(self.submit)
+
+    @property
+    def weight(self) -> int:
+        """Its number of prompt tokens, which the queue is bounded in."""
+        return len(self.submit.prompt_token_ids)
+
+    def follow(self, tokenizer: Tokenizer, handle: int) -> list[Follower]:
+        """Make its followers. Called when the engine has accepted the request."""
+        self.handle = handle
+        if not is_ranked(self.submit) and (self.streams or self.submit.sampling.ends_by_text):
+            self.followers = [Follower(self, i, SampleText(tokenizer, self.submit)) for i in range(self.n)]
+        return self.followers
+
+    def tokens_so_far(self, index: int) -> tuple[int, ...] | None:
+        """The tokens of sample `index` so far; None if it is not followed."""
+        return tuple(self.followers[index].token_ids) if index < len(self.followers) else None
+
+    def finish(self, finished: Finished, tokenizer: Tokenizer) -> None:
+        """Keep the engine's result, and put the last deltas of streamed samples into the mailbox."""
+        self.finished = finished
+        if is_ranked(self.submit) and (self.streams or self.submit.sampling.ends_by_text):
+            self._follow_ranked(finished, tokenizer)
+        for follower in self.followers:
+            end = next((end for end in finished.samples if end.index == follower.index), None)
+            if follower.is_over or end is None:
+                continue
+            follower.is_over = True
+            rest = follower.text.finish()
+            if self.streams:
+                follower.release()
+                end = settled(end, follower.text)
+                choice = self.first_choice + follower.index
+                self.mailbox.put(Delta(choice, rest, (), (), end.finish_reason, end.stop_reason))
+
+    def _follow_ranked(self, finished: Finished, tokenizer: Tokenizer) -> None:
+        """Follow ranked samples as if their tokens came now."""
+        for end in finished.samples:
+            follower = Follower(self, end.index, SampleText(tokenizer, self.submit))
+            self.followers.append(follower)
+            entries = end.logprobs or (None,) * len(end.token_ids)
+            for token, entry in zip(end.token_ids, entries, strict=True):
+                follower.held.append(follower.push(token, entry))
+                if follower.is_over:
+                    break
+            if self.streams:
+                follower.release()
+
+    def ends(self) -> list[tuple[SampleEnd, SampleText | None]]:
+        """Every sample as its user sees it, in order, with its text if it was followed."""
+        assert self.finished is not None
+        texts = {follower.index: follower.text for follower in self.followers}
+        pairs = [(settled(end, texts.get(end.index)), texts.get(end.index)) for end in self.finished.samples]
+        return sorted(pairs, key=lambda pair: pair[0].index)

@@ -1,0 +1,201 @@
+"""One HTTP edge process: `python -m quire.serving.edge_main FD`, by the supervisor. Never imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from quire import __version__
+from quire.config.server import ModelSource, ServerConfig
+from quire.observability.logging import set_up_logging
+from quire.observability.metrics import ServerMetrics, server_metrics
+from quire.runtime.loading.resolve import resolve_model
+from quire.serving.dispatch.dispatcher import Dispatcher
+from quire.serving.dispatch.edge_loads import EdgeLoadTable
+from quire.serving.http.endpoints.admin import live_requests
+from quire.serving.http.endpoints.app import build_app
+from quire.serving.http.limits import Limits
+from quire.serving.http.protocol import bounded_by
+from quire.serving.http.service import ModelText, Service
+from quire.serving.playground import files
+from quire.serving.process.child import EXIT_FAILED, EXIT_ORPHANED, enter_child
+from quire.serving.process.control import (
+    AskAbort,
+    AskDrain,
+    AskEdges,
+    ControlChannel,
+    ControlMessage,
+    Drain,
+    Drained,
+    EdgeAnswer,
+    EdgeReady,
+    EdgeStart,
+    Fatal,
+)
+from quire.serving.process.peers import Peers
+from quire.serving.process.remote_link import RemoteLink
+from quire.serving.text.tokenizer import Tokenizer, load_tokenizer
+from quire.types.errors import QuireError
+
+logger = logging.getLogger("quire.edge")
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CLOSING_SECONDS = 1  # for connections that are still open when all work is done
+SWITCH_SECONDS = 0.001  # how long a text thread may keep the event loop waiting
+
+
+class EdgeServer(uvicorn.Server):
+    """Uvicorn without signal handlers of its own: the supervisor decides when an edge ends."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Edge:
+    """The parts of one edge, and its life from the first connection to the last."""
+
+    def __init__(self, start: EdgeStart, channel: ControlChannel, tokenizer: Tokenizer, metrics: ServerMetrics) -> None:
+        config, limits = start.config, Limits(start.config.limits)
+        self._loop = asyncio.get_running_loop()
+        self._channel, self._listen_fd = channel, start.listen_fd
+        self._link = RemoteLink(channel, start.edge, on_control=self._on_control)
+        edge_loads = EdgeLoadTable(
+            Path(start.directory) / "edge_loads", num_seats=config.api_workers, seat=start.seat, edge=start.edge
+        )
+        self._dispatcher = Dispatcher(self._link, tokenizer, limits, metrics, config.api_workers, edge_loads)
+        self._peers = Peers(channel.send, start.edge, config.api_workers - 1)
+        self._draining: asyncio.Task[None] | None = None
+
+        async def render_metrics() -> tuple[bytes, str]:
+            return await metrics.page(self._link.stats), METRICS_TYPE
+
+        self._service = Service(
+            config=config,
+            limits=limits,
+            dispatcher=self._dispatcher,
+            link=self._link,
+            texts=_texts(config.source, tokenizer),
+            observer=metrics,
+            version=__version__,
+            render_metrics=render_metrics,
+            ask_drain=lambda: channel.send(AskDrain()),
+            peers=self._peers,
+            prefix_file=Path(start.directory) / "prefixes",
+            recalls_prefixes=start.seat == 0,
+        )
+        app = build_app(self._service, files())
+        self._server = EdgeServer(http_config(app, limits), lambda: channel.send(EdgeReady()))
+
+    async def run(self) -> None:
+        """Serve until drained."""
+        self._dispatcher.start()
+        self._service.texts.checker.warm()
+        gc.collect()
+        gc.freeze()
+        await self._server.serve(sockets=[socket.socket(fileno=self._listen_fd)])
+        self._channel.send(Drained())
+        self._link.close()
+        self._service.close()
+
+    def _on_control(self, message: ControlMessage) -> None:
+        """On the link's thread."""
+        if isinstance(message, Drain):
+            self._loop.call_soon_threadsafe(self._drain, message.seconds)
+        elif isinstance(message, AskAbort):
+            self._loop.call_soon_threadsafe(self._dispatcher.abort, message.request_ids)
+        elif isinstance(message, AskEdges):
+            self._loop.call_soon_threadsafe(self._report, message)
+        elif isinstance(message, EdgeAnswer):
+            self._loop.call_soon_threadsafe(self._peers.take, message)
+
+    def _report(self, ask: AskEdges) -> None:
+        rows = live_requests(self._dispatcher, self._peers.edge)
+        self._channel.send(EdgeAnswer(ask.asker, ask.number, tuple(rows)))
+
+    def _drain(self, seconds: float) -> None:
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._finish(seconds))
+
+    async def _finish(self, seconds: float) -> None:
+        await self._dispatcher.drain(seconds)
+        self._server.should_exit = True
+
+
+def http_config(app: object, limits: Limits) -> uvicorn.Config:
+    """How uvicorn serves an edge: one protocol, no access log, no header that names the server."""
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        http=bounded_by(limits),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=limits["idle_seconds"],
+        timeout_graceful_shutdown=CLOSING_SECONDS,
+        backlog=4_096,
+    )
+
+
+def main(arguments: list[str]) -> int:
+    channel = enter_child(arguments)
+    start = channel.receive()
+    if not isinstance(start, EdgeStart):
+        return EXIT_ORPHANED
+    config = start.config
+    try:
+        set_up_logging(config.log_level, config.log_format, f"edge {start.edge}")
+        tokenizer = _load_tokenizer(config)
+        name = (config.source.served_names or (config.source.model,))[0]
+        metrics = server_metrics(config, name, start.directory, start.edge)
+    except QuireError as error:
+        channel.send(Fatal(str(error), retry=False))
+        return EXIT_FAILED
+    sys.setswitchinterval(SWITCH_SECONDS)
+    metrics.start()
+
+    async def serve() -> None:
+        await Edge(start, channel, tokenizer, metrics).run()
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve())
+    finally:
+        metrics.close()
+    return 0
+
+
+def _texts(source: ModelSource, tokenizer: Tokenizer) -> ModelText:
+    return ModelText(
+        tokenizer,
+        source.chat_template,
+        tool_call_parser=source.tool_call_parser,
+        reasoning_parser=source.reasoning_parser,
+    )
+
+
+def _load_tokenizer(config: ServerConfig) -> Tokenizer:
+    return load_tokenizer(resolve_model(config.source.tokenizer or config.source.model, offline=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,96 @@
+"""All routes of the server, wired up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.serving.http.endpoints.admin import Admin
+from quire.serving.http.endpoints.admin_prefixes import AdminPrefixes
+from quire.serving.http.endpoints.pages import Pages
+from quire.serving.http.endpoints.tokenize import TextEndpoint, detokenize, tokenize
+from quire.serving.http.errors import ApiError
+from quire.serving.http.exchange import Endpoint, Handler
+from quire.serving.http.generation.handler import GenerationHandler
+from quire.serving.http.generation.response import ResponseBuilder
+from quire.serving.http.guard import Guard, not_found
+from quire.serving.http.openapi import build_openapi
+from quire.serving.http.service import Service
+from quire.serving.http.static import StaticFile, playground_routes
+
+Routes = dict[tuple[str, str], Handler]  # by method and path
+
+
+def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> FastAPI:
+    """The ASGI application of one edge."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    access = service.config.access
+    files = playground_routes(playground) if access.playground else {}
+    routes = api_routes(service)
+    if access.admin_digests:
+        routes |= _admin_routes(Admin(service), AdminPrefixes(service))
+    routes |= {("GET", path): file for path, file in files.items()}
+    for (method, path), handler in routes.items():
+        app.add_route(path, Endpoint(handler), methods=[method])  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, _http_error)
+    public = [path.encode() for path in files]
+    app.add_middleware(Guard, access=access, limits=service.limits, host=service.config.host, public=public)
+    if access.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(access.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id", "x-quire-explain", "x-quire-lenient"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
+
+
+def api_routes(service: Service) -> Routes:
+    """Everything but admin and the playground."""
+    pages, builder = Pages(service), ResponseBuilder(service.texts.tokenizer)
+    document = StaticFile(build_openapi(service.limits, service.version), "application/json")
+    return {
+        ("POST", "/v1/chat/completions"): GenerationHandler(service, builder, "chat"),
+        ("POST", "/v1/completions"): GenerationHandler(service, builder, "completions"),
+        ("POST", "/v1/fork"): GenerationHandler(service, builder, "fork"),
+        ("POST", "/tokenize"): TextEndpoint(service, "tokenize", tokenize),
+        ("POST", "/detokenize"): TextEndpoint(service, "detokenize", detokenize),
+        ("GET", "/v1/models"): pages.models,
+        ("GET", "/v1/models/{model:path}"): pages.model,
+        ("GET", "/v1/capabilities"): pages.capabilities,
+        ("GET", "/health"): pages.health,
+        ("GET", "/ready"): pages.ready,
+        ("GET", "/version"): pages.version,
+        ("GET", "/metrics"): pages.metrics,
+        ("GET", "/openapi.json"): document,
+    }
+
+
+def _admin_routes(admin: Admin, prefixes: AdminPrefixes) -> Routes:
+    return {
+        ("POST", "/admin/drain"): admin.drain,
+        ("POST", "/admin/abort"): admin.abort,
+        ("POST", "/admin/reset_cache"): admin.reset_cache,
+        ("POST", "/admin/prefixes"): prefixes.register,
+        ("GET", "/admin/prefixes"): prefixes.listing,
+        ("DELETE", "/admin/prefixes/{name:path}"): prefixes.remove,
+        ("GET", "/admin/stats"): admin.stats,
+        ("GET", "/admin/requests"): admin.requests,
+        ("GET", "/admin/blocks"): admin.blocks,
+    }
+
+
+async def _http_error(request: Request, error: Any) -> Response:  # noqa: ARG001
+    """What the router refuses, in OpenAI's shape."""
+    refusal = not_found()
+    if error.status_code == 405:
+        refusal = ApiError(405, "this path does not take that method", code="method_not_allowed")
+    headers = dict(error.headers or {})
+    return Response(refusal.body(), refusal.status, headers, "application/json")

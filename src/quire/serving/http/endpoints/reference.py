@@ -1,0 +1,176 @@
+"""Writes docs/reference/http_api.md from the tables: `python -m quire.serving.http.endpoints.reference > FILE`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from quire.serving.http.fields import Endpoint, Field, fields_of
+from quire.serving.http.limits import LIMITS, Limits
+from quire.serving.http.validators.values import Only
+
+_TITLES: dict[Endpoint, str] = {
+    "chat": "POST /v1/chat/completions",
+    "completions": "POST /v1/completions",
+    "fork": "POST /v1/fork",
+    "tokenize": "POST /tokenize",
+    "detokenize": "POST /detokenize",
+}
+_INTRODUCTION = """\
+# HTTP API
+
+This page is made from the tables that check requests (`python -m quire.serving.http.endpoints.reference`).
+`/openapi.json` of a running server holds the same with its own limits.
+
+A parameter that is null counts as absent. A parameter that is unknown, or known and not supported, is answered with
+400 and its name, with its path where it is a member (`messages[2].foo`). With `--lenient`, or the header
+`X-Quire-Lenient: 1`, it becomes an entry of `"warnings"` in the answer.
+Bodies are JSON (`Content-Type: application/json`); of a name that stands twice in an object, the last counts.
+
+`?explain=1` or the header `X-Quire-Explain: 1` adds `"quire": {"ledger": [...]}` to the answer (in a stream: to a last
+chunk): what happened to the request, in milliseconds since it was received; see [the ledger](#the-ledger) below.
+`X-Request-Id` names a request; every answer carries it.
+
+Errors look like OpenAI's: `{"error": {"message", "type", "param", "code"}}`. A stream that breaks after its first byte
+ends with `data: {"error": {...}}` and `data: [DONE]`. A stream that waits sends comments (`: queued`, `: working`).
+"""
+_FORK = """\
+Goes on from the middle of an answer with parameters of its own: another temperature, more samples, a beam search.
+Nothing that was computed is computed again while the engine still has it. The answer looks like that of
+`/v1/completions` and holds what follows the fork; with `echo` also what was kept of the answer before it. A request can
+be forked by whoever sent it (the same key), while it is streamed, and after its end for as long as `fork_seconds`,
+`fork_requests` and `fork_tokens` allow. Only the HTTP process that answers it knows it: with `--api-workers` above 1 a
+fork that comes to another is answered with 404. Parameters that are left out have their defaults, not those of the
+forked request. A branch ends early when its client hangs up."""
+_ABORT = (
+    "end one client's request by any of its ids, or by the beginning of one (404: none begins so, 409: several do), or "
+    "all of them"
+)
+_KEEP = "keep a prompt in the cache, for every key or for `api_key` alone"
+_ROUTES = f"""\
+## Other routes
+
+| Route | Answer |
+|-|-|
+| `GET /v1/models`, `GET /v1/models/{{id}}` | the models served, with `max_model_len` |
+| `GET /v1/capabilities` | version, engine, limits in force, parameters with their support |
+| `GET /health` | 200 while the server and its engine are alive, else 503; needs no key |
+| `GET /ready` | 200 while new requests are welcome; 503 while loading, restarting or draining; needs no key |
+| `GET /version` | the version |
+| `GET /metrics` | Prometheus metrics |
+| `GET /openapi.json` | this API as OpenAPI 3.1 |
+| `GET /` | the playground |
+
+Admin routes exist only where an admin key is set, and only that key opens them:
+
+| Route | Effect |
+|-|-|
+| `POST /admin/drain` | shut down as SIGTERM would |
+| `POST /admin/abort` `{{"request_id": ...}}` or `{{"all": true}}` | {_ABORT} |
+| `POST /admin/reset_cache` | forget cached prompts, registered ones too |
+| `POST /admin/prefixes` `{{"name": ..., "prompt": ...}}` or `"messages"` | {_KEEP} |
+| `GET /admin/prefixes`, `DELETE /admin/prefixes/{{name}}` | list registered prompts; remove one |
+| `GET /admin/stats` | the engine's counters, and what waits at each edge |
+| `GET /admin/requests` | live requests of all edges with their state |
+| `GET /admin/blocks` | server-sent events: the block map, about four times a second |
+"""
+_MISS = {
+    "`reason`": '`"differs"`: another request has other tokens from here on. `"evicted"`: the tokens from here on were '
+    'cached, and their blocks were evicted. `"not_cached"`: no more is cached',
+    "`token_index`": "how many tokens were found: the index in `prompt_token_ids` of the first that was not",
+    "`token_id`, `token`": "that token of your prompt; absent where the request was preempted and the token is "
+    "one of its answer",
+    "`request_id`": 'with `"differs"`: the request whose tokens differ, or null if it was sent with another key',
+    "`num_tokens`, `seconds_ago`, `policy`": 'with `"evicted"`: how many of your tokens from here on were evicted, '
+    "when, and by which eviction policy",
+}
+_LEDGER = f"""\
+## The ledger
+
+Each entry has `kind`, `at_ms`, `amount` (a number of tokens, or 0) and `note` (the reason in words, or empty), and
+where several prompts were sent, `prompt`: which of them. [Observability](../guides/observability.md) lists the kinds.
+An entry of kind `missed` says where the prefix cache ended and has a member `miss` that says why:
+
+| Member | Value |
+|-|-|
+{chr(10).join(f"| {name} | {meaning} |" for name, meaning in _MISS.items())}
+
+`request_id` is the id of that request's answer; it ends in `~` and six characters where the client chose the id, and in
+`.N` where it is prompt N of several. The ledger never names a request of another key and says nothing of its evictions,
+even where all keys share the cache (`--shared-prefix-cache`).
+"""
+
+
+def write_reference() -> str:
+    """The whole page."""
+    limits = Limits()
+    parts = [_INTRODUCTION]
+    parts += [_endpoint(endpoint, title, limits) for endpoint, title in _TITLES.items()]
+    parts += [_LEDGER, _ROUTES, _limits()]
+    return "\n".join(parts)
+
+
+def _endpoint(endpoint: Endpoint, title: str, limits: Limits) -> str:
+    fields = list(fields_of(endpoint).values())
+    lines = [
+        f"## {title}",
+        "",
+        *([_FORK, ""] if endpoint == "fork" else []),
+        "| Parameter | Value | Default | Meaning |",
+        "|-|-|-|-|",
+    ]
+    lines += [_row(field, limits) for field in fields if field.support == "yes"]
+    quiet = [field.name for field in fields if field.support == "no effect"]
+    if quiet:
+        lines += ["", "Accepted without effect: " + ", ".join(f"`{name}`" for name in quiet) + "."]
+    missing = [_missing(field) for field in fields if field.support == "no"]
+    if missing:
+        lines += ["", f"Not supported, but for the values in brackets, which ask for nothing: {'; '.join(missing)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _row(field: Field, limits: Limits) -> str:
+    default = "required" if field.is_required else "" if field.default is None else f"`{json.dumps(field.default)}`"
+    return f"| `{field.name}` | {_value(field.validator.schema(limits))} | {default} | {field.doc} |"
+
+
+def _missing(field: Field) -> str:
+    harmless = field.validator.harmless if isinstance(field.validator, Only) else ()
+    values = " (" + ", ".join(f"`{json.dumps(value)}`" for value in harmless) + ")" if harmless else ""
+    why = f": {field.validator.why}" if isinstance(field.validator, Only) and field.validator.why != Only().why else ""
+    return f"`{field.name}`{values}{why}"
+
+
+def _value(schema: dict[str, object]) -> str:
+    """A schema in a few words."""
+    if "anyOf" in schema:
+        options = schema["anyOf"]
+        assert isinstance(options, list)
+        return " or ".join(_value(option) for option in options)
+    if "enum" in schema:
+        values = schema["enum"]
+        assert isinstance(values, list)
+        return " or ".join(f"`{json.dumps(value)}`" for value in values)
+    kind = schema["type"]
+    if kind in ("integer", "number"):
+        low = schema.get("minimum", schema.get("exclusiveMinimum"))
+        bracket = "(" if "exclusiveMinimum" in schema else "["
+        return f"{bracket}{low}, {schema.get('maximum')}]" + ("" if kind == "integer" else " (number)")
+    if kind == "array":
+        items = schema["items"]
+        assert isinstance(items, dict)
+        return f"list of up to {schema['maxItems']}: {_value(items)}"
+    if kind == "string":
+        return f"text, up to {schema['maxLength']} characters" if "maxLength" in schema else "text"
+    return {"boolean": "true or false", "object": "object"}[str(kind)]
+
+
+def _limits() -> str:
+    lines = ["## Limits", "", "`quire serve --limit NAME=VALUE` changes one.", ""]
+    lines += ["| Name | Default | Bounds | Over it |", "|-|-|-|-|"]
+    lines += [f"| `{one.name}` | {one.value:,} {one.unit} | {one.bounds} | {one.answer} |" for one in LIMITS]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(write_reference())

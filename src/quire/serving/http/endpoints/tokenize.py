@@ -1,0 +1,69 @@
+"""/tokenize and /detokenize: what the tokenizer does with a text, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from quire.serving.http.exchange import Exchange
+from quire.serving.http.fields import Endpoint, check_body
+from quire.serving.http.generation.conversation import render_messages, unread_values
+from quire.serving.http.json_body import decode_json
+from quire.serving.http.service import Service
+from quire.types.errors import InvalidRequest
+from quire.types.sampling import check_vocabulary
+
+
+class TextEndpoint:
+    """Reads a JSON body, works on it in a text thread and answers with what comes out."""
+
+    def __init__(self, service: Service, endpoint: Endpoint, work: Callable[[Service, dict[str, Any]], Any]) -> None:
+        self._service, self._endpoint, self._work = service, endpoint, work
+
+    async def __call__(self, exchange: Exchange) -> None:
+        service = self._service
+        service.engine()
+        lenient = exchange.is_asked("lenient") or service.config.lenient
+        query = exchange.check_query("lenient", lenient=lenient)
+        with service.metered() as meter:
+            body = await exchange.read_body(service.limits, meter.add)
+            await exchange.reply(200, await service.in_thread(self._answer, body, lenient, query))
+
+    def _answer(self, body: bytes, lenient: bool, query: tuple[str, ...]) -> bytes:
+        service, limits = self._service, self._service.limits
+        given, warnings = check_body(self._endpoint, decode_json(body, limits["nesting"]), limits, lenient=lenient)
+        service.served_name(given.get("model"))
+        unread = unread_values(service, given)
+        if unread and not lenient:
+            raise unread[0]
+        answer = self._work(service, given)
+        warnings = [*query, *warnings, *map(str, unread)]
+        return msgspec.json.encode({**answer, "warnings": warnings} if warnings else answer)
+
+
+def tokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
+    if ("prompt" in given) == ("messages" in given):
+        raise InvalidRequest("prompt", "must be there, or messages, and not both", "send one of them")
+    tokenizer = service.texts.tokenizer
+    if "prompt" in given:
+        prompt = given["prompt"][0]
+        text, add_special = prompt.text, given.get("add_special_tokens", True)
+        if text is None:
+            raise InvalidRequest("prompt", "must be text here", "send text, or use /detokenize")
+    else:
+        text, add_special = (
+            render_messages(service, given, given.get("tools", ())),
+            given.get("add_special_tokens", False),
+        )
+    tokens = tokenizer.encode(text, add_special)
+    names = [tokenizer.token_text(token) for token in tokens] if given.get("return_token_strs") else None
+    length = service.engine().max_model_len
+    return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": names}
+
+
+def detokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
+    tokens = given["tokens"]
+    check_vocabulary("tokens", tokens, service.engine().vocab_size)
+    return {"prompt": service.texts.tokenizer.decode(tokens, skip_special_tokens=False)}

@@ -1,0 +1,82 @@
+"""Whether prompts and the answers that were asked for fit the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.config.policy import PolicyName
+from quire.engine.submission import check_answer_size, check_request
+from quire.serving.http.service import Service
+from quire.serving.process.link import EngineReady
+from quire.serving.requests import Prompt
+from quire.types.errors import InvalidRequest
+from quire.types.request import Submit
+from quire.types.sampling import SamplingParams
+
+
+class PromptTooLong(InvalidRequest):
+    """It leaves no room for an answer."""
+
+
+def cut(
+    token_ids: tuple[int, ...], given: dict[str, Any], sampling: SamplingParams, engine: EngineReady
+) -> tuple[int, ...]:
+    """The prompt after `truncate_prompt_tokens`."""
+    keep = given.get("truncate_prompt_tokens")
+    if keep is None:
+        return token_ids
+    if keep == -1:
+        keep = max(1, engine.max_model_len - (sampling.max_tokens or 1))
+    if keep == 0:
+        raise InvalidRequest("truncate_prompt_tokens", "is 0, which leaves no prompt", "keep at least 1 token")
+    return token_ids[:keep] if given.get("truncation_side") == "right" else token_ids[-keep:]
+
+
+def check_texts(service: Service, field: str, prompts: Sequence[Prompt], max_model_len: int) -> None:
+    """Refuse what is certainly too long before it costs the time and memory of tokenizing it."""
+    for prompt in prompts:
+        fewest = service.texts.tokenizer.fewest_tokens(prompt.text or "")
+        if fewest >= max_model_len:
+            reason = f"has at least {fewest} tokens, which leaves no room in max_model_len={max_model_len}"
+            raise PromptTooLong(field, reason, "shorten it or set truncate_prompt_tokens")
+
+
+def check_length(field: str, num_tokens: int, max_model_len: int) -> None:
+    if num_tokens == 0:
+        raise InvalidRequest(field, "is empty: it has no tokens", "send at least one token")
+    if num_tokens >= max_model_len:
+        reason = f"has {num_tokens} tokens, which leaves no room in max_model_len={max_model_len}"
+        raise PromptTooLong(field, reason, f"shorten it to {max_model_len - 1} tokens or set truncate_prompt_tokens")
+
+
+def check_room(given: dict[str, Any], num_tokens: int, max_model_len: int) -> None:
+    """An answer of the length that was asked for must fit behind the prompt."""
+    field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    room = max_model_len - num_tokens
+    if given.get(field, 0) > room:
+        reason = (
+            f"is {given[field]}, but after {num_tokens} prompt tokens max_model_len={max_model_len} has room for {room}"
+        )
+        raise PromptTooLong(field, reason, "lower it or shorten the prompt")
+
+
+def check_admission(engine: EngineReady, submits: Iterable[Submit]) -> None:
+    """Raise InvalidRequest for what the engine would refuse. An engine that restarts with other sizes may differ."""
+    cache_config, scheduler = _sections(engine)
+    for submit in submits:
+        check_request(submit, cache_config, scheduler, engine.vocab_size, has_text=True)
+        check_answer_size(submit, scheduler, engine.vocab_size)
+
+
+@lru_cache(maxsize=4)
+def _sections(engine: EngineReady) -> tuple[CacheConfig, SchedulerConfig]:
+    scheduler = SchedulerConfig(
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_seqs,
+        max_model_len=engine.max_model_len,
+        policy=cast("PolicyName", engine.policy),
+    )
+    return CacheConfig(engine.block_size, engine.num_blocks), scheduler

@@ -1,0 +1,52 @@
+"""A conversation as the text its model was trained on, and what its chat template can make no use of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.serving.http.service import Service
+from quire.serving.http.validators.values import UnsupportedParameter
+
+_OWN_PARAMETERS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+_FOR_TEMPLATES = ("documents", "reasoning_effort")
+
+
+def unread_values(service: Service, given: dict[str, Any]) -> list[UnsupportedParameter]:
+    """Take out of `given` what is meant for the chat template and not read by it; says what was."""
+    unread: list[UnsupportedParameter] = []
+    for name in [name for name in _FOR_TEMPLATES if name in given]:
+        if name not in service.texts.template.variables:
+            del given[name]
+            unread.append(UnsupportedParameter(name, "is not read by this model's chat template", "leave it out"))
+    values = given.get("chat_template_kwargs", {})
+    for name in list(values):
+        error = _complaint(service, name)
+        if error is not None:
+            del values[name]
+            unread.append(error)
+    return unread
+
+
+def render_messages(service: Service, given: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> str:
+    """The prompt of a conversation whose model may call these tools."""
+    variables = dict(given.get("chat_template_kwargs", {}))
+    variables |= {name: given[name] for name in _FOR_TEMPLATES if name in given}
+    return service.texts.template.render(
+        given["messages"],
+        tools=list(tools) or None,
+        add_generation_prompt=given.get("add_generation_prompt", True),
+        continue_final_message=given.get("continue_final_message", False),
+        **variables,
+    )
+
+
+def _complaint(service: Service, name: str) -> UnsupportedParameter | None:
+    field = f"chat_template_kwargs.{name}"
+    if name in _OWN_PARAMETERS:
+        return UnsupportedParameter(field, "is no variable of templates", "send it by itself")
+    read = service.texts.template.variables
+    if name in read:
+        return None
+    fix = f"it reads: {', '.join(sorted(read)) or 'none'}"
+    return UnsupportedParameter(field, "is not read by this model's chat template", fix)

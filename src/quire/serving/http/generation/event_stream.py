@@ -1,0 +1,98 @@
+"""One streamed answer from the first byte to the last."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from quire.serving.dispatch.in_flight_request import InFlightRequest
+from quire.serving.dispatch.mailbox import Mailbox
+from quire.serving.http.errors import ApiError, as_failure
+from quire.serving.http.exchange import ClientGone, Exchange
+from quire.serving.http.generation.job import Job
+from quire.serving.http.generation.stream import EventWriter, Extras
+
+_QUEUED, _WORKING = b": queued\n\n", b": working\n\n"
+
+
+class EventStream:
+    """Writes a client's news as they come, and a comment whenever there were none for `ping_seconds`.
+
+    A request that has to wait in line gets its headers and a comment at once. Otherwise nothing is sent before the
+    first news or comment, so that an early failure still has a status of its own.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        job: Job,
+        requests: Sequence[InFlightRequest],
+        limits: Mapping[str, int],
+        extras: Extras,
+    ) -> None:
+        self._exchange, self._job, self._requests = exchange, job, requests
+        self._writer = EventWriter(job.options, requests, extras)
+        self._mailbox: Mailbox = requests[0].mailbox
+        self._stall, self._gap = limits["stall_seconds"], limits["ping_seconds"]
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = self._loop.time()
+        self._is_silent = self._has_opened = False
+        self._timer = self._loop.call_later(self._gap, self._look)
+
+    async def run(self) -> None:
+        """Until the end of the answer. Raises ClientGone, and ApiError while nothing was sent."""
+        try:
+            if self._is_queued:
+                await self._send(_QUEUED)
+            while not await self._send_news():
+                pass
+        finally:
+            self._timer.cancel()
+
+    @property
+    def _is_queued(self) -> bool:
+        return any(request.state == "queued" for request in self._requests)
+
+    async def _send_news(self) -> bool:
+        """Wait for news and pass them on; whether they were the last."""
+        mailbox, writer = self._mailbox, self._writer
+        await mailbox.wait()
+        if mailbox.is_gone:
+            raise ClientGone
+        is_over = mailbox.is_over
+        data = writer.events(mailbox.take())
+        if mailbox.failure is not None:
+            await self._break_off(data, as_failure(self._job.named(mailbox.failure)))
+            return True
+        if data or is_over:
+            ending = writer.closing() if is_over else b""
+            await self._send(self._opened(data) + ending, is_last=is_over)
+        elif self._is_silent:
+            await self._send(_QUEUED if self._is_queued else _WORKING)
+        return is_over
+
+    async def _break_off(self, data: bytes, error: ApiError) -> None:
+        if not self._exchange.has_started:
+            raise error
+        await self._send((self._opened(data) if data else b"") + self._writer.failure(error), is_last=True)
+
+    def _opened(self, data: bytes) -> bytes:
+        """`data`, with what goes before the first of it."""
+        if self._has_opened:
+            return data
+        self._has_opened = True
+        return self._writer.opening() + data
+
+    async def _send(self, data: bytes, *, is_last: bool = False) -> None:
+        if not self._exchange.has_started:
+            await self._exchange.start_stream()
+        await self._exchange.write(data, is_last=is_last, stall_seconds=self._stall)
+        self._sent_at, self._is_silent = self._loop.time(), False
+
+    def _look(self) -> None:
+        """Wake the stream if it was silent for long; look again when it could next have been."""
+        now, due = self._loop.time(), self._sent_at + self._gap
+        if now >= due:
+            self._is_silent, due = True, now + self._gap
+            self._mailbox.wake()
+        self._timer = self._loop.call_at(due, self._look)

@@ -1,0 +1,116 @@
+"""Log-probabilities as OpenAI's two formats write them, rendered token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.serving.dispatch.in_flight_request import RenderLogprobs
+from quire.serving.text.tokenizer import Tokenizer
+from quire.types.step import TokenLogprobs
+
+LOWEST = -9999.0  # JSON has no minus infinity
+_encode = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True)
+class TokenName:
+    """One token in JSON."""
+
+    text: bytes  # as chat writes it: U+FFFD for bytes that are no character alone
+    key: str  # as completions write it: `bytes:\\xE2\\x80` for those
+    head: bytes  # {"token":...,"logprob":
+    tail: bytes  # ,"bytes":[...]
+
+
+class TokenNames:
+    """What tokens are called in answers. Remembers every token it was asked for: at most the vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
+        self._tokenizer, self._as_ids = tokenizer, as_ids
+        self._names: dict[int, TokenName] = {}
+
+    def __getitem__(self, token_id: int) -> TokenName:
+        name = self._names.get(token_id)
+        if name is None:
+            name = self._names[token_id] = self._name(token_id)
+        return name
+
+    def _name(self, token_id: int) -> TokenName:
+        raw = self._tokenizer.token_bytes(token_id)
+        text = raw.decode(errors="replace")
+        key = text
+        if self._as_ids:
+            text = key = f"token_id:{token_id}"
+        elif text.encode() != raw:
+            key = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        shown = _encode(text)
+        tail = b',"bytes":' + _encode(list(raw))
+        return TokenName(shown, key, b'{"token":' + shown + b',"logprob":', tail)
+
+
+def number(value: float) -> bytes:
+    return repr(max(value, LOWEST)).encode()
+
+
+def render_chat(names: TokenNames) -> RenderLogprobs:
+    """One column: {"token", "logprob", "bytes", "top_logprobs"}."""
+
+    def render(entry: TokenLogprobs, offset: int) -> tuple[bytes, ...]:  # noqa: ARG001 - chat has no offsets
+        ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
+        chosen = names[ids[0]]
+        top = []
+        for token, value in zip(ids[1:], values[1:], strict=True):
+            name = names[token]
+            top.append(name.head + number(value) + name.tail + b"}")
+        parts = (chosen.head, number(values[0]), chosen.tail, b',"top_logprobs":[', b",".join(top), b"]}")
+        return (b"".join(parts),)
+
+    return render
+
+
+def render_completion(names: TokenNames) -> RenderLogprobs:
+    """Four columns: the token, its logprob, an object of the top ones, and where it begins in the text."""
+
+    def render(entry: TokenLogprobs, offset: int) -> tuple[bytes, ...]:
+        ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
+        top: dict[str, float] = {}
+        for token, value in zip(ids, values, strict=True):
+            top.setdefault(names[token].key, max(value, LOWEST))
+        return _encode(names[ids[0]].key), number(values[0]), _encode(top), str(offset).encode()
+
+    return render
+
+
+def chat_logprobs(columns: Sequence[tuple[bytes, ...]]) -> bytes:
+    """The `logprobs` of a chat choice, from what was rendered for its tokens."""
+    return b'{"content":[' + b",".join([column[0] for column in columns]) + b'],"refusal":null}'
+
+
+def completion_logprobs(columns: Sequence[tuple[bytes, ...]]) -> bytes:
+    """The `logprobs` of a completions choice."""
+    tokens, values, tops, offsets = zip(*columns, strict=True) if columns else ((), (), (), ())
+    return (
+        b'{"tokens":[' + b",".join(tokens)
+        + b'],"token_logprobs":[' + b",".join(values)
+        + b'],"top_logprobs":[' + b",".join(tops)
+        + b'],"text_offset":[' + b",".join(offsets) + b"]}"
+    )  # fmt: skip
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprobs | None], names: TokenNames) -> list[dict[str, Any] | None]:
+    """Of every prompt token: an object by token id; the first has none."""
+    return [None if entry is None else _prompt_entry(entry, names) for entry in entries]
+
+
+def _prompt_entry(entry: TokenLogprobs, names: TokenNames) -> dict[str, Any]:
+    ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
+    ranks = [entry.rank, *range(1, len(ids))]
+    found: dict[str, Any] = {}
+    for token, value, rank in zip(ids, values, ranks, strict=True):
+        shown = {"logprob": max(value, LOWEST), "rank": rank, "decoded_token": msgspec.Raw(names[token].text)}
+        found.setdefault(str(token), shown)
+    return found

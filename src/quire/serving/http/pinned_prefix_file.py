@@ -1,0 +1,60 @@
+"""The prompts that operators want resident, written down where every edge of the server can read it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefixEntry:
+    """A prompt to be kept resident for the clients of one key; `owner` is the key's digest, empty where none is asked
+    for or all share."""
+
+    name: str
+    owner: str
+    token_ids: tuple[int, ...]
+
+
+Entries = tuple[PinnedPrefixEntry, ...]
+
+
+class PinnedPrefixFile:
+    """In a file of the server's own folder, or without one in memory. Outlives engines and edges, not the server."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._entries: Entries = ()
+
+    def entries(self) -> Entries:
+        return self._change(lambda entries: entries)
+
+    def add(self, added: Sequence[PinnedPrefixEntry]) -> None:
+        """Write down, in place of what has the same name and owner."""
+        places = {(one.name, one.owner) for one in added}
+        self._change(lambda old: (*(one for one in old if (one.name, one.owner) not in places), *added))
+
+    def remove(self, name: str) -> None:
+        self._change(lambda old: tuple(one for one in old if one.name != name))
+
+    def clear(self) -> None:
+        self._change(lambda _: ())
+
+    def _change(self, change: Callable[[Entries], Entries]) -> Entries:
+        if self._path is None:
+            self._entries = change(self._entries)
+            return self._entries
+        with os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            rows = json.loads(file.read() or b"[]")
+            old = tuple(PinnedPrefixEntry(row["name"], row["owner"], tuple(row["token_ids"])) for row in rows)
+            new = change(old)
+            if new != old:
+                file.seek(0)
+                file.write(json.dumps([asdict(entry) for entry in new]).encode())
+                file.truncate()
+            return new

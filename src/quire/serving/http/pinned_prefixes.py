@@ -1,0 +1,240 @@
+"""Prompts that the operator wants resident: computed once for each tenant, and again after the engine was restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from quire.config.server import AccessConfig
+from quire.engine.kvcache.pinned_prefixes import check_share
+from quire.serving.dispatch.dispatcher import Dispatcher, QueueFull
+from quire.serving.dispatch.in_flight_request import InFlightRequest
+from quire.serving.dispatch.mailbox import Mailbox
+from quire.serving.dispatch.observer import RequestRecord
+from quire.serving.http.errors import ApiError, as_failure, as_refusal, engine_unavailable
+from quire.serving.http.pinned_prefix_file import PinnedPrefixEntry, PinnedPrefixFile
+from quire.serving.http.request_head import cache_salt
+from quire.serving.process.link import EngineLink
+from quire.types.errors import EngineDead, InvalidRequest, QuireError
+from quire.types.prefix import PinnedPrefix
+from quire.types.request import Submit, pack_tokens
+from quire.types.sampling import SamplingParams
+
+logger = logging.getLogger("quire.edge")
+
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before what is not resident is tried again; it doubles
+Place = tuple[str, str]  # name and salt
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefixRow:
+    """One prompt of one tenant as operators see it. `key` tells keys apart and opens nothing."""
+
+    name: str
+    key: str | None
+    num_tokens: int
+    num_blocks: int
+    resident: bool
+
+
+class PinnedPrefixes:
+    """Registers prompts through the dispatcher as ordinary requests of one token, whose prompts the engine then holds.
+    What is written down and not held is computed again until it is.
+
+    Belongs to the event loop. One call at a time changes the file; another edge may change it at any time.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, link: EngineLink, access: AccessConfig, file: PinnedPrefixFile) -> None:
+        self._dispatcher, self._link, self._access, self._file = dispatcher, link, access, file
+        self._changing = asyncio.Lock()
+        self._recalling: asyncio.Task[None] | None = None
+
+    def owners(self, api_key: str | None) -> tuple[str, ...]:
+        """Whose clients are to find a prompt: those of one key, or of all. Raises InvalidRequest for a strange key."""
+        if api_key is None:
+            return self._access.key_digests if self._access.key_digests and not self._access.shares_cache else ("",)
+        digest = hashlib.sha256(api_key.encode()).hexdigest()
+        if digest not in self._access.key_digests:
+            raise InvalidRequest("api_key", "is no key of this server", "send one of its keys, or none for all")
+        return ("",) if self._access.shares_cache else (digest,)
+
+    async def register(self, name: str, token_ids: tuple[int, ...], owners: Sequence[str]) -> list[PinnedPrefix]:
+        """Compute and hold a prompt for each of the owners, or leave everything as it was. Raises ApiError or
+        InvalidRequest."""
+        wanted, done = [PinnedPrefixEntry(name, owner, token_ids) for owner in owners], list[PinnedPrefixEntry]()
+        async with self._changing:
+            try:
+                await self._check_room(wanted)
+                for entry in wanted:  # one by one: what a new prompt replaces makes room for the next
+                    if (refused := await self._hold([entry])) is not None:
+                        raise refused
+                    done.append(entry)
+                held = await self._held()
+                if any(self._place(entry) not in held for entry in wanted):
+                    reason = "the cache was reset, or what the prompt shared was let go of meanwhile; register it again"
+                    raise ApiError(409, reason, code="cache_reset", param="name")
+            except QuireError as error:
+                await self._take_back(done)
+                if isinstance(error, EngineDead):
+                    raise engine_unavailable("the engine is down or does not answer") from None
+                raise
+            self._file.add(wanted)
+        return [held[self._place(entry)] for entry in wanted]
+
+    async def listing(self) -> list[PinnedPrefixRow]:
+        """All that is written down, and whether the engine holds it now."""
+        try:
+            held = await self._held()
+        except EngineDead:
+            held = {}
+        rows = []
+        for entry in self._file.entries():
+            pinned = held.get(self._place(entry))
+            blocks = 0 if pinned is None else pinned.num_blocks
+            key = entry.owner[:8] or None
+            rows.append(PinnedPrefixRow(entry.name, key, len(entry.token_ids), blocks, pinned is not None))
+        return rows
+
+    async def remove(self, name: str) -> int:
+        """Forget a prompt, for all owners; returns for how many. It stays cached as others do."""
+        async with self._changing:
+            found = [entry for entry in self._file.entries() if entry.name == name]
+            self._file.remove(name)
+            for entry in found:
+                await self._let_go(entry)
+        return len(found)
+
+    async def reset_cache(self) -> int:
+        """Have the engine forget all cached prompts: none is resident then, and none is to be recalled. Returns how
+        many blocks that freed. Raises EngineDead."""
+        self._file.clear()  # what a new engine computes again is let go of at once
+        async with self._changing:
+            self._file.clear()  # what was registered meanwhile
+            return await self._link.reset_cache()
+
+    def recall(self) -> None:
+        """A new engine is up, which holds nothing: compute again what is written down. It goes before what waits."""
+        self._restore(self._file.entries())
+
+    # ------------------------------------------------------------------------------------------------- the works
+    def _restore(self, lost: Sequence[PinnedPrefixEntry]) -> None:
+        if lost:
+            if self._recalling is not None:
+                self._recalling.cancel()
+            self._recalling = asyncio.ensure_future(self._recall(lost))
+
+    async def _recall(self, lost: Sequence[PinnedPrefixEntry]) -> None:
+        """Until nothing is missing, or the engine is: the next one is told of everything."""
+        pause = _PAUSE
+        while lost and self._dispatcher.engine is not None and not self._dispatcher.is_draining:
+            async with self._changing:
+                await self._hold_again(lost)
+            try:
+                held = await self._held()
+                lost = [entry for entry in self._file.entries() if self._place(entry) not in held]
+            except EngineDead:
+                lost = self._file.entries()
+            if lost:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _hold_again(self, lost: Sequence[PinnedPrefixEntry]) -> None:
+        """What was removed or replaced meanwhile, at this edge or another, is not held."""
+        known = self._file.entries()
+        lost = [entry for entry in lost if entry in known]
+        try:
+            if (refused := await self._hold(lost)) is not None:
+                raise refused
+        except QuireError as error:
+            names = ", ".join(dict.fromkeys(entry.name for entry in lost))
+            logger.error("not all of these prefixes are resident: %s; they are tried again: %s", names, error)
+        known = self._file.entries()
+        for entry in lost:
+            if entry not in known:
+                await self._let_go(entry)
+
+    async def _check_room(self, wanted: Sequence[PinnedPrefixEntry]) -> None:
+        """Raise InvalidRequest, before anything is computed, if not all of it can be held."""
+        engine = self._dispatcher.known_engine
+        assert engine is not None, "prefixes are registered with an engine that was up"
+        stats, held, known = await self._link.stats(), await self._held(), self._file.entries()
+        reserved = stats.blocks.pinned
+        for entry in wanted:
+            old = held.get(self._place(entry))
+            if old is not None and entry in known:
+                continue
+            own = -(-len(entry.token_ids) // engine.block_size)
+            check_share(own, reserved, stats.blocks.total)
+            reserved += own - (0 if old is None else old.num_blocks)
+
+    async def _hold(self, wanted: Sequence[PinnedPrefixEntry]) -> ApiError | None:
+        """Have prompts computed and held, all at once; returns why one of them is not."""
+        requests = [self._request(entry) for entry in wanted]
+        try:
+            with self._dispatcher.accept():
+                try:
+                    refused = self._enter(requests)
+                    for request in requests:
+                        while request.state != "new" and not request.mailbox.is_over:
+                            await request.mailbox.wait()
+                finally:
+                    self._dispatcher.cancel(requests)
+        except QuireError as error:
+            raise as_refusal(error) from None
+        failures = (request.mailbox.failure for request in requests)
+        return refused or next((as_failure(failure) for failure in failures if failure is not None), None)
+
+    def _enter(self, requests: Sequence[InFlightRequest]) -> ApiError | None:
+        """All at once, so that none stands behind what waits; else as many as there is room for, and why not all."""
+        with suppress(QueueFull):
+            self._dispatcher.enqueue(requests)
+            return None
+        try:
+            for request in requests:
+                self._dispatcher.enqueue([request])
+        except QueueFull as error:
+            return as_refusal(error)
+        return None
+
+    def _request(self, entry: PinnedPrefixEntry) -> InFlightRequest:
+        salt, number = self._salt(entry.owner), secrets.token_hex(8)
+        submit = Submit(f"prefix-{number}", pack_tokens(entry.token_ids), _ONE_TOKEN, cache_salt=salt, pin=entry.name)
+        record = RequestRecord(
+            submit.request_id,
+            "prefix",
+            len(submit.prompt_token_ids),
+            submit.sampling,
+            streamed=False,
+            received_at=time.monotonic(),
+            name=submit.request_id,
+        )
+        return InFlightRequest(submit, record, Mailbox(asyncio.get_running_loop(), 1))
+
+    async def _take_back(self, done: Sequence[PinnedPrefixEntry]) -> None:
+        """What was computed for a registration that came to nothing is let go, and what it replaced comes back."""
+        for entry in done:
+            await self._let_go(entry)
+        places = {self._place(entry) for entry in done}
+        self._restore([entry for entry in self._file.entries() if self._place(entry) in places])
+
+    async def _held(self) -> dict[Place, PinnedPrefix]:
+        return {(pinned.name, pinned.salt): pinned for pinned in await self._link.pins()}
+
+    async def _let_go(self, entry: PinnedPrefixEntry) -> None:
+        try:
+            await self._link.unpin(self._salt(entry.owner), entry.name)
+        except EngineDead:
+            logger.info("prefix %s went with its engine", entry.name)
+
+    def _place(self, entry: PinnedPrefixEntry) -> Place:
+        return entry.name, self._salt(entry.owner)
+
+    def _salt(self, owner: str) -> str:
+        return cache_salt(owner, "", is_shared=self._access.shares_cache)

@@ -1,0 +1,190 @@
+"""The kinds of the parameters that hold what is to be answered: prompts, messages, template variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from quire.serving.http.json_body import check_numbers
+from quire.serving.http.validators.values import (
+    MAX_KEY_CHARACTERS,
+    Bounds,
+    Schema,
+    Text,
+    TokenIds,
+    UnknownField,
+    UnknownParameter,
+    drop_unknown_fields,
+    shown,
+)
+from quire.serving.requests import Prompt
+from quire.serving.text.chat_messages import CALL_FIELDS, MAX_ROLE_CHARACTERS, MESSAGE_FIELDS, PART_FIELDS
+from quire.types.errors import InvalidRequest
+
+_FORMS = "send text, a list of texts, a list of token ids or a list of such lists"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Text, token ids, or a list of either. With `lone`, one prompt only."""
+
+    lone: bool = False
+
+    def check(self, where: str, value: Any, limits: Bounds) -> list[Prompt]:
+        if isinstance(value, str):
+            return _bounded(where, [self._text(where, value, limits)], limits)
+        if not isinstance(value, list):
+            raise InvalidRequest(where, f"cannot be {shown(value)}", _FORMS)
+        if not value:
+            raise InvalidRequest(where, "is empty", _FORMS)
+        if not isinstance(value[0], str | list):
+            return _bounded(where, [self._tokens(where, value, limits)], limits)
+        if self.lone:
+            raise InvalidRequest(where, "must be one prompt here", "send text or one list of token ids")
+        if len(value) > limits["prompts"]:
+            raise InvalidRequest(where, f"has {len(value)} prompts, limit {limits['prompts']}", "send fewer")
+        one = self._text if isinstance(value[0], str) else self._tokens
+        prompts = [one(f"{where}[{place}]", item, limits) for place, item in enumerate(value)]
+        return _bounded(where, prompts, limits)
+
+    def schema(self, limits: Bounds) -> Schema:
+        text = Text("prompt_characters", 1).schema(limits)
+        tokens = TokenIds("prompt_tokens", 1).schema(limits)
+        if self.lone:
+            return {"anyOf": [text, tokens]}
+        many = {"type": "array", "minItems": 1, "maxItems": limits["prompts"]}
+        return {"anyOf": [text, tokens, {**many, "items": text}, {**many, "items": tokens}]}
+
+    @staticmethod
+    def _text(where: str, value: Any, limits: Bounds) -> Prompt:
+        return Prompt(text=Text("prompt_characters", 1).check(where, value, limits))
+
+    @staticmethod
+    def _tokens(where: str, value: Any, limits: Bounds) -> Prompt:
+        return Prompt(token_ids=tuple(TokenIds("prompt_tokens", 1).check(where, value, limits)))
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """A conversation. Only its outline is checked here; the chat template checks every message by name."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
+        if not isinstance(value, list) or not value:
+            raise InvalidRequest(where, "must be a list with at least one message", 'send [{"role": "user", ...}]')
+        if len(value) > limits["messages"]:
+            raise InvalidRequest(where, f"has {len(value)} messages, limit {limits['messages']}", "drop the oldest")
+        total = 0
+        for place, message in enumerate(value):
+            content = message.get("content") if isinstance(message, dict) else None
+            if isinstance(content, list) and len(content) > limits["content_parts"]:
+                reason = f"has {len(content)} parts, limit {limits['content_parts']}"
+                raise InvalidRequest(f"{where}[{place}].content", reason, "join them")
+            total += len(content) if isinstance(content, str) else 0
+        for _, _, error in _unknown_fields(where, value):
+            raise error
+        if total > limits["prompt_characters"]:
+            raise InvalidRequest(where, f"has {total} characters, limit {limits['prompt_characters']}", "shorten it")
+        return value
+
+    def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:  # noqa: ARG002
+        return value, drop_unknown_fields(_unknown_fields(where, value)) if isinstance(value, list) else []
+
+    def schema(self, limits: Bounds) -> Schema:
+        text = {"type": "string", "maxLength": limits["prompt_characters"]}
+        part = {
+            "type": "object",
+            "properties": {"type": {"const": "text"}, "text": text},
+            "required": ["type", "text"],
+            "additionalProperties": {"type": "null"},
+        }
+        parts = {"type": "array", "items": part, "maxItems": limits["content_parts"]}
+        label = {"type": ["string", "null"]}
+        message = {
+            "type": "object",
+            "properties": {
+                "role": {"type": "string", "minLength": 1, "maxLength": MAX_ROLE_CHARACTERS},
+                "content": {"anyOf": [text, parts, {"type": "null"}]},
+                "name": label,
+                "tool_call_id": label,
+                "tool_calls": {"type": ["array", "null"], "items": {"type": "object"}},
+                "reasoning_content": label,
+                "reasoning": label,
+                "thinking": label,
+                "refusal": {"type": "null"},
+                "audio": {"type": "null"},
+                "function_call": {"type": "null"},
+                "annotations": {"type": "null"},
+            },
+            "required": ["role"],
+            "additionalProperties": False,
+        }
+        return {"type": "array", "items": message, "minItems": 1, "maxItems": limits["messages"]}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateVariables:
+    """Values for names the model's chat template reads; any other name is refused when it is rendered."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> dict[str, Any]:
+        if not isinstance(value, dict) or len(value) > limits["template_kwargs"]:
+            most = limits["template_kwargs"]
+            raise InvalidRequest(where, f"must be an object of at most {most} entries, got {shown(value)}")
+        for name in value:
+            if len(name) > MAX_KEY_CHARACTERS or not name.isidentifier():
+                raise InvalidRequest(where, f"{shown(name)} is no name of a template variable")
+        check_numbers(where, value)
+        return value
+
+    def schema(self, limits: Bounds) -> Schema:
+        names = {"pattern": "^[A-Za-z_][A-Za-z0-9_]{0,63}$"}
+        return {"type": "object", "propertyNames": names, "maxProperties": limits["template_kwargs"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """What retrieval found, for templates that read `documents`."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
+        if not isinstance(value, list) or not all(isinstance(document, dict) for document in value):
+            raise InvalidRequest(where, f"must be a list of objects, got {shown(value)}")
+        if len(value) > limits["messages"]:
+            raise InvalidRequest(where, f"has {len(value)} documents, limit {limits['messages']}", "send fewer")
+        check_numbers(where, value)
+        return value
+
+    def schema(self, limits: Bounds) -> Schema:
+        return {"type": "array", "items": {"type": "object"}, "maxItems": limits["messages"]}
+
+
+def _unknown_fields(where: str, messages: list[Any]) -> Iterator[UnknownField]:
+    """Members of messages and their text parts that nobody reads: who holds them, their name, and what to say."""
+    for place, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        yield from _unknown(f"{where}[{place}]", message, MESSAGE_FIELDS)
+        content = message.get("content")
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and part.get("type") == "text":
+                yield from _unknown(f"{where}[{place}].content[{number}]", part, PART_FIELDS)
+        calls = message.get("tool_calls")
+        for number, call in enumerate(calls if isinstance(calls, list) else ()):
+            if isinstance(call, dict):
+                yield from _unknown(f"{where}[{place}].tool_calls[{number}]", call, CALL_FIELDS)
+
+
+def _unknown(where: str, holder: dict[str, Any], known: frozenset[str]) -> Iterator[UnknownField]:
+    for name, value in holder.items():
+        if name not in known and value is not None:
+            fix = f"known: {', '.join(sorted(known))}"
+            yield holder, name, UnknownParameter(f"{where}.{name[:80]}", "is not known", fix)
+
+
+def _bounded(where: str, prompts: list[Prompt], limits: Bounds) -> list[Prompt]:
+    """All prompts of a request together."""
+    characters = sum(len(prompt.text or "") for prompt in prompts)
+    tokens = sum(len(prompt.token_ids or ()) for prompt in prompts)
+    for size, name, unit in ((characters, "prompt_characters", "characters"), (tokens, "prompt_tokens", "tokens")):
+        if size > limits[name]:
+            raise InvalidRequest(where, f"has {size} {unit} in all, limit {limits[name]}", "send less at once")
+    return prompts

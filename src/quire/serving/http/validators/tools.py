@@ -1,0 +1,160 @@
+"""The kinds of the parameters that offer tools to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from quire.serving.http.json_body import check_numbers
+from quire.serving.http.validators.values import (
+    Bounds,
+    Flag,
+    Schema,
+    Text,
+    UnknownField,
+    UnknownParameter,
+    UnsupportedParameter,
+    drop_unknown_fields,
+    nullable,
+    shown,
+)
+from quire.types.errors import InvalidRequest
+
+CHOICES = ("none", "auto", "required")
+_NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
+_LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
+_MEMBERS = {"tool": ("type", "function"), "function": ("name", "description", "parameters", "strict")}
+_FORM = 'send {"type": "function", "function": {"name": ..., "parameters": {...}}}'
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """Functions, each with a name of its own and, if it has arguments, their JSON schema."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
+        if not isinstance(value, list):
+            raise InvalidRequest(where, f"must be a list of tools, got {shown(value)}", _FORM)
+        if len(value) > limits["tools"]:
+            raise InvalidRequest(where, f"has {len(value)} tools, limit {limits['tools']}", "send fewer")
+        for _, _, error in _unknown_fields(where, value):
+            raise error
+        names: set[str] = set()
+        for place, tool in enumerate(value):
+            name = self._check_tool(f"{where}[{place}]", tool, limits)
+            if name in names:
+                raise InvalidRequest(f"{where}[{place}].function.name", f"{shown(name)} stands twice", "rename one")
+            names.add(name)
+        check_numbers(where, value)
+        return value
+
+    @staticmethod
+    def _check_tool(where: str, tool: Any, limits: Bounds) -> str:
+        if not isinstance(tool, dict):
+            raise InvalidRequest(where, f"must be an object, got {shown(tool)}", _FORM)
+        if tool.get("type") != "function":
+            raise UnsupportedParameter(f"{where}.type", f'must be "function", got {shown(tool.get("type"))}', _FORM)
+        function = tool.get("function")
+        if not isinstance(function, dict):
+            raise InvalidRequest(f"{where}.function", f"must be an object, got {shown(function)}", _FORM)
+        name = check_name(f"{where}.function.name", function.get("name"))
+        if function.get("description") is not None:
+            Text("prompt_characters").check(f"{where}.function.description", function["description"], limits)
+        if function.get("strict") is not None:
+            Flag().check(f"{where}.function.strict", function["strict"], limits)
+        _check_parameters(f"{where}.function.parameters", function.get("parameters"))
+        return name
+
+    def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:  # noqa: ARG002
+        return value, drop_unknown_fields(_unknown_fields(where, value)) if isinstance(value, list) else []
+
+    def schema(self, limits: Bounds) -> Schema:
+        parameters = {"type": "object", "properties": {"type": {"const": "object"}}}
+        function = {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": _NAME},
+                "description": nullable(Text("prompt_characters").schema(limits)),
+                "parameters": nullable(parameters),
+                "strict": nullable(Flag().schema(limits)),
+            },
+            "required": ["name"],
+            "additionalProperties": False,
+        }
+        tool = {
+            "type": "object",
+            "properties": {"type": {"const": "function"}, "function": function},
+            "required": ["type", "function"],
+            "additionalProperties": False,
+        }
+        return {"type": "array", "items": tool, "maxItems": limits["tools"]}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether a tool is called, or which. A named one comes back as an object."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> str | dict[str, Any]:  # noqa: ARG002
+        form = '{"type": "function", "function": {"name": ...}}'
+        if isinstance(value, str) and value in CHOICES:
+            return value
+        if not isinstance(value, dict):
+            raise InvalidRequest(where, f"must be one of {', '.join(CHOICES)} or {form}, got {shown(value)}")
+        if value.get("type") != "function":
+            raise UnsupportedParameter(f"{where}.type", f'must be "function", got {shown(value.get("type"))}')
+        for name in value:
+            if name not in ("type", "function"):
+                raise UnknownParameter(f"{where}.{name[:80]}", "is not known", f"send {form}")
+        function = value.get("function")
+        if not isinstance(function, dict) or set(function) != {"name"}:
+            raise InvalidRequest(f"{where}.function", "must be an object with a name and nothing else", f"send {form}")
+        check_name(f"{where}.function.name", function["name"])
+        return value
+
+    def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
+        function = {
+            "type": "object",
+            "properties": {"name": {"type": "string", "pattern": _NAME}},
+            "required": ["name"],
+            "additionalProperties": False,
+        }
+        named = {
+            "type": "object",
+            "properties": {"type": {"const": "function"}, "function": function},
+            "required": ["type", "function"],
+            "additionalProperties": False,
+        }
+        return {"anyOf": [{"type": "string", "enum": list(CHOICES)}, named]}
+
+
+def check_name(where: str, name: Any) -> str:
+    """The name of a function."""
+    if not isinstance(name, str) or not 1 <= len(name) <= 64 or not set(name) <= _LETTERS:
+        reason = f"must be 1 to 64 letters, digits, dots, dashes or underscores, got {shown(name)}"
+        raise InvalidRequest(where, reason, "rename it")
+    return name
+
+
+def _check_parameters(where: str, parameters: Any) -> None:
+    if parameters is None:
+        return
+    if not isinstance(parameters, dict):
+        raise InvalidRequest(where, f"must be a JSON schema of an object, got {shown(parameters)}")
+    if parameters.get("type", "object") != "object":
+        reason = f'must be "object", got {shown(parameters["type"])}'
+        raise InvalidRequest(f"{where}.type", reason, "describe the arguments as one object")
+
+
+def _unknown_fields(where: str, tools: list[Any]) -> Iterator[UnknownField]:
+    """Members of tools that nobody reads: who holds them, their name, and what to say."""
+    for place, tool in enumerate(tools):
+        if not isinstance(tool, dict):
+            continue
+        function = tool.get("function")
+        holders = [("tool", f"{where}[{place}]", tool)]
+        if isinstance(function, dict):
+            holders.append(("function", f"{where}[{place}].function", function))
+        for kind, path, holder in holders:
+            for name in [name for name in holder if name not in _MEMBERS[kind] and holder[name] is not None]:
+                fix = f"known: {', '.join(_MEMBERS[kind])}"
+                yield holder, name, UnknownParameter(f"{path}.{name[:80]}", "is not known", fix)

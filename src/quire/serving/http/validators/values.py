@@ -1,0 +1,353 @@
+"""What the value of a request parameter may be: each kind checks values and describes itself as a JSON schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from quire.types.errors import InvalidRequest
+
+Schema = dict[str, Any]
+Bounds = Mapping[str, int]  # the limits in force, by name
+MAX_TOKEN_ID = 2**31 - 1
+MAX_KEY_CHARACTERS = 64
+
+
+class UnknownParameter(InvalidRequest):
+    """There is no such parameter."""
+
+
+class UnsupportedParameter(InvalidRequest):
+    """There is such a parameter, but the server cannot do what it asks for."""
+
+
+class Validator(Protocol):
+    """`check` returns the value in the one form the server uses, or raises InvalidRequest naming `where`."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> Any: ...
+
+    def schema(self, limits: Bounds) -> Schema: ...
+
+
+@runtime_checkable
+class Prunable(Protocol):
+    """A kind whose values have members. `prune` takes out, in place, what a lenient server can do without."""
+
+    def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:
+        """The value without members that are unknown or not supported, and what `check` would have said of them."""
+
+
+UnknownField = tuple[dict[str, Any], str, InvalidRequest]  # who holds a member that nobody reads, its name, what to say
+
+
+def drop_unknown_fields(unknown: Iterable[UnknownField]) -> list[InvalidRequest]:
+    """Take them out of their holders; what would have been said of them."""
+    dropped: list[InvalidRequest] = []
+    for holder, name, error in list(unknown):
+        del holder[name]
+        dropped.append(error)
+    return dropped
+
+
+def shown(value: object) -> str:
+    """A value as an error may quote it: short, however long it is, and without control characters."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a whole number of {value.bit_length()} bits"
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    text = ascii(value if not isinstance(value, str) else value[:80])
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    def check(self, where: str, value: Any, limits: Bounds) -> bool:  # noqa: ARG002
+        if not isinstance(value, bool):
+            raise InvalidRequest(where, f"must be true or false, got {shown(value)}")
+        return value
+
+    def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
+        return {"type": "boolean"}
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole number from `low` to `high`, which may name a limit. JSON's 1.0 is one too."""
+
+    low: int
+    high: int | str
+
+    def check(self, where: str, value: Any, limits: Bounds) -> int:
+        high = _resolved(self.high, limits)
+        number = int(value) if isinstance(value, float) and value.is_integer() else value
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise InvalidRequest(where, f"must be a whole number, got {shown(value)}")
+        if not self.low <= number <= high:
+            raise InvalidRequest(where, f"must be in [{self.low}, {high}], got {shown(number)}", _fix(self.high))
+        return number
+
+    def schema(self, limits: Bounds) -> Schema:
+        return {"type": "integer", "minimum": self.low, "maximum": _resolved(self.high, limits)}
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A finite number from `low` to `high`; with `is_open`, above `low`."""
+
+    low: float
+    high: float
+    is_open: bool = False
+
+    def check(self, where: str, value: Any, limits: Bounds) -> float:  # noqa: ARG002
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidRequest(where, f"must be a number, got {shown(value)}")
+        if not self.low <= value <= self.high or (self.is_open and value == self.low):
+            allowed = f"{'(' if self.is_open else '['}{self.low:g}, {self.high:g}]"
+            raise InvalidRequest(where, f"must be in {allowed}, got {shown(value)}", "choose a value inside it")
+        return float(value)
+
+    def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
+        low = {"exclusiveMinimum": self.low} if self.is_open else {"minimum": self.low}
+        return {"type": "number", **low, "maximum": self.high}
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text of `low` to `high` characters; `high` names a limit."""
+
+    high: str
+    low: int = 0
+    pattern: str = ""  # for the schema; `check` of the user of it enforces the same
+
+    def check(self, where: str, value: Any, limits: Bounds) -> str:
+        if not isinstance(value, str):
+            raise InvalidRequest(where, f"must be text, got {shown(value)}")
+        if len(value) < self.low:
+            raise InvalidRequest(where, "is empty", "send text or leave it out")
+        if len(value) > limits[self.high]:
+            raise InvalidRequest(where, f"has {len(value)} characters, limit {limits[self.high]}", "shorten it")
+        return value
+
+    def schema(self, limits: Bounds) -> Schema:
+        pattern = {"pattern": self.pattern} if self.pattern else {}
+        return {"type": "string", "minLength": self.low, "maxLength": limits[self.high], **pattern}
+
+
+@dataclass(frozen=True, slots=True)
+class Identifier:
+    """Visible ASCII without quotes or spaces: safe in a header, a log line and an answer."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> str:
+        text = Text("identifier", 1).check(where, value, limits)
+        if not text.isascii() or not all("!" <= letter <= "~" and letter not in "\"'\\<>" for letter in text):
+            raise InvalidRequest(where, "must be visible ASCII without quotes", "use letters, digits, - _ . :")
+        return text
+
+    def schema(self, limits: Bounds) -> Schema:
+        return Text("identifier", 1, r"^[!#$%&()*+,\-./0-9:;=?@A-Z\[\]^_`a-z{|}~]+$").schema(limits)
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    values: tuple[str, ...]
+
+    def check(self, where: str, value: Any, limits: Bounds) -> str:  # noqa: ARG002
+        if not isinstance(value, str) or value not in self.values:
+            raise InvalidRequest(where, f"must be one of {', '.join(self.values)}, got {shown(value)}")
+        return value
+
+    def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
+        return {"type": "string", "enum": list(self.values)}
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyStop:
+    """True, false or "never"."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> bool | str:  # noqa: ARG002
+        if not isinstance(value, bool) and value != "never":
+            raise InvalidRequest(where, f'must be true, false or "never", got {shown(value)}')
+        return bool(value) if isinstance(value, bool) else "never"
+
+    def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
+        return {"enum": [True, False, "never"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """A list of non-empty strings, or with `or_one` a single one."""
+
+    count: str
+    characters: str
+    or_one: bool = False
+
+    def check(self, where: str, value: Any, limits: Bounds) -> list[str]:
+        if isinstance(value, str) and self.or_one:
+            value = [value]
+        if not isinstance(value, list):
+            raise InvalidRequest(where, f"must be a list of strings, got {shown(value)}")
+        if len(value) > limits[self.count]:
+            raise InvalidRequest(where, f"has {len(value)} strings, limit {limits[self.count]}", "send fewer")
+        text = Text(self.characters, 1)
+        return [text.check(f"{where}[{place}]", item, limits) for place, item in enumerate(value)]
+
+    def schema(self, limits: Bounds) -> Schema:
+        one = Text(self.characters, 1).schema(limits)
+        many = {"type": "array", "items": one, "maxItems": limits[self.count]}
+        return {"anyOf": [one, many]} if self.or_one else many
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """A list of token ids; whether the vocabulary has them is checked where the vocabulary is."""
+
+    count: str
+    low: int = 0
+
+    def check(self, where: str, value: Any, limits: Bounds) -> list[int]:
+        if not isinstance(value, list):
+            raise InvalidRequest(where, f"must be a list of token ids, got {shown(value)}")
+        if not self.low <= len(value) <= limits[self.count]:
+            raise InvalidRequest(where, f"has {len(value)} ids, must be in [{self.low}, {limits[self.count]}]")
+        if set(map(type, value)) <= {int} and (not value or (min(value) >= 0 and max(value) <= MAX_TOKEN_ID)):
+            return value  # the usual case, at a tenth of the price
+        return [_token_id(where, token) for token in value]
+
+    def schema(self, limits: Bounds) -> Schema:
+        items = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}
+        return {"type": "array", "items": items, "minItems": self.low, "maxItems": limits[self.count]}
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """An object from token ids, written as text, to numbers in [-100, 100]."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> dict[int, float]:
+        if not isinstance(value, dict):
+            raise InvalidRequest(where, f"must be an object, got {shown(value)}", 'send {"token id": bias}')
+        if len(value) > limits["logit_bias"]:
+            raise InvalidRequest(where, f"has {len(value)} entries, limit {limits['logit_bias']}", "send fewer")
+        biases, number = {}, Number(-100.0, 100.0)
+        for key, bias in value.items():
+            if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
+                raise InvalidRequest(where, f"{shown(key)} is no token id", 'write ids as text: {"42": -1.5}')
+            biases[int(key)] = number.check(f"{where}.{int(key)}", bias, limits)
+        return biases
+
+    def schema(self, limits: Bounds) -> Schema:
+        return {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": limits["logit_bias"],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """An object of short texts."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> dict[str, str]:
+        if not isinstance(value, dict) or len(value) > limits["metadata"]:
+            raise InvalidRequest(where, f"must be an object of at most {limits['metadata']} texts, got {shown(value)}")
+        for key, label in value.items():
+            if len(key) > MAX_KEY_CHARACTERS:
+                raise InvalidRequest(where, f"a key has {len(key)} characters, limit {MAX_KEY_CHARACTERS}")
+            Text("label").check(f"{where} value", label, limits)
+        return value
+
+    def schema(self, limits: Bounds) -> Schema:
+        return {
+            "type": "object",
+            "propertyNames": {"maxLength": MAX_KEY_CHARACTERS},
+            "additionalProperties": Text("label").schema(limits),
+            "maxProperties": limits["metadata"],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """An object of known members only; a member that is null counts as absent."""
+
+    members: Mapping[str, Validator]
+
+    def check(self, where: str, value: Any, limits: Bounds) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise InvalidRequest(where, f"must be an object, got {shown(value)}")
+        for error in self.unknown(where, value):
+            raise error
+        present = {name: given for name, given in value.items() if given is not None}
+        return {name: self.members[name].check(f"{where}.{name}", given, limits) for name, given in present.items()}
+
+    def unknown(self, where: str, value: dict[str, Any]) -> list[UnknownParameter]:
+        """What there is to say about members that are not known."""
+        known = f"known: {', '.join(self.members)}"
+        names = [name for name in value if name not in self.members]
+        return [UnknownParameter(f"{where}.{name[:80]}", "is not known", known) for name in names]
+
+    def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:
+        if not isinstance(value, dict):
+            return value, []
+        dropped: list[InvalidRequest] = list(self.unknown(where, value))
+        kept = {name: given for name, given in value.items() if name in self.members}
+        for name in [name for name in kept if kept[name] is not None and isinstance(self.members[name], Only)]:
+            try:
+                self.members[name].check(f"{where}.{name}", kept[name], limits)
+            except UnsupportedParameter as error:
+                dropped.append(error)
+                del kept[name]
+        return kept, dropped
+
+    def schema(self, limits: Bounds) -> Schema:
+        members = {name: nullable(kind.schema(limits)) for name, kind in self.members.items()}
+        return {"type": "object", "properties": members, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """A feature the server does not have: accepted only in the values that mean the same as leaving it out."""
+
+    harmless: tuple[Any, ...] = ()
+    why: str = "is not supported yet"
+
+    def check(self, where: str, value: Any, limits: Bounds) -> None:  # noqa: ARG002
+        if not any(type(value) is type(good) and value == good for good in self.harmless):
+            others = f"leave it out or send {' or '.join(map(_as_json, self.harmless))}"
+            raise UnsupportedParameter(where, self.why, others if self.harmless else "leave it out")
+
+    def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
+        return {"enum": list(self.harmless)} if self.harmless else {"type": "null"}
+
+
+def nullable(schema: Schema) -> Schema:
+    """The same schema, where null stands for absent."""
+    if schema == {"type": "null"}:
+        return schema
+    if "enum" in schema:
+        kinds = {"type": [schema["type"], "null"]} if "type" in schema else {}
+        return {**schema, **kinds, "enum": [*schema["enum"], None]}
+    if isinstance(schema.get("type"), str):
+        return {**schema, "type": [schema["type"], "null"]}
+    return {"anyOf": [*schema["anyOf"], {"type": "null"}]}
+
+
+def _resolved(bound: int | str, limits: Bounds) -> int:
+    return limits[bound] if isinstance(bound, str) else bound
+
+
+def _fix(bound: int | str) -> str:
+    raisable = f", or ask the operator for a higher {bound} limit" if isinstance(bound, str) else ""
+    return f"choose a value inside it{raisable}"
+
+
+def _token_id(where: str, token: Any) -> int:
+    if type(token) is int and 0 <= token <= MAX_TOKEN_ID:
+        return token
+    if isinstance(token, float) and token.is_integer() and 0 <= token <= MAX_TOKEN_ID:
+        return int(token)
+    raise InvalidRequest(where, f"must hold token ids (whole numbers from 0), got {shown(token)}")
+
+
+def _as_json(value: Any) -> str:
+    return {False: "false", True: "true"}[value] if isinstance(value, bool) else f"{value!r}".replace("'", '"')
