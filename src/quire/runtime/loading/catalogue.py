@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+
 DEFAULT = "smollm2-135m-instruct"
 
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A GGUF file inside a wheel of the package index; `module` is the package it is installed as."""
+    """A GGUF file inside a wheel of the package index; `module` is the package it is installed as.
+
+    `sampling` is what its makers recommend, where the file itself does not say.
+    """
 
     requirement: str
     module: str
@@ -17,6 +22,7 @@ class PackagedModel:
     size: int
     sha256: str
     wheel_size: int
+    sampling: SamplingDefaults = NO_DEFAULTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,7 @@ CATALOGUE: dict[str, PackagedModel | HubModel] = {
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         wheel_size=92_871_040,
+        sampling=SamplingDefaults(temperature=0.2, top_p=0.9),  # as in the examples of its model card
     ),
     "smollm2-360m-instruct": HubModel("HuggingFaceTB/SmolLM2-360M-Instruct"),
     "smollm2-1.7b-instruct": HubModel("HuggingFaceTB/SmolLM2-1.7B-Instruct"),
