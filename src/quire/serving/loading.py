@@ -1,0 +1,110 @@
+"""Loads a model for use in this process: its files, tokenizer, recommended sampling and engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.config.arguments import EngineArguments
+from quire.config.engine import EngineConfig
+from quire.config.memory import MemoryPlan
+from quire.config.model import ModelConfig
+from quire.runtime.loading.generation import check_generation_config, read_sampling_defaults
+from quire.runtime.loading.resolve import resolve_model
+from quire.serving.assembly import plan_engine
+from quire.serving.client import EngineClient, InProcessClient
+from quire.serving.process.grammar_check import GrammarChecker
+from quire.serving.requests import RequestMaker
+from quire.serving.terminal import LoadingProgress
+from quire.serving.text.token_table import vocabulary_source
+from quire.serving.text.tokenizer import Tokenizer, load_tokenizer
+from quire.serving.vllm_arguments import translate_arguments
+from quire.types.errors import ConfigError
+from quire.types.sampling_defaults import SamplingDefaults
+
+logger = logging.getLogger("quire")
+
+LoadFormat = Literal["auto", "dummy"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to answer. `close` gives its memory back."""
+
+    name: str
+    model_config: ModelConfig
+    config: EngineConfig
+    memory_plan: MemoryPlan
+    sampling_defaults: SamplingDefaults
+    tokenizer: Tokenizer | None
+    checker: GrammarChecker | None
+    requests: RequestMaker
+    client: EngineClient
+
+    def close(self) -> None:
+        """Give back weights, cache and devices. Idempotent."""
+        self.client.close()
+        if self.checker is not None:
+            self.checker.close()
+
+
+def load_model(arguments: Mapping[str, Any], *, offline: bool = True) -> LoadedModel:
+    """Load the model that the arguments of `LLM` describe. Raises ConfigError, DoesNotFit or ModelLoadError.
+
+    `offline`: requests come as batches; else they come one by one, and every token of a stream counts.
+    """
+    given = translate_arguments(arguments)
+    model, tokenizer = _as_name("model", given.pop("model", None)), _as_name("tokenizer", given.pop("tokenizer", None))
+    skips_tokenizer = bool(given.pop("skip_tokenizer_init", False))
+    load_format = _read_load_format(given.pop("load_format", "auto"))
+    verbose, generation_config = given.pop("verbose", None), given.pop("generation_config", None) or "auto"
+    override = given.pop("override_generation_config", None)
+    check_generation_config(generation_config, override)
+    is_shown = sys.stderr.isatty() if verbose is None else bool(verbose)
+    with closing(LoadingProgress(shown=is_shown)) as progress:
+        files = resolve_model(model, progress=progress)
+        progress.close()
+        planned = plan_engine(files, EngineArguments(**given), offline=offline)
+        defaults = read_sampling_defaults(files, generation_config, override)
+        if is_shown:
+            print(planned.memory, file=sys.stderr)
+        logger.info("%s", planned.memory)
+        text: Tokenizer | None = None
+        if not skips_tokenizer:
+            text = load_tokenizer(files if tokenizer is None else resolve_model(tokenizer, progress=progress))
+        vocabulary = None if text is None else vocabulary_source(text)
+        checker = None if vocabulary is None else GrammarChecker(vocabulary)
+        requests = RequestMaker(text, planned.model.eos_ids, checker)
+        core = planned.build(load_format, progress, planned.tools(vocabulary))
+    return LoadedModel(
+        name=files.name,
+        model_config=planned.model,
+        config=planned.config,
+        memory_plan=planned.memory,
+        sampling_defaults=defaults,
+        tokenizer=text,
+        checker=checker,
+        requests=requests,
+        client=InProcessClient(core),
+    )
+
+
+def _as_name(argument: str, given: str | os.PathLike[str] | None) -> str | None:
+    if given is None:
+        return None
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError(argument, f"cannot be a {type(given).__name__}", "give a path or a name")
+    return os.fspath(given)
+
+
+def _read_load_format(name: object) -> LoadFormat:
+    if name in ("auto", None, "safetensors", "gguf", "hf"):  # the files say which of these they are
+        return "auto"
+    if name == "dummy":
+        return "dummy"
+    raise ConfigError("load_format", f"{name!r} is unknown", 'use "auto" or "dummy"')

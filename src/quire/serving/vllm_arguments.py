@@ -1,0 +1,259 @@
+"""The arguments of vLLM's LLM and EngineArgs that Quire has under another name, has no use for, or does not have.
+
+A script written for vLLM passes many arguments by habit. A value that asks for nothing is accepted, a value that only
+tunes machinery which Quire does not have is accepted with a warning, and a value that would change what is computed is
+refused with what to use instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+from quire.config.arguments import EngineArguments
+from quire.types.errors import ConfigError, InvalidRequest
+
+logger = logging.getLogger("quire")
+
+OWN_ARGUMENTS = (
+    "model",
+    "tokenizer",
+    "skip_tokenizer_init",
+    "load_format",
+    "verbose",
+    "generation_config",
+    "override_generation_config",
+)
+RENAMED = {
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "num_gpu_blocks_override": "num_kv_blocks",
+    "kv_offloading_size": "swap_space",  # both in GiB
+}
+REVISIONS = {"revision": "model", "tokenizer_revision": "tokenizer"}  # a revision is part of a hub name
+
+
+@dataclass(frozen=True, slots=True)
+class NoEffect:
+    """An argument of vLLM that Quire does not read. `neutral`: the values that ask for nothing.
+
+    Any other value is refused, with `advice` as the fix, unless the argument `only_tunes`: then it is a warning.
+    """
+
+    neutral: tuple[object, ...] = (None,)
+    advice: str = "leave it out"
+    only_tunes: bool = False
+
+    def check(self, name: str, value: object) -> str | None:
+        """Return a warning about a value without effect, or None. Raises ConfigError for one that cannot be kept."""
+        if any(value is known or (type(value) is type(known) and value == known) for known in self.neutral):
+            return None
+        if self.only_tunes:
+            return f"{name}={value!r} has no effect: {self.advice}"
+        raise ConfigError(name, f"{value!r} is not supported", self.advice)
+
+
+_ONE_DEVICE = "Quire runs a model on one device; set it to 1 and start one server per GPU"
+_TEXT_ONLY = "Quire serves text models only; leave it out"
+_NO_LORA = "merge the adapter into the model and load that"
+_OFF = (None, False)
+
+
+def _tuning(advice: str, *neutral: object) -> NoEffect:
+    return NoEffect((None, *neutral), advice, only_tunes=True)
+
+
+NO_EFFECT: dict[str, NoEffect] = {
+    # parallelism
+    "tensor_parallel_size": NoEffect((None, 1), _ONE_DEVICE),
+    "pipeline_parallel_size": NoEffect((None, 1), _ONE_DEVICE),
+    "data_parallel_size": NoEffect((None, 1), _ONE_DEVICE),
+    "data_parallel_size_local": NoEffect((None, 1), _ONE_DEVICE),
+    "data_parallel_rank": NoEffect((None, 0), _ONE_DEVICE),
+    "decode_context_parallel_size": NoEffect((None, 1), _ONE_DEVICE),
+    "prefill_context_parallel_size": NoEffect((None, 1), _ONE_DEVICE),
+    "nnodes": NoEffect((None, 1), _ONE_DEVICE),
+    "node_rank": NoEffect((None, 0), _ONE_DEVICE),
+    "enable_expert_parallel": NoEffect(_OFF, "mixtures of experts are not supported; leave it out"),
+    "enable_eplb": NoEffect(_OFF, "mixtures of experts are not supported; leave it out"),
+    "distributed_executor_backend": _tuning("there is one process per engine", "mp", "uni"),
+    "disable_custom_all_reduce": _tuning("there is one device", False, True),
+    "max_parallel_loading_workers": _tuning("weights are read by all cores"),
+    "ray_workers_use_nsight": NoEffect(_OFF, "there is no Ray here; leave it out"),
+    # the model and its files
+    "trust_remote_code": _tuning("no code from a model's files is ever run", False),
+    "task": NoEffect((None, "auto", "generate"), "only text generation is supported"),
+    "runner": NoEffect((None, "auto", "generate"), "only text generation is supported"),
+    "convert": NoEffect((None, "auto", "none"), "only text generation is supported"),
+    "tokenizer_mode": NoEffect((None, "auto", "fast", "hf"), 'use "auto": tokenizer.json or the GGUF file is read'),
+    "config_format": NoEffect((None, "auto", "hf"), 'use "auto": config.json or GGUF metadata is read'),
+    "model_impl": NoEffect((None, "auto", "vllm"), "Quire has its own models; leave it out"),
+    "code_revision": NoEffect((None,), "no code from a model's files is ever run; leave it out"),
+    "hf_config_path": NoEffect((None,), "config.json is read from the model's folder; put it there"),
+    "hf_overrides": NoEffect((None, {}), "change config.json in a copy of the model's folder"),
+    "hf_token": NoEffect((None, False), "log in by `hf auth login`, or set HF_TOKEN in the environment"),
+    "download_dir": NoEffect((None,), "set HF_HOME in the environment"),
+    "ignore_patterns": _tuning("only the files that are needed are fetched"),
+    "model_loader_extra_config": NoEffect((None, {}), "leave it out"),
+    "safetensors_load_strategy": _tuning("weights are mapped, not copied", "lazy"),
+    "pt_load_map_location": _tuning("only safetensors and GGUF files are opened", "cpu"),
+    "use_tqdm_on_load": _tuning("use verbose", True, False),
+    "rope_scaling": NoEffect((None, {}), "change config.json in a copy of the model's folder"),
+    "rope_theta": NoEffect((None,), "change config.json in a copy of the model's folder"),
+    "served_model_name": _tuning("only a server has it: quire serve --served-model-name"),
+    "additional_config": NoEffect((None, {}), "leave it out"),
+    "worker_cls": NoEffect((None, "auto"), "leave it out"),
+    "worker_extension_cls": NoEffect((None, ""), "leave it out"),
+    "scheduler_cls": NoEffect((None,), "use policy"),
+    "logits_processors": NoEffect((None, [], ()), "use logit_bias, bad_words or structured_outputs"),
+    "enable_prompt_embeds": NoEffect(_OFF, "prompts are text or token ids"),
+    # the KV cache and the scheduler
+    "cpu_offload_gb": NoEffect((None, 0, 0.0), "use a quantized model, or quantization='fp8'"),
+    "kv_offloading_backend": _tuning("use swap_space and disk_cache_path", "native"),
+    "enable_chunked_prefill": NoEffect((None, True), "prompts are always computed in chunks; leave it out"),
+    "max_num_partial_prefills": _tuning("use max_num_batched_tokens", 1),
+    "max_long_partial_prefills": _tuning("use max_num_batched_tokens", 1),
+    "long_prefill_token_threshold": _tuning("use max_num_batched_tokens", 0),
+    "num_lookahead_slots": _tuning("use speculative_config", 0),
+    "prefix_caching_hash_algo": _tuning("the prefix cache compares tokens, not hashes", "sha256", "builtin"),
+    "disable_sliding_window": _tuning("models with a sliding window are refused", False),
+    "disable_hybrid_kv_cache_manager": _tuning("there is one kind of KV cache", False, True),
+    "disable_cascade_attn": _tuning("shared prefixes are read once where that is faster", False),
+    "calculate_kv_scales": NoEffect(_OFF, "fp8 keys and values need no scales here; leave it out"),
+    "kv_transfer_config": NoEffect((None,), "use swap_space and disk_cache_path"),
+    "kv_events_config": NoEffect((None,), "leave it out"),
+    "async_scheduling": _tuning("steps always run ahead of the host where they can", True),
+    "stream_interval": _tuning("a request's own stream_interval decides", 1),
+    "enable_sleep_mode": NoEffect(_OFF, "use close() and load the model again"),
+    # compiling and CUDA graphs
+    "compilation_config": _tuning("steps are captured as CUDA graphs; enforce_eager turns that off", {}, 0),
+    "optimization_level": _tuning("steps are captured as CUDA graphs; enforce_eager turns that off"),
+    "cuda_graph_sizes": _tuning("sizes are chosen by the load", []),
+    "max_seq_len_to_capture": _tuning("graphs hold sequences of any length", 8192),
+    "disable_async_output_proc": _tuning("leave it out", False),
+    # answers
+    "max_logprobs": _tuning("up to 1000 are returned", 20),
+    "logprobs_mode": NoEffect((None, "raw_logprobs"), "logprobs are of the model's own logits; leave it out"),
+    "structured_outputs_config": _tuning("grammars are compiled by llguidance", {}),
+    "guided_decoding_backend": _tuning("grammars are compiled by llguidance", "auto", "guidance"),
+    "reasoning_parser": NoEffect((None, ""), "only a server has it: quire serve --reasoning-parser"),
+    "pooler_config": NoEffect((None,), "only text generation is supported"),
+    "override_pooler_config": NoEffect((None,), "only text generation is supported"),
+    # LoRA, pictures and sound
+    "enable_lora": NoEffect(_OFF, _NO_LORA),
+    "max_loras": NoEffect((None, 1), _NO_LORA),
+    "max_lora_rank": NoEffect((None, 16), _NO_LORA),
+    "max_cpu_loras": NoEffect((None,), _NO_LORA),
+    "fully_sharded_loras": NoEffect(_OFF, _NO_LORA),
+    "lora_dtype": NoEffect((None, "auto"), _NO_LORA),
+    "limit_mm_per_prompt": _tuning(_TEXT_ONLY, {}),
+    "mm_processor_kwargs": NoEffect((None, {}), _TEXT_ONLY),
+    "media_io_kwargs": NoEffect((None, {}), _TEXT_ONLY),
+    "mm_processor_cache_gb": _tuning(_TEXT_ONLY, 4, 0),
+    "disable_mm_preprocessor_cache": _tuning(_TEXT_ONLY, False),
+    "skip_mm_profiling": _tuning(_TEXT_ONLY, False),
+    "enable_mm_embeds": NoEffect(_OFF, _TEXT_ONLY),
+    "allowed_local_media_path": NoEffect((None, ""), _TEXT_ONLY),
+    "allowed_media_domains": NoEffect((None, []), _TEXT_ONLY),
+    # logs and metrics
+    "disable_log_stats": _tuning("use stats()", True, False),
+    "disable_log_requests": _tuning("requests are not logged", True, False),
+    "enable_log_requests": _tuning("requests are not logged", False),
+    "aggregate_engine_logging": _tuning("there is one engine", False),
+    "otlp_traces_endpoint": NoEffect((None,), "only a server has it: quire serve --trace-endpoint"),
+    "collect_detailed_traces": _tuning("use stats()"),
+    "show_hidden_metrics_for_version": _tuning("no metric is hidden"),
+    "kv_cache_metrics": _tuning("use stats()", False),
+}
+
+
+class CallArguments(TypedDict, total=False):
+    """Arguments of vLLM's `generate` and `chat` that ask for nothing here."""
+
+    lora_request: object
+    prompt_adapter_request: object
+    tokenization_kwargs: object
+    mm_processor_kwargs: object
+    chat_template_content_format: object
+
+
+_IN_CALLS: dict[str, NoEffect] = {
+    "lora_request": NoEffect((None,), _NO_LORA),
+    "prompt_adapter_request": NoEffect((None,), "leave it out"),
+    "tokenization_kwargs": NoEffect((None, {}), "pass token ids of your own: get_tokenizer().encode()"),
+    "mm_processor_kwargs": NoEffect((None, {}), _TEXT_ONLY),
+    "chat_template_content_format": NoEffect((None, "auto", "string", "openai"), 'use "auto"'),
+}
+
+
+def check_call(others: Mapping[str, object]) -> None:
+    """Raise InvalidRequest for an argument of `generate` or `chat` that is unknown or cannot be kept."""
+    for name, value in others.items():
+        if name not in _IN_CALLS:
+            raise InvalidRequest(name, "is not an argument of this call", f"known besides: {', '.join(_IN_CALLS)}")
+        try:
+            _IN_CALLS[name].check(name, value)
+        except ConfigError as error:
+            raise InvalidRequest(name, error.reason, error.fix) from None
+
+
+def translate_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments in Quire's own names, without those that ask for nothing.
+
+    Raises ConfigError for an argument that is unknown or cannot be kept.
+    """
+    known = {item.name for item in fields(EngineArguments)} | set(OWN_ARGUMENTS)
+    own: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in NO_EFFECT:
+            warning = NO_EFFECT[name].check(name, value)
+            if warning is not None:
+                logger.warning("%s", warning)
+        elif name in RENAMED:
+            _put(own, given, name, RENAMED[name], value)
+        elif name in REVISIONS:
+            continue
+        elif name not in known:
+            raise _unknown(name, known)
+        elif name in ("seed", "block_size") and value is None:  # vLLM: None means the default
+            continue
+        else:
+            own[name] = str(value).removeprefix("torch.") if name == "dtype" else value
+    for name, model in REVISIONS.items():
+        if given.get(name) is not None and (model == "model" or given.get(model) is not None):
+            own[model] = with_revision(own.get(model), name, given[name])
+    return own
+
+
+def with_revision(model: object, name: str, revision: object) -> str:
+    """Return the hub name of a model at a revision. Raises ConfigError for a model that is not on the hub."""
+    from quire.runtime.loading.resolve import hub_repository
+
+    repository = None if model is None else hub_repository(str(model))
+    if not isinstance(revision, str) or not revision.strip():
+        raise ConfigError(name, f"must be a branch, a tag or a commit, got {revision!r}")
+    if repository is None:
+        raise ConfigError(name, f"is for a model on the hub, and {model!r} is none", "leave it out")
+    if "@" in repository and not repository.endswith(f"@{revision}"):
+        raise ConfigError(name, f"is {revision!r}, but the name says {repository!r}", "give one of them")
+    if "@" in repository:
+        return repository
+    base, colon, file = repository.partition(":")
+    return f"{base}@{revision}{colon}{file}"
+
+
+def _put(own: dict[str, Any], given: Mapping[str, Any], name: str, target: str, value: object) -> None:
+    if value is None:
+        return
+    if given.get(target) is not None:
+        raise ConfigError(name, f"is another name of {target}, which is given too", "give one of them")
+    own[target] = value
+
+
+def _unknown(name: str, known: set[str]) -> ConfigError:
+    names = sorted(known | NO_EFFECT.keys() | RENAMED.keys() | REVISIONS.keys())
+    close = difflib.get_close_matches(name, sorted(known), n=1) or difflib.get_close_matches(name, names, n=1)
+    fix = f"did you mean {close[0]}?" if close else f"known are: {', '.join(sorted(known))}"
+    return ConfigError(name, "is not an argument of LLM", fix)

@@ -1,0 +1,86 @@
+"""The fields of vLLM's SamplingParams that Quire has under another name, has no use for, or does not have."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from enum import IntEnum
+from functools import wraps
+from typing import Any, TypeVar
+
+from quire.types.errors import InvalidRequest
+from quire.types.value_checks import shown
+
+_Params = TypeVar("_Params")
+
+
+class RequestOutputKind(IntEnum):
+    """What each output of `AsyncLLM.generate` holds."""
+
+    CUMULATIVE = 0  # all of the answer so far
+    DELTA = 1  # what is new since the output before
+    FINAL_ONLY = 2  # the whole answer, once, at its end
+
+
+# Fields that are not read: the values that ask for nothing, and what to use for others.
+_NO_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {
+    "logits_processors": ((None, []), "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
+    "truncate_prompt_tokens": ((None,), "cut the prompt's token ids before you pass them"),
+    "extra_args": ((None, {}), "leave it out"),
+    "flat_logprobs": ((None, False), "logprobs are lists of dicts; leave it out"),
+    "skip_clone": ((None, False, True), ""),
+    "skip_reading_prefix_cache": ((None, False), "use a cache_salt of the prompt"),
+    "thinking_token_budget": ((None,), "use max_tokens"),
+    "use_beam_search": ((None, False), "use LLM.beam_search with BeamSearchParams"),
+    "length_penalty": ((None, 1.0, 1), "use LLM.beam_search with BeamSearchParams"),
+    "early_stopping": ((None, False), "use LLM.beam_search with BeamSearchParams"),
+    "prompt_adapter_request": ((None,), "leave it out"),
+}
+_RENAMED = {"guided_decoding": "structured_outputs", "max_new_tokens": "max_tokens"}
+
+
+def takes_vllm_fields(cls: type[_Params]) -> type[_Params]:
+    """Let a class of sampling parameters take fields of vLLM that have other names here or ask for nothing.
+
+    A field that would change the answer and is not supported, or that is unknown, raises InvalidRequest.
+    """
+    init, known = cls.__init__, frozenset(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+
+    @wraps(init)
+    def read(self: Any, **values: Any) -> None:
+        if not values.keys() <= known:
+            values = _translate(values, known)
+        init(self, **values)
+
+    cls.__init__ = read  # type: ignore[method-assign]
+    return cls
+
+
+def read_output_kind(name: str, value: object) -> RequestOutputKind:
+    """Return the kind for itself, its number, or its name in any case."""
+    if isinstance(value, str) and value.upper() in RequestOutputKind.__members__:
+        return RequestOutputKind[value.upper()]
+    if isinstance(value, int) and not isinstance(value, bool) and value in tuple(RequestOutputKind):
+        return RequestOutputKind(value)
+    raise InvalidRequest(name, f"must be CUMULATIVE, DELTA or FINAL_ONLY, got {shown(value)}")
+
+
+def _translate(given: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in known:
+            own[name] = value
+        elif name in _RENAMED:
+            if value is not None and given.get(_RENAMED[name]) is not None:
+                raise InvalidRequest(name, f"is another name of {_RENAMED[name]}, which is given too", "give one")
+            if value is not None:
+                own[_RENAMED[name]] = value
+        elif name in _NO_EFFECT:
+            neutral, fix = _NO_EFFECT[name]
+            if not any(value is one or (type(value) is type(one) and value == one) for one in neutral):
+                raise InvalidRequest(name, f"{shown(value)} is not supported", fix)
+        else:
+            close = difflib.get_close_matches(name, sorted(known), n=1)
+            fix = f"did you mean {close[0]}?" if close else f"known are: {', '.join(sorted(known))}"
+            raise InvalidRequest(name, "is no sampling parameter", fix)
+    return own
