@@ -6,8 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from quire.serving.async_llm import AsyncEngineArgs as AsyncEngineArgs
+    from quire.serving.async_llm import AsyncLLM as AsyncLLM
+    from quire.serving.async_llm import AsyncLLMEngine as AsyncLLMEngine
+    from quire.serving.async_llm import EngineArgs as EngineArgs
     from quire.serving.batch import LiveRequest as LiveRequest
     from quire.serving.llm import LLM as LLM
+    from quire.serving.requests import TextPrompt as TextPrompt
+    from quire.serving.requests import TokensPrompt as TokensPrompt
     from quire.types.beam import BeamSearchOutput as BeamSearchOutput
     from quire.types.beam import BeamSearchParams as BeamSearchParams
     from quire.types.beam import BeamSearchSequence as BeamSearchSequence
@@ -24,11 +30,19 @@ if TYPE_CHECKING:
     from quire.types.prefix import PinnedPrefix as PinnedPrefix
     from quire.types.sampling import SamplingParams as SamplingParams
     from quire.types.stats import EngineStats as EngineStats
+    from quire.types.vllm_sampling import RequestOutputKind as RequestOutputKind
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "quire.serving.llm",
+    "AsyncLLM": "quire.serving.async_llm",
+    "AsyncLLMEngine": "quire.serving.async_llm",
+    "EngineArgs": "quire.serving.async_llm",
+    "AsyncEngineArgs": "quire.serving.async_llm",
+    "TextPrompt": "quire.serving.requests",
+    "TokensPrompt": "quire.serving.requests",
+    "RequestOutputKind": "quire.types.vllm_sampling",
     "LiveRequest": "quire.serving.batch",
     "SamplingParams": "quire.types.sampling",
     "BeamSearchParams": "quire.types.beam",
@@ -50,12 +64,16 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
     "ConfigError",
     "DoesNotFit",
+    "EngineArgs",
     "EngineDead",
     "EngineStats",
     "InvalidRequest",
@@ -65,8 +83,11 @@ __all__ = [
     "PinnedPrefix",
     "QuireError",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 

@@ -6,14 +6,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.serving.client import EngineClient
 from quire.serving.outputs import OutputBuilder, SampleText, StreamPiece, is_ranked, own_fault, read_whole
 from quire.serving.terminal import DeferredInterrupt
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest, QuireError
-from quire.types.output import Finished, RequestOutput, TokensOut
+from quire.types.output import Finished, Logprob, RequestOutput, TokensOut
 from quire.types.request import Abort, Branch, Submit
+from quire.types.step import TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -26,20 +28,36 @@ class _Live:
     texts: dict[int, SampleText]  # by sample index; empty when its text is not wanted token by token
 
 
+class Ended(NamedTuple):
+    """The output of a request that is over, and why it failed, if it did."""
+
+    output: RequestOutput
+    error: QuireError | None
+
+
 class Batch:
     """Submits requests, reads the engine's tokens and assembles outputs in the order of submission.
 
     Only samples that may end by their text (all of them with `follow_all`) are followed token by token. Text is made
-    only where there is a tokenizer and the request wants it.
+    only where there is a tokenizer and the request wants it. Without `keep_outputs`, `take_ended` is the only way to
+    them, and nothing of a request is kept after it.
     """
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, *, follow_all: bool = False) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        *,
+        follow_all: bool = False,
+        keep_outputs: bool = True,
+    ) -> None:
         self._client, self._tokenizer, self._follow_all = client, tokenizer, follow_all
+        self._keep_outputs = keep_outputs
         self._builder = OutputBuilder(tokenizer)
         self._live: dict[str, _Live] = {}
         self._followed: dict[int, tuple[_Live, int]] = {}  # by sample handle
         self._outputs: list[RequestOutput | None] = []
-        self._ended: list[RequestOutput] = []
+        self._ended: list[Ended] = []
         self.errors: list[QuireError] = []
         self.num_output_tokens = 0
 
@@ -49,6 +67,7 @@ class Batch:
 
     @property
     def num_finished(self) -> int:
+        """How many of the requests whose outputs are kept are over."""
         return len(self._outputs) - len(self._live)
 
     @property
@@ -65,7 +84,8 @@ class Batch:
         handle = self._client.submit(request)
         live = _Live(request, prompt, handle, len(self._outputs), time.monotonic(), dict(enumerate(texts)))
         self._live[request.request_id] = live
-        self._outputs.append(None)
+        if self._keep_outputs:
+            self._outputs.append(None)
         if is_followed:
             self._followed.update((handle + index, (live, index)) for index in range(sampling.n))
 
@@ -80,8 +100,8 @@ class Batch:
                 pieces.extend(self._end(live, finished))
         return pieces
 
-    def take_ended(self) -> list[RequestOutput]:
-        """The outputs that came since the last call."""
+    def take_ended(self) -> list[Ended]:
+        """The requests that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -93,7 +113,7 @@ class Batch:
             self.step()
 
     def _follow(self, out: TokensOut) -> list[StreamPiece]:
-        pieces = []
+        pieces, entries = [], _by_handle(out.logprobs) if self._follow_all and out.logprobs else {}
         for handle, token_id in zip(out.samples.tolist(), out.token_ids.tolist(), strict=True):
             followed = self._followed.get(handle)
             if followed is None:
@@ -102,11 +122,17 @@ class Batch:
             sample = live.texts.get(index)
             text = "" if sample is None else sample.push(token_id)
             if self._follow_all:
-                pieces.append(StreamPiece(index, text, (token_id,), request_id=live.request.request_id))
+                logprobs = self._read_logprobs(live, entries[handle].pop(0)) if entries.get(handle) else ()
+                request_id = live.request.request_id
+                pieces.append(StreamPiece(index, text, (token_id,), request_id=request_id, logprobs=logprobs))
             if sample is not None and sample.stopped_by is not None:
                 del self._followed[handle]
                 self._client.abort(Abort(live.request.request_id, index, sample.stopped_by))
         return pieces
+
+    def _read_logprobs(self, live: _Live, entry: TokenLogprobs) -> tuple[dict[int, Logprob], ...]:
+        num_named = len(tuple(live.request.sampling.logprob_token_ids or ()))
+        return (self._builder.read_logprobs(entry, num_named),)
 
     def _end(self, live: _Live, finished: Finished) -> list[StreamPiece]:
         if is_ranked(live.request) and self._tokenizer is not None and live.request.sampling.detokenize:
@@ -118,10 +144,11 @@ class Batch:
             self._followed.pop(live.handle + index, None)
         output = self._builder.build(live.request, live.prompt, finished, live.texts)
         output.metrics["latency_seconds"] = time.monotonic() - live.submitted_at
-        self._outputs[live.place] = output
-        self._ended.append(output)
-        if finished.error is not None:
-            self.errors.append(own_fault(finished) or QuireError(finished.error))
+        error = None if finished.error is None else own_fault(finished) or QuireError(finished.error)
+        self._ended.append(Ended(output, error))
+        if self._keep_outputs:
+            self._outputs[live.place] = output
+            self.errors += [] if error is None else [error]
         if not self._follow_all:
             return []
         name, is_new = live.request.request_id, is_ranked(live.request)
@@ -133,6 +160,7 @@ class Batch:
                 one.finish_reason,
                 one.stop_reason,
                 name,
+                tuple(one.logprobs or ()) if is_new else (),
             )
             for one in output.outputs
         ]
@@ -237,11 +265,18 @@ class LiveRequests:
             raise
         for piece in pieces:
             self._live[piece.request_id].take(piece)
-        for output in ended:
-            self._live.pop(output.request_id).settle(output)
+        for end in ended:
+            self._live.pop(end.output.request_id).settle(end.output)
         if batch.errors:
             raise batch.errors.pop(0)
         return pieces
+
+
+def _by_handle(logprobs: tuple[tuple[int, TokenLogprobs], ...]) -> dict[int, list[TokenLogprobs]]:
+    entries: dict[int, list[TokenLogprobs]] = {}
+    for handle, entry in logprobs:
+        entries.setdefault(handle, []).append(entry)
+    return entries
 
 
 def branch_of(source: LiveRequest | RequestOutput, index: int, at_token: int | None) -> tuple[tuple[int, ...], Branch]:

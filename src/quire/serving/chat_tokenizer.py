@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 from quire.serving.requests import Message, read_conversations
-from quire.serving.text.chat_template import ChatTemplate
+from quire.serving.text.chat_template import ChatTemplates
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest
 
-_TEMPLATE_OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "padding": (None, False),
     "truncation": (None, False),
@@ -39,7 +38,7 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._templates: dict[str, ChatTemplate] = {}
+        self._templates = ChatTemplates(tokenizer)
 
     # ------------------------------------------------------------------------------------------------ vocabulary
     def __len__(self) -> int:
@@ -81,20 +80,14 @@ class ChatTokenizer:
     def get_vocab(self) -> dict[str, int]:
         return self._tokenizer.vocabulary()
 
-    @overload
-    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
-    @overload
-    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]: ...
-    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str | None] | None:
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
+        """Return a token as the vocabulary spells it, or several as a list; None for an id that has none."""
         if isinstance(ids, int):
             return self._tokenizer.raw_token(ids)
         return [self._tokenizer.raw_token(int(token)) for token in ids]
 
-    @overload
-    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
-    @overload
-    def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[int | None]: ...
-    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """Return the id of one token, or of several as a list; None for a token that is not in the vocabulary."""
         if isinstance(tokens, str):
             return self._tokenizer.token_id(tokens)
         return [self._tokenizer.token_id(token) for token in tokens]
@@ -114,7 +107,7 @@ class ChatTokenizer:
 
     def tokenize(self, text: str, *, add_special_tokens: bool = False) -> list[str | None]:
         """Return the tokens of `text` as the vocabulary spells them."""
-        return self.convert_ids_to_tokens(self.encode(text, add_special_tokens))
+        return [self._tokenizer.raw_token(token) for token in self.encode(text, add_special_tokens)]
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of token ids. Special tokens are part of it unless they are skipped."""
@@ -146,7 +139,7 @@ class ChatTokenizer:
         _check_options({name: variables.pop(name) for name in list(variables) if name in _NEUTRAL})
         if documents is not None:
             variables["documents"] = documents
-        texts = self.render(
+        texts = self._templates.render(
             read_conversations(conversation),
             chat_template,
             variables,
@@ -160,28 +153,6 @@ class ChatTokenizer:
         ids = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         found: Any = ids[0] if is_one else ids
         return _encoding(found) if return_dict else found
-
-    def render(
-        self,
-        conversations: Sequence[Sequence[Message]],
-        chat_template: str | None = None,
-        variables: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> list[str]:
-        """Return the prompt of every conversation. Raises InvalidRequest where there is no template."""
-        for name in variables or {}:
-            if name in _TEMPLATE_OPTIONS:
-                raise InvalidRequest(f"chat_template_kwargs.{name}", "is no variable of templates", "pass it by itself")
-        template = self._template(chat_template)
-        return [template.render(each, **options, **(variables or {})) for each in conversations]
-
-    def _template(self, source: str | None) -> ChatTemplate:
-        source = source or self.chat_template
-        if source is None:
-            raise InvalidRequest("messages", "the model has no chat template", "pass chat_template, or use generate()")
-        if source not in self._templates:
-            self._templates[source] = ChatTemplate(source, bos_token=self.bos_token, eos_token=self.eos_token)
-        return self._templates[source]
 
 
 def _encoding(ids: Any) -> Encoding:

@@ -18,6 +18,10 @@ class EngineClient(Protocol):
     def has_work(self) -> bool:
         """Whether a request is live, so that `receive` will return."""
 
+    @property
+    def dead(self) -> str | None:
+        """Why the engine takes no more requests; None while it does."""
+
     def submit(self, request: Submit) -> int:
         """Queue a request; sample i of it has the returned handle + i. Raises InvalidRequest and queues nothing."""
 
@@ -51,6 +55,10 @@ class InProcessClient:
     @property
     def has_work(self) -> bool:
         return self._core.has_work
+
+    @property
+    def dead(self) -> str | None:
+        return self._core.dead
 
     def submit(self, request: Submit) -> int:
         return self._core.submit(request)

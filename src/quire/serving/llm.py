@@ -28,6 +28,7 @@ from quire.serving.requests import (
     read_prompts,
 )
 from quire.serving.terminal import DeferredInterrupt, ProgressLine
+from quire.serving.text.chat_template import ChatTemplates
 from quire.serving.text.tokenizer import Tokenizer
 from quire.serving.vllm_arguments import CallArguments, check_call
 from quire.types.beam import BeamSearchOutput, BeamSearchParams
@@ -77,7 +78,7 @@ class LLM:
         self._loaded = loaded
         self.model_config, self.config, self.memory_plan = loaded.model_config, loaded.config, loaded.memory_plan
         self._tokenizer, self._requests, self._client = loaded.tokenizer, loaded.requests, loaded.client
-        self._chat_tokenizer = None if loaded.tokenizer is None else ChatTokenizer(loaded.tokenizer)
+        self._templates = None if loaded.tokenizer is None else ChatTemplates(loaded.tokenizer)
         self._default_sampling = loaded.sampling_defaults.params()
         self._live = LiveRequests(self._client, self._tokenizer)
         self._busy = False
@@ -97,7 +98,8 @@ class LLM:
         Without `sampling_params` the model's own defaults hold. `use_tqdm`: a progress line on stderr; None draws it
         only on a terminal. Ctrl-C ends what is live and leaves the engine usable.
         """
-        check_call(others)
+        if others:
+            check_call(others)
         read = read_prompts(prompts)
         return self._run(read, self._pair(sampling_params, len(read)), use_tqdm, priority=priority)
 
@@ -116,7 +118,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered by the model's chat template or the given one. Without
         `sampling_params` the model's own defaults hold."""
-        check_call(others)
+        if others:
+            check_call(others)
         prompts = self._render(
             read_conversations(messages),
             chat_template,
@@ -154,7 +157,8 @@ class LLM:
         **others: Unpack[CallArguments],
     ) -> list[BeamSearchOutput]:
         """The likeliest answers to every prompt, best first. All searches run in one batch, each of its own width."""
-        check_call(others)
+        if others:
+            check_call(others)
         read = read_prompts(prompts)
         searches = pair_beams(params, len(read))
         sampling, beams = [one.sampling for one in searches], [one.rules for one in searches]
@@ -232,9 +236,7 @@ class LLM:
 
     def get_tokenizer(self) -> ChatTokenizer:
         """The tokenizer with the calls of transformers: `apply_chat_template`, `encode`, `decode`, `eos_token_id`."""
-        if self._chat_tokenizer is None:
-            raise ConfigError("skip_tokenizer_init", "is set, so there is no tokenizer", "leave it out")
-        return self._chat_tokenizer
+        return ChatTokenizer(self.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling that the model's makers recommend, on top of the defaults of SamplingParams."""
@@ -268,8 +270,9 @@ class LLM:
         variables: Mapping[str, Any] | None,
         **options: Any,
     ) -> list[Prompt]:
-        texts = self.get_tokenizer().render(conversations, template, variables, **options)
-        return [Prompt(text=text) for text in texts]
+        if self._templates is None:
+            raise ConfigError("skip_tokenizer_init", "is set, so there is no chat template", "leave it out")
+        return [Prompt(text=text) for text in self._templates.render(conversations, template, variables, **options)]
 
     def _pair(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int

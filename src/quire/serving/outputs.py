@@ -101,6 +101,7 @@ class StreamPiece:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     request_id: str = ""
+    logprobs: tuple[dict[int, Logprob], ...] = ()  # of `token_ids`, where they are asked for
 
 
 def settled(end: SampleEnd, text: SampleText | None) -> SampleEnd:
@@ -160,7 +161,9 @@ class OutputBuilder:
         outputs = [self._completion(request, end, texts.get(end.index), finished.error) for end in finished.samples]
         prompt_logprobs = None
         if request.sampling.prompt_logprobs is not None and finished.prompt_logprobs is not None:
-            prompt_logprobs = [None if entry is None else self._logprobs(entry) for entry in finished.prompt_logprobs]
+            prompt_logprobs = [
+                None if entry is None else self.read_logprobs(entry) for entry in finished.prompt_logprobs
+            ]
         return RequestOutput(
             request_id=request.request_id,
             prompt=prompt,
@@ -186,7 +189,7 @@ class OutputBuilder:
             text=self._decode(request, token_ids) if text is None else text.text,
             token_ids=list(token_ids),
             cumulative_logprob=_sum_of(logprobs) if wants_logprobs else end.cumulative_logprob,
-            logprobs=[self._logprobs(entry, num_named) for entry in logprobs] if wants_logprobs else None,
+            logprobs=[self.read_logprobs(entry, num_named) for entry in logprobs] if wants_logprobs else None,
             finish_reason=end.finish_reason,
             stop_reason=stop_reason,
             score=end.score,
@@ -199,7 +202,7 @@ class OutputBuilder:
         detokenizer = answer_detokenizer(self._tokenizer, sampling)
         return detokenizer.push(spoken_ids(request, token_ids)) + detokenizer.finish()
 
-    def _logprobs(self, entry: TokenLogprobs, num_named: int = 0) -> dict[int, Logprob]:
+    def read_logprobs(self, entry: TokenLogprobs, num_named: int = 0) -> dict[int, Logprob]:
         """The chosen token first, then the most likely ones with their ranks, then the last `num_named` without."""
         token_ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
         chosen = {token_ids[0]: Logprob(values[0], entry.rank, self._name(token_ids[0]))}

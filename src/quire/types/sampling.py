@@ -6,16 +6,17 @@ import struct
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import wraps
 from numbers import Integral
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from quire.types.decoding import StructuredOutputsParams, read_structured_outputs
 from quire.types.errors import InvalidRequest
 from quire.types.value_checks import Number, Whole, check_flag, read_items, shown
-from quire.types.vllm_sampling import RequestOutputKind, read_output_kind, takes_vllm_fields
+from quire.types.vllm_sampling import RequestOutputKind, read_output_kind, translate_fields
 
 MAX_N = 16_384
 MAX_LOGPROBS = 1_000
@@ -28,6 +29,7 @@ MAX_LOGIT_BIAS = 10_000.0
 MAX_SEED = 2**64 - 1
 MAX_PATTERN_SIZE = 4_096
 MAX_PATTERN_COUNT = 65_536
+_Class = TypeVar("_Class")
 _MANY_TOKENS = 128  # from here on, checking token ids as an array is faster than a loop over them
 
 
@@ -52,7 +54,19 @@ class RepetitionDetection:
             raise InvalidRequest(f"{name}.min_pattern_size", reason, "lower it or raise max_pattern_size")
 
 
-@takes_vllm_fields
+def _take_vllm_fields(cls: type[_Class]) -> type[_Class]:
+    """Let a dataclass take fields of vLLM that have another name here, or ask for nothing."""
+    init, known = cls.__init__, frozenset(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+
+    @wraps(init)
+    def read(self: Any, **values: Any) -> None:
+        init(self, **(values if values.keys() <= known else translate_fields(values, known)))
+
+    cls.__init__ = read  # type: ignore[method-assign]
+    return cls
+
+
+@_take_vllm_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The sampling parameters of a request. Frozen and fully validated when made; unknown arguments are errors.

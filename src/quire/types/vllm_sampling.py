@@ -5,13 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from enum import IntEnum
-from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 from quire.types.errors import InvalidRequest
 from quire.types.value_checks import shown
-
-_Params = TypeVar("_Params")
 
 
 class RequestOutputKind(IntEnum):
@@ -39,23 +36,6 @@ _NO_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {
 _RENAMED = {"guided_decoding": "structured_outputs", "max_new_tokens": "max_tokens"}
 
 
-def takes_vllm_fields(cls: type[_Params]) -> type[_Params]:
-    """Let a class of sampling parameters take fields of vLLM that have other names here or ask for nothing.
-
-    A field that would change the answer and is not supported, or that is unknown, raises InvalidRequest.
-    """
-    init, known = cls.__init__, frozenset(cls.__dataclass_fields__)  # type: ignore[attr-defined]
-
-    @wraps(init)
-    def read(self: Any, **values: Any) -> None:
-        if not values.keys() <= known:
-            values = _translate(values, known)
-        init(self, **values)
-
-    cls.__init__ = read  # type: ignore[method-assign]
-    return cls
-
-
 def read_output_kind(name: str, value: object) -> RequestOutputKind:
     """Return the kind for itself, its number, or its name in any case."""
     if isinstance(value, str) and value.upper() in RequestOutputKind.__members__:
@@ -65,7 +45,11 @@ def read_output_kind(name: str, value: object) -> RequestOutputKind:
     raise InvalidRequest(name, f"must be CUMULATIVE, DELTA or FINAL_ONLY, got {shown(value)}")
 
 
-def _translate(given: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+def translate_fields(given: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """Return the fields of SamplingParams that vLLM's fields stand for, without those that ask for nothing.
+
+    Raises InvalidRequest for a field that is unknown, or whose value would change the answer and is not supported.
+    """
     own: dict[str, Any] = {}
     for name, value in given.items():
         if name in known:

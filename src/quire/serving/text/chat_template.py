@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, meta
 from jinja2.exceptions import SecurityError
@@ -22,9 +22,13 @@ from quire.serving.text.template_budget import Budget, TemplateLimits, TemplateT
 from quire.serving.text.template_sandbox import TemplateEnvironment
 from quire.types.errors import InvalidRequest, ModelLoadError
 
+if TYPE_CHECKING:
+    from quire.serving.text.tokenizer import Tokenizer
+
 logger = logging.getLogger("quire.text")
 
 _CUT = "\U000f0000CONTINUE\U000f0001 "  # where a message to be continued ends; the space tells whether it was trimmed
+_OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 
 
@@ -142,6 +146,39 @@ class ChatTemplate:
             reason = f"the chat template cannot render them ({type(error).__name__})"
             raise InvalidRequest("messages", reason, "check their fields and the template's variables") from None
         return "".join(parts)
+
+
+class ChatTemplates:
+    """The chat templates that conversations with one model use: its own, and those that calls bring. Each is compiled
+    once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._default = tokenizer.chat_template
+        self._bos_token = None if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id)
+        self._eos_token = tokenizer.token_text(tokenizer.eos_ids[0]) if tokenizer.eos_ids else None
+        self._compiled: dict[str, ChatTemplate] = {}
+
+    def render(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        source: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[str]:
+        """Return the prompt of every conversation, by the template `source` or the model's own. Raises InvalidRequest
+        where there is none."""
+        for name in variables or {}:
+            if name in _OPTIONS:
+                raise InvalidRequest(f"chat_template_kwargs.{name}", "is no variable of templates", "pass it by itself")
+        template = self._find(source or self._default)
+        return [template.render(each, **options, **(variables or {})) for each in conversations]
+
+    def _find(self, source: str | None) -> ChatTemplate:
+        if source is None:
+            raise InvalidRequest("messages", "the model has no chat template", "pass chat_template, or use generate()")
+        if source not in self._compiled:
+            self._compiled[source] = ChatTemplate(source, bos_token=self._bos_token, eos_token=self._eos_token)
+        return self._compiled[source]
 
 
 def _mark_end(conversation: list[Message]) -> str:
