@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from quire.config.arguments import EngineArguments
 
@@ -25,6 +25,8 @@ class ModelSource:
     chat_template: str | None = None  # text of a template that replaces the model's; None: the model's
     tool_call_parser: str = "auto"  # the format of tool calls; auto: by the chat template
     reasoning_parser: str = "auto"  # the format of reasoning; auto: by the chat template
+    generation_config: str = "auto"  # default sampling: auto (of the model's files), none, or a folder
+    override_generation_config: dict[str, Any] = field(default_factory=dict)  # single values of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

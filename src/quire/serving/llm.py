@@ -62,6 +62,7 @@ class LLM:
         load_format: LoadFormat = "auto",
         verbose: bool | None = None,  # the memory plan and loading progress on stderr; None: only on a terminal
         generation_config: str = "auto",  # where default sampling comes from: the model's files, "none" or a folder
+        override_generation_config: Mapping[str, Any] | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
         loaded = load_model(
@@ -72,6 +73,7 @@ class LLM:
                 "load_format": load_format,
                 "verbose": verbose,
                 "generation_config": generation_config,
+                "override_generation_config": override_generation_config,
                 **settings,
             }
         )

@@ -46,6 +46,12 @@ class NoEffect:
     advice: str = "leave it out"
     only_tunes: bool = False
 
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is on or off, so that a flag of its name takes no value."""
+        given = [value for value in self.neutral if value is not None]
+        return bool(given) and all(isinstance(value, bool) for value in given)
+
     def check(self, name: str, value: object) -> str | None:
         """Return a warning about a value without effect, or None. Raises ConfigError for one that cannot be kept."""
         if any(value is known or (type(value) is type(known) and value == known) for known in self.neutral):

@@ -44,9 +44,10 @@ class LocalAnswerer:
 
     def __init__(self, llm: LLM, args: argparse.Namespace) -> None:
         self._llm, self._sampling = llm, sampling_params(args)
+        self._chat_sampling = sampling_params(args, llm.get_default_sampling_params())
 
     def chat(self, messages: Sequence[Message]) -> Pieces:
-        return _pieces(self._llm.stream_chat(messages, self._sampling))
+        return _pieces(self._llm.stream_chat(messages, self._chat_sampling))
 
     def complete(self, prompt: str) -> Pieces:
         return _pieces(self._llm.stream(prompt, self._sampling))
@@ -62,7 +63,8 @@ def answerer(args: argparse.Namespace) -> Iterator[Answerer]:
     if args.url is not None:
         from quire.serving.cli.remote import RemoteAnswerer
 
-        for name in ("tokenizer", "load_format", "verbose", *map(field_of, (*ENGINE_FLAGS, *ENGINE_SWITCHES))):
+        own = ("tokenizer", "load_format", "verbose", "generation_config", "override_generation_config")
+        for name in (*own, *map(field_of, (*ENGINE_FLAGS, *ENGINE_SWITCHES))):
             if getattr(args, name, None) not in (None, "auto"):
                 raise ConfigError(name, "is decided by the server at --url", "leave it out")
         yield RemoteAnswerer(args)
@@ -83,6 +85,8 @@ def load(args: argparse.Namespace) -> LLM:
         tokenizer=args.tokenizer,
         load_format=args.load_format,
         verbose=args.verbose,
+        generation_config=getattr(args, "generation_config", None) or "auto",
+        override_generation_config=getattr(args, "override_generation_config", None),
         **engine_settings(args),
     )
 

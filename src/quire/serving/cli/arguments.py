@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
 from quire.config.policy import POLICY_NAMES
 from quire.config.tiers import EVICTION_NAMES, PREEMPTION_NAMES
+from quire.serving.cli.suggestions import closest_command, split_vllm_flags, take_vllm_flags, unknown_flags
+from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.config.arguments import EngineSettings
@@ -92,13 +95,37 @@ def examples(commands: dict[str, str]) -> Examples:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser that takes no abbreviations and whose errors are one line: the cause and where to read on."""
+    """An argument parser that takes no abbreviations and whose errors are one line: the cause, what may have been meant
+    and where to read on."""
 
     def __init__(self, *, prog: str, description: str, **options: Any) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the arguments of one command. A flag that the command does not know is an error at once, but for the
+        flags of vLLM that ask for nothing or have another name here."""
+        own: list[str] = list(sys.argv[1:] if args is None else args)
+        foreign: list[tuple[str, Any]] = []
+        if "--dtype" in self._option_string_actions:  # of a command that runs an engine
+            own, foreign = split_vllm_flags(own, self)
+        parsed, unknown = super().parse_known_args(own, namespace)
+        if unknown and self._subparsers is None:
+            self.error(unknown_flags(unknown, self))
+        try:
+            take_vllm_flags(foreign, parsed)
+        except ConfigError as error:
+            self.error(str(error))
+        return parsed, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = list(map(str, action.choices))
+            close = closest_command(str(value), known)
+            hint = f"did you mean {close}?" if close else f"choose from {', '.join(known)}"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
 
 
 def add_complete(commands: Commands[OneLineParser]) -> None:
@@ -139,8 +166,8 @@ def add_chat(commands: Commands[OneLineParser]) -> None:
     parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the conversation")
     add_model(parser)
     _add_remote(parser)
-    _add_sampling(parser, {"temperature": 0.0, "max_tokens": 512})
-    add_loading(add_engine(parser))
+    _add_sampling(parser, {"max_tokens": 512}, "what is left out is as the model's makers recommend")
+    add_generation_config(add_loading(add_engine(parser)))
 
 
 def add_pull(commands: Commands[OneLineParser]) -> None:
@@ -189,11 +216,12 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
     return cast("EngineSettings", given)
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The sampling asked for, on top of the command's own defaults. Raises InvalidRequest."""
+def sampling_params(args: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:
+    """The sampling asked for, on top of `defaults` and the command's own. Raises InvalidRequest."""
     from quire.types.sampling import SamplingParams
 
-    return SamplingParams(n=getattr(args, "n", 1), seed=args.seed, stop=args.stop or (), **given_sampling(args))
+    given = {"n": getattr(args, "n", 1), "seed": args.seed, "stop": args.stop or (), **given_sampling(args)}
+    return SamplingParams(**({} if defaults is None else defaults.changed_fields()) | given)
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -234,14 +262,29 @@ def add_loading(group: argparse._ArgumentGroup, *, verbose: bool = True) -> argp
     return group
 
 
+def add_generation_config(group: argparse._ArgumentGroup) -> argparse._ArgumentGroup:
+    group.add_argument(
+        "--generation-config",
+        metavar="SOURCE",
+        help="default sampling: auto (from the model's files), none, or a folder with generation_config.json (auto)",
+    )
+    group.add_argument(
+        "--override-generation-config",
+        type=json_object,
+        metavar="JSON",
+        help='single values of it, as JSON: {"temperature": 0.5}',
+    )
+    return group
+
+
 def _add_remote(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--url", help="ask this server instead of loading a model; --model is then the name it knows")
     group.add_argument("--api-key", metavar="KEY", help="the server's key; $QUIRE_API_KEY when left out")
 
 
-def _add_sampling(parser: argparse.ArgumentParser, defaults: dict[str, float]) -> None:
-    group = parser.add_argument_group("sampling")
+def _add_sampling(parser: argparse.ArgumentParser, defaults: dict[str, float], note: str | None = None) -> None:
+    group = parser.add_argument_group("sampling", note)
     for flag, (kind, text) in SAMPLING_FLAGS.items():
         default = defaults.get(field_of(flag))
         shown = text if default is None else f"{text} ({default:g})"

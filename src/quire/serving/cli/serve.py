@@ -60,12 +60,14 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, str | None]:
 
 def _source(args: argparse.Namespace) -> ModelSource:
     from quire.runtime.loading.catalogue import DEFAULT
+    from quire.runtime.loading.generation import check_generation_config
 
     if args.model is not None and args.model_name is not None and args.model != args.model_name:
         raise ConfigError("model", f"is given twice: {args.model_name} and {args.model}", "give it once")
     names = tuple(args.served_model_name or ())
     if any(not name.strip() for name in names):
         raise ConfigError("served_model_name", "is empty", "give a name or leave it out")
+    check_generation_config(args.generation_config or "auto", args.override_generation_config)
     return ModelSource(
         model=args.model_name or args.model or DEFAULT,
         tokenizer=args.tokenizer,
@@ -74,6 +76,8 @@ def _source(args: argparse.Namespace) -> ModelSource:
         chat_template=None if args.chat_template is None else _read_template(args.chat_template),
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
+        generation_config=args.generation_config or "auto",
+        override_generation_config=args.override_generation_config or {},
     )
 
 

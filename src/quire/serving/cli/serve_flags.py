@@ -11,7 +11,15 @@ from quire.config.server import (
     REASONING_PARSERS,
     TOOL_PARSERS,
 )
-from quire.serving.cli.arguments import Commands, OneLineParser, add_debug, add_engine, add_loading, examples
+from quire.serving.cli.arguments import (
+    Commands,
+    OneLineParser,
+    add_debug,
+    add_engine,
+    add_generation_config,
+    add_loading,
+    examples,
+)
 
 EXAMPLES = {
     "quire serve": "the default model on http://127.0.0.1:8000",
@@ -56,7 +64,7 @@ def add_serve(commands: Commands[OneLineParser]) -> None:
     _add_server(parser)
     _add_access(parser)
     _add_watching(parser)
-    group = add_loading(add_engine(parser), verbose=False)
+    group = add_generation_config(add_loading(add_engine(parser), verbose=False))
     group.add_argument("--scheduling-policy", default=argparse.SUPPRESS, help="the same as --policy")
     group.add_argument("--seed", type=int, help="for requests that bring no seed (0)")
 

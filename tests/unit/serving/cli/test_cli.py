@@ -18,8 +18,11 @@ from quire.serving.cli import answer as answer_module
 from quire.serving.cli import chat as chat_module
 from quire.serving.cli import pull as pull_module
 from quire.serving.cli.arguments import engine_settings, sampling_params
+from quire.serving.cli.suggestions import COMMANDS, FLAGS
 from quire.serving.terminal import LoadingProgress
 from quire.types.errors import ModelLoadError
+from quire.types.sampling import SamplingParams
+from quire.types.sampling_defaults import SamplingDefaults
 from tests.unit.serving.conftest import MakeLLM
 
 
@@ -70,6 +73,61 @@ def test_wrong_usage_is_one_line_and_exit_code_two(
     assert "--help" in error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["serv"], "did you mean serve?"),
+        (["run", "smollm2"], "did you mean chat?"),
+        (["generate"], "did you mean complete?"),
+        (["bench", "serv"], "did you mean serve?"),
+        (["serve", "--log-format", "jsn"], "did you mean json?"),
+        (["complete", "p", "--max-token", "5"], "did you mean --max-tokens instead of --max-token?"),
+        (["chat", "--temp=0.5"], "did you mean --temperature instead of --temp?"),
+        (["serve", "--ctx-size", "4096"], "did you mean --max-model-len instead of --ctx-size?"),
+        (["serve", "--ctx-sz", "4096"], "did you mean --max-model-len instead of --ctx-sz?"),
+        (["serve", "-ngl", "99", "--parallel", "4"], "did you mean --max-num-seqs instead of --parallel?"),
+        (["serve", "--tensor-parallel-size", "2"], "tensor_parallel_size: 2 is not supported; Quire runs a model on"),
+        (["serve", "--enable-lora"], "merge the adapter"),
+        (["pull", "--trust-remote-code"], "unrecognized arguments: --trust-remote-code"),
+    ],
+)
+def test_what_is_unknown_is_answered_with_what_may_be_meant(
+    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert meant in error
+    assert error.count("\n") == 1
+
+
+def test_flags_of_vllm_that_ask_for_nothing_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
+    habits = "--tensor-parallel-size 1 -pp=1 --disable-log-requests --enable-chunked-prefill --no-enable-lora"
+    args = _parser().parse_args(["serve", *habits.split(), "m", "--max-num-seqs", "3"])
+    assert (args.model_name, args.max_num_seqs) == ("m", 3)
+    assert not caplog.records
+    assert vars(args) == vars(_parser().parse_args(["serve", "m", "--max-num-seqs", "3"]))
+    _parser().parse_args(["serve", "m", "--trust-remote-code"])
+    assert "no code from a model's files is ever run" in caplog.text
+
+
+def test_flags_of_vllm_with_another_name_are_translated() -> None:
+    args = _parser().parse_args(["serve", "org/name", "--revision", "v1", "--num-gpu-blocks-override", "7"])
+    assert args.model_name == "org/name@v1"
+    assert engine_settings(args)["num_kv_blocks"] == 7
+    assert _parser().parse_args(["chat", "-m", "org/name", "--revision=v1"]).model == "org/name@v1"
+
+
+def test_every_suggestion_is_a_command_or_a_flag() -> None:
+    parsers = list(_parsers(_parser()))
+    commands = {parser.prog.removeprefix("quire ") for parser in parsers}
+    flags = {flag for parser in parsers for flag in parser._option_string_actions}
+    assert set(COMMANDS.values()) <= commands
+    assert set(FLAGS.values()) <= flags
+    assert not set(COMMANDS) & commands
+
+
 def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     yield parser
     for action in parser._actions:
@@ -112,6 +170,20 @@ class TestWithAModel:
     def test_complete_gives_several_samples(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["complete", "hello", "-n", "2", "--temperature", "1", "--seed", "3"]) == 0
         assert capsys.readouterr().out == "--- 1 of 2\n<hello>\n--- 2 of 2\n<hello>\n"
+
+    def test_chat_samples_as_the_models_makers_recommend(
+        self, monkeypatch: pytest.MonkeyPatch, make_llm: MakeLLM, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        defaults = SamplingDefaults(temperature=0.3, top_k=5, max_tokens=2)
+        llm = make_llm(echo, defaults=defaults)
+        seen: list[SamplingParams] = []
+        stream_chat = llm.stream_chat
+        monkeypatch.setattr(llm, "stream_chat", lambda messages, own: seen.append(own) or stream_chat(messages, own))
+        monkeypatch.setattr(answer_module, "load", lambda args: llm)
+        assert main(["chat", "hello"]) == 0
+        assert main(["chat", "hello", "--temperature", "0", "--max-tokens", "9"]) == 0
+        assert [(one.temperature, one.top_k, one.max_tokens) for one in seen] == [(0.3, 5, 512), (0.0, 5, 9)]
+        assert "<user:hello" in capsys.readouterr().out
 
     def test_complete_stops_where_told(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["complete", "hello", "--stop", "ll"]) == 0
