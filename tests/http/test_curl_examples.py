@@ -35,7 +35,8 @@ def blocks(page: str, language: str) -> list[str]:
     return [block for block in found if WRITTEN in block]
 
 
-SHELL = [(page, block) for page in ("docs/quickstart.md", "README.md") for block in blocks(page, "sh")]
+SHELL_PAGES = ("docs/quickstart.md", "README.md", "docs/guides/coming_from.md")
+SHELL = [(page, block) for page in SHELL_PAGES for block in blocks(page, "sh")]
 PYTHON = [(page, block) for page in ("docs/quickstart.md", "README.md") for block in blocks(page, "python")]
 
 
