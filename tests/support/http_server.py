@@ -29,6 +29,7 @@ from quire.serving.http.service import ModelText, Service
 from quire.serving.process.control import ControlMessage
 from quire.serving.process.link import EngineReady
 from quire.serving.process.peers import Peers
+from quire.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from tests.unit.serving.scripted import EOS_ID, TOKENIZER, VOCAB, Script, ScriptedExecutor, make_tools
 
 MODEL = "scripted"
@@ -55,13 +56,14 @@ class TestServer:
         observer: Observer | None = None,
         step_seconds: float = 0.0,
         starts_up: bool = True,
+        sampling_defaults: SamplingDefaults = NO_DEFAULTS,
         **config: Any,
     ) -> None:
         self.cache = cache or CacheConfig(block_size=4, num_blocks=4_096)
         self.scheduler = scheduler or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=512)
         self._script, self._fails, self._step_seconds = script, fails, step_seconds
         self.link = LocalLink(self._make_core)
-        self._starts_up = starts_up
+        self._starts_up, self._sampling_defaults = starts_up, sampling_defaults
         self.config = ServerConfig(
             source=config.pop("source", ModelSource(model=MODEL, served_names=(MODEL, "other-name"))),
             engine=EngineArguments(),
@@ -124,6 +126,7 @@ class TestServer:
                 self.config.source.chat_template,
                 tool_call_parser=self.config.source.tool_call_parser,
                 reasoning_parser=self.config.source.reasoning_parser,
+                sampling_defaults=self._sampling_defaults,
             ),
             observer=self._observer,
             version="0.0.0",

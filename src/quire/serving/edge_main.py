@@ -15,9 +15,10 @@ import uvicorn
 import uvloop
 
 from quire import __version__
-from quire.config.server import ModelSource, ServerConfig
+from quire.config.server import ModelSource
 from quire.observability.logging import set_up_logging
 from quire.observability.metrics import ServerMetrics, server_metrics
+from quire.runtime.loading.generation import read_sampling_defaults
 from quire.runtime.loading.resolve import resolve_model
 from quire.serving.dispatch.dispatcher import Dispatcher
 from quire.serving.dispatch.edge_loads import EdgeLoadTable
@@ -43,7 +44,7 @@ from quire.serving.process.control import (
 )
 from quire.serving.process.peers import Peers
 from quire.serving.process.remote_link import RemoteLink
-from quire.serving.text.tokenizer import Tokenizer, load_tokenizer
+from quire.serving.text.tokenizer import load_tokenizer
 from quire.types.errors import QuireError
 
 logger = logging.getLogger("quire.edge")
@@ -72,7 +73,7 @@ class EdgeServer(uvicorn.Server):
 class Edge:
     """The parts of one edge, and its life from the first connection to the last."""
 
-    def __init__(self, start: EdgeStart, channel: ControlChannel, tokenizer: Tokenizer, metrics: ServerMetrics) -> None:
+    def __init__(self, start: EdgeStart, channel: ControlChannel, texts: ModelText, metrics: ServerMetrics) -> None:
         config, limits = start.config, Limits(start.config.limits)
         self._loop = asyncio.get_running_loop()
         self._channel, self._listen_fd = channel, start.listen_fd
@@ -80,7 +81,7 @@ class Edge:
         edge_loads = EdgeLoadTable(
             Path(start.directory) / "edge_loads", num_seats=config.api_workers, seat=start.seat, edge=start.edge
         )
-        self._dispatcher = Dispatcher(self._link, tokenizer, limits, metrics, config.api_workers, edge_loads)
+        self._dispatcher = Dispatcher(self._link, texts.tokenizer, limits, metrics, config.api_workers, edge_loads)
         self._peers = Peers(channel.send, start.edge, config.api_workers - 1)
         self._draining: asyncio.Task[None] | None = None
 
@@ -92,7 +93,7 @@ class Edge:
             limits=limits,
             dispatcher=self._dispatcher,
             link=self._link,
-            texts=_texts(config.source, tokenizer),
+            texts=texts,
             observer=metrics,
             version=__version__,
             render_metrics=render_metrics,
@@ -164,7 +165,7 @@ def main(arguments: list[str]) -> int:
     config = start.config
     try:
         set_up_logging(config.log_level, config.log_format, f"edge {start.edge}")
-        tokenizer = _load_tokenizer(config)
+        texts = _load_texts(config.source)
         name = (config.source.served_names or (config.source.model,))[0]
         metrics = server_metrics(config, name, start.directory, start.edge)
     except QuireError as error:
@@ -174,7 +175,7 @@ def main(arguments: list[str]) -> int:
     metrics.start()
 
     async def serve() -> None:
-        await Edge(start, channel, tokenizer, metrics).run()
+        await Edge(start, channel, texts, metrics).run()
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -184,17 +185,17 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _texts(source: ModelSource, tokenizer: Tokenizer) -> ModelText:
+def _load_texts(source: ModelSource) -> ModelText:
+    """Load the tokenizer and what else text needs. Raises ConfigError or ModelLoadError."""
+    files = resolve_model(source.model, offline=True)
+    own = files if source.tokenizer is None else resolve_model(source.tokenizer, offline=True)
     return ModelText(
-        tokenizer,
+        load_tokenizer(own),
         source.chat_template,
         tool_call_parser=source.tool_call_parser,
         reasoning_parser=source.reasoning_parser,
+        sampling_defaults=read_sampling_defaults(files, source.generation_config, source.override_generation_config),
     )
-
-
-def _load_tokenizer(config: ServerConfig) -> Tokenizer:
-    return load_tokenizer(resolve_model(config.source.tokenizer or config.source.model, offline=True))
 
 
 if __name__ == "__main__":

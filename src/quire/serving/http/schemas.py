@@ -195,6 +195,7 @@ SCHEMAS: dict[str, Schema] = {
             "root": TEXT,
             "parent": {"type": "null"},
             "max_model_len": or_null(WHOLE),
+            "default_sampling_params": {"type": "object", "additionalProperties": {"type": "number"}},
         }
     ),
     "Models": record({"object": {"const": "list"}, "data": many(ref("Model"))}),

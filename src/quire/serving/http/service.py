@@ -34,6 +34,7 @@ from quire.serving.text.token_table import vocabulary_source
 from quire.serving.text.tokenizer import Tokenizer
 from quire.serving.text.tool_calls.formats import ToolFormat, tool_format
 from quire.types.errors import InvalidRequest, ModelLoadError
+from quire.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 logger = logging.getLogger("quire.edge")
 
@@ -76,8 +77,9 @@ class ModelText:
         *,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
+        sampling_defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.sampling_defaults = tokenizer, sampling_defaults
         self.checker = GrammarChecker(vocabulary_source(tokenizer))
         self._source = chat_template or tokenizer.chat_template
         self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser

@@ -64,6 +64,7 @@ class Pages:
             "root": service.names[0],
             "parent": None,
             "max_model_len": engine.max_model_len if engine else None,
+            "default_sampling_params": service.texts.sampling_defaults.given(),
         }
 
     async def capabilities(self, exchange: Exchange) -> None:

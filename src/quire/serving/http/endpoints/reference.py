@@ -25,6 +25,8 @@ This page is made from the tables that check requests (`python -m quire.serving.
 A parameter that is null counts as absent. A parameter that is unknown, or known and not supported, is answered with
 400 and its name, with its path where it is a member (`messages[2].foo`). With `--lenient`, or the header
 `X-Quire-Lenient: 1`, it becomes an entry of `"warnings"` in the answer.
+A sampling parameter that is left out has the value that the model's makers recommend (`default_sampling_params` of
+`GET /v1/models`; `--generation-config none` turns that off), else the default below.
 Bodies are JSON (`Content-Type: application/json`); of a name that stands twice in an object, the last counts.
 
 `?explain=1` or the header `X-Quire-Explain: 1` adds `"quire": {"ledger": [...]}` to the answer (in a stream: to a last
@@ -52,7 +54,7 @@ _ROUTES = f"""\
 
 | Route | Answer |
 |-|-|
-| `GET /v1/models`, `GET /v1/models/{{id}}` | the models served, with `max_model_len` |
+| `GET /v1/models`, `GET /v1/models/{{id}}` | the models, with `max_model_len` and `default_sampling_params` |
 | `GET /v1/capabilities` | version, engine, limits in force, parameters with their support |
 | `GET /health` | 200 while the server and its engine are alive, else 503; needs no key |
 | `GET /ready` | 200 while new requests are welcome; 503 while loading, restarting or draining; needs no key |

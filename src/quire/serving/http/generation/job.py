@@ -95,7 +95,7 @@ def prepare_job(service: Service, endpoint: GenerationEndpoint, body: bytes, hea
     warnings = [*head.warnings, *warnings, *_drop_useless(service, engine, given, lenient=head.lenient)]
     _check_together(endpoint, given)
     structure_field = take_structure(given)
-    sampling, drops_answer = read_sampling(endpoint, given)
+    sampling, drops_answer = read_sampling(endpoint, given, service.texts.sampling_defaults)
     use = read_tool_use(service, given)
     origin = find_origin(service, given, head) if endpoint == "fork" else None
     prompts, prefaces = _prompts(service, given, use, origin)

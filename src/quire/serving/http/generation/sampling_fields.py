@@ -9,6 +9,7 @@ from quire.serving.http.validators.structure import STRUCTURE_FIELDS
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
 from quire.types.sampling import SamplingParams
+from quire.types.sampling_defaults import SamplingDefaults
 
 _AS_THEY_ARE = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -39,10 +40,15 @@ def take_structure(given: dict[str, Any]) -> str:
     return "response_format.json_schema.schema" if asked[0] == "response_format" else asked[0]
 
 
-def read_sampling(endpoint: str, given: dict[str, Any]) -> tuple[SamplingParams, bool]:
-    """How to decode, and whether the answer is to be dropped."""
-    chosen = {name: given[name] for name in _AS_THEY_ARE if name in given}
-    wanted = given.get("max_completion_tokens", given.get("max_tokens", None if endpoint == "chat" else 16))
+def read_sampling(endpoint: str, given: dict[str, Any], defaults: SamplingDefaults) -> tuple[SamplingParams, bool]:
+    """How to decode, and whether the answer is to be dropped. What is not given is as the model's makers recommend;
+    a beam search samples nothing and takes no recommendation."""
+    recommended = {} if given.get("use_beam_search") else defaults.given()
+    longest = recommended.pop("max_tokens", None)
+    if longest is not None and given.get("min_tokens", 0) > longest:
+        longest = None
+    chosen = recommended | {name: given[name] for name in _AS_THEY_ARE if name in given}
+    wanted = given.get("max_completion_tokens", given.get("max_tokens", longest if endpoint == "chat" else 16))
     if endpoint == "chat":
         chosen["logprobs"] = given.get("top_logprobs", 0) if given.get("logprobs") else None
     else:
