@@ -139,15 +139,18 @@ class ChatTokenizer:
         _check_options({name: variables.pop(name) for name in list(variables) if name in _NEUTRAL})
         if documents is not None:
             variables["documents"] = documents
+        given: list[Any] = list(conversation)
+        if not given:
+            raise InvalidRequest("conversation", "is empty", "give at least one message")
         texts = self._templates.render(
-            read_conversations(conversation),
+            read_conversations(given),
             chat_template,
             variables,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        is_one = isinstance(conversation[0], Mapping)
+        is_one = isinstance(given[0], Mapping)
         if not tokenize:
             return texts[0] if is_one else texts
         ids = self._tokenizer.encode_batch(texts, add_special_tokens=False)

@@ -90,10 +90,11 @@ def is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
     return isinstance(prompt[0], Mapping) and "role" in prompt[0]
 
 
-def read_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
-    """One conversation or a list of them."""
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+def read_conversations(given: Iterable[Message] | Iterable[Sequence[Message]]) -> list[list[Message]]:
+    """One conversation or several, from any iterable."""
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         raise InvalidRequest("messages", "must be a list of messages", 'pass [{"role": "user", "content": "..."}]')
+    messages = list(given)
     if not messages:
         return []
     if all(isinstance(message, Mapping) for message in messages):

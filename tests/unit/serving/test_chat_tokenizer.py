@@ -71,6 +71,8 @@ def test_options_that_would_change_the_result_are_refused(tokenizer: ChatTokeniz
     assert tokenizer("a", padding=False, return_tensors=None).input_ids == ids("a")
     with pytest.raises(InvalidRequest, match="^return_tensors"):
         tokenizer("a", return_tensors="pt")
+    with pytest.raises(InvalidRequest, match="^conversation: is empty"):
+        tokenizer.apply_chat_template([])
     with pytest.raises(InvalidRequest, match="^truncation"):
         tokenizer.apply_chat_template(HELLO, truncation=True)
     with pytest.raises(InvalidRequest, match=r"^chat_template_kwargs\.enable_thinking: is not read"):

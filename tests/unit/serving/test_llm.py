@@ -111,6 +111,8 @@ def test_conversations_are_rendered_by_the_models_template(make_llm: MakeLLM) ->
     assert llm.chat(hello, LONG)[0].outputs[0].text == "<user:hello\nbot:>"
     outputs = llm.chat([hello, [*hello, {"role": "bot", "content": "hi"}]], LONG, add_generation_prompt=False)
     assert [output.outputs[0].text for output in outputs] == ["<user:hello\n>", "<user:hello\nbot:hi\n>"]
+    outputs = llm.chat((list(each) for each in (hello, hello)), LONG)
+    assert [output.outputs[0].text for output in outputs] == ["<user:hello\nbot:>"] * 2
     own = llm.chat(hello, LONG, chat_template="{{ messages[0].content }}!")
     assert own[0].prompt == "hello!"
     with pytest.raises(InvalidRequest, match=r"^chat_template_kwargs\.tools"):
