@@ -4,12 +4,13 @@ which their user steps, branches and cancels one by one."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.serving.client import EngineClient
 from quire.serving.outputs import OutputBuilder, SampleText, StreamPiece, is_ranked, own_fault, read_whole
+from quire.serving.requests import Prompt
 from quire.serving.terminal import DeferredInterrupt
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest, QuireError
@@ -164,6 +165,43 @@ class Batch:
             )
             for one in output.outputs
         ]
+
+
+_FIRST_SLICE, _SLICE = 64, 512  # requests made and submitted at once: some milliseconds
+
+
+class Feed:
+    """Makes and submits the requests of one call in slices, so that the device computes the first ones while the
+    others are tokenized. `make(slice)` makes the requests of prompts[slice]."""
+
+    def __init__(self, batch: Batch, prompts: Sequence[Prompt], make: Callable[[slice], Sequence[Submit]]) -> None:
+        self._batch, self._prompts, self._make, self._next = batch, prompts, make, 0
+
+    def submit_tokens(self, num_tokens: int, *, most: int) -> None:
+        """Submit until the prompts have `num_tokens` tokens together or `most` requests are submitted."""
+        while num_tokens > 0 and self._next < min(most, len(self._prompts)):
+            num_tokens -= self._submit(_FIRST_SLICE)
+
+    def submit_some(self) -> None:
+        """Submit the next slice, if there is one."""
+        if self._next < len(self._prompts):
+            self._submit(_SLICE)
+
+    def submit_all(self) -> None:
+        self._submit(len(self._prompts))
+
+    def _submit(self, count: int) -> int:
+        """Submit the next `count` requests. Returns how many tokens their prompts have. Raises InvalidRequest, which
+        names the prompt at fault."""
+        requests = self._make(slice(self._next, self._next + count))
+        for request in requests:
+            try:
+                self._batch.submit(request, self._prompts[self._next].text)
+            except InvalidRequest as error:
+                where = f"prompts[{self._next}]: " if len(self._prompts) > 1 else ""
+                raise InvalidRequest(where + error.field, error.reason, error.fix) from None
+            self._next += 1
+        return sum(len(request.prompt_token_ids) for request in requests)
 
 
 class LiveRequest:

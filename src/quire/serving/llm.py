@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import time
@@ -13,7 +12,7 @@ from types import TracebackType
 from typing import Any, TypeAlias, Unpack
 
 from quire.config.arguments import EngineSettings
-from quire.serving.batch import Batch, LiveRequest, LiveRequests, branch_of
+from quire.serving.batch import Batch, Feed, LiveRequest, LiveRequests, branch_of
 from quire.serving.chat_tokenizer import ChatTokenizer
 from quire.serving.loading import LoadFormat, load_model
 from quire.serving.outputs import StreamPiece, beam_output
@@ -42,7 +41,6 @@ from quire.types.stats import EngineStats
 
 logger = logging.getLogger("quire")
 
-_SUBMITTED_AT_ONCE = 512  # requests submitted between two steps: some milliseconds
 Stream: TypeAlias = Generator[StreamPiece, None, None]
 ShowsProgress: TypeAlias = bool | Callable[..., object] | None
 
@@ -292,24 +290,28 @@ class LLM:
         beams: Sequence[BeamRules] = (),
         pin: str = "",
     ) -> list[RequestOutput]:
-        requests = self._requests.make(prompts, sampling, add_special_tokens=add_special_tokens, priorities=priority)
-        if beams:
-            requests = [replace(request, beam=beam) for request, beam in zip(requests, beams, strict=True)]
-        if pin:
-            requests = [replace(request, pin=pin) for request in requests]
+        if priority is not None and len(priority) != len(prompts):
+            raise InvalidRequest("priority", f"has {len(priority)} entries for {len(prompts)} prompts")
+
+        def make(part: slice) -> list[Submit]:
+            priorities = None if priority is None else priority[part]
+            requests = self._requests.make(
+                prompts[part], sampling[part], add_special_tokens=add_special_tokens, priorities=priorities
+            )
+            if beams:
+                requests = [replace(request, beam=beam) for request, beam in zip(requests, beams[part], strict=True)]
+            return [replace(request, pin=pin) for request in requests] if pin else requests
+
         with self._exclusively(), DeferredInterrupt() as interrupt:
             batch = Batch(self._client, self._tokenizer)
+            feed = Feed(batch, prompts, make)
             try:
-                submitted = self._fill_first_steps(requests)
-                _submit(batch, requests, prompts, 0, submitted)
-                with ProgressLine("generating", len(requests), shown=is_shown(use_tqdm)) as line:
+                self._submit_first(feed)
+                with ProgressLine("generating", len(prompts), shown=is_shown(use_tqdm)) as line:
                     start = time.monotonic()
                     while batch.is_live:
                         batch.step()
-                        if submitted < len(requests):  # while the device computes the next step
-                            more = min(submitted + _SUBMITTED_AT_ONCE, len(requests))
-                            _submit(batch, requests, prompts, submitted, more)
-                            submitted = more
+                        feed.submit_some()  # while the device computes the next step
                         interrupt.check()
                         if line.shown:
                             rate = batch.num_output_tokens / max(time.monotonic() - start, 1e-9)
@@ -317,28 +319,25 @@ class LLM:
             except BaseException:
                 batch.cancel()
                 raise
-        if batch.errors and len(batch.errors) == len(requests):
+        if batch.errors and len(batch.errors) == len(prompts):
             raise batch.errors[0]
         for error in batch.errors:
             logger.error("%s", error)
         return batch.outputs
 
-    def _fill_first_steps(self, requests: Sequence[Submit]) -> int:
-        """Return how many of the first requests fill the first two steps. Where a policy may prefer a later request to
-        them, return the number of all requests."""
+    def _submit_first(self, feed: Feed) -> None:
+        """Submit what fills the first two steps, or everything if the policy may prefer a later request to these."""
         scheduler = self.config.scheduler
-        if scheduler.policy != "fcfs":
-            return len(requests)
-        ends = itertools.accumulate(len(request.prompt_token_ids) for request in requests)
-        enough = 2 * scheduler.max_num_batched_tokens
-        filled = next((i for i, end in enumerate(ends, 1) if end >= enough), len(requests))
-        return min(filled, scheduler.num_rows)
+        if scheduler.policy == "fcfs":
+            feed.submit_tokens(2 * scheduler.max_num_batched_tokens, most=scheduler.num_rows)
+        else:
+            feed.submit_all()
 
     def _stream(self, requests: Sequence[Submit], prompts: Sequence[Prompt]) -> Stream:
         with self._exclusively():
             batch = Batch(self._client, self._tokenizer, follow_all=True)
             try:
-                _submit(batch, requests, prompts, 0, len(requests))
+                Feed(batch, prompts, requests.__getitem__).submit_all()
                 while batch.is_live:
                     with DeferredInterrupt() as interrupt:
                         pieces = batch.step()
@@ -359,16 +358,6 @@ class LLM:
             yield
         finally:
             self._busy = False
-
-
-def _submit(batch: Batch, requests: Sequence[Submit], prompts: Sequence[Prompt], begin: int, end: int) -> None:
-    """Submit requests[begin:end]. Raises InvalidRequest naming the prompt at fault."""
-    for i in range(begin, end):
-        try:
-            batch.submit(requests[i], prompts[i].text)
-        except InvalidRequest as error:
-            where = f"prompts[{i}]: " if len(requests) > 1 else ""
-            raise InvalidRequest(where + error.field, error.reason, error.fix) from None
 
 
 def is_shown(use_tqdm: ShowsProgress) -> bool | None:

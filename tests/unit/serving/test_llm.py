@@ -8,6 +8,7 @@ import pytest
 
 import quire
 from quire.serving import assembly as assembly_module
+from quire.serving import batch as batch_module
 from quire.serving import llm as llm_module
 from quire.serving.requests import TextPrompt, TokensPrompt
 from quire.serving.terminal import LoadingProgress
@@ -103,6 +104,30 @@ def test_a_refused_prompt_is_named_and_nothing_runs(make_llm: MakeLLM) -> None:
     assert llm.generate("again", LONG)[0].outputs[0].text == "<again>"
     with pytest.raises(InvalidRequest, match=r"^prompt: is empty"):
         llm.generate("", LONG)
+
+
+def test_a_batch_of_several_slices_is_answered_in_order(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "_FIRST_SLICE", 2)
+    monkeypatch.setattr(batch_module, "_SLICE", 3)
+    llm = make_llm(echo, max_num_batched_tokens=16, max_num_seqs=4)
+    prompts = [f"prompt {i}" for i in range(20)]
+    assert [output.outputs[0].text for output in llm.generate(prompts, LONG)] == [f"<prompt {i}>" for i in range(20)]
+    tokenized: list[int] = []
+    make = llm._requests.make
+    monkeypatch.setattr(llm._requests, "make", lambda *a, **k: tokenized.append(len(a[0])) or make(*a, **k))
+    assert len(llm.generate(prompts, LONG)) == 20
+    assert tokenized == [2, 2, 3, 3, 3, 3, 3, 1]
+
+
+def test_a_prompt_refused_in_a_later_slice_is_named_and_leaves_the_engine_usable(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_module, "_FIRST_SLICE", 1)
+    monkeypatch.setattr(batch_module, "_SLICE", 1)
+    llm = make_llm(echo, max_num_batched_tokens=16, max_num_seqs=4)
+    with pytest.raises(InvalidRequest, match=r"^prompts\[9\]: prompt: has 5000 tokens"):
+        llm.generate(["some words"] * 9 + ["x" * 5000], LONG)
+    assert llm.generate("again", LONG)[0].outputs[0].text == "<again>"
 
 
 def test_conversations_are_rendered_by_the_models_template(make_llm: MakeLLM) -> None:
