@@ -19,6 +19,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any
 
+_KERNELS = "quire.kernels."
+_START = """import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from quire.kernels.triton.compile_process import main
+main()"""  # what a child runs: it imports from where its parent does
 _NICE = 5  # children leave the processor to whoever serves requests
 
 
@@ -30,10 +35,9 @@ class CompileProcess:
     """One child. Not thread-safe; whoever uses it has it for itself."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "quire.kernels.triton.compile_process"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True,
+            [sys.executable, "-c", _START, json.dumps(sys.path)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
 
     def wait_ready(self) -> bool:
@@ -145,6 +149,8 @@ def _compile(task: dict[str, Any]) -> None:
             return value
         return tl.dtype(value["dtype"]) if "dtype" in value else tl.constexpr(value["constexpr"])
 
+    if not task["module"].startswith(_KERNELS):
+        raise ValueError(f"{task['module']} is not one of our kernels' modules")
     function = importlib.import_module(task["module"])
     for name in task["function"].split("."):
         function = getattr(function, name)
@@ -180,7 +186,3 @@ def main() -> None:
 
     print("ready", file=answers, flush=True)
     _serve(sys.stdin, answers)
-
-
-if __name__ == "__main__":
-    main()
