@@ -23,6 +23,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _JSON: Headers = ((b"content-type", b"application/json"),)
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
 MAX_QUERY_FIELDS = 32
 FLAG_WORDS = {"1": True, "true": True, "0": False, "false": False}
 ABORT = "quire.abort"  # scope key: closes the connection at once, whatever is still unsent
@@ -133,10 +134,10 @@ class Exchange:
     async def reply_error(self, error: ApiError) -> None:
         await self.reply(error.status, error.body(), (*_JSON, *error.headers))
 
-    async def start_stream(self) -> None:
-        """Begin an answer of server-sent events."""
+    async def start_stream(self, content_type: bytes = EVENT_STREAM) -> None:
+        """Send the head of a streamed response."""
         headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"content-type", content_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
@@ -159,8 +160,8 @@ class Exchange:
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
-class Endpoint:
-    """A handler as an ASGI application: what it raises on purpose becomes an error answer."""
+class AsgiHandler:
+    """A handler as an ASGI application. A QuireError that it raises becomes an error response."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler

@@ -1,4 +1,4 @@
-"""All routes of the server, wired up."""
+"""The ASGI application of an edge: all routes and what every request passes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from starlette.responses import Response
 
 from quire.serving.http.endpoints.admin import Admin
 from quire.serving.http.endpoints.admin_prefixes import AdminPrefixes
-from quire.serving.http.endpoints.pages import Pages
-from quire.serving.http.endpoints.tokenize import TextEndpoint, detokenize, tokenize
+from quire.serving.http.endpoints.registry import ENDPOINTS
 from quire.serving.http.errors import ApiError
-from quire.serving.http.exchange import Endpoint, Handler
-from quire.serving.http.generation.handler import GenerationHandler
-from quire.serving.http.generation.response import ResponseBuilder
+from quire.serving.http.exchange import AsgiHandler, Handler
 from quire.serving.http.guard import Guard, not_found
-from quire.serving.http.openapi import build_openapi
 from quire.serving.http.service import Service
-from quire.serving.http.static import StaticFile, playground_routes
+from quire.serving.http.static import playground_routes
 
 Routes = dict[tuple[str, str], Handler]  # by method and path
 
@@ -37,7 +33,7 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
         routes |= _admin_routes(Admin(service), AdminPrefixes(service))
     routes |= {("GET", path): file for path, file in files.items()}
     for (method, path), handler in routes.items():
-        app.add_route(path, Endpoint(handler), methods=[method])  # type: ignore[arg-type]
+        app.add_route(path, AsgiHandler(handler), methods=[method])  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _http_error)
     public = [path.encode() for path in files]
     app.add_middleware(Guard, access=access, limits=service.limits, host=service.config.host, public=public)
@@ -54,23 +50,11 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
 
 def api_routes(service: Service) -> Routes:
     """Everything but admin and the playground."""
-    pages, builder = Pages(service), ResponseBuilder(service.texts.tokenizer)
-    document = StaticFile(build_openapi(service.limits, service.version), "application/json")
-    return {
-        ("POST", "/v1/chat/completions"): GenerationHandler(service, builder, "chat"),
-        ("POST", "/v1/completions"): GenerationHandler(service, builder, "completions"),
-        ("POST", "/v1/fork"): GenerationHandler(service, builder, "fork"),
-        ("POST", "/tokenize"): TextEndpoint(service, "tokenize", tokenize),
-        ("POST", "/detokenize"): TextEndpoint(service, "detokenize", detokenize),
-        ("GET", "/v1/models"): pages.models,
-        ("GET", "/v1/models/{model:path}"): pages.model,
-        ("GET", "/v1/capabilities"): pages.capabilities,
-        ("GET", "/health"): pages.health,
-        ("GET", "/ready"): pages.ready,
-        ("GET", "/version"): pages.version,
-        ("GET", "/metrics"): pages.metrics,
-        ("GET", "/openapi.json"): document,
-    }
+    routes: Routes = {}
+    for endpoint in ENDPOINTS:
+        handler = endpoint.make_handler(service)
+        routes |= {(endpoint.method, path): handler for path in endpoint.paths}
+    return routes
 
 
 def _admin_routes(admin: Admin, prefixes: AdminPrefixes) -> Routes:
