@@ -50,17 +50,28 @@ def test_it_streams_in_its_own_format(serve: Serve) -> None:
 
 
 @pytest.mark.usefixtures("echo")
-def test_its_own_fields_are_checked_and_named(serve: Serve) -> None:
+def test_errors_name_its_own_fields_in_its_own_format(serve: Serve) -> None:
     server = serve()
-    for body, param in (({}, "input"), ({"input": ""}, "input"), ({"input": "x", "prompt": "y"}, "prompt")):
+    wrong = {
+        "input: is missing": {},
+        "input: is empty": {"input": ""},
+        "prompt: is not a parameter": {"input": "x", "prompt": "y"},
+        "length: is ": {"input": "x", "length": 100_000},  # more than the model has room for
+        "input: has ": {"input": "x " * 5_000},
+    }
+    for message, body in wrong.items():
         answer = server.post("/v1/echo", body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    too_long = server.post("/v1/echo", {"input": "x " * 5_000})
-    assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "input")
+        assert answer.status_code == 400
+        assert list(answer.json()) == ["problem"]
+        assert answer.json()["problem"].startswith(message), answer.text
 
 
 def test_the_openapi_document_has_it(echo: GenerationEndpoint) -> None:
     document = json.loads(build_openapi((*ENDPOINTS, echo), Limits(), "1"))
     operation = document["paths"]["/v1/echo"]["post"]
-    assert set(operation["requestBody"]["content"]["application/json"]["schema"]["properties"]) == {"input", "stream"}
+    assert set(operation["requestBody"]["content"]["application/json"]["schema"]["properties"]) == {
+        "input",
+        "length",
+        "stream",
+    }
     assert "EchoAnswer" in document["components"]["schemas"]

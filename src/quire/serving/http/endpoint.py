@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import Handler
 from quire.serving.http.fields import Field
 from quire.serving.http.service import Service
@@ -28,13 +29,14 @@ class Endpoint(ABC):
     name: str
     paths: tuple[str, ...]  # the first is documented; all are routed
     summary: str
-    method: Literal["GET", "POST"] = "POST"
+    method: Literal["GET", "POST", "DELETE"] = "POST"
     fields: tuple[Field, ...] = ()
     response: str | None = None  # None: the response is not JSON
     event: str | None = None  # None: the response cannot be streamed
     schemas: Mapping[str, Schema] = field(default_factory=dict)
     content_type: str = "application/json"  # of the response
     description: str = ""  # Markdown for the reference page
+    write_error: Callable[[ApiError], bytes] = ApiError.body  # the body of an error response
 
     @abstractmethod
     def make_handler(self, service: Service) -> Handler:

@@ -163,8 +163,8 @@ Handler = Callable[[Exchange], Awaitable[None]]
 class AsgiHandler:
     """A handler as an ASGI application. A QuireError that it raises becomes an error response."""
 
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
+    def __init__(self, handler: Handler, write_error: Callable[[ApiError], bytes] = ApiError.body) -> None:
+        self._handler, self._write_error = handler, write_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -175,7 +175,8 @@ class AsgiHandler:
         except QuireError as error:
             if exchange.has_started:
                 raise
-            await exchange.reply_error(as_api_error(error))
+            refusal = as_api_error(error)
+            await exchange.reply(refusal.status, self._write_error(refusal), (*_JSON, *refusal.headers))
 
 
 def _too_large(limits: Limits) -> ApiError:

@@ -20,7 +20,7 @@ from quire.serving.http.guard import Guard, not_found
 from quire.serving.http.service import Service
 from quire.serving.http.static import playground_routes
 
-Routes = dict[tuple[str, str], Handler]  # by method and path
+Routes = dict[tuple[str, str], AsgiHandler]  # by method and path
 
 
 def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> FastAPI:
@@ -30,10 +30,11 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
     files = playground_routes(playground) if access.playground else {}
     routes = api_routes(service)
     if access.admin_digests:
-        routes |= _admin_routes(Admin(service), AdminPrefixes(service))
-    routes |= {("GET", path): file for path, file in files.items()}
+        admin = _admin_routes(Admin(service), AdminPrefixes(service))
+        routes |= {route: AsgiHandler(handler) for route, handler in admin.items()}
+    routes |= {("GET", path): AsgiHandler(file) for path, file in files.items()}
     for (method, path), handler in routes.items():
-        app.add_route(path, AsgiHandler(handler), methods=[method])  # type: ignore[arg-type]
+        app.add_route(path, handler, methods=[method])  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _http_error)
     public = [path.encode() for path in files]
     app.add_middleware(Guard, access=access, limits=service.limits, host=service.config.host, public=public)
@@ -52,12 +53,12 @@ def api_routes(service: Service) -> Routes:
     """Everything but admin and the playground."""
     routes: Routes = {}
     for endpoint in ENDPOINTS:
-        handler = endpoint.make_handler(service)
+        handler = AsgiHandler(endpoint.make_handler(service), endpoint.write_error)
         routes |= {(endpoint.method, path): handler for path in endpoint.paths}
     return routes
 
 
-def _admin_routes(admin: Admin, prefixes: AdminPrefixes) -> Routes:
+def _admin_routes(admin: Admin, prefixes: AdminPrefixes) -> dict[tuple[str, str], Handler]:
     return {
         ("POST", "/admin/drain"): admin.drain,
         ("POST", "/admin/abort"): admin.abort,

@@ -37,11 +37,12 @@ from quire.serving.http.fields import (
 from quire.serving.http.generation.handler import GenerationEndpoint
 from quire.serving.http.generation.results import ChoiceResult, ResultReader, usage_of
 from quire.serving.http.generation.settings import GenerationSettings, Parameters, ResponseOptions
+from quire.serving.http.request_head import RequestHead
+from quire.serving.http.service import Service
 from quire.serving.http.validators.prompts import Documents, Messages
 from quire.serving.http.validators.tools import ToolChoice
 from quire.serving.http.validators.values import Flag, Text, Whole
 from quire.serving.text.parts import CallArguments, CallBegun, Part, Said, Thought
-from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest
 
 _encode = msgspec.json.encode
@@ -90,7 +91,7 @@ _FIELDS = (
 )  # fmt: skip
 
 
-def translate(given: Parameters) -> Parameters:
+def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
     """Write `logprobs` and `top_logprobs` as the number that `/v1/completions` takes."""
     wanted, top = given.pop("logprobs", False), given.pop("top_logprobs", 0)
     if top and not wanted:
@@ -101,7 +102,8 @@ def translate(given: Parameters) -> Parameters:
 class ChatFormat:
     """A ResponseFormat: messages."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, service: Service) -> None:
+        tokenizer = service.texts.tokenizer
         self._reader, self._names = ResultReader(tokenizer), Names(tokenizer)
 
     def logprobs_renderer(self, options: ResponseOptions) -> RenderLogprobs:

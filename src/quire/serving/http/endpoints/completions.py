@@ -34,10 +34,10 @@ from quire.serving.http.fields import (
 from quire.serving.http.generation.handler import GenerationEndpoint
 from quire.serving.http.generation.results import ChoiceResult, LogprobColumns, ResultReader, usage_of
 from quire.serving.http.generation.settings import GenerationSettings, ResponseOptions
+from quire.serving.http.service import Service
 from quire.serving.http.validators.prompts import Prompts
 from quire.serving.http.validators.values import Flag, Whole
 from quire.serving.text.detokenizer import Detokenizer
-from quire.serving.text.tokenizer import Tokenizer
 
 _encode = msgspec.json.encode
 DEFAULT_MAX_TOKENS = 16
@@ -67,8 +67,8 @@ _FIELDS = (
 class CompletionFormat:
     """A ResponseFormat: texts."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, service: Service) -> None:
+        self._tokenizer = tokenizer = service.texts.tokenizer
         self._reader, self._names = ResultReader(tokenizer), Names(tokenizer)
 
     def logprobs_renderer(self, options: ResponseOptions) -> RenderLogprobs:

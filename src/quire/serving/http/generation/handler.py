@@ -38,7 +38,7 @@ class GenerationHandler:
 
     def __init__(self, service: Service, endpoint: GenerationEndpoint) -> None:
         self._service, self._endpoint = service, endpoint
-        self._format = endpoint.generation.make_format(service.texts.tokenizer)
+        self._format = endpoint.generation.make_format(service)
 
     async def __call__(self, exchange: Exchange) -> None:
         dispatcher, received_at = self._service.dispatcher, time.monotonic()
@@ -62,7 +62,8 @@ class GenerationHandler:
         try:
             yield
         except QuireError as error:
-            refusal = as_refusal(error)
+            settings = self._endpoint.generation
+            refusal = as_refusal(settings.in_own_names(error) if isinstance(error, InvalidRequest) else error)
             self._service.observer.refused(self._endpoint.name, refusal.status, refusal.code)
             raise refusal from None
 

@@ -65,8 +65,8 @@ def prepare_job(
     """Check the body, render the prompt and tokenize it. Raises InvalidRequest or ApiError; changes nothing shared."""
     limits, engine, created = service.limits, service.engine(), int(datetime.now(UTC).timestamp())
     given, warnings = check_body(fields, decode_json(body, limits["nesting"]), limits, lenient=head.lenient)
+    given = settings.translate(service, given, head)
     model = service.served_name(given.get("model"))
-    given = settings.translate(given)
     warnings = [*head.warnings, *warnings, *_drop_useless(service, engine, given, lenient=head.lenient)]
     _check_together(settings, given)
     structure_field = take_structure(given)

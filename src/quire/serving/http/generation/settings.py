@@ -6,8 +6,9 @@ The request path is the same for all of them: read the body, check its fields, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quire.serving.dispatch.in_flight_request import InFlightRequest, RenderLogprobs
@@ -16,7 +17,7 @@ from quire.serving.http.errors import ApiError
 from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
 from quire.serving.text.message_reading import MessageReading
-from quire.serving.text.tokenizer import Tokenizer
+from quire.types.errors import InvalidRequest
 from quire.types.request import Branch
 
 Parameters = dict[str, Any]
@@ -98,9 +99,9 @@ class Origin:
     salt: str
 
 
-def as_given(parameters: Parameters) -> Parameters:
+def as_given(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
     """The translation of an endpoint whose fields are the parameters."""
-    return parameters
+    return given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +110,18 @@ class GenerationSettings:
 
     id_prefix: str  # of the ids of responses
     prompt_field: str  # the field that errors about the prompt name
-    make_format: Callable[[Tokenizer], ResponseFormat]
-    translate: Callable[[Parameters], Parameters] = as_given  # from the endpoint's checked fields
+    make_format: Callable[[Service], ResponseFormat]
+    translate: Callable[[Service, Parameters, RequestHead], Parameters] = as_given  # from checked fields
+    own_names: Mapping[str, str] = field(default_factory=dict)  # parameters that the endpoint calls otherwise
     find_origin: Callable[[Service, Parameters, RequestHead], Origin] | None = None  # of an endpoint that forks
     default_max_tokens: int | None = None  # None: as many as fit
     adds_special_tokens: bool = False  # to prompts, unless a request says otherwise
     echoes_prompt: bool = False  # what `echo` puts before the answer: the prompt with its logprobs
+
+    def in_own_names(self, error: InvalidRequest) -> InvalidRequest:
+        """An error about a parameter that names the field of the endpoint."""
+        name = re.match(r"\w*", error.field)
+        own = None if name is None else self.own_names.get(name[0])
+        if name is None or own is None:
+            return error
+        return type(error)(own + error.field[name.end() :], error.reason, error.fix)
