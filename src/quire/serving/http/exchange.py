@@ -13,8 +13,7 @@ import msgspec
 
 from quire.serving.http.errors import ApiError, Headers, as_api_error
 from quire.serving.http.limits import Limits
-from quire.serving.http.validators.values import UnknownParameter
-from quire.types.errors import InvalidRequest, QuireError
+from quire.types.errors import InvalidRequest, QuireError, UnknownParameter
 
 logger = logging.getLogger("quire.edge")
 

@@ -25,12 +25,11 @@ from quire.serving.http.validators.values import (
     Text,
     Texts,
     TokenIds,
-    UnknownParameter,
     Validator,
     Whole,
 )
 from quire.serving.text.structure_fields import GUIDED
-from quire.types.errors import InvalidRequest
+from quire.types.errors import InvalidRequest, UnknownParameter
 from quire.types.sampling import MAX_PATTERN_COUNT, MAX_SEED
 
 Support = Literal["yes", "no effect", "no"]
