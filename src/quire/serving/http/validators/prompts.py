@@ -70,7 +70,7 @@ class Messages:
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
         check_outline(where, value, limits["messages"])
-        messages: list[dict[str, Any]] = value
+        messages: list[Any] = value
         total = 0
         for place, message in enumerate(messages):
             content = message.get("content") if isinstance(message, dict) else None
