@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from http_server import TestServer
-from quire.serving.http.fields import FIELDS
+from quire.serving.http.endpoints.registry import ENDPOINTS
 
 CHAT = [{"role": "user", "content": "hi"}]
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -29,19 +29,14 @@ def answer_schema(document: Any, path: str, status: int, method: str = "post") -
     return document["paths"][path][method]["responses"][str(status)]["content"]["application/json"]["schema"]
 
 
-def test_every_parameter_of_the_table_is_in_the_document(document: Any) -> None:
-    paths = {
-        "chat": CHATS,
-        "completions": COMPLETIONS,
-        "fork": "/v1/fork",
-        "tokenize": "/tokenize",
-        "detokenize": "/detokenize",
-    }
-    for field in FIELDS:
-        for endpoint in field.endpoints:
-            body = document["paths"][paths[endpoint]]["post"]["requestBody"]["content"]["application/json"]["schema"]
-            assert field.name in body["properties"]
-            assert body["additionalProperties"] is False
+def test_every_parameter_of_every_endpoint_is_in_the_document(document: Any) -> None:
+    described = [endpoint for endpoint in ENDPOINTS if endpoint.fields]
+    assert {"chat", "completions", "fork", "tokenize", "detokenize"} <= {endpoint.name for endpoint in described}
+    for endpoint in described:
+        operation = document["paths"][endpoint.documented_path][endpoint.method.lower()]
+        body = operation["requestBody"]["content"]["application/json"]["schema"]
+        assert set(body["properties"]) == {field.name for field in endpoint.fields}
+        assert body["additionalProperties"] is False
 
 
 @pytest.mark.parametrize(

@@ -157,3 +157,23 @@ def test_what_the_engine_would_refuse_is_refused_before_it_waits(serve: Serve) -
     server.link.gate.clear()
     error = refusal(server, COMPLETIONS, {"prompt": "x", "n": 9, "stream": True})
     assert (error["param"], server.link.submitted) == ("n", [])
+
+
+def test_every_unknown_member_of_a_message_is_refused_by_its_path_and_left_out_by_a_lenient_server(
+    server: TestServer,
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}", "extra": 1}, "more": 2}
+    assistant = {"role": "assistant", "content": None, "tool_calls": [call], "mood": "good"}
+    parts = [{"type": "text", "text": "hi", "cache_control": {}}]
+    result = {"role": "tool", "tool_call_id": "1", "content": "x"}
+    body = {"messages": [{"role": "user", "content": parts}, assistant, result]}
+    error = refusal(server, CHAT, body)
+    assert (error["param"], error["code"]) == ("messages[0].content[0].cache_control", "unknown_parameter")
+    answer = server.post(CHAT, body, headers=LENIENT)
+    assert answer.status_code == 200, answer.text
+    assert names(answer.json()["warnings"]) == [
+        "messages[0].content[0].cache_control",
+        "messages[1].mood",
+        "messages[1].tool_calls[0].more",
+        "messages[1].tool_calls[0].function.extra",
+    ]

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.serving.http.fields import Endpoint, Field, fields_of
+from quire.serving.http.endpoints.registry import BY_NAME
+from quire.serving.http.fields import Field
 from quire.serving.http.limits import MIB, Limits
 
-PATHS: dict[Endpoint, str] = {
+PATHS: dict[str, str] = {
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
     "tokenize": "/tokenize",
@@ -56,9 +57,9 @@ def hostile(rng: random.Random, limits: Limits) -> Hostile:
     return Hostile(PATHS[endpoint] + (query if rng.random() < 0.05 else ""), body, headers)
 
 
-def from_table(rng: random.Random, endpoint: Endpoint, limits: Limits) -> bytes:
+def from_table(rng: random.Random, endpoint: str, limits: Limits) -> bytes:
     """A body of a few parameters, each with a value from the edge of what it may be, or far beyond it."""
-    fields = fields_of(endpoint)
+    fields = BY_NAME[endpoint].fields_by_name
     parts = [_BASE[endpoint]] if rng.random() < 0.9 else []
     served = sorted(
         name for name, field in fields.items() if field.support == "yes" and name not in ("model", "tokens")
@@ -96,7 +97,7 @@ def edge_values(field: Field, limits: Limits) -> list[str]:
     return [json.dumps(value) for value in found]
 
 
-_BASE: dict[Endpoint, str] = {
+_BASE: dict[str, str] = {
     "chat": '"messages":[{"role":"user","content":"x"}]',
     "completions": '"prompt":"x"',
     "tokenize": '"prompt":"x"',
@@ -104,7 +105,7 @@ _BASE: dict[Endpoint, str] = {
 }
 
 
-def _around(endpoint: Endpoint, name: str, value: str) -> bytes:
+def _around(endpoint: str, name: str, value: str) -> bytes:
     return f'{{{_BASE[endpoint]},"{name}":{value}}}'.encode()
 
 
@@ -112,7 +113,7 @@ def _messages(value: str) -> bytes:
     return f'{{"messages":[{{"role":"user","content":{value}}}],"max_tokens":2}}'.encode()
 
 
-_STRANGE: list[Callable[[random.Random, Endpoint], bytes]] = [
+_STRANGE: list[Callable[[random.Random, str], bytes]] = [
     lambda rng, endpoint: rng.randbytes(rng.randint(1, 300)),
     lambda rng, endpoint: b"",
     lambda rng, endpoint: b" \r\n\t" * rng.randint(1, 50),
@@ -134,7 +135,7 @@ _STRANGE: list[Callable[[random.Random, Endpoint], bytes]] = [
     lambda rng, endpoint: b'{"tokens":[0,-1,1e3,2147483647]}',
     lambda rng, endpoint: b'{"prompt":"x","max_tokens":2,"stop":["' + b"\\u0000" * 1_000 + b'"]}',
 ]
-_LARGE: list[Callable[[random.Random, Endpoint], bytes]] = [
+_LARGE: list[Callable[[random.Random, str], bytes]] = [
     lambda rng, endpoint: b'{"prompt":"' + b"x" * rng.choice([10**5, 3 * MIB, 5 * MIB]) + b'"}',
     lambda rng, endpoint: b'{"prompt":[' + b"1," * 200_000 + b"1]}",
     lambda rng, endpoint: b'{"prompt":[' + b'"x",' * 20_000 + b'"x"],"max_tokens":1}',

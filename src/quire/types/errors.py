@@ -15,6 +15,10 @@ class InvalidRequest(QuireError, ValueError):
         self.field, self.reason, self.fix = field, reason, fix
 
 
+class UnknownParameter(InvalidRequest):
+    """A request has a parameter, or a parameter has a member, that Quire does not know."""
+
+
 class ConfigError(QuireError, ValueError):
     """A setting of the engine is invalid, by itself or in combination with others."""
 

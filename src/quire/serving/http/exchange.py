@@ -13,8 +13,7 @@ import msgspec
 
 from quire.serving.http.errors import ApiError, Headers, as_api_error
 from quire.serving.http.limits import Limits
-from quire.serving.http.validators.values import UnknownParameter
-from quire.types.errors import InvalidRequest, QuireError
+from quire.types.errors import InvalidRequest, QuireError, UnknownParameter
 
 logger = logging.getLogger("quire.edge")
 
@@ -23,6 +22,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _JSON: Headers = ((b"content-type", b"application/json"),)
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
 MAX_QUERY_FIELDS = 32
 FLAG_WORDS = {"1": True, "true": True, "0": False, "false": False}
 ABORT = "quire.abort"  # scope key: closes the connection at once, whatever is still unsent
@@ -133,10 +133,10 @@ class Exchange:
     async def reply_error(self, error: ApiError) -> None:
         await self.reply(error.status, error.body(), (*_JSON, *error.headers))
 
-    async def start_stream(self) -> None:
-        """Begin an answer of server-sent events."""
+    async def start_stream(self, content_type: bytes = EVENT_STREAM) -> None:
+        """Send the head of a streamed response."""
         headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"content-type", content_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
@@ -159,11 +159,11 @@ class Exchange:
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
-class Endpoint:
-    """A handler as an ASGI application: what it raises on purpose becomes an error answer."""
+class AsgiHandler:
+    """A handler as an ASGI application. A QuireError that it raises becomes an error response."""
 
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
+    def __init__(self, handler: Handler, write_error: Callable[[ApiError], bytes] = ApiError.body) -> None:
+        self._handler, self._write_error = handler, write_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -174,7 +174,8 @@ class Endpoint:
         except QuireError as error:
             if exchange.has_started:
                 raise
-            await exchange.reply_error(as_api_error(error))
+            refusal = as_api_error(error)
+            await exchange.reply(refusal.status, self._write_error(refusal), (*_JSON, *refusal.headers))
 
 
 def _too_large(limits: Limits) -> ApiError:

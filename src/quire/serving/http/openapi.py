@@ -1,15 +1,17 @@
-"""The OpenAPI document, built from the tables of parameters and limits."""
+"""Builds the OpenAPI document from the descriptors of endpoints and the table of limits."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from quire.serving.http.endpoint import Endpoint
 from quire.serving.http.exchange import FLAG_WORDS
-from quire.serving.http.fields import Endpoint, fields_of
 from quire.serving.http.limits import Limits
-from quire.serving.http.schemas import SCHEMAS, Schema, record, ref
+from quire.serving.http.schemas import ERROR, Schema, record, ref
 from quire.serving.http.validators.values import nullable
 
 _ERRORS = {
@@ -26,35 +28,22 @@ _ERRORS = {
     "503": "The engine is loading, restarted or shutting down.",
 }
 _GET_ERRORS = ("400", "401", "404", "405", "421", "500", "503")
-_POSTS: dict[str, tuple[Endpoint, str, str, str | None]] = {
-    "/v1/chat/completions": ("chat", "Answer a conversation", "ChatAnswer", "ChatChunk"),
-    "/v1/completions": ("completions", "Continue prompts", "CompletionAnswer", "CompletionChunk"),
-    "/v1/fork": ("fork", "Go on from the middle of an answer", "CompletionAnswer", "CompletionChunk"),
-    "/tokenize": ("tokenize", "Text to token ids", "Tokens", None),
-    "/detokenize": ("detokenize", "Token ids to text", "Text", None),
-}
-_GETS = {
-    "/v1/models": ("The models served", "Models"),
-    "/v1/capabilities": ("What this server takes, and how far", "Capabilities"),
-    "/health": ("Whether the server and its engine are alive", "Health"),
-    "/ready": ("Whether it takes new requests", "Health"),
-    "/version": ("The version", "Version"),
-}
 
 
-def build_openapi(limits: Limits, version: str) -> bytes:
-    """An OpenAPI 3.1 document of the public API with these limits, as JSON."""
-    paths: dict[str, Any] = {path: {"post": _post(path, limits)} for path in _POSTS}
-    paths |= {path: {"get": _get(path, summary, name)} for path, (summary, name) in _GETS.items()}
-    paths["/v1/models/{model}"] = {"get": _one_model()}
-    paths["/metrics"] = {"get": _metrics()}
+def build_openapi(endpoints: Sequence[Endpoint], limits: Limits, version: str) -> bytes:
+    """An OpenAPI 3.1 document of these endpoints with these limits, as JSON."""
+    paths: dict[str, dict[str, Any]] = {}
+    schemas: dict[str, Schema] = {"Error": ERROR}
+    for endpoint in endpoints:
+        paths.setdefault(endpoint.documented_path, {})[endpoint.method.lower()] = _operation(endpoint, limits)
+        schemas |= endpoint.schemas
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
             "info": {"title": "Quire", "version": version, "description": "OpenAI-compatible inference."},
             "paths": paths,
             "components": {
-                "schemas": SCHEMAS,
+                "schemas": schemas,
                 "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
             },
             "security": [{"key": []}, {}],
@@ -63,38 +52,44 @@ def build_openapi(limits: Limits, version: str) -> bytes:
 
 
 def request_schema(endpoint: Endpoint, limits: Limits) -> Schema:
-    """What a body may hold, as validation has it; a parameter that is null counts as absent."""
+    """What a body may hold, as it is checked. A parameter that is null counts as absent."""
     members = {}
-    for field in fields_of(endpoint).values():
+    for field in endpoint.fields:
         schema = field.validator.schema(limits)
         members[field.name] = {**(schema if field.is_required else nullable(schema)), "description": field.doc}
         if field.default is not None:
             members[field.name]["default"] = field.default
-    required = [field.name for field in fields_of(endpoint).values() if field.is_required]
+    required = [field.name for field in endpoint.fields if field.is_required]
     return {"type": "object", "properties": members, "required": required, "additionalProperties": False}
 
 
-def _post(path: str, limits: Limits) -> Schema:
-    endpoint, summary, answer, chunk = _POSTS[path]
-    content: dict[str, Any] = {"application/json": {"schema": ref(answer)}}
-    if chunk is not None:
-        content["text/event-stream"] = {"schema": _event(chunk)}
-    parameters = []
-    if chunk is not None:
-        parameters = [
+def _operation(endpoint: Endpoint, limits: Limits) -> Schema:
+    body = {"type": "string"} if endpoint.response is None else ref(endpoint.response)
+    content: dict[str, Any] = {endpoint.content_type: {"schema": body}}
+    if endpoint.event is not None:
+        content["text/event-stream"] = {"schema": _event(endpoint.event)}
+    found: Schema = {"summary": endpoint.summary, "operationId": endpoint.name, "parameters": _parameters(endpoint)}
+    if endpoint.fields:
+        request = {"application/json": {"schema": request_schema(endpoint, limits)}}
+        found["requestBody"] = {"required": True, "content": request}
+    errors = _errors(_ERRORS if endpoint.method == "POST" else _GET_ERRORS)
+    return {**found, "responses": {"200": {"description": endpoint.summary, "content": content}, **errors}}
+
+
+def _parameters(endpoint: Endpoint) -> list[Schema]:
+    """The parameters of the path, and for endpoints that stream those of the query and their headers."""
+    names = re.findall(r"\{(\w+)\}", endpoint.documented_path)
+    found: list[Schema] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+    ]
+    if endpoint.event is not None:
+        found += [
             _flag("query", "explain", "Add the request's ledger to the answer."),
             _flag("query", "lenient", "Turn unknown and unsupported parameters into warnings."),
             _flag("header", "X-Quire-Explain", "The same as `explain`."),
             _flag("header", "X-Quire-Lenient", "The same as `lenient`."),
         ]
-    body = {"application/json": {"schema": request_schema(endpoint, limits)}}
-    return {
-        "summary": summary,
-        "operationId": endpoint,
-        "parameters": parameters,
-        "requestBody": {"required": True, "content": body},
-        "responses": {"200": {"description": summary, "content": content}, **_errors(_ERRORS)},
-    }
+    return found
 
 
 def _event(chunk: str) -> Schema:
@@ -103,26 +98,6 @@ def _event(chunk: str) -> Schema:
     data = {"anyOf": [{"const": "[DONE]"}, {"contentMediaType": "application/json", "contentSchema": inside}]}
     text = f"One event. Its data is a {chunk}; in a broken stream an Error comes last; `[DONE]` ends either."
     return {**record({"data": {"type": "string", **data}}, is_open=True), "description": text}
-
-
-def _get(path: str, summary: str, name: str) -> Schema:
-    content = {"application/json": {"schema": ref(name)}}
-    return {
-        "summary": summary,
-        "operationId": path.strip("/").replace("/", "_"),
-        "responses": {"200": {"description": summary, "content": content}, **_errors(_GET_ERRORS)},
-    }
-
-
-def _one_model() -> Schema:
-    where = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    return {**_get("/v1/models/model", "One model", "Model"), "parameters": [where]}
-
-
-def _metrics() -> Schema:
-    text = {"text/plain": {"schema": {"type": "string"}}}
-    page = {"200": {"description": "Prometheus metrics", "content": text}}
-    return {"summary": "Metrics", "operationId": "metrics", "responses": {**page, **_errors(_GET_ERRORS)}}
 
 
 def _flag(place: str, name: str, doc: str) -> Schema:

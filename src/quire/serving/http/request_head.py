@@ -1,21 +1,19 @@
-"""Who asks for generation, and at which door."""
+"""What the head of an HTTP request says: its id, its API key, and the salt that separates prefix caches."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
 from dataclasses import dataclass
-from typing import Literal
 
 from quire.engine.kvcache.keys import frame
 
-GenerationEndpoint = Literal["chat", "completions", "fork"]
-PREFIX = {"chat": "chatcmpl", "completions": "cmpl", "fork": "fork"}
+_PERSON = b"quire cache salt"
 
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """What the HTTP head says about a request."""
+    """The head of one request. `principal` is the digest of its API key."""
 
     request_id: str
     named_it: bool  # the client chose the id, so it may not be unique
@@ -27,25 +25,23 @@ class RequestHead:
     shares_cache: bool = False  # with clients of other keys
 
     def salt(self, asked: str) -> str:
-        """Clients with different keys never share cached prompts, whatever salt they send, unless the operator says."""
+        """The salt of the request's prompts. Clients with different keys share no cached prompts, whatever salt they
+        send, unless the operator allows it."""
         return cache_salt(self.principal, asked, is_shared=self.shares_cache)
 
-    def engine_ids(self, endpoint: GenerationEndpoint, asked: str | None, count: int) -> list[str]:
-        """What the engine calls so many requests of one client, who may have asked for a name."""
-        base = f"{PREFIX[endpoint]}-{self.request_id if asked is None else asked}"
+    def engine_ids(self, prefix: str, asked: str | None, count: int) -> list[str]:
+        """Unique ids for `count` engine requests, made of the id that the client asked for, if any."""
+        base = f"{prefix}-{self.request_id if asked is None else asked}"
         if self.named_it or asked is not None:
             base += f"~{secrets.token_hex(3)}"
         return [base] if count == 1 else [f"{base}.{place}" for place in range(count)]
 
 
-_PERSON = b"quire cache salt"
-
-
 def cache_salt(principal: str, asked: str, *, is_shared: bool = False) -> str:
-    """The salt of a client's prompts. `principal` is the digest of its API key, empty where none is asked for; `asked`
-    is what the client wants to be told apart by. With `is_shared`, clients of all keys have one cache.
+    """The salt of a client's prompts. `principal` is the digest of its API key, empty if the server has no keys;
+    `asked` is the salt that the client sent. With `is_shared`, clients of all keys share one cache.
 
-    The digest is keyed by the principal: who does not know a key cannot make its salt, whatever else he sends.
+    The digest is keyed by the principal, so nobody can make the salt of a key that they do not know.
     """
     key = b"" if is_shared else bytes.fromhex(principal)
     if not key and not asked:

@@ -1,11 +1,8 @@
-"""JSON schemas of answers: what a client may rely on."""
+"""Pieces of JSON schemas of responses, and the schema of errors. Other schemas stand beside their endpoints."""
 
 from __future__ import annotations
 
-from typing import Any, get_args
-
-from quire.config.tiers import EVICTION_NAMES
-from quire.types.ledger import LedgerKind
+from typing import Any
 
 Schema = dict[str, Any]
 
@@ -14,8 +11,6 @@ WHOLE: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
 FLAG: Schema = {"type": "boolean"}
 IDS: Schema = {"type": "array", "items": WHOLE}
-FINISH: Schema = {"enum": ["stop", "length", "repetition", None]}
-CHAT_FINISH: Schema = {"enum": ["stop", "length", "tool_calls", "repetition", None]}
 
 
 def record(required: dict[str, Schema], optional: dict[str, Schema] | None = None, *, is_open: bool = False) -> Schema:
@@ -41,175 +36,6 @@ def ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-_REASONING = {"reasoning_content": TEXT, "reasoning": TEXT}
-_CALL = record({"id": TEXT, "type": {"const": "function"}, "function": record({"name": TEXT, "arguments": TEXT})})
-_CALL_DELTA = record(
-    {"index": WHOLE, "function": record({"arguments": TEXT}, {"name": TEXT})},
-    {"id": TEXT, "type": {"const": "function"}},
+ERROR: Schema = record(
+    {"error": record({"message": TEXT, "type": TEXT, "param": or_null(TEXT), "code": or_null(TEXT)})}
 )
-_MESSAGE = record(
-    {"role": {"const": "assistant"}, "content": or_null(TEXT), "refusal": {"type": "null"}},
-    {**_REASONING, "tool_calls": many(_CALL)},
-)
-_DELTA = record({}, {"role": {"const": "assistant"}, "content": TEXT, **_REASONING, "tool_calls": many(_CALL_DELTA)})
-_RANK = {"score": NUMBER, "cumulative_logprob": or_null(NUMBER)}  # of answers that were compared
-_BEST = {"best": record({"index": WHOLE, "text": TEXT})}  # so far, of a search that is watched
-_STOP_REASON = {"type": ["string", "integer", "null"]}
-_TOP = {"token": TEXT, "logprob": NUMBER, "bytes": or_null(many(WHOLE))}
-_CHAT_LOGPROBS = record(
-    {"content": many(record({**_TOP, "top_logprobs": many(record(_TOP))})), "refusal": {"type": "null"}}
-)
-_COMPLETION_LOGPROBS = record(
-    {
-        "tokens": many(TEXT),
-        "token_logprobs": many(or_null(NUMBER)),
-        "top_logprobs": many(or_null({"type": "object", "additionalProperties": NUMBER})),
-        "text_offset": many(WHOLE),
-    }
-)
-_PROMPT_LOGPROB = record({"logprob": NUMBER, "rank": or_null(WHOLE), "decoded_token": TEXT})
-_PROMPT_LOGPROBS = many(or_null({"type": "object", "additionalProperties": _PROMPT_LOGPROB}))
-_USAGE = record(
-    {
-        "prompt_tokens": WHOLE,
-        "completion_tokens": WHOLE,
-        "total_tokens": WHOLE,
-        "prompt_tokens_details": record({"cached_tokens": WHOLE}),
-    },
-    {"completion_tokens_details": record({"reasoning_tokens": WHOLE})},
-)
-_MISSED_TOKEN = {"token_id": WHOLE, "token": TEXT}  # the first that was not found, where it is one of the prompt
-_EVICTED = {"num_tokens": WHOLE, "seconds_ago": NUMBER, "policy": {"enum": list(EVICTION_NAMES)}}
-_MISS = {
-    "anyOf": [
-        record({"reason": {"const": "not_cached"}, "token_index": WHOLE}, _MISSED_TOKEN),
-        record({"reason": {"const": "differs"}, "token_index": WHOLE, "request_id": or_null(TEXT)}, _MISSED_TOKEN),
-        record({"reason": {"const": "evicted"}, "token_index": WHOLE, **_EVICTED}, _MISSED_TOKEN),
-    ]
-}
-_LEDGER_ENTRY = record(
-    {"kind": {"enum": list(get_args(LedgerKind))}, "at_ms": NUMBER, "amount": WHOLE, "note": TEXT},
-    {"miss": ref("PrefixMiss"), "prompt": WHOLE},
-)
-_HEAD = {"id": TEXT, "created": WHOLE, "model": TEXT, "system_fingerprint": TEXT}
-_EXTRAS = {"quire": ref("Explanation"), "warnings": many(TEXT)}
-_CHAT_EXTRAS = {**_EXTRAS, "prompt_logprobs": ref("PromptLogprobs"), "prompt_token_ids": IDS, "prompt_text": TEXT}
-
-SCHEMAS: dict[str, Schema] = {
-    "Error": record(
-        {"error": record({"message": TEXT, "type": TEXT, "param": or_null(TEXT), "code": or_null(TEXT)})}
-    ),
-    "Usage": _USAGE,
-    "Explanation": record({"ledger": many(ref("LedgerEntry"))}),
-    "LedgerEntry": _LEDGER_ENTRY,
-    "PrefixMiss": _MISS,
-    "ChatLogprobs": _CHAT_LOGPROBS,
-    "CompletionLogprobs": _COMPLETION_LOGPROBS,
-    "PromptLogprobs": _PROMPT_LOGPROBS,
-    "ChatAnswer": record(
-        {
-            **_HEAD,
-            "object": {"const": "chat.completion"},
-            "choices": many(
-                record(
-                    {
-                        "index": WHOLE,
-                        "message": _MESSAGE,
-                        "logprobs": or_null(ref("ChatLogprobs")),
-                        "finish_reason": CHAT_FINISH,
-                        "stop_reason": _STOP_REASON,
-                    },
-                    {"token_ids": IDS, **_RANK},
-                )
-            ),
-            "usage": ref("Usage"),
-        },
-        _CHAT_EXTRAS,
-    ),
-    "ChatChunk": record(
-        {
-            **_HEAD,
-            "object": {"const": "chat.completion.chunk"},
-            "choices": many(
-                record(
-                    {
-                        "index": WHOLE,
-                        "delta": _DELTA,
-                        "logprobs": or_null(ref("ChatLogprobs")),
-                        "finish_reason": CHAT_FINISH,
-                    },
-                    {"stop_reason": _STOP_REASON, "token_ids": IDS},
-                )
-            ),
-        },
-        {**_EXTRAS, **_BEST, "usage": or_null(ref("Usage")), "prompt_token_ids": IDS, "prompt_text": TEXT},
-    ),
-    "CompletionAnswer": record(
-        {
-            **_HEAD,
-            "object": {"const": "text_completion"},
-            "choices": many(
-                record(
-                    {
-                        "index": WHOLE,
-                        "text": TEXT,
-                        "logprobs": or_null(ref("CompletionLogprobs")),
-                        "finish_reason": FINISH,
-                        "stop_reason": _STOP_REASON,
-                    },
-                    {"token_ids": IDS, "prompt_token_ids": IDS, "prompt_logprobs": ref("PromptLogprobs"), **_RANK},
-                )
-            ),
-        },
-        {**_EXTRAS, "usage": or_null(ref("Usage"))},
-    ),
-    "CompletionChunk": record(
-        {
-            **_HEAD,
-            "object": {"const": "text_completion"},
-            "choices": many(
-                record(
-                    {
-                        "index": WHOLE,
-                        "text": TEXT,
-                        "logprobs": or_null(ref("CompletionLogprobs")),
-                        "finish_reason": FINISH,
-                    },
-                    {"stop_reason": _STOP_REASON, "token_ids": IDS, "prompt_token_ids": IDS},
-                )
-            ),
-        },
-        {**_EXTRAS, **_BEST, "usage": or_null(ref("Usage"))},
-    ),
-    "Tokens": record(
-        {"count": WHOLE, "max_model_len": WHOLE, "tokens": IDS, "token_strs": or_null(many(TEXT))},
-        {"warnings": many(TEXT)},
-    ),
-    "Text": record({"prompt": TEXT}, {"warnings": many(TEXT)}),
-    "Model": record(
-        {
-            "id": TEXT,
-            "object": {"const": "model"},
-            "created": WHOLE,
-            "owned_by": TEXT,
-            "root": TEXT,
-            "parent": {"type": "null"},
-            "max_model_len": or_null(WHOLE),
-            "default_sampling_params": {"type": "object", "additionalProperties": {"type": "number"}},
-        }
-    ),
-    "Models": record({"object": {"const": "list"}, "data": many(ref("Model"))}),
-    "Health": record({"status": {"const": "ok"}}),
-    "Version": record({"version": TEXT}),
-    "Capabilities": record(
-        {
-            "version": TEXT,
-            "models": many(TEXT),
-            "engine": {"type": "object"},
-            "lenient": FLAG,
-            "admin": FLAG,
-            "limits": {"type": "object", "additionalProperties": WHOLE},
-            "parameters": {"type": "object"},
-        }
-    ),
-}  # fmt: skip

@@ -1,4 +1,5 @@
-"""Checks a conversation and brings it into the one shape chat templates expect.
+"""Checks a conversation and brings it into the one shape that chat templates expect. This is the only check of
+messages, offline and served.
 
 For a template that knows no tools, they are described in words, and their calls and results written as Hermes does.
 """
@@ -7,14 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.serving.text.template_budget import TemplateLimits
 from quire.serving.text.tool_calls.hermes import END, START
-from quire.types.errors import InvalidRequest
+from quire.types.errors import InvalidRequest, UnknownParameter
 
 Message = dict[str, Any]
+UnknownMember = tuple[Any, str, UnknownParameter]  # the object that has it, its name, and the error that names it
 
 MAX_ROLE_CHARACTERS = 64
 MAX_DEPTH = 64
@@ -71,15 +73,39 @@ class PlainData:
 
 def check_messages(messages: Sequence[Mapping[str, Any]], data: PlainData, limits: TemplateLimits) -> list[Message]:
     """The conversation as fresh plain messages: text parts joined, tool arguments parsed. Raises InvalidRequest."""
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise InvalidRequest(
-            "messages", "must be a list with at least one message", 'send [{"role": ..., "content": ...}]'
-        )
-    if len(messages) > limits.messages:
-        raise InvalidRequest(
-            "messages", f"has {len(messages)} messages, limit {limits.messages}", "drop the oldest ones"
-        )
+    check_outline("messages", messages, limits.messages)
     return [_check_message(f"messages[{index}]", message, data) for index, message in enumerate(messages)]
+
+
+def check_outline(where: str, messages: Any, max_messages: int) -> None:
+    """Check that `messages` is a list with at least one message and not too many. Raises InvalidRequest."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise InvalidRequest(where, "must be a list with at least one message", 'send [{"role": ..., "content": ...}]')
+    if len(messages) > max_messages:
+        raise InvalidRequest(where, f"has {len(messages)} messages, limit {max_messages}", "drop the oldest ones")
+
+
+def unknown_members(where: str, message: Any) -> Iterator[UnknownMember]:
+    """The members of a message, its text parts and its tool calls that nothing reads. A null counts as absent."""
+    if not isinstance(message, Mapping):
+        return
+    yield from _unknown(where, message, MESSAGE_FIELDS)
+    content, calls = message.get("content"), message.get("tool_calls")
+    for index, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
+        if isinstance(part, Mapping) and part.get("type") == "text":
+            yield from _unknown(f"{where}.content[{index}]", part, PART_FIELDS)
+    for index, call in enumerate(calls if isinstance(calls, (list, tuple)) else ()):
+        if isinstance(call, Mapping):
+            yield from _unknown(f"{where}.tool_calls[{index}]", call, CALL_FIELDS)
+            if isinstance(call.get("function"), Mapping):
+                yield from _unknown(f"{where}.tool_calls[{index}].function", call["function"], FUNCTION_FIELDS)
+
+
+def _unknown(where: str, holder: Mapping[str, Any], known: frozenset[str]) -> Iterator[UnknownMember]:
+    for name, value in holder.items():
+        if name not in known and value is not None:
+            fix = f"known: {', '.join(sorted(known))}"
+            yield holder, name, UnknownParameter(f"{where}.{name!s:.80}", "is not known", fix)
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None, data: PlainData) -> list[Any] | None:
@@ -98,7 +124,8 @@ def _check_message(where: str, message: Mapping[str, Any], data: PlainData) -> M
         raise InvalidRequest(
             where, f"must be an object, got {type(message).__name__}", 'send {"role": ..., "content": ...}'
         )
-    _check_members(where, message, MESSAGE_FIELDS)
+    for _, _, error in unknown_members(where, message):
+        raise error
     role = message.get("role")
     if not isinstance(role, str) or not role or len(role) > MAX_ROLE_CHARACTERS:
         raise InvalidRequest(
@@ -143,14 +170,7 @@ def _part(where: str, part: Any, data: PlainData) -> str:
         raise InvalidRequest(
             where, f"is {kind!r:.80}; this model takes text only", 'send {"type": "text", "text": ...}'
         )
-    _check_members(where, part, PART_FIELDS)
     return str(data.copy(where, part["text"]))
-
-
-def _check_members(where: str, holder: Mapping[str, Any], known: frozenset[str]) -> None:
-    unknown = [name for name, value in holder.items() if name not in known and value is not None]
-    if unknown:
-        raise InvalidRequest(f"{where}.{unknown[0]}", "is not known", f"known: {', '.join(sorted(known))}")
 
 
 def _tool_calls(where: str, calls: Any, data: PlainData) -> list[Any]:
@@ -164,7 +184,7 @@ def _tool_calls(where: str, calls: Any, data: PlainData) -> list[Any]:
             raise InvalidRequest(
                 f"{where}[{index}]", "must name a function", 'send {"function": {"name": ..., "arguments": ...}}'
             )
-        _check_call(f"{where}[{index}]", call, function)
+        _check_call(f"{where}[{index}]", call)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
@@ -178,10 +198,7 @@ def _tool_calls(where: str, calls: Any, data: PlainData) -> list[Any]:
     return checked
 
 
-def _check_call(where: str, call: Mapping[str, Any], function: Mapping[str, Any]) -> None:
-    _check_members(where, call, CALL_FIELDS)
-    if "function" in call:
-        _check_members(f"{where}.function", function, FUNCTION_FIELDS)
+def _check_call(where: str, call: Mapping[str, Any]) -> None:
     if call.get("type", "function") != "function":
         raise InvalidRequest(f"{where}.type", f'must be "function", got {call["type"]!r:.80}')
     if not isinstance(call.get("id", ""), str):

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from quire.serving.http.generation.logprobs import (
+from quire.serving.http.endpoints.openai_logprobs import (
     LOWEST,
     TokenNames,
     chat_logprobs,

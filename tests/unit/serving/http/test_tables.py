@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from quire.serving.http.endpoints.reference import write_reference
-from quire.serving.http.fields import FIELDS, Endpoint, check_body, fields_of
+from quire.serving.http.endpoints.registry import BY_NAME
+from quire.serving.http.fields import Field
+from quire.serving.http.fields import check_body as check_fields
 from quire.serving.http.limits import LIMITS, Limits
 from quire.serving.http.openapi import build_openapi
 from quire.serving.http.validators.values import Only
@@ -18,14 +20,22 @@ from quire.types.errors import ConfigError, InvalidRequest
 from quire.types.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[4]
-ENDPOINTS: tuple[Endpoint, ...] = ("chat", "completions", "fork", "tokenize", "detokenize")
-SMALLEST: dict[Endpoint, dict[str, Any]] = {
+ENDPOINTS = tuple(name for name, endpoint in BY_NAME.items() if endpoint.fields)
+SMALLEST: dict[str, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "x"}]},
     "completions": {"prompt": "x"},
     "fork": {"request_id": "x"},
     "tokenize": {"prompt": "x"},
     "detokenize": {"tokens": [1]},
 }
+
+
+def fields_of(endpoint: str) -> dict[str, Field]:
+    return BY_NAME[endpoint].fields_by_name
+
+
+def check_body(endpoint: str, body: Any, limits: Limits, *, lenient: bool) -> tuple[dict[str, Any], list[str]]:
+    return check_fields(fields_of(endpoint), body, limits, lenient=lenient)
 
 
 def test_the_reference_page_is_what_the_tables_say() -> None:
@@ -38,13 +48,13 @@ def test_the_reference_page_is_what_the_tables_say() -> None:
 def test_names_are_unique() -> None:
     assert len({limit.name for limit in LIMITS}) == len(LIMITS)
     for endpoint in ENDPOINTS:
-        names = [field.name for field in FIELDS if endpoint in field.endpoints]
+        names = [field.name for field in BY_NAME[endpoint].fields]
         assert len(set(names)) == len(names)
 
 
 def test_every_default_passes_its_own_check() -> None:
     limits = Limits()
-    given = [field for field in FIELDS if field.default is not None]
+    given = [field for name in ENDPOINTS for field in BY_NAME[name].fields if field.default is not None]
     assert given
     for field in given:
         assert field.validator.check(field.name, field.default, limits) == field.default
@@ -87,7 +97,7 @@ def test_a_limit_can_be_changed() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_what_is_not_supported_passes_only_where_it_asks_for_nothing(endpoint: Endpoint) -> None:
+def test_what_is_not_supported_passes_only_where_it_asks_for_nothing(endpoint: str) -> None:
     limits = Limits()
     for field in fields_of(endpoint).values():
         if not isinstance(field.validator, Only):
@@ -102,7 +112,7 @@ def test_what_is_not_supported_passes_only_where_it_asks_for_nothing(endpoint: E
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_null_is_absent_for_every_parameter_but_the_required(endpoint: Endpoint) -> None:
+def test_null_is_absent_for_every_parameter_but_the_required(endpoint: str) -> None:
     for field in fields_of(endpoint).values():
         if not field.is_required and field.name not in SMALLEST[endpoint]:
             body = {**SMALLEST[endpoint], field.name: None}
@@ -128,6 +138,6 @@ def test_a_whole_number_may_be_written_with_a_point(value: float) -> None:
 
 
 def test_the_openapi_document_has_the_limits_in_force() -> None:
-    document = json.loads(build_openapi(Limits({"n": 7}), "1"))
+    document = json.loads(build_openapi(tuple(BY_NAME.values()), Limits({"n": 7}), "1"))
     body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body["properties"]["n"]["maximum"] == 7

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from quire.serving.http.endpoints.tokenize import TOKENIZE
 from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import Exchange
-from quire.serving.http.fields import fields_of
 from quire.serving.http.generation.conversation import render_messages, unread_values
 from quire.serving.http.json_body import decode_json
 from quire.serving.http.service import Service
@@ -19,7 +19,7 @@ _BODY = Options(
     {
         "name": Identifier(),
         "api_key": Text("label", 1),
-        **{name: fields_of("tokenize")[name].validator for name in _TAKEN},
+        **{name: TOKENIZE.fields_by_name[name].validator for name in _TAKEN},
     }
 )
 

@@ -1,4 +1,4 @@
-"""All routes of the server, wired up."""
+"""The ASGI application of an edge: all routes and what every request passes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,14 @@ from starlette.responses import Response
 
 from quire.serving.http.endpoints.admin import Admin
 from quire.serving.http.endpoints.admin_prefixes import AdminPrefixes
-from quire.serving.http.endpoints.pages import Pages
-from quire.serving.http.endpoints.tokenize import TextEndpoint, detokenize, tokenize
+from quire.serving.http.endpoints.registry import ENDPOINTS
 from quire.serving.http.errors import ApiError
-from quire.serving.http.exchange import Endpoint, Handler
-from quire.serving.http.generation.handler import GenerationHandler
-from quire.serving.http.generation.response import ResponseBuilder
+from quire.serving.http.exchange import AsgiHandler, Handler
 from quire.serving.http.guard import Guard, not_found
-from quire.serving.http.openapi import build_openapi
 from quire.serving.http.service import Service
-from quire.serving.http.static import StaticFile, playground_routes
+from quire.serving.http.static import playground_routes
 
-Routes = dict[tuple[str, str], Handler]  # by method and path
+Routes = dict[tuple[str, str], AsgiHandler]  # by method and path
 
 
 def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> FastAPI:
@@ -34,10 +30,11 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
     files = playground_routes(playground) if access.playground else {}
     routes = api_routes(service)
     if access.admin_digests:
-        routes |= _admin_routes(Admin(service), AdminPrefixes(service))
-    routes |= {("GET", path): file for path, file in files.items()}
+        admin = _admin_routes(Admin(service), AdminPrefixes(service))
+        routes |= {route: AsgiHandler(handler) for route, handler in admin.items()}
+    routes |= {("GET", path): AsgiHandler(file) for path, file in files.items()}
     for (method, path), handler in routes.items():
-        app.add_route(path, Endpoint(handler), methods=[method])  # type: ignore[arg-type]
+        app.add_route(path, handler, methods=[method])  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _http_error)
     public = [path.encode() for path in files]
     app.add_middleware(Guard, access=access, limits=service.limits, host=service.config.host, public=public)
@@ -54,26 +51,14 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
 
 def api_routes(service: Service) -> Routes:
     """Everything but admin and the playground."""
-    pages, builder = Pages(service), ResponseBuilder(service.texts.tokenizer)
-    document = StaticFile(build_openapi(service.limits, service.version), "application/json")
-    return {
-        ("POST", "/v1/chat/completions"): GenerationHandler(service, builder, "chat"),
-        ("POST", "/v1/completions"): GenerationHandler(service, builder, "completions"),
-        ("POST", "/v1/fork"): GenerationHandler(service, builder, "fork"),
-        ("POST", "/tokenize"): TextEndpoint(service, "tokenize", tokenize),
-        ("POST", "/detokenize"): TextEndpoint(service, "detokenize", detokenize),
-        ("GET", "/v1/models"): pages.models,
-        ("GET", "/v1/models/{model:path}"): pages.model,
-        ("GET", "/v1/capabilities"): pages.capabilities,
-        ("GET", "/health"): pages.health,
-        ("GET", "/ready"): pages.ready,
-        ("GET", "/version"): pages.version,
-        ("GET", "/metrics"): pages.metrics,
-        ("GET", "/openapi.json"): document,
-    }
+    routes: Routes = {}
+    for endpoint in ENDPOINTS:
+        handler = AsgiHandler(endpoint.make_handler(service), endpoint.write_error)
+        routes |= {(endpoint.method, path): handler for path in endpoint.paths}
+    return routes
 
 
-def _admin_routes(admin: Admin, prefixes: AdminPrefixes) -> Routes:
+def _admin_routes(admin: Admin, prefixes: AdminPrefixes) -> dict[tuple[str, str], Handler]:
     return {
         ("POST", "/admin/drain"): admin.drain,
         ("POST", "/admin/abort"): admin.abort,

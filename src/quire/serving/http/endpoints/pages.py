@@ -1,12 +1,14 @@
-"""The routes that tell about the server: is it there, what does it serve, what can it do."""
+"""Pages about the server: whether it is up, what it serves, its version and its metrics."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from quire.serving.http.endpoint import Endpoint, PlainEndpoint
 from quire.serving.http.errors import ApiError, model_not_found
-from quire.serving.http.exchange import Exchange
-from quire.serving.http.fields import ENDPOINTS, FIELDS
+from quire.serving.http.exchange import Exchange, Handler
+from quire.serving.http.schemas import TEXT, WHOLE, Schema, many, or_null, record, ref
 from quire.serving.http.service import Service
 
 _STATES = {
@@ -18,17 +20,17 @@ _NO_CACHE = (b"cache-control", b"no-store")
 
 
 class Pages:
-    """Handlers that answer from what the edge knows already, at once."""
+    """Handlers that reply at once from what the edge knows."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def health(self, exchange: Exchange) -> None:
-        """Alive, with an engine."""
+        """Reply 200 while the engine is up."""
         await self._state(exchange, is_good=self._service.dispatcher.engine is not None)
 
     async def ready(self, exchange: Exchange) -> None:
-        """Worth sending new requests to."""
+        """Reply 200 while the server accepts new requests."""
         dispatcher = self._service.dispatcher
         await self._state(exchange, is_good=dispatcher.engine is not None and not dispatcher.is_draining)
 
@@ -67,33 +69,48 @@ class Pages:
             "default_sampling_params": service.texts.sampling_defaults.given(),
         }
 
-    async def capabilities(self, exchange: Exchange) -> None:
-        """What this server takes and how far: the tables of parameters and limits, and its engine."""
-        service, engine = self._service, self._service.engine()
-        await exchange.reply_json(
-            {
-                "version": service.version,
-                "models": service.names,
-                "engine": {
-                    "max_model_len": engine.max_model_len,
-                    "max_num_seqs": engine.max_num_seqs,
-                    "vocab_size": engine.vocab_size,
-                    "block_size": engine.block_size,
-                    "num_blocks": engine.num_blocks,
-                    "dtype": engine.dtype,
-                    "device": engine.device,
-                    "scheduling_policy": engine.policy,
-                },
-                "lenient": service.config.lenient,
-                "admin": bool(service.config.access.admin_digests),
-                "limits": dict(service.limits),
-                "parameters": {
-                    endpoint: {field.name: field.support for field in FIELDS if endpoint in field.endpoints}
-                    for endpoint in ENDPOINTS
-                },
-            }
-        )
-
     async def metrics(self, exchange: Exchange) -> None:
         page, content_type = await self._service.render_metrics()
         await exchange.reply(200, page, ((b"content-type", content_type.encode()), _NO_CACHE))
+
+
+def _page(
+    path: str, summary: str, handler: Callable[[Pages], Handler], response: str | None, schemas: Mapping[str, Schema]
+) -> PlainEndpoint:
+    return PlainEndpoint(
+        name=path.strip("/").replace("/", "_").replace("{model:path}", "model"),
+        paths=(path,),
+        summary=summary,
+        method="GET",
+        response=response,
+        schemas=schemas,
+        content_type="application/json" if response is not None else "text/plain",
+        handler=lambda service: handler(Pages(service)),
+    )
+
+
+_SCHEMAS: dict[str, Schema] = {
+    "Model": record(
+        {
+            "id": TEXT,
+            "object": {"const": "model"},
+            "created": WHOLE,
+            "owned_by": TEXT,
+            "root": TEXT,
+            "parent": {"type": "null"},
+            "max_model_len": or_null(WHOLE),
+            "default_sampling_params": {"type": "object", "additionalProperties": {"type": "number"}},
+        }
+    ),
+    "Models": record({"object": {"const": "list"}, "data": many(ref("Model"))}),
+    "Health": record({"status": {"const": "ok"}}),
+    "Version": record({"version": TEXT}),
+}
+PAGES: tuple[Endpoint, ...] = (
+    _page("/v1/models", "The models served", lambda pages: pages.models, "Models", _SCHEMAS),
+    _page("/v1/models/{model:path}", "One model", lambda pages: pages.model, "Model", {}),
+    _page("/health", "Whether the server and its engine are alive", lambda pages: pages.health, "Health", {}),
+    _page("/ready", "Whether it takes new requests", lambda pages: pages.ready, "Health", {}),
+    _page("/version", "The version", lambda pages: pages.version, "Version", {}),
+    _page("/metrics", "Metrics in the format of Prometheus", lambda pages: pages.metrics, None, {}),
+)

@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 import sys
 
-from quire.serving.http.fields import Endpoint, Field, fields_of
+from quire.serving.http.endpoint import Endpoint
+from quire.serving.http.endpoints.registry import ENDPOINTS
+from quire.serving.http.fields import Field
 from quire.serving.http.limits import LIMITS, Limits
 from quire.serving.http.validators.values import Only
 
-_TITLES: dict[Endpoint, str] = {
-    "chat": "POST /v1/chat/completions",
-    "completions": "POST /v1/completions",
-    "fork": "POST /v1/fork",
-    "tokenize": "POST /tokenize",
-    "detokenize": "POST /detokenize",
-}
 _INTRODUCTION = """\
 # HTTP API
 
@@ -36,14 +31,6 @@ chunk): what happened to the request, in milliseconds since it was received; see
 Errors look like OpenAI's: `{"error": {"message", "type", "param", "code"}}`. A stream that breaks after its first byte
 ends with `data: {"error": {...}}` and `data: [DONE]`. A stream that waits sends comments (`: queued`, `: working`).
 """
-_FORK = """\
-Goes on from the middle of an answer with parameters of its own: another temperature, more samples, a beam search.
-Nothing that was computed is computed again while the engine still has it. The answer looks like that of
-`/v1/completions` and holds what follows the fork; with `echo` also what was kept of the answer before it. A request can
-be forked by whoever sent it (the same key), while it is streamed, and after its end for as long as `fork_seconds`,
-`fork_requests` and `fork_tokens` allow. Only the HTTP process that answers it knows it: with `--api-workers` above 1 a
-fork that comes to another is answered with 404. Parameters that are left out have their defaults, not those of the
-forked request. A branch ends early when its client hangs up."""
 _ABORT = (
     "end one client's request by any of its ids, or by the beginning of one (404: none begins so, 409: several do), or "
     "all of them"
@@ -107,17 +94,17 @@ def write_reference() -> str:
     """The whole page."""
     limits = Limits()
     parts = [_INTRODUCTION]
-    parts += [_endpoint(endpoint, title, limits) for endpoint, title in _TITLES.items()]
+    parts += [_endpoint(endpoint, limits) for endpoint in ENDPOINTS if endpoint.fields]
     parts += [_LEDGER, _ROUTES, _limits()]
     return "\n".join(parts)
 
 
-def _endpoint(endpoint: Endpoint, title: str, limits: Limits) -> str:
-    fields = list(fields_of(endpoint).values())
+def _endpoint(endpoint: Endpoint, limits: Limits) -> str:
+    fields = endpoint.fields
     lines = [
-        f"## {title}",
+        f"## {endpoint.method} {endpoint.documented_path}",
         "",
-        *([_FORK, ""] if endpoint == "fork" else []),
+        *([endpoint.description, ""] if endpoint.description else []),
         "| Parameter | Value | Default | Meaning |",
         "|-|-|-|-|",
     ]

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from quire.serving.http.exchange import Exchange
-from quire.serving.http.fields import Endpoint, check_body
+from quire.serving.http.endpoint import Endpoint
+from quire.serving.http.exchange import Exchange, Handler
+from quire.serving.http.fields import ADD_SPECIAL_TOKENS, MODEL, TEMPLATE, TOOLS, Field, check_body, not_supported
 from quire.serving.http.generation.conversation import render_messages, unread_values
 from quire.serving.http.json_body import decode_json
+from quire.serving.http.schemas import IDS, TEXT, WHOLE, many, or_null, record
 from quire.serving.http.service import Service
+from quire.serving.http.validators.prompts import Messages, Prompts
+from quire.serving.http.validators.values import Flag, TokenIds
 from quire.types.errors import InvalidRequest
 from quire.types.sampling import check_vocabulary
 
 
-class TextEndpoint:
-    """Reads a JSON body, works on it in a text thread and answers with what comes out."""
+@dataclass(frozen=True, kw_only=True)
+class TextEndpoint(Endpoint):
+    """An endpoint whose response is computed from the checked fields of a body, in a text thread."""
 
-    def __init__(self, service: Service, endpoint: Endpoint, work: Callable[[Service, dict[str, Any]], Any]) -> None:
-        self._service, self._endpoint, self._work = service, endpoint, work
+    work: Callable[[Service, dict[str, Any]], dict[str, Any]]
+
+    def make_handler(self, service: Service) -> Handler:
+        return TextHandler(service, self)
+
+
+class TextHandler:
+    """Reads a JSON body, works on it in a text thread and replies with the result."""
+
+    def __init__(self, service: Service, endpoint: TextEndpoint) -> None:
+        self._service, self._endpoint = service, endpoint
 
     async def __call__(self, exchange: Exchange) -> None:
         service = self._service
@@ -33,12 +48,14 @@ class TextEndpoint:
 
     def _answer(self, body: bytes, lenient: bool, query: tuple[str, ...]) -> bytes:
         service, limits = self._service, self._service.limits
-        given, warnings = check_body(self._endpoint, decode_json(body, limits["nesting"]), limits, lenient=lenient)
+        given, warnings = check_body(
+            self._endpoint.fields_by_name, decode_json(body, limits["nesting"]), limits, lenient=lenient
+        )
         service.served_name(given.get("model"))
         unread = unread_values(service, given)
         if unread and not lenient:
             raise unread[0]
-        answer = self._work(service, given)
+        answer = self._endpoint.work(service, given)
         warnings = [*query, *warnings, *map(str, unread)]
         return msgspec.json.encode({**answer, "warnings": warnings} if warnings else answer)
 
@@ -67,3 +84,43 @@ def detokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
     tokens = given["tokens"]
     check_vocabulary("tokens", tokens, service.engine().vocab_size)
     return {"prompt": service.texts.tokenizer.decode(tokens, skip_special_tokens=False)}
+
+
+PROMPT_FIELDS = (
+    Field("prompt", Prompts(lone=True), "The text to tokenize; this or `messages`."),
+    Field("messages", Messages(), "A conversation to render and tokenize; this or `prompt`."),
+    ADD_SPECIAL_TOKENS,
+    *TEMPLATE,
+    TOOLS,
+)  # fmt: skip
+TOKENIZE = TextEndpoint(
+    name="tokenize",
+    paths=("/tokenize",),
+    summary="Text to token ids",
+    fields=(
+        MODEL,
+        *PROMPT_FIELDS,
+        Field("return_token_strs", Flag(), "Also return what each token looks like.", False),
+        not_supported("chat_template", "A template with the request.", why="is set by the operator only"),
+    ),
+    response="Tokens",
+    schemas={
+        "Tokens": record(
+            {"count": WHOLE, "max_model_len": WHOLE, "tokens": IDS, "token_strs": or_null(many(TEXT))},
+            {"warnings": many(TEXT)},
+        )
+    },
+    work=tokenize,
+)
+DETOKENIZE = TextEndpoint(
+    name="detokenize",
+    paths=("/detokenize",),
+    summary="Token ids to text",
+    fields=(
+        MODEL,
+        Field("tokens", TokenIds("prompt_tokens"), "The token ids to turn into text.", is_required=True),
+    ),
+    response="Text",
+    schemas={"Text": record({"prompt": TEXT}, {"warnings": many(TEXT)})},
+    work=detokenize,
+)

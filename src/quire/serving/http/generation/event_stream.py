@@ -1,4 +1,4 @@
-"""One streamed answer from the first byte to the last."""
+"""Writes one streamed response from the first byte to the last."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from quire.serving.dispatch.mailbox import Mailbox
 from quire.serving.http.errors import ApiError, as_failure
 from quire.serving.http.exchange import ClientGone, Exchange
 from quire.serving.http.generation.job import Job
-from quire.serving.http.generation.stream import EventWriter, Extras
-
-_QUEUED, _WORKING = b": queued\n\n", b": working\n\n"
+from quire.serving.http.generation.settings import StreamFormat
 
 
 class EventStream:
-    """Writes a client's news as they come, and a comment whenever there were none for `ping_seconds`.
+    """Writes deltas as they come, and a ping whenever nothing was written for `ping_seconds`.
 
-    A request that has to wait in line gets its headers and a comment at once. Otherwise nothing is sent before the
-    first news or comment, so that an early failure still has a status of its own.
+    A queued request gets its headers and a ping at once. Otherwise nothing is sent before the first delta or ping, so
+    that a request that fails early gets a status of its own.
     """
 
     def __init__(
@@ -28,10 +26,10 @@ class EventStream:
         job: Job,
         requests: Sequence[InFlightRequest],
         limits: Mapping[str, int],
-        extras: Extras,
+        stream: StreamFormat,
     ) -> None:
         self._exchange, self._job, self._requests = exchange, job, requests
-        self._writer = EventWriter(job.options, requests, extras)
+        self._writer = stream
         self._mailbox: Mailbox = requests[0].mailbox
         self._stall, self._gap = limits["stall_seconds"], limits["ping_seconds"]
         self._loop = asyncio.get_running_loop()
@@ -40,11 +38,12 @@ class EventStream:
         self._timer = self._loop.call_later(self._gap, self._look)
 
     async def run(self) -> None:
-        """Until the end of the answer. Raises ClientGone, and ApiError while nothing was sent."""
+        """Write until the response ends. Raises ClientGone, and ApiError if the request fails before anything was
+        sent."""
         try:
             if self._is_queued:
-                await self._send(_QUEUED)
-            while not await self._send_news():
+                await self._send(self._writer.ping(is_queued=True))
+            while not await self._send_deltas():
                 pass
         finally:
             self._timer.cancel()
@@ -53,8 +52,8 @@ class EventStream:
     def _is_queued(self) -> bool:
         return any(request.state == "queued" for request in self._requests)
 
-    async def _send_news(self) -> bool:
-        """Wait for news and pass them on; whether they were the last."""
+    async def _send_deltas(self) -> bool:
+        """Wait for deltas and write them. Returns whether they were the last."""
         mailbox, writer = self._mailbox, self._writer
         await mailbox.wait()
         if mailbox.is_gone:
@@ -68,7 +67,7 @@ class EventStream:
             ending = writer.closing() if is_over else b""
             await self._send(self._opened(data) + ending, is_last=is_over)
         elif self._is_silent:
-            await self._send(_QUEUED if self._is_queued else _WORKING)
+            await self._send(writer.ping(is_queued=self._is_queued))
         return is_over
 
     async def _break_off(self, data: bytes, error: ApiError) -> None:
@@ -77,7 +76,7 @@ class EventStream:
         await self._send((self._opened(data) if data else b"") + self._writer.failure(error), is_last=True)
 
     def _opened(self, data: bytes) -> bytes:
-        """`data`, with what goes before the first of it."""
+        """`data`, after the opening if this is the first data."""
         if self._has_opened:
             return data
         self._has_opened = True
@@ -85,12 +84,12 @@ class EventStream:
 
     async def _send(self, data: bytes, *, is_last: bool = False) -> None:
         if not self._exchange.has_started:
-            await self._exchange.start_stream()
+            await self._exchange.start_stream(self._writer.content_type)
         await self._exchange.write(data, is_last=is_last, stall_seconds=self._stall)
         self._sent_at, self._is_silent = self._loop.time(), False
 
     def _look(self) -> None:
-        """Wake the stream if it was silent for long; look again when it could next have been."""
+        """Wake the stream if nothing was sent for `ping_seconds`, and set the next timer."""
         now, due = self._loop.time(), self._sent_at + self._gap
         if now >= due:
             self._is_silent, due = True, now + self._gap

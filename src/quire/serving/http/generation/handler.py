@@ -1,4 +1,4 @@
-"""The endpoints that generate: read, prepare, enter the dispatcher, and answer whole or as a stream."""
+"""Handles requests to generate: reads and prepares them, queues them, and replies whole or as a stream."""
 
 from __future__ import annotations
 
@@ -6,31 +6,43 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import UTC, datetime
+from dataclasses import dataclass
 
 from quire.serving.dispatch.in_flight_request import InFlightRequest
 from quire.serving.dispatch.mailbox import Mailbox
 from quire.serving.dispatch.observer import RequestRecord
+from quire.serving.http.endpoint import Endpoint
 from quire.serving.http.errors import as_failure, as_refusal
-from quire.serving.http.exchange import ClientGone, Exchange
+from quire.serving.http.exchange import ClientGone, Exchange, Handler
 from quire.serving.http.generation.event_stream import EventStream
 from quire.serving.http.generation.job import Job, prepare_job
-from quire.serving.http.generation.response import ResponseBuilder
-from quire.serving.http.request_head import GenerationEndpoint, RequestHead
+from quire.serving.http.generation.settings import GenerationSettings
+from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
 from quire.types.decoding import StructuredOutputsParams
 from quire.types.errors import InvalidRequest, QuireError
 
 
-class GenerationHandler:
-    """Handles one endpoint. Whatever happens, the requests it entered end with it."""
+@dataclass(frozen=True, kw_only=True)
+class GenerationEndpoint(Endpoint):
+    """An endpoint that generates. All of them share one request path: see `GenerationHandler`."""
 
-    def __init__(self, service: Service, builder: ResponseBuilder, endpoint: GenerationEndpoint) -> None:
-        self._service, self._builder, self._endpoint = service, builder, endpoint
+    generation: GenerationSettings
+
+    def make_handler(self, service: Service) -> Handler:
+        return GenerationHandler(service, self)
+
+
+class GenerationHandler:
+    """Handles the requests of one endpoint. When a call ends, whatever the reason, its engine requests end too."""
+
+    def __init__(self, service: Service, endpoint: GenerationEndpoint) -> None:
+        self._service, self._endpoint = service, endpoint
+        self._format = endpoint.generation.make_format(service)
 
     async def __call__(self, exchange: Exchange) -> None:
         dispatcher, received_at = self._service.dispatcher, time.monotonic()
-        self._service.observer.received(self._endpoint)
+        self._service.observer.received(self._endpoint.name)
         with ExitStack() as stack:
             with self._counted_refusals():
                 stack.enter_context(dispatcher.accept())
@@ -46,23 +58,25 @@ class GenerationHandler:
 
     @contextmanager
     def _counted_refusals(self) -> Iterator[None]:
-        """What is refused here never reached the engine."""
+        """Count errors that are raised before anything was submitted, and raise them as ApiError."""
         try:
             yield
         except QuireError as error:
-            refusal = as_refusal(error)
-            self._service.observer.refused(self._endpoint, refusal.status, refusal.code)
+            settings = self._endpoint.generation
+            refusal = as_refusal(settings.in_own_names(error) if isinstance(error, InvalidRequest) else error)
+            self._service.observer.refused(self._endpoint.name, refusal.status, refusal.code)
             raise refusal from None
 
     async def _reply(self, exchange: Exchange, job: Job, requests: Sequence[InFlightRequest], mailbox: Mailbox) -> None:
-        """Answer, and notice when the client hangs up meanwhile."""
+        """Reply, and wake the handler when the client hangs up."""
         watch = asyncio.create_task(exchange.until_gone())
         watch.add_done_callback(lambda _: mailbox.hang_up())
         try:
             if job.options.stream:
-                await EventStream(exchange, job, requests, self._service.limits, self._builder.extras).run()
+                stream = self._format.stream(job.options, requests)
+                await EventStream(exchange, job, requests, self._service.limits, stream).run()
             else:
-                await self._answer(exchange, job, requests, mailbox)
+                await self._reply_whole(exchange, job, requests, mailbox)
         finally:
             watch.cancel()
             with suppress(asyncio.CancelledError):
@@ -84,13 +98,14 @@ class GenerationHandler:
         )
         with service.metered() as meter:
             body = await exchange.read_body(service.limits, meter.add)
-            created = int(datetime.now(UTC).timestamp())
             with service.dispatcher.preparing():
-                job = await service.in_thread(prepare_job, service, self._endpoint, body, head, created)
+                settings, fields = self._endpoint.generation, self._endpoint.fields_by_name
+                job = await service.in_thread(prepare_job, service, settings, fields, body, head)
                 return job if job.structure is None else await self._constrained(job, job.structure)
 
     async def _constrained(self, job: Job, structure: StructuredOutputsParams) -> Job:
-        """The job once its structure was checked: the text threads go on with others meanwhile."""
+        """Check the structure in the checker's process, which keeps the text threads free, and put the grammar into the
+        job."""
         try:
             begun = await self._service.in_thread(self._service.texts.checker.begin, structure)
             return job.with_grammar(await asyncio.wrap_future(begun))
@@ -100,12 +115,12 @@ class GenerationHandler:
     def _requests(self, job: Job, received_at: float, traceparent: str) -> list[InFlightRequest]:
         options = job.options
         mailbox = Mailbox(asyncio.get_running_loop(), len(job.submits))
-        render = self._builder.renderer(options) if options.wants_logprobs else None
+        render = self._format.logprobs_renderer(options) if options.wants_logprobs else None
         requests: list[InFlightRequest] = []
         for submit in job.submits:
             record = RequestRecord(
                 submit.request_id,
-                self._endpoint,
+                self._endpoint.name,
                 len(submit.prompt_token_ids),
                 submit.sampling,
                 options.stream,
@@ -117,8 +132,7 @@ class GenerationHandler:
             requests.append(InFlightRequest(submit, record, mailbox, first, options.stream, job.interval, render))
         return requests
 
-    # -------------------------------------------------------------------------------------------------- answering
-    async def _answer(
+    async def _reply_whole(
         self, exchange: Exchange, job: Job, requests: Sequence[InFlightRequest], mailbox: Mailbox
     ) -> None:
         while not mailbox.is_over:
@@ -127,10 +141,10 @@ class GenerationHandler:
             raise ClientGone
         if mailbox.failure is not None:
             raise as_failure(job.named(mailbox.failure))
-        body = await self._service.in_thread(self._builder.build, job.options, requests)
+        body = await self._service.in_thread(self._format.body, job.options, requests)
         await exchange.reply(200, body)
 
 
 def _names(job: Job, requests: Sequence[InFlightRequest]) -> list[str]:
-    """What a client may call its request by: its own name for it, the answer's id, and the engine's."""
-    return [job.request_id, job.options.answer_id, *(request.submit.request_id for request in requests)]
+    """The ids that a client may name its request by: its own, that of the response, and those of the engine."""
+    return [job.request_id, job.options.response_id, *(request.submit.request_id for request in requests)]

@@ -1,15 +1,14 @@
-"""The engine's requests for one client's request."""
+"""Makes the engine requests of one HTTP request: one per prompt, tokenized and checked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from quire.serving.http.generation.admission_checks import check_admission, check_length, check_room, check_texts, cut
-from quire.serving.http.generation.fork import Origin
 from quire.serving.http.generation.sampling_fields import in_own_words
-from quire.serving.http.request_head import GenerationEndpoint, RequestHead
+from quire.serving.http.generation.settings import GenerationSettings, Origin, Parameters
+from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
 from quire.serving.process.link import EngineReady
 from quire.serving.requests import Prompt
@@ -19,38 +18,36 @@ from quire.types.errors import InvalidRequest
 from quire.types.request import Submit, pack_tokens
 from quire.types.sampling import SamplingParams
 
-_FIELD = {"chat": "messages", "completions": "prompt", "fork": "request_id"}
-
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What is to be done for each prompt of a request."""
+class Work:
+    """What to do for each prompt of a request."""
 
-    endpoint: GenerationEndpoint
-    given: dict[str, Any]
+    settings: GenerationSettings
+    given: Parameters
     sampling: SamplingParams
     beam: BeamRules | None = None
     origin: Origin | None = None  # of a fork
 
     @property
     def count(self) -> int:
-        """Sequences that live at once for one prompt."""
+        """How many sequences run at once for one prompt."""
         return self.sampling.num_sequences if self.beam is None else self.beam.width
 
 
-def make_submits(service: Service, order: Order, prompts: Sequence[Prompt], head: RequestHead) -> list[Submit]:
-    """Tokenize and check. Raises InvalidRequest for what the engine would not take."""
-    engine, given, sampling = service.engine(), order.given, order.sampling
-    _check_count(order, len(prompts), service.limits["choices"])
-    token_ids = _tokenize(service, engine, order, prompts)
+def make_submits(service: Service, work: Work, prompts: Sequence[Prompt], head: RequestHead) -> list[Submit]:
+    """Tokenize the prompts and make a request of each. Raises InvalidRequest for what the engine would refuse."""
+    engine, given, sampling = service.engine(), work.given, work.sampling
+    _check_count(work, len(prompts), service.limits["choices"])
+    token_ids = _tokenize(service, engine, work, prompts)
     StopStrings(sampling.stops)  # refuses here what would fail later, on the link's thread
     rules = service.texts.maker(engine.eos_ids).rules(sampling, grammar="")
-    salt = head.salt(given.get("cache_salt", "")) if order.origin is None else order.origin.salt
-    source = None if order.origin is None else order.origin.branch
-    asked = None if order.endpoint == "fork" else given.get("request_id")
-    names, priority = head.engine_ids(order.endpoint, asked, len(token_ids)), given.get("priority", 0)
+    salt = head.salt(given.get("cache_salt", "")) if work.origin is None else work.origin.salt
+    source = None if work.origin is None else work.origin.branch
+    names = head.engine_ids(work.settings.id_prefix, given.get("request_id"), len(token_ids))
+    priority = given.get("priority", 0)
     submits = [
-        Submit(name, pack_tokens(ids), sampling, rules, priority, salt, order.beam, source, head.principal)
+        Submit(name, pack_tokens(ids), sampling, rules, priority, salt, work.beam, source, head.principal)
         for name, ids in zip(names, token_ids, strict=True)
     ]
     try:
@@ -60,20 +57,20 @@ def make_submits(service: Service, order: Order, prompts: Sequence[Prompt], head
     return submits
 
 
-def _check_count(order: Order, num_prompts: int, limit: int) -> None:
-    if order.count * num_prompts > limit:
-        reason = f"is {order.count} for {num_prompts} prompts, more than {limit} answers"
-        field = "n" if order.count == order.sampling.n else "best_of"
+def _check_count(work: Work, num_prompts: int, limit: int) -> None:
+    if work.count * num_prompts > limit:
+        reason = f"is {work.count} for {num_prompts} prompts, more than {limit} answers"
+        field = "n" if work.count == work.sampling.n else "best_of"
         raise InvalidRequest(field, reason, "send fewer prompts at once")
 
 
-def _tokenize(service: Service, engine: EngineReady, order: Order, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
-    given, field = order.given, _FIELD[order.endpoint]
+def _tokenize(service: Service, engine: EngineReady, work: Work, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+    given, field = work.given, work.settings.prompt_field
     if "truncate_prompt_tokens" not in given:
         check_texts(service, field, prompts, engine.max_model_len)
-    add_special = given.get("add_special_tokens", order.endpoint == "completions")
+    add_special = given.get("add_special_tokens", work.settings.adds_special_tokens)
     encoded = service.texts.maker(engine.eos_ids).tokenize(prompts, add_special)
-    token_ids = [cut(ids, given, order.sampling, engine) for ids in encoded]
+    token_ids = [cut(ids, given, work.sampling, engine) for ids in encoded]
     for place, ids in enumerate(token_ids):
         check_length(f"{field}[{place}]" if len(token_ids) > 1 else field, len(ids), engine.max_model_len)
         check_room(given, len(ids), engine.max_model_len)

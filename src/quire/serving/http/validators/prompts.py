@@ -1,4 +1,4 @@
-"""The kinds of the parameters that hold what is to be answered: prompts, messages, template variables."""
+"""Validators of prompts, messages and template variables."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from quire.serving.http.validators.values import (
     Text,
     TokenIds,
     UnknownField,
-    UnknownParameter,
     drop_unknown_fields,
     shown,
 )
 from quire.serving.requests import Prompt
-from quire.serving.text.chat_messages import CALL_FIELDS, MAX_ROLE_CHARACTERS, MESSAGE_FIELDS, PART_FIELDS
+from quire.serving.text.chat_messages import MAX_ROLE_CHARACTERS, check_outline, unknown_members
 from quire.types.errors import InvalidRequest
 
 _FORMS = "send text, a list of texts, a list of token ids or a list of such lists"
@@ -67,25 +66,23 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """A conversation. Only its outline is checked here; the chat template checks every message by name."""
+    """A conversation. This checks its size and that all members are known; the chat template checks each message."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
-        if not isinstance(value, list) or not value:
-            raise InvalidRequest(where, "must be a list with at least one message", 'send [{"role": "user", ...}]')
-        if len(value) > limits["messages"]:
-            raise InvalidRequest(where, f"has {len(value)} messages, limit {limits['messages']}", "drop the oldest")
+        check_outline(where, value, limits["messages"])
+        messages: list[Any] = value
         total = 0
-        for place, message in enumerate(value):
+        for place, message in enumerate(messages):
             content = message.get("content") if isinstance(message, dict) else None
             if isinstance(content, list) and len(content) > limits["content_parts"]:
                 reason = f"has {len(content)} parts, limit {limits['content_parts']}"
                 raise InvalidRequest(f"{where}[{place}].content", reason, "join them")
             total += len(content) if isinstance(content, str) else 0
-        for _, _, error in _unknown_fields(where, value):
+        for _, _, error in _unknown_fields(where, messages):
             raise error
         if total > limits["prompt_characters"]:
             raise InvalidRequest(where, f"has {total} characters, limit {limits['prompt_characters']}", "shorten it")
-        return value
+        return messages
 
     def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:  # noqa: ARG002
         return value, drop_unknown_fields(_unknown_fields(where, value)) if isinstance(value, list) else []
@@ -158,26 +155,8 @@ class Documents:
 
 
 def _unknown_fields(where: str, messages: list[Any]) -> Iterator[UnknownField]:
-    """Members of messages and their text parts that nobody reads: who holds them, their name, and what to say."""
     for place, message in enumerate(messages):
-        if not isinstance(message, dict):
-            continue
-        yield from _unknown(f"{where}[{place}]", message, MESSAGE_FIELDS)
-        content = message.get("content")
-        for number, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, dict) and part.get("type") == "text":
-                yield from _unknown(f"{where}[{place}].content[{number}]", part, PART_FIELDS)
-        calls = message.get("tool_calls")
-        for number, call in enumerate(calls if isinstance(calls, list) else ()):
-            if isinstance(call, dict):
-                yield from _unknown(f"{where}[{place}].tool_calls[{number}]", call, CALL_FIELDS)
-
-
-def _unknown(where: str, holder: dict[str, Any], known: frozenset[str]) -> Iterator[UnknownField]:
-    for name, value in holder.items():
-        if name not in known and value is not None:
-            fix = f"known: {', '.join(sorted(known))}"
-            yield holder, name, UnknownParameter(f"{where}.{name[:80]}", "is not known", fix)
+        yield from unknown_members(f"{where}[{place}]", message)
 
 
 def _bounded(where: str, prompts: list[Prompt], limits: Bounds) -> list[Prompt]:

@@ -13,13 +13,12 @@ from quire.serving.http.validators.values import (
     Schema,
     Text,
     UnknownField,
-    UnknownParameter,
     UnsupportedParameter,
     drop_unknown_fields,
     nullable,
     shown,
 )
-from quire.types.errors import InvalidRequest
+from quire.types.errors import InvalidRequest, UnknownParameter
 
 CHOICES = ("none", "auto", "required")
 _NAME = r"^[A-Za-z0-9_.\-]{1,64}$"

@@ -6,16 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from quire.types.errors import InvalidRequest
+from quire.types.errors import InvalidRequest, UnknownParameter
 
 Schema = dict[str, Any]
 Bounds = Mapping[str, int]  # the limits in force, by name
 MAX_TOKEN_ID = 2**31 - 1
 MAX_KEY_CHARACTERS = 64
-
-
-class UnknownParameter(InvalidRequest):
-    """There is no such parameter."""
 
 
 class UnsupportedParameter(InvalidRequest):

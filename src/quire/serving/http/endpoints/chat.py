@@ -1,0 +1,207 @@
+"""OpenAI's chat completions: an answer to a conversation, with reasoning and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire.serving.dispatch.in_flight_request import InFlightRequest, RenderLogprobs
+from quire.serving.dispatch.mailbox import Delta
+from quire.serving.http.endpoints.openai_format import (
+    Names,
+    OpenAIStream,
+    choice_end,
+    extras,
+    head,
+    prompt_members,
+    usage_json,
+)
+from quire.serving.http.endpoints.openai_logprobs import chat_logprobs, render_chat
+from quire.serving.http.endpoints.openai_schemas import CHAT_SCHEMAS
+from quire.serving.http.fields import (
+    ADD_SPECIAL_TOKENS,
+    GENERATION,
+    MODEL,
+    NAMES,
+    NOT_SUPPORTED,
+    OF_RENDERING,
+    PROMPT_LOGPROBS,
+    TEMPLATE,
+    TOOLS,
+    TRUNCATION,
+    Field,
+    not_supported,
+)
+from quire.serving.http.generation.handler import GenerationEndpoint
+from quire.serving.http.generation.results import ChoiceResult, ResultReader, usage_of
+from quire.serving.http.generation.settings import GenerationSettings, Parameters, ResponseOptions
+from quire.serving.http.request_head import RequestHead
+from quire.serving.http.service import Service
+from quire.serving.http.validators.prompts import Documents, Messages
+from quire.serving.http.validators.tools import ToolChoice
+from quire.serving.http.validators.values import Flag, Text, Whole
+from quire.serving.text.parts import CallArguments, CallBegun, Part, Said, Thought
+from quire.types.errors import InvalidRequest
+
+_encode = msgspec.json.encode
+
+_FIELDS = (
+    MODEL,
+    Field("messages", Messages(),
+          "The conversation; `content` is text or a list of text parts.", is_required=True),
+    Field("documents", Documents(), "Passed to chat templates that read `documents`."),
+    Field("reasoning_effort", Text("label", 1), "Passed to chat templates that read `reasoning_effort`."),
+    ADD_SPECIAL_TOKENS,
+    *TEMPLATE,
+    *TRUNCATION,
+    Field("max_tokens", Whole(1, "max_tokens"),
+          "At most this many new tokens; default: what is left of max_model_len."),
+    TOOLS,
+    Field("tool_choice", ToolChoice(),
+          "`none`: no call; `auto`: the model decides; `required`: it must call one; or the one it must call. A call "
+          "that must be made follows the schema. Default: auto with `tools`, none without."),
+    Field("parallel_tool_calls", Flag(), "Whether an answer may hold several calls.", True),
+    Field("include_reasoning", Flag(),
+          "Return what a model marks as its reasoning, as `reasoning_content` and `reasoning`.", True),
+    Field("logprobs", Flag(), "Return the log-probability of each token.", False),
+    Field("top_logprobs", Whole(0, "logprobs"), "And of this many likeliest ones; needs logprobs=true.", 0),
+    PROMPT_LOGPROBS,
+    Field("echo", Flag(), "Put the last message before the answer if it is the assistant's.", False),
+    Field("return_prompt_text", Flag(),
+          "Also return `prompt_text`, the conversation as the chat template wrote it; in a stream with the first "
+          "chunk.", False),
+    *GENERATION,
+    *NAMES,
+    *NOT_SUPPORTED,
+    not_supported("functions", "The old name of tools.", [], why="is the old name of tools, which this server takes"),
+    not_supported("function_call", "The old name of tool_choice.", "none", "auto",
+        why="is the old name of tool_choice, which this server takes"),
+    not_supported("chat_template", "A template with the request.", why="is set by the operator only"),
+    not_supported("modalities", "Kinds of output.", ["text"]),
+    not_supported("audio", "Spoken output."),
+    not_supported("prediction", "A predicted answer."),
+    not_supported("verbosity", "How long answers are.", "medium"),
+    not_supported("web_search_options", "Searching the web."),
+    not_supported("store", "Keeping the answer.", False),
+    not_supported("return_assistant_tokens_mask", "Which prompt tokens an assistant wrote.", False, why=OF_RENDERING),
+    not_supported("media_io_kwargs", "Pictures and sound."),
+    not_supported("mm_processor_kwargs", "Pictures and sound."),
+)  # fmt: skip
+
+
+def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
+    """Write `logprobs` and `top_logprobs` as the number that `/v1/completions` takes."""
+    wanted, top = given.pop("logprobs", False), given.pop("top_logprobs", 0)
+    if top and not wanted:
+        raise InvalidRequest("top_logprobs", "needs logprobs=true", "set logprobs or leave it out")
+    return {**given, "logprobs": top} if wanted else given
+
+
+class ChatFormat:
+    """A ResponseFormat: messages."""
+
+    def __init__(self, service: Service) -> None:
+        tokenizer = service.texts.tokenizer
+        self._reader, self._names = ResultReader(tokenizer), Names(tokenizer)
+
+    def logprobs_renderer(self, options: ResponseOptions) -> RenderLogprobs:
+        return render_chat(self._names.of(options))
+
+    def body(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> bytes:
+        render = self.logprobs_renderer(options) if options.wants_logprobs else None
+        results = self._reader.results(options, requests, render)
+        body = head(options, "chat.completion")
+        body["choices"] = [_choice(options, result) for result in results]
+        body["usage"] = usage_json(usage_of(options, results, requests))
+        body |= prompt_members(options, requests[0], self._names)
+        if options.prompt_text is not None:
+            body["prompt_text"] = options.prompt_text
+        return _encode(body | extras(options, requests, self._names))
+
+    def stream(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> ChatStream:
+        return ChatStream(options, requests, self._names, "chat.completion.chunk")
+
+
+class ChatStream(OpenAIStream):
+    """Chunks whose choices have a `delta` of the message."""
+
+    def _opens(self, preface: str) -> bool:  # noqa: ARG002
+        return True
+
+    def _first_delta(self, preface: str) -> dict[str, Any]:
+        return {"delta": {"role": "assistant", "content": preface}}
+
+    def _opening_members(self, request: InFlightRequest, choice: dict[str, Any], more: dict[str, Any]) -> None:  # noqa: ARG002
+        more["prompt_token_ids"] = request.submit.prompt_token_ids.tolist()
+
+    def _delta(self, choice: int, text: str, deltas: list[Delta]) -> bytes | None:
+        if self._reader is None:
+            return b'"delta":{"content":' + _encode(text) + b"}" if text else None
+        made = _message_delta(self._reader.parts(choice, deltas))
+        return b'"delta":' + _encode(made) if made else None
+
+    def _empty_delta(self) -> bytes:
+        return b'"delta":{"content":""}' if self._reader is None else b'"delta":{}'
+
+    def _logprobs(self, columns: list[tuple[bytes, ...]]) -> bytes:
+        return chat_logprobs(columns)
+
+
+def _choice(options: ResponseOptions, result: ChoiceResult) -> dict[str, Any]:
+    content = result.preface + result.content
+    is_plain = options.reading is None or not (result.reasoning or result.calls)
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": content if content or is_plain else None,  # null: the model only reasoned or called
+        "refusal": None,
+    }
+    if result.reasoning:
+        message |= {"reasoning_content": result.reasoning, "reasoning": result.reasoning}
+    if result.calls:
+        message["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in result.calls
+        ]
+    logprobs = chat_logprobs(result.logprobs) if options.wants_logprobs else None
+    return {"index": result.index, "message": message, **choice_end(options, result, logprobs)}
+
+
+def _message_delta(parts: Sequence[Part]) -> dict[str, Any]:
+    """What new parts add to the message; empty if there are none."""
+    made: dict[str, Any] = {}
+    if said := "".join(part.text for part in parts if isinstance(part, Said)):
+        made["content"] = said
+    if thoughts := "".join(part.text for part in parts if isinstance(part, Thought)):
+        made |= {"reasoning_content": thoughts, "reasoning": thoughts}
+    if calls := _call_deltas(parts):
+        made["tool_calls"] = calls
+    return made
+
+
+def _call_deltas(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """One entry per call that begins or goes on. The first entry of a call carries its id and name."""
+    entries: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if isinstance(part, CallBegun):
+            function = {"name": part.name, "arguments": ""}
+            entries[part.index] = {"index": part.index, "id": part.call_id, "type": "function", "function": function}
+        elif isinstance(part, CallArguments):
+            entry = entries.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+            entry["function"]["arguments"] += part.text
+    return list(entries.values())
+
+
+CHAT = GenerationEndpoint(
+    name="chat",
+    paths=("/v1/chat/completions",),
+    summary="Answer a conversation",
+    fields=_FIELDS,
+    response="ChatAnswer",
+    event="ChatChunk",
+    schemas=CHAT_SCHEMAS,
+    generation=GenerationSettings(
+        id_prefix="chatcmpl", prompt_field="messages", make_format=ChatFormat, translate=translate
+    ),
+)

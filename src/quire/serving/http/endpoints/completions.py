@@ -1,0 +1,153 @@
+"""OpenAI's completions: texts that continue prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire.serving.dispatch.in_flight_request import InFlightRequest, RenderLogprobs
+from quire.serving.dispatch.mailbox import Delta
+from quire.serving.http.endpoints.openai_format import (
+    Names,
+    OpenAIStream,
+    choice_end,
+    extras,
+    head,
+    prompt_members,
+    usage_json,
+)
+from quire.serving.http.endpoints.openai_logprobs import completion_logprobs, render_completion
+from quire.serving.http.endpoints.openai_schemas import COMPLETION_SCHEMAS
+from quire.serving.http.fields import (
+    ADD_SPECIAL_TOKENS,
+    GENERATION,
+    MODEL,
+    NAMES,
+    NOT_SUPPORTED,
+    PROMPT_LOGPROBS,
+    TRUNCATION,
+    Field,
+    not_supported,
+)
+from quire.serving.http.generation.handler import GenerationEndpoint
+from quire.serving.http.generation.results import ChoiceResult, LogprobColumns, ResultReader, usage_of
+from quire.serving.http.generation.settings import GenerationSettings, ResponseOptions
+from quire.serving.http.service import Service
+from quire.serving.http.validators.prompts import Prompts
+from quire.serving.http.validators.values import Flag, Whole
+from quire.serving.text.detokenizer import Detokenizer
+
+_encode = msgspec.json.encode
+DEFAULT_MAX_TOKENS = 16
+
+TEXT_FIELDS = (
+    Field("max_tokens", Whole(0, "max_tokens"), "At most this many new tokens; 0 only with `echo`.",
+          DEFAULT_MAX_TOKENS),
+    Field("logprobs", Whole(0, "logprobs"),
+          "Return the log-probability of each token and of this many likeliest ones."),
+)  # fmt: skip
+_FIELDS = (
+    MODEL,
+    Field("prompt", Prompts(), "Text, token ids, or a list of either.", is_required=True),
+    ADD_SPECIAL_TOKENS,
+    *TRUNCATION,
+    *TEXT_FIELDS,
+    PROMPT_LOGPROBS,
+    Field("echo", Flag(), "Put the prompt before the answer, with its logprobs where asked.", False),
+    *GENERATION,
+    *NAMES,
+    *NOT_SUPPORTED,
+    not_supported("suffix", "Text after the answer.", ""),
+    not_supported("prompt_embeds", "Prompts as vectors."),
+)  # fmt: skip
+
+
+class CompletionFormat:
+    """A ResponseFormat: texts."""
+
+    def __init__(self, service: Service) -> None:
+        self._tokenizer = tokenizer = service.texts.tokenizer
+        self._reader, self._names = ResultReader(tokenizer), Names(tokenizer)
+
+    def logprobs_renderer(self, options: ResponseOptions) -> RenderLogprobs:
+        return render_completion(self._names.of(options))
+
+    def body(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> bytes:
+        render = self.logprobs_renderer(options) if options.wants_logprobs else None
+        results = self._reader.results(options, requests, render)
+        body = head(options, "text_completion")
+        body["choices"] = [self._choice(options, result) for result in results]
+        body["usage"] = usage_json(usage_of(options, results, requests))
+        return _encode(body | extras(options, requests, self._names))
+
+    def stream(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> CompletionStream:
+        return CompletionStream(options, requests, self._names, "text_completion")
+
+    def _choice(self, options: ResponseOptions, result: ChoiceResult) -> dict[str, Any]:
+        logprobs = None
+        if options.wants_logprobs:
+            prompt = self._prompt_columns(options, result.request) if options.echoes_prompt else []
+            logprobs = completion_logprobs([*prompt, *result.logprobs])
+        choice = {"index": result.index, "text": result.preface + result.content}
+        choice |= choice_end(options, result, logprobs)
+        return choice | prompt_members(options, result.request, self._names)
+
+    def _prompt_columns(self, options: ResponseOptions, request: InFlightRequest) -> list[LogprobColumns]:
+        """The logprobs of an echoed prompt."""
+        finished = request.finished
+        entries = (finished.prompt_logprobs if finished else None) or ()
+        render, names = self.logprobs_renderer(options), self._names.of(options)
+        detokenizer = Detokenizer(self._tokenizer, request.submit.sampling.skip_special_tokens)
+        columns: list[LogprobColumns] = []
+        offset = 0
+        for token, entry in zip(request.submit.prompt_token_ids, entries, strict=True):
+            if entry is None:
+                key = _encode(names[token].key)
+                columns.append((key, b"null", b"null", str(offset).encode()))
+            else:
+                columns.append(render(entry, offset))
+            offset += len(detokenizer.push((token,)))
+        return columns
+
+
+class CompletionStream(OpenAIStream):
+    """Chunks whose choices have a `text`."""
+
+    def _opens(self, preface: str) -> bool:
+        return bool(preface) or self._options.return_token_ids
+
+    def _first_delta(self, preface: str) -> dict[str, Any]:
+        return {"text": preface}
+
+    def _opening_members(self, request: InFlightRequest, choice: dict[str, Any], more: dict[str, Any]) -> None:  # noqa: ARG002
+        choice["prompt_token_ids"] = request.submit.prompt_token_ids.tolist()
+
+    def _delta(self, choice: int, text: str, deltas: list[Delta]) -> bytes | None:  # noqa: ARG002
+        return b'"text":' + _encode(text) if text else None
+
+    def _empty_delta(self) -> bytes:
+        return b'"text":""'
+
+    def _logprobs(self, columns: list[tuple[bytes, ...]]) -> bytes:
+        return completion_logprobs(columns)
+
+
+COMPLETIONS = GenerationEndpoint(
+    name="completions",
+    paths=("/v1/completions",),
+    summary="Continue prompts",
+    fields=_FIELDS,
+    response="CompletionAnswer",
+    event="CompletionChunk",
+    schemas=COMPLETION_SCHEMAS,
+    generation=GenerationSettings(
+        id_prefix="cmpl",
+        prompt_field="prompt",
+        make_format=CompletionFormat,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        adds_special_tokens=True,
+        echoes_prompt=True,
+    ),
+)

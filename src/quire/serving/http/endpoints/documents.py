@@ -1,0 +1,89 @@
+"""Pages that are made from the descriptors of all endpoints: the OpenAPI document and the list of capabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.serving.http.endpoint import Endpoint, PlainEndpoint
+from quire.serving.http.exchange import Exchange, Handler
+from quire.serving.http.openapi import build_openapi
+from quire.serving.http.schemas import FLAG, TEXT, WHOLE, many, record
+from quire.serving.http.service import Service
+from quire.serving.http.static import StaticFile
+
+
+def document_pages(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
+    """The pages about `endpoints`; they describe each other too."""
+
+    def capabilities_of(service: Service) -> Handler:
+        return Capabilities(service, endpoints)
+
+    def document_of(service: Service) -> Handler:
+        return StaticFile(
+            build_openapi((*endpoints, capabilities), service.limits, service.version), "application/json"
+        )
+
+    capabilities = PlainEndpoint(
+        name="v1_capabilities",
+        paths=("/v1/capabilities",),
+        summary="What this server takes, and how far",
+        method="GET",
+        response="Capabilities",
+        schemas={"Capabilities": _CAPABILITIES},
+        handler=capabilities_of,
+    )
+    document = PlainEndpoint(
+        name="openapi",
+        paths=("/openapi.json",),
+        summary="This document",
+        method="GET",
+        handler=document_of,
+    )
+    return capabilities, document
+
+
+class Capabilities:
+    """Replies with the parameters of all endpoints, the limits in force and the sizes of the engine."""
+
+    def __init__(self, service: Service, endpoints: Sequence[Endpoint]) -> None:
+        self._service, self._endpoints = service, endpoints
+
+    async def __call__(self, exchange: Exchange) -> None:
+        service, engine = self._service, self._service.engine()
+        await exchange.reply_json(
+            {
+                "version": service.version,
+                "models": service.names,
+                "engine": {
+                    "max_model_len": engine.max_model_len,
+                    "max_num_seqs": engine.max_num_seqs,
+                    "vocab_size": engine.vocab_size,
+                    "block_size": engine.block_size,
+                    "num_blocks": engine.num_blocks,
+                    "dtype": engine.dtype,
+                    "device": engine.device,
+                    "scheduling_policy": engine.policy,
+                },
+                "lenient": service.config.lenient,
+                "admin": bool(service.config.access.admin_digests),
+                "limits": dict(service.limits),
+                "parameters": {
+                    endpoint.name: {field.name: field.support for field in endpoint.fields}
+                    for endpoint in self._endpoints
+                    if endpoint.fields
+                },
+            }
+        )
+
+
+_CAPABILITIES = record(
+    {
+        "version": TEXT,
+        "models": many(TEXT),
+        "engine": {"type": "object"},
+        "lenient": FLAG,
+        "admin": FLAG,
+        "limits": {"type": "object", "additionalProperties": WHOLE},
+        "parameters": {"type": "object"},
+    }
+)

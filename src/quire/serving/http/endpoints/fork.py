@@ -1,0 +1,79 @@
+"""Forks: a new answer that begins in the middle of another one."""
+
+from __future__ import annotations
+
+from quire.serving.http.endpoints.completions import DEFAULT_MAX_TOKENS, TEXT_FIELDS, CompletionFormat
+from quire.serving.http.errors import ApiError
+from quire.serving.http.fields import GENERATION, MODEL, Field
+from quire.serving.http.generation.handler import GenerationEndpoint
+from quire.serving.http.generation.settings import GenerationSettings, Origin, Parameters
+from quire.serving.http.request_head import RequestHead
+from quire.serving.http.service import Service
+from quire.serving.http.validators.values import Flag, Text, Whole
+from quire.types.errors import InvalidRequest
+from quire.types.request import Branch
+
+_FIELDS = (
+    MODEL,
+    Field("request_id", Text("label", 1),
+          "The request to fork: the `id` of its answer, or its X-Request-Id.", is_required=True),
+    Field("index", Whole(0, "choices"), "Which of its choices.", 0),
+    Field("at_token", Whole(0, "max_tokens"),
+          "Keep so many tokens of its answer; default: all that are known."),
+    *TEXT_FIELDS,
+    Field("echo", Flag(), "Put what was kept of the forked answer before the new one.", False),
+    *GENERATION,
+)  # fmt: skip
+_DESCRIPTION = """\
+Goes on from the middle of an answer with parameters of its own: another temperature, more samples, a beam search.
+Nothing that was computed is computed again while the engine still has it. The answer looks like that of
+`/v1/completions` and holds what follows the fork; with `echo` also what was kept of the answer before it. A request can
+be forked by whoever sent it (the same key), while it is streamed, and after its end for as long as `fork_seconds`,
+`fork_requests` and `fork_tokens` allow. Only the HTTP process that answers it knows it: with `--api-workers` above 1 a
+fork that comes to another is answered with 404. Parameters that are left out have their defaults, not those of the
+forked request. A branch ends early when its client hangs up."""
+
+
+def find_origin(service: Service, given: Parameters, head: RequestHead) -> Origin:
+    """Find the place that a request names, and take its name out of `given`. Raises ApiError (404) for a request that
+    is not known, or that another key sent."""
+    found = service.recent_requests.find(head.principal, given.pop("request_id"))
+    if found is None:
+        message = (
+            "request_id: no request of yours is called so, or it is forgotten; finished ones are kept for "
+            f"{service.limits['fork_seconds']} s"
+        )
+        raise ApiError(404, message, code="request_not_found", param="request_id")
+    choice = found.choice(given.get("index", 0))
+    if choice is None:
+        raise InvalidRequest("index", "is none of the request's choices", f"choose one in [0, {found.num_choices - 1}]")
+    answer = choice.token_ids
+    if answer is None:
+        reason = "its tokens are not known before it ends"
+        raise InvalidRequest("request_id", reason, "wait for its end, or stream it")
+    spoken = answer[:-1] if answer and answer[-1] in choice.submit.rules.end_ids else answer
+    at_token = given.get("at_token", len(spoken))
+    if at_token > len(answer):
+        reason = f"is {at_token}, but {len(answer)} tokens are generated"
+        raise InvalidRequest("at_token", reason, f"choose a value in [0, {len(answer)}]")
+    tokens = (*choice.submit.prompt_token_ids, *answer[:at_token])
+    branch = Branch(choice.submit.request_id, choice.index, len(tokens))
+    return Origin(tokens, at_token, branch, choice.submit.cache_salt)
+
+
+FORK = GenerationEndpoint(
+    name="fork",
+    paths=("/v1/fork",),
+    summary="Go on from the middle of an answer",
+    fields=_FIELDS,
+    response="CompletionAnswer",
+    event="CompletionChunk",
+    description=_DESCRIPTION,
+    generation=GenerationSettings(
+        id_prefix="fork",
+        prompt_field="request_id",
+        make_format=CompletionFormat,
+        find_origin=find_origin,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+    ),
+)

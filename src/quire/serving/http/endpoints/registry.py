@@ -1,0 +1,22 @@
+"""All endpoints of the public API. A new endpoint is one file and one line here."""
+
+from __future__ import annotations
+
+from quire.serving.http.endpoint import Endpoint
+from quire.serving.http.endpoints.chat import CHAT
+from quire.serving.http.endpoints.completions import COMPLETIONS
+from quire.serving.http.endpoints.documents import document_pages
+from quire.serving.http.endpoints.fork import FORK
+from quire.serving.http.endpoints.pages import PAGES
+from quire.serving.http.endpoints.tokenize import DETOKENIZE, TOKENIZE
+
+_DESCRIBED: tuple[Endpoint, ...] = (
+    CHAT,
+    COMPLETIONS,
+    FORK,
+    TOKENIZE,
+    DETOKENIZE,
+    *PAGES,
+)
+ENDPOINTS: tuple[Endpoint, ...] = (*_DESCRIBED, *document_pages(_DESCRIBED))
+BY_NAME: dict[str, Endpoint] = {endpoint.name: endpoint for endpoint in ENDPOINTS}
