@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from quire.kernels.triton.compile_process import CompileProcesses, describe
 from quire.kernels.triton.launch import INTERPRETED
 
-MOST_THREADS, MOST_PROCESSES = 16, 8
+MOST_THREADS, MOST_PROCESSES = 16, 4
 _lock = threading.RLock()
 _begun: dict[str, Future[Any]] = {}  # by Triton's own key of a compilation
 _here_alone = threading.Lock()  # held by the one background thread that compiles in this process

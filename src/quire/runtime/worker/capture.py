@@ -20,6 +20,9 @@ class Capture(Protocol):
     def record(self, launch: Launch) -> Launch:
         """Run `launch` at least once; the result repeats its launches, on the memory they used."""
 
+    def is_idle(self) -> bool:
+        """Whether the device has nothing to do, so that a capture delays no step that was launched before."""
+
 
 class CudaCapture:
     """CUDA graphs that share one pool of memory: they may never run at the same time."""
@@ -46,6 +49,9 @@ class CudaCapture:
         self._stream.synchronize()
         return graph.replay
 
+    def is_idle(self) -> bool:
+        return bool(torch.cuda.current_stream().query())
+
 
 class NoCapture:
     """Repeats the function itself: for devices without graphs."""
@@ -53,6 +59,9 @@ class NoCapture:
     def record(self, launch: Launch) -> Launch:
         launch()
         return launch
+
+    def is_idle(self) -> bool:
+        return False
 
 
 @contextmanager

@@ -19,8 +19,10 @@ EAGER_RUNS = 3  # of a shape before it is captured: to capture takes about as lo
 
 
 class ForwardGraphs:
-    """Runs the layers over a batch: by a graph, captured when a shape has been met a few times, where the batch has a
-    shape; otherwise kernel by kernel. A capture waits for the device, so a shape that is rare is not worth one.
+    """Runs the layers over a batch: by a graph where the batch has a shape; otherwise kernel by kernel.
+
+    A capture waits for the device. So a shape is captured when it is met while the device is idle, or when it has been
+    met a few times.
 
     The numbers of batches of one shape lie in the same place. What a graph leaves is overwritten by the next graph.
     """
@@ -49,11 +51,12 @@ class ForwardGraphs:
             self._make(batch, batch.shape)
 
     def _graph_of(self, batch: Batch, shape: StepShape) -> _Graph | None:
-        """The graph of a shape; None if the shape has been met too seldom to be captured."""
+        """The graph of a shape; None if the shape is not captured now."""
         if (graph := self._graphs.get(shape)) is not None:
             return graph
         self._met[shape] += 1
-        return self._make(batch, shape) if self._met[shape] > EAGER_RUNS else None
+        is_due = self._met[shape] > EAGER_RUNS or self._capture.is_idle()
+        return self._make(batch, shape) if is_due else None
 
     def _make(self, batch: Batch, shape: StepShape) -> _Graph:
         """Computing a batch again while capturing writes the same keys and values where they belong."""
