@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.serving.client import EngineClient
-from quire.serving.outputs import OutputBuilder, SampleText, StreamPiece, is_ranked, own_fault, read_whole
+from quire.serving.outputs import OutputBuilder, RequestFollower, StreamPiece, logprobs_by_handle, own_fault
 from quire.serving.requests import Prompt
 from quire.serving.terminal import DeferredInterrupt
 from quire.serving.text.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ class _Live:
     handle: int  # of sample 0
     place: int  # in the list of outputs
     submitted_at: float
-    texts: dict[int, SampleText]  # by sample index; empty when its text is not wanted token by token
+    follower: RequestFollower
 
 
 class Ended(NamedTuple):
@@ -78,17 +78,14 @@ class Batch:
 
     def submit(self, request: Submit, prompt: str | None) -> None:
         """Queue one request. Raises InvalidRequest and leaves the batch as it was."""
-        sampling, texts = request.sampling, []
-        is_followed = (self._follow_all or sampling.ends_by_text) and not is_ranked(request)
-        if is_followed and self._tokenizer is not None and sampling.detokenize:
-            texts = [SampleText(self._tokenizer, request) for _ in range(sampling.n)]
+        follower = RequestFollower(request, self._tokenizer, wants_all=self._follow_all)
         handle = self._client.submit(request)
-        live = _Live(request, prompt, handle, len(self._outputs), time.monotonic(), dict(enumerate(texts)))
+        live = _Live(request, prompt, handle, len(self._outputs), time.monotonic(), follower)
         self._live[request.request_id] = live
         if self._keep_outputs:
             self._outputs.append(None)
-        if is_followed:
-            self._followed.update((handle + index, (live, index)) for index in range(sampling.n))
+        if follower.is_followed:
+            self._followed.update((handle + index, (live, index)) for index in range(request.sampling.n))
 
     def step(self) -> list[StreamPiece]:
         """Wait for the next tokens; return the new text of the followed samples."""
@@ -114,13 +111,13 @@ class Batch:
             self.step()
 
     def _follow(self, out: TokensOut) -> list[StreamPiece]:
-        pieces, entries = [], _by_handle(out.logprobs) if self._follow_all and out.logprobs else {}
+        pieces, entries = [], logprobs_by_handle(out.logprobs) if self._follow_all and out.logprobs else {}
         for handle, token_id in zip(out.samples.tolist(), out.token_ids.tolist(), strict=True):
             followed = self._followed.get(handle)
             if followed is None:
                 continue
             live, index = followed
-            sample = live.texts.get(index)
+            sample = live.follower.texts.get(index)
             text = "" if sample is None else sample.push(token_id)
             if self._follow_all:
                 logprobs = self._read_logprobs(live, entries[handle].pop(0)) if entries.get(handle) else ()
@@ -136,14 +133,10 @@ class Batch:
         return (self._builder.read_logprobs(entry, num_named),)
 
     def _end(self, live: _Live, finished: Finished) -> list[StreamPiece]:
-        if is_ranked(live.request) and self._tokenizer is not None and live.request.sampling.detokenize:
-            live.texts = {end.index: read_whole(self._tokenizer, live.request, end) for end in finished.samples}
-            rest = {index: sample.text for index, sample in live.texts.items()}
-        else:
-            rest = {index: sample.finish() for index, sample in live.texts.items()}
+        rest = live.follower.finish(finished)
         for index in range(live.request.sampling.n):
             self._followed.pop(live.handle + index, None)
-        output = self._builder.build(live.request, live.prompt, finished, live.texts)
+        output = self._builder.build(live.request, live.prompt, finished, live.follower.texts)
         output.metrics["latency_seconds"] = time.monotonic() - live.submitted_at
         error = None if finished.error is None else own_fault(finished) or QuireError(finished.error)
         self._ended.append(Ended(output, error))
@@ -152,7 +145,7 @@ class Batch:
             self.errors += [] if error is None else [error]
         if not self._follow_all:
             return []
-        name, is_new = live.request.request_id, is_ranked(live.request)
+        name, is_new = live.request.request_id, live.follower.is_ranked
         return [
             StreamPiece(
                 one.index,
@@ -308,13 +301,6 @@ class LiveRequests:
         if batch.errors:
             raise batch.errors.pop(0)
         return pieces
-
-
-def _by_handle(logprobs: tuple[tuple[int, TokenLogprobs], ...]) -> dict[int, list[TokenLogprobs]]:
-    entries: dict[int, list[TokenLogprobs]] = {}
-    for handle, entry in logprobs:
-        entries.setdefault(handle, []).append(entry)
-    return entries
 
 
 def branch_of(source: LiveRequest | RequestOutput, index: int, at_token: int | None) -> tuple[tuple[int, ...], Branch]:

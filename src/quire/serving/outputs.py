@@ -1,8 +1,13 @@
-"""From the engine's tokens to what users get: the text of each sample, and the outputs of finished requests."""
+"""From the engine's tokens to what users get: followers, which turn tokens into text and end samples at stop strings
+and loops, and the outputs of finished requests.
+
+Offline and served requests are followed by the same code. What differs is where the text goes: into outputs
+(`batch.py`), or into the mailbox of a response (`dispatch/in_flight_request.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from quire.serving.text.detokenizer import Detokenizer
@@ -28,9 +33,8 @@ def answer_detokenizer(tokenizer: Tokenizer, sampling: SamplingParams) -> Detoke
 
 
 class SampleText:
-    """Takes tokens, gives text that is safe to show. After a stop string or a loop is found, tokens are ignored.
-
-    Both are looked for only after the request's `min_tokens`.
+    """The text of one sample. Takes tokens and returns text that is safe to show; holds back what may become a stop
+    string. After a stop string or a loop it ignores tokens. It looks for both only after the request's `min_tokens`.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Submit) -> None:
@@ -91,17 +95,53 @@ class SampleText:
         return text
 
 
-@dataclass(frozen=True, slots=True)
-class StreamPiece:
-    """New text of one sample. The last piece of a sample carries its finish reason."""
+class RequestFollower:
+    """The samples of one request and their texts, by sample index in `texts`.
 
-    index: int
-    text: str
-    token_ids: tuple[int, ...] = ()
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    request_id: str = ""
-    logprobs: tuple[dict[int, Logprob], ...] = ()  # of `token_ids`, where they are asked for
+    Samples are followed token by token if `wants_all`, or if they may end by their text. Ranked samples (see
+    `is_ranked`) are followed at the end, when the engine has chosen them. Without a tokenizer there are no texts.
+    """
+
+    def __init__(self, submit: Submit, tokenizer: Tokenizer | None, *, wants_all: bool) -> None:
+        self._submit, self._tokenizer = submit, tokenizer
+        sampling = submit.sampling
+        self.is_ranked = is_ranked(submit)
+        self.is_followed = (wants_all or sampling.ends_by_text) and not self.is_ranked
+        self._has_text = tokenizer is not None and sampling.detokenize and (wants_all or sampling.ends_by_text)
+        self.texts = {index: self._text() for index in range(sampling.n)} if self.is_followed and self._has_text else {}
+
+    def _text(self) -> SampleText:
+        assert self._tokenizer is not None
+        return SampleText(self._tokenizer, self._submit)
+
+    def rank(self, finished: Finished) -> None:
+        """The engine has chosen the samples of a ranked request: begin to follow them. See `replay`."""
+        if self.is_ranked and self._has_text:
+            self.texts = {end.index: self._text() for end in finished.samples}
+
+    def replay(self, end: SampleEnd) -> Iterator[tuple[int, TokenLogprobs | None]]:
+        """The tokens of a ranked sample with their logprobs, up to the token that ends its text. The caller pushes each
+        token to the sample's text before it takes the next."""
+        text = self.texts[end.index]
+        for token, entry in zip(end.token_ids, end.logprobs or (None,) * len(end.token_ids), strict=True):
+            yield token, entry
+            if text.stopped_by is not None:
+                return
+
+    def finish(self, finished: Finished) -> dict[int, str]:
+        """Follow the request to its end. Returns, by sample, the text that was not returned before."""
+        self.rank(finished)
+        shown = {end.index: self._replayed(end) for end in finished.samples} if self.is_ranked and self.texts else {}
+        return {index: shown.get(index, "") + text.finish() for index, text in self.texts.items()}
+
+    def _replayed(self, end: SampleEnd) -> str:
+        text = self.texts[end.index]
+        return "".join([text.push(token) for token, _ in self.replay(end)])
+
+    def ends(self, finished: Finished) -> list[tuple[SampleEnd, SampleText | None]]:
+        """Every sample as its user sees it, in order, with its text if it was followed."""
+        pairs = [(settled(end, self.texts.get(end.index)), self.texts.get(end.index)) for end in finished.samples]
+        return sorted(pairs, key=lambda pair: pair[0].index)
 
 
 def settled(end: SampleEnd, text: SampleText | None) -> SampleEnd:
@@ -118,6 +158,33 @@ def settled(end: SampleEnd, text: SampleText | None) -> SampleEnd:
     )
 
 
+def spoken_ids(request: Submit, token_ids: Sequence[int]) -> Sequence[int]:
+    """The tokens of an answer that its text shows: all but a last one that ended it."""
+    is_silent = token_ids and token_ids[-1] in request.rules.end_ids
+    return token_ids[:-1] if is_silent and not request.sampling.include_stop_str_in_output else token_ids
+
+
+def logprobs_by_handle(logprobs: Sequence[tuple[int, TokenLogprobs]]) -> dict[int, list[TokenLogprobs]]:
+    """The logprobs of a batch by sample handle, in the order of the sample's tokens."""
+    entries: dict[int, list[TokenLogprobs]] = {}
+    for handle, entry in logprobs:
+        entries.setdefault(handle, []).append(entry)
+    return entries
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPiece:
+    """New text of one sample. The last piece of a sample carries its finish reason."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    request_id: str = ""
+    logprobs: tuple[dict[int, Logprob], ...] = ()  # of `token_ids`, where they are asked for
+
+
 def own_fault(finished: Finished) -> InvalidRequest | None:
     """What was wrong with a request that was accepted and failed; None: nothing, the engine is at fault.
 
@@ -126,21 +193,6 @@ def own_fault(finished: Finished) -> InvalidRequest | None:
     if not finished.refused:
         return None
     return InvalidRequest(finished.refused, (finished.error or "").removeprefix(f"{finished.refused}: "))
-
-
-def read_whole(tokenizer: Tokenizer, request: Submit, end: SampleEnd) -> SampleText:
-    """The text of a sample that nobody followed, read as if somebody had."""
-    text = SampleText(tokenizer, request)
-    for token in end.token_ids:
-        text.push(token)
-    text.finish()
-    return text
-
-
-def spoken_ids(request: Submit, token_ids: Sequence[int]) -> Sequence[int]:
-    """The tokens of an answer that its text shows: all but a last one that ended it."""
-    is_silent = token_ids and token_ids[-1] in request.rules.end_ids
-    return token_ids[:-1] if is_silent and not request.sampling.include_stop_str_in_output else token_ids
 
 
 def _sum_of(logprobs: Sequence[TokenLogprobs]) -> float:

@@ -9,7 +9,7 @@ from typing import Literal
 from quire.engine.submission import num_sequences
 from quire.serving.dispatch.mailbox import Delta, Mailbox
 from quire.serving.dispatch.observer import RequestRecord
-from quire.serving.outputs import SampleText, is_ranked, settled
+from quire.serving.outputs import RequestFollower, SampleText, settled
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.output import Finished, SampleEnd
 from quire.types.request import Submit
@@ -79,6 +79,7 @@ class InFlightRequest:
     handle: int | None = None
     followers: list[Follower] = field(default_factory=list)
     finished: Finished | None = None
+    _follower: RequestFollower | None = None  # set when the engine has accepted it
 
     @property
     def n(self) -> int:
@@ -96,9 +97,8 @@ class InFlightRequest:
 
     def follow(self, tokenizer: Tokenizer, handle: int) -> list[Follower]:
         """Make its followers. Called when the engine has accepted the request."""
-        self.handle = handle
-        if not is_ranked(self.submit) and (self.streams or self.submit.sampling.ends_by_text):
-            self.followers = [Follower(self, i, SampleText(tokenizer, self.submit)) for i in range(self.n)]
+        self.handle, self._follower = handle, RequestFollower(self.submit, tokenizer, wants_all=self.streams)
+        self.followers = [Follower(self, index, text) for index, text in self._follower.texts.items()]
         return self.followers
 
     def tokens_so_far(self, index: int) -> tuple[int, ...] | None:
@@ -108,8 +108,10 @@ class InFlightRequest:
     def finish(self, finished: Finished, tokenizer: Tokenizer) -> None:
         """Keep the engine's result, and put the last deltas of streamed samples into the mailbox."""
         self.finished = finished
-        if is_ranked(self.submit) and (self.streams or self.submit.sampling.ends_by_text):
-            self._follow_ranked(finished, tokenizer)
+        if self._follower is None:  # it ended before it was accepted
+            self._follower = RequestFollower(self.submit, tokenizer, wants_all=self.streams)
+        if self._follower.is_ranked:
+            self._follow_ranked(self._follower, finished)
         for follower in self.followers:
             end = next((end for end in finished.samples if end.index == follower.index), None)
             if follower.is_over or end is None:
@@ -122,22 +124,19 @@ class InFlightRequest:
                 choice = self.first_choice + follower.index
                 self.mailbox.put(Delta(choice, rest, (), (), end.finish_reason, end.stop_reason))
 
-    def _follow_ranked(self, finished: Finished, tokenizer: Tokenizer) -> None:
+    def _follow_ranked(self, request: RequestFollower, finished: Finished) -> None:
         """Follow ranked samples as if their tokens came now."""
-        for end in finished.samples:
-            follower = Follower(self, end.index, SampleText(tokenizer, self.submit))
+        request.rank(finished)
+        for end in finished.samples if request.texts else ():
+            follower = Follower(self, end.index, request.texts[end.index])
             self.followers.append(follower)
-            entries = end.logprobs or (None,) * len(end.token_ids)
-            for token, entry in zip(end.token_ids, entries, strict=True):
+            for token, entry in request.replay(end):
                 follower.held.append(follower.push(token, entry))
-                if follower.is_over:
-                    break
             if self.streams:
                 follower.release()
 
     def ends(self) -> list[tuple[SampleEnd, SampleText | None]]:
         """Every sample as its user sees it, in order, with its text if it was followed."""
         assert self.finished is not None
-        texts = {follower.index: follower.text for follower in self.followers}
-        pairs = [(settled(end, texts.get(end.index)), texts.get(end.index)) for end in self.finished.samples]
-        return sorted(pairs, key=lambda pair: pair[0].index)
+        assert self._follower is not None
+        return self._follower.ends(self.finished)

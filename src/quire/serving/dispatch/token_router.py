@@ -12,6 +12,7 @@ from typing import Protocol
 from quire.serving.dispatch.in_flight_request import Follower, InFlightRequest
 from quire.serving.dispatch.mailbox import Delta, Mailbox
 from quire.serving.dispatch.observer import Observer
+from quire.serving.outputs import logprobs_by_handle
 from quire.serving.process.link import EngineLink, EngineReady
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest
@@ -128,7 +129,7 @@ class TokenRouter:
         update.mailboxes.add(request.mailbox)
 
     def _follow(self, batch: TokensOut, update: BatchUpdate, now: float) -> None:
-        entries = _by_handle(batch.logprobs) if batch.logprobs else {}
+        entries = logprobs_by_handle(batch.logprobs) if batch.logprobs else {}
         followers, intervals = self._followers, []
         for handle, token_id in zip(batch.samples.tolist(), batch.token_ids.tolist(), strict=True):
             follower = followers.get(handle)
@@ -172,10 +173,3 @@ class TokenRouter:
             for index in range(request.n):
                 self._followers.pop(request.handle + index, None)
         return request
-
-
-def _by_handle(logprobs: tuple[tuple[int, TokenLogprobs], ...]) -> dict[int, list[TokenLogprobs]]:
-    entries: dict[int, list[TokenLogprobs]] = {}
-    for handle, entry in logprobs:
-        entries.setdefault(handle, []).append(entry)
-    return entries

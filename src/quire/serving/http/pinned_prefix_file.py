@@ -1,4 +1,4 @@
-"""The prompts that operators want resident, written down where every edge of the server can read it."""
+"""The file of pinned prefixes, which all edges of the server share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefixEntry:
-    """A prompt to be kept resident for the clients of one key; `owner` is the key's digest, empty where none is asked
-    for or all share."""
+    """A prompt to pin for the clients of one key. `owner` is the digest of the key; empty if the server has no keys, or
+    if all keys share the cache."""
 
     name: str
     owner: str
@@ -24,7 +24,8 @@ Entries = tuple[PinnedPrefixEntry, ...]
 
 
 class PinnedPrefixFile:
-    """In a file of the server's own folder, or without one in memory. Outlives engines and edges, not the server."""
+    """Entries in a file of the server's own folder, or in memory without a path. They outlive engines and edges, not
+    the server."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -34,7 +35,7 @@ class PinnedPrefixFile:
         return self._change(lambda entries: entries)
 
     def add(self, added: Sequence[PinnedPrefixEntry]) -> None:
-        """Write down, in place of what has the same name and owner."""
+        """Add entries. They replace entries with the same name and owner."""
         places = {(one.name, one.owner) for one in added}
         self._change(lambda old: (*(one for one in old if (one.name, one.owner) not in places), *added))
 

@@ -1,4 +1,4 @@
-"""Prompts that the operator wants resident: computed once for each tenant, and again after the engine was restarted."""
+"""Prompts that operators pin: computed once for each tenant, and again when a new engine comes up."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from quire.types.sampling import SamplingParams
 logger = logging.getLogger("quire.edge")
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before what is not resident is tried again; it doubles
+_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a prefix that is not pinned is tried again; it doubles
 Place = tuple[str, str]  # name and salt
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefixRow:
-    """One prompt of one tenant as operators see it. `key` tells keys apart and opens nothing."""
+    """One pinned prompt of one tenant, for the list of operators. `key` tells keys apart and grants nothing."""
 
     name: str
     key: str | None
@@ -45,10 +45,10 @@ class PinnedPrefixRow:
 
 
 class PinnedPrefixes:
-    """Registers prompts through the dispatcher as ordinary requests of one token, whose prompts the engine then holds.
-    What is written down and not held is computed again until it is.
+    """Pins prompts with ordinary requests for one token, whose prompts the engine keeps. A prompt that is in the file
+    and not in the engine is computed again until it is.
 
-    Belongs to the event loop. One call at a time changes the file; another edge may change it at any time.
+    The event loop calls everything. One call at a time changes the file; another edge may change it at any time.
     """
 
     def __init__(self, dispatcher: Dispatcher, link: EngineLink, access: AccessConfig, file: PinnedPrefixFile) -> None:
@@ -57,7 +57,8 @@ class PinnedPrefixes:
         self._recalling: asyncio.Task[None] | None = None
 
     def owners(self, api_key: str | None) -> tuple[str, ...]:
-        """Whose clients are to find a prompt: those of one key, or of all. Raises InvalidRequest for a strange key."""
+        """The owners to pin a prompt for: one key, or all. Raises InvalidRequest for a key that the server does not
+        have."""
         if api_key is None:
             return self._access.key_digests if self._access.key_digests and not self._access.shares_cache else ("",)
         digest = hashlib.sha256(api_key.encode()).hexdigest()
@@ -66,8 +67,7 @@ class PinnedPrefixes:
         return ("",) if self._access.shares_cache else (digest,)
 
     async def register(self, name: str, token_ids: tuple[int, ...], owners: Sequence[str]) -> list[PinnedPrefix]:
-        """Compute and hold a prompt for each of the owners, or leave everything as it was. Raises ApiError or
-        InvalidRequest."""
+        """Compute and pin a prompt for each of the owners, or change nothing. Raises ApiError or InvalidRequest."""
         wanted, done = [PinnedPrefixEntry(name, owner, token_ids) for owner in owners], list[PinnedPrefixEntry]()
         async with self._changing:
             try:
@@ -89,7 +89,7 @@ class PinnedPrefixes:
         return [held[self._place(entry)] for entry in wanted]
 
     async def listing(self) -> list[PinnedPrefixRow]:
-        """All that is written down, and whether the engine holds it now."""
+        """All entries of the file, and whether the engine has them pinned now."""
         try:
             held = await self._held()
         except EngineDead:
@@ -103,7 +103,7 @@ class PinnedPrefixes:
         return rows
 
     async def remove(self, name: str) -> int:
-        """Forget a prompt, for all owners; returns for how many. It stays cached as others do."""
+        """Unpin a prompt for all owners and return for how many. Its blocks stay cached like others."""
         async with self._changing:
             found = [entry for entry in self._file.entries() if entry.name == name]
             self._file.remove(name)
@@ -112,15 +112,16 @@ class PinnedPrefixes:
         return len(found)
 
     async def reset_cache(self) -> int:
-        """Have the engine forget all cached prompts: none is resident then, and none is to be recalled. Returns how
-        many blocks that freed. Raises EngineDead."""
+        """Clear the prefix cache of the engine, pinned prompts too. Returns how many blocks it freed. Raises
+        EngineDead."""
         self._file.clear()  # what a new engine computes again is let go of at once
         async with self._changing:
             self._file.clear()  # what was registered meanwhile
             return await self._link.reset_cache()
 
     def recall(self) -> None:
-        """A new engine is up, which holds nothing: compute again what is written down. It goes before what waits."""
+        """Pin all entries of the file again. Called when a new engine is up; the requests go before others in the
+        queue."""
         self._restore(self._file.entries())
 
     # ------------------------------------------------------------------------------------------------- the works
@@ -131,7 +132,7 @@ class PinnedPrefixes:
             self._recalling = asyncio.ensure_future(self._recall(lost))
 
     async def _recall(self, lost: Sequence[PinnedPrefixEntry]) -> None:
-        """Until nothing is missing, or the engine is: the next one is told of everything."""
+        """Pin prefixes until none is missing or the engine is down. The next engine gets all of them."""
         pause = _PAUSE
         while lost and self._dispatcher.engine is not None and not self._dispatcher.is_draining:
             async with self._changing:
@@ -146,7 +147,7 @@ class PinnedPrefixes:
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _hold_again(self, lost: Sequence[PinnedPrefixEntry]) -> None:
-        """What was removed or replaced meanwhile, at this edge or another, is not held."""
+        """Pin prefixes, except those that an edge has removed or replaced meanwhile."""
         known = self._file.entries()
         lost = [entry for entry in lost if entry in known]
         try:
@@ -161,7 +162,7 @@ class PinnedPrefixes:
                 await self._let_go(entry)
 
     async def _check_room(self, wanted: Sequence[PinnedPrefixEntry]) -> None:
-        """Raise InvalidRequest, before anything is computed, if not all of it can be held."""
+        """Raise InvalidRequest, before anything is computed, if the cache has no room for all of them."""
         engine = self._dispatcher.known_engine
         assert engine is not None, "prefixes are registered with an engine that was up"
         stats, held, known = await self._link.stats(), await self._held(), self._file.entries()
@@ -175,7 +176,7 @@ class PinnedPrefixes:
             reserved += own - (0 if old is None else old.num_blocks)
 
     async def _hold(self, wanted: Sequence[PinnedPrefixEntry]) -> ApiError | None:
-        """Have prompts computed and held, all at once; returns why one of them is not."""
+        """Have the engine compute and pin prompts. Returns an error if it did not pin all of them."""
         requests = [self._request(entry) for entry in wanted]
         try:
             with self._dispatcher.accept():
@@ -192,7 +193,7 @@ class PinnedPrefixes:
         return refused or next((as_failure(failure) for failure in failures if failure is not None), None)
 
     def _enter(self, requests: Sequence[InFlightRequest]) -> ApiError | None:
-        """All at once, so that none stands behind what waits; else as many as there is room for, and why not all."""
+        """Queue all requests at once, or as many as the queue has room for. Returns an error if that is not all."""
         with suppress(QueueFull):
             self._dispatcher.enqueue(requests)
             return None
@@ -218,7 +219,7 @@ class PinnedPrefixes:
         return InFlightRequest(submit, record, Mailbox(asyncio.get_running_loop(), 1))
 
     async def _take_back(self, done: Sequence[PinnedPrefixEntry]) -> None:
-        """What was computed for a registration that came to nothing is let go, and what it replaced comes back."""
+        """Undo a registration that failed: unpin its prompts, and pin again what they replaced."""
         for entry in done:
             await self._let_go(entry)
         places = {self._place(entry) for entry in done}

@@ -1,4 +1,4 @@
-"""What is recent of answers so that they can be forked, and when it is forgotten."""
+"""What recent requests keep of their answers so that they can be forked, and when they are forgotten."""
 
 from __future__ import annotations
 

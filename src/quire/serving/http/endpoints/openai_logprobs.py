@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's two formats write them, rendered token by token."""
+"""Renders log-probabilities in the two formats of OpenAI, token by token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TokenName:
 
 
 class TokenNames:
-    """What tokens are called in answers. Remembers every token it was asked for: at most the vocabulary."""
+    """The names of tokens in JSON. Keeps every name that it made: at most one per token of the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
         self._tokenizer, self._as_ids = tokenizer, as_ids

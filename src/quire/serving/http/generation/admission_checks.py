@@ -1,4 +1,4 @@
-"""Whether prompts and the answers that were asked for fit the model."""
+"""Refuses at the edge what the engine would refuse: prompts and answers that do not fit, and wrong requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.types.sampling import SamplingParams
 
 
 class PromptTooLong(InvalidRequest):
-    """It leaves no room for an answer."""
+    """The prompt leaves no room for an answer."""
 
 
 def cut(
@@ -36,7 +36,7 @@ def cut(
 
 
 def check_texts(service: Service, field: str, prompts: Sequence[Prompt], max_model_len: int) -> None:
-    """Refuse what is certainly too long before it costs the time and memory of tokenizing it."""
+    """Refuse prompts that are certainly too long, before they cost the time and memory of tokenizing."""
     for prompt in prompts:
         fewest = service.texts.tokenizer.fewest_tokens(prompt.text or "")
         if fewest >= max_model_len:
@@ -53,7 +53,7 @@ def check_length(field: str, num_tokens: int, max_model_len: int) -> None:
 
 
 def check_room(given: dict[str, Any], num_tokens: int, max_model_len: int) -> None:
-    """An answer of the length that was asked for must fit behind the prompt."""
+    """Check that an answer of `max_tokens` fits after the prompt."""
     field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     room = max_model_len - num_tokens
     if given.get(field, 0) > room:
@@ -64,7 +64,8 @@ def check_room(given: dict[str, Any], num_tokens: int, max_model_len: int) -> No
 
 
 def check_admission(engine: EngineReady, submits: Iterable[Submit]) -> None:
-    """Raise InvalidRequest for what the engine would refuse. An engine that restarts with other sizes may differ."""
+    """Raise InvalidRequest for requests that the engine would refuse, so that they do not queue first. An engine that
+    restarts with other sizes may decide otherwise."""
     cache_config, scheduler = _sections(engine)
     for submit in submits:
         check_request(submit, cache_config, scheduler, engine.vocab_size, has_text=True)

@@ -1,4 +1,4 @@
-"""A conversation as the text its model was trained on, and what its chat template can make no use of."""
+"""Renders conversations with the chat template, and finds values that the template does not read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _FOR_TEMPLATES = ("documents", "reasoning_effort")
 
 
 def unread_values(service: Service, given: dict[str, Any]) -> list[UnsupportedParameter]:
-    """Take out of `given` what is meant for the chat template and not read by it; says what was."""
+    """Remove values from `given` that are meant for the chat template and that it does not read. Returns errors about
+    them."""
     unread: list[UnsupportedParameter] = []
     for name in [name for name in _FOR_TEMPLATES if name in given]:
         if name not in service.texts.template.variables:
@@ -29,7 +30,7 @@ def unread_values(service: Service, given: dict[str, Any]) -> list[UnsupportedPa
 
 
 def render_messages(service: Service, given: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> str:
-    """The prompt of a conversation whose model may call these tools."""
+    """The prompt of a conversation, with a description of the tools."""
     variables = dict(given.get("chat_template_kwargs", {}))
     variables |= {name: given[name] for name in _FOR_TEMPLATES if name in given}
     return service.texts.template.render(
