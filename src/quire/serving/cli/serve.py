@@ -15,6 +15,7 @@ from quire.config.server import AccessConfig, ModelSource, ServerConfig
 from quire.serving.cli.arguments import engine_settings
 from quire.serving.cli.keys import digests, read_key_file
 from quire.types.errors import ConfigError, ModelLoadError
+from quire.types.install import install_extra
 
 MAX_WORKERS = 256
 MAX_TEMPLATE_BYTES = 2**20
@@ -176,4 +177,4 @@ def _check_installed() -> None:
     needed = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "zmq", "prometheus_client")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        raise ConfigError("serve", f"needs {', '.join(missing)}", "pip install 'quire[server]'")
+        raise ConfigError("serve", f"needs {', '.join(missing)}", install_extra("server"))

@@ -146,7 +146,8 @@ def test_missing_packages_are_named_with_the_fix(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "zmq" else object())
     assert main(["serve"]) == 2
-    assert capsys.readouterr().err == "quire: error: serve: needs zmq; pip install 'quire[server]'\n"
+    fix = "run pip install -c constraints.txt '.[server]' in a checkout of Quire"
+    assert capsys.readouterr().err == f"quire: error: serve: needs zmq; {fix}\n"
 
 
 def test_an_engine_setting_that_no_model_could_have_is_refused_before_anything_is_started(
