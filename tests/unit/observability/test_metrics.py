@@ -35,6 +35,7 @@ NAMES = [
     "quire:engine_steps_total",
     "quire:engine_up",
     "quire:generation_tokens_total",
+    "quire:http_errors_total",
     "quire:http_refusals_total",
     "quire:http_requests_total",
     "quire:inter_token_latency_seconds",

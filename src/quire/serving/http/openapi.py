@@ -42,8 +42,8 @@ _GETS = {
 }
 
 
-def build_openapi(limits: Limits, version: str) -> bytes:
-    """An OpenAPI 3.1 document of the public API with these limits, as JSON."""
+def build_openapi(limits: Limits, version: str, root_path: str = "") -> bytes:
+    """An OpenAPI 3.1 document of the public API with these limits, as JSON. Its paths begin with `root_path`."""
     paths: dict[str, Any] = {path: {"post": _post(path, limits)} for path in _POSTS}
     paths |= {path: {"get": _get(path, summary, name)} for path, (summary, name) in _GETS.items()}
     paths["/v1/models/{model}"] = {"get": _one_model()}
@@ -52,6 +52,7 @@ def build_openapi(limits: Limits, version: str) -> bytes:
         {
             "openapi": "3.1.0",
             "info": {"title": "Quire", "version": version, "description": "OpenAI-compatible inference."},
+            **({"servers": [{"url": root_path}]} if root_path else {}),
             "paths": paths,
             "components": {
                 "schemas": SCHEMAS,

@@ -20,9 +20,11 @@ from quire.serving.dispatch.dispatcher import Dispatcher
 from quire.serving.dispatch.observer import Observer
 from quire.serving.dispatch.recent_requests import RecentRequests
 from quire.serving.http.errors import engine_unavailable, model_not_found, too_busy
+from quire.serving.http.key_ring import KeyRing
 from quire.serving.http.limits import Limits
 from quire.serving.http.pinned_prefix_file import PinnedPrefixFile
 from quire.serving.http.pinned_prefixes import PinnedPrefixes
+from quire.serving.http.request_watch import RequestWatch
 from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.process.link import EngineLink, EngineReady
 from quire.serving.process.peers import Peers
@@ -147,14 +149,16 @@ class Service:
     prefix_file: Path | None = None  # where resident prompts are written down; None: in memory
     recalls_prefixes: bool = True  # it is this edge that registers them with a new engine
     num_body_bytes: int = 0
+    keys: KeyRing = field(init=False)
+    watch: RequestWatch = field(init=False)
     recent_requests: RecentRequests = field(init=False)
     pinned_prefixes: PinnedPrefixes = field(init=False)
 
     def __post_init__(self) -> None:
+        self.keys = KeyRing(self.config.access)
+        self.watch = RequestWatch(self.observer, logs_all=self.config.access_log)
         self.recent_requests = RecentRequests(self.limits)
-        self.pinned_prefixes = PinnedPrefixes(
-            self.dispatcher, self.link, self.config.access, PinnedPrefixFile(self.prefix_file)
-        )
+        self.pinned_prefixes = PinnedPrefixes(self.dispatcher, self.link, self.keys, PinnedPrefixFile(self.prefix_file))
         if self.recalls_prefixes:
             self.dispatcher.on_engine_up = self.pinned_prefixes.recall
 

@@ -21,6 +21,7 @@ from quire.serving.http.generation.handler import GenerationHandler
 from quire.serving.http.generation.response import ResponseBuilder
 from quire.serving.http.guard import Guard, not_found
 from quire.serving.http.openapi import build_openapi
+from quire.serving.http.request_watch import request_fields
 from quire.serving.http.service import Service
 from quire.serving.http.static import StaticFile, playground_routes
 
@@ -40,13 +41,22 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
         app.add_route(path, Endpoint(handler), methods=[method])  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _http_error)
     public = [path.encode() for path in files]
-    app.add_middleware(Guard, access=access, limits=service.limits, host=service.config.host, public=public)
+    app.add_middleware(
+        Guard, config=service.config, keys=service.keys, limits=service.limits, watch=service.watch, public=public
+    )
     if access.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(access.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id", "x-quire-explain", "x-quire-lenient"],
+            allow_headers=[
+                "authorization",
+                "x-api-key",
+                "content-type",
+                "x-request-id",
+                "x-quire-explain",
+                "x-quire-lenient",
+            ],
             expose_headers=["x-request-id", "retry-after"],
         )
     return app
@@ -55,7 +65,8 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
 def api_routes(service: Service) -> Routes:
     """Everything but admin and the playground."""
     pages, builder = Pages(service), ResponseBuilder(service.texts.tokenizer)
-    document = StaticFile(build_openapi(service.limits, service.version), "application/json")
+    document = build_openapi(service.limits, service.version, service.config.listen.root_path)
+    service.watch.fields = request_fields(document)
     return {
         ("POST", "/v1/chat/completions"): GenerationHandler(service, builder, "chat"),
         ("POST", "/v1/completions"): GenerationHandler(service, builder, "completions"),
@@ -69,7 +80,7 @@ def api_routes(service: Service) -> Routes:
         ("GET", "/ready"): pages.ready,
         ("GET", "/version"): pages.version,
         ("GET", "/metrics"): pages.metrics,
-        ("GET", "/openapi.json"): document,
+        ("GET", "/openapi.json"): StaticFile(document, "application/json"),
     }
 
 
