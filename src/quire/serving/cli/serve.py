@@ -7,6 +7,7 @@ import ipaddress
 import math
 import re
 import secrets
+import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -61,7 +62,7 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
         drain_seconds=args.drain_seconds,
         step_timeout=args.step_timeout,
         limits=_limits(args.limit),
-        log_level=args.log_level,
+        log_level=args.log_level or _default_log_level(args.log_format),
         log_format=args.log_format,
         access_log=args.access_log,
         trace_endpoint=_trace_endpoint(args.trace_endpoint),
@@ -242,6 +243,11 @@ def _trace_endpoint(url: str | None) -> str | None:
 
     check_installed()
     return url
+
+
+def _default_log_level(log_format: str) -> str:
+    """A person at a terminal sees progress and the address, and then only what is wrong."""
+    return "warning" if log_format == "text" and sys.stderr.isatty() else "info"
 
 
 def _check_installed() -> None:

@@ -140,7 +140,9 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
 
 def _add_watching(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("logs and traces")
-    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(info)")
+    group.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), help="(info; on a terminal warning)"
+    )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="(text)")
     group.add_argument("--access-log", action="store_true", help="log every request: client, path, status, seconds")
     group.add_argument("--trace-endpoint", metavar="URL", help="send OpenTelemetry traces there, by OTLP over HTTP")

@@ -125,6 +125,14 @@ def test_listening_and_time_are_settings() -> None:
     assert made.access_log
 
 
+def test_a_terminal_shows_warnings_only_unless_more_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert config().log_level == "info"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert config().log_level == "warning"
+    assert config("--log-format", "json").log_level == "info"
+    assert config("--log-level", "info").log_level == "info"
+
+
 def test_a_unix_socket_needs_no_api_key_whatever_the_host() -> None:
     assert config("--uds", "/run/quire.sock", "--host", "0.0.0.0").listen.uds == "/run/quire.sock"
 
