@@ -24,6 +24,7 @@ _ERRORS = {
     "429": "The queue is full; Retry-After says when to try again.",
     "500": "The server failed.",
     "503": "The engine is loading, restarted or shutting down.",
+    "504": "The request was not done within its time limit.",
 }
 _GET_ERRORS = ("400", "401", "404", "405", "421", "500", "503")
 _POSTS: dict[str, tuple[Endpoint, str, str, str | None]] = {

@@ -54,6 +54,7 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
                 "x-api-key",
                 "content-type",
                 "x-request-id",
+                "x-request-timeout",
                 "x-quire-explain",
                 "x-quire-lenient",
             ],
