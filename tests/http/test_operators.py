@@ -81,6 +81,9 @@ def test_paths_work_with_and_without_the_root_path(secured: SecuredServer) -> No
         assert client.get("/llm/v1/models").status_code == 200
         assert client.get("/llm/health").status_code == 200
         assert client.get("/llmx/v1/models").status_code == 404
+        assert client.get("/%6clm/v1/models").status_code == 404
+        assert client.get("/llm").headers["location"] == "/llm/"
+        assert 'href="playground/' in client.get("/llm/").text
         assert client.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
 
 

@@ -71,7 +71,10 @@ class Guard:
 
         try:
             error = self._check(exchange)
-            if error is not None:
+            if scope["path"] == "":  # the prefix itself: the page's relative addresses need the slash
+                location = (b"location", f"{self._root}/".encode())
+                await Exchange(scope, receive, named_send).reply(308, b"", [location])
+            elif error is not None:
                 await Exchange(scope, receive, named_send).reply_error(error)
             else:
                 await self._app(scope, receive, named_send)
@@ -87,12 +90,10 @@ class Guard:
 
     def _strip_root(self, scope: Scope) -> None:
         """Remove the prefix that a proxy did not. A path without it is the same, for proxies that did."""
-        raw_path = scope.get("raw_path") or scope["path"].encode()
-        for root in (self._root,) if self._root else ():
-            if scope["path"] == root or scope["path"].startswith(f"{root}/"):
-                scope["path"] = scope["path"][len(root) :] or "/"
-                raw_path = raw_path[len(root) :] or b"/"
-        scope["raw_path"] = raw_path
+        path, raw_path, root = scope["path"], scope.get("raw_path") or scope["path"].encode(), self._root
+        if root and f"{path}/".startswith(f"{root}/") and f"{raw_path.decode('latin-1')}/".startswith(f"{root}/"):
+            path, raw_path = path[len(root) :], raw_path[len(root) :]
+        scope["path"], scope["raw_path"] = path, raw_path
 
     def _check(self, exchange: Exchange) -> ApiError | None:
         scope, headers = exchange.scope, exchange.headers
