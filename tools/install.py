@@ -6,9 +6,11 @@ while pip fetches the other packages. One line on the terminal shows how far it 
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tomllib
@@ -99,9 +101,15 @@ class Screen:
 class Task:
     """A command that runs in the background; its output is kept for the case that it fails."""
 
-    def __init__(self, command: Sequence[str], screen: Screen | None = None) -> None:
+    def __init__(self, command: Sequence[str], screen: Screen | None = None, *, python_path: str = "") -> None:
         self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": python_path},
         )
         self._screen, self._lines = screen, list[str]()
         self._packages, self._shown = set[str](), ""
@@ -139,15 +147,18 @@ class Task:
 def install(extras: Sequence[str], pip_arguments: Sequence[str], screen: Screen) -> None:
     described = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     pip = (*PIP, *CONSTRAINTS, *pip_arguments)
-    screen.begin("preparing")
-    Task([*pip, *described["build-system"]["requires"]]).wait()
-    kernels = Task([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"])
-    screen.begin("installing packages")
-    Task([*pip, *dict.fromkeys(requirements(described["project"], extras))], screen).wait()
-    Task([sys.executable, "-c", WARM_UP])  # beside the compiler; the first start of the server then finds them compiled
-    screen.begin("compiling the CPU kernels")
-    kernels.wait()
-    Task([*pip, "--no-build-isolation", "--no-deps", "-e", "."]).wait()
+    with tempfile.TemporaryDirectory() as tools:  # of the build, which other packages may not replace meanwhile
+        screen.begin("preparing")
+        Task([*pip, "--target", tools, *described["build-system"]["requires"]]).wait()
+        build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        kernels = Task(build, python_path=tools)
+        screen.begin("installing packages")
+        Task([*pip, *dict.fromkeys(requirements(described["project"], extras))], screen).wait()
+        warm_up = Task([sys.executable, "-c", WARM_UP])  # beside the compiler, for the first start of the server
+        screen.begin("compiling the CPU kernels")
+        kernels.wait()
+        Task([*pip, "--no-build-isolation", "--no-deps", "-e", "."], python_path=tools).wait()
+        warm_up.wait()
 
 
 def main(arguments: Sequence[str]) -> int:
