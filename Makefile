@@ -9,12 +9,12 @@ PIP_ARGS ?=# more arguments for pip, for example --index-url URL
 WORKERS ?= 2# test files that run side by side
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+INSTALL := $(BIN)/python tools/install.py
 RUN_STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 TRITON := triton==3.6.0# for the tests in its interpreter, where torch's build has not brought its own
 MODEL_STAMP := $(VENV)/.model
-CODE := setup.py src tests benchmarks examples
+CODE := setup.py tools src tests benchmarks examples
 BUILT_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/quire/kernels/native/*.cpp src/quire/kernels/native/*.h)
 
 .DEFAULT_GOAL := help
@@ -27,10 +27,10 @@ help: ## this list
 setup: $(DEV_STAMP) ## make .venv with everything needed to run, test and check
 
 serve: $(MODEL_STAMP) ## set up and serve the default model: OpenAI's API and a playground (ARGS="--port 9000")
-	$(BIN)/quire serve --admin $(ARGS)
+	@$(BIN)/quire serve --admin --show-admin-key $(ARGS)
 
 demo: $(MODEL_STAMP) ## set up and answer one question (QUESTION="...")
-	$(BIN)/quire chat "$(QUESTION)"
+	@$(BIN)/quire chat "$(QUESTION)"
 
 test: $(DEV_STAMP) $(MODEL_STAMP) ## run the tests
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
@@ -63,17 +63,18 @@ clean: ## remove the virtual environment, caches and build outputs
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 to 3.13 was found; install one or run make PYTHON=/path/to/python"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@echo "making $(VENV) with $(PYTHON) ..."
+	@$(PYTHON) -m venv $(VENV)
 
 $(RUN_STAMP): $(BUILT_FROM) | $(BIN)/python
-	$(INSTALL) -e '.[server]'
+	@$(INSTALL) server $(PIP_ARGS)
 	@touch $@
 
 $(DEV_STAMP): $(BUILT_FROM) | $(BIN)/python
-	$(INSTALL) -e '.[dev]'
-	@$(BIN)/python -c 'import triton' 2>/dev/null || $(INSTALL) $(TRITON)
+	@$(INSTALL) dev $(PIP_ARGS)
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(TRITON)
 	@touch $@ $(RUN_STAMP)
 
 $(MODEL_STAMP): $(RUN_STAMP)
-	$(BIN)/quire pull
+	@$(BIN)/quire pull
 	@touch $@

@@ -12,6 +12,7 @@ import pytest
 from http_server import TestServer, digests
 from quire.config.server import AccessConfig
 from quire.observability.logging import set_up_logging
+from quire.serving.dispatch.observer import NullObserver
 from tests.http.conftest import Serve
 
 KEY, ADMIN = "sk-user", "sk-admin"
@@ -221,3 +222,29 @@ def test_noise_on_the_port_does_not_fill_the_log(serve: Serve) -> None:
     lines = log.getvalue().splitlines()
     assert 0 < len(lines) <= 20, lines[:30]
     assert any("left out" in line for line in lines)
+
+
+def test_errors_of_the_guard_the_router_and_the_connection_are_counted(serve: Serve) -> None:
+    class Counting(NullObserver):
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, str]] = []
+
+        def http_error(self, status: int, field: str) -> None:
+            self.seen.append((status, field))
+
+    counting = Counting()
+    server = serve(observer=counting, access=LOCKED, limits={"header_bytes": 1_000})
+    headers = {"Authorization": f"Bearer {KEY}"}
+    assert server.get("/v1/models").status_code == 401
+    assert server.get("/nowhere", headers=headers).status_code == 404
+    assert server.post("/v1/completions", {"prompt": "x", "top_p": 7}, headers=headers).status_code == 400
+    assert (
+        server.post("/v1/completions", {"prompt": "x", "strange_field": 7, "n": "?"}, headers=headers).status_code
+        == 400
+    )
+    assert raw(server, b"NONSENSE\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+    assert raw(server, b"GET / HTTP/1.1\r\nX: " + b"x" * 2_000 + b"\r\n\r\n").startswith(b"HTTP/1.1 431 ")
+    server.wait(lambda: len(counting.seen) == 6)
+    assert counting.seen[:3] == [(401, ""), (404, ""), (400, "top_p")]
+    assert counting.seen[3] in [(400, "other"), (400, "n")]  # an unknown field is never a label
+    assert counting.seen[4:] == [(400, ""), (431, "")]

@@ -135,7 +135,7 @@ class TestServer:
             peers=self.peers,
         )
         app = build_app(self.service, PLAYGROUND)
-        self.server = EdgeServer(http_config(app, limits), self._started.set)
+        self.server = EdgeServer(http_config(app, limits, self.service.watch.refused), self._started.set)
         if self._starts_up:
             self.dispatcher.start()
         await self.server.serve(sockets=[self._socket])

@@ -18,7 +18,7 @@ import httpx
 ROOT = Path(__file__).resolve().parents[2]
 ADMIN_KEY = "admin-of-this-test"
 PATIENCE = 300.0  # seconds; only there to end a broken test
-_READY = re.compile(r"Quire serves \S+ on http://127\.0\.0\.1:(\d+) \(ready in [\d.]+ s\)")
+_READY = re.compile(r"Quire serves \S+ on (\S+) \(ready in [\d.]+ s\)")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -47,8 +47,9 @@ class RealServer:
         self.boot_seconds = time.monotonic() - started
         match = _READY.search(self.output)
         assert match is not None
-        self.port = int(match[1])
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = match[1]
+        port = re.search(r"127\.0\.0\.1:(\d+)", self.url)
+        self.port = 0 if port is None else int(port[1])
         self._admin = self.client(headers={"Authorization": f"Bearer {ADMIN_KEY}"})
 
     def _read(self) -> None:
@@ -116,12 +117,20 @@ class RealServer:
         return not any((*engine, edge["waiting"], edge["in_engine"]))
 
     # ----------------------------------------------------------------------------------------------------- clients
-    def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=PATIENCE, verify=False, **options)  # no certificates to load
+    def client(self, url: str = "", **options: Any) -> httpx.Client:
+        """Of the server, or of another address of it; `unix:PATH` is a UNIX socket."""
+        url = url or self.url
+        if url.startswith("unix:"):
+            options["transport"] = httpx.HTTPTransport(uds=url.removeprefix("unix:"))
+            url = "http://localhost"
+        return httpx.Client(base_url=url, timeout=PATIENCE, verify=False, **options)  # no certificates to load
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         with self.client() as client:
             return client.post(path, json=body, **options)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
 
     # --------------------------------------------------------------------------------------------------------- end
     def close(self) -> None:

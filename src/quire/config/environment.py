@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quire.types.errors import ConfigError
 
-CACHE, OFFLINE, API_KEY = "QUIRE_CACHE", "QUIRE_OFFLINE", "QUIRE_API_KEY"
+CACHE, OFFLINE, API_KEY, ADMIN_KEY = "QUIRE_CACHE", "QUIRE_OFFLINE", "QUIRE_API_KEY", "QUIRE_ADMIN_KEY"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -20,13 +20,17 @@ class Environment:
     cache: Path  # QUIRE_CACHE: folder of models and tuning tables; default $XDG_CACHE_HOME/quire or ~/.cache/quire
     offline: bool  # QUIRE_OFFLINE: never use the network
     api_key: str | None = field(default=None, repr=False)  # QUIRE_API_KEY: a server requires it, a client sends it
+    admin_key: str | None = field(default=None, repr=False)  # QUIRE_ADMIN_KEY: opens a server's /admin
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read the variables from `variables` (default: the environment of this process)."""
     variables = os.environ if variables is None else variables
     return Environment(
-        cache=_read_cache(variables), offline=_read_flag(variables, OFFLINE), api_key=variables.get(API_KEY)
+        cache=_read_cache(variables),
+        offline=_read_flag(variables, OFFLINE),
+        api_key=variables.get(API_KEY),
+        admin_key=variables.get(ADMIN_KEY),
     )
 
 

@@ -42,12 +42,39 @@ class AccessConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ListenConfig:
+    """Where and how the server listens, besides `host` and `port`."""
+
+    uds: str | None = None  # path of a UNIX socket, in place of host and port
+    root_path: str = ""  # prefix that a proxy puts before every path, such as /llm
+    tls_cert: str | None = None  # path of the certificate chain, PEM; None: plain HTTP
+    tls_key: str | None = None  # path of its private key; None: it is in tls_cert
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None  # with it or admin_uds, /admin is served there and nowhere else
+    admin_uds: str | None = None
+
+    @property
+    def has_admin_listener(self) -> bool:
+        return self.admin_port is not None or self.admin_uds is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeoutConfig:
+    """How long a request may take, in seconds; None: as long as it needs."""
+
+    request: float | None = None  # from its receipt to its last token
+    queue: float | None = None  # from its receipt until the engine has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """The whole configuration of the server. `limits` overrides entries of the table of limits, by name."""
 
     source: ModelSource
     engine: EngineArguments
     access: AccessConfig = field(default_factory=AccessConfig)
+    listen: ListenConfig = field(default_factory=ListenConfig)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     api_workers: int = 1
@@ -57,4 +84,5 @@ class ServerConfig:
     limits: dict[str, int] = field(default_factory=dict)
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"
+    access_log: bool = False  # one line for every request that was answered
     trace_endpoint: str | None = None  # URL of an OTLP collector; None: no traces

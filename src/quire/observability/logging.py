@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import threading
 import time
@@ -20,9 +21,10 @@ from quire.types.errors import ConfigError
 LEVELS = ("debug", "info", "warning", "error")
 LogFormat = Literal["text", "json"]
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")  # and bidi marks
 _MAX_FIELD = 2_000  # characters; a longer text is cut
 
-CLIENT_LOGGERS = ("uvicorn", "asyncio", "quire.text")  # loggers of lines that any client can cause
+CLIENT_LOGGERS = ("uvicorn", "asyncio", "quire.text", "quire.refusals")  # loggers of lines that any client can cause
 MAX_LINES = 5  # of one kind that pass in WINDOW_SECONDS
 WINDOW_SECONDS = 60.0
 _MAX_KINDS = 256  # counted at once; one more resets all counts
@@ -68,7 +70,7 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             event["error"] = self.formatException(record.exc_info)
-        return json.dumps(event, default=str, ensure_ascii=False)
+        return escape_controls(json.dumps(event, default=str, ensure_ascii=False), is_json=True)
 
 
 class TextLines(logging.Formatter):
@@ -80,9 +82,25 @@ class TextLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={value}" for name, value in _extra(record).items())
-        message = _cut(record.getMessage()).replace("\n", "\\n")
-        line = f"{_time(record)} {record.levelname:<7} {self._process}: {message}{fields}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        line = f"{_time(record)} {record.levelname:<7} {self._process}: {_cut(record.getMessage())}{fields}"
+        if not record.exc_info:
+            return escape_controls(line)
+        traceback = self.formatException(record.exc_info).split("\n")
+        return "\n    ".join(map(escape_controls, (line, *traceback)))  # indented: no part of it looks like an event
+
+
+def escape_controls(text: str, *, is_json: bool = False) -> str:
+    """Write every control character (carriage return, ESC, line separators, ...) as an escape such as `\\x1b`.
+
+    So no client can forge a log line or send commands to the terminal of whoever reads the log.
+    """
+    return _CONTROLS.sub(lambda found: _escape(ord(found[0]), is_json), text)
+
+
+def _escape(code: int, is_json: bool) -> str:
+    if code == 0x0A and not is_json:
+        return "\\n"
+    return f"\\u{code:04x}" if is_json or code > 0xFF else f"\\x{code:02x}"
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -28,7 +28,7 @@ class Metric:
     kind: Kind
     help: str
     source: Source = "edge"
-    label: str | None = None  # the label that it has besides model_name
+    label: str | None = None  # the label that it has besides model_name; two are separated by a space
     bounds: tuple[float, ...] = ()  # upper bounds of a histogram's buckets
 
     @property
@@ -130,6 +130,12 @@ METRICS: tuple[Metric, ...] = (
         "counter",
         "HTTP requests answered with an error before they reached the engine, by status code.",
         label="code",
+    ),
+    Metric(
+        "http_errors",
+        "counter",
+        "HTTP requests answered with a status of 400 or above, by status and the request field at fault.",
+        label="status field",
     ),
     Metric(
         "time_to_first_token_seconds",

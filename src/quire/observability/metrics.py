@@ -73,6 +73,10 @@ class ServerMetrics:
         with self._lock:
             self._counts.count("http_refusals", str(status))
 
+    def http_error(self, status: int, field: str) -> None:
+        with self._lock:
+            self._counts.count("http_errors", f"{status} {field}")
+
     def queued(self, record: ObservedRequest) -> None:
         with self._lock:
             self._counts.gauges["num_requests_waiting"] += 1

@@ -43,10 +43,11 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-        labels = ["model_name", *([metric.label] if metric.label else [])]
-        family = kind(PREFIX + metric.name, metric.help, labels=labels)
+        names = metric.label.split(" ") if metric.label else []
+        family = kind(PREFIX + metric.name, metric.help, labels=["model_name", *names])
         for label, value in self._values(metric).items():
-            family.add_metric([self._model_name, *([label] if metric.label else [])], value)
+            labels = label.split(" ", len(names) - 1) if names else []
+            family.add_metric([self._model_name, *labels], value)
         return family
 
     def _values(self, metric: Metric) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from quire import __version__
 from quire.observability.observed_request import ObservedRequest, phases
 from quire.types.errors import ConfigError
+from quire.types.install import install_extra
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -53,7 +54,7 @@ def check_installed() -> None:
         import opentelemetry.sdk.trace  # noqa: F401
     except ImportError:
         reason = "needs OpenTelemetry, which is not installed"
-        raise ConfigError("trace_endpoint", reason, "pip install 'quire[trace]'") from None
+        raise ConfigError("trace_endpoint", reason, install_extra("trace")) from None
 
 
 class SpanTracer:

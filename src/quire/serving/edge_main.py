@@ -7,9 +7,11 @@ import contextlib
 import gc
 import logging
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 import uvloop
@@ -25,7 +27,7 @@ from quire.serving.dispatch.edge_loads import EdgeLoadTable
 from quire.serving.http.endpoints.admin import live_requests
 from quire.serving.http.endpoints.app import build_app
 from quire.serving.http.limits import Limits
-from quire.serving.http.protocol import bounded_by
+from quire.serving.http.protocol import BoundedProtocol, bounded_by, for_admin
 from quire.serving.http.service import ModelText, Service
 from quire.serving.playground import files
 from quire.serving.process.child import EXIT_FAILED, EXIT_ORPHANED, enter_child
@@ -41,11 +43,13 @@ from quire.serving.process.control import (
     EdgeReady,
     EdgeStart,
     Fatal,
+    Reload,
 )
 from quire.serving.process.peers import Peers
 from quire.serving.process.remote_link import RemoteLink
+from quire.serving.process.tls import make_context, reload_context
 from quire.serving.text.tokenizer import load_tokenizer
-from quire.types.errors import QuireError
+from quire.types.errors import ConfigError, QuireError
 
 logger = logging.getLogger("quire.edge")
 
@@ -55,15 +59,44 @@ SWITCH_SECONDS = 0.001  # how long a text thread may keep the event loop waiting
 
 
 class EdgeServer(uvicorn.Server):
-    """Uvicorn without signal handlers of its own: the supervisor decides when an edge ends."""
+    """Uvicorn without signal handlers of its own: the supervisor decides when an edge ends.
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+    Connections to `admin` are marked as such. TCP connections speak TLS where there is a context for it.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_started: Callable[[], None],
+        *,
+        tls: ssl.SSLContext | None = None,
+        admin: socket.socket | None = None,
+    ) -> None:
         super().__init__(config)
-        self._on_started = on_started
+        self._on_started, self._tls, self._admin = on_started, tls, admin
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])  # without uvicorn's own listening, which knows one protocol for all sockets
+        protocol = cast("type[BoundedProtocol]", self.config.http_protocol_class)
+        for each in sockets or []:
+            await self._listen(each, protocol)
+        if self._admin is not None:
+            await self._listen(self._admin, for_admin(protocol))
         self._on_started()
+
+    async def _listen(self, listener: socket.socket, protocol: type[BoundedProtocol]) -> None:
+        def connect() -> BoundedProtocol:
+            return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+        loop, backlog = asyncio.get_running_loop(), self.config.backlog
+        if listener.family == socket.AF_UNIX:
+            self.servers.append(await loop.create_unix_server(connect, sock=listener, backlog=backlog))
+            return
+        seconds = None if self._tls is None else float(protocol.limits["header_seconds"])
+        server = await loop.create_server(
+            connect, sock=listener, ssl=self._tls, ssl_handshake_timeout=seconds, backlog=backlog
+        )
+        self.servers.append(server)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -103,7 +136,13 @@ class Edge:
             recalls_prefixes=start.seat == 0,
         )
         app = build_app(self._service, files())
-        self._server = EdgeServer(http_config(app, limits), lambda: channel.send(EdgeReady()))
+        self._listen_config, self._tls = config.listen, make_context(config.listen)
+        self._server = EdgeServer(
+            http_config(app, limits, self._service.watch.refused),
+            lambda: channel.send(EdgeReady()),
+            tls=self._tls,
+            admin=None if start.admin_fd is None else socket.socket(fileno=start.admin_fd),
+        )
 
     async def run(self) -> None:
         """Serve until drained."""
@@ -124,8 +163,18 @@ class Edge:
             self._loop.call_soon_threadsafe(self._dispatcher.abort, message.request_ids)
         elif isinstance(message, AskEdges):
             self._loop.call_soon_threadsafe(self._report, message)
+        elif isinstance(message, Reload):
+            self._loop.call_soon_threadsafe(self._reload, message)
         elif isinstance(message, EdgeAnswer):
             self._loop.call_soon_threadsafe(self._peers.take, message)
+
+    def _reload(self, message: Reload) -> None:
+        self._service.keys.replace(message.access)
+        if self._tls is not None:
+            try:
+                reload_context(self._tls, self._listen_config)
+            except ConfigError as error:
+                logger.error("the old certificate stays: %s", error)
 
     def _report(self, ask: AskEdges) -> None:
         rows = live_requests(self._dispatcher, self._peers.edge)
@@ -140,11 +189,13 @@ class Edge:
         self._server.should_exit = True
 
 
-def http_config(app: object, limits: Limits) -> uvicorn.Config:
+def http_config(
+    app: object, limits: Limits, on_refuse: Callable[[int, str], None] = lambda _status, _code: None
+) -> uvicorn.Config:
     """How uvicorn serves an edge: one protocol, no access log, no header that names the server."""
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=bounded_by(limits),
+        http=bounded_by(limits, on_refuse),
         ws="none",
         lifespan="off",
         log_config=None,

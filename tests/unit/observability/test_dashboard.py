@@ -24,8 +24,9 @@ def test_every_query_names_a_metric_that_is_exposed() -> None:
 
 
 def test_every_label_a_query_groups_by_exists() -> None:
-    labels = {metric.label for metric in METRICS} | {"le", "model_name"}
-    assert {name for query in QUERIES for name in re.findall(r"by \((\w+)\)", query)} <= labels
+    labels = {name for metric in METRICS for name in (metric.label or "").split()} | {"le", "model_name"}
+    groups = [names for query in QUERIES for names in re.findall(r"by \(([\w, ]+)\)", query)]
+    assert {name for names in groups for name in names.split(", ")} <= labels
 
 
 def test_every_metric_that_counts_requests_or_tokens_is_somewhere_on_it() -> None:

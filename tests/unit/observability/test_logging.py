@@ -79,3 +79,29 @@ def test_unknown_settings_are_refused() -> None:
         set_up_logging("loud", "text", "a")
     with pytest.raises(ConfigError, match="log_format"):
         set_up_logging("info", "xml", "a")  # type: ignore[arg-type]
+
+
+HOSTILE = "a\rb\x1b[2Jc\x00\x7f\x9b\u2028\u202edef\tg\nFAKE"
+
+
+def test_control_characters_are_escaped_in_messages_fields_and_tracebacks() -> None:
+    stream = io.StringIO()
+    set_up_logging("info", "text", "edge", stream)
+    try:
+        raise RuntimeError(HOSTILE)
+    except RuntimeError:
+        logger.exception("%s", HOSTILE, extra={"path": HOSTILE})
+    text = stream.getvalue()
+    assert [character for character in text if not character.isprintable() and character != "\n"] == []
+    escaped = r"a\x0db\x1b[2Jc\x00\x7f\x9b\u2028\u202edef\x09g"
+    assert rf"ERROR   edge: {escaped}\nFAKE path={escaped}\nFAKE" in text
+    assert all(line.startswith("    ") for line in text.splitlines()[1:])
+
+
+def test_control_characters_are_escaped_in_json_and_read_back_the_same() -> None:
+    stream = io.StringIO()
+    set_up_logging("info", "json", "edge", stream)
+    logger.info("%s", HOSTILE)
+    line = stream.getvalue().removesuffix("\n")
+    assert line.isprintable()
+    assert json.loads(line)["message"] == HOSTILE

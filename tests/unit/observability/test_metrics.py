@@ -35,6 +35,7 @@ NAMES = [
     "quire:engine_steps_total",
     "quire:engine_up",
     "quire:generation_tokens_total",
+    "quire:http_errors_total",
     "quire:http_refusals_total",
     "quire:http_requests_total",
     "quire:inter_token_latency_seconds",
@@ -115,7 +116,8 @@ def test_every_metric_is_shown_from_the_start() -> None:
     found = page(ServerMetrics("tiny"))
     for metric in METRICS:
         name = metric.exposed + ("_count" if metric.kind == "histogram" else "")
-        assert metric.label == "code" or metric.label == "endpoint" or any(key.startswith(name) for key in found), name
+        is_open = metric.label in ("code", "endpoint", "status field")
+        assert is_open or any(key.startswith(name) for key in found), name
     assert found["quire:request_success_total{stop}"] == 0
     assert found["quire:prefix_cache_hits_total"] == 0
     assert found["quire:engine_up"] == 0
@@ -343,3 +345,17 @@ def test_the_metrics_of_a_configured_server_need_nothing_more(tmp_path: Path) ->
     metrics.close()
     metrics.close()
     assert (tmp_path / "counts-1.json").exists()
+
+
+def test_errors_are_counted_by_status_and_field() -> None:
+    metrics = ServerMetrics("tiny")
+    metrics.http_error(401, "")
+    metrics.http_error(400, "temperature")
+    metrics.http_error(400, "temperature")
+    text = asyncio.run(metrics.page(_no_stats)).decode()
+    assert 'quire:http_errors_total{field="temperature",model_name="tiny",status="400"} 2.0' in text
+    assert 'quire:http_errors_total{field="",model_name="tiny",status="401"} 1.0' in text
+
+
+async def _no_stats() -> EngineStats:
+    raise EngineDead("down")

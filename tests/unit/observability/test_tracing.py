@@ -18,7 +18,7 @@ def test_without_an_endpoint_nothing_is_traced_or_imported() -> None:
 
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
-    with pytest.raises(ConfigError, match=r"quire\[trace\]"):
+    with pytest.raises(ConfigError, match=r"\.\[trace\]"):
         make_tracer("http://127.0.0.1:4318/v1/traces", "tiny")
 
 

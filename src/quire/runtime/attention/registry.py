@@ -15,6 +15,7 @@ from quire.runtime.attention.virtual import VirtualAttention, check_virtual
 from quire.runtime.attention.virtual_flash import FlashVirtualAttention, can_flash
 from quire.runtime.layers.weights import Placement
 from quire.types.errors import ConfigError
+from quire.types.install import install_extra
 
 NAMES = ("auto", "triton", "native", "flashinfer", "virtual", "gather", "reference")
 USUAL_BLOCK_SIZE = 16
@@ -48,7 +49,7 @@ def resolve_backend(
     elif name == "virtual":
         check_virtual(placement.device)
     if reason is not None:
-        install = "pip install 'quire[flashinfer]', or " if reason == NOT_INSTALLED else ""
+        install = f"{install_extra('flashinfer')}, or " if reason == NOT_INSTALLED else ""
         raise ConfigError("attention_backend", f"{name!r} cannot run here: {reason}", f'{install}use "auto"')
     return name
 

@@ -19,6 +19,7 @@ from quire.config.model import Heads
 from quire.runtime.attention.backend import Kernels, LayerCache
 from quire.runtime.sampling.samples import Longs
 from quire.types.errors import ConfigError
+from quire.types.install import install_extra
 
 _MASK_ELEMENTS = 1 << 22  # largest mask made for one tile of a chunk
 
@@ -144,7 +145,7 @@ def check_virtual(device: torch.device) -> None:
     if device.type == "cpu" and not hasattr(os, "memfd_create"):
         raise ConfigError("kv_layout", '"virtual" needs Linux', 'use "paged"')
     if device.type == "cuda" and (find_spec("cuda") is None or find_spec("cuda.bindings") is None):
-        fix = "pip install 'quire[virtual]', or use \"paged\""
+        fix = f'{install_extra("virtual")}, or use "paged"'
         raise ConfigError("kv_layout", '"virtual" needs the package cuda-bindings, which is not installed', fix)
 
 

@@ -9,6 +9,7 @@ from types import ModuleType
 from quire.runtime.loading.gguf.shards import shard_names
 from quire.runtime.loading.progress import Progress
 from quire.types.errors import ConfigError, ModelLoadError
+from quire.types.install import install_extra
 
 WANTED = ("*.json", "*.safetensors", "*.jinja")  # never code, never pickles
 UNWANTED = ("consolidated*", "original/*", "onnx/*", "*/*")  # the same weights once more, in other forms
@@ -62,7 +63,7 @@ def _import_hub(name: HubName) -> ModuleType:
         import huggingface_hub
     except ImportError:
         raise ModelLoadError(
-            str(name), "hub names need the package huggingface_hub", fix="pip install huggingface_hub, or give a path"
+            str(name), "hub names need the package huggingface_hub", fix=f"{install_extra('hub')}, or give a path"
         ) from None
     return huggingface_hub  # type: ignore[no-any-return]
 

@@ -165,9 +165,10 @@ class PrivateFolder:
 
     def _check(self) -> None:
         found = os.fstat(self._handle)
+        subfolder = str(Path(self.path) / "quire-cache")
+        fix = f"name a folder of its own that does not exist yet, such as {subfolder!r}: it is made private"
         if found.st_uid != os.geteuid():
-            reason = f"{self.path!r} belongs to another user, who could read prompts there"
-            raise ConfigError(_SETTING, reason, "name a folder of this user, or one that does not exist yet")
+            raise ConfigError(_SETTING, f"{self.path!r} belongs to another user, who could read prompts there", fix)
         if stat.S_IMODE(found.st_mode) & 0o077:
             reason = f"others may enter {self.path!r} (mode {stat.S_IMODE(found.st_mode):o}), and it holds prompts"
-            raise ConfigError(_SETTING, reason, f"run chmod 700 {self.path}")
+            raise ConfigError(_SETTING, reason, fix)

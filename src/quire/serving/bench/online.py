@@ -18,6 +18,7 @@ from quire.serving.bench.timeline import Timeline, read_recording
 from quire.serving.bench.workload import Job, RandomShape, has_times, poisson, random_jobs, read_jobs, replay
 from quire.serving.terminal import ProgressLine
 from quire.types.errors import ConfigError, QuireError
+from quire.types.install import install_extra
 
 
 def run_bench_serve(args: argparse.Namespace) -> int:
@@ -54,7 +55,7 @@ def _check(args: argparse.Namespace) -> None:
     try:
         import aiohttp  # noqa: F401
     except ImportError:
-        raise ConfigError("bench serve", "needs aiohttp", "pip install 'quire[bench]'") from None
+        raise ConfigError("bench serve", "needs aiohttp", install_extra("bench")) from None
     if args.rate and args.concurrency is not None:
         raise ConfigError("concurrency", "cannot be given together with rate", "choose open or closed loop")
     if args.concurrency is not None and args.concurrency < 1:

@@ -5,38 +5,47 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import math
+import re
 import secrets
+import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from quire.config.arguments import EngineArguments, read_arguments
-from quire.config.environment import read_environment
-from quire.config.server import AccessConfig, ModelSource, ServerConfig
+from quire.config.environment import ADMIN_KEY, API_KEY, read_environment
+from quire.config.keys import KeySources, digests, read_key_file
+from quire.config.server import AccessConfig, ListenConfig, ModelSource, ServerConfig, TimeoutConfig
 from quire.serving.cli.arguments import engine_settings
-from quire.serving.cli.keys import digests, read_key_file
+from quire.serving.process.tls import make_context
 from quire.types.errors import ConfigError, ModelLoadError
+from quire.types.install import install_extra
 
 MAX_WORKERS = 256
 MAX_TEMPLATE_BYTES = 2**20
+MAX_SOCKET_PATH = 100  # bytes; the system's limit is 107
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 
 def run_serve(args: argparse.Namespace) -> int:
     _check_installed()
     from quire.serving.process.supervisor import Supervisor
 
-    config, admin_key = server_config(args)
-    return Supervisor(config, admin_key=admin_key).run()
+    config, keys = server_config(args)
+    return Supervisor(config, keys=keys, admin_key=_shown_key(args, keys)).run()
 
 
-def server_config(args: argparse.Namespace) -> tuple[ServerConfig, str | None]:
-    """The server the flags describe, and the admin key to show its user, if one was made. Raises ConfigError."""
-    access, shown_key = _access(args)
-    _check_host(args.host, has_keys=bool(access.key_digests))
+def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
+    """Return the server that the flags describe, and where its keys come from. Raises ConfigError."""
+    keys = _keys(args)
+    access = _access(args, keys)
+    if args.uds is None:
+        _check_host("host", args.host, has_keys=bool(access.key_digests))
     _check_range("port", args.port, 0, 65_535)
     _check_range("api_workers", args.api_workers, 1, MAX_WORKERS)
-    for name in ("drain_seconds", "step_timeout"):
-        value: float = getattr(args, name)
-        if not math.isfinite(value) or value < 0 or (name == "step_timeout" and value == 0):
+    for name in ("drain_seconds", "step_timeout", "request_timeout", "queue_timeout"):
+        value: float | None = getattr(args, name)
+        may_be_0 = name == "drain_seconds"
+        if value is not None and (not math.isfinite(value) or value < 0 or (value == 0 and not may_be_0)):
             raise ConfigError(name, f"must be a number of seconds above 0, got {value:g}")
     engine = EngineArguments(**engine_settings(args))
     read_arguments(engine)  # raises for what is impossible with every model, before one is loaded
@@ -44,6 +53,8 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, str | None]:
         source=_source(args),
         engine=engine,
         access=access,
+        listen=_listen(args, access),
+        timeouts=TimeoutConfig(request=args.request_timeout, queue=args.queue_timeout),
         host=args.host,
         port=args.port,
         api_workers=args.api_workers,
@@ -51,11 +62,12 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, str | None]:
         drain_seconds=args.drain_seconds,
         step_timeout=args.step_timeout,
         limits=_limits(args.limit),
-        log_level=args.log_level,
+        log_level=args.log_level or _default_log_level(args.log_format),
         log_format=args.log_format,
+        access_log=args.access_log,
         trace_endpoint=_trace_endpoint(args.trace_endpoint),
     )
-    return config, shown_key
+    return config, keys
 
 
 def _source(args: argparse.Namespace) -> ModelSource:
@@ -81,17 +93,37 @@ def _source(args: argparse.Namespace) -> ModelSource:
     )
 
 
-def _access(args: argparse.Namespace) -> tuple[AccessConfig, str | None]:
+def _keys(args: argparse.Namespace) -> KeySources:
     environment = read_environment()
-    keys = [*args.api_key, *(read_key_file(args.api_key_file) if args.api_key_file is not None else ())]
-    key_digests = digests("api_key", keys)
-    if environment.api_key is not None:
-        key_digests = tuple(dict.fromkeys((*key_digests, *digests("QUIRE_API_KEY", [environment.api_key]))))
-    made = secrets.token_urlsafe(24) if args.admin and not args.admin_key else None
-    admin_digests = digests("admin_key", [*args.admin_key, *([made] if made is not None else [])])
-    if set(admin_digests) & set(key_digests):
-        raise ConfigError("admin_key", "is also an API key", "choose another, so that API clients are no admins")
-    access = AccessConfig(
+    in_environment = {API_KEY: environment.api_key, ADMIN_KEY: environment.admin_key}
+    for name, key in in_environment.items():
+        digests(name, () if key is None else (key,))  # raises with the variable's name
+    api = (*args.api_key, *filter(None, [environment.api_key]))
+    admin = (*args.admin_key, *filter(None, [environment.admin_key]))
+    made = secrets.token_urlsafe(24) if args.admin and not admin and args.admin_key_file is None else None
+    return KeySources(
+        api_keys=api,
+        api_key_file=args.api_key_file,
+        admin_keys=(*admin, *filter(None, [made])),
+        admin_key_file=args.admin_key_file,
+        made_admin_key=made,
+    )
+
+
+def _shown_key(args: argparse.Namespace, keys: KeySources) -> str | None:
+    """The admin key to print, which only --show-admin-key asks for. Raises ConfigError where there is none."""
+    if not args.show_admin_key:
+        return None
+    if keys.admin_keys:
+        return keys.admin_keys[0]
+    if keys.admin_key_file is not None:
+        return read_key_file("admin_key_file", keys.admin_key_file)[0]
+    raise ConfigError("show_admin_key", "there is no admin key", "add --admin")
+
+
+def _access(args: argparse.Namespace, keys: KeySources) -> AccessConfig:
+    key_digests, admin_digests = keys.digests()
+    return AccessConfig(
         key_digests=key_digests,
         admin_digests=admin_digests,
         cors_origins=tuple(_origin(origin) for origin in args.cors_origin),
@@ -99,7 +131,51 @@ def _access(args: argparse.Namespace) -> tuple[AccessConfig, str | None]:
         metrics_need_key=not args.open_metrics,
         shares_cache=args.shared_prefix_cache,
     )
-    return access, made
+
+
+def _listen(args: argparse.Namespace, access: AccessConfig) -> ListenConfig:
+    if (args.admin_port is not None or args.admin_uds is not None) and not access.admin_digests:
+        name = "admin_port" if args.admin_port is not None else "admin_uds"
+        raise ConfigError(name, "there is no admin key", "add --admin or --admin-key-file FILE")
+    if args.admin_port is not None:
+        if args.admin_uds is not None:
+            raise ConfigError("admin_uds", "cannot be given together with admin_port", "choose one")
+        _check_range("admin_port", args.admin_port, 0, 65_535)
+        _check_host("admin_host", args.admin_host, has_keys=bool(access.key_digests))
+    if args.ssl_keyfile is not None and args.ssl_certfile is None:
+        raise ConfigError("ssl_keyfile", "needs a certificate too", "add --ssl-certfile FILE")
+    if args.ssl_certfile is not None and args.uds is not None:
+        raise ConfigError("ssl_certfile", "is for TCP, and uds replaces it", "leave one out")
+    listen = ListenConfig(
+        uds=_socket_path("uds", args.uds),
+        root_path=_root_path(args.root_path),
+        tls_cert=args.ssl_certfile,
+        tls_key=args.ssl_keyfile,
+        admin_host=args.admin_host,
+        admin_port=args.admin_port,
+        admin_uds=_socket_path("admin_uds", args.admin_uds),
+    )
+    if listen.uds is not None and listen.uds == listen.admin_uds:
+        raise ConfigError("admin_uds", "is the same path as uds", "choose another")
+    make_context(listen)  # raises for files that cannot be used
+    return listen
+
+
+def _socket_path(setting: str, path: str | None) -> str | None:
+    if path is None:
+        return None
+    found = str(Path(path).absolute())
+    if not path or len(found.encode()) > MAX_SOCKET_PATH:
+        reason = f"must be a path of 1 to {MAX_SOCKET_PATH} bytes, is {found!r}"
+        raise ConfigError(setting, reason, "choose a shorter one")
+    return found
+
+
+def _root_path(text: str) -> str:
+    path = text.rstrip("/")
+    if path and (not _ROOT_PATH.fullmatch(path) or "/../" in f"{path}/" or "/./" in f"{path}/"):
+        raise ConfigError("root_path", f"{text!r} is no path", "write it like /llm")
+    return path
 
 
 def _origin(text: str) -> str:
@@ -112,7 +188,7 @@ def _origin(text: str) -> str:
     return text
 
 
-def _check_host(host: str, *, has_keys: bool) -> None:
+def _check_host(setting: str, host: str, *, has_keys: bool) -> None:
     if host == "localhost":
         return
     try:
@@ -121,7 +197,7 @@ def _check_host(host: str, *, has_keys: bool) -> None:
         is_loopback = False
     if not is_loopback and not has_keys:
         reason = f"{host} can be reached from other machines, and no API key is asked for"
-        raise ConfigError("host", reason, "add --api-key-file FILE or set QUIRE_API_KEY, or use 127.0.0.1")
+        raise ConfigError(setting, reason, "add --api-key-file FILE or set QUIRE_API_KEY, or use 127.0.0.1")
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:
@@ -169,6 +245,11 @@ def _trace_endpoint(url: str | None) -> str | None:
     return url
 
 
+def _default_log_level(log_format: str) -> str:
+    """A person at a terminal sees progress and the address, and then only what is wrong."""
+    return "warning" if log_format == "text" and sys.stderr.isatty() else "info"
+
+
 def _check_installed() -> None:
     """Raise ConfigError, naming the fix, if a package of the `server` extra is missing."""
     from importlib.util import find_spec
@@ -176,4 +257,4 @@ def _check_installed() -> None:
     needed = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "zmq", "prometheus_client")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        raise ConfigError("serve", f"needs {', '.join(missing)}", "pip install 'quire[server]'")
+        raise ConfigError("serve", f"needs {', '.join(missing)}", install_extra("server"))

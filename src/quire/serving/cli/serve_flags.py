@@ -24,7 +24,7 @@ from quire.serving.cli.arguments import (
 EXAMPLES = {
     "quire serve": "the default model on http://127.0.0.1:8000",
     "quire serve qwen3-0.6b --port 8080 --max-model-len 4096": "another model, port and length",
-    "quire serve --admin": "with the block map in the playground; prints its address and key",
+    "quire serve --admin --show-admin-key": "with the block map in the playground; prints its address and key",
     "quire serve --host 0.0.0.0 --api-key-file keys.txt": "reachable from elsewhere, for those with a key",
     "quire serve --api-workers 4 --limit queue_requests=4096": "four HTTP processes, a longer queue",
 }
@@ -73,6 +73,10 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need an API key")
     group.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"port to listen on; 0 is any ({DEFAULT_PORT})")
+    group.add_argument("--uds", metavar="PATH", help="listen on this UNIX socket instead of host and port")
+    group.add_argument("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate (PEM); SIGHUP rereads")
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="its private key, where the certificate's file has none")
+    group.add_argument("--root-path", default="", metavar="PATH", help="prefix of all paths behind a proxy, like /llm")
     group.add_argument(
         "--api-workers", type=int, default=1, metavar="N", help="HTTP processes that share the port and the queue (1)"
     )
@@ -92,6 +96,12 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         f"({DEFAULT_STEP_TIMEOUT:g})",
     )
     group.add_argument(
+        "--request-timeout", type=float, metavar="S", help="end a request with an error this long after its receipt"
+    )
+    group.add_argument(
+        "--queue-timeout", type=float, metavar="S", help="end a request with 503 that waits longer for the engine"
+    )
+    group.add_argument(
         "--limit", action="append", default=[], metavar="NAME=VALUE", help="change a limit; repeatable, see the docs"
     )
     group.add_argument("--lenient", action="store_true", help="unknown parameters become warnings instead of errors")
@@ -102,10 +112,23 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("access")
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help="ask clients for it; repeatable")
     group.add_argument(
-        "--api-key-file", metavar="FILE", help="one key per line; safer than --api-key, which `ps` shows"
+        "--api-key-file",
+        metavar="FILE",
+        help="one key per line, reread on SIGHUP; safer than --api-key, which `ps` shows",
     )
-    group.add_argument("--admin", action="store_true", help="serve /admin; without --admin-key a key is made and shown")
+    group.add_argument(
+        "--admin",
+        action="store_true",
+        help="serve /admin; a key is made and kept in a private file unless one is given",
+    )
     group.add_argument("--admin-key", action="append", default=[], metavar="KEY", help="for /admin; repeatable")
+    group.add_argument(
+        "--admin-key-file", metavar="FILE", help="keys for /admin, one per line, reread on SIGHUP; or QUIRE_ADMIN_KEY"
+    )
+    group.add_argument("--show-admin-key", action="store_true", help="print the playground's address with an admin key")
+    group.add_argument("--admin-port", type=int, metavar="PORT", help="serve /admin on this port only")
+    group.add_argument("--admin-host", default="127.0.0.1", help="address of --admin-port (127.0.0.1)")
+    group.add_argument("--admin-uds", metavar="PATH", help="serve /admin on this UNIX socket only")
     group.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="web pages of it may call; repeatable"
     )
@@ -117,6 +140,9 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
 
 def _add_watching(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("logs and traces")
-    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(info)")
+    group.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), help="(info; on a terminal warning)"
+    )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="(text)")
+    group.add_argument("--access-log", action="store_true", help="log every request: client, path, status, seconds")
     group.add_argument("--trace-endpoint", metavar="URL", help="send OpenTelemetry traces there, by OTLP over HTTP")

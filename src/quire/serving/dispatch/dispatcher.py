@@ -27,6 +27,7 @@ logger = logging.getLogger("quire.edge")
 WINDOW = 2  # sequences submitted at once, in multiples of those the engine can run
 LONGEST_RETRY = 60  # seconds
 DRAIN_GRACE = 0.5  # seconds to write the errors that end a drain
+AbortKind = Literal["admin", "drain", "timeout", "queue_timeout"]
 
 
 class QueueFull(QuireError):
@@ -142,7 +143,7 @@ class Dispatcher:
             self._observer.aborted(request.record, reason)
         self._submit_next()
 
-    def abort(self, request_ids: Iterable[str] | None, kind: Literal["admin", "drain"] = "admin") -> int:
+    def abort(self, request_ids: Iterable[str] | None, kind: AbortKind = "admin") -> int:
         """End requests with an error: those with these engine ids, or all. Returns how many it ended."""
         wanted = None if request_ids is None else set(request_ids)
         found = [one for one in self.requests() if wanted is None or one.submit.request_id in wanted]

@@ -11,7 +11,9 @@ from typing import Literal, NamedTuple
 
 from quire.types.errors import InvalidRequest
 
-FailureKind = Literal["refused", "engine_down", "engine_error", "admin", "slow_reader", "drain"]
+FailureKind = Literal[
+    "refused", "engine_down", "engine_error", "admin", "slow_reader", "drain", "timeout", "queue_timeout"
+]
 _DELTA_BYTES = 64  # memory of a delta besides its text
 
 

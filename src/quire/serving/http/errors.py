@@ -28,6 +28,7 @@ _TYPES = {
     431: "invalid_request_error",
     500: "server_error",
     503: "server_error",
+    504: "timeout_error",
 }
 _CODES = {
     "UnknownParameter": "unknown_parameter",
@@ -89,8 +90,10 @@ _FAILURES = {
     "admin": (503, "the request was ended by an administrator", "aborted"),
     "slow_reader": (503, "the stream was read too slowly", "slow_reader"),
     "drain": (503, "the server shut down before the request was done", "shutting_down"),
+    "timeout": (504, "the request was not done within its time limit; ask for less or allow more", "request_timeout"),
+    "queue_timeout": (503, "the request waited too long for the engine; try again later", "queue_timeout"),
 }
-_WORTH_A_RETRY = ("engine_down", "drain")
+_WORTH_A_RETRY = ("engine_down", "drain", "queue_timeout")
 
 
 def as_refusal(error: QuireError) -> ApiError:

@@ -25,6 +25,8 @@ _JSON: Headers = ((b"content-type", b"application/json"),)
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 MAX_QUERY_FIELDS = 32
 FLAG_WORDS = {"1": True, "true": True, "0": False, "false": False}
+ERROR = "quire.error"  # scope key: the ApiError that answered the request
+FROM_ADMIN = "quire.from_admin"  # scope key: whether the connection came by the socket for admin
 ABORT = "quire.abort"  # scope key: closes the connection at once, whatever is still unsent
 
 
@@ -131,6 +133,7 @@ class Exchange:
         await self.reply(status, msgspec.json.encode(value))
 
     async def reply_error(self, error: ApiError) -> None:
+        self.scope[ERROR] = error
         await self.reply(error.status, error.body(), (*_JSON, *error.headers))
 
     async def start_stream(self, content_type: bytes = EVENT_STREAM) -> None:

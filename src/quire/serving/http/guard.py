@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import secrets
+import time
 from collections.abc import Iterable
 from typing import Any
 
-from quire.config.server import AccessConfig
+from quire.config.server import ServerConfig
 from quire.serving.http.errors import ApiError, internal_error
-from quire.serving.http.exchange import Exchange, Receive, Scope, Send
+from quire.serving.http.exchange import ERROR, FROM_ADMIN, Exchange, Receive, Scope, Send
+from quire.serving.http.key_ring import KeyRing
 from quire.serving.http.limits import Limits
+from quire.serving.http.request_watch import CLIENT_GONE, Answered, RequestWatch
 from quire.serving.http.validators.values import Identifier
 from quire.types.errors import InvalidRequest
 
@@ -30,57 +31,88 @@ class Guard:
     exception that nobody foresaw ends here: it is logged, and the client learns nothing of it.
     """
 
-    def __init__(self, app: App, access: AccessConfig, limits: Limits, host: str, public: Iterable[bytes]) -> None:
-        self._app, self._limits = app, limits
-        self._keys = [bytes.fromhex(digest) for digest in access.key_digests]
-        self._admin_keys = [bytes.fromhex(digest) for digest in access.admin_digests]
-        self._public = _LIVENESS | frozenset(public) | (frozenset() if access.metrics_need_key else {b"/metrics"})
-        is_loopback = host in _LOOPBACK_NAMES or host.startswith("127.")
-        self._hosts = _LOOPBACK_NAMES | {host} if is_loopback and not self._keys else None
+    def __init__(
+        self,
+        app: App,
+        *,
+        config: ServerConfig,
+        keys: KeyRing,
+        limits: Limits,
+        watch: RequestWatch,
+        public: Iterable[bytes],
+    ) -> None:
+        self._app, self._keys, self._limits, self._watch = app, keys, limits, watch
+        listen, host = config.listen, config.host
+        self._root, self._is_admin_elsewhere = listen.root_path, listen.has_admin_listener
+        open_pages = frozenset() if config.access.metrics_need_key else {b"/metrics"}
+        self._public = _LIVENESS | frozenset(public) | open_pages
+        is_loopback = listen.uds is None and (host in _LOOPBACK_NAMES or host.startswith("127."))
+        self._hosts = _LOOPBACK_NAMES | {host} if is_loopback else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
+        started_at = time.monotonic()
+        scope["quire.request_id"] = secrets.token_hex(16)
+        self._strip_root(scope)
         exchange = Exchange(scope, receive, send)
-        has_started = False
+        status, num_bytes = CLIENT_GONE, 0
 
         async def named_send(message: Any) -> None:
-            nonlocal has_started
+            nonlocal status, num_bytes
             if message["type"] == "http.response.start":
-                has_started = True
+                status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", exchange.request_id.encode())]
+            else:
+                num_bytes += len(message.get("body", b""))
             await send(message)
 
         try:
-            scope["quire.request_id"] = secrets.token_hex(16)
             error = self._check(exchange)
-            if error is not None:
+            if scope["path"] == "":  # the prefix itself: the page's relative addresses need the slash
+                location = (b"location", f"{self._root}/".encode())
+                await Exchange(scope, receive, named_send).reply(308, b"", [location])
+            elif error is not None:
                 await Exchange(scope, receive, named_send).reply_error(error)
             else:
                 await self._app(scope, receive, named_send)
         except Exception:
             logger.exception("request %s failed", exchange.request_id)
-            if has_started:
+            if status != CLIENT_GONE:
                 exchange.cut()
             else:
                 await Exchange(scope, receive, named_send).reply_error(internal_error())
+        finally:
+            end = Answered(status, time.monotonic() - started_at, num_bytes, scope.get(ERROR))
+            self._watch.answered(exchange, end)
+
+    def _strip_root(self, scope: Scope) -> None:
+        """Remove the prefix that a proxy did not. A path without it is the same, for proxies that did."""
+        path, raw_path, root = scope["path"], scope.get("raw_path") or scope["path"].encode(), self._root
+        if root and f"{path}/".startswith(f"{root}/") and f"{raw_path.decode('latin-1')}/".startswith(f"{root}/"):
+            path, raw_path = path[len(root) :], raw_path[len(root) :]
+        scope["path"], scope["raw_path"] = path, raw_path
 
     def _check(self, exchange: Exchange) -> ApiError | None:
         scope, headers = exchange.scope, exchange.headers
-        raw_path = scope.get("raw_path") or scope["path"].encode()
+        raw_path = scope["raw_path"]
         wrong_id = self._take_id(exchange)
-        if self._hosts is not None and not self._is_ours(headers.get(b"host", b"")):
+        if self._hosts is not None and not self._keys.asks_for_key and not self._is_ours(headers.get(b"host", b"")):
             message = "host: names another host than this server; use http://127.0.0.1 or set an API key"
             return ApiError(421, message, code="wrong_host")
         if raw_path not in self._public:
             is_admin = scope["path"].startswith("/admin") or raw_path.startswith(b"/admin")
-            if is_admin and not self._admin_keys:
+            if is_admin and (
+                not self._keys.has_admin or (self._is_admin_elsewhere and not scope.get(FROM_ADMIN, False))
+            ):
                 return not_found()
-            keys = self._admin_keys if is_admin else self._keys
-            if keys and not self._opens(scope, headers.get(b"authorization", b""), keys):
+            owner = self._keys.owner(headers, is_admin=is_admin)
+            if owner is None:
                 return _unauthorized("admin" if is_admin else "API")
+            if owner:
+                scope["quire.principal"] = owner
         return wrong_id
 
     def _take_id(self, exchange: Exchange) -> ApiError | None:
@@ -101,17 +133,6 @@ class Guard:
             head, colon, port = name.rpartition(":")
             name = head if colon and port.isdigit() else name
         return self._hosts is not None and name in self._hosts
-
-    @staticmethod
-    def _opens(scope: Scope, authorization: bytes, keys: list[bytes]) -> bool:
-        """Compares with every key, in time that tells nothing about any."""
-        scheme, _, key = authorization.partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in keys]
-        if scheme.lower() != b"bearer" or not any(matches):
-            return False
-        scope["quire.principal"] = digest.hex()
-        return True
 
 
 def _unauthorized(kind: str) -> ApiError:

@@ -26,12 +26,13 @@ _ERRORS = {
     "429": "The queue is full; Retry-After says when to try again.",
     "500": "The server failed.",
     "503": "The engine is loading, restarted or shutting down.",
+    "504": "The request was not done within its time limit.",
 }
 _GET_ERRORS = ("400", "401", "404", "405", "421", "500", "503")
 
 
-def build_openapi(endpoints: Sequence[Endpoint], limits: Limits, version: str) -> bytes:
-    """An OpenAPI 3.1 document of these endpoints with these limits, as JSON."""
+def build_openapi(endpoints: Sequence[Endpoint], limits: Limits, version: str, root_path: str = "") -> bytes:
+    """An OpenAPI 3.1 document of these endpoints with these limits, as JSON. Its paths begin with `root_path`."""
     paths: dict[str, dict[str, Any]] = {}
     schemas: dict[str, Schema] = {"Error": ERROR}
     for endpoint in endpoints:
@@ -41,6 +42,7 @@ def build_openapi(endpoints: Sequence[Endpoint], limits: Limits, version: str) -
         {
             "openapi": "3.1.0",
             "info": {"title": "Quire", "version": version, "description": "OpenAI-compatible inference."},
+            **({"servers": [{"url": root_path}]} if root_path else {}),
             "paths": paths,
             "components": {
                 "schemas": schemas,

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from quire.config.server import AccessConfig
 from quire.engine.kvcache.pinned_prefixes import check_share
 from quire.serving.dispatch.dispatcher import Dispatcher, QueueFull
 from quire.serving.dispatch.in_flight_request import InFlightRequest
 from quire.serving.dispatch.mailbox import Mailbox
 from quire.serving.dispatch.observer import RequestRecord
 from quire.serving.http.errors import ApiError, as_failure, as_refusal, engine_unavailable
+from quire.serving.http.key_ring import KeyRing
 from quire.serving.http.pinned_prefix_file import PinnedPrefixEntry, PinnedPrefixFile
 from quire.serving.http.request_head import cache_salt
 from quire.serving.process.link import EngineLink
@@ -51,7 +51,7 @@ class PinnedPrefixes:
     The event loop calls everything. One call at a time changes the file; another edge may change it at any time.
     """
 
-    def __init__(self, dispatcher: Dispatcher, link: EngineLink, access: AccessConfig, file: PinnedPrefixFile) -> None:
+    def __init__(self, dispatcher: Dispatcher, link: EngineLink, access: KeyRing, file: PinnedPrefixFile) -> None:
         self._dispatcher, self._link, self._access, self._file = dispatcher, link, access, file
         self._changing = asyncio.Lock()
         self._recalling: asyncio.Task[None] | None = None

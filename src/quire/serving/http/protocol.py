@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.serving.http.errors import ApiError
-from quire.serving.http.exchange import ABORT
+from quire.serving.http.exchange import ABORT, FROM_ADMIN
 from quire.serving.http.limits import Limits
 
 logger = logging.getLogger("quire.edge")
@@ -17,6 +18,10 @@ logger = logging.getLogger("quire.edge")
 _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
 _SEPARATORS = 4  # bytes around a header's name and value
 _GRACE = 5.0  # seconds the application has to answer 408 by itself
+
+
+def _count_nothing(status: int, code: str) -> None:
+    """Nobody wants to know what was refused."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -28,6 +33,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     limits = Limits()  # of the server; see `bounded_by`
+    is_admin = False  # whether connections come from the socket for admin
+    on_refuse: Callable[[int, str], None] = staticmethod(_count_nothing)  # told status and code
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -74,7 +81,8 @@ class BoundedProtocol(HttpToolsProtocol):
     # ------------------------------------------------------------------------------------------- parser callbacks
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        cast("dict[str, Any]", self.scope)[ABORT] = self.transport.abort
+        scope = cast("dict[str, Any]", self.scope)
+        scope[ABORT], scope[FROM_ADMIN] = self.transport.abort, self.is_admin
         self._in_head, self._raw_bytes, self._head_bytes = True, 0, 0
         self._expect_by(self.limits["header_seconds"])
 
@@ -135,13 +143,20 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, message: str, code: str) -> None:
         if self.transport.is_closing():
             return
+        self.on_refuse(status, code)
         body = ApiError(status, message, code=code).body()
         head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n" % (status, _REASONS[status])
         self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
         self.transport.close()
 
 
-def bounded_by(limits: Limits) -> type[BoundedProtocol]:
-    """The protocol of a server with these limits."""
-    members: dict[str, Any] = {"limits": limits}
+def bounded_by(limits: Limits, on_refuse: Callable[[int, str], None] = _count_nothing) -> type[BoundedProtocol]:
+    """The protocol of a server with these limits. `on_refuse` is told of connections that it refuses itself."""
+    members: dict[str, Any] = {"limits": limits, "on_refuse": staticmethod(on_refuse)}
     return type("ServerProtocol", (BoundedProtocol,), members)
+
+
+def for_admin(protocol: type[BoundedProtocol]) -> type[BoundedProtocol]:
+    """The same protocol on the socket for admin."""
+    members: dict[str, Any] = {"is_admin": True}
+    return type("AdminProtocol", (protocol,), members)

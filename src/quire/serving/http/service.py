@@ -7,22 +7,24 @@ import ctypes
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from quire.config.server import ServerConfig
 from quire.serving.dispatch.dispatcher import Dispatcher
 from quire.serving.dispatch.observer import Observer
 from quire.serving.dispatch.recent_requests import RecentRequests
 from quire.serving.http.errors import engine_unavailable, model_not_found, too_busy
+from quire.serving.http.key_ring import KeyRing
 from quire.serving.http.limits import Limits
 from quire.serving.http.pinned_prefix_file import PinnedPrefixFile
 from quire.serving.http.pinned_prefixes import PinnedPrefixes
+from quire.serving.http.request_watch import RequestWatch
+from quire.serving.http.text_threads import TextThreads, num_text_threads
 from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.process.link import EngineLink, EngineReady
 from quire.serving.process.peers import Peers
@@ -38,7 +40,6 @@ from quire.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 logger = logging.getLogger("quire.edge")
 
-TEXT_THREADS = 2
 LARGE_BODY = 2**18  # bytes: working on one leaves memory behind that is worth giving back
 
 P = ParamSpec("P")
@@ -143,18 +144,21 @@ class Service:
     ask_drain: Callable[[], None]  # an admin wants the whole server to shut down
     peers: Peers  # the other edges
     created: int = field(default_factory=lambda: int(datetime.now(UTC).timestamp()))
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "quire-text"))
     prefix_file: Path | None = None  # where resident prompts are written down; None: in memory
     recalls_prefixes: bool = True  # it is this edge that registers them with a new engine
     num_body_bytes: int = 0
+    threads: TextThreads = field(init=False)
+    keys: KeyRing = field(init=False)
+    watch: RequestWatch = field(init=False)
     recent_requests: RecentRequests = field(init=False)
     pinned_prefixes: PinnedPrefixes = field(init=False)
 
     def __post_init__(self) -> None:
+        self.threads = TextThreads(num_text_threads(self.config.api_workers))
+        self.keys = KeyRing(self.config.access)
+        self.watch = RequestWatch(self.observer, logs_all=self.config.access_log)
         self.recent_requests = RecentRequests(self.limits)
-        self.pinned_prefixes = PinnedPrefixes(
-            self.dispatcher, self.link, self.config.access, PinnedPrefixFile(self.prefix_file)
-        )
+        self.pinned_prefixes = PinnedPrefixes(self.dispatcher, self.link, self.keys, PinnedPrefixFile(self.prefix_file))
         if self.recalls_prefixes:
             self.dispatcher.on_engine_up = self.pinned_prefixes.recall
 
@@ -186,8 +190,11 @@ class Service:
 
     async def in_thread(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run work on text off the event loop."""
-        call: Any = (lambda: work(*args, **kwargs)) if kwargs else work
-        return await asyncio.get_running_loop().run_in_executor(self.pool, call, *(() if kwargs else args))
+        return await asyncio.wrap_future(self.threads.submit(0, work, *args, **kwargs))
+
+    async def in_thread_for(self, num_bytes: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run work on a text of so many bytes off the event loop. Long texts never hold up short ones."""
+        return await asyncio.wrap_future(self.threads.submit(num_bytes, work, *args, **kwargs))
 
     @contextmanager
     def metered(self) -> Iterator[BodyMeter]:
@@ -198,8 +205,8 @@ class Service:
         finally:
             self.num_body_bytes -= meter.num_bytes
             if meter.num_bytes > LARGE_BODY:
-                self.pool.submit(give_back_memory)
+                self.threads.submit(0, give_back_memory)
 
     def close(self) -> None:
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
         self.texts.checker.close()

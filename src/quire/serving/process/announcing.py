@@ -29,8 +29,11 @@ class Announcer:
             self._bars.close()
         self._phase = ""
 
-    def ready(self, name: str, url: str, seconds: float, admin_key: str | None) -> None:
+    def ready(self, name: str, url: str, seconds: float, playground: str | None, key_file: str | None = None) -> None:
+        """Say that the server is up. `playground` is an address with an admin key, which only its user may see."""
         self.end_progress()
         print(f"Quire serves {name} on {url} (ready in {seconds:.1f} s)", file=self._out, flush=True)
-        if admin_key is not None:
-            print(f"Playground with the live block map: {url}/#admin={admin_key}", file=self._out, flush=True)
+        if playground is not None:
+            print(f"Playground with the live block map: {playground}", file=self._out, flush=True)
+        if key_file is not None:
+            print(f"The admin key is in {key_file}", file=self._out, flush=True)

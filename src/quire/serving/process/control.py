@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from quire.config.server import ServerConfig
+from quire.config.server import AccessConfig, ServerConfig
 from quire.serving.process.link import EngineReady
 from quire.types.errors import QuireError
 
@@ -32,7 +32,7 @@ class EngineStart(msgspec.Struct, frozen=True, tag="engine_start"):
 
 
 class EdgeStart(msgspec.Struct, frozen=True, tag="edge_start"):
-    """To an edge, first: serve the inherited listening socket `listen_fd`.
+    """To an edge, first: serve the inherited listening socket `listen_fd`, and that for admin where there is one.
 
     `edge` is never used twice; `seat`, from 0, is that of the edge it replaces.
     """
@@ -42,6 +42,7 @@ class EdgeStart(msgspec.Struct, frozen=True, tag="edge_start"):
     listen_fd: int
     directory: str
     seat: int = 0
+    admin_fd: int | None = None
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="load_progress"):
@@ -88,6 +89,12 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
     """From an edge: nothing runs in it any more."""
+
+
+class Reload(msgspec.Struct, frozen=True, tag="reload"):
+    """To an edge: use these keys from now on, and read the certificate's files again."""
+
+    access: AccessConfig
 
 
 class AskDrain(msgspec.Struct, frozen=True, tag="ask_drain"):
@@ -152,6 +159,7 @@ ControlMessage = (
     | EdgeReady
     | Drain
     | Drained
+    | Reload
     | AskDrain
     | AskAbort
     | AskEdges

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config.server import ServerConfig
 from quire.serving.process.child_process import ChildProcess
-from quire.serving.process.control import ControlMessage, Drain, Drained, EdgeReady, EdgeStart, Fatal
+from quire.serving.process.control import ControlMessage, Drain, Drained, EdgeReady, EdgeStart, Fatal, Reload
+from quire.serving.process.listeners import Listeners
 
 logger = logging.getLogger("quire.supervisor")
 
@@ -44,14 +44,15 @@ class EdgeKeeper:
         config: ServerConfig,
         directory: Path,
         module: str,
-        listeners: Sequence[socket.socket],  # one for each edge
+        listeners: Listeners,
         *,
         on_start: Callable[[ChildProcess], None],
         on_gone: Callable[[int], None],
     ) -> None:
         self._config, self._directory, self._module = config, directory, module
         self._on_start, self._on_gone = on_start, on_gone
-        self._seats = [_Seat(place, listener.fileno()) for place, listener in enumerate(listeners)]
+        self._seats = [_Seat(place, listener.fileno()) for place, listener in enumerate(listeners.api)]
+        self._admin_fd = None if listeners.admin is None else listeners.admin.fileno()
         self._numbers = itertools.count(1)
         self.failure: str | None = None  # why no edge will be started any more
         self.draining = False
@@ -99,6 +100,11 @@ class EdgeKeeper:
             if seat.edge == edge and seat.child is not None:
                 seat.child.send(message)
 
+    def reconfigure(self, config: ServerConfig) -> None:
+        """Tell all edges the keys now in force, and to read the certificate again. Later edges start with them."""
+        self._config = config
+        self.broadcast(Reload(config.access))
+
     def drain(self, now: float) -> None:
         """Every edge finishes its work and exits, or is killed when the time is over."""
         self.draining = True
@@ -123,8 +129,12 @@ class EdgeKeeper:
 
     def _start(self, seat: _Seat) -> None:
         seat.edge, seat.is_ready, seat.fatal = next(self._numbers), False, None
-        seat.child = ChildProcess(self._module, inherit=(seat.listen_fd,))
-        seat.child.send(EdgeStart(self._config, seat.edge, seat.listen_fd, str(self._directory), seat.place))
+        fds = (seat.listen_fd, *(() if self._admin_fd is None else (self._admin_fd,)))
+        seat.child = ChildProcess(self._module, inherit=fds)
+        start = EdgeStart(
+            self._config, seat.edge, seat.listen_fd, str(self._directory), seat.place, admin_fd=self._admin_fd
+        )
+        seat.child.send(start)
         self._on_start(seat.child)
 
     def _bury(self, seat: _Seat) -> None:

@@ -24,6 +24,7 @@ from quire.serving.process.grammar_child import write_vocabulary
 from quire.serving.text.structure import Structure, structure_of
 from quire.types.decoding import StructuredOutputsParams
 from quire.types.errors import InvalidRequest, QuireError
+from quire.types.install import install_extra
 
 MAX_WAITING = 64  # checks under way or waiting at one checker
 MAX_KEPT = 256  # answers that are remembered ...
@@ -88,7 +89,7 @@ class GrammarChecker:
         with self._lock:
             if self._child is None or self._child.is_lost:
                 if importlib.util.find_spec("llguidance") is None:
-                    fix = "pip install 'quire[structured]'"
+                    fix = install_extra("structured")
                     raise InvalidRequest("structured_outputs", "needs the llguidance package", fix)
                 if self._child is not None:
                     self._child.close()

@@ -10,12 +10,12 @@ from quire.types.errors import ConfigError
 BACKLOG = 4_096  # connections the kernel keeps until an edge accepts them
 
 
-def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
+def listen(host: str, port: int, count: int = 1, setting: str = "port") -> list[socket.socket]:
     """Listening sockets at one address, one for each edge to inherit: the kernel shares connections out among them.
 
-    Raises ConfigError when the address is taken or not there.
+    Raises ConfigError, which names `setting`, when the address is taken or not there.
     """
-    first = _bind(host, port)
+    first = _bind(host, port, setting)
     if count == 1:
         return [first]
     found = first.getsockname()[1]  # free until now: sockets that share it must all say so
@@ -23,7 +23,7 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     try:
         for _ in range(count):
-            sockets.append(_bind(host, found, shared=True))
+            sockets.append(_bind(host, found, setting, shared=True))
     except ConfigError:
         for each in sockets:
             each.close()
@@ -31,7 +31,7 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
     return sockets
 
 
-def _bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+def _bind(host: str, port: int, setting: str, *, shared: bool = False) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -46,22 +46,23 @@ def _bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise _explain(error, host, port) from None
+        raise _explain(error, host, port, setting) from None
     return listener
 
 
-def address_of(listener: socket.socket, host: str) -> str:
+def address_of(listener: socket.socket, host: str, scheme: str = "http") -> str:
     """Where a browser on this machine finds the server."""
     port = listener.getsockname()[1]
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    return f"{scheme}://[{shown}]:{port}" if ":" in shown else f"{scheme}://{shown}:{port}"
 
 
-def _explain(error: OSError, host: str, port: int) -> ConfigError:
+def _explain(error: OSError, host: str, port: int, setting: str) -> ConfigError:
+    flag = "--" + setting.replace("_", "-")
     if error.errno == errno.EADDRINUSE:
-        return ConfigError("port", f"{port} is taken on {host}", "choose another with --port, or stop who has it")
+        return ConfigError(setting, f"{port} is taken on {host}", f"choose another with {flag}, or stop who has it")
     if error.errno == errno.EACCES:
-        return ConfigError("port", f"{port} may not be used by this user", "choose one above 1023")
+        return ConfigError(setting, f"{port} may not be used by this user", "choose one above 1023")
     if error.errno == errno.EADDRNOTAVAIL:
         return ConfigError("host", f"{host} is no address of this machine", "use 127.0.0.1 or 0.0.0.0")
-    return ConfigError("port", f"{host}:{port} cannot be bound: {error.strerror}", "choose another")
+    return ConfigError(setting, f"{host}:{port} cannot be bound: {error.strerror}", "choose another")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quire.config.keys import KeySources
 from quire.config.server import ServerConfig
 from quire.config.speculation import read_speculation
 from quire.observability.logging import set_up_logging
@@ -32,14 +34,16 @@ from quire.serving.process.control import (
 )
 from quire.serving.process.edge_keeper import EdgeKeeper
 from quire.serving.process.engine_keeper import EngineKeeper
-from quire.serving.process.listening import address_of, listen
+from quire.serving.process.listeners import Listeners, open_listeners
 from quire.serving.process.private_directory import private_directory
+from quire.serving.process.tls import make_context
 from quire.types.errors import ConfigError, QuireError
 
 logger = logging.getLogger("quire.supervisor")
 
 _TICK_SECONDS = 0.25  # between two looks at the engine's progress
 _ENGINE_EXIT_SECONDS = 2.0
+_NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class ServerFailed(QuireError):
@@ -58,6 +62,7 @@ class Supervisor:
     """Runs the whole server until it is told to stop. Must be used in the main thread, which gets the signals.
 
     `admin_key` is only shown, in the line that says where the playground is; what is checked are digests in `config`.
+    `keys` says where the keys come from: SIGHUP reads them again.
     """
 
     def __init__(
@@ -65,18 +70,19 @@ class Supervisor:
         config: ServerConfig,
         *,
         admin_key: str | None = None,
+        keys: KeySources | None = None,
         programs: Programs | None = None,
         announcer: Announcer | None = None,
     ) -> None:
-        self._config, self._admin_key = config, admin_key
+        self._config, self._admin_key, self._keys = config, admin_key, keys or KeySources()
         self._programs = programs or Programs()
         self._announcer = announcer or Announcer()
         self._started_at = time.monotonic()
         self._announced = False
         self._draining = False
+        self._has_terminal = os.isatty(0)
         self._stop_engine_at: float | None = None
         self._signals: list[int] = []
-        self._url = ""
 
     def run(self) -> int:
         """Serve. Returns the exit code: 0 after a drain, 128 + the signal's number when it was forced.
@@ -86,12 +92,10 @@ class Supervisor:
         set_up_logging(self._config.log_level, self._config.log_format, "supervisor")
         _check(self._config)
         with ExitStack() as stack:
-            listeners = listen(self._config.host, self._config.port, self._config.api_workers)
-            for listener in listeners:
-                stack.enter_context(closing(listener))
-            self._url = address_of(listeners[0], self._config.host)
-            self._config = self._resolve(listeners[0].getsockname()[1])
+            self._listeners = listeners = stack.enter_context(open_listeners(self._config))
+            self._config = self._resolve(listeners.port)
             with private_directory() as directory, _signals(self._signals) as wake:
+                self._key_file = self._write_key(directory)
                 self._make_keepers(directory, listeners)
                 try:
                     return self._supervise(wake)
@@ -114,7 +118,7 @@ class Supervisor:
         found = replace(source, model=str(files.path.absolute()), tokenizer=tokenizer, served_names=names)
         return replace(self._config, source=found, engine=engine, port=port)
 
-    def _make_keepers(self, directory: Path, listeners: Sequence[socket.socket]) -> None:
+    def _make_keepers(self, directory: Path, listeners: Listeners) -> None:
         programs = self._programs
         self._engine = EngineKeeper(self._config, directory, programs.engine, on_down=self._engine_down)
         self._edges = EdgeKeeper(
@@ -125,6 +129,15 @@ class Supervisor:
             on_start=self._greet_edge,
             on_gone=self._engine.tell_edge_gone,
         )
+
+    def _write_key(self, directory: Path) -> str | None:
+        """Write an admin key that was made, and is not shown, to a file of this user. Returns its path."""
+        if self._keys.made_admin_key is None or self._admin_key is not None:
+            return None
+        path = directory / "admin-key"
+        path.touch(0o600)
+        path.write_text(self._keys.made_admin_key + "\n", encoding="ascii")
+        return str(path)
 
     def _greet_edge(self, child: ChildProcess) -> None:
         if self._engine.up is not None:
@@ -193,18 +206,45 @@ class Supervisor:
             return
         self._announced = True
         name = self._config.source.served_names[0]
-        self._announcer.ready(name, self._url, now - self._started_at, self._admin_key)
+        playground = f"{self._listeners.admin_url}/#admin={self._admin_key}" if self._admin_key is not None else None
+        self._announcer.ready(name, self._listeners.url, now - self._started_at, playground, self._key_file)
 
     # -------------------------------------------------------------------------------------------------- stopping
     def _heed_signals(self, now: float) -> int | None:
         """The first signal begins the drain; the exit code when another one forces the end."""
         while self._signals:
             number = self._signals.pop(0)
+            if number == signal.SIGHUP and not self._lost_terminal():
+                self._reload()
+                continue
             if self._draining:
                 logger.warning("forced to stop by a second signal")
                 return 128 + number
             self._drain(now, signal.Signals(number).name)
         return None
+
+    def _lost_terminal(self) -> bool:
+        """Whether SIGHUP means that the terminal was closed in which the server was started."""
+        if not self._has_terminal:
+            return False
+        try:
+            os.tcgetpgrp(0)
+        except OSError:
+            return True
+        return False
+
+    def _reload(self) -> None:
+        """Read the keys and certificates again. If they are bad, those in force stay."""
+        try:
+            key_digests, admin_digests = self._keys.digests()
+            make_context(self._config.listen)
+        except ConfigError as error:
+            logger.error("SIGHUP: nothing was changed: %s", error)
+            return
+        access = replace(self._config.access, key_digests=key_digests, admin_digests=admin_digests)
+        self._config = replace(self._config, access=access)
+        self._edges.reconfigure(self._config)
+        logger.info("SIGHUP: %d API keys and %d admin keys are in force", len(key_digests), len(admin_digests))
 
     def _drain(self, now: float, why: str) -> None:
         if self._draining:
@@ -236,13 +276,13 @@ def _check(config: ServerConfig) -> None:
 
 @contextmanager
 def _signals(noted: list[int]) -> Iterator[socket.socket]:
-    """While entered, SIGTERM and SIGINT are noted, not obeyed; they and a child's end make the socket readable."""
+    """While entered, `_NOTED` signals are noted, not obeyed; they and a child's end make the socket readable."""
     wake, waker = socket.socketpair()
     wake.setblocking(False)
     waker.setblocking(False)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)}
+    handlers = {number: signal.getsignal(number) for number in (*_NOTED, signal.SIGCHLD)}
     before = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _NOTED:
         signal.signal(number, lambda number, _frame: noted.append(number))
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     try:

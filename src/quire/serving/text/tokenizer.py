@@ -14,6 +14,7 @@ import tokenizers
 from quire.runtime.loading.gguf.reader import GgufFile
 from quire.serving.text.gguf_tokenizer import build_gguf_tokenizer
 from quire.serving.text.hf_tokenizer import build_hf_tokenizer
+from quire.serving.text.slices import SLICE_CHARACTERS, can_slice, slices_of
 from quire.serving.text.special_tokens import SpecialTokens
 from quire.types.errors import InvalidRequest, ModelLoadError
 
@@ -177,11 +178,34 @@ class Tokenizer:
         return longest * _SHRINKS[kind]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` of every text, on all cores."""
+        """`encode` of every text, on all cores. Long texts are encoded in slices: no call takes long or much memory."""
         batch = [_checked(text) for text in texts]
+        if any(len(text) > SLICE_CHARACTERS for text in batch) and self._can_slice:
+            return [self._encode_in_slices(text, add_special_tokens) for text in batch]
         return [
             list(found.ids) for found in self._backend.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
         ]
+
+    def _encode_in_slices(self, text: str, add_special_tokens: bool) -> list[int]:
+        first, last = self._edge_ids if add_special_tokens else ([], [])
+        ids = list(first)
+        for part in slices_of(text):
+            (found,) = self._backend.encode_batch_fast([part], add_special_tokens=False)
+            ids += found.ids
+        return ids + last
+
+    @cached_property
+    def _can_slice(self) -> bool:
+        return can_slice(self._backend)
+
+    @cached_property
+    def _edge_ids(self) -> tuple[list[int], list[int]]:
+        """The ids that go before and after every text."""
+        plain, whole = (self._backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+        for place in range(len(whole) - len(plain) + 1):
+            if whole[place : place + len(plain)] == plain:
+                return whole[:place], whole[place + len(plain) :]
+        raise ModelLoadError("tokenizer.json", "special tokens are not added around a text", fix="use another model")
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True

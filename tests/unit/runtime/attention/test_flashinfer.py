@@ -194,7 +194,7 @@ def test_a_worker_that_attends_by_it_samples_what_one_by_the_reference_does() ->
 
 def test_it_is_refused_with_the_package_to_install_where_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_module, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"flashinfer-python is not installed; pip install 'quire\[flashinfer\]'"):
+    with pytest.raises(ConfigError, match=r"flashinfer-python is not installed; run pip install .*'\.\[flashinfer\]'"):
         resolve_backend("flashinfer", HEADS, GPU)
 
 

@@ -174,5 +174,8 @@ def test_a_repository_without_the_wanted_files_says_which(hub: SimpleNamespace, 
 
 def test_without_huggingface_hub_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelLoadError, match="need the package huggingface_hub; pip install huggingface_hub"):
+    with pytest.raises(
+        ModelLoadError,
+        match=r"need the package huggingface_hub; run pip install .*'\.\[hub\]'",
+    ):
         resolve_model("org/name")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -251,8 +252,21 @@ def test_random_orders_leave_what_a_dictionary_would(disk: Disk) -> None:
 
 def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"disk_cache_path: others may enter .* \(mode 755\).*chmod 700"):
+    with pytest.raises(ConfigError, match=r"disk_cache_path: others may enter .* \(mode 755\)"):
         PrivateFolder(str(tmp_path))
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o1777])
+def test_a_shared_folder_is_answered_with_a_private_subfolder_that_works(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(ConfigError) as caught:
+        PrivateFolder(str(tmp_path))
+    assert "chmod" not in str(caught.value)
+    named = re.search(r"such as '([^']+)'", str(caught.value))
+    assert named is not None
+    PrivateFolder(named[1]).close()
+    assert stat.S_IMODE(Path(named[1]).stat().st_mode) == 0o700
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == mode
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

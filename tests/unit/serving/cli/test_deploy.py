@@ -33,6 +33,48 @@ def test_the_unit_starts_the_server_with_flags_that_exist() -> None:
     assert args.drain_seconds < int(stop[1])
 
 
+def test_the_unit_reloads_keys_and_keeps_every_cache_in_the_folder_it_may_write() -> None:
+    text = (DEPLOY / "systemd/quire.service").read_text(encoding="utf-8")
+    assert re.search(r"^ExecReload=/bin/kill -HUP \$MAINPID$", text, re.MULTILINE)
+    assert re.search(r"^CacheDirectory=quire$", text, re.MULTILINE)
+    assert "ProtectSystem=strict" in text
+    variables = dict(
+        word.split("=", 1) for line in re.findall(r"^Environment=(.*)$", text, re.M) for word in line.split()
+    )
+    assert set(variables) == {"QUIRE_CACHE", "HF_HOME", "TRITON_CACHE_DIR", "HOME"}
+    assert all(path.startswith("/var/cache/quire") for path in variables.values())
+
+
+def test_the_image_of_a_gpu_has_the_compiler_that_triton_needs_when_it_runs() -> None:
+    text = (DEPLOY / "docker/Dockerfile").read_text(encoding="utf-8")
+    last_stage = text.rpartition("\nFROM ")[2]
+    assert re.search(r'"\$DEVICE" = gpu.*\n.*install.* gcc libc6-dev', last_stage)
+    assert "TRITON_CACHE_DIR=/models/" in last_stage
+
+
+def test_a_rollout_never_needs_a_volume_of_one_writer_twice() -> None:
+    yaml = pytest.importorskip("yaml")
+    documents: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "kubernetes/quire.yaml").read_text()))
+    volume = next(one for one in documents if one["kind"] == "PersistentVolumeClaim")
+    deployment = next(one for one in documents if one["kind"] == "Deployment")
+    assert volume["spec"]["accessModes"] == ["ReadWriteOnce"]
+    assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+    assert deployment["spec"]["replicas"] == 1
+
+
+def test_a_pod_with_a_read_only_root_keeps_every_cache_in_a_volume() -> None:
+    yaml = pytest.importorskip("yaml")
+    documents: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "kubernetes/quire.yaml").read_text()))
+    (container,) = next(one for one in documents if one["kind"] == "Deployment")["spec"]["template"]["spec"][
+        "containers"
+    ]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    assert {"QUIRE_CACHE", "HF_HOME", "TRITON_CACHE_DIR", "HOME"} <= set(variables)
+    assert all(any(path.startswith(mount) for mount in mounts) for path in variables.values())
+
+
 def test_the_image_starts_the_server_with_flags_that_exist() -> None:
     program, *words = _entry_point()
     assert program == "quire"

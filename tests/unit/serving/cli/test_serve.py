@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from quire.config.arguments import EngineArguments
-from quire.config.server import ServerConfig
+from quire.config.keys import KeySources
+from quire.config.server import ListenConfig, ServerConfig, TimeoutConfig
 from quire.runtime.loading.catalogue import DEFAULT
 from quire.serving.cli import _parser, main
 from quire.serving.cli import serve as serve_module
@@ -26,7 +27,8 @@ def digest(key: str) -> str:
 
 @pytest.fixture(autouse=True)
 def _no_key_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+    for name in ("QUIRE_API_KEY", "QUIRE_ADMIN_KEY"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_without_flags_the_default_model_is_served_on_the_loopback_to_anyone_there() -> None:
@@ -65,18 +67,74 @@ def test_keys_come_from_flags_a_file_and_the_environment_and_only_their_digests_
     file.write_text("# ours\nsecond-key\n\nthird-key\n")
     monkeypatch.setenv("QUIRE_API_KEY", "fourth-key")
     made = config("--api-key", "first-key", "--api-key-file", str(file), "--host", "0.0.0.0")
-    assert made.access.key_digests == tuple(map(digest, ("first-key", "second-key", "third-key", "fourth-key")))
+    keys = ("first-key", "fourth-key", "second-key", "third-key")
+    assert made.access.key_digests == tuple(map(digest, keys))
     assert "first-key" not in repr(made)
 
 
-def test_an_admin_key_is_made_when_none_is_given_and_shown_only_then() -> None:
-    made, shown = server_config(_parser().parse_args(["serve", "--admin"]))
-    assert shown is not None
-    assert len(shown) >= 32
-    assert made.access.admin_digests == (digest(shown),)
-    made, shown = server_config(_parser().parse_args(["serve", "--admin", "--admin-key", "mine-alone"]))
-    assert shown is None
+def test_an_admin_key_is_made_when_none_is_given() -> None:
+    made, keys = server_config(_parser().parse_args(["serve", "--admin"]))
+    assert keys.made_admin_key is not None
+    assert len(keys.made_admin_key) >= 32
+    assert made.access.admin_digests == (digest(keys.made_admin_key),)
+    assert keys.made_admin_key not in repr(keys)
+    made, keys = server_config(_parser().parse_args(["serve", "--admin", "--admin-key", "mine-alone"]))
+    assert keys.made_admin_key is None
     assert made.access.admin_digests == (digest("mine-alone"),)
+
+
+def test_admin_keys_come_from_a_file_and_the_environment_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("in-file\n")
+    monkeypatch.setenv("QUIRE_ADMIN_KEY", "in-environment")
+    made = config("--admin-key-file", str(file))
+    assert made.access.admin_digests == (digest("in-environment"), digest("in-file"))
+
+
+def test_the_admin_key_is_shown_only_on_request(tmp_path: Path) -> None:
+    def shown(*flags: str) -> str | None:
+        args = _parser().parse_args(["serve", *flags])
+        return serve_module._shown_key(args, server_config(args)[1])
+
+    file = tmp_path / "keys"
+    file.write_text("in-file\n")
+    assert shown("--admin") is None
+    assert shown("--admin-key", "mine-alone") is None
+    assert shown("--admin-key", "mine-alone", "--show-admin-key") == "mine-alone"
+    assert shown("--admin-key-file", str(file), "--show-admin-key") == "in-file"
+    assert len(shown("--admin", "--show-admin-key") or "") >= 32
+    with pytest.raises(ConfigError, match="show_admin_key: there is no admin key; add --admin"):
+        shown("--show-admin-key")
+
+
+def test_keys_are_read_again_from_their_files(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("old-key\n")
+    _, keys = server_config(_parser().parse_args(["serve", "--api-key-file", str(file), "--api-key", "fixed"]))
+    file.write_text("new-key\n")
+    assert keys.digests() == ((digest("fixed"), digest("new-key")), ())
+
+
+def test_listening_and_time_are_settings() -> None:
+    made = config(
+        *("--uds", "/run/quire/api.sock", "--admin", "--admin-port", "9000", "--root-path", "/llm/", "--access-log"),
+        *("--request-timeout", "60", "--queue-timeout", "5"),
+    )
+    assert made.listen == ListenConfig(uds="/run/quire/api.sock", admin_port=9000, root_path="/llm")
+    assert made.timeouts == TimeoutConfig(request=60.0, queue=5.0)
+    assert made.access_log
+
+
+def test_a_terminal_shows_warnings_only_unless_more_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert config().log_level == "info"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert config().log_level == "warning"
+    assert config("--log-format", "json").log_level == "info"
+    assert config("--log-level", "info").log_level == "info"
+
+
+def test_a_unix_socket_needs_no_api_key_whatever_the_host() -> None:
+    assert config("--uds", "/run/quire.sock", "--host", "0.0.0.0").listen.uds == "/run/quire.sock"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.5.5.5", "::1", "localhost"])
@@ -109,6 +167,22 @@ def test_a_template_that_cannot_work_is_refused_before_anything_is_loaded(tmp_pa
         (["--api-key-file", "/no/such/file"], "api_key_file: /no/such/file cannot be read"),
         (["--api-key-file", "/dev/null"], "api_key_file: /dev/null holds no key"),
         (["--port", "70000"], "port: must be in"),
+        (["--admin-key-file", "/dev/null"], "admin_key_file: /dev/null holds no key"),
+        (["--admin-port", "9000"], "admin_port: there is no admin key"),
+        (["--admin-uds", "a.sock"], "admin_uds: there is no admin key"),
+        (["--admin", "--admin-port", "70000"], "admin_port: must be in"),
+        (["--admin", "--admin-port", "1", "--admin-host", "0.0.0.0"], "admin_host: 0.0.0.0 can be reached"),
+        (["--admin", "--admin-port", "1", "--admin-uds", "a"], "admin_uds: cannot be given together"),
+        (["--admin", "--uds", "a", "--admin-uds", "a"], "admin_uds: is the same path as uds"),
+        (["--uds", "/" + "x" * 120], "uds: must be a path of 1 to 100 bytes"),
+        (["--ssl-keyfile", "k.pem"], "ssl_keyfile: needs a certificate"),
+        (["--ssl-certfile", "/no/such.pem"], "ssl_certfile: /no/such.pem cannot be read"),
+        (["--ssl-certfile", "/dev/null"], "ssl_certfile: /dev/null cannot be used"),
+        (["--ssl-certfile", "/dev/null", "--uds", "a"], "ssl_certfile: is for TCP"),
+        (["--root-path", "llm"], "root_path: 'llm' is no path"),
+        (["--root-path", "/a/../b"], "root_path: '/a/../b' is no path"),
+        (["--request-timeout", "0"], "request_timeout: must be"),
+        (["--queue-timeout", "-1"], "queue_timeout: must be"),
         (["--api-workers", "0"], "api_workers: must be in"),
         (["--drain-seconds", "-1"], "drain_seconds: must be"),
         (["--step-timeout", "0"], "step_timeout: must be"),
@@ -146,7 +220,8 @@ def test_missing_packages_are_named_with_the_fix(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "zmq" else object())
     assert main(["serve"]) == 2
-    assert capsys.readouterr().err == "quire: error: serve: needs zmq; pip install 'quire[server]'\n"
+    fix = "run pip install -c constraints.txt '.[server]' in a checkout of Quire"
+    assert capsys.readouterr().err == f"quire: error: serve: needs zmq; {fix}\n"
 
 
 def test_an_engine_setting_that_no_model_could_have_is_refused_before_anything_is_started(
@@ -167,7 +242,7 @@ def test_the_supervisor_gets_the_configuration_and_its_exit_code_is_the_commands
     seen = []
 
     class Fake:
-        def __init__(self, config: ServerConfig, *, admin_key: str | None) -> None:
+        def __init__(self, config: ServerConfig, *, keys: KeySources, admin_key: str | None) -> None:
             seen.append((config, admin_key))
 
         def run(self) -> int:

@@ -158,5 +158,5 @@ def test_a_check_cannot_be_cancelled_by_one_who_waits(own: GrammarChecker) -> No
 
 def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(InvalidRequest, match="structured_outputs: needs the llguidance package; pip install"):
+    with pytest.raises(InvalidRequest, match="structured_outputs: needs the llguidance package; run pip install"):
         GrammarChecker(byte_vocabulary).check(regex("a"))

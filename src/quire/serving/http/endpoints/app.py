@@ -37,13 +37,23 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
         app.add_route(path, handler, methods=[method])  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _http_error)
     public = [path.encode() for path in files]
-    app.add_middleware(Guard, access=access, limits=service.limits, host=service.config.host, public=public)
+    app.add_middleware(
+        Guard, config=service.config, keys=service.keys, limits=service.limits, watch=service.watch, public=public
+    )
     if access.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(access.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id", "x-quire-explain", "x-quire-lenient"],
+            allow_headers=[
+                "authorization",
+                "x-api-key",
+                "content-type",
+                "x-request-id",
+                "x-request-timeout",
+                "x-quire-explain",
+                "x-quire-lenient",
+            ],
             expose_headers=["x-request-id", "retry-after"],
         )
     return app
@@ -51,6 +61,7 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
 
 def api_routes(service: Service) -> Routes:
     """Everything but admin and the playground."""
+    service.watch.fields = frozenset(field.name for endpoint in ENDPOINTS for field in endpoint.fields)
     routes: Routes = {}
     for endpoint in ENDPOINTS:
         handler = AsgiHandler(endpoint.make_handler(service), endpoint.write_error)

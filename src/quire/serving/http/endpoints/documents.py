@@ -19,9 +19,9 @@ def document_pages(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
         return Capabilities(service, endpoints)
 
     def document_of(service: Service) -> Handler:
-        return StaticFile(
-            build_openapi((*endpoints, capabilities), service.limits, service.version), "application/json"
-        )
+        root = service.config.listen.root_path
+        described = build_openapi((*endpoints, capabilities), service.limits, service.version, root)
+        return StaticFile(described, "application/json")
 
     capabilities = PlainEndpoint(
         name="v1_capabilities",

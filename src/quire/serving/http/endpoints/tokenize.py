@@ -44,7 +44,7 @@ class TextHandler:
         query = exchange.check_query("lenient", lenient=lenient)
         with service.metered() as meter:
             body = await exchange.read_body(service.limits, meter.add)
-            await exchange.reply(200, await service.in_thread(self._answer, body, lenient, query))
+            await exchange.reply(200, await service.in_thread_for(len(body), self._answer, body, lenient, query))
 
     def _answer(self, body: bytes, lenient: bool, query: tuple[str, ...]) -> bytes:
         service, limits = self._service, self._service.limits

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from quire.serving.dispatch.in_flight_request import InFlightRequest
 from quire.serving.dispatch.mailbox import Mailbox
 from quire.serving.dispatch.observer import RequestRecord
+from quire.serving.http.deadlines import Deadlines
 from quire.serving.http.endpoint import Endpoint
 from quire.serving.http.errors import as_failure, as_refusal
 from quire.serving.http.exchange import ClientGone, Exchange, Handler
@@ -45,8 +46,11 @@ class GenerationHandler:
         self._service.observer.received(self._endpoint.name)
         with ExitStack() as stack:
             with self._counted_refusals():
+                deadlines = Deadlines.of(exchange, self._service.config.timeouts, received_at)
                 stack.enter_context(dispatcher.accept())
-                job = await self._prepare(exchange, received_at)
+                with deadlines.while_preparing() as timeout:
+                    async with timeout:
+                        job = await self._prepare(exchange, received_at)
                 exchange.scope["quire.request_id"] = job.request_id
                 trace = exchange.headers.get(b"traceparent", b"")[:64].decode("latin-1")
                 requests = self._requests(job, received_at, trace)
@@ -54,6 +58,7 @@ class GenerationHandler:
             recent = self._service.recent_requests.begin(exchange.principal, _names(job, requests), requests)
             stack.callback(self._service.recent_requests.end, recent)
             stack.callback(dispatcher.cancel, requests)
+            stack.enter_context(deadlines.enforced(dispatcher, requests))
             await self._reply(exchange, job, requests, requests[0].mailbox)
 
     @contextmanager
@@ -100,7 +105,7 @@ class GenerationHandler:
             body = await exchange.read_body(service.limits, meter.add)
             with service.dispatcher.preparing():
                 settings, fields = self._endpoint.generation, self._endpoint.fields_by_name
-                job = await service.in_thread(prepare_job, service, settings, fields, body, head)
+                job = await service.in_thread_for(len(body), prepare_job, service, settings, fields, body, head)
                 return job if job.structure is None else await self._constrained(job, job.structure)
 
     async def _constrained(self, job: Job, structure: StructuredOutputsParams) -> Job:

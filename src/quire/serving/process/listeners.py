@@ -1,0 +1,96 @@
+"""All sockets that the server listens on: those of the API, one for each edge, and one for admin where asked."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.config.server import ServerConfig
+from quire.serving.process.listening import BACKLOG, address_of, listen
+from quire.types.errors import ConfigError
+
+API_MODE = 0o660  # of a UNIX socket: its owner and group may connect
+ADMIN_MODE = 0o600
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Bound sockets. Edges inherit them: each has one of `api`, and all share `admin`."""
+
+    api: list[socket.socket]
+    admin: socket.socket | None
+    port: int  # of the API; 0: it listens on a UNIX socket
+    url: str
+    admin_url: str  # where /admin is
+
+
+@contextmanager
+def open_listeners(config: ServerConfig) -> Iterator[Listeners]:
+    """Bind all sockets of the server; close them afterwards. Raises ConfigError for an address that cannot be used."""
+    where = config.listen
+    scheme = "http" if where.tls_cert is None else "https"
+    with contextlib.ExitStack() as stack:
+        if where.uds is not None:
+            shared = stack.enter_context(_unix_socket("uds", where.uds, API_MODE))
+            api, port, url = [shared] * config.api_workers, 0, f"unix:{where.uds}"
+        else:
+            api = listen(config.host, config.port, config.api_workers)
+            for each in api:
+                stack.enter_context(contextlib.closing(each))
+            port = api[0].getsockname()[1]
+            url = address_of(api[0], config.host, scheme) + where.root_path
+        admin, admin_url = None, url
+        if where.admin_uds is not None:
+            admin = stack.enter_context(_unix_socket("admin_uds", where.admin_uds, ADMIN_MODE))
+            admin_url = f"unix:{where.admin_uds}"
+        elif where.admin_port is not None:
+            (admin,) = listen(where.admin_host, where.admin_port, setting="admin_port")
+            stack.enter_context(contextlib.closing(admin))
+            admin_url = address_of(admin, where.admin_host, scheme) + where.root_path
+        yield Listeners(api, admin, port, url, admin_url)
+
+
+@contextmanager
+def _unix_socket(setting: str, path: str, mode: int) -> Iterator[socket.socket]:
+    """Listen on a UNIX socket at `path`, and remove it afterwards. A socket that a killed server left is replaced."""
+    _remove_abandoned(setting, path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        before = os.umask(0o777 & ~mode)
+        try:
+            listener.bind(path)
+            made = os.lstat(path).st_ino
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise ConfigError(setting, f"{path} cannot be used: {error.strerror}", "choose another path") from None
+        finally:
+            os.umask(before)
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                if os.lstat(path).st_ino == made:
+                    Path(path).unlink()
+
+
+def _remove_abandoned(setting: str, path: str) -> None:
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(setting, f"{path} cannot be used: {error.strerror}", "choose another path") from None
+    if not stat.S_ISSOCK(found.st_mode):
+        raise ConfigError(setting, f"{path} exists and is no socket", "choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        answer = probe.connect_ex(path)
+    if answer != errno.ECONNREFUSED:
+        raise ConfigError(setting, f"{path} is in use", "choose another path, or stop the server that has it")
+    Path(path).unlink(missing_ok=True)
