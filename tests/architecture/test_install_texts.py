@@ -23,7 +23,8 @@ CHECKOUT_EXTRA = re.compile(r"'\.\[([\w,]+)\]'")
 
 
 def texts() -> list[tuple[Path, str]]:
-    chosen = [path for path in TEXTS if path.suffix in SUFFIXES and "__pycache__" not in path.parts]
+    generated = re.compile(r"__pycache__|\.egg-info")
+    chosen = [path for path in TEXTS if path.suffix in SUFFIXES and not generated.search(str(path))]
     return [(path.relative_to(ROOT), path.read_text(encoding="utf-8", errors="replace")) for path in chosen]
 
 
