@@ -1,6 +1,6 @@
 // The one place that talks to the server: same origin, keys as bearer tokens, errors as ApiError.
 
-import { session } from "./store.js";
+import { session } from "./storage.js";
 
 const BASE = new URL("..", import.meta.url); // this file lies one folder below the server's root
 

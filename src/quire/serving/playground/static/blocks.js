@@ -1,6 +1,6 @@
 // The block map: one cell per block of the paged cache, coloured by what becomes of it.
 
-import { colour, fresh, keepDrawn } from "./canvas.js";
+import { colour, clearCanvas, redrawOnChange } from "./canvas.js";
 import { el, plural, shortName } from "./dom.js";
 
 /**
@@ -47,7 +47,7 @@ export class BlockMapView {
 
   constructor() {
     this.element = el("div", { class: "block-map-view" }, this.#canvas, this.#legend, this.#readout);
-    keepDrawn(this.#canvas, () => this.#layOut());
+    redrawOnChange(this.#canvas, () => this.#layOut());
     this.#canvas.addEventListener("pointermove", (event) => this.#point(this.#cellAt(event.offsetX, event.offsetY)));
     this.#canvas.addEventListener("pointerdown", (event) => this.#point(this.#cellAt(event.offsetX, event.offsetY)));
     this.#canvas.addEventListener("pointerleave", (event) => {
@@ -121,7 +121,7 @@ export class BlockMapView {
   }
 
   #draw() {
-    const { context } = fresh(this.#canvas);
+    const { context } = clearCanvas(this.#canvas);
     const { cells } = this.#grid;
     const lit = this.#litBlocks();
     for (let cell = 0; cell < cells; cell++) this.#drawCell(context, cell, lit);

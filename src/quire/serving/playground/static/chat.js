@@ -4,10 +4,10 @@ import { ApiError } from "./api.js";
 import { complete, requestId } from "./completion.js";
 import { Conversation } from "./conversation.js";
 import { byId, duration, el, plural, rate } from "./dom.js";
-import { speed } from "./journal.js";
-import { watchTokens } from "./probability.js";
+import { speed } from "./request_log.js";
+import { watchTokens } from "./token_card.js";
 import { questionView, ReplyView } from "./turn.js";
-import { trouble } from "./words.js";
+import { problem } from "./errors.js";
 
 const SUGGESTIONS = [
   "Explain paged attention as you would to a librarian.",
@@ -131,7 +131,7 @@ export class Chat {
       chosen: 0,
       facts: "",
       ledger: [],
-      trouble: null,
+      problem: null,
     };
     const view = this.#reply(reply);
     this.#conversation.push(reply);
@@ -152,17 +152,17 @@ export class Chat {
   async #write(body, reply, view) {
     const options = { id: requestId("chat"), label: "chat", signal: this.#running.signal, onChoice: (choice) => view.feed(choice) };
     try {
-      const journey = await complete("v1/chat/completions", body, options);
-      reply.ledger = journey.ledger;
-      reply.facts = facts(journey);
-      this.status.used(journey.promptTokens + journey.tokens);
+      const record = await complete("v1/chat/completions", body, options);
+      reply.ledger = record.ledger;
+      reply.facts = facts(record);
+      this.status.used(record.promptTokens + record.tokens);
     } catch (error) {
       if (error.name === "AbortError") {
         for (const answer of reply.answers) answer.finish ??= "abort";
         return;
       }
-      reply.trouble = trouble(error);
-      if (error instanceof ApiError) this.status.doubt(error);
+      reply.problem = problem(error);
+      if (error instanceof ApiError) this.status.reportError(error);
     }
   }
 
@@ -180,7 +180,7 @@ export class Chat {
   /** Screen readers hear the answer once, when it is complete. @param {import("./conversation.js").Reply} reply */
   #announce(reply) {
     const text = reply.answers[reply.chosen].text;
-    byId("announcer").textContent = reply.trouble ? reply.trouble.title : `The answer is complete. ${text}`;
+    byId("announcer").textContent = reply.problem ? reply.problem.title : `The answer is complete. ${text}`;
   }
 
   #clear() {
@@ -191,12 +191,12 @@ export class Chat {
   }
 }
 
-/** @param {import("./journal.js").Journey} journey */
-function facts(journey) {
-  const parts = [plural(journey.tokens, "token")];
-  const perSecond = speed(journey);
+/** @param {import("./request_log.js").RequestRecord} record */
+function facts(record) {
+  const parts = [plural(record.tokens, "token")];
+  const perSecond = speed(record);
   if (perSecond !== null) parts.push(`${rate(perSecond)} tokens/s`);
-  if (journey.firstTokenAt !== null) parts.push(`first after ${duration(journey.firstTokenAt - journey.startedAt)}`);
-  parts.push(`prompt ${journey.promptTokens}${journey.cachedTokens ? `, ${journey.cachedTokens} cached` : ""}`);
+  if (record.firstTokenAt !== null) parts.push(`first after ${duration(record.firstTokenAt - record.startedAt)}`);
+  parts.push(`prompt ${record.promptTokens}${record.cachedTokens ? `, ${record.cachedTokens} cached` : ""}`);
   return parts.join(" · ");
 }

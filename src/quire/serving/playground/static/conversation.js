@@ -1,6 +1,6 @@
 // The conversation: turns in order, kept in local storage, bounded.
 
-import { local } from "./store.js";
+import { local } from "./storage.js";
 
 /**
  * @typedef {{text: string, finish: string | null, thoughts?: string}} Answer
@@ -10,8 +10,8 @@ import { local } from "./store.js";
  * @property {Answer[]} answers
  * @property {number} chosen the answer that the conversation goes on with
  * @property {string} facts one line: tokens, speed, first token
- * @property {import("./journal.js").LedgerEntry[]} ledger
- * @property {import("./words.js").Trouble | null} trouble
+ * @property {import("./request_log.js").LedgerEntry[]} ledger
+ * @property {import("./errors.js").Problem | null} problem
  * @typedef {Question | Reply} Turn
  */
 

@@ -3,10 +3,10 @@
 import { ApiError, call, keys } from "./api.js";
 import { BlockMapView } from "./blocks.js";
 import { el } from "./dom.js";
-import { LoadView } from "./load.js";
+import { DemoLoadView } from "./demo_load.js";
 import { PlotsView } from "./plots.js";
 import { LiveRequestsView, RecentRequestsView } from "./requests.js";
-import { events } from "./stream.js";
+import { events } from "./sse.js";
 import { TimelinesView } from "./timelines.js";
 
 const PAUSE = 1500; // milliseconds before a broken stream is opened again
@@ -29,7 +29,7 @@ export class Engine {
   constructor(panel, status) {
     const [blocks, timelines, live] = this.#watched;
     panel.append(
-      new LoadView(status).element,
+      new DemoLoadView(status).element,
       this.#gate,
       blocks,
       timelines,

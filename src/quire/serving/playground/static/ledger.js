@@ -2,7 +2,7 @@
 
 import { duration, el, plural, shortName } from "./dom.js";
 
-/** @typedef {import("./journal.js").LedgerEntry} LedgerEntry */
+/** @typedef {import("./request_log.js").LedgerEntry} LedgerEntry */
 
 /** What a request is in after each kind of entry. */
 const PHASE_AFTER = {
@@ -128,7 +128,7 @@ function tokenOf({ miss }) {
   return miss?.token === undefined ? "" : `, ${JSON.stringify(miss.token)}`;
 }
 
-/** Why the prefix cache has no more of a prompt. @param {import("./journal.js").PrefixMiss} miss */
+/** Why the prefix cache has no more of a prompt. @param {import("./request_log.js").PrefixMiss} miss */
 function whyMissed(miss) {
   switch (miss.reason) {
     case "differs":

@@ -1,7 +1,7 @@
 // System prompt and sampling controls: one table drives the form, what is kept and what is sent.
 
 import { el } from "./dom.js";
-import { local } from "./store.js";
+import { local } from "./storage.js";
 
 /**
  * A control. `sentUnless` is the value that means "leave it to the server": it is not sent.

@@ -30,25 +30,25 @@ export class Status {
 
   constructor() {
     document.addEventListener("visibilitychange", () => {
-      if (document.visibilityState === "visible") this.look();
+      if (document.visibilityState === "visible") this.check();
     });
-    this.look();
+    this.check();
   }
 
   /** Looks at the server now and again after a while. */
-  async look() {
+  async check() {
     clearTimeout(this.#timer);
-    const state = await this.#find();
+    const state = await this.#readState();
     this.#show(state);
     const pause = state === "ready" || state === "locked" ? CALM : WORRIED;
     clearTimeout(this.#timer);
-    if (document.visibilityState === "visible") this.#timer = setTimeout(() => this.look(), pause);
+    if (document.visibilityState === "visible") this.#timer = setTimeout(() => this.check(), pause);
   }
 
   /** A request failed: look whether that was more than bad luck. @param {ApiError} error */
-  doubt(error) {
+  reportError(error) {
     if (error.status === 401) this.#show("locked");
-    else if (error.status === 0 || error.status >= 500) this.look();
+    else if (error.status === 0 || error.status >= 500) this.check();
   }
 
   /** @param {number} tokens that the conversation takes of the model's window */
@@ -57,10 +57,10 @@ export class Status {
   }
 
   /** @returns {Promise<string>} */
-  async #find() {
+  async #readState() {
     try {
       await call("ready");
-      if (!this.model || this.#state === "locked") await this.#meet();
+      if (!this.model || this.#state === "locked") await this.#loadModels();
       return "ready";
     } catch (error) {
       if (!(error instanceof ApiError) || error.status === 0) return "gone";
@@ -69,7 +69,7 @@ export class Status {
     }
   }
 
-  async #meet() {
+  async #loadModels() {
     const { data } = await json("v1/models");
     this.model = data[0].id;
     this.#window = data[0].max_model_len ?? 0;
@@ -106,7 +106,7 @@ export class Status {
       keys.api = input.value;
       this.#state = "unknown";
       this.model = undefined;
-      this.look();
+      this.check();
     });
     return form;
   }

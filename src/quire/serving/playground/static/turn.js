@@ -101,7 +101,7 @@ export class ReplyView {
     prose.textContent = answer.thoughts;
   }
 
-  /** The reply is over: facts, buttons and, where there is one, the trouble are shown. */
+  /** The reply is over: facts, buttons and, where there is one, the problem are shown. */
   end() {
     cancelAnimationFrame(this.#frame);
     this.#paint();
@@ -110,7 +110,7 @@ export class ReplyView {
     this.#columns.forEach((column, i) => this.#seal(column, this.reply.answers[i]));
     this.#showFoot();
     this.#after.replaceChildren();
-    if (this.reply.trouble) this.#showTrouble(this.reply.trouble);
+    if (this.reply.problem) this.#showProblem(this.reply.problem);
     this.element.dispatchEvent(new Event("painted", { bubbles: true }));
   }
 
@@ -127,7 +127,7 @@ export class ReplyView {
       column.body.setAttribute("role", "group");
       column.body.setAttribute("aria-label", "Answer; the arrow keys walk through its tokens");
     }
-    const words = FINISH_WORDS[answer.finish ?? ""] ?? (answer.text === "" && !this.reply.trouble ? "An empty answer." : "");
+    const words = FINISH_WORDS[answer.finish ?? ""] ?? (answer.text === "" && !this.reply.problem ? "An empty answer." : "");
     column.note.textContent = words;
     column.note.hidden = words === "";
   }
@@ -171,10 +171,10 @@ export class ReplyView {
     this.#after.scrollIntoView({ block: "nearest" });
   }
 
-  /** @param {import("./words.js").Trouble} trouble */
-  #showTrouble(trouble) {
+  /** @param {import("./errors.js").Problem} problem */
+  #showProblem(problem) {
     this.#after.append(
-      el("div", { class: "trouble", attributes: { role: "alert" } }, el("b", { text: trouble.title }), " ", trouble.advice),
+      el("div", { class: "problem", attributes: { role: "alert" } }, el("b", { text: problem.title }), " ", problem.advice),
     );
   }
 }

@@ -2,10 +2,10 @@
 
 import { ApiError } from "./api.js";
 
-/** @typedef {{title: string, advice: string}} Trouble */
+/** @typedef {{title: string, advice: string}} Problem */
 
-/** @param {unknown} error @returns {Trouble} */
-export function trouble(error) {
+/** @param {unknown} error @returns {Problem} */
+export function problem(error) {
   if (!(error instanceof ApiError)) {
     return { title: "The page failed to read the answer.", advice: `Reload it and try again. (${String(error)})` };
   }

@@ -2,7 +2,7 @@
 
 import { complete, requestId } from "./completion.js";
 import { el, plural } from "./dom.js";
-import { trouble } from "./words.js";
+import { problem } from "./errors.js";
 
 // A browser opens six connections to a server. The load takes three, so that chat and block map keep theirs.
 const LIST = [
@@ -25,7 +25,7 @@ const TEMPERATURE = 0.8;
 const QUESTIONS = LIST.length + SHARING.length;
 const ANSWERS = LIST.length + SHARING.reduce((sum, [, answers]) => sum + answers, 0);
 
-export class LoadView {
+export class DemoLoadView {
   /** @type {AbortController | null} */
   #running = null;
   #answered = 0;
@@ -86,7 +86,7 @@ export class LoadView {
   #report(errors) {
     const real = errors.filter((error) => error.name !== "AbortError");
     if (real.length > 0) {
-      const { title, advice } = trouble(real[0]);
+      const { title, advice } = problem(real[0]);
       this.#words.textContent = `${this.#answered} of ${ANSWERS} answers came. ${title} ${advice}`;
     } else if (errors.length > 0) {
       this.#words.textContent = "Stopped. The blocks of those requests are free again.";

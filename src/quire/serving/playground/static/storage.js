@@ -12,7 +12,7 @@ function read(storage, name) {
 }
 
 /** @param {() => Storage} pick */
-function cupboard(pick) {
+function wrapStorage(pick) {
   return {
     /** @param {string} name @returns {string | null} */
     get: (name) => read(pick(), name),
@@ -38,6 +38,6 @@ function cupboard(pick) {
 }
 
 /** Kept on this machine: settings and the conversation. */
-export const local = cupboard(() => localStorage);
+export const local = wrapStorage(() => localStorage);
 /** Kept until the tab is closed: keys. */
-export const session = cupboard(() => sessionStorage);
+export const session = wrapStorage(() => sessionStorage);
