@@ -23,14 +23,14 @@ def test_an_engine_that_is_down_is_announced_and_its_return_too(page: Page, stub
     stub.script.state, stub.script.refuse = "ok", None
     expect(page.locator("#status")).to_have_text("ready")
     expect(page.locator("#notice")).to_be_hidden()
-    page.click("text=Again")
+    page.get_by_role("button", name="Try again").click()
     expect(page.locator(".reply .answer-body")).to_have_text(stub.script.answer)
 
 
-def test_a_full_waiting_room_says_when_to_come_back(page: Page, stub: Stub) -> None:
-    stub.script.refuse = (429, "the waiting room is full", {"Retry-After": "7"})
+def test_a_full_queue_says_when_to_come_back(page: Page, stub: Stub) -> None:
+    stub.script.refuse = (429, "the queue is full", {"Retry-After": "7"})
     ask(page, "Me too.")
-    expect(page.locator(".reply .problem")).to_contain_text("The waiting room is full.")
+    expect(page.locator(".reply .problem")).to_contain_text("The queue is full.")
     expect(page.locator(".reply .problem")).to_contain_text("Try again in 7 seconds.")
 
 
@@ -84,9 +84,19 @@ def test_a_server_with_keys_asks_for_one(open_page: Callable[..., Page], stub: S
     expect(page.locator(".reply .answer-body")).to_have_text(stub.script.answer)
 
 
-def test_broken_storage_is_read_as_an_empty_conversation(page: Page, stub: Stub) -> None:
-    for value in ("{not json", '[{"role": "assistant"}, 3, null]', '{"a": 1}', '"text"'):
-        page.evaluate("value => localStorage.setItem('quire.conversation', value)", value)
+def test_broken_storage_is_read_as_no_conversation(page: Page, stub: Stub) -> None:
+    turn = '{"id": "a", "parent": null, "role": "user", "text": "x"}'
+    hostile = [
+        "{not json",
+        '{"a": 1}',
+        '"text"',
+        '{"id": "broken", "title": "t", "updatedAt": 1, "selected": {}, "turns": [{"role": "assistant"}]}',
+        f'{{"id": "broken", "title": "t", "updatedAt": 1, "selected": {{}}, "turns": [{turn}, {turn}]}}',
+        f'{{"id": "other", "title": "t", "updatedAt": 1, "selected": {{}}, "turns": [{turn}]}}',
+    ]
+    for value in hostile:
+        page.evaluate("value => localStorage.setItem('quire.conversation.broken', value)", value)
         page.reload()
         page.wait_for_selector("#status[data-state=ready]")
         expect(page.locator(".welcome")).to_be_visible()
+        expect(page.locator(".conversation")).to_have_count(0)

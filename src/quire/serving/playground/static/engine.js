@@ -7,6 +7,7 @@ import { DemoLoadView } from "./demo_load.js";
 import { PlotsView } from "./plots.js";
 import { LiveRequestsView, RecentRequestsView } from "./requests.js";
 import { events } from "./sse.js";
+import { local } from "./storage.js";
 import { TimelinesView } from "./timelines.js";
 
 const PAUSE = 1500; // milliseconds before a broken stream is opened again
@@ -16,6 +17,7 @@ export class Engine {
   #timelines = new TimelinesView();
   #plots = new PlotsView();
   #live = new LiveRequestsView();
+  #load;
   #gate = el("div", { class: "gate" });
   #watched = [
     section("Block map", this.#blocks.element),
@@ -28,8 +30,9 @@ export class Engine {
   /** @param {HTMLElement} panel @param {import("./status.js").Status} status */
   constructor(panel, status) {
     const [blocks, timelines, live] = this.#watched;
+    this.#load = new DemoLoadView(status);
     panel.append(
-      new DemoLoadView(status).element,
+      this.#load.element,
       this.#gate,
       blocks,
       timelines,
@@ -80,7 +83,7 @@ export class Engine {
         continue;
       }
       this.#gate.replaceChildren();
-      for (const view of [this.#blocks, this.#timelines, this.#plots, this.#live]) view.show(map);
+      for (const view of [this.#blocks, this.#timelines, this.#plots, this.#live, this.#load]) view.show(map);
     }
   }
 
@@ -124,7 +127,11 @@ export class Engine {
   }
 }
 
-/** @param {string} title @param {HTMLElement} content */
+/** A part of the panel that collapses. @param {string} title @param {HTMLElement} content */
 function section(title, content) {
-  return el("section", {}, el("h2", { text: title }), content);
+  const kept = local.getJson("sections") ?? {};
+  const details = /** @type {HTMLDetailsElement} */ (el("details", { class: "section" }, el("summary", {}, el("h2", { text: title })), content));
+  details.open = kept[title] ?? true;
+  details.addEventListener("toggle", () => local.set("sections", JSON.stringify({ ...local.getJson("sections"), [title]: details.open })));
+  return details;
 }

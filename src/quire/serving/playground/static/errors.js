@@ -5,7 +5,7 @@ import { ApiError } from "./api.js";
 /** @typedef {{title: string, advice: string}} Problem */
 
 /** @param {unknown} error @returns {Problem} */
-export function problem(error) {
+export function explainError(error) {
   if (!(error instanceof ApiError)) {
     return { title: "The page failed to read the answer.", advice: `Reload it and try again. (${String(error)})` };
   }
@@ -20,7 +20,7 @@ export function problem(error) {
       return { title: "The server did not accept the key.", advice: "Enter an API key of this server, then try again." };
     case 429:
       return {
-        title: "The waiting room is full.",
+        title: "The queue is full.",
         advice: `The server takes no more requests for now. Try again in ${wait(error.retryAfter)}.`,
       };
     case 503:

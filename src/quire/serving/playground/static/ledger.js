@@ -1,6 +1,7 @@
 // The ledger of a request: where its time went, as a bar of phases and as sentences.
 
 import { duration, el, plural, shortName } from "./dom.js";
+import { byPrompt } from "./request_log.js";
 
 /** @typedef {import("./request_log.js").LedgerEntry} LedgerEntry */
 
@@ -19,8 +20,8 @@ const PHASE_AFTER = {
 const PHASE_WORDS = {
   arriving: "before the engine",
   waiting: "waiting",
-  prompt: "reading the prompt",
-  writing: "writing",
+  prompt: "prefill",
+  writing: "decoding",
   preempted: "preempted",
 };
 
@@ -69,17 +70,6 @@ function phases(entries) {
     else found.push({ phase, milliseconds });
   }
   return found;
-}
-
-/** The entries of each prompt: a list of prompts is one request to its sender and several to the engine. @param {LedgerEntry[]} entries */
-function byPrompt(entries) {
-  const groups = new Map();
-  for (const entry of entries) {
-    const key = entry.prompt ?? 0;
-    if (groups.has(key)) groups.get(key).push(entry);
-    else groups.set(key, [entry]);
-  }
-  return [...groups.values()];
 }
 
 /** @param {LedgerEntry[]} entries @returns {HTMLElement} */

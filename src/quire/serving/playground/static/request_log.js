@@ -27,6 +27,7 @@
  * One request of this page, from its start to its end. Times are of performance.now().
  * @typedef {object} RequestRecord
  * @property {string} id
+ * @property {string | null} serverId the name the server gave it; known from its first event on
  * @property {string} label
  * @property {number} startedAt
  * @property {number | null} firstTokenAt
@@ -51,6 +52,7 @@ class RequestLog extends EventTarget {
     /** @type {RequestRecord} */
     const record = {
       id,
+      serverId: null,
       label,
       startedAt: performance.now(),
       firstTokenAt: null,
@@ -94,4 +96,15 @@ export const requestLog = new RequestLog();
 export function speed(record) {
   if (record.firstTokenAt === null || record.endedAt === null || record.tokens < 2) return null;
   return (record.tokens - 1) / Math.max((record.endedAt - record.firstTokenAt) / 1000, 1e-3);
+}
+
+/** The entries of each prompt: a list of prompts is one request to its sender and several to the engine. @param {LedgerEntry[]} entries @returns {LedgerEntry[][]} */
+export function byPrompt(entries) {
+  const groups = new Map();
+  for (const entry of entries) {
+    const key = entry.prompt ?? 0;
+    if (groups.has(key)) groups.get(key).push(entry);
+    else groups.set(key, [entry]);
+  }
+  return [...groups.values()];
 }

@@ -4,7 +4,7 @@ import { ApiError, call } from "./api.js";
 import { duration, el, plural, rate, shortName } from "./dom.js";
 import { requestLog, speed } from "./request_log.js";
 import { ledgerView } from "./ledger.js";
-import { problem } from "./errors.js";
+import { explainError } from "./errors.js";
 
 const MOST_SHOWN = 12;
 const OUTCOMES = { running: "running", finished: "finished", stopped: "stopped", failed: "no answer" };
@@ -59,7 +59,7 @@ export class LiveRequestsView {
       this.#words.textContent = `${shortName(id)} was ended.`;
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      this.#words.textContent = `${shortName(id)} was not ended. ${problem(error).advice}`;
+      this.#words.textContent = `${shortName(id)} was not ended. ${explainError(error).advice}`;
     }
   }
 }

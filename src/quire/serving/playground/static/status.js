@@ -2,15 +2,16 @@
 
 import { ApiError, call, json, keys } from "./api.js";
 import { byId, el } from "./dom.js";
+import { local } from "./storage.js";
 
-const CALM = 5000; // milliseconds between looks while all is well
-const WORRIED = 1500;
+const READY_PAUSE = 5000; // milliseconds between two checks while all is well
+const DOWN_PAUSE = 1500;
 
 const NOTICES = {
   loading: "The model is loading. Questions can be sent as soon as this notice goes.",
   draining: "The server is shutting down: it finishes what it has and takes nothing new. Your conversation is kept.",
-  restarting: "The engine is down and is being restarted. What it was writing is lost; your conversation is kept. This page looks again every other second.",
-  gone: "The server does not answer. Check that quire serve still runs. Your conversation is kept; this page looks again every other second.",
+  restarting: "The engine is down and is being restarted. What it was writing is lost; your conversation is kept. This page tries again every other second.",
+  gone: "The server does not answer. Check that quire serve still runs. Your conversation is kept; this page tries again every other second.",
 };
 const WORDS = {
   ready: "ready",
@@ -22,38 +23,42 @@ const WORDS = {
 };
 
 export class Status {
-  /** The first model the server serves; undefined, and so not sent, until it is known. @type {string | undefined} */
+  /** The model that is picked; undefined, and so not sent, until the server's models are known. @type {string | undefined} */
   model = undefined;
-  #window = 0; // tokens the model can hold
+  /** @type {Map<string, number>} tokens that each model can hold; 0: not known */
+  #windows = new Map();
+  #picker = /** @type {HTMLSelectElement} */ (byId("model"));
   #state = "unknown";
   #timer = 0;
 
   constructor() {
+    this.#picker.addEventListener("change", () => this.#pick(this.#picker.value));
     document.addEventListener("visibilitychange", () => {
       if (document.visibilityState === "visible") this.check();
     });
     this.check();
   }
 
-  /** Looks at the server now and again after a while. */
+  /** Asks the server for its state, now and again after a while. */
   async check() {
     clearTimeout(this.#timer);
     const state = await this.#readState();
     this.#show(state);
-    const pause = state === "ready" || state === "locked" ? CALM : WORRIED;
+    const pause = state === "ready" || state === "locked" ? READY_PAUSE : DOWN_PAUSE;
     clearTimeout(this.#timer);
     if (document.visibilityState === "visible") this.#timer = setTimeout(() => this.check(), pause);
   }
 
-  /** A request failed: look whether that was more than bad luck. @param {ApiError} error */
+  /** A request failed: check whether the server as a whole has a problem. @param {ApiError} error */
   reportError(error) {
     if (error.status === 401) this.#show("locked");
     else if (error.status === 0 || error.status >= 500) this.check();
   }
 
   /** @param {number} tokens that the conversation takes of the model's window */
-  used(tokens) {
-    byId("context-use").textContent = this.#window ? `${tokens} of ${this.#window} tokens used.` : "";
+  showContextUse(tokens) {
+    const most = this.#windows.get(this.model);
+    byId("context-use").textContent = most ? `${tokens} of ${most} tokens used.` : "";
   }
 
   /** @returns {Promise<string>} */
@@ -71,11 +76,19 @@ export class Status {
 
   async #loadModels() {
     const { data } = await json("v1/models");
-    this.model = data[0].id;
-    this.#window = data[0].max_model_len ?? 0;
-    const name = byId("model-name");
-    name.textContent = this.model;
-    name.title = this.model;
+    this.#windows = new Map(data.map((model) => [model.id, model.max_model_len ?? 0]));
+    const options = [...this.#windows.keys()].map((name) => el("option", { text: name, attributes: { value: name } }));
+    this.#picker.replaceChildren(...options);
+    const kept = local.get("model");
+    this.#pick(kept !== null && this.#windows.has(kept) ? kept : data[0].id);
+  }
+
+  /** @param {string} name */
+  #pick(name) {
+    this.model = name;
+    this.#picker.value = name;
+    this.#picker.title = name;
+    local.set("model", name);
   }
 
   /** @param {string} state */

@@ -2,20 +2,17 @@
 
 const PREFIX = "quire.";
 
-/** @param {Storage} storage @param {string} name */
-function read(storage, name) {
-  try {
-    return storage.getItem(PREFIX + name);
-  } catch {
-    return null;
-  }
-}
-
 /** @param {() => Storage} pick */
 function wrapStorage(pick) {
   return {
     /** @param {string} name @returns {string | null} */
-    get: (name) => read(pick(), name),
+    get(name) {
+      try {
+        return pick().getItem(PREFIX + name);
+      } catch {
+        return null;
+      }
+    },
     /** Returns whether it was kept. @param {string} name @param {string | null} value */
     set(name, value) {
       try {
@@ -29,15 +26,25 @@ function wrapStorage(pick) {
     /** The JSON value under a name; null when there is none or it cannot be read. @param {string} name */
     getJson(name) {
       try {
-        return JSON.parse(read(pick(), name) ?? "null");
+        return JSON.parse(this.get(name) ?? "null");
       } catch {
         return null;
       }
     },
+    /** The names of everything kept. @returns {string[]} */
+    names() {
+      try {
+        return Object.keys(pick()).flatMap((key) => this.nameOf(key) ?? []);
+      } catch {
+        return [];
+      }
+    },
+    /** The name behind a key of the browser's storage; null for a key of another page. @param {string} key */
+    nameOf: (key) => (key.startsWith(PREFIX) ? key.slice(PREFIX.length) : null),
   };
 }
 
-/** Kept on this machine: settings and the conversation. */
+/** Kept on this machine: settings and conversations. */
 export const local = wrapStorage(() => localStorage);
-/** Kept until the tab is closed: keys. */
+/** Kept until the tab is closed: keys, and which conversation is open. */
 export const session = wrapStorage(() => sessionStorage);
