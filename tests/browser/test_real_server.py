@@ -143,7 +143,7 @@ def test_a_schema_shapes_the_answer_and_a_tool_is_called(open_page: Callable[...
     page.locator("text=Insert an example").first.click()
     ask(page, "Paris, the capital of France, as JSON.")
     wait_for_answer(page)
-    assert set(json.loads(page.inner_text(".answer-body"))) == {"city", "population"}
+    assert set(json.loads(page.inner_text(".answer-body pre"))) == {"city", "population"}
     page.select_option("#setting-format", "text")
     page.locator("text=Insert an example").last.click()
     page.select_option("#setting-tool_choice", "required")

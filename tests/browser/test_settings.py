@@ -101,8 +101,10 @@ def test_an_output_format_is_sent_as_the_api_knows_it(
     page.select_option("#setting-format", choice)
     if field is not None:
         page.fill(f"#setting-{field}", value)
+    stub.script.answer = '{"a_b": "*c*", "d_e": 1}'
     sent = sent_after(page, stub)
     assert {name: sent[name] for name in expected} == expected
+    assert page.locator(".answer-body pre").text_content() == stub.script.answer  # such an answer is no Markdown
     expect(page.locator(".chip")).to_have_count(1)
 
 

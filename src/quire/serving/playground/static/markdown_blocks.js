@@ -26,13 +26,17 @@ const MOST_COLUMNS = 64;
 
 /** @param {string} text @returns {Block[]} each with its place in the text, `from` and `to` */
 export function parseBlocks(text) {
-  const lines = [];
-  let at = 0;
-  for (const line of text.split("\n")) {
-    lines.push({ text: line.replace(/\t/g, " "), at });
-    at += line.length + 1;
-  }
+  const lines = splitLines(text).map((line) => ({ text: line.text.replace(/\t/g, " "), at: line.at }));
   return new BlockParser(text, lines, 0).parse();
+}
+
+/** @param {string} text @returns {Line[]} */
+export function splitLines(text) {
+  let at = 0;
+  return text.split("\n").map((line) => {
+    at += line.length + 1;
+    return { text: line, at: at - line.length - 1 };
+  });
 }
 
 class BlockParser {

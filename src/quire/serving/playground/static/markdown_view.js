@@ -2,7 +2,7 @@
 
 import { el } from "./dom.js";
 import { highlight } from "./highlight.js";
-import { parseBlocks } from "./markdown_blocks.js";
+import { parseBlocks, splitLines } from "./markdown_blocks.js";
 import { parseInline } from "./markdown_inline.js";
 
 /** @typedef {import("./markdown_inline.js").InlineNode} InlineNode @typedef {import("./markdown_blocks.js").Block} Block */
@@ -24,14 +24,15 @@ export class MarkdownView {
   /** @type {{source: string, element: HTMLElement}[]} */
   #blocks = [];
 
-  /** @param {HTMLElement} body */
-  constructor(body) {
+  /** @param {HTMLElement} body @param {string | null} [language] of a text that is code as a whole; null: it is Markdown */
+  constructor(body, language = null) {
     this.body = body;
+    this.language = language;
   }
 
   /** @param {string} text the whole text so far @param {PlacedToken[]} [tokens] where probabilities are known, in order */
   update(text, tokens = []) {
-    const blocks = parseBlocks(text);
+    const blocks = this.language === null || text === "" ? parseBlocks(text) : [codeBlock(text, this.language)];
     const renderer = new Renderer(text, tokens);
     blocks.forEach((block, i) => {
       const source = text.slice(block.from, block.to);
@@ -44,6 +45,11 @@ export class MarkdownView {
     });
     for (const { element } of this.#blocks.splice(blocks.length)) element.remove();
   }
+}
+
+/** @param {string} text @param {string} language @returns {Block} */
+function codeBlock(text, language) {
+  return { type: "code", language, lines: splitLines(text), from: 0, to: text.length };
 }
 
 /** Makes elements of blocks, with a span for each token that has a probability. */

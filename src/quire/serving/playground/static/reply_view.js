@@ -42,6 +42,12 @@ export function answerOf(body) {
   return answerOfBody.get(body);
 }
 
+/** What an answer is written in when its format was given: such text is no Markdown. @param {Record<string, any> | null} request */
+function languageOf(request) {
+  if (request?.structured_outputs) return "text";
+  return request?.response_format ? "json" : null;
+}
+
 /** Writes what arrives into the given reply and shows it. */
 export class ReplyView {
   /** @type {{body: HTMLElement, markdown: MarkdownView, aligner: TokenAligner, tokens: PlacedToken[], note: HTMLElement, thoughts: HTMLElement, calls: HTMLElement}[]} */
@@ -70,7 +76,7 @@ export class ReplyView {
     const thoughts = el("details", { class: "thoughts", attributes: { hidden: "" } }, el("summary", { text: "Reasoning" }), el("div", { class: "thought-text" }));
     const calls = el("div", { class: "tool-calls" });
     const aligner = new TokenAligner(answer.text.length);
-    this.#columns.push({ body, markdown: new MarkdownView(body), aligner, tokens: [], note, thoughts, calls });
+    this.#columns.push({ body, markdown: new MarkdownView(body, languageOf(this.reply.request)), aligner, tokens: [], note, thoughts, calls });
     const choice = this.reply.answers.length > 1 ? [this.#choice(index)] : [];
     return el("section", { class: "answer" }, ...choice, thoughts, body, calls, note);
   }

@@ -21,7 +21,7 @@
 const SCHEMA_EXAMPLE = JSON.stringify(
   {
     type: "object",
-    properties: { city: { type: "string", maxLength: 60 }, population: { type: "integer" } },
+    properties: { city: { type: "string", maxLength: 60 }, population: { type: "integer", minimum: 0, maximum: 100_000_000 } },
     required: ["city", "population"],
     additionalProperties: false,
   },
