@@ -82,7 +82,7 @@ def test_the_ledger_says_in_words_where_the_time_went(page: Page, stub: Stub) ->
     expect(ledger).to_contain_text(
         'The prefix cache ended before token 7, " so". From there on the prompt differs from request before.'
     )
-    expect(ledger).to_contain_text("48 computed tokens are owed again")
+    expect(ledger).to_contain_text("It was preempted and lost the blocks of 48 computed tokens. No free blocks.")
     expect(ledger).to_contain_text("It finished with 7 tokens. The model ended it, or a stop text did.")
     expect(ledger.locator(".phase-key li")).to_have_count(6)
     widths = ledger.locator(".phase-bar .phase").evaluate_all("parts => parts.map(p => p.clientWidth)")

@@ -18,10 +18,10 @@ import { el, plural, shortName } from "./dom.js";
 
 const STATES = ["free", "cached", "held", "shared", "swapped"]; // where one cell stands for several blocks, the last counts
 const HELP = {
-  free: "nobody's",
-  cached: "kept for reuse",
-  held: "by one sequence",
-  shared: "by several",
+  free: "held by nobody",
+  cached: "held by nobody, kept for reuse",
+  held: "held by one sequence",
+  shared: "held by several sequences",
   swapped: "in host memory",
 };
 const SIZES = [14, 12, 10, 8, 6, 5, 4, 3]; // of a cell, gap included

@@ -190,7 +190,7 @@ export class Chat extends EventTarget {
     const buttons = SUGGESTIONS.map((text) =>
       el("button", { class: "suggestion", text, attributes: { type: "button" }, on: { click: () => this.#ask(text) } }),
     );
-    const words = "Conversations stay in this browser. Edit any turn to branch from it, and open Engine to watch the cache at work.";
+    const words = "Chats stay in this browser. Edit any message to branch from it. Open Engine to watch the cache at work.";
     return el("div", { class: "welcome" }, el("h2", { text: "What would you like to ask?" }), el("p", { text: words }), el("div", { class: "suggestions" }, ...buttons));
   }
 

@@ -44,7 +44,7 @@ export class Engine {
     this.#decide();
   }
 
-  /** Watches exactly while somebody can see it and a key is there. */
+  /** Watches the block maps while the page is visible and a key is there. */
   #decide() {
     const wanted = document.visibilityState === "visible" && keys.admin !== null;
     for (const each of this.#watched) each.hidden = keys.admin === null;
@@ -67,7 +67,7 @@ export class Engine {
         if (error.name === "AbortError") return;
         if (!(error instanceof ApiError)) throw error;
         if (this.#refused(error)) return;
-        this.#say("The engine tells nothing at the moment. Looking again.");
+        this.#say("No news from the engine. Trying again.");
       }
       await new Promise((resolve) => setTimeout(resolve, PAUSE));
     }
@@ -87,7 +87,7 @@ export class Engine {
     }
   }
 
-  /** Whether the key or the routes are not there, so that looking again is of no use. @param {ApiError} error */
+  /** Whether the key or the routes are missing, so that there is no use in trying again. @param {ApiError} error */
   #refused(error) {
     if (![401, 403, 404].includes(error.status)) return false;
     keys.admin = null;
@@ -96,7 +96,7 @@ export class Engine {
     this.#ask(
       error.status === 404
         ? "This server has no admin routes. Start it with quire serve --admin to see the block map."
-        : "The server did not accept this admin key. Another one:",
+        : "The server did not accept this admin key. Enter another one:",
     );
     return true;
   }

@@ -13,7 +13,7 @@ export function explainError(error) {
     case 0:
       return {
         title: error.message,
-        advice: "Check that the server still runs. The conversation is kept; try again when it is back.",
+        advice: "Check that the server still runs. Your chats are kept; try again when it is back.",
       };
     case 401:
     case 403:

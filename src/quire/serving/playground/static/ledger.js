@@ -45,7 +45,7 @@ function sentence(entry) {
     case "first_token":
       return "The first token came.";
     case "preempted":
-      return `Its blocks were taken; ${plural(entry.amount, "computed token")} ${entry.amount === 1 ? "is" : "are"} owed again.`;
+      return `It was preempted and lost the blocks of ${plural(entry.amount, "computed token")}.`;
     case "finished":
       return `It finished${entry.amount ? ` with ${plural(entry.amount, "token")}` : ""}.`;
     default:

@@ -66,7 +66,7 @@ export class LiveRequestsView {
 
 /** The requests of this page, newest first; each opens to its ledger. */
 export class RecentRequestsView {
-  #empty = el("p", { class: "help", text: "None yet: ask something, or load it." });
+  #empty = el("p", { class: "help", text: "None yet. Ask something, or run the demo load." });
   #list = el("div", { class: "recent-requests" });
   /** @type {Map<import("./request_log.js").RequestRecord, {details: HTMLElement, facts: HTMLElement, filled: boolean}>} */
   #items = new Map();

@@ -9,9 +9,9 @@ const DOWN_PAUSE = 1500;
 
 const NOTICES = {
   loading: "The model is loading. Questions can be sent as soon as this notice goes.",
-  draining: "The server is shutting down: it finishes what it has and takes nothing new. Your conversation is kept.",
-  restarting: "The engine is down and is being restarted. What it was writing is lost; your conversation is kept. This page tries again every other second.",
-  gone: "The server does not answer. Check that quire serve still runs. Your conversation is kept; this page tries again every other second.",
+  draining: "The server is shutting down: it finishes what it has and takes nothing new. Your chats are kept.",
+  restarting: "The engine is down and is being restarted. What it was writing is lost; your chats are kept. This page tries again every other second.",
+  gone: "The server does not answer. Check that quire serve still runs. Your chats are kept; this page tries again every other second.",
 };
 const WORDS = {
   ready: "ready",
@@ -107,7 +107,7 @@ export class Status {
     const input = /** @type {HTMLInputElement} */ (
       el("input", { attributes: { type: "password", id: "api-key", autocomplete: "off", required: "", spellcheck: "false" } })
     );
-    const words = keys.api ? "The server did not accept this key. Another one:" : "This server asks for an API key. It is kept until this tab is closed:";
+    const words = keys.api ? "The server did not accept this key. Enter another one:" : "This server asks for an API key. It is kept until this tab is closed:";
     const form = el(
       "form",
       { class: "key-form" },
