@@ -28,6 +28,10 @@ def sent_after(page: Page, stub: Stub, question: str = "Go") -> dict[str, Any]:
 
 def test_sampling_is_left_to_the_model_until_it_is_set(page: Page, stub: Stub) -> None:
     assert not {"temperature", "top_p", "top_k", "min_p", "seed"} & set(sent_after(page, stub))
+    open_settings(page)
+    expect(page.locator("#setting-temperature")).to_have_attribute("placeholder", "0.25")  # as the server says
+    expect(page.get_by_label("Temperature, slider")).to_have_value("0.25")
+    expect(page.locator("#setting-top_p")).to_have_attribute("placeholder", "default")
 
 
 def test_a_slider_sets_the_number_beside_it_and_the_number_the_slider(page: Page, stub: Stub) -> None:

@@ -143,8 +143,8 @@ class StubHandler(BaseHTTPRequestHandler):
             else:
                 self._json(503, _error("the engine is not up", "server_error", state))
         elif path == "/v1/models" and self._may_enter():
-            models = [{"id": name, "object": "model", "max_model_len": 2048} for name in self.owner.script.models]
-            self._json(200, {"object": "list", "data": models})
+            known = {"object": "model", "max_model_len": 2048, "default_sampling_params": {"temperature": 0.25}}
+            self._json(200, {"object": "list", "data": [{"id": name, **known} for name in self.owner.script.models]})
         elif path == "/v1/capabilities" and self._may_enter():
             sizes = {"num_blocks": self.owner.script.num_blocks, "block_size": BLOCK_SIZE}
             engine = {**sizes, "max_num_seqs": 16, "max_model_len": 2048}

@@ -18,6 +18,7 @@ const settings = new Settings(byId("settings"), [copyButtons()]);
 const chat = new Chat(settings, status, conversations);
 new Sidebar(byId("sidebar"), chat, conversations, () => layout.showChat());
 new Engine(byId("engine"), status);
+status.addEventListener("model", () => settings.showDefaults(status.defaults));
 settings.addEventListener("invalid", () => layout.showSettings());
 
 for (const place of document.querySelectorAll("[data-icon]")) {

@@ -71,6 +71,16 @@ export class Settings extends EventTarget {
     return false;
   }
 
+  /** Shows the values that the server uses for empty fields. @param {Record<string, number>} defaults */
+  showDefaults(defaults) {
+    for (const field of FIELDS) {
+      const input = /** @type {HTMLInputElement} */ (this.#controls.get(field.name));
+      if (!input.placeholder || field.name === "seed") continue;
+      input.placeholder = String(defaults[field.name] ?? "default");
+      input.dispatchEvent(new Event("filled"));
+    }
+  }
+
   /** @param {typeof GROUPS[number]} group @param {Record<string, boolean>} openGroups */
   #group({ title, open, fields }, openGroups) {
     const summary = el("summary", {}, el("h3", { text: title }));
@@ -102,7 +112,7 @@ export class Settings extends EventTarget {
     const attributes = { type: "range", "aria-label": `${field.label}, slider`, ...bounds(field) };
     const slider = /** @type {HTMLInputElement} */ (el("input", { attributes }));
     const show = () => {
-      slider.value = input.value === "" ? String(field.neutral) : input.value;
+      slider.value = input.value || (input.placeholder === "default" ? String(field.neutral) : input.placeholder);
       slider.classList.toggle("unset", input.value === "");
     };
     slider.addEventListener("input", () => {

@@ -22,16 +22,18 @@ const WORDS = {
   locked: "key needed",
 };
 
-export class Status {
+/** Sends "model" when a model is picked. */
+export class Status extends EventTarget {
   /** The model that is picked; undefined, and so not sent, until the server's models are known. @type {string | undefined} */
   model = undefined;
-  /** @type {Map<string, number>} tokens that each model can hold; 0: not known */
-  #windows = new Map();
+  /** @type {Map<string, {max_model_len?: number, default_sampling_params?: Record<string, number>}>} what the server says of each model */
+  #models = new Map();
   #picker = /** @type {HTMLSelectElement} */ (byId("model"));
   #state = "unknown";
   #timer = 0;
 
   constructor() {
+    super();
     this.#picker.addEventListener("change", () => this.#pick(this.#picker.value));
     document.addEventListener("visibilitychange", () => {
       if (document.visibilityState === "visible") this.check();
@@ -57,7 +59,7 @@ export class Status {
 
   /** @param {number} tokens that the conversation takes of the model's window */
   showContextUse(tokens) {
-    const most = this.#windows.get(this.model);
+    const most = this.#models.get(this.model)?.max_model_len;
     byId("context-use").textContent = most ? `${tokens} of ${most} tokens used.` : "";
   }
 
@@ -76,11 +78,11 @@ export class Status {
 
   async #loadModels() {
     const { data } = await json("v1/models");
-    this.#windows = new Map(data.map((model) => [model.id, model.max_model_len ?? 0]));
-    const options = [...this.#windows.keys()].map((name) => el("option", { text: name, attributes: { value: name } }));
+    this.#models = new Map(data.map((model) => [model.id, model]));
+    const options = [...this.#models.keys()].map((name) => el("option", { text: name, attributes: { value: name } }));
     this.#picker.replaceChildren(...options);
     const kept = local.get("model");
-    this.#pick(kept !== null && this.#windows.has(kept) ? kept : data[0].id);
+    this.#pick(kept !== null && this.#models.has(kept) ? kept : data[0].id);
   }
 
   /** @param {string} name */
@@ -89,6 +91,12 @@ export class Status {
     this.#picker.value = name;
     this.#picker.title = name;
     local.set("model", name);
+    this.dispatchEvent(new Event("model"));
+  }
+
+  /** The sampling that the server uses where a request says nothing. @returns {Record<string, number>} */
+  get defaults() {
+    return this.#models.get(this.model)?.default_sampling_params ?? {};
   }
 
   /** @param {string} state */
