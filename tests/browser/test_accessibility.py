@@ -167,6 +167,50 @@ def test_a_menu_is_used_by_keyboard_and_gives_focus_back(page: Page, stub: Stub)
     expect(more).to_have_attribute("aria-expanded", "false")
 
 
+def tab_to(page: Page, name: str) -> None:
+    """Presses Tab until the element of this name has the focus."""
+    for _ in range(80):
+        page.keyboard.press("Tab")
+        focused = page.evaluate(
+            "(({ ariaLabel, textContent, id }) => [ariaLabel, textContent, id])(document.activeElement)"
+        )
+        if name in focused:
+            return
+    raise AssertionError(f"Tab never came to {name}")
+
+
+def test_chats_are_opened_branched_and_renamed_by_keyboard_alone(page: Page, stub: Stub) -> None:
+    tab_to(page, "Skip to the message box")
+    page.keyboard.press("Enter")
+    page.keyboard.type("First")
+    page.keyboard.press("Enter")
+    wait_for_answer(page)
+    page.focus("#thread")
+    tab_to(page, "Edit message")
+    page.keyboard.press("Enter")
+    expect(page.get_by_label("Edit the message")).to_be_focused()
+    page.keyboard.type(" and second")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".version")).to_have_text("2 / 2")
+    wait_for_answer(page)
+    page.focus(".topbar button")
+    tab_to(page, "New chat")
+    page.keyboard.press("Enter")
+    expect(page.locator("#prompt")).to_be_focused()
+    page.focus(".new-chat")
+    tab_to(page, "First and secondToday")
+    page.keyboard.press("Enter")
+    expect(page.locator(".bubble")).to_have_text("First and second")
+    page.focus(".new-chat")
+    tab_to(page, "Options for First and second")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")  # Rename is the first item
+    page.keyboard.type("By hand")
+    page.keyboard.press("Enter")
+    expect(page.locator(".conversation .title")).to_have_text("By hand")
+    expect(page.locator(".conversation")).to_be_focused()
+
+
 def test_everything_a_finger_uses_on_a_phone_is_large_enough(open_page: OpenPage, stub: Stub) -> None:
     page = open_page(f"{stub.url}/#admin={ADMIN_KEY}", **PHONE)
     ask(page, "Tap.")

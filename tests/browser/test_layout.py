@@ -72,6 +72,32 @@ def test_on_a_phone_a_chat_that_is_opened_takes_the_place_of_the_list(open_page:
     expect(page.locator(".question .bubble")).to_have_text("First")
 
 
+def test_a_chat_is_edited_renamed_found_and_deleted_by_touch(open_page: OpenPage, stub: Stub) -> None:
+    page = open_page(f"{stub.url}/", viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
+    page.fill("#prompt", "First")
+    page.tap("#send")
+    wait_for_answer(page)
+    page.tap("role=button[name='Edit message']")
+    page.fill("role=textbox[name='Edit the message']", "First, edited")
+    page.tap(".editor .primary")
+    expect(page.locator(".version")).to_have_text("2 / 2")
+    page.tap("role=button[name='Previous version']")
+    expect(page.locator(".bubble")).to_have_text("First")
+    page.tap(".views [data-view=history]")
+    page.tap("role=button[name='Options for First']")
+    page.tap("role=menuitem[name='Rename']")
+    page.fill("role=textbox[name='New name']", "Renamed")
+    page.press("role=textbox[name='New name']", "Enter")
+    page.fill("#search", "edited")
+    expect(page.locator(".conversation .title")).to_have_text("Renamed")
+    page.tap("role=button[name='Options for Renamed']")
+    page.tap("role=menuitem[name='Delete']")
+    expect(page.locator(".conversation")).to_have_count(0)
+    page.tap("role=button[name='Undo']")
+    page.tap(".views [data-view=history]")
+    expect(page.locator(".conversation .title")).to_have_text("Renamed")
+
+
 def test_panels_collapse_and_stay_as_they_were_left(page: Page, stub: Stub) -> None:
     expect(page.locator(".sidebar")).to_be_visible()
     expect(page.locator(".settings")).to_be_hidden()

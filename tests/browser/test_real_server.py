@@ -88,11 +88,16 @@ def test_the_demo_load_shows_waiting_sharing_preemption_and_swap(
     page.set_default_timeout(PATIENCE)
     legend = page.locator(".block-map-view .legend")
     expect(legend).to_contain_text("held0shared0")
+    open_settings(page)
+    page.fill("#setting-max_tokens", "60")
+    open_engine(page)
+    ask(page, "What does a librarian do all day?")
+    wait_for_answer(page)
     page.click("text=Run demo load")
     count = "Number(document.querySelector('.block-map-view .legend li:nth-child(PLACE) b').textContent)"
     page.wait_for_function(f"() => {count.replace('PLACE', '4')} > 0")
     page.wait_for_function(f"() => {count.replace('PLACE', '5')} > 0")  # swapped
-    page.hover(".block-map", position={"x": 250, "y": 19})
+    page.get_by_role("img", name=re.compile(r"[1-9]\d* preempted")).wait_for()
     keep(page, "playground-blocks")
     expect(page.locator(".load .help")).to_contain_text("Done.", timeout=4 * PATIENCE)
     told = page.locator(".load-summary li").all_inner_texts()

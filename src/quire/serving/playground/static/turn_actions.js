@@ -57,6 +57,7 @@ export function editInPlace(element, { text, label, action, done }) {
   });
   element.replaceWith(form);
   input.focus();
+  input.setSelectionRange(text.length, text.length);
 }
 
 /**
