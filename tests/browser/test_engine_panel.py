@@ -175,7 +175,7 @@ def test_the_summary_of_a_load_tells_waiting_sharing_preemption_and_swap(page: P
     [
         (96, 16, 512, True),
         (2912, 64, 8192, True),
-        (32000, 256, 32768, True),
+        (24000, 256, 32768, True),
         (1000000, 1024, 131072, False),  # more tokens than a load may send
         (8, 2, 64, False),  # all rows together never need more
     ],

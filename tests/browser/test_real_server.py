@@ -98,6 +98,7 @@ def test_the_demo_load_shows_waiting_sharing_preemption_and_swap(
     page.wait_for_function(f"() => {count.replace('PLACE', '4')} > 0")
     page.wait_for_function(f"() => {count.replace('PLACE', '5')} > 0")  # swapped
     page.get_by_role("img", name=re.compile(r"[1-9]\d* preempted")).wait_for()
+    expect(page.locator(".load .help")).to_contain_text(re.compile(r"^[1-9]\d* of 16 answers"), timeout=PATIENCE)
     keep(page, "playground-blocks")
     expect(page.locator(".load .help")).to_contain_text("Done.", timeout=4 * PATIENCE)
     told = page.locator(".load-summary li").all_inner_texts()
