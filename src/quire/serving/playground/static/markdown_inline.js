@@ -91,7 +91,10 @@ class InlineParser {
 
   #newline() {
     const last = this.#out.at(-1);
-    if (last?.type === "text") last.text = last.text.replace(/[ \t]{1,64}$/, "");
+    if (last?.type === "text" && last.text.length === last.length) {
+      last.text = last.text.trimEnd();
+      last.length = last.text.length;
+    }
     this.#out.push({ type: "break" });
     this.#position += 1;
     while (this.text[this.#position] === " ") this.#position += 1;
