@@ -99,6 +99,23 @@ def test_an_answer_cut_at_the_limit_is_continued_by_a_fork_of_its_request(page: 
     assert len(conversation(page)["turns"]) == 2
 
 
+def test_each_of_several_answers_is_continued_from_its_own_place(page: Page, stub: Stub) -> None:
+    open_settings(page)
+    page.fill("#setting-n", "2")
+    stub.script.limit, stub.script.answer = 2, "One two three."
+    ask(page, "Count.")
+    wait_for_answer(page)
+    stub.script.answer = " three four."
+    press(page, "Continue")
+    expect(page.locator(".answer-body").first).to_have_text("One two three four")
+    page.check(".answer >> nth=1 >> input[type=radio]")
+    press(page, "Continue")
+    expect(page.locator(".answer-body").last).to_have_text("One two three four")
+    first, second = stub.forks
+    assert (first["request_id"], first["index"]) == (second["request_id"], 0)
+    assert second["index"] == 1
+
+
 def test_an_answer_whose_request_is_forgotten_is_continued_from_its_text(page: Page, stub: Stub) -> None:
     stub.script.limit, stub.script.answer = 3, "One two three four five six."
     ask(page, "Count.")

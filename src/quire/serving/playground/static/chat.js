@@ -232,6 +232,7 @@ export class Chat extends EventTarget {
 
   /** @param {Reply} reply @param {"curl" | "Python"} kind */
   async #copyOf(reply, kind) {
+    if (!reply.request && !this.settings.reportInvalid()) return;
     const messages = this.conversation.messages(this.settings.system, this.conversation.before(reply));
     await this.#copySnippet(kind, { ...(reply.request ?? this.#body()), messages });
   }
@@ -314,14 +315,16 @@ export class Chat extends EventTarget {
   /** @param {Reply} turn @param {{path: string, body: object}[]} ways @param {{signal: AbortSignal, view: ReplyView, first: number}} options */
   async #stream(turn, [{ path, body }, ...others], { signal, view, first }) {
     const id = requestId("chat");
-    const onChoice = (choice) => view.feed(choice, first);
+    const written = new Set(); // choices of this request
+    const onChoice = (choice) => {
+      written.add(choice.index);
+      view.feed(choice, first);
+    };
     try {
       const record = await complete(path, body, { id, label: "chat", signal, onChoice });
       turn.ledger = record.ledger;
       turn.facts = facts(record);
-      turn.answers.slice(first).forEach((answer, i) => {
-        if (first === 0 || i === 0) answer.source = { requestId: record.serverId ?? id, choice: i };
-      });
+      for (const choice of written) turn.answers[first + choice].source = { requestId: record.serverId ?? id, choice };
       this.status.showContextUse(record.promptTokens + record.tokens);
     } catch (error) {
       if (error.name === "AbortError") {
