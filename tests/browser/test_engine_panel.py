@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from playground_hand import ask, expect
+import pytest
+
+from playground_hand import ask, expect, open_engine
 from playground_stub import ADMIN_KEY, Live, Stub
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ def test_a_tap_on_a_block_names_its_holders(open_page: Callable[..., Page], stub
 def test_the_block_map_is_walked_by_keyboard(admin_page: Page, stub: Stub) -> None:
     hold(stub, "alpha", prompt=32, written=16)
     expect(admin_page.locator(".block-map-view .legend")).to_contain_text("held3")
-    admin_page.focus(".load button")
+    admin_page.focus(".section summary >> nth=0")
     admin_page.keyboard.press("Tab")
     readout = admin_page.locator("#block-readout")
     expect(readout).to_have_text("Block 0, held: alpha (48 tokens)")
@@ -102,30 +104,98 @@ def test_a_live_request_can_be_ended(admin_page: Page, stub: Stub) -> None:
     assert stub.aborted == ["alpha"]
 
 
-def test_load_it_fills_the_cache_and_leaves_room_to_chat(admin_page: Page, stub: Stub) -> None:
+def test_the_demo_load_asks_for_more_than_the_cache_holds_and_leaves_room_to_chat(admin_page: Page, stub: Stub) -> None:
     stub.script.pause, stub.script.answer = 0.1, "word " * 200
-    admin_page.click("text=Load it")
-    legend = admin_page.locator(".engine section >> nth=1 >> .legend")
-    expect(legend).to_contain_text("running10")
+    admin_page.click("text=Run demo load")
+    timelines = admin_page.locator("details.section", has_text="Requests over time").locator(".legend")
+    expect(timelines).to_contain_text("running13")
+    [sent] = stub.completions
+    cache = stub.script.num_blocks * 16
+    tokens = [len(prompt) // 4 + sent["max_tokens"] for prompt in sent["prompt"]]
+    assert sum(tokens) > cache
+    assert max(tokens) <= 2048
+    assert len({prompt[:200] for prompt in sent["prompt"]}) == 1
+    assert len(set(sent["prompt"])) == len(sent["prompt"])
     ask(admin_page, "Still there?")
     expect(admin_page.locator(".reply .answer-body")).to_contain_text("word word")
-    expect(legend).to_contain_text("running11")
+    expect(timelines).to_contain_text("running14")
     admin_page.keyboard.press("Escape")
-    admin_page.click("text=Stop load")
+    admin_page.click("text=Stop demo load")
     expect(admin_page.locator(".load .help")).to_contain_text("Stopped.")
-    expect(legend).to_contain_text("running0")
+    expect(timelines).to_contain_text("running0")
 
 
-def test_load_that_finishes_says_so_and_lists_its_ledgers(page: Page, stub: Stub) -> None:
-    page.click("text=Load it")
-    expect(page.locator(".load .help")).to_contain_text("All 15 answers came.")
-    expect(page.locator(".recent-requests details")).to_have_count(3)
-    page.click(".recent-requests summary >> nth=0")
-    expect(page.locator(".recent-requests .ledger").first).to_be_visible()
+def test_a_demo_load_that_finishes_says_what_its_requests_met(admin_page: Page, stub: Stub) -> None:
+    stub.script.pause = 0.1
+    admin_page.click("text=Run demo load")
+    expect(admin_page.locator(".load .help")).to_contain_text("Done.")
+    met = admin_page.locator(".load-summary")
+    expect(met).to_contain_text("Cache: up to")
+    expect(met).to_contain_text("Waiting: none")
+    expect(met).to_contain_text("Sharing: 78 prompt tokens came from the prefix cache.")
+    expect(met).to_contain_text("Preemption: 13 times.")
+    expect(met).to_contain_text("Swap: none")
+    expect(admin_page.locator(".recent-requests details")).to_have_count(2)
+    admin_page.click(".recent-requests summary >> nth=0")
+    expect(admin_page.locator(".recent-requests .ledger").first).to_be_visible()
+
+
+def test_the_summary_of_a_load_tells_waiting_sharing_preemption_and_swap(page: Page) -> None:
+    entry = {"amount": 0, "note": ""}
+    ledger = [
+        {**entry, "kind": "received", "at_ms": 0, "prompt": 0},
+        {**entry, "kind": "admitted", "at_ms": 10, "prompt": 0},
+        {**entry, "kind": "cached", "at_ms": 10, "amount": 1024, "prompt": 0},
+        {
+            **entry,
+            "kind": "preempted",
+            "at_ms": 90,
+            "note": "no free blocks; swapped 12 blocks, est. 3 ms",
+            "prompt": 0,
+        },
+        {**entry, "kind": "received", "at_ms": 0, "prompt": 1},
+        {**entry, "kind": "admitted", "at_ms": 2500, "prompt": 1},
+        {**entry, "kind": "preempted", "at_ms": 2600, "note": "no free blocks; recompute est. 4 ms", "prompt": 1},
+    ]
+    told = page.evaluate(
+        """async ([ledger, peak]) => (await import("/playground/load_summary.js")).summary([{ ledger }], peak)""",
+        [ledger, {"used": 0.994, "shared": 7, "waiting": 3, "swapped": 12}],
+    )
+    assert told == [
+        "Cache: up to 99 % of the blocks were held.",
+        "Waiting: 1 request waited for blocks or rows, the longest 2.50 s.",
+        "Sharing: 1,024 prompt tokens came from the prefix cache. At most 7 blocks had several holders.",
+        "Preemption: 2 times.",
+        "Swap: 1 preempted request moved to host memory and back.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_num_seqs", "max_model_len", "fills"),
+    [
+        (96, 16, 512, True),
+        (2912, 64, 8192, True),
+        (24000, 256, 32768, True),
+        (1000000, 1024, 131072, False),  # more tokens than a load may send
+        (8, 2, 64, False),  # all rows together never need more
+    ],
+)
+def test_the_demo_load_fits_the_limits_of_a_server(
+    page: Page, num_blocks: int, max_num_seqs: int, max_model_len: int, fills: bool
+) -> None:
+    sizes = {"num_blocks": num_blocks, "block_size": 16, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+    plan = page.evaluate(
+        """async (sizes) => (await import("/playground/demo_load.js")).planLoad(sizes, { prompts: 256 })""", sizes
+    )
+    assert plan["prompts"] <= 256
+    assert 0 < plan["promptTokens"] + plan["answerTokens"] <= max_model_len
+    assert plan["prompts"] * plan["promptTokens"] <= 600_000
+    assert plan["fills"] == fills
 
 
 def test_plots_show_the_speed_of_the_page_without_a_key_and_of_the_server_with_one(page: Page, stub: Stub) -> None:
     stub.script.pause, stub.script.answer = 0.05, "word " * 200
+    open_engine(page)
     ask(page, "Go.")
     rate = page.locator(".plots figure").first
     expect(rate.locator(".scope")).to_have_text("this page")
@@ -137,6 +207,7 @@ def test_plots_show_the_speed_of_the_page_without_a_key_and_of_the_server_with_o
 
 
 def test_without_a_key_the_panel_says_how_to_get_one(page: Page, stub: Stub) -> None:
+    open_engine(page)
     expect(page.locator(".gate")).to_contain_text("quire serve --admin")
     expect(page.locator(".block-map")).to_be_hidden()
     page.fill("#admin-key", "wrong")

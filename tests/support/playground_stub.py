@@ -48,6 +48,10 @@ class Script:
     hang_up_after: int | None = None  # the connection is closed after so many tokens
     state: str = "ok"  # or what /ready says instead: loading, restarting, draining
     api_key: str | None = None
+    tool_calls: tuple[tuple[str, str], ...] = ()  # name and arguments of the calls that a chat answer makes
+    models: tuple[str, ...] = (MODEL,)
+    is_forkable: bool = True  # whether /v1/fork knows the requests of before
+    limit: int | None = None  # an answer is cut after so many tokens, whatever max_tokens says
     num_blocks: int = 256
     cached: tuple[int, ...] = ()
     swapped: int = 0
@@ -59,6 +63,8 @@ class Stub:
     def __init__(self) -> None:
         self.script = Script()
         self.chats: list[dict[str, Any]] = []
+        self.completions: list[dict[str, Any]] = []
+        self.forks: list[dict[str, Any]] = []
         self.aborted: list[str] = []
         self.hung_up: list[str] = []
         self.live: dict[str, Live] = {}
@@ -137,19 +143,33 @@ class StubHandler(BaseHTTPRequestHandler):
             else:
                 self._json(503, _error("the engine is not up", "server_error", state))
         elif path == "/v1/models" and self._may_enter():
-            self._json(200, {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 2048}]})
+            known = {"object": "model", "max_model_len": 2048, "default_sampling_params": {"temperature": 0.25}}
+            self._json(200, {"object": "list", "data": [{"id": name, **known} for name in self.owner.script.models]})
+        elif path == "/v1/capabilities" and self._may_enter():
+            sizes = {"num_blocks": self.owner.script.num_blocks, "block_size": BLOCK_SIZE}
+            engine = {**sizes, "max_num_seqs": 16, "max_model_len": 2048}
+            self._json(200, {"engine": engine, "limits": {"prompts": 256}})
         elif path == "/admin/blocks" and self._is_admin():
             self._blocks()
-        elif not self.wfile.closed and path not in ("/v1/models", "/admin/blocks"):
+        elif not self.wfile.closed and path not in ("/v1/models", "/v1/capabilities", "/admin/blocks"):
             self._json(404, _error("there is no such path", "not_found_error"))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.path == "/v1/chat/completions" and self._may_enter():
             self.owner.chats.append(body)
-            self._complete(body, [" ".join(message["content"] for message in body["messages"])])
+            self._complete(body, [" ".join(message["content"] or "" for message in body["messages"])])
         elif self.path == "/v1/completions" and self._may_enter():
+            self.owner.completions.append(body)
             self._complete(body, body["prompt"])
+        elif self.path == "/v1/fork" and self._may_enter():
+            self.owner.forks.append(body)
+            if self.owner.script.is_forkable:
+                self._complete(body, [""])
+            else:
+                self._json(404, _error("request_id: no request of yours is called so", "not_found_error"))
+        elif self.path == "/tokenize" and self._may_enter():
+            self._json(200, {"count": len(body["prompt"]) // 4, "max_model_len": 2048})
         elif self.path == "/admin/abort" and self._is_admin():
             self.owner.aborted.append(body["request_id"])
             if request := self.owner.live.get(body["request_id"]):
@@ -183,13 +203,16 @@ class StubHandler(BaseHTTPRequestHandler):
             status, message, headers = script.refuse
             self._json(status, _error(message, "refused"), headers)
             return
-        name, samples = body["request_id"], body.get("n", 1)
+        name, samples = self.headers["x-request-id"] or f"stub-{len(self.owner.chats)}", body.get("n", 1)
         names = [name] if len(prompts) == 1 else [f"{name}.{i}" for i in range(len(prompts))]
         lives = [Live(each, len(text.split()) * 2 + 10, samples) for each, text in zip(names, prompts, strict=True)]
         with self.owner.lock:
             self.owner.live |= {live.request_id: live for live in lives}
-        self._start_events()
         try:
+            if not body.get("stream"):
+                self._json(200, {"choices": [{"index": 0, "message": {"role": "assistant", "content": script.answer}}]})
+                return
+            self._start_events()
             self._stream(body, lives)
         except (BrokenPipeError, ConnectionResetError):
             self.owner.hung_up.append(name)
@@ -200,9 +223,14 @@ class StubHandler(BaseHTTPRequestHandler):
 
     def _stream(self, body: dict[str, Any], lives: list[Live]) -> None:
         script, tokens = self.owner.script, split(self.owner.script.answer)
-        finish = "stop" if len(tokens) <= body["max_tokens"] else "length"
+        limit = min(body["max_tokens"], script.limit or body["max_tokens"])
+        finish = "stop" if len(tokens) <= limit else "length"
+        is_chat = "messages" in body
+        if is_chat and script.tool_calls:
+            tokens, finish = [], "tool_calls"
+            self._tool_calls(script.tool_calls)
         choices = [(live, sample) for live in lives for sample in range(live.samples)]
-        for position, token in enumerate(tokens[: body["max_tokens"]]):
+        for position, token in enumerate(tokens[:limit]):
             if script.hang_up_after == position:
                 return
             if script.break_after == position or any(live.ended.is_set() for live in lives):
@@ -212,13 +240,23 @@ class StubHandler(BaseHTTPRequestHandler):
                 live.written += 1
                 self.owner.output_tokens += live.samples
             for index in range(len(choices)):
-                self._event({"choices": [choice(body, index, token, position)], "usage": usage(lives)})
+                piece = choice(body, index, token, position)
+                self._event({"id": f"id-{lives[0].request_id}", "choices": [piece], "usage": usage(lives)})
             time.sleep(script.pause)
         else:
             for index in range(len(choices)):
-                self._event({"choices": [{"index": index, "delta": {}, "finish_reason": finish}]})
+                last = {"delta": {}} if is_chat else {"text": ""}
+                self._event({"choices": [{"index": index, "finish_reason": finish, **last}]})
             self._event({"choices": [], "usage": usage(lives), "quire": {"ledger": ledger(lives)}})
         self.wfile.write(b"data: [DONE]\n\n")
+
+    def _tool_calls(self, calls: tuple[tuple[str, str], ...]) -> None:
+        """Streams each call in two pieces, as a server does that sends arguments as they come."""
+        for i, (name, arguments) in enumerate(calls):
+            first = {"index": i, "id": f"call-{i}", "type": "function", "function": {"name": name, "arguments": ""}}
+            rest = {"index": i, "function": {"arguments": arguments}}
+            for piece in (first, rest):
+                self._event({"choices": [{"index": 0, "delta": {"tool_calls": [piece]}, "finish_reason": None}]})
 
     def _blocks(self) -> None:
         self._start_events()
@@ -257,9 +295,12 @@ def split(text: str) -> list[str]:
 
 
 def choice(body: dict[str, Any], index: int, token: str, position: int) -> dict[str, Any]:
-    if "prompt" in body:
-        return {"index": index, "text": token, "finish_reason": None}
     asked = body.get("logprobs")
+    if "messages" not in body:
+        entry = logprobs(token, position)
+        top = {each["token"]: each["logprob"] for each in entry["top_logprobs"]}
+        given = {"tokens": [token], "token_logprobs": [entry["logprob"]], "top_logprobs": [top]}
+        return {"index": index, "text": token, "finish_reason": None, "logprobs": given if asked else None}
     entries = {"logprobs": {"content": [logprobs(token, position + 5 * index)]}} if asked else {}
     return {"index": index, "delta": {"content": token}, "finish_reason": None, **entries}
 

@@ -86,13 +86,13 @@ def test_a_prompt_that_nobody_sent_is_shown_as_not_cached(page: Path) -> None:
     assert "Nothing more" in missed(page, 9, "unused", reason="not_cached", token_index=8)
 
 
-def test_the_time_after_a_miss_counts_as_reading_the_prompt(page: Path) -> None:
+def test_the_time_after_a_miss_counts_as_prefill(page: Path) -> None:
     kinds = [("received", 0), ("queued", 1), ("admitted", 2), ("missed", 3), ("chunk", 5), ("first_token", 7)]
     entries = [{"kind": kind, "at_ms": float(at), "amount": 1, "note": ""} for kind, at in kinds]
     entries.append({"kind": "finished", "at_ms": 12.0, "amount": 4, "note": "length"})
     assert shown(page, entries)["phases"] == [
         "before the engine 1 ms",
         "waiting 1 ms",
-        "reading the prompt 5 ms",
-        "writing 5 ms",
+        "prefill 5 ms",
+        "decoding 5 ms",
     ]

@@ -1,8 +1,9 @@
 // The one place that talks to the server: same origin, keys as bearer tokens, errors as ApiError.
 
-import { session } from "./store.js";
+import { session } from "./storage.js";
 
-const BASE = new URL("..", import.meta.url); // this file lies one folder below the server's root
+/** The server's root: this file lies one folder below it. */
+export const BASE = new URL("..", import.meta.url);
 
 /** A refusal of the server, or no answer at all (`status` 0). */
 export class ApiError extends Error {
@@ -34,12 +35,13 @@ export const keys = {
   },
 };
 
-/** Keeps the key of `#admin=KEY` for this tab and takes it out of the address. */
+/** Keeps the key of `#admin=KEY` for this tab and takes it out of the address. Returns whether there was one. */
 export function takeKeyFromAddress() {
   const given = new URLSearchParams(location.hash.slice(1)).get("admin");
-  if (given === null) return;
+  if (given === null) return false;
   keys.admin = given;
   history.replaceState(null, "", location.pathname + location.search);
+  return true;
 }
 
 /** @param {Response} response @returns {Promise<ApiError>} */

@@ -1,6 +1,6 @@
 // The block map: one cell per block of the paged cache, coloured by what becomes of it.
 
-import { colour, fresh, keepDrawn } from "./canvas.js";
+import { colour, clearCanvas, redrawOnChange } from "./canvas.js";
 import { el, plural, shortName } from "./dom.js";
 
 /**
@@ -18,10 +18,10 @@ import { el, plural, shortName } from "./dom.js";
 
 const STATES = ["free", "cached", "held", "shared", "swapped"]; // where one cell stands for several blocks, the last counts
 const HELP = {
-  free: "nobody's",
-  cached: "kept for reuse",
-  held: "by one sequence",
-  shared: "by several",
+  free: "held by nobody",
+  cached: "held by nobody, kept for reuse",
+  held: "held by one sequence",
+  shared: "held by several sequences",
   swapped: "in host memory",
 };
 const SIZES = [14, 12, 10, 8, 6, 5, 4, 3]; // of a cell, gap included
@@ -47,7 +47,7 @@ export class BlockMapView {
 
   constructor() {
     this.element = el("div", { class: "block-map-view" }, this.#canvas, this.#legend, this.#readout);
-    keepDrawn(this.#canvas, () => this.#layOut());
+    redrawOnChange(this.#canvas, () => this.#layOut());
     this.#canvas.addEventListener("pointermove", (event) => this.#point(this.#cellAt(event.offsetX, event.offsetY)));
     this.#canvas.addEventListener("pointerdown", (event) => this.#point(this.#cellAt(event.offsetX, event.offsetY)));
     this.#canvas.addEventListener("pointerleave", (event) => {
@@ -121,7 +121,7 @@ export class BlockMapView {
   }
 
   #draw() {
-    const { context } = fresh(this.#canvas);
+    const { context } = clearCanvas(this.#canvas);
     const { cells } = this.#grid;
     const lit = this.#litBlocks();
     for (let cell = 0; cell < cells; cell++) this.#drawCell(context, cell, lit);

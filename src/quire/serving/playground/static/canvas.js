@@ -1,14 +1,14 @@
 // What the three drawings share: sharp pixels, the theme's colours, and a redraw when either changes.
 
 /**
- * @typedef {object} Surface
+ * @typedef {object} Canvas2d
  * @property {CanvasRenderingContext2D} context scaled so that units are CSS pixels
  * @property {number} width
  * @property {number} height
  */
 
-/** Clears the canvas at its present size. @param {HTMLCanvasElement} canvas @returns {Surface} */
-export function fresh(canvas) {
+/** Clears the canvas at its present size. @param {HTMLCanvasElement} canvas @returns {Canvas2d} */
+export function clearCanvas(canvas) {
   const ratio = devicePixelRatio || 1;
   const width = canvas.clientWidth;
   const height = canvas.clientHeight;
@@ -35,13 +35,13 @@ export function colour(name) {
 }
 
 /** Calls `draw` whenever the canvas changes size or the theme changes. @param {HTMLCanvasElement} canvas @param {() => void} draw */
-export function keepDrawn(canvas, draw) {
+export function redrawOnChange(canvas, draw) {
   new ResizeObserver(() => draw()).observe(canvas);
   addEventListener("themechange", () => draw());
 }
 
 /** @param {CanvasRenderingContext2D} context @param {number} [size] */
-export function lettering(context, size = 11) {
+export function setFont(context, size = 11) {
   context.font = `${size}px ${getComputedStyle(document.body).fontFamily}`;
   context.fillStyle = colour("soft");
 }

@@ -11,7 +11,7 @@
 /**
  * @param {string} tag
  * @param {ElementOptions} [options]
- * @param {...(Node | string)} children
+ * @param {...(Node | string | (Node | string)[])} children a long list goes in as one array: arguments are limited
  * @returns {HTMLElement}
  */
 export function el(tag, options = {}, ...children) {
@@ -20,7 +20,7 @@ export function el(tag, options = {}, ...children) {
   if (options.text !== undefined) element.textContent = options.text;
   for (const [name, value] of Object.entries(options.attributes ?? {})) element.setAttribute(name, value);
   for (const [name, handler] of Object.entries(options.on ?? {})) element.addEventListener(name, handler);
-  element.append(...children);
+  for (const child of children.flat()) element.append(child);
   return element;
 }
 

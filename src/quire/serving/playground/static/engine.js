@@ -3,10 +3,11 @@
 import { ApiError, call, keys } from "./api.js";
 import { BlockMapView } from "./blocks.js";
 import { el } from "./dom.js";
-import { LoadView } from "./load.js";
+import { DemoLoadView } from "./demo_load.js";
 import { PlotsView } from "./plots.js";
 import { LiveRequestsView, RecentRequestsView } from "./requests.js";
-import { events } from "./stream.js";
+import { events } from "./sse.js";
+import { local } from "./storage.js";
 import { TimelinesView } from "./timelines.js";
 
 const PAUSE = 1500; // milliseconds before a broken stream is opened again
@@ -16,6 +17,7 @@ export class Engine {
   #timelines = new TimelinesView();
   #plots = new PlotsView();
   #live = new LiveRequestsView();
+  #load;
   #gate = el("div", { class: "gate" });
   #watched = [
     section("Block map", this.#blocks.element),
@@ -28,8 +30,9 @@ export class Engine {
   /** @param {HTMLElement} panel @param {import("./status.js").Status} status */
   constructor(panel, status) {
     const [blocks, timelines, live] = this.#watched;
+    this.#load = new DemoLoadView(status);
     panel.append(
-      new LoadView(status).element,
+      this.#load.element,
       this.#gate,
       blocks,
       timelines,
@@ -41,7 +44,7 @@ export class Engine {
     this.#decide();
   }
 
-  /** Watches exactly while somebody can see it and a key is there. */
+  /** Watches the block maps while the page is visible and a key is there. */
   #decide() {
     const wanted = document.visibilityState === "visible" && keys.admin !== null;
     for (const each of this.#watched) each.hidden = keys.admin === null;
@@ -64,7 +67,7 @@ export class Engine {
         if (error.name === "AbortError") return;
         if (!(error instanceof ApiError)) throw error;
         if (this.#refused(error)) return;
-        this.#say("The engine tells nothing at the moment. Looking again.");
+        this.#say("No news from the engine. Trying again.");
       }
       await new Promise((resolve) => setTimeout(resolve, PAUSE));
     }
@@ -80,11 +83,11 @@ export class Engine {
         continue;
       }
       this.#gate.replaceChildren();
-      for (const view of [this.#blocks, this.#timelines, this.#plots, this.#live]) view.show(map);
+      for (const view of [this.#blocks, this.#timelines, this.#plots, this.#live, this.#load]) view.show(map);
     }
   }
 
-  /** Whether the key or the routes are not there, so that looking again is of no use. @param {ApiError} error */
+  /** Whether the key or the routes are missing, so that there is no use in trying again. @param {ApiError} error */
   #refused(error) {
     if (![401, 403, 404].includes(error.status)) return false;
     keys.admin = null;
@@ -93,7 +96,7 @@ export class Engine {
     this.#ask(
       error.status === 404
         ? "This server has no admin routes. Start it with quire serve --admin to see the block map."
-        : "The server did not accept this admin key. Another one:",
+        : "The server did not accept this admin key. Enter another one:",
     );
     return true;
   }
@@ -124,7 +127,11 @@ export class Engine {
   }
 }
 
-/** @param {string} title @param {HTMLElement} content */
+/** A part of the panel that collapses. @param {string} title @param {HTMLElement} content */
 function section(title, content) {
-  return el("section", {}, el("h2", { text: title }), content);
+  const kept = local.getJson("sections") ?? {};
+  const details = /** @type {HTMLDetailsElement} */ (el("details", { class: "section" }, el("summary", {}, el("h2", { text: title })), content));
+  details.open = kept[title] ?? true;
+  details.addEventListener("toggle", () => local.set("sections", JSON.stringify({ ...local.getJson("sections"), [title]: details.open })));
+  return details;
 }

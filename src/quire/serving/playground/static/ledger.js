@@ -1,8 +1,9 @@
 // The ledger of a request: where its time went, as a bar of phases and as sentences.
 
 import { duration, el, plural, shortName } from "./dom.js";
+import { byPrompt } from "./request_log.js";
 
-/** @typedef {import("./journal.js").LedgerEntry} LedgerEntry */
+/** @typedef {import("./request_log.js").LedgerEntry} LedgerEntry */
 
 /** What a request is in after each kind of entry. */
 const PHASE_AFTER = {
@@ -19,8 +20,8 @@ const PHASE_AFTER = {
 const PHASE_WORDS = {
   arriving: "before the engine",
   waiting: "waiting",
-  prompt: "reading the prompt",
-  writing: "writing",
+  prompt: "prefill",
+  writing: "decoding",
   preempted: "preempted",
 };
 
@@ -44,7 +45,7 @@ function sentence(entry) {
     case "first_token":
       return "The first token came.";
     case "preempted":
-      return `Its blocks were taken; ${plural(entry.amount, "computed token")} ${entry.amount === 1 ? "is" : "are"} owed again.`;
+      return `It was preempted and lost the blocks of ${plural(entry.amount, "computed token")}.`;
     case "finished":
       return `It finished${entry.amount ? ` with ${plural(entry.amount, "token")}` : ""}.`;
     default:
@@ -69,17 +70,6 @@ function phases(entries) {
     else found.push({ phase, milliseconds });
   }
   return found;
-}
-
-/** The entries of each prompt: a list of prompts is one request to its sender and several to the engine. @param {LedgerEntry[]} entries */
-function byPrompt(entries) {
-  const groups = new Map();
-  for (const entry of entries) {
-    const key = entry.prompt ?? 0;
-    if (groups.has(key)) groups.get(key).push(entry);
-    else groups.set(key, [entry]);
-  }
-  return [...groups.values()];
 }
 
 /** @param {LedgerEntry[]} entries @returns {HTMLElement} */
@@ -128,7 +118,7 @@ function tokenOf({ miss }) {
   return miss?.token === undefined ? "" : `, ${JSON.stringify(miss.token)}`;
 }
 
-/** Why the prefix cache has no more of a prompt. @param {import("./journal.js").PrefixMiss} miss */
+/** Why the prefix cache has no more of a prompt. @param {import("./request_log.js").PrefixMiss} miss */
 function whyMissed(miss) {
   switch (miss.reason) {
     case "differs":

@@ -1,8 +1,8 @@
 // Tokens per second as a line, time to first token as points: the last minute of each.
 
-import { colour, fresh, keepDrawn, lettering } from "./canvas.js";
+import { colour, clearCanvas, redrawOnChange, setFont } from "./canvas.js";
 import { duration, el, rate } from "./dom.js";
-import { journal } from "./journal.js";
+import { requestLog } from "./request_log.js";
 
 const WINDOW = 60_000; // milliseconds
 const TICK = 500;
@@ -20,8 +20,8 @@ export class PlotsView {
 
   constructor() {
     this.element = el("div", { class: "plots" }, this.#rate.element, this.#first.element);
-    keepDrawn(this.#rate.canvas, () => this.#drawRate());
-    keepDrawn(this.#first.canvas, () => this.#drawFirst());
+    redrawOnChange(this.#rate.canvas, () => this.#drawRate());
+    redrawOnChange(this.#first.canvas, () => this.#drawFirst());
     setInterval(() => this.#tick(), TICK);
   }
 
@@ -34,7 +34,7 @@ export class PlotsView {
   #tick() {
     const now = performance.now();
     const server = this.#server !== null && now - this.#server.at < STALE;
-    const tokens = server ? this.#server.tokens : journal.totalTokens;
+    const tokens = server ? this.#server.tokens : requestLog.totalTokens;
     const at = server ? this.#server.at : now;
     const seconds = (at - this.#previous.at) / 1000;
     if (server === this.#previous.server && seconds > 0 && tokens >= this.#previous.tokens) {
@@ -50,7 +50,7 @@ export class PlotsView {
 
   #drawRate() {
     const samples = smooth(this.#rates);
-    const { context, width, height } = fresh(this.#rate.canvas);
+    const { context, width, height } = clearCanvas(this.#rate.canvas);
     const latest = samples.at(-1)?.value ?? 0;
     this.#rate.now.textContent = rate(latest);
     const most = niceCeiling(Math.max(...samples.map((sample) => sample.value), 10));
@@ -75,10 +75,10 @@ export class PlotsView {
 
   #drawFirst() {
     const now = performance.now();
-    const points = journal.journeys
-      .filter((journey) => journey.firstTokenAt !== null && journey.firstTokenAt > now - WINDOW)
-      .map((journey) => ({ at: journey.firstTokenAt, value: journey.firstTokenAt - journey.startedAt }));
-    const { context, width, height } = fresh(this.#first.canvas);
+    const points = requestLog.records
+      .filter((record) => record.firstTokenAt !== null && record.firstTokenAt > now - WINDOW)
+      .map((record) => ({ at: record.firstTokenAt, value: record.firstTokenAt - record.startedAt }));
+    const { context, width, height } = clearCanvas(this.#first.canvas);
     this.#first.now.textContent = points.length ? duration(points[0].value) : "–";
     const most = niceCeiling(Math.max(...points.map((point) => point.value), 100));
     frame(context, width, height, duration(most));
@@ -112,7 +112,7 @@ function frame(context, width, height, most) {
     context.lineTo(width, Math.round(y) - 0.5);
   }
   context.stroke();
-  lettering(context, 10);
+  setFont(context, 10);
   context.textBaseline = "bottom";
   context.textAlign = "right";
   context.fillText(most, width, TOP - 1);

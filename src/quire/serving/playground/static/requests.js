@@ -2,9 +2,9 @@
 
 import { ApiError, call } from "./api.js";
 import { duration, el, plural, rate, shortName } from "./dom.js";
-import { journal, speed } from "./journal.js";
+import { requestLog, speed } from "./request_log.js";
 import { ledgerView } from "./ledger.js";
-import { trouble } from "./words.js";
+import { explainError } from "./errors.js";
 
 const MOST_SHOWN = 12;
 const OUTCOMES = { running: "running", finished: "finished", stopped: "stopped", failed: "no answer" };
@@ -59,58 +59,58 @@ export class LiveRequestsView {
       this.#words.textContent = `${shortName(id)} was ended.`;
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      this.#words.textContent = `${shortName(id)} was not ended. ${trouble(error).advice}`;
+      this.#words.textContent = `${shortName(id)} was not ended. ${explainError(error).advice}`;
     }
   }
 }
 
 /** The requests of this page, newest first; each opens to its ledger. */
 export class RecentRequestsView {
-  #empty = el("p", { class: "help", text: "None yet: ask something, or load it." });
+  #empty = el("p", { class: "help", text: "None yet. Ask something, or run the demo load." });
   #list = el("div", { class: "recent-requests" });
-  /** @type {Map<import("./journal.js").Journey, {details: HTMLElement, facts: HTMLElement, filled: boolean}>} */
+  /** @type {Map<import("./request_log.js").RequestRecord, {details: HTMLElement, facts: HTMLElement, filled: boolean}>} */
   #items = new Map();
 
   constructor() {
     this.element = el("div", {}, this.#empty, this.#list);
-    journal.addEventListener("change", () => this.#update());
+    requestLog.addEventListener("change", () => this.#update());
   }
 
   #update() {
-    const shown = journal.journeys.slice(0, MOST_SHOWN);
+    const shown = requestLog.records.slice(0, MOST_SHOWN);
     this.#empty.hidden = shown.length > 0;
-    for (const [journey, { details }] of this.#items) {
-      if (shown.includes(journey)) continue;
+    for (const [record, { details }] of this.#items) {
+      if (shown.includes(record)) continue;
       details.remove();
-      this.#items.delete(journey);
+      this.#items.delete(record);
     }
-    for (const journey of [...shown].reverse()) this.#show(journey);
+    for (const record of [...shown].reverse()) this.#show(record);
   }
 
-  /** @param {import("./journal.js").Journey} journey */
-  #show(journey) {
-    let item = this.#items.get(journey);
+  /** @param {import("./request_log.js").RequestRecord} record */
+  #show(record) {
+    let item = this.#items.get(record);
     if (!item) {
       const facts = el("span", { class: "facts" });
-      const summary = el("summary", {}, el("code", { text: journey.id }), facts);
+      const summary = el("summary", {}, el("code", { text: record.id }), facts);
       const details = el("details", {}, summary);
-      details.append(el("p", { class: "help", text: journey.label }));
+      details.append(el("p", { class: "help", text: record.label }));
       item = { details, facts, filled: false };
-      this.#items.set(journey, item);
+      this.#items.set(record, item);
       this.#list.prepend(details);
     }
-    item.facts.textContent = facts(journey);
-    if (!item.filled && journey.ledger.length > 0) {
-      item.details.append(ledgerView(journey.ledger));
+    item.facts.textContent = facts(record);
+    if (!item.filled && record.ledger.length > 0) {
+      item.details.append(ledgerView(record.ledger));
       item.filled = true;
     }
   }
 }
 
-/** @param {import("./journal.js").Journey} journey */
-function facts(journey) {
-  const perSecond = speed(journey);
-  const first = journey.firstTokenAt === null ? [] : [`first ${duration(journey.firstTokenAt - journey.startedAt)}`];
+/** @param {import("./request_log.js").RequestRecord} record */
+function facts(record) {
+  const perSecond = speed(record);
+  const first = record.firstTokenAt === null ? [] : [`first ${duration(record.firstTokenAt - record.startedAt)}`];
   const pace = perSecond === null ? [] : [`${rate(perSecond)} tokens/s`];
-  return [OUTCOMES[journey.outcome], ...first, ...pace].join(" · ");
+  return [OUTCOMES[record.outcome], ...first, ...pace].join(" · ");
 }

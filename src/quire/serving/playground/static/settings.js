@@ -1,173 +1,177 @@
-// System prompt and sampling controls: one table drives the form, what is kept and what is sent.
+// The settings panel: a form made from the table of fields.
 
 import { el } from "./dom.js";
-import { local } from "./store.js";
+import { PresetsView } from "./presets.js";
+import { FIELDS, FORMAT_FIELDS, GROUPS, parameters, problemWith } from "./settings_fields.js";
+import { local } from "./storage.js";
 
-/**
- * A control. `sentUnless` is the value that means "leave it to the server": it is not sent.
- * @typedef {object} Field
- * @property {string} name the parameter's name in the API
- * @property {string} label
- * @property {string} help
- * @property {"slider" | "number" | "text" | "lines" | "switch"} kind
- * @property {number} [min]
- * @property {number} [max]
- * @property {number} [step]
- * @property {any} initial
- * @property {any} [sentUnless]
- */
+/** @typedef {import("./settings_fields.js").Field} Field @typedef {HTMLInputElement | HTMLTextAreaElement | HTMLSelectElement} Control */
 
-/** @type {[string, Field[]][]} */
-const GROUPS = [
-  ["System prompt", [{ name: "system", label: "System prompt", help: "", kind: "text", initial: "" }]],
-  [
-    "Sampling",
-    [
-      { name: "temperature", label: "Temperature", help: "0 always takes the likeliest token.", kind: "slider", min: 0, max: 2, step: 0.05, initial: 0.7 },
-      { name: "top_p", label: "Top p", help: "Keep the likeliest tokens up to this share.", kind: "slider", min: 0.01, max: 1, step: 0.01, initial: 1, sentUnless: 1 },
-      { name: "min_p", label: "Min p", help: "Drop tokens below this share of the likeliest.", kind: "slider", min: 0, max: 1, step: 0.01, initial: 0, sentUnless: 0 },
-      { name: "top_k", label: "Top k", help: "Keep this many tokens; 0 keeps all.", kind: "number", min: 0, max: 100_000, step: 1, initial: 0, sentUnless: 0 },
-    ],
-  ],
-  [
-    "Answers",
-    [
-      { name: "max_tokens", label: "Most tokens", help: "", kind: "number", min: 1, max: 1_000_000, step: 1, initial: 256 },
-      { name: "n", label: "Side by side", help: "Answers to each question, 1 to 8.", kind: "number", min: 1, max: 8, step: 1, initial: 1 },
-      { name: "seed", label: "Seed", help: "Empty: a new one each time.", kind: "number", min: 0, max: Number.MAX_SAFE_INTEGER, step: 1, initial: "", sentUnless: "" },
-      { name: "stop", label: "Stop at", help: "One text per line.", kind: "lines", initial: "", sentUnless: "" },
-    ],
-  ],
-  [
-    "Penalties",
-    [
-      { name: "presence_penalty", label: "Presence", help: "", kind: "number", min: -2, max: 2, step: 0.1, initial: 0, sentUnless: 0 },
-      { name: "frequency_penalty", label: "Frequency", help: "", kind: "number", min: -2, max: 2, step: 0.1, initial: 0, sentUnless: 0 },
-      { name: "repetition_penalty", label: "Repetition", help: "", kind: "number", min: 0.1, max: 2, step: 0.05, initial: 1, sentUnless: 1 },
-    ],
-  ],
-  [
-    "Probabilities",
-    [
-      { name: "logprobs", label: "Ask for token probabilities", help: "", kind: "switch", initial: true },
-      { name: "tint", label: "Tint unlikely tokens", help: "", kind: "switch", initial: true },
-    ],
-  ],
-];
-
-const FIELDS = GROUPS.flatMap(([, fields]) => fields);
-const NOT_SENT_AS_THEY_ARE = new Set(["system", "n", "logprobs", "tint"]);
-const TOP_LOGPROBS = 5;
-
-export class Settings {
-  /** @type {Map<string, HTMLInputElement>} */
-  #inputs = new Map();
+/** Sends "change" when a value changes, and "invalid" when a field must be corrected before anything can be sent. */
+export class Settings extends EventTarget {
+  /** @type {Map<string, Control>} */
+  #controls = new Map();
   #form = el("form", { class: "settings-form", attributes: { autocomplete: "off", novalidate: "" } });
+  #presets = new PresetsView({ values: () => this.values(), apply: (values) => this.#fill({ ...this.values(), ...values }) });
 
-  /** @param {HTMLElement} panel */
-  constructor(panel) {
-    const kept = local.getJson("settings") ?? {};
-    for (const [title, fields] of GROUPS) {
-      const group = el("fieldset", {}, el("legend", { text: title }), ...fields.map((field) => this.#control(field)));
-      this.#form.append(group);
-    }
-    const reset = el("button", { class: "link", text: "Back to the defaults", attributes: { type: "button" } });
+  /** @param {HTMLElement} panel @param {HTMLElement[]} [more] elements below the form */
+  constructor(panel, more = []) {
+    super();
+    const openGroups = local.getJson("groups") ?? {};
+    this.#form.append(this.#presets.element, ...GROUPS.map((group) => this.#group(group, openGroups)));
+    const reset = el("button", { class: "link", text: "Reset all settings", attributes: { type: "button" } });
     reset.addEventListener("click", () => this.#fill({}));
     this.#form.append(reset);
     this.#form.addEventListener("submit", (event) => event.preventDefault());
-    this.#form.addEventListener("input", () => this.#changed());
-    panel.append(this.#form);
-    this.#fill(kept);
+    this.#form.addEventListener("input", (event) => this.#changed(/** @type {HTMLElement} */ (event.target).id));
+    panel.append(this.#form, ...more);
+    this.#fill(local.getJson("settings") ?? {});
+  }
+
+  /** The value of every field by its name. @returns {Record<string, any>} */
+  values() {
+    return Object.fromEntries(FIELDS.map((field) => [field.name, this.#value(field)]));
   }
 
   get system() {
-    return this.#inputs.get("system").value;
+    return this.#controls.get("system").value;
   }
 
   get answers() {
-    return Number(this.#inputs.get("n").value);
+    return Number(this.#controls.get("n").value);
   }
 
-  /** What goes into a request beside messages and n. @returns {Record<string, any>} */
+  /** What goes into a request beside model, messages and n. */
   parameters() {
-    const given = {};
-    for (const field of FIELDS) {
-      const value = this.#value(field);
-      if (NOT_SENT_AS_THEY_ARE.has(field.name) || value === field.sentUnless) continue;
-      given[field.name] = field.kind === "lines" ? value.split("\n").filter((line) => line !== "") : value;
-    }
-    if (this.#value({ name: "logprobs", kind: "switch" })) Object.assign(given, { logprobs: true, top_logprobs: TOP_LOGPROBS });
-    return given;
+    return parameters(this.values());
   }
 
-  /** Whether every field can be sent; the first that cannot is shown and focused. */
+  /** What is switched on beyond plain text, in words. @returns {string[]} */
+  active() {
+    const { format, tools } = this.values();
+    const label = FIELDS.find((field) => field.name === "format").options.find(([value]) => value === format)?.[1];
+    const given = this.firstProblem() === null && tools.trim() !== "" ? JSON.parse(tools).length : 0;
+    return [...(format === "text" ? [] : [label]), ...(given ? [`${given} ${given === 1 ? "tool" : "tools"}`] : [])];
+  }
+
+  /** @returns {Field | null} the first field whose value cannot be sent */
+  firstProblem() {
+    const values = this.values();
+    return FIELDS.find((field) => problemWith(field, values) !== "") ?? null;
+  }
+
+  /** Whether everything can be sent; the first field that cannot is shown and focused. */
   reportInvalid() {
-    const wrong = [...this.#inputs.values()].find((input) => !input.checkValidity());
+    const wrong = this.firstProblem();
     if (!wrong) return true;
-    document.querySelector('.views [data-view="settings"]').click(); // where one panel shows at a time, this one must
-    wrong.focus();
+    this.dispatchEvent(new Event("invalid"));
+    const control = this.#controls.get(wrong.name);
+    control.closest("details").open = true;
+    control.focus();
     return false;
   }
 
+  /** Shows the values that the server uses for empty fields. @param {Record<string, number>} defaults */
+  showDefaults(defaults) {
+    for (const field of FIELDS) {
+      const input = /** @type {HTMLInputElement} */ (this.#controls.get(field.name));
+      if (!input.placeholder || field.name === "seed") continue;
+      input.placeholder = String(defaults[field.name] ?? "default");
+      input.dispatchEvent(new Event("filled"));
+    }
+  }
+
+  /** @param {typeof GROUPS[number]} group @param {Record<string, boolean>} openGroups */
+  #group({ title, open, fields }, openGroups) {
+    const summary = el("summary", {}, el("h3", { text: title }));
+    const details = /** @type {HTMLDetailsElement} */ (el("details", { class: "group" }, summary, ...fields.map((field) => this.#field(field))));
+    details.open = openGroups[title] ?? open;
+    details.addEventListener("toggle", () => {
+      local.set("groups", JSON.stringify({ ...local.getJson("groups"), [title]: details.open }));
+    });
+    return details;
+  }
+
   /** @param {Field} field */
-  #control(field) {
+  #field(field) {
     const id = `setting-${field.name}`;
     const describedBy = `${id}-help`;
-    const input = makeInput(field, id, describedBy);
-    this.#inputs.set(field.name, input);
-    const hidden = field.kind === "text" ? "visually-hidden" : ""; // the group's title says the same
+    const control = makeControl(field, id, describedBy);
+    this.#controls.set(field.name, control);
+    const hidden = field.name === "system" ? "visually-hidden" : ""; // the group's title says the same
     const label = el("label", { class: hidden, text: field.label, attributes: { for: id } });
-    const help = el("p", { class: "help", text: field.help, attributes: { id: describedBy } });
-    if (field.kind === "slider") return el("div", { class: "field slider" }, label, input, this.#slider(field, input), help);
-    return el("div", { class: `field ${field.kind}` }, label, input, help);
+    const help = el("p", { class: "help", attributes: { id: describedBy } });
+    const parts = [label, control];
+    if (field.kind === "slider") parts.push(this.#slider(field, /** @type {HTMLInputElement} */ (control)));
+    if (field.example) parts.push(this.#example(field));
+    return el("div", { class: `field ${field.kind}` }, ...parts, help);
   }
 
   /** The slider moves the number beside it; the number is what counts. @param {Field} field @param {HTMLInputElement} input */
   #slider(field, input) {
     const attributes = { type: "range", "aria-label": `${field.label}, slider`, ...bounds(field) };
     const slider = /** @type {HTMLInputElement} */ (el("input", { attributes }));
-    slider.addEventListener("input", () => (input.value = slider.value));
-    this.#form.addEventListener("input", (event) => {
-      if (event.target === input) slider.value = input.value;
+    const show = () => {
+      slider.value = input.value || (input.placeholder === "default" ? String(field.neutral) : input.placeholder);
+      slider.classList.toggle("unset", input.value === "");
+    };
+    slider.addEventListener("input", () => {
+      input.value = slider.value;
+      show();
     });
-    input.addEventListener("filled", () => (slider.value = input.value));
+    input.addEventListener("input", show);
+    input.addEventListener("filled", show);
     return slider;
+  }
+
+  /** @param {Field} field */
+  #example(field) {
+    const button = el("button", { class: "link", text: "Insert an example", attributes: { type: "button" } });
+    button.addEventListener("click", () => this.#fill({ ...this.values(), [field.name]: field.example }));
+    return button;
   }
 
   /** @param {Record<string, any>} values */
   #fill(values) {
     for (const field of FIELDS) {
-      const input = this.#inputs.get(field.name);
+      const control = this.#controls.get(field.name);
       const value = values[field.name] ?? field.initial;
-      if (field.kind === "switch") input.checked = value === true;
-      else input.value = String(value);
-      if (!input.checkValidity()) input.value = String(field.initial); // kept by an older page with other bounds
-      input.dispatchEvent(new Event("filled"));
+      if (field.kind === "switch") /** @type {HTMLInputElement} */ (control).checked = value === true;
+      else control.value = String(value);
+      if (field.kind === "select" && control.selectedIndex < 0) control.value = field.initial; // kept by a page with other options
+      control.dispatchEvent(new Event("filled"));
     }
-    this.#changed();
+    this.#changed("");
   }
 
-  #changed() {
-    for (const field of FIELDS) this.#mark(field, this.#inputs.get(field.name));
-    const values = Object.fromEntries(FIELDS.map((field) => [field.name, this.#value(field)]));
-    document.body.classList.toggle("tinted", values.tint === true);
-    if ([...this.#inputs.values()].every((input) => input.checkValidity())) local.set("settings", JSON.stringify(values));
+  /** @param {string} id of the control that changed; empty: several */
+  #changed(id) {
+    if (id === "preset" || id === "preset-name") return;
+    const values = this.values();
+    for (const field of FIELDS) this.#mark(field, values);
+    document.body.classList.toggle("tinted", values.tint);
+    this.#presets.showCurrent();
+    if (this.firstProblem() === null) local.set("settings", JSON.stringify(values));
+    this.dispatchEvent(new Event("change"));
   }
 
-  /** @param {Field} field @param {HTMLInputElement} input */
-  #mark(field, input) {
-    const valid = input.checkValidity();
-    input.setAttribute("aria-invalid", String(!valid));
-    const help = input.closest(".field").querySelector(".help");
-    help.textContent = valid ? field.help : `A number from ${field.min} to ${field.max}${field.step === 1 ? ", whole" : ""}.`;
+  /** @param {Field} field @param {Record<string, any>} values */
+  #mark(field, values) {
+    const control = this.#controls.get(field.name);
+    const problem = problemWith(field, values);
+    const container = control.closest(".field");
+    control.setAttribute("aria-invalid", String(problem !== ""));
+    container.querySelector(".help").textContent = problem || field.help;
+    if (Object.values(FORMAT_FIELDS).includes(field.name)) container.hidden = FORMAT_FIELDS[values.format] !== field.name;
   }
 
-  /** @param {Pick<Field, "name" | "kind">} field */
+  /** @param {Field} field */
   #value(field) {
-    const input = this.#inputs.get(field.name);
-    if (field.kind === "switch") return input.checked;
-    if (field.kind === "text" || field.kind === "lines") return input.value;
-    return input.value === "" ? "" : Number(input.value);
+    const control = this.#controls.get(field.name);
+    if (field.kind === "switch") return /** @type {HTMLInputElement} */ (control).checked;
+    if (field.kind !== "number" && field.kind !== "slider") return control.value;
+    if (control.value === "") return control.validity.badInput ? Number.NaN : "";
+    return Number(control.value);
   }
 }
 
@@ -176,14 +180,19 @@ function bounds(field) {
   return { min: String(field.min), max: String(field.max), step: String(field.step) };
 }
 
-/** @param {Field} field @param {string} id @param {string} describedBy @returns {HTMLInputElement} */
-function makeInput(field, id, describedBy) {
+/** @param {Field} field @param {string} id @param {string} describedBy @returns {Control} */
+function makeControl(field, id, describedBy) {
   const common = { id, "aria-describedby": describedBy };
-  if (field.kind === "text" || field.kind === "lines") {
-    return el("textarea", { attributes: { ...common, rows: field.kind === "text" ? "3" : "1", spellcheck: "false" } });
+  if (field.kind === "select") {
+    const options = field.options.map(([value, text]) => el("option", { text, attributes: { value } }));
+    return el("select", { attributes: common }, ...options);
+  }
+  if (["text", "lines", "json"].includes(field.kind)) {
+    const rows = { text: "3", lines: "1", json: "8" }[field.kind];
+    return el("textarea", { class: field.kind === "json" ? "code-input" : "", attributes: { ...common, rows, spellcheck: "false" } });
   }
   if (field.kind === "switch") return el("input", { attributes: { ...common, type: "checkbox", role: "switch" } });
   const step = field.step === 1 ? "1" : "any"; // a typed 0.33 is as good as a slider's 0.35
-  const required = field.initial === "" ? {} : { required: "" };
-  return el("input", { attributes: { ...common, ...bounds(field), ...required, step, type: "number", inputmode: "decimal" } });
+  const placeholder = field.required ? {} : { placeholder: field.name === "seed" ? "random" : "default" };
+  return el("input", { attributes: { ...common, ...bounds(field), ...placeholder, step, type: "number", inputmode: "decimal" } });
 }

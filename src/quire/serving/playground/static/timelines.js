@@ -1,6 +1,6 @@
 // One lane per live request: when it waited, ran, and was preempted, over the last minute.
 
-import { colour, fresh, keepDrawn, lettering } from "./canvas.js";
+import { colour, clearCanvas, redrawOnChange, setFont } from "./canvas.js";
 import { el, shortName } from "./dom.js";
 
 const WINDOW = 60_000; // milliseconds
@@ -22,7 +22,7 @@ export class TimelinesView {
 
   constructor() {
     this.element = el("div", {}, this.#canvas, this.#legend);
-    keepDrawn(this.#canvas, () => this.#draw());
+    redrawOnChange(this.#canvas, () => this.#draw());
     this.#count([]);
   }
 
@@ -68,7 +68,7 @@ export class TimelinesView {
   #draw() {
     const lanes = [...this.#lanes.values()].slice(-MOST_SHOWN);
     this.#canvas.style.height = `${Math.max(lanes.length, 2) * LANE + AXIS}px`;
-    const { context, width, height } = fresh(this.#canvas);
+    const { context, width, height } = clearCanvas(this.#canvas);
     if (width === 0) return;
     const left = Math.min(NAMES, width * 0.3);
     const scale = (width - left) / WINDOW;
@@ -76,7 +76,7 @@ export class TimelinesView {
     if (lanes.length > 0) this.#axis(context, left, width, height);
     lanes.forEach((lane, i) => {
       const y = i * LANE;
-      lettering(context);
+      setFont(context);
       context.textBaseline = "middle";
       context.fillText(shortName(lane.id), 0, y + LANE / 2 - 1, left - 8);
       for (const span of lane.spans) {
@@ -86,7 +86,7 @@ export class TimelinesView {
       }
     });
     if (lanes.length === 0) {
-      lettering(context, 12);
+      setFont(context, 12);
       context.textBaseline = "middle";
       context.fillText("No request in the last minute.", 0, LANE / 2);
     }
@@ -96,7 +96,7 @@ export class TimelinesView {
   #axis(context, left, width, height) {
     context.strokeStyle = colour("edge");
     context.lineWidth = 1;
-    lettering(context, 10);
+    setFont(context, 10);
     context.textBaseline = "bottom";
     for (let seconds = 0; seconds <= 60; seconds += 20) {
       const x = Math.round(width - (seconds * 1000 * (width - left)) / WINDOW) + (seconds === 0 ? -0.5 : 0.5);

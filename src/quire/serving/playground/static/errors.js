@@ -2,10 +2,10 @@
 
 import { ApiError } from "./api.js";
 
-/** @typedef {{title: string, advice: string}} Trouble */
+/** @typedef {{title: string, advice: string}} Problem */
 
-/** @param {unknown} error @returns {Trouble} */
-export function trouble(error) {
+/** @param {unknown} error @returns {Problem} */
+export function explainError(error) {
   if (!(error instanceof ApiError)) {
     return { title: "The page failed to read the answer.", advice: `Reload it and try again. (${String(error)})` };
   }
@@ -13,14 +13,14 @@ export function trouble(error) {
     case 0:
       return {
         title: error.message,
-        advice: "Check that the server still runs. The conversation is kept; try again when it is back.",
+        advice: "Check that the server still runs. Your chats are kept; try again when it is back.",
       };
     case 401:
     case 403:
       return { title: "The server did not accept the key.", advice: "Enter an API key of this server, then try again." };
     case 429:
       return {
-        title: "The waiting room is full.",
+        title: "The queue is full.",
         advice: `The server takes no more requests for now. Try again in ${wait(error.retryAfter)}.`,
       };
     case 503:

@@ -25,8 +25,9 @@
 
 /**
  * One request of this page, from its start to its end. Times are of performance.now().
- * @typedef {object} Journey
+ * @typedef {object} RequestRecord
  * @property {string} id
+ * @property {string | null} serverId the name the server gave it; known from its first event on
  * @property {string} label
  * @property {number} startedAt
  * @property {number | null} firstTokenAt
@@ -40,17 +41,18 @@
 
 const MOST_KEPT = 40;
 
-class Journal extends EventTarget {
-  /** @type {Journey[]} */
-  journeys = [];
+class RequestLog extends EventTarget {
+  /** @type {RequestRecord[]} */
+  records = [];
   /** Tokens received since the page was opened. */
   totalTokens = 0;
 
-  /** @param {string} id @param {string} label @returns {Journey} */
+  /** @param {string} id @param {string} label @returns {RequestRecord} */
   open(id, label) {
-    /** @type {Journey} */
-    const journey = {
+    /** @type {RequestRecord} */
+    const record = {
       id,
+      serverId: null,
       label,
       startedAt: performance.now(),
       firstTokenAt: null,
@@ -61,25 +63,25 @@ class Journal extends EventTarget {
       ledger: [],
       outcome: "running",
     };
-    this.journeys = [journey, ...this.journeys].slice(0, MOST_KEPT);
+    this.records = [record, ...this.records].slice(0, MOST_KEPT);
     this.#changed();
-    return journey;
+    return record;
   }
 
-  /** @param {Journey} journey @param {number} tokens so far, all answers */
-  count(journey, tokens) {
-    if (tokens > 0 && journey.firstTokenAt === null) {
-      journey.firstTokenAt = performance.now();
+  /** @param {RequestRecord} record @param {number} tokens so far, all answers */
+  count(record, tokens) {
+    if (tokens > 0 && record.firstTokenAt === null) {
+      record.firstTokenAt = performance.now();
       this.#changed();
     }
-    this.totalTokens += Math.max(0, tokens - journey.tokens);
-    journey.tokens = Math.max(tokens, journey.tokens);
+    this.totalTokens += Math.max(0, tokens - record.tokens);
+    record.tokens = Math.max(tokens, record.tokens);
   }
 
-  /** @param {Journey} journey @param {Journey["outcome"]} outcome */
-  close(journey, outcome) {
-    journey.outcome = outcome;
-    journey.endedAt = performance.now();
+  /** @param {RequestRecord} record @param {RequestRecord["outcome"]} outcome */
+  close(record, outcome) {
+    record.outcome = outcome;
+    record.endedAt = performance.now();
     this.#changed();
   }
 
@@ -88,10 +90,21 @@ class Journal extends EventTarget {
   }
 }
 
-export const journal = new Journal();
+export const requestLog = new RequestLog();
 
-/** Tokens a second after the first one. @param {Journey} journey */
-export function speed(journey) {
-  if (journey.firstTokenAt === null || journey.endedAt === null || journey.tokens < 2) return null;
-  return (journey.tokens - 1) / Math.max((journey.endedAt - journey.firstTokenAt) / 1000, 1e-3);
+/** Tokens a second after the first one. @param {RequestRecord} record */
+export function speed(record) {
+  if (record.firstTokenAt === null || record.endedAt === null || record.tokens < 2) return null;
+  return (record.tokens - 1) / Math.max((record.endedAt - record.firstTokenAt) / 1000, 1e-3);
+}
+
+/** The entries of each prompt: a list of prompts is one request to its sender and several to the engine. @param {LedgerEntry[]} entries @returns {LedgerEntry[][]} */
+export function byPrompt(entries) {
+  const groups = new Map();
+  for (const entry of entries) {
+    const key = entry.prompt ?? 0;
+    if (groups.has(key)) groups.get(key).push(entry);
+    else groups.set(key, [entry]);
+  }
+  return [...groups.values()];
 }
