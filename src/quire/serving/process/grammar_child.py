@@ -27,7 +27,7 @@ import numpy as np
 
 from quire.engine.decoding.grammar_tokens import GrammarTokens, reason_of
 from quire.engine.decoding.vocabulary import Vocabulary
-from quire.serving.text.structure import Structure, grammar_of
+from quire.serving.text.answer_grammar import AnswerPlan, build_grammar, parts_of
 from quire.types.errors import InvalidRequest
 
 CPU_SECONDS = 0.5  # of one check
@@ -58,10 +58,18 @@ def write_vocabulary(channel: Connection, vocabulary: Vocabulary) -> None:
     channel.send_bytes(b"".join(vocabulary.tokens))
 
 
-def try_structure(tokens: GrammarTokens, structure: Structure) -> str:
-    """The grammar of `structure`, compiled and followed for one token. Raises InvalidRequest naming the field."""
-    field_name = f"structured_outputs.{structure.kind}"
-    grammar = grammar_of(structure)
+def try_plan(tokens: GrammarTokens, plan: AnswerPlan) -> str:
+    """Return the grammar of `plan`, compiled and followed for one token. Raises InvalidRequest naming the field."""
+    grammar = build_grammar(plan)
+    reason = _fault(tokens, grammar)
+    if not reason:
+        return grammar
+    field_name = _field_at_fault(tokens, plan)
+    raise InvalidRequest(field_name, reason if field_name.endswith(".grammar") else _PLACE.sub("", reason))
+
+
+def _fault(tokens: GrammarTokens, grammar: str) -> str:
+    """Compile a grammar and follow it for one token. Returns what is wrong with it; empty if nothing is."""
     state = tokens.begin(grammar)
     if not state.is_error():
         bits, _ = tokens.read_mask(state)
@@ -72,11 +80,18 @@ def try_structure(tokens: GrammarTokens, structure: Structure) -> str:
             if not state.is_stopped():
                 tokens.read_mask(state)
         elif not state.is_error():
-            raise InvalidRequest(field_name, "no text can match it", "send one that some text matches")
-    if state.is_error():
-        reason = reason_of(state)
-        raise InvalidRequest(field_name, reason if structure.kind == "grammar" else _PLACE.sub("", reason))
-    return grammar
+            return "no text can match it"
+    return (reason_of(state) or "cannot be compiled") if state.is_error() else ""
+
+
+def _field_at_fault(tokens: GrammarTokens, plan: AnswerPlan) -> str:
+    """Return the field of the first part of a plan that fails alone; the whole plan's if none does."""
+    parts = parts_of(plan)
+    if len(parts) > 1:
+        for field_name, part in parts:
+            if _fault(tokens, build_grammar(part)):
+                return field_name
+    return parts[0][0] if len(parts) == 1 else plan.field
 
 
 @dataclass(slots=True)
@@ -84,7 +99,7 @@ class _Check:
     """A child at work."""
 
     number: int
-    kind: str
+    field_name: str  # named by a refusal
     pid: int
     deadline: float
     said: bytearray = field(default_factory=bytearray)
@@ -95,7 +110,7 @@ class CheckServer:
 
     def __init__(self, channel: Connection, tokens: GrammarTokens) -> None:
         self._channel, self._tokens = channel, tokens
-        self._waiting: deque[tuple[int, Structure]] = deque()
+        self._waiting: deque[tuple[int, AnswerPlan]] = deque()
         self._running: dict[int, _Check] = {}  # by the end of the pipe that is read
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel.fileno(), selectors.EVENT_READ)
@@ -122,17 +137,17 @@ class CheckServer:
 
     def _hear(self) -> None:
         asked = json.loads(self._channel.recv_bytes())
-        self._waiting.append((asked["number"], Structure(asked["kind"], asked["text"])))
+        self._waiting.append((asked["number"], AnswerPlan.from_json(asked["plan"])))
 
-    def _begin(self, number: int, structure: Structure) -> None:
+    def _begin(self, number: int, plan: AnswerPlan) -> None:
         ours, theirs = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(ours)
             os.close(self._channel.fileno())
-            _run_child(self._tokens, structure, theirs)
+            _run_child(self._tokens, plan, theirs)
         os.close(theirs)
-        self._running[ours] = _Check(number, structure.kind, pid, time.monotonic() + WALL_SECONDS)
+        self._running[ours] = _Check(number, plan.field, pid, time.monotonic() + WALL_SECONDS)
         self._selector.register(ours, selectors.EVENT_READ)
 
     def _read(self, pipe: int) -> None:
@@ -157,16 +172,15 @@ class CheckServer:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(check.pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(check.pid, 0)[1])
-        answer = (
-            json.loads(check.said) if status == 0 and not reason else _refusal(check.kind, reason or _death(status))
-        )
+        is_answered = status == 0 and not reason
+        answer = json.loads(check.said) if is_answered else _refusal(check.field_name, reason or _death(status))
         answer.setdefault("is_certain", not reason)
         with contextlib.suppress(OSError):  # nobody is there to hear; the next read ends this process
             self._channel.send_bytes(json.dumps({"number": check.number, **answer}).encode())
 
 
-def _refusal(kind: str, reason: str) -> dict[str, Any]:
-    return {"field": f"structured_outputs.{kind}", "reason": reason, "fix": "send a simpler one"}
+def _refusal(field_name: str, reason: str) -> dict[str, Any]:
+    return {"field": field_name, "reason": reason, "fix": "send a simpler one"}
 
 
 def _death(status: int) -> str:
@@ -174,7 +188,7 @@ def _death(status: int) -> str:
     return _DEATHS.get(-status, TOO_LONG if status < 0 else "cannot be compiled")
 
 
-def _run_child(tokens: GrammarTokens, structure: Structure, pipe: int) -> NoReturn:
+def _run_child(tokens: GrammarTokens, plan: AnswerPlan, pipe: int) -> NoReturn:
     """The whole life of a forked child: bound itself, try, say how it went."""
     code = 1
     try:
@@ -182,7 +196,7 @@ def _run_child(tokens: GrammarTokens, structure: Structure, pipe: int) -> NoRetu
         _bound()
         threading.stack_size(STACK_BYTES)
         answer: dict[str, Any] = {}
-        worker = threading.Thread(target=lambda: answer.update(_answer(tokens, structure)))
+        worker = threading.Thread(target=lambda: answer.update(_answer(tokens, plan)))
         worker.start()
         worker.join()
         with os.fdopen(pipe, "wb") as out:
@@ -192,13 +206,13 @@ def _run_child(tokens: GrammarTokens, structure: Structure, pipe: int) -> NoRetu
         os._exit(code)
 
 
-def _answer(tokens: GrammarTokens, structure: Structure) -> dict[str, Any]:
+def _answer(tokens: GrammarTokens, plan: AnswerPlan) -> dict[str, Any]:
     try:
-        return {"grammar": try_structure(tokens, structure)}
+        return {"grammar": try_plan(tokens, plan)}
     except InvalidRequest as error:
         return {"field": error.field, "reason": error.reason, "fix": error.fix}
     except MemoryError:
-        return _refusal(structure.kind, _death(-signal.SIGABRT))
+        return _refusal(plan.field, _death(-signal.SIGABRT))
 
 
 def _bound() -> None:
