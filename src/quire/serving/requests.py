@@ -210,7 +210,7 @@ class RequestMaker:
         With `check`, its structured outputs are checked now, which may take a second. Without, the caller has them
         checked and adds the grammar.
         """
-        if not (params.bad_words or params.stop_token_ids or params.ends_by_text or params.structure or grammar):
+        if not (params.bad_words or params.stop_token_ids or params.ends_by_text or params.structure):
             return self._plain_rules[params.ignore_eos]
         bad_words, stops = tuple(params.bad_words or ()), params.stops
         if self._tokenizer is None and (bad_words or params.ends_by_text):
