@@ -33,6 +33,11 @@ from quire.types.errors import InvalidRequest
 CPU_SECONDS = 0.5  # of one check
 WALL_SECONDS = 1.25  # from its start, however busy the machine is
 MEMORY_BYTES = 256 << 20  # more than this process has
+RESIDENT_BYTES = 32 << 20  # that compiling and following a grammar may take; the engine would keep them
+FOLLOWED_TOKENS = 48  # of an answer that every grammar is followed for ...
+FOLLOW_SECONDS = 0.2  # ... or until this much processor time is used
+LAST_MASKS = 8  # of those, whose mean time counts
+MASK_SECONDS = 0.01  # of processor time for one token; the usual is below 0.001
 STACK_BYTES = 2 << 20  # less than any thread of the engine has
 PARALLEL = 16  # checks share the processors, so that quick ones do not wait for slow ones
 NICENESS = 5  # checks give way to the engine
@@ -59,7 +64,7 @@ def write_vocabulary(channel: Connection, vocabulary: Vocabulary) -> None:
 
 
 def try_plan(tokens: GrammarTokens, plan: AnswerPlan) -> str:
-    """Return the grammar of `plan`, compiled and followed for one token. Raises InvalidRequest naming the field."""
+    """Return the grammar of `plan`, compiled and followed for some tokens. Raises InvalidRequest naming the field."""
     grammar = build_grammar(plan)
     reason = _fault(tokens, grammar)
     if not reason:
@@ -69,19 +74,33 @@ def try_plan(tokens: GrammarTokens, plan: AnswerPlan) -> str:
 
 
 def _fault(tokens: GrammarTokens, grammar: str) -> str:
-    """Compile a grammar and follow it for one token. Returns what is wrong with it; empty if nothing is."""
+    """Compile a grammar and follow it for some tokens. Returns what is wrong with it; empty if nothing is."""
+    before = _resident_bytes()
     state = tokens.begin(grammar)
-    if not state.is_error():
-        bits, _ = tokens.read_mask(state)
+    seconds: deque[float] = deque(maxlen=LAST_MASKS)
+    began = time.thread_time()
+    for _ in range(FOLLOWED_TOKENS):
+        if state.is_error() or state.is_stopped() or time.thread_time() - began > FOLLOW_SECONDS:
+            break
+        mask_began = time.thread_time()
+        bits, may_end = tokens.read_mask(state)
         allowed = np.flatnonzero(bits)
-        if len(allowed):
-            word = int(bits[allowed[0]])
-            state.try_consume_tokens([int(allowed[0]) * 32 + (word & -word).bit_length() - 1])
-            if not state.is_stopped():
-                tokens.read_mask(state)
-        elif not state.is_error():
-            return "no text can match it"
-    return (reason_of(state) or "cannot be compiled") if state.is_error() else ""
+        if not len(allowed):
+            if not (may_end or seconds or state.is_error()):
+                return "no text can match it"
+            break
+        word = int(bits[allowed[0]])
+        state.try_consume_tokens([int(allowed[0]) * 32 + (word & -word).bit_length() - 1])
+        seconds.append(time.thread_time() - mask_began)
+    if state.is_error():
+        return reason_of(state) or "cannot be compiled"
+    if len(seconds) == LAST_MASKS and sum(seconds) > LAST_MASKS * MASK_SECONDS:
+        return "takes too long to follow: every token would hold up other requests"
+    return "needs too much memory" if _resident_bytes() - before > RESIDENT_BYTES else ""
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _field_at_fault(tokens: GrammarTokens, plan: AnswerPlan) -> str:
