@@ -34,6 +34,7 @@ from quire.serving.text.message_reading import MessageReading
 from quire.serving.text.reasoning import ReasoningFormat, reasoning_format
 from quire.serving.text.token_table import vocabulary_source
 from quire.serving.text.tokenizer import Tokenizer
+from quire.serving.text.tool_calls.derived import PROBE_TOOLS
 from quire.serving.text.tool_calls.formats import ToolFormat, tool_format
 from quire.types.errors import InvalidRequest, ModelLoadError
 from quire.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
@@ -105,11 +106,12 @@ class ModelText:
     def tool_format(self) -> ToolFormat | None:
         """How the model writes calls; None: not known. Raises InvalidRequest where it has no chat template."""
         template = self.template
+        render = partial(template.render, tools=PROBE_TOOLS, add_generation_prompt=False)
         return tool_format(
             self._tool_call_parser,
             self._source,
             reads_tools=template.reads_tools,
-            render=partial(template.render, add_generation_prompt=False) if template.writes_calls else None,
+            render=render if template.writes_calls else None,
         )
 
     @cached_property

@@ -71,7 +71,7 @@ def reasoning_format(parser: str, template: str | None) -> ReasoningFormat | Non
         return _FORMATS.get(parser)
     if template is None:
         return None
-    if harmony.CHANNEL in template and harmony.CONSTRAIN in template:
+    if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return _FORMATS["harmony"]
     for name in ("qwen3", "mistral", "granite"):
         if _FORMATS[name].end in template:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quire.serving.text.lark import LarkGrammar
+from quire.serving.text.parts import CallArguments, CallBegun, PartReader, Said
 from quire.serving.text.tool_calls.call_object import CallKeys
 from quire.serving.text.tool_calls.call_reader import CallReader, Reading
 from quire.serving.text.tool_calls.shape import CallShape, Function, arguments_rule, write_object
@@ -16,9 +17,13 @@ from quire.types.errors import InvalidRequest
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 PREFIX = "derived:"
+PROBE_PARAMETERS: dict[str, dict[str, Any]] = {"quire_probe_name": {}}
+PROBE_TOOLS = ({"type": "function", "function": {"name": "quire_probe_name", "description": "", "parameters": {}}},)
 _NAME, _KEY, _VALUE = "quire_probe_name", "quire_probe_key", "quire_probe_value"
 _WORDS = "\U000f0000"
-_ARGUMENTS = re.compile(rf'\{{\s*"{_KEY}"\s*:\s*"{_VALUE}"\s*\}}')
+_TAG = re.compile(r"<[^<>]{1,64}>|\[[^\[\]]{1,64}\]")
+_OTHER = f"{_VALUE}_other"
+_ARGUMENTS = re.compile(rf'\{{\s*"{_KEY}"\s*:\s*"{_VALUE}(?:_other)?"\s*\}}')
 _NAMED = re.compile(rf'\{{\s*"([A-Za-z_]+)"\s*:\s*"{_NAME}"\s*,\s*"([A-Za-z_]+)"\s*:\s*$')
 _MIN_MARK = 3  # characters; a shorter mark stands in words too
 _NAME_CHARACTERS = 256
@@ -71,22 +76,35 @@ def form_named(name: str) -> DerivedForm:
     return DerivedForm(**json.loads(name.removeprefix(PREFIX)))
 
 
-def derive_form(render: Render) -> DerivedForm | None:
-    """Let the template write a conversation with a call and without it, and read the form off the difference.
+@dataclass(frozen=True, slots=True)
+class WrittenCalls:
+    """Calls as a template writes them: the text of an answer with one call, and with two."""
 
-    Returns None where that shows no call, or no mark before it.
-    """
-    asked = {"role": "user", "content": "?"}
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
-    called = _render(render, [asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
-    plain, worded = (_render(render, [asked, {"role": "assistant", "content": words}]) for words in ("", _WORDS))
-    arguments = _ARGUMENTS.search(called)
-    if arguments is None or _NAME not in called[: arguments.start()]:
+    one: str
+    two: str
+
+
+def written_calls(render: Render) -> WrittenCalls | None:
+    """Let a template write conversations with calls and without. Returns None where the calls do not show."""
+    plain, worded = (_render(render, words=words) for words in ("", _WORDS))
+    prompt, _, behind = worded.partition(_WORDS)  # what stands before the words of an answer, and behind them
+    if plain.startswith(prompt):
+        behind = plain[len(prompt) :]
+    texts = []
+    for count in (1, 2):
+        called = _render(render, count=count)
+        texts.append(called[_answer_start(called, prompt) :].removesuffix(behind))
+        if not worded or _NAME not in texts[-1]:
+            return None
+    return WrittenCalls(*texts)
+
+
+def derive_form(written: WrittenCalls) -> DerivedForm | None:
+    """Read the form off one written call. Returns None where it has no mark before it, or no JSON in it."""
+    arguments = _ARGUMENTS.search(written.one)
+    if arguments is None:
         return None
-    prompt = worded.partition(_WORDS)[0]  # what stands before the words of an answer
-    shared = _shared_prefix(called, prompt)
-    before, behind = called[shared : arguments.start()], called[arguments.end() :]
-    behind = behind.removesuffix(plain[len(prompt) :])
+    before, behind = written.one[: arguments.start()], written.one[arguments.end() :]
     named = _NAMED.search(before)
     if named is not None:
         start, (name_key, arguments_key) = before[: named.start()], named.groups()
@@ -99,18 +117,48 @@ def derive_form(render: Render) -> DerivedForm | None:
     return _form(start, behind, middle)
 
 
+def reads(reader: Callable[[], PartReader], written: WrittenCalls) -> bool:
+    """Return whether a reader finds the calls that the template wrote, and no words beside them."""
+    for text, count in ((written.one, 1), (written.two, 2)):
+        answer = reader()
+        parts = [*answer.push(text), *answer.finish()]
+        names = [part.name for part in parts if isinstance(part, CallBegun)]
+        arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))
+        written_names = min(count, text.count(_NAME))  # a template may write the first call only
+        if names != [_NAME] * written_names or len(_ARGUMENTS.findall(arguments)) != written_names:
+            return False
+        if any(isinstance(part, Said) for part in parts[:1]):
+            return False
+    return True
+
+
 def _form(start: str, end: str, middle: str, name_key: str = "", arguments_key: str = "") -> DerivedForm | None:
     """Leave out white space, which models write as they like, and lists, which a reader takes anyway."""
-    start, end = start.strip(), end.strip()
-    start, end = start.removesuffix("[").rstrip(), end.removeprefix("]").lstrip()
+    start, end = start.strip().removesuffix("[").rstrip(), end.strip().removeprefix("]").lstrip()
+    tag = _TAG.match(end)  # what stands behind the first tag ends the answer, not the call
+    end = tag.group() if tag is not None else end.partition("\n")[0]
     return DerivedForm(start, end, middle, name_key, arguments_key) if len(start) >= _MIN_MARK else None
 
 
-def _render(render: Render, messages: Sequence[Mapping[str, Any]]) -> str:
+def _render(render: Render, *, words: str = "", count: int = 0) -> str:
+    answer: dict[str, Any] = {"role": "assistant", "content": words}
+    if count:
+        answer["tool_calls"] = [
+            {"id": f"abcdefgh{place}", "type": "function", "function": {"name": _NAME, "arguments": given}}
+            for place, given in enumerate(({_KEY: _VALUE}, {_KEY: _OTHER})[:count])
+        ]
     try:
-        return render(messages)
+        return render([{"role": "user", "content": "?"}, answer])
     except InvalidRequest:
         return ""
+
+
+def _answer_start(called: str, prompt: str) -> int:
+    """Return where an answer begins in a conversation: behind the prompt, or where it turns away from the prompt."""
+    shared = _shared_prefix(called, prompt)
+    while 0 < shared < len(prompt) and called[shared - 1] not in " \t\r\n>":
+        shared -= 1
+    return shared
 
 
 def _shared_prefix(first: str, second: str) -> int:
@@ -131,12 +179,22 @@ class DerivedReader(CallReader):
             keys = CallKeys(form.name_key, (form.arguments_key,))
             if not (yield from self._read_list(keys)):
                 return False
+            yield from self._read_further(keys)
         elif not (yield from self._read_named(form.middle.strip())):
             return False
         if form.end:
             yield from self._skip_space()
             yield from self._comes(form.end)
         return True
+
+    def _read_further(self, keys: CallKeys) -> Reading[None]:
+        """Read further objects before the end mark, which some models write line by line."""
+        self._taken = []
+        while self._form.end:
+            yield from self._skip_space()
+            if self._buffer[0] not in "{[" or not (yield from self._read_list(keys)):
+                return
+            self._taken = []
 
     def _read_named(self, middle: str) -> Reading[bool]:
         yield from self._skip_space()

@@ -102,23 +102,30 @@ def tool_format(
 ) -> ToolFormat | None:
     """Return the format of that name; for "auto", what the model's chat template writes, None if that is not known.
 
-    A model whose template takes no tools is told of them in words, and to write calls as Hermes does. Where a template
-    writes none of the known marks, `render` lets it write a call, and the format is read off that.
+    A model whose template takes no tools is told of them in words, and to write calls as Hermes does. `render` lets the
+    template write calls: the format is the first that reads them back, one with marks in the template before others,
+    and one read off the calls themselves at last. Without `render`, the marks in the template decide.
     """
     if parser != "auto":
         return _FORMATS[parser]
     if template is None or not reads_tools:
         return _FORMATS["hermes"]
     name = _known_in(template)
-    if name is not None:
-        return _FORMATS[name]
-    form = None if render is None else derived.derive_form(render)
-    return None if form is None else tool_format_named(form.name)
+    written = None if render is None else derived.written_calls(render)
+    if written is None or name == HARMONY:  # whose answers begin in the middle of what the template writes
+        return None if name is None else _FORMATS[name]
+    names = [*([name] if name else []), *_FORMATS]
+    form = derived.derive_form(written)
+    for one in (*names, *([form.name] if form is not None else [])):
+        found = tool_format_named(one)
+        if derived.reads(lambda found=found: found.reader(derived.PROBE_PARAMETERS, None), written):  # type: ignore[misc]
+            return found
+    return None
 
 
 def _known_in(template: str) -> str | None:
     """Return the name of the format whose marks stand in a template."""
-    if harmony.CHANNEL in template and harmony.CONSTRAIN in template:
+    if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return HARMONY
     if mistral.MARK in template:
         return "mistral"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from quire.serving.text.chat_template import ChatTemplate
 from quire.serving.text.parts import CallArguments, CallBegun
-from quire.serving.text.tool_calls.derived import DerivedForm, derive_form
+from quire.serving.text.tool_calls.derived import PROBE_TOOLS, DerivedForm
 from quire.serving.text.tool_calls.formats import tool_format, tool_format_named
 from split_text import Joined, all_cuts, read
 
@@ -207,7 +208,7 @@ def test_ids_differ_and_are_as_the_models_templates_want_them() -> None:
         ("{{ tools }} <｜tool▁sep｜>", "deepseek_v31"),
         ("{{ tools }} <|tool_call|>", "granite"),
         ("{{ tools }} <|python_start|>", "pythonic"),
-        ("{{ tools }} <|channel|> <|constrain|>", "harmony"),
+        ("{{ tools }} <|channel|> <|message|>", "harmony"),
         ("{{ tools }} something else", None),
     ],
 )
@@ -280,9 +281,18 @@ DERIVED = [
 def test_a_format_nobody_named_is_read_off_the_calls_the_template_writes(
     source: str, expected: DerivedForm | None
 ) -> None:
-    template = ChatTemplate(source)
-    assert derive_form(lambda messages: template.render(messages, add_generation_prompt=False)) == expected
-    form = tool_format(
-        "auto", source, reads_tools=True, render=lambda messages: template.render(messages, add_generation_prompt=False)
-    )
+    render = partial(ChatTemplate(source).render, tools=PROBE_TOOLS, add_generation_prompt=False)
+    form = tool_format("auto", source, reads_tools=True, render=render)
     assert (form and form.name) == (expected and expected.name)
+
+
+CALL_AS_TAGS = (
+    "{{ tools }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    "{{ c.function.name }}{% for k, v in c.function.arguments.items() %}<key>{{ k }}</key><value>{{ v }}</value>"
+    "{% endfor %}</tool_call>{% endfor %}<|end|>{% endfor %}"
+)
+
+
+def test_a_format_that_does_not_read_what_the_template_writes_is_not_chosen_for_its_marks() -> None:
+    render = partial(ChatTemplate(CALL_AS_TAGS).render, tools=PROBE_TOOLS, add_generation_prompt=False)
+    assert tool_format("auto", CALL_AS_TAGS, reads_tools=True, render=render) is None
