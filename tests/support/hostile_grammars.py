@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,8 +68,10 @@ class Damage:
 def attack(server: RealServer, hostiles: Sequence[Hostile], *, workers: int = 4) -> Damage:
     """Send every body, a few at a time, with harmless structured requests beside them."""
     damage, over, lock = Damage(), threading.Event(), threading.Lock()
-    for _ in range(3):
-        assert server.post(COMPLETIONS, CANARY).status_code == 200
+    harmless = list(bodies(Hostile("harmless", {"json": HARMLESS_SCHEMA})))
+    with ThreadPoolExecutor(workers) as pool:  # the engine touches memory that every request would
+        assert {answer.status_code for answer in pool.map(lambda body: server.post(*body), harmless)} == {200}
+    assert server.post(COMPLETIONS, CANARY).status_code == 200
     engine = server.engine_pid()
     before = resident_bytes(engine)
 
@@ -103,6 +105,3 @@ def attack(server: RealServer, hostiles: Sequence[Hostile], *, workers: int = 4)
         for thread in threads:
             thread.join()
     return damage
-
-
-Attack = Callable[..., Damage]

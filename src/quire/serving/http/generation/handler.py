@@ -109,8 +109,8 @@ class GenerationHandler:
                 return job if job.plan is None else await self._constrained(job, job.plan)
 
     async def _constrained(self, job: Job, plan: AnswerPlan) -> Job:
-        """Have the checker's process build and check the grammar, which keeps the text threads free, and put it into the
-        job."""
+        """Have the checker's process build and check the grammar, which keeps the text threads free, and put it into
+        the job."""
         try:
             begun = await self._service.in_thread(self._service.texts.checker.begin, plan)
             return job.with_grammar(await asyncio.wrap_future(begun))
