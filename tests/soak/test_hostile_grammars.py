@@ -9,7 +9,10 @@ from hostile_structures import all_hostile
 from tests.soak.conftest import Note, Start
 
 pytestmark = pytest.mark.soak
-FLAGS = ("--max-model-len", "1024", "--max-num-seqs", "16", "--reasoning-parser", "qwen3")
+FLAGS = (
+    "--max-model-len", "1024", "--max-num-seqs", "16", "--reasoning-parser", "qwen3",
+    "--num-kv-blocks", "256", "--no-enable-prefix-caching",  # the cache is touched as it fills: keep it small
+)  # fmt: skip
 MAX_GROWTH = 64 << 20
 MAX_SECONDS = 2.0
 
