@@ -19,7 +19,7 @@ from quire.engine.decoding.vocabulary import VocabularySource
 from quire.types.sampling import TokenRules
 
 MAX_KEPT = 64
-MAX_NATIVE_BYTES = 24 << 20  # that the kept grammars may have grown to; beyond, the least recently used are dropped
+MAX_NATIVE_BYTES = 12 << 20  # that the kept grammars may have grown to; beyond, the least recently used are dropped
 MAX_EXTRA_LEXERS = 32  # of all grammars together, besides the first lexer of each
 IDLE_SECONDS = 10.0  # a grammar in no batch for this long gives up its extra lexers for another
 COMPILE_SECONDS = 20.0  # from the request to the end of its compilation, including the wait for earlier ones
