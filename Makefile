@@ -53,6 +53,7 @@ bench: $(DEV_STAMP) $(MODEL_STAMP) ## measure the engine's own cost, KV waste an
 soak: $(DEV_STAMP) $(MODEL_STAMP) ## the long runs: attacks, kills, cut connections, crowds (an hour, wants a quiet machine)
 	QUIRE_SOAK_SEQUENCES=2000 $(BIN)/python -m pytest --soak -q -s tests/soak tests/http/test_streams.py
 	QUIRE_TEST_SEEDS=10000 $(BIN)/python -m pytest -q tests/engine/test_decoding_fuzz.py
+	QUIRE_TEST_CUTS=10000 $(BIN)/python -m pytest -q tests/unit/serving/text/test_random_cuts.py
 
 parity: $(DEV_STAMP) $(MODEL_STAMP) ## compare the default model with transformers over the whole matrix (long)
 	QUIRE_TEST_WHOLE=1 $(BIN)/python -m pytest -q tests/parity

@@ -37,6 +37,7 @@ from quire.engine.decoding.grammar_matcher import GrammarMatcher
 from quire.engine.decoding.mask_table import FilledMasks, MaskTable
 from quire.engine.decoding.vocabulary import VocabularySource
 from quire.serving.process.grammar_check import GrammarChecker
+from quire.serving.text.answer_grammar import plan_of
 from quire.serving.text.token_table import vocabulary_source
 from quire.types.decoding import StructuredOutputsParams
 from quire.types.errors import InvalidRequest
@@ -236,7 +237,7 @@ def refuse(checker: GrammarChecker, hostile: Hostile) -> float | None:
     """Seconds until it was refused; None if it was taken."""
     began = time.perf_counter()
     try:
-        checker.check(hostile.params())
+        checker.check(plan_of(hostile.params()))
     except InvalidRequest:
         return time.perf_counter() - began
     return None
@@ -247,7 +248,7 @@ def _checker(source: VocabularySource) -> Iterator[GrammarChecker]:
     """One that has started: a server's has long before."""
     checker = GrammarChecker(source)
     try:
-        checker.check(StructuredOutputsParams(json_object=True))
+        checker.check(plan_of(StructuredOutputsParams(json_object=True)))
         yield checker
     finally:
         checker.close()

@@ -10,7 +10,9 @@ import openai
 import pytest
 
 from http_server import MODEL, TestServer
+from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.server import ModelSource
+from quire.types.grammar import grammar_digest
 from tests.http.conftest import Serve
 from tests.http.test_tools import TEMPLATE, WEATHER
 
@@ -25,6 +27,8 @@ SAID = {  # what the pretend model would say; what it may not is replaced token 
     "words": "hello there",
     "thinks": '<think>\nlet me\n</think>\n{"n": 7}',
     "calls": '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>',
+    "again": '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n' * 40,
+    "nested": "<think>hm</think>((x))",
     "strict": 'so:<tool_call>\n{"name": "weather", "arguments": {"town": "x',
 }
 
@@ -153,8 +157,47 @@ def test_an_answer_may_be_a_call_or_match_the_schema(server: TestServer) -> None
     assert chat(server, "json", tools=[WEATHER], response_format=FORMAT)["message"]["content"] == SAID["json"]
 
 
-def test_what_cannot_hold_together_is_refused(server: TestServer) -> None:
-    error = refusal(server, tools=[WEATHER], tool_choice="required", response_format=FORMAT)
-    assert error["param"] == "tool_choice"
+def test_a_required_call_is_made_whatever_format_the_words_would_have(server: TestServer) -> None:
+    answer = chat(server, "calls", tools=[WEATHER], tool_choice="required", response_format=FORMAT, max_tokens=77)
+    assert answer["finish_reason"] == "tool_calls"
+    assert answer["message"]["content"] is None
+    assert answer["message"]["tool_calls"]
+
+
+def test_a_schema_that_cannot_be_followed_is_refused_by_its_path(server: TestServer) -> None:
     wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "minProperties": "x"}}}
-    assert refusal(server, tools=[wrong], tool_choice="required")["param"] == "tools"
+    for fields in ({"tool_choice": "required"}, {"response_format": FORMAT}):
+        error = refusal(server, tools=[WEATHER, wrong], **fields)
+        assert error["param"] == "tools[1].function.parameters"
+
+
+def test_required_calls_are_bounded_and_differ(serve: Serve) -> None:
+    template = TEMPLATE.replace("think>", "")
+    source = ModelSource(model=MODEL, served_names=(MODEL,), chat_template=template)
+    scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=4_096)
+    server = serve(script, source=source, scheduler=scheduler, cache=CacheConfig(block_size=16, num_blocks=512))
+    answer = chat(server, "again", tools=[WEATHER], tool_choice="required", max_tokens=3_000)
+    assert answer["finish_reason"] == "tool_calls"
+    assert answer["message"]["content"] is None
+    assert [call["function"]["arguments"] for call in answer["message"]["tool_calls"]] == ['{"city": "Ulm"}']
+
+
+def test_a_required_call_that_is_cut_short_leaves_no_markup(server: TestServer) -> None:
+    for length in range(1, 60, 7):
+        answer = chat(server, "calls", tools=[WEATHER], tool_choice="required", max_tokens=length)
+        assert answer["finish_reason"] == "length"
+        assert not answer["message"]["content"]
+
+
+def test_no_name_of_a_users_grammar_clashes_with_ours(serve: Serve) -> None:
+    server = serve(script, source=ModelSource(model=MODEL, served_names=(MODEL,), chat_template=TEMPLATE))
+    grammar = 'start: "(" start ")" | answer_part\nanswer_part: "x"'
+    message = chat(server, "nested", tools=[WEATHER], structured_outputs={"grammar": grammar})["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "((x))")
+
+
+def test_the_engine_gets_the_grammar_that_was_checked_and_no_other(server: TestServer) -> None:
+    chat(server, "json", tools=[WEATHER], response_format=FORMAT)
+    rules = server.link.submitted[-1].rules
+    assert rules.grammar_digest == grammar_digest(rules.grammar)
+    assert rules.grammar in {outcome.grammar for outcome in server.service.texts.checker._kept.values()}

@@ -10,8 +10,11 @@ from quire.config.arguments import EngineArguments
 DEFAULT_PORT = 8000
 DEFAULT_DRAIN_SECONDS = 30.0
 DEFAULT_STEP_TIMEOUT = 30.0
-TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
-REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3", "mistral")
+TOOL_PARSERS = (
+    "auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "granite",
+    "harmony",
+)  # fmt: skip
+REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3", "mistral", "granite", "harmony")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,7 +119,7 @@ class EngineCore:
             self.pins.reserve(asked, max((most_blocks(each.request, each.limit, size) for each in live), default=0))
         group.ledger.note("queued", group.arrival, group.num_prompt)
         if request.rules.grammar:
-            self._compiling[group] = self._tools.grammars.compile(request.rules.grammar)
+            self._compiling[group] = self._tools.compile(request.rules)
         else:
             self._enqueue(group, None)
         return group

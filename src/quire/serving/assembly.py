@@ -66,7 +66,7 @@ class PlannedEngine:
         grammars = GrammarCompiler(vocabulary, self.model.vocab_size)
         if warm:
             grammars.warm()
-        return DecodingTools(grammars, vocabulary=vocabulary)
+        return DecodingTools(grammars, vocabulary=vocabulary, checked_only=True)
 
 
 def _make_core(executor: SingleExecutor, config: EngineConfig, vocab_size: int, tools: DecodingTools) -> EngineCore:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import NotRequired, TypeAlias, TypedDict, TypeGuard, TypeVar
 
 from quire.serving.process.grammar_check import GrammarChecker
+from quire.serving.text.answer_grammar import plan_of
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.beam import BeamSearchParams
 from quire.types.errors import InvalidRequest
+from quire.types.grammar import CheckedGrammar
 from quire.types.request import Submit, pack_tokens
 from quire.types.sampling import SamplingParams, TokenRules
 
@@ -202,13 +204,13 @@ class RequestMaker:
         encoded = iter(self._tokenizer.encode_batch(texts, add_special_tokens) if self._tokenizer and texts else ())
         return [tuple(next(encoded)) if prompt.token_ids is None else prompt.token_ids for prompt in prompts]
 
-    def rules(self, params: SamplingParams, grammar: str | None = None) -> TokenRules:
-        """What a request's words mean in this vocabulary.
+    def rules(self, params: SamplingParams, *, check: bool = True) -> TokenRules:
+        """Return what a request's words mean in this vocabulary.
 
-        `grammar` is that of its structured outputs, if the caller sees to it; else they are checked now, which may
-        take a second.
+        With `check`, its structured outputs are checked now, which may take a second. Without, the caller has them
+        checked and adds the grammar.
         """
-        if not (params.bad_words or params.stop_token_ids or params.ends_by_text or params.structure or grammar):
+        if not (params.bad_words or params.stop_token_ids or params.ends_by_text or params.structure):
             return self._plain_rules[params.ignore_eos]
         bad_words, stops = tuple(params.bad_words or ()), params.stops
         if self._tokenizer is None and (bad_words or params.ends_by_text):
@@ -216,16 +218,18 @@ class RequestMaker:
             raise InvalidRequest(field, "needs text, but there is no tokenizer", "use stop_token_ids or logit_bias")
         eos_ids = () if params.ignore_eos else self._eos_ids
         banned = [ids for word in bad_words for ids in self._tokenizer.bad_word_ids(word)] if self._tokenizer else []
+        grammar = self._grammar(params) if check else None
         return TokenRules(
             end_ids=tuple(dict.fromkeys((*eos_ids, *(params.stop_token_ids or ())))),
             bad_words=tuple(banned),
             eos_ids=eos_ids,
-            grammar=self._grammar(params) if grammar is None else grammar,
+            grammar="" if grammar is None else grammar.text,
+            grammar_digest="" if grammar is None else grammar.digest,
         )
 
-    def _grammar(self, params: SamplingParams) -> str:
+    def _grammar(self, params: SamplingParams) -> CheckedGrammar | None:
         if params.structure is None:
-            return ""
+            return None
         if self._checker is None:
             raise InvalidRequest("structured_outputs", "needs text, but there is no tokenizer", "leave it out")
-        return self._checker.check(params.structure)
+        return self._checker.check(plan_of(params.structure))

@@ -193,6 +193,7 @@ class TokenRules:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not occur in the output
     eos_ids: tuple[int, ...] = field(default=())  # the part of end_ids that is the model's end of text
     grammar: str = ""  # the grammar that the answer must match, in the format of llguidance; "": none
+    grammar_digest: str = ""  # of a grammar that was checked: see CheckedGrammar
 
 
 def _stop(name: str, value: object) -> tuple[str, ...]:

@@ -204,7 +204,7 @@ SCHEDULER = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model
 def make_tools() -> DecodingTools:
     """What the engine needs for grammars and stop strings of beams."""
     vocabulary = vocabulary_source(TOKENIZER)
-    return DecodingTools(GrammarCompiler(vocabulary, VOCAB), vocabulary=vocabulary)
+    return DecodingTools(GrammarCompiler(vocabulary, VOCAB), vocabulary=vocabulary, checked_only=True)
 
 
 def make_client(executor: ScriptedExecutor) -> InProcessClient:

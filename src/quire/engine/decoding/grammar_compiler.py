@@ -14,10 +14,12 @@ from quire.engine.decoding.compiled_grammar import CompiledGrammar, mask_threads
 from quire.engine.decoding.grammar import Compilation, GrammarError
 from quire.engine.decoding.grammar_matcher import GrammarMatcher
 from quire.engine.decoding.grammar_tokens import GrammarTokens
+from quire.engine.decoding.native_memory import give_back, native_bytes
 from quire.engine.decoding.vocabulary import VocabularySource
 from quire.types.sampling import TokenRules
 
 MAX_KEPT = 64
+MAX_NATIVE_BYTES = 12 << 20  # that the kept grammars may have grown to; beyond, the least recently used are dropped
 MAX_EXTRA_LEXERS = 32  # of all grammars together, besides the first lexer of each
 IDLE_SECONDS = 10.0  # a grammar in no batch for this long gives up its extra lexers for another
 COMPILE_SECONDS = 20.0  # from the request to the end of its compilation, including the wait for earlier ones
@@ -49,6 +51,7 @@ class GrammarCompiler:
         self._grown: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()  # with extra lexers; the thread's own
         self._thread: threading.Thread | None = None
         self._news = threading.Event()
+        self._native_bytes: int | None = None  # in use before the first grammar was compiled
 
     def warm(self) -> None:
         """Load the vocabulary now, in the background."""
@@ -61,10 +64,22 @@ class GrammarCompiler:
             found = self._kept[text] = _Compiling(text, self._clock)
             self.warm()
             self._waiting.put(found)
+            self._drop_grown()
         self._kept.move_to_end(text)
         while len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
         return found
+
+    def _drop_grown(self) -> None:
+        """Drop the least recently used grammars while all of them hold too much. Requests keep those they follow."""
+        if self._native_bytes is None:
+            self._native_bytes = native_bytes()  # before the first grammar
+        is_smaller = False
+        while len(self._kept) > 1 and native_bytes() - self._native_bytes > MAX_NATIVE_BYTES:
+            self._kept.popitem(last=False)
+            is_smaller = True
+        if is_smaller:
+            self._waiting.put(give_back)
 
     def wait(self, seconds: float) -> None:
         self._news.wait(seconds)

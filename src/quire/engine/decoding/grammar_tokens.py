@@ -123,7 +123,7 @@ def grammar_limits() -> LLParserLimits:
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=50_000,
         step_max_items=20_000,
-        max_lexer_states=50_000,
+        max_lexer_states=20_000,
         max_grammar_size=500_000,
         verbose_errors=False,
     )

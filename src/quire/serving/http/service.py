@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -34,6 +34,7 @@ from quire.serving.text.message_reading import MessageReading
 from quire.serving.text.reasoning import ReasoningFormat, reasoning_format
 from quire.serving.text.token_table import vocabulary_source
 from quire.serving.text.tokenizer import Tokenizer
+from quire.serving.text.tool_calls.derived import PROBE_TOOLS
 from quire.serving.text.tool_calls.formats import ToolFormat, tool_format
 from quire.types.errors import InvalidRequest, ModelLoadError
 from quire.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
@@ -104,7 +105,14 @@ class ModelText:
     @cached_property
     def tool_format(self) -> ToolFormat | None:
         """How the model writes calls; None: not known. Raises InvalidRequest where it has no chat template."""
-        return tool_format(self._tool_call_parser, self._source, reads_tools=self.template.reads_tools)
+        template = self.template
+        render = partial(template.render, tools=PROBE_TOOLS, add_generation_prompt=False)
+        return tool_format(
+            self._tool_call_parser,
+            self._source,
+            reads_tools=template.reads_tools,
+            render=render if template.writes_calls else None,
+        )
 
     @cached_property
     def reasoning_format(self) -> ReasoningFormat | None:
@@ -119,8 +127,14 @@ class ModelText:
         """Whether a mark that is to be read is a special token, so that texts must show those."""
         marks = [] if reading.tools is None else list(reading.tools.marks)
         if reading.reasoning is not None:
-            marks += [reading.reasoning.start, reading.reasoning.end]
+            marks += reading.reasoning.marks
         return any(mark in self.special_tokens for mark in marks)
+
+    def special_marks(self, reading: MessageReading) -> tuple[tuple[str, int], ...]:
+        """The special tokens in the marks of what is read, with their ids."""
+        marks = () if reading.tools is None else reading.tools.marks
+        texts = "\n".join((*marks, *(() if reading.reasoning is None else reading.reasoning.marks)))
+        return tuple((text, token) for text, token in self.special_tokens.items() if text and text in texts)
 
     def maker(self, eos_ids: tuple[int, ...]) -> RequestMaker:
         """For a model that ends its texts with `eos_ids`."""

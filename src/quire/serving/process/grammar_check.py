@@ -21,9 +21,9 @@ from typing import Any
 from quire.config.environment import child_environment
 from quire.engine.decoding.vocabulary import Vocabulary, VocabularySource
 from quire.serving.process.grammar_child import write_vocabulary
-from quire.serving.text.structure import Structure, structure_of
-from quire.types.decoding import StructuredOutputsParams
+from quire.serving.text.answer_grammar import AnswerPlan
 from quire.types.errors import InvalidRequest, QuireError
+from quire.types.grammar import CheckedGrammar
 from quire.types.install import install_extra
 
 MAX_WAITING = 64  # checks under way or waiting at one checker
@@ -40,7 +40,10 @@ class ChecksBusy(QuireError):
 
 
 class GrammarChecker:
-    """Turns structured outputs into grammars that the engine can trust. Thread-safe.
+    """Turns plans of answers into grammars that the engine can trust. Thread-safe.
+
+    The child builds the whole grammar and tries it. What it tried is what comes back, as a CheckedGrammar; nothing
+    else makes one.
 
     Its one child process starts with the first check, or at `warm`, and again when it was lost. Answers are kept, but
     for refusals by the clock, which another time might not refuse.
@@ -50,7 +53,7 @@ class GrammarChecker:
         self._source = source
         self._lock = threading.Lock()
         self._child: _Child | None = None
-        self._kept: OrderedDict[Structure, _Outcome] = OrderedDict()
+        self._kept: OrderedDict[AnswerPlan, _Outcome] = OrderedDict()
         self._kept_characters = 0
 
     def warm(self) -> None:
@@ -62,18 +65,17 @@ class GrammarChecker:
 
         threading.Thread(target=start, name="grammar-check-start", daemon=True).start()
 
-    def check(self, params: StructuredOutputsParams) -> str:
-        """The grammar of `params`; waits for it. Raises InvalidRequest naming the field at fault, or ChecksBusy."""
-        return self.begin(params).result()
+    def check(self, plan: AnswerPlan) -> CheckedGrammar:
+        """Wait for the grammar of `plan`. Raises InvalidRequest naming the field at fault, or ChecksBusy."""
+        return self.begin(plan).result()
 
-    def begin(self, params: StructuredOutputsParams) -> Future[str]:
+    def begin(self, plan: AnswerPlan) -> Future[CheckedGrammar]:
         """`check` without the wait; the future holds the grammar or the error, and cannot be cancelled."""
-        structure = structure_of(params)
-        answer: Future[str] = Future()
+        answer: Future[CheckedGrammar] = Future()
         answer.set_running_or_notify_cancel()
-        outcome = self._find(structure)
+        outcome = self._find(plan)
         if outcome is None:
-            self._living_child().ask(structure, lambda found: self._settle(structure, answer, found))
+            self._living_child().ask(plan, lambda found: self._settle(plan, answer, found))
         else:
             outcome.put_into(answer)
         return answer
@@ -96,18 +98,18 @@ class GrammarChecker:
                 self._child = _Child(self._source())
             return self._child
 
-    def _find(self, structure: Structure) -> _Outcome | None:
+    def _find(self, plan: AnswerPlan) -> _Outcome | None:
         with self._lock:
-            if structure in self._kept:
-                self._kept.move_to_end(structure)
-            return self._kept.get(structure)
+            if plan in self._kept:
+                self._kept.move_to_end(plan)
+            return self._kept.get(plan)
 
-    def _settle(self, structure: Structure, answer: Future[str], outcome: _Outcome) -> None:
+    def _settle(self, plan: AnswerPlan, answer: Future[CheckedGrammar], outcome: _Outcome) -> None:
         if outcome.is_certain:
             with self._lock:
-                if structure not in self._kept:
-                    self._kept_characters += structure.size
-                self._kept[structure] = outcome
+                if plan not in self._kept:
+                    self._kept_characters += plan.size
+                self._kept[plan] = outcome
                 while len(self._kept) > MAX_KEPT or self._kept_characters > MAX_KEPT_CHARACTERS:
                     dropped, _ = self._kept.popitem(last=False)
                     self._kept_characters -= dropped.size
@@ -123,13 +125,13 @@ class _Outcome:
     is_lost: bool = False  # the child was, before it answered
     is_certain: bool = True
 
-    def put_into(self, answer: Future[str]) -> None:
+    def put_into(self, answer: Future[CheckedGrammar]) -> None:
         if self.is_lost:
             answer.set_exception(QuireError(LOST))
         elif self.error is not None:
             answer.set_exception(InvalidRequest(*self.error))
         else:
-            answer.set_result(self.grammar)
+            answer.set_result(CheckedGrammar.of(self.grammar))
 
 
 class _Child:
@@ -164,12 +166,12 @@ class _Child:
         self._reader = threading.Thread(target=self._read, name="grammar-check", daemon=True)
         self._reader.start()
 
-    def ask(self, structure: Structure, then: Callable[[_Outcome], None]) -> None:
-        """Have a structure tried; `then` is called on the reader's thread. Raises ChecksBusy."""
+    def ask(self, plan: AnswerPlan, then: Callable[[_Outcome], None]) -> None:
+        """Have a plan tried; `then` is called on the reader's thread. Raises ChecksBusy."""
         if len(self._asked) >= MAX_WAITING:
             raise ChecksBusy("too many structured outputs wait to be checked; send the request again")
         number = next(self._numbers)
-        question = {"number": number, "kind": structure.kind, "text": structure.text}
+        question = {"number": number, "plan": plan.to_json()}
         self._asked[number] = then
         try:
             with self._sending:

@@ -27,12 +27,17 @@ import numpy as np
 
 from quire.engine.decoding.grammar_tokens import GrammarTokens, reason_of
 from quire.engine.decoding.vocabulary import Vocabulary
-from quire.serving.text.structure import Structure, grammar_of
+from quire.serving.text.answer_grammar import AnswerPlan, build_grammar, parts_of
 from quire.types.errors import InvalidRequest
 
 CPU_SECONDS = 0.5  # of one check
 WALL_SECONDS = 1.25  # from its start, however busy the machine is
 MEMORY_BYTES = 256 << 20  # more than this process has
+RESIDENT_BYTES = 32 << 20  # that compiling and following a grammar may take; the engine would keep them
+FOLLOWED_TOKENS = 48  # of an answer that every grammar is followed for ...
+FOLLOW_SECONDS = 0.2  # ... or until this much processor time is used
+LAST_MASKS = 8  # of those, whose mean time counts
+MASK_SECONDS = 0.01  # of processor time for one token; the usual is below 0.001
 STACK_BYTES = 2 << 20  # less than any thread of the engine has
 PARALLEL = 16  # checks share the processors, so that quick ones do not wait for slow ones
 NICENESS = 5  # checks give way to the engine
@@ -58,25 +63,54 @@ def write_vocabulary(channel: Connection, vocabulary: Vocabulary) -> None:
     channel.send_bytes(b"".join(vocabulary.tokens))
 
 
-def try_structure(tokens: GrammarTokens, structure: Structure) -> str:
-    """The grammar of `structure`, compiled and followed for one token. Raises InvalidRequest naming the field."""
-    field_name = f"structured_outputs.{structure.kind}"
-    grammar = grammar_of(structure)
+def try_plan(tokens: GrammarTokens, plan: AnswerPlan) -> str:
+    """Return the grammar of `plan`, compiled and followed for some tokens. Raises InvalidRequest naming the field."""
+    grammar = build_grammar(plan)
+    reason = _fault(tokens, grammar)
+    if not reason:
+        return grammar
+    field_name = _field_at_fault(tokens, plan)
+    raise InvalidRequest(field_name, reason if field_name.endswith(".grammar") else _PLACE.sub("", reason))
+
+
+def _fault(tokens: GrammarTokens, grammar: str) -> str:
+    """Compile a grammar and follow it for some tokens. Returns what is wrong with it; empty if nothing is."""
+    before = _resident_bytes()
     state = tokens.begin(grammar)
-    if not state.is_error():
-        bits, _ = tokens.read_mask(state)
+    seconds: deque[float] = deque(maxlen=LAST_MASKS)
+    began = time.thread_time()
+    for _ in range(FOLLOWED_TOKENS):
+        if state.is_error() or state.is_stopped() or time.thread_time() - began > FOLLOW_SECONDS:
+            break
+        mask_began = time.thread_time()
+        bits, may_end = tokens.read_mask(state)
         allowed = np.flatnonzero(bits)
-        if len(allowed):
-            word = int(bits[allowed[0]])
-            state.try_consume_tokens([int(allowed[0]) * 32 + (word & -word).bit_length() - 1])
-            if not state.is_stopped():
-                tokens.read_mask(state)
-        elif not state.is_error():
-            raise InvalidRequest(field_name, "no text can match it", "send one that some text matches")
+        if not len(allowed):
+            if not (may_end or seconds or state.is_error()):
+                return "no text can match it"
+            break
+        word = int(bits[allowed[0]])
+        state.try_consume_tokens([int(allowed[0]) * 32 + (word & -word).bit_length() - 1])
+        seconds.append(time.thread_time() - mask_began)
     if state.is_error():
-        reason = reason_of(state)
-        raise InvalidRequest(field_name, reason if structure.kind == "grammar" else _PLACE.sub("", reason))
-    return grammar
+        return reason_of(state) or "cannot be compiled"
+    if len(seconds) == LAST_MASKS and sum(seconds) > LAST_MASKS * MASK_SECONDS:
+        return "takes too long to follow: every token would hold up other requests"
+    return "needs too much memory" if _resident_bytes() - before > RESIDENT_BYTES else ""
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _field_at_fault(tokens: GrammarTokens, plan: AnswerPlan) -> str:
+    """Return the field of the first part of a plan that fails alone; the whole plan's if none does."""
+    parts = parts_of(plan)
+    if len(parts) > 1:
+        for field_name, part in parts:
+            if _fault(tokens, build_grammar(part)):
+                return field_name
+    return parts[0][0] if len(parts) == 1 else plan.field
 
 
 @dataclass(slots=True)
@@ -84,7 +118,7 @@ class _Check:
     """A child at work."""
 
     number: int
-    kind: str
+    field_name: str  # named by a refusal
     pid: int
     deadline: float
     said: bytearray = field(default_factory=bytearray)
@@ -95,7 +129,7 @@ class CheckServer:
 
     def __init__(self, channel: Connection, tokens: GrammarTokens) -> None:
         self._channel, self._tokens = channel, tokens
-        self._waiting: deque[tuple[int, Structure]] = deque()
+        self._waiting: deque[tuple[int, AnswerPlan]] = deque()
         self._running: dict[int, _Check] = {}  # by the end of the pipe that is read
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel.fileno(), selectors.EVENT_READ)
@@ -122,17 +156,17 @@ class CheckServer:
 
     def _hear(self) -> None:
         asked = json.loads(self._channel.recv_bytes())
-        self._waiting.append((asked["number"], Structure(asked["kind"], asked["text"])))
+        self._waiting.append((asked["number"], AnswerPlan.from_json(asked["plan"])))
 
-    def _begin(self, number: int, structure: Structure) -> None:
+    def _begin(self, number: int, plan: AnswerPlan) -> None:
         ours, theirs = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(ours)
             os.close(self._channel.fileno())
-            _run_child(self._tokens, structure, theirs)
+            _run_child(self._tokens, plan, theirs)
         os.close(theirs)
-        self._running[ours] = _Check(number, structure.kind, pid, time.monotonic() + WALL_SECONDS)
+        self._running[ours] = _Check(number, plan.field, pid, time.monotonic() + WALL_SECONDS)
         self._selector.register(ours, selectors.EVENT_READ)
 
     def _read(self, pipe: int) -> None:
@@ -157,16 +191,15 @@ class CheckServer:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(check.pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(check.pid, 0)[1])
-        answer = (
-            json.loads(check.said) if status == 0 and not reason else _refusal(check.kind, reason or _death(status))
-        )
+        is_answered = status == 0 and not reason
+        answer = json.loads(check.said) if is_answered else _refusal(check.field_name, reason or _death(status))
         answer.setdefault("is_certain", not reason)
         with contextlib.suppress(OSError):  # nobody is there to hear; the next read ends this process
             self._channel.send_bytes(json.dumps({"number": check.number, **answer}).encode())
 
 
-def _refusal(kind: str, reason: str) -> dict[str, Any]:
-    return {"field": f"structured_outputs.{kind}", "reason": reason, "fix": "send a simpler one"}
+def _refusal(field_name: str, reason: str) -> dict[str, Any]:
+    return {"field": field_name, "reason": reason, "fix": "send a simpler one"}
 
 
 def _death(status: int) -> str:
@@ -174,7 +207,7 @@ def _death(status: int) -> str:
     return _DEATHS.get(-status, TOO_LONG if status < 0 else "cannot be compiled")
 
 
-def _run_child(tokens: GrammarTokens, structure: Structure, pipe: int) -> NoReturn:
+def _run_child(tokens: GrammarTokens, plan: AnswerPlan, pipe: int) -> NoReturn:
     """The whole life of a forked child: bound itself, try, say how it went."""
     code = 1
     try:
@@ -182,7 +215,7 @@ def _run_child(tokens: GrammarTokens, structure: Structure, pipe: int) -> NoRetu
         _bound()
         threading.stack_size(STACK_BYTES)
         answer: dict[str, Any] = {}
-        worker = threading.Thread(target=lambda: answer.update(_answer(tokens, structure)))
+        worker = threading.Thread(target=lambda: answer.update(_answer(tokens, plan)))
         worker.start()
         worker.join()
         with os.fdopen(pipe, "wb") as out:
@@ -192,13 +225,13 @@ def _run_child(tokens: GrammarTokens, structure: Structure, pipe: int) -> NoRetu
         os._exit(code)
 
 
-def _answer(tokens: GrammarTokens, structure: Structure) -> dict[str, Any]:
+def _answer(tokens: GrammarTokens, plan: AnswerPlan) -> dict[str, Any]:
     try:
-        return {"grammar": try_structure(tokens, structure)}
+        return {"grammar": try_plan(tokens, plan)}
     except InvalidRequest as error:
         return {"field": error.field, "reason": error.reason, "fix": error.fix}
     except MemoryError:
-        return _refusal(structure.kind, _death(-signal.SIGABRT))
+        return _refusal(plan.field, _death(-signal.SIGABRT))
 
 
 def _bound() -> None:

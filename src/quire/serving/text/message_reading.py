@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.serving.text.parts import Part, PartReader, PlainReader, Thought
 from quire.serving.text.reasoning import ReasoningFormat, ReasoningReader
-from quire.serving.text.tool_calls.formats import ToolFormat
+from quire.serving.text.tool_calls.call_reader import Parameters
+from quire.serving.text.tool_calls.formats import HARMONY, ToolFormat, tool_format_named
+from quire.serving.text.tool_calls.harmony import HarmonyReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,8 +16,9 @@ class MessageReading:
     """What the answers to one request may hold besides words."""
 
     tools: ToolFormat | None = None
-    tool_names: frozenset[str] = frozenset()
+    parameters: Parameters = field(default_factory=dict)  # of the tools, by name
     max_calls: int | None = None
+    must_call: bool = False  # the answer is calls: the beginning of a mark is no word
     reasoning: ReasoningFormat | None = None
     begins_inside: bool = False  # the prompt opened the reasoning
     shows_reasoning: bool = True
@@ -31,9 +34,11 @@ class MessageReader:
     def __init__(self, reading: MessageReading) -> None:
         words: PartReader = PlainReader()
         if reading.tools is not None:
-            words = reading.tools.reader(reading.tool_names, reading.max_calls)
-        self._reasoning: ReasoningReader | None = None
-        if reading.reasoning is not None:
+            words = reading.tools.reader(reading.parameters, reading.max_calls, must_call=reading.must_call)
+        self._reasoning: ReasoningReader | HarmonyReader | None = None
+        if isinstance(words, HarmonyReader) or (reading.reasoning is not None and reading.reasoning.name == HARMONY):
+            words = self._reasoning = _harmony_reader(reading)
+        elif reading.reasoning is not None:
             words = self._reasoning = ReasoningReader(reading.reasoning, words, inside=reading.begins_inside)
         self._reader, self._shows_reasoning = words, reading.shows_reasoning
         self._num_undecided = 0
@@ -55,3 +60,10 @@ class MessageReader:
 
     def _shown(self, parts: list[Part]) -> list[Part]:
         return parts if self._shows_reasoning else [part for part in parts if not isinstance(part, Thought)]
+
+
+def _harmony_reader(reading: MessageReading) -> HarmonyReader:
+    """Return the one reader of reasoning, words and calls in harmony's channels."""
+    form = tool_format_named(HARMONY)
+    book = form.book(reading.parameters, reading.max_calls, must_call=reading.must_call)
+    return HarmonyReader(book, reading.parameters, has_tools=reading.tools is not None)

@@ -6,16 +6,36 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.serving.text.parts import Part, PartReader, Thought, held_back
+from quire.serving.text.tool_calls import harmony
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks around a model's reasoning. `is_implied`: answers begin inside it even where nothing opens it."""
+    """The marks around a model's reasoning. `is_implied`: answers begin inside it even where nothing opens it.
+
+    `before_next` stands between the end of the reasoning and the next message, `before_words` before the words.
+    """
 
     name: str
     start: str
     end: str
     is_implied: bool = False
+    other_starts: tuple[str, ...] = ()
+    other_ends: tuple[str, ...] = ()
+    before_next: str = ""
+    before_words: str = ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (*self.starts, *self.ends, *filter(None, (self.before_next, self.before_words)))
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return (self.start, *self.other_starts)
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return (self.end, *self.other_ends)
 
     def begins_inside(self, prompt: str, *, continues: bool = False) -> bool:
         """Whether an answer to `prompt` begins with reasoning that was opened already.
@@ -32,6 +52,16 @@ _FORMATS = {
     "deepseek_r1": ReasoningFormat("deepseek_r1", "<think>", "</think>", is_implied=True),
     "qwen3": ReasoningFormat("qwen3", "<think>", "</think>"),
     "mistral": ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    "granite": ReasoningFormat(
+        "granite",
+        "Here is my thought process:",
+        "Here is my response:",
+        other_starts=("Here's my thought process:",),
+        other_ends=("Here's my response:",),
+    ),
+    "harmony": ReasoningFormat(
+        "harmony", harmony.ANALYSIS, harmony.END, before_next=harmony.NEXT, before_words=harmony.FINAL
+    ),
 }
 
 
@@ -39,10 +69,18 @@ def reasoning_format(parser: str, template: str | None) -> ReasoningFormat | Non
     """The format of that name; for "auto", the one whose marks the chat template writes. None: there is none."""
     if parser != "auto":
         return _FORMATS.get(parser)
-    for name in ("qwen3", "mistral"):
-        if template is not None and _FORMATS[name].end in template:
+    if template is None:
+        return None
+    if harmony.CHANNEL in template and harmony.MESSAGE in template:
+        return _FORMATS["harmony"]
+    for name in ("qwen3", "mistral", "granite"):
+        if _FORMATS[name].end in template:
             return _FORMATS[name]
     return None
+
+
+def reasoning_format_named(name: str) -> ReasoningFormat:
+    return _FORMATS[name]
 
 
 class ReasoningReader:
@@ -98,22 +136,25 @@ class ReasoningReader:
 
     def _look_for_start(self) -> None:
         """Models may write the start mark even where their prompt ends with it."""
-        start, begun = self._form.start, self._buffer.lstrip()
-        if begun.startswith(start):
-            self._buffer, self._state = begun[len(start) :], "thinking"
-        elif not start.startswith(begun):
+        begun = self._buffer.lstrip()
+        found = next((start for start in self._form.starts if begun.startswith(start)), None)
+        if found is not None:
+            self._buffer, self._state = begun[len(found) :], "thinking"
+        elif not any(start.startswith(begun) for start in self._form.starts):
             self._state = "thinking" if self._inside else "saying"
         self._was_opened = self._state == "thinking"
 
     def _think(self, parts: list[Part]) -> None:
         if not self._has_thought:
             self._buffer = self._buffer.lstrip()
-        end = self._buffer.find(self._form.end)
-        if end >= 0:
-            self._add(self._buffer[:end].rstrip(), parts)
-            self._buffer, self._state = self._buffer[end + len(self._form.end) :], "after"
+        found = [(place, end) for end in self._form.ends if (place := self._buffer.find(end)) >= 0]
+        if found:
+            place, end = min(found)
+            self._add(self._buffer[:place].rstrip(), parts)
+            self._buffer, self._state = self._buffer[place + len(end) :], "after"
             return
-        certain = self._buffer[: len(self._buffer) - held_back(self._buffer, self._form.end)].rstrip()
+        held = max(held_back(self._buffer, end) for end in self._form.ends)
+        certain = self._buffer[: len(self._buffer) - held].rstrip()
         self._add(certain, parts)
         self._buffer = self._buffer[len(certain) :]
 

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from quire.serving.text.lark import LarkGrammar, json_rule, one_of
 from quire.types.decoding import StructuredOutputsParams
 from quire.types.errors import InvalidRequest
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 
-# One way to write blanks: a model cannot lose itself in them, and everything between values is known beforehand.
-COMPACT: dict[str, object] = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 FORCED_CHARACTERS = 16_384  # a longer grammar may hold long fixed texts, and finding those would cost too much
-_BLANKS = {*COMPACT, "whitespace_pattern"}
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _EBNF_RULE = re.compile(r"(?m)^[ \t]*[A-Za-z_][\w-]*[ \t]*::=")
 
@@ -51,41 +48,41 @@ def structure_of(params: StructuredOutputsParams) -> Structure:
 
 
 def grammar_of(structure: Structure) -> str:
-    """The grammar in Lark's form as llguidance knows it. Raises InvalidRequest for an EBNF that cannot be read.
+    """Return the grammar in llguidance's Lark. Raises InvalidRequest for an EBNF that cannot be read.
 
     Whether llguidance takes it is not known yet.
     """
+    if structure.kind == "grammar":
+        grammar = lark_of(structure.text)
+        return _NO_FORCING + grammar if is_long(structure) and "%llguidance" not in grammar else grammar
+    lark = LarkGrammar()
+    return lark.text(expression_of(structure, lark), no_forcing=is_long(structure))
+
+
+def expression_of(structure: Structure, lark: LarkGrammar) -> str:
+    """Return the structure as an expression inside `lark`. A user's grammar is added to it as a grammar of its own."""
     if structure.kind == "json":
-        grammar = f"start: {json_rule(json.loads(structure.text))}\n"
-    elif structure.kind == "choice":
-        grammar = f"start: {' | '.join(map(json.dumps, json.loads(structure.text)))}\n"
-    elif structure.kind == "regex":
-        grammar = _regex_grammar(structure.text)
-    else:
-        grammar = _lark(structure.text)
-    is_long = len(structure.text) > FORCED_CHARACTERS and "%llguidance" not in grammar
-    return _NO_FORCING + grammar if is_long else grammar
+        return json_rule(json.loads(structure.text))
+    if structure.kind == "choice":
+        return one_of(map(json.dumps, json.loads(structure.text)))
+    if structure.kind == "regex":
+        return _regex_rule(structure.text)
+    return lark.user_grammar("structured_outputs", lark_of(structure.text))
 
 
-def json_rule(schema: Mapping[str, Any] | bool) -> str:
-    """A schema as an expression inside a Lark rule. Blanks are COMPACT's, unless its "x-guidance" speaks of them."""
-    if schema is False:
-        raise InvalidRequest("structured_outputs.json", "is false, which nothing matches", "send a JSON schema")
-    rules = dict(schema) if isinstance(schema, Mapping) else {}
-    own = rules.get("x-guidance", {})
-    if isinstance(own, Mapping) and not _BLANKS & own.keys():
-        rules["x-guidance"] = {**COMPACT, **own}
-    return f"%json {json.dumps(rules)}"
+def is_long(structure: Structure) -> bool:
+    """Whether the structure may hold fixed texts too long to be looked for ahead."""
+    return len(structure.text) > FORCED_CHARACTERS
 
 
-def _regex_grammar(regex: str) -> str:
+def _regex_rule(regex: str) -> str:
     from llguidance import regex_to_lark
 
-    return f"start: /{regex_to_lark(regex, use_ascii='d')}/\n"
+    return f"/{regex_to_lark(regex, use_ascii='d')}/"
 
 
-def _lark(grammar: str) -> str:
-    """Lark as it is; EBNF in llama.cpp's dialect (GBNF) is rewritten."""
+def lark_of(grammar: str) -> str:
+    """Return Lark as it is; EBNF in llama.cpp's dialect (GBNF) is rewritten."""
     if not _EBNF_RULE.search(grammar):
         return grammar
     from llguidance.gbnf_to_lark import gbnf_to_lark

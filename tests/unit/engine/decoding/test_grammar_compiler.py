@@ -223,3 +223,17 @@ def test_a_lexer_that_cannot_be_added_does_not_stop_the_thread() -> None:
     grammars.add_lexer(Failing("start: /a+/", GrammarTokens(byte_vocabulary(), SIZE)))
     assert allowed(compiled(grammars, 'start: "a"').matcher(RULES).mask()) == {ord("a")}
     grammars.close()
+
+
+def test_grammars_that_have_grown_too_large_together_are_dropped_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [0]
+    monkeypatch.setattr(grammar_compiler, "native_bytes", lambda: held[0])
+    grammars = GrammarCompiler(byte_vocabulary, SIZE)
+    first, second = grammars.compile('start: "a"'), grammars.compile('start: "b"')
+    assert grammars.compile('start: "a"') is first
+    held[0] = grammar_compiler.MAX_NATIVE_BYTES + 1
+    grammars.compile('start: "c"')
+    assert list(grammars._kept) == ['start: "c"']
+    held[0] = 0
+    assert grammars.compile('start: "b"') is not second
+    grammars.close()

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +16,10 @@ from quire.engine.decoding.grammar_matcher import GrammarMatcher
 from quire.engine.decoding.grammar_tokens import GrammarTokens
 from quire.serving.process import grammar_check, grammar_child
 from quire.serving.process.grammar_check import ChecksBusy, GrammarChecker
-from quire.types.decoding import StructuredOutputsParams
+from quire.serving.text.answer_grammar import AnswerPlan, CallPlan, CallRole, build_grammar, plan_of
+from quire.serving.text.structure import Structure
 from quire.types.errors import InvalidRequest, QuireError
+from quire.types.grammar import grammar_digest
 
 pytest.importorskip("llguidance")
 TOKENS = GrammarTokens(byte_vocabulary(), SIZE)
@@ -37,8 +41,8 @@ def own() -> Iterator[GrammarChecker]:
     checker.close()
 
 
-def regex(text: str) -> StructuredOutputsParams:
-    return StructuredOutputsParams(regex=text)
+def regex(text: str) -> AnswerPlan:
+    return AnswerPlan(Structure("regex", text))
 
 
 def test_a_check_is_over_within_two_seconds_whatever_it_is() -> None:
@@ -48,7 +52,7 @@ def test_a_check_is_over_within_two_seconds_whatever_it_is() -> None:
 @pytest.mark.parametrize("hostile", all_hostile(), ids=lambda hostile: hostile.name)
 def test_what_is_hostile_is_refused_or_can_be_followed(shared: GrammarChecker, hostile: Hostile) -> None:
     try:
-        grammar, error = shared.check(hostile.params()), None
+        grammar, error = shared.check(plan_of(hostile.params())).text, None
     except InvalidRequest as raised:
         grammar, error = "", raised
     if error is not None:
@@ -71,25 +75,25 @@ def test_there_are_enough_hostile_ones() -> None:
 
 
 def test_what_passes_comes_back_as_a_grammar_for_the_engine(shared: GrammarChecker) -> None:
-    match = GrammarMatcher(TOKENS, TOKENS.begin(shared.check(regex("hello [0-9]"))), ())
+    match = GrammarMatcher(TOKENS, TOKENS.begin(shared.check(regex("hello [0-9]")).text), ())
     assert match.forced(4) == tuple(encode("hello "))
 
 
 def test_what_takes_too_long_is_killed_and_the_next_check_is_answered(own: GrammarChecker) -> None:
     with pytest.raises(InvalidRequest, match=grammar_child.TOO_LONG):
-        own.check(EXPLOSIVE.params())
+        own.check(plan_of(EXPLOSIVE.params()))
     assert own.check(regex("a+"))
 
 
 def test_what_overflows_the_stack_ends_in_its_own_process(own: GrammarChecker) -> None:
     with pytest.raises(InvalidRequest, match="nested too deeply"):
-        own.check(DEEP.params())
+        own.check(plan_of(DEEP.params()))
     assert own.check(regex("a+"))
 
 
 def test_a_slow_check_does_not_hold_up_another(own: GrammarChecker) -> None:
     own.check(regex("a"))
-    slow = own.begin(EXPLOSIVE.params())
+    slow = own.begin(plan_of(EXPLOSIVE.params()))
     quick = own.begin(regex("b+"))
     assert wait([quick, slow], return_when="FIRST_COMPLETED").done == {quick}
     assert slow.exception() is not None
@@ -113,7 +117,7 @@ def test_old_answers_are_forgotten(own: GrammarChecker, monkeypatch: pytest.Monk
     monkeypatch.setattr(grammar_check, "MAX_KEPT_CHARACTERS", 100)
     for letter in "abcdef":
         own.check(regex(letter * 40))
-    assert [structure.text[0] for structure in own._kept] == ["e", "f"]
+    assert [plan.structure.text[0] for plan in own._kept if plan.structure is not None] == ["e", "f"]
 
 
 def test_a_child_that_was_lost_is_started_again(own: GrammarChecker) -> None:
@@ -128,7 +132,7 @@ def test_a_child_that_was_lost_is_started_again(own: GrammarChecker) -> None:
 
 def test_checks_that_a_lost_child_owed_fail_with_words(own: GrammarChecker) -> None:
     own.check(regex("a+"))
-    begun = own.begin(EXPLOSIVE.params())
+    begun = own.begin(plan_of(EXPLOSIVE.params()))
     assert own._child is not None
     os.kill(own._child._process.pid, signal.SIGKILL)
     with pytest.raises(QuireError, match="send the request again"):
@@ -160,3 +164,45 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: pytest.M
     monkeypatch.setattr(grammar_check.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(InvalidRequest, match="structured_outputs: needs the llguidance package; run pip install"):
         GrammarChecker(byte_vocabulary).check(regex("a"))
+
+
+# ------------------------------------------------------------------------------------------------ whole answers
+def whole(structure: Structure | None, *schemas: dict[str, Any]) -> AnswerPlan:
+    """A plan in which every part can carry something hostile."""
+    functions = [{"name": f"f{place}", "parameters": schema} for place, schema in enumerate(schemas)]
+    role: CallRole = "required" if structure is None else "instead"
+    return AnswerPlan(structure, CallPlan("hermes", json.dumps(functions), role, 4), "qwen3")
+
+
+def test_the_grammar_that_was_tried_is_the_one_that_comes_back(shared: GrammarChecker) -> None:
+    plan = whole(Structure("grammar", 'start: "(" start ")" | "x"'), {"type": "object"})
+    checked = shared.check(plan)
+    assert checked.text == build_grammar(plan)
+    assert checked.digest == grammar_digest(checked.text)
+
+
+@pytest.mark.parametrize(
+    ("plan", "field"),
+    [
+        (whole(Structure("regex", "(")), "structured_outputs.regex"),
+        (whole(Structure("grammar", "start: nowhere"), {"type": "object"}), "structured_outputs.grammar"),
+        (whole(Structure("regex", "a"), {}, {"minProperties": "x"}), "tools[1].function.parameters"),
+        (whole(None, {"minProperties": "x"}), "tools[0].function.parameters"),
+        (whole(None, {}, {"properties": {"a": {"type": "thing"}}}), "tools[1].function.parameters"),
+    ],
+)
+def test_a_refusal_names_the_part_that_is_at_fault(shared: GrammarChecker, plan: AnswerPlan, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        shared.check(plan)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("place", ["structure", "tools"])
+def test_what_explodes_is_killed_wherever_it_stands(own: GrammarChecker, place: str) -> None:
+    hostile = plan_of(EXPLOSIVE.params()).structure
+    assert hostile is not None
+    schema = {"properties": {"a": json.loads(hostile.text)}}
+    plan = whole(hostile, {}) if place == "structure" else whole(Structure("regex", "a"), schema)
+    with pytest.raises(InvalidRequest, match=grammar_child.TOO_LONG):
+        own.check(plan)
+    assert own.check(regex("a+"))

@@ -8,7 +8,8 @@ import pytest
 from byte_vocabulary import RULES, SIZE, byte_vocabulary, decode
 from quire.engine.decoding.grammar_matcher import GrammarMatcher
 from quire.engine.decoding.grammar_tokens import GrammarTokens
-from quire.serving.text.structure import FORCED_CHARACTERS, Structure, grammar_of, json_rule, structure_of
+from quire.serving.text.lark import json_rule
+from quire.serving.text.structure import FORCED_CHARACTERS, Structure, grammar_of, structure_of
 from quire.types.decoding import StructuredOutputsParams
 from quire.types.errors import InvalidRequest
 

@@ -20,7 +20,7 @@ from quire.serving.http.generation.job import Job, prepare_job
 from quire.serving.http.generation.settings import GenerationSettings
 from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
-from quire.types.decoding import StructuredOutputsParams
+from quire.serving.text.answer_grammar import AnswerPlan
 from quire.types.errors import InvalidRequest, QuireError
 
 
@@ -106,13 +106,13 @@ class GenerationHandler:
             with service.dispatcher.preparing():
                 settings, fields = self._endpoint.generation, self._endpoint.fields_by_name
                 job = await service.in_thread_for(len(body), prepare_job, service, settings, fields, body, head)
-                return job if job.structure is None else await self._constrained(job, job.structure)
+                return job if job.plan is None else await self._constrained(job, job.plan)
 
-    async def _constrained(self, job: Job, structure: StructuredOutputsParams) -> Job:
-        """Check the structure in the checker's process, which keeps the text threads free, and put the grammar into the
-        job."""
+    async def _constrained(self, job: Job, plan: AnswerPlan) -> Job:
+        """Have the checker's process build and check the grammar, which keeps the text threads free, and put it into
+        the job."""
         try:
-            begun = await self._service.in_thread(self._service.texts.checker.begin, structure)
+            begun = await self._service.in_thread(self._service.texts.checker.begin, plan)
             return job.with_grammar(await asyncio.wrap_future(begun))
         except InvalidRequest as error:
             raise job.refusal(error) from None

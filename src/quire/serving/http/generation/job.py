@@ -13,16 +13,17 @@ from quire.serving.http.generation.conversation import render_messages, unread_v
 from quire.serving.http.generation.sampling_fields import drop_beam_fields, read_beam, read_sampling, take_structure
 from quire.serving.http.generation.settings import GenerationSettings, Origin, Parameters, ResponseOptions
 from quire.serving.http.generation.submits import Work, make_submits
-from quire.serving.http.generation.tool_use import Frame, ToolUse, message_reading, read_tool_use, suited_to
+from quire.serving.http.generation.tool_use import ToolUse, answer_plan, message_reading, read_tool_use, shows_marks
 from quire.serving.http.json_body import decode_json
 from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
 from quire.serving.http.validators.values import UnsupportedParameter
 from quire.serving.process.link import EngineReady
 from quire.serving.requests import Prompt
+from quire.serving.text.answer_grammar import AnswerPlan
 from quire.serving.text.chat_messages import message_text
-from quire.types.decoding import StructuredOutputsParams
 from quire.types.errors import InvalidRequest
+from quire.types.grammar import CheckedGrammar
 from quire.types.request import Submit
 
 
@@ -34,19 +35,13 @@ class Job:
     options: ResponseOptions
     submits: tuple[Submit, ...]
     interval: int  # tokens per event of a stream
-    frame: Frame | None = None  # around the grammar, if there is one
-    structure_field: str = "structured_outputs"  # the field that asked for structured outputs
+    plan: AnswerPlan | None = None  # of the grammar that the answers must match; not in force before `with_grammar`
+    structure_field: str = "structured_outputs"  # what asked for it
 
-    @property
-    def structure(self) -> StructuredOutputsParams | None:
-        """What the answers must match. It takes effect with `with_grammar`."""
-        return self.submits[0].sampling.structure
-
-    def with_grammar(self, grammar: str) -> Job:
-        """The same job with a checked grammar in place of its structured outputs."""
+    def with_grammar(self, grammar: CheckedGrammar) -> Job:
+        """Return the job with the grammar that was built and checked from its plan."""
         sampling = replace(self.submits[0].sampling, structured_outputs=None)
-        framed = grammar if self.frame is None else self.frame.around(grammar)
-        rules = replace(self.submits[0].rules, grammar=framed)
+        rules = replace(self.submits[0].rules, grammar=grammar.text, grammar_digest=grammar.digest)
         return replace(self, submits=tuple(replace(one, sampling=sampling, rules=rules) for one in self.submits))
 
     def named(self, failure: Failure) -> Failure:
@@ -74,10 +69,9 @@ def prepare_job(
     use = read_tool_use(service, given)
     origin = None if settings.find_origin is None else settings.find_origin(service, given, head)
     prompts, prefaces = _prompts(service, given, use, origin)
-    reading = frame = None
-    if "messages" in given:
-        reading = message_reading(service, given, use, prompts[0].text or "")
-        sampling, frame = suited_to(service, sampling, use, reading)
+    reading = message_reading(service, given, use, prompts[0].text or "") if "messages" in given else None
+    sampling = shows_marks(service, sampling, reading)
+    plan = answer_plan(service, sampling.structure, use, reading)
     work = Work(settings, given, sampling, read_beam(given), origin)
     submits = make_submits(service, work, prompts, head)
     echoes_prompt = settings.echoes_prompt and given.get("echo", False)
@@ -107,7 +101,7 @@ def prepare_job(
         reading=reading,
     )
     interval = given.get("stream_interval", 1)
-    return Job(request_id, options, tuple(submits), interval, frame, structure_field or "tools")
+    return Job(request_id, options, tuple(submits), interval, plan, structure_field or "tools")
 
 
 def _drop_useless(service: Service, engine: EngineReady, given: Parameters, *, lenient: bool) -> list[str]:

@@ -41,7 +41,7 @@ def make_submits(service: Service, work: Work, prompts: Sequence[Prompt], head: 
     _check_count(work, len(prompts), service.limits["choices"])
     token_ids = _tokenize(service, engine, work, prompts)
     StopStrings(sampling.stops)  # refuses here what would fail later, on the link's thread
-    rules = service.texts.maker(engine.eos_ids).rules(sampling, grammar="")
+    rules = service.texts.maker(engine.eos_ids).rules(sampling, check=False)
     salt = head.salt(given.get("cache_salt", "")) if work.origin is None else work.origin.salt
     source = None if work.origin is None else work.origin.branch
     names = head.engine_ids(work.settings.id_prefix, given.get("request_id"), len(token_ids))

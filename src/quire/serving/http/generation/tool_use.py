@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quire.serving.http.service import Service
 from quire.serving.http.validators.values import UnsupportedParameter
-from quire.serving.text.after_reasoning import after_reasoning
+from quire.serving.text.answer_grammar import AnswerPlan, CallPlan, CallRole, plan_of
 from quire.serving.text.message_reading import MessageReading
-from quire.serving.text.reasoning import ReasoningFormat
-from quire.serving.text.tool_calls.constrained import call_grammar, free_call_grammar, or_calls
+from quire.serving.text.structure import structure_of
+from quire.serving.text.tool_calls.formats import ToolFormat
+from quire.serving.text.tool_calls.shape import MAX_CALLS
+from quire.types.decoding import StructuredOutputsParams
 from quire.types.errors import InvalidRequest
 from quire.types.sampling import SamplingParams
 
@@ -23,11 +26,6 @@ class ToolUse:
     choice: Literal["none", "auto", "required"] = "none"
     name: str | None = None
     parallel: bool = True
-
-    @property
-    def offered(self) -> tuple[dict[str, Any], ...]:
-        """Those it may call."""
-        return tuple(tool for tool in self.tools if self.name in (None, tool["function"]["name"]))
 
 
 def read_tool_use(service: Service, given: dict[str, Any]) -> ToolUse:
@@ -62,58 +60,58 @@ def message_reading(service: Service, given: dict[str, Any], use: ToolUse, promp
     continues = given.get("continue_final_message", False)
     return MessageReading(
         tools=texts.tool_format if may_call else None,
-        tool_names=frozenset(tool["function"]["name"] for tool in use.tools),
+        parameters={tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in use.tools},
         max_calls=None if use.parallel else 1,
+        must_call=use.choice == "required",
         reasoning=reasoning,
         begins_inside=reasoning is not None and reasoning.begins_inside(prompt, continues=continues),
         shows_reasoning=given.get("include_reasoning", True),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """What stands around the grammar of an answer: reasoning before it, calls in its stead."""
-
-    special: dict[str, int]
-    calls: str = ""
-    reasoning: ReasoningFormat | None = None
-    begins_inside: bool = False
-
-    def around(self, grammar: str) -> str:
-        whole = or_calls(grammar, self.calls) if self.calls else grammar
-        if self.reasoning is None:
-            return whole
-        return after_reasoning(whole, self.reasoning, self.special, inside=self.begins_inside)
-
-
-def suited_to(
-    service: Service, sampling: SamplingParams, use: ToolUse, reading: MessageReading | None
-) -> tuple[SamplingParams, Frame | None]:
-    """Sampling whose text shows the marks that are read and whose calls follow the schemas that bind, and the frame of
-    the grammar it may have."""
+def answer_plan(
+    service: Service, structure: StructuredOutputsParams | None, use: ToolUse, reading: MessageReading | None
+) -> AnswerPlan | None:
+    """Return what the grammar of the answers consists of; None: any answer will do. Raises InvalidRequest for what
+    cannot be promised in the model's format."""
     if reading is None:
-        return sampling, None
-    special = service.texts.special_tokens
-    if service.texts.hides(reading):
-        sampling = replace(sampling, skip_special_tokens=False)
-    frame = Frame(special, "", reading.reasoning, reading.begins_inside)
-    if reading.tools is None:
-        return sampling, frame
-    form, is_asked = reading.tools.name, sampling.structure is not None
-    if use.choice == "required" and is_asked:
-        reason = "cannot hold while a call is required"
-        raise InvalidRequest("tool_choice", reason, 'set it to "auto", or ask for no structured answer')
-    grammar = call_grammar(form, use.offered, special, is_one=not use.parallel)
-    if use.choice == "auto":
-        if is_asked:
-            return sampling, replace(frame, calls=grammar)
-        strict = [place for place, tool in enumerate(use.tools) if tool["function"].get("strict")]
+        return None if structure is None else plan_of(structure)
+    calls = None if reading.tools is None else _call_plan(reading.tools, use, has_structure=structure is not None)
+    if calls is not None and calls.role == "required":
+        structure = None  # there are no words that could match it
+    if calls is None and structure is None:
+        return None
+    return AnswerPlan(
+        None if structure is None else structure_of(structure),
+        calls,
+        "" if reading.reasoning is None else reading.reasoning.name,
+        reading.begins_inside,
+        service.texts.special_marks(reading),
+    )
+
+
+def _call_plan(form: ToolFormat, use: ToolUse, *, has_structure: bool) -> CallPlan | None:
+    """Return the calls that bind: those that are required, strict, or take the place of a structured answer."""
+    most = MAX_CALLS if use.parallel else 1
+    role: CallRole = "required" if use.choice == "required" else "instead" if has_structure else "among"
+    strict = [place for place, tool in enumerate(use.tools) if tool["function"].get("strict")]
+    if role == "among":
         if not strict:
-            return sampling, frame
-        free = free_call_grammar(form, use.tools, special)
-        if free is None:
+            return None
+        if not form.can_be_strict:
             reason = "cannot be promised in this model's format unless a call is required"
             where = f"tools[{strict[0]}].function.strict"
             raise UnsupportedParameter(where, reason, 'leave it out, or set tool_choice to "required"')
-        grammar = free
-    return replace(sampling, structured_outputs={"grammar": grammar}), frame
+    functions = [
+        {"name": tool["function"]["name"], "parameters": tool["function"].get("parameters"), "place": place}
+        for place, tool in enumerate(use.tools)
+        if use.name in (None, tool["function"]["name"])
+    ]
+    return CallPlan(form.name, json.dumps(functions), role, most)
+
+
+def shows_marks(service: Service, sampling: SamplingParams, reading: MessageReading | None) -> SamplingParams:
+    """Return sampling whose text shows the special tokens that are read as marks."""
+    if reading is None or not service.texts.hides(reading):
+        return sampling
+    return replace(sampling, skip_special_tokens=False)

@@ -4,58 +4,60 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from quire.serving.text.parts import CallArguments, CallBegun, Part
+from quire.serving.text.parts import Part
+from quire.serving.text.tool_calls.call_book import CallBook
 from quire.serving.text.tool_calls.json_span import JsonSpan
 
 _SPACE = r"\s{0,32}"
-_HEAD = re.compile(
-    rf'{_SPACE}\{{{_SPACE}"name"{_SPACE}:{_SPACE}"([^"\\]{{1,256}})"{_SPACE},{_SPACE}'
-    rf'"(?:arguments|parameters)"{_SPACE}:{_SPACE}(?=\{{)'
-)
 
 
-class CallBook:
-    """Numbers an answer's calls. Beyond `limit` they are left out; with `known`, other names are no calls."""
+@dataclass(frozen=True, slots=True)
+class CallKeys:
+    """The members that hold a call's name and its arguments."""
 
-    def __init__(
-        self, make_id: Callable[[], str], *, limit: int | None = None, known: Collection[str] | None = None
-    ) -> None:
-        self._make_id, self._limit, self._known = make_id, limit, known
-        self._num_calls = 0
+    name: str = "name"
+    arguments: tuple[str, ...] = ("arguments", "parameters")
 
-    @property
-    def has_calls(self) -> bool:
-        return self._num_calls > 0
 
-    def knows(self, name: str) -> bool:
-        return self._known is None or name in self._known
+KEYS = CallKeys()
 
-    def begin(self, name: str, parts: list[Part]) -> None:
-        if self._limit is None or self._num_calls < self._limit:
-            parts.append(CallBegun(self._num_calls, self._make_id(), name))
-        self._num_calls += 1
 
-    def add_arguments(self, text: str, parts: list[Part]) -> None:
-        """The next piece of the latest call's arguments."""
-        if text and (self._limit is None or self._num_calls <= self._limit):
-            parts.append(CallArguments(self._num_calls - 1, text))
+@lru_cache(maxsize=16)
+def _head(keys: CallKeys) -> re.Pattern[str]:
+    """The beginning of an object whose name stands before its arguments."""
+    either = "|".join(map(re.escape, keys.arguments))
+    return re.compile(
+        rf'{_SPACE}\{{{_SPACE}"{re.escape(keys.name)}"{_SPACE}:{_SPACE}"([^"\\]{{1,256}})"{_SPACE},{_SPACE}'
+        rf'"(?:{either})"{_SPACE}:{_SPACE}(?=\{{)'
+    )
+
+
+@lru_cache(maxsize=16)
+def _half_head(keys: CallKeys) -> re.Pattern[str]:
+    """Every beginning of a list or an object whose first member is the name; groups: the name, and what follows it."""
+    pattern = r'(?:([^"\\]*)("?.*))?'
+    for character in reversed(f'{{"{keys.name}":"'):
+        space = _SPACE if character in '{":' else ""
+        pattern = rf"(?:{re.escape(character)}{space}{pattern})?"
+    return re.compile(rf"\s*\[?\s*{pattern}", re.DOTALL)
 
 
 class CallObject:
     """One call. Its arguments are passed on as they come if the name stands before them, else when it is whole."""
 
-    def __init__(self, book: CallBook) -> None:
-        self._book = book
+    def __init__(self, book: CallBook, keys: CallKeys = KEYS) -> None:
+        self._book, self._keys = book, keys
         self._text = ""  # of it, until it is known to be a call
         self._whole = JsonSpan()
         self._arguments: JsonSpan | None = None
         self.is_call = False
 
     def push(self, text: str, parts: list[Part]) -> str | None:
-        """The text after it, or None while it goes on. Of one that is no call, all text is handed back."""
+        """Return the text after it, or None while it goes on. Of one that is no call, all text is handed back."""
         used = self._whole.feed(text)
         inside, rest = text[:used], text[used:]
         if self._arguments is not None:
@@ -65,16 +67,18 @@ class CallObject:
             self._look_for_head(parts)
         if self._whole.is_open:
             return None
+        if self._arguments is not None:
+            self._book.end(parts)
         if self.is_call or (self._whole.is_closed and self._read_whole(parts)):
             return rest
         return self._text + rest
 
-    def finish(self) -> str:
-        """The text ended inside it: what of it was no call."""
+    def unread(self) -> str:
+        """Return the text of it that was not passed on as a call."""
         return "" if self.is_call else self._text
 
     def _look_for_head(self, parts: list[Part]) -> None:
-        head = _HEAD.match(self._text)
+        head = _head(self._keys).match(self._text)
         if head is None or not self._book.knows(head.group(1)):
             return
         self.is_call, self._arguments = True, JsonSpan()
@@ -91,16 +95,17 @@ class CallObject:
             found: Any = json.loads(self._text)
         except (ValueError, RecursionError):
             return False
-        name = found.get("name") if isinstance(found, dict) else None
+        name = found.get(self._keys.name) if isinstance(found, dict) else None
         if not isinstance(name, str) or not name or not self._book.knows(name):
             return False
-        arguments = found.get("arguments", found.get("parameters")) or {}
+        arguments: Any = next((found[key] for key in self._keys.arguments if found.get(key) is not None), {})
         if isinstance(arguments, str):
             arguments = _object_in(arguments)
         if not isinstance(arguments, dict):
             return False
         self._book.begin(name, parts)
         self._book.add_arguments(json.dumps(arguments, ensure_ascii=False), parts)
+        self._book.end(parts)
         self.is_call = True
         return True
 
@@ -108,8 +113,8 @@ class CallObject:
 class CallList:
     """One call, or a list of them."""
 
-    def __init__(self, book: CallBook) -> None:
-        self._book = book
+    def __init__(self, book: CallBook, keys: CallKeys = KEYS) -> None:
+        self._book, self._keys = book, keys
         self._before = ""  # what goes back with a first object that is no call
         self._in_list = False
         self._object: CallObject | None = None
@@ -117,7 +122,7 @@ class CallList:
         self.is_call = False
 
     def push(self, text: str, parts: list[Part]) -> str | None:
-        """The text after the calls, or None while they go on. What is no call is handed back."""
+        """Return the text after the calls, or None while they go on. What is no call is handed back."""
         self._buffer += text
         while self._object is not None or self._begin():
             if self._object is None:
@@ -136,8 +141,21 @@ class CallList:
             self._buffer = rest_or_none
         return None
 
-    def finish(self) -> str:
-        return self._before + (self._object.finish() if self._object is not None else self._buffer)
+    def may_be_call(self) -> bool:
+        """Return whether the text so far, which ended before it was whole, is or may be the beginning of a call."""
+        if self.is_call:
+            return True
+        unread = self._before + (self._object.unread() if self._object is not None else self._buffer)
+        found = _half_head(self._keys).fullmatch(unread)
+        if found is None or found.group(1) is None:
+            return found is not None
+        name, rest = found.groups()
+        known = self._book.known
+        return known is None or (name in known if rest else any(one.startswith(name) for one in known))
+
+    def unread(self) -> str:
+        """Return the text that was not passed on as calls."""
+        return self._before + (self._object.unread() if self._object is not None else self._buffer)
 
     def _begin(self) -> bool:
         """Go to the next call or to the end; False: more text is needed to know which."""
@@ -155,7 +173,7 @@ class CallList:
             self._before, self._buffer = ",", begun[1:]
         elif self.is_call:
             return True  # neither: what follows is no call
-        self._object = CallObject(self._book)
+        self._object = CallObject(self._book, self._keys)
         return True
 
 

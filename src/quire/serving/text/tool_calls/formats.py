@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from quire.serving.text.parts import PartReader
-from quire.serving.text.tool_calls import hermes, llama3_json, mistral
-from quire.serving.text.tool_calls.call_object import CallBook
+from quire.serving.text.tool_calls import (
+    deepseek_v3,
+    derived,
+    granite,
+    harmony,
+    hermes,
+    llama3_json,
+    mistral,
+    pythonic,
+    qwen3_coder,
+)
+from quire.serving.text.tool_calls.call_book import CallBook
+from quire.serving.text.tool_calls.call_reader import AnswerReader, Parameters
+from quire.serving.text.tool_calls.shape import CallShape
 
 _LETTERS = string.ascii_letters + string.digits
-
-
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """One way to write calls. `marks` are texts that may be special tokens of a vocabulary, and must then be shown."""
-
-    name: str
-    marks: tuple[str, ...]
-    make_reader: Callable[[CallBook], PartReader]
-    make_id: Callable[[], str]
-    is_bare: bool = False  # calls may stand without a mark, so only the tools' names tell them from other JSON
-
-    def reader(self, names: Collection[str], limit: int | None) -> PartReader:
-        """For one answer, which may call these tools, and at most so often."""
-        return self.make_reader(CallBook(self.make_id, limit=limit, known=names if self.is_bare else None))
+HARMONY = "harmony"
 
 
 def _long_id() -> str:
@@ -38,26 +36,109 @@ def _short_id() -> str:
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One way to write calls. `marks` are texts that may be special tokens of a vocabulary, and must then be shown."""
+
+    name: str
+    marks: tuple[str, ...]
+    reader_class: type[AnswerReader]
+    shape: Callable[[Mapping[str, int]], CallShape]  # by the special tokens of the vocabulary
+    make_id: Callable[[], str] = _long_id
+    is_bare: bool = False  # calls may stand without a mark, so only the tools' names tell them from other JSON
+
+    @property
+    def can_be_strict(self) -> bool:
+        """Whether calls among words can be made to follow their schemas: something must tell them from words."""
+        return bool(self.shape({}).mark)
+
+    def book(self, parameters: Parameters, limit: int | None, *, must_call: bool = False) -> CallBook:
+        known = parameters.keys() if self.is_bare else None
+        return CallBook(self.make_id, limit=limit, known=known, must_call=must_call)
+
+    def reader(self, parameters: Parameters, limit: int | None, *, must_call: bool = False) -> PartReader:
+        """Return the reader of one answer, which may call the tools of `parameters`, and at most so often.
+
+        With `must_call`, a grammar sees to it that the answer is calls.
+        """
+        return self.reader_class(self.book(parameters, limit, must_call=must_call), parameters)
+
+
+def _fixed(shape: CallShape) -> Callable[[Mapping[str, int]], CallShape]:
+    return lambda _: shape
+
+
+_DEEPSEEK = (*deepseek_v3.DeepSeekReader.marks, deepseek_v3.SEPARATOR, deepseek_v3.END, deepseek_v3.CALLS_END)
 _FORMATS = {
-    "hermes": ToolFormat("hermes", (hermes.START, hermes.END), hermes.HermesReader, _long_id),
-    "llama3_json": ToolFormat("llama3_json", (llama3_json.MARK,), llama3_json.Llama3Reader, _long_id, is_bare=True),
-    "mistral": ToolFormat("mistral", (mistral.MARK, mistral.ARGUMENTS), mistral.MistralReader, _short_id),
+    form.name: form
+    for form in (
+        ToolFormat("hermes", (hermes.START, hermes.END), hermes.HermesReader, _fixed(hermes.SHAPE)),
+        ToolFormat(
+            "llama3_json", (llama3_json.MARK,), llama3_json.Llama3Reader, _fixed(llama3_json.SHAPE), is_bare=True
+        ),
+        ToolFormat(
+            "pythonic", (pythonic.START, pythonic.END), pythonic.PythonicReader, _fixed(pythonic.SHAPE), is_bare=True
+        ),
+        ToolFormat("mistral", (mistral.MARK, mistral.ARGUMENTS), mistral.MistralReader, mistral.shape, _short_id),
+        ToolFormat("qwen3_coder", (hermes.START, hermes.END), qwen3_coder.Qwen3CoderReader, _fixed(qwen3_coder.SHAPE)),
+        ToolFormat("deepseek_v3", _DEEPSEEK, deepseek_v3.DeepSeekReader, _fixed(deepseek_v3.SHAPE_V3)),
+        ToolFormat("deepseek_v31", _DEEPSEEK, deepseek_v3.DeepSeekReader, _fixed(deepseek_v3.SHAPE_V31)),
+        ToolFormat("granite", (granite.MARK, hermes.START, hermes.END), granite.GraniteReader, _fixed(granite.SHAPE)),
+        ToolFormat(HARMONY, harmony.MARKS, harmony.HarmonyReader, _fixed(harmony.SHAPE)),
+    )
 }
 
 
-def tool_format(parser: str, template: str | None, *, reads_tools: bool) -> ToolFormat | None:
-    """The format of that name; for "auto", what the model's chat template writes, None if that is not known.
+def tool_format_named(name: str) -> ToolFormat:
+    """Return the format of that name, also of one that was derived from a template."""
+    if not name.startswith(derived.PREFIX):
+        return _FORMATS[name]
+    form = derived.form_named(name)
+    return ToolFormat(name, form.marks, form.reader_class(), _fixed(form.shape))
 
-    A model whose template takes no tools is told of them in words, and to write calls as Hermes does.
+
+def tool_format(
+    parser: str, template: str | None, *, reads_tools: bool, render: derived.Render | None = None
+) -> ToolFormat | None:
+    """Return the format of that name; for "auto", what the model's chat template writes, None if that is not known.
+
+    A model whose template takes no tools is told of them in words, and to write calls as Hermes does. `render` lets the
+    template write calls: the format is the first that reads them back, one with marks in the template before others,
+    and one read off the calls themselves at last. Without `render`, the marks in the template decide.
     """
     if parser != "auto":
         return _FORMATS[parser]
     if template is None or not reads_tools:
         return _FORMATS["hermes"]
+    name = _known_in(template)
+    written = None if render is None else derived.written_calls(render)
+    if written is None or name == HARMONY:  # whose answers begin in the middle of what the template writes
+        return None if name is None else _FORMATS[name]
+    names = [*([name] if name else []), *_FORMATS]
+    form = derived.derive_form(written)
+    for one in (*names, *([form.name] if form is not None else [])):
+        found = tool_format_named(one)
+        if derived.reads(lambda found=found: found.reader(derived.PROBE_PARAMETERS, None), written):  # type: ignore[misc]
+            return found
+    return None
+
+
+def _known_in(template: str) -> str | None:
+    """Return the name of the format whose marks stand in a template."""
+    if harmony.CHANNEL in template and harmony.MESSAGE in template:
+        return HARMONY
     if mistral.MARK in template:
-        return _FORMATS["mistral"]
-    if hermes.START in template and "<function=" not in template:
-        return _FORMATS["hermes"]
+        return "mistral"
+    if deepseek_v3.SEPARATOR in template:
+        return "deepseek_v3" if deepseek_v3.FENCE in template else "deepseek_v31"
+    if hermes.START in template and qwen3_coder.FUNCTION in template:
+        return "qwen3_coder"
+    if granite.MARK in template:
+        return "granite"
+    if hermes.START in template:
+        return "hermes"
+    if pythonic.START in template:
+        return "pythonic"
     if llama3_json.MARK in template or ("ipython" in template and '"parameters"' in template):
-        return _FORMATS["llama3_json"]
+        return "llama3_json"
     return None

@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-from quire.serving.text.tool_calls.call_object import CallBook, CallList
-from quire.serving.text.tool_calls.marked import MarkedReader
+from quire.serving.text.tool_calls.call_reader import CallReader, Reading
+from quire.serving.text.tool_calls.shape import CallShape, write_object
 
 START, END = "<tool_call>", "</tool_call>"
+SHAPE = CallShape(write_object("name", "arguments", before="\n", after=f"\n{END}"), mark=START, separator="\n")
 
 
-class HermesReader(MarkedReader):
+class HermesReader(CallReader):
     """Reads calls between tags; between one pair there may be a list of them."""
 
-    mark = START
+    marks = (START,)
 
-    def __init__(self, book: CallBook) -> None:
-        super().__init__(book)
-        self._calls: CallList | None = None
-
-    def _begin_call(self) -> None:
-        self._calls = CallList(self._book)
-
-    def _read_call(self) -> bool:
-        if self._calls is None:
-            return self._read_end()
-        rest = self._feed(self._calls)
-        if rest is None:
+    def _read_calls(self, mark: str) -> Reading[bool]:  # noqa: ARG002
+        if not (yield from self._read_list()):
             return False
-        if self._calls.is_call:
-            self._buffer, self._calls = rest, None
-        else:
-            self._give_up(rest)
+        yield from self._skip_space()
+        yield from self._comes(END)  # a model that forgot the end tag: what follows is words
         return True
-
-    def _read_end(self) -> bool:
-        begun = self._buffer.lstrip()
-        if begun.startswith(END):
-            self._buffer, self._in_call = begun[len(END) :], False
-            return True
-        if END.startswith(begun):
-            return False
-        self._in_call = False  # a model that forgot the end tag: what follows is words
-        return True
-
-    def _unread(self) -> str:
-        if self._calls is None:
-            return ""  # a part of the end tag
-        return self._calls.finish() if self._calls.is_call else self.mark + self._calls.finish()

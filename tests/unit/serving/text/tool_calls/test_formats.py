@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 
+from quire.serving.text.chat_template import ChatTemplate
 from quire.serving.text.parts import CallArguments, CallBegun
-from quire.serving.text.tool_calls.formats import tool_format
+from quire.serving.text.tool_calls.derived import PROBE_TOOLS, DerivedForm
+from quire.serving.text.tool_calls.formats import tool_format, tool_format_named
 from split_text import Joined, all_cuts, read
 
-NAMES = frozenset({"f", "g"})
+JSON_IN_TAGS = DerivedForm("<use>", "</use>", name_key="tool", arguments_key="input").name
+NAME_THEN_JSON = DerivedForm(">>>", "", "::").name
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
+TOOLS: dict[str, dict[str, Any]] = {
+    "f": {"type": "object", "properties": {"a": INTEGER, "q": STRING, "ok": {"type": ["boolean", "null"]}}},
+    "g": {"type": "object", "properties": {"b": INTEGER}},
+}
 CASES: dict[tuple[str, str], Joined] = {
     ("hermes", 'hi\n<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call>\\"", "b": [1, {}]}}\n</tool_call>'): [
         ("said", "hi"), ("call", "f"), ("arguments", '{"a": "}</tool_call>\\"", "b": [1, {}]}'),
@@ -39,21 +50,91 @@ CASES: dict[tuple[str, str], Joined] = {
         ("call", "f"), ("arguments", '{"a": 1}'), ("call", "g"), ("arguments", '{"b": 2}'),
     ],
     ("mistral", '[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{}'): [("call", "f"), ("arguments", "{}")],
+    ("pythonic", '[f(a=1, q="x, )", ok=True), g()]'): [
+        ("call", "f"), ("arguments", '{"a": 1, "q": "x, )", "ok": true}'), ("call", "g"), ("arguments", "{}"),
+    ],
+    ("pythonic", "<|python_start|>[ f(q='it\\'s', a=-2)]<|python_end|>"): [
+        ("call", "f"), ("arguments", '{"q": "it\'s", "a": -2}'),
+    ],
+    ("pythonic", "[f(q={'k': [1, None, {'x': (1.5,)}]}, a=nonsense)]"): [
+        ("call", "f"), ("arguments", '{"q": {"k": [1, null, {"x": [1.5]}]}, "a": "nonsense"}'),
+    ],
+    ("qwen3_coder", ("ok\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=q>\nsay \"hi\"\n<b>\n"
+     "</parameter>\n<parameter=ok>\ntrue\n</parameter>\n</function>\n</tool_call>")): [
+        ("said", "ok"), ("call", "f"), ("arguments", '{"a": 1, "q": "say \\"hi\\"\\n<b>", "ok": true}'),
+    ],
+    ("qwen3_coder", ("<function=g></function><tool_call><function=f><parameter=ok>null</parameter></function>"
+     "</tool_call>")): [
+        ("call", "g"), ("arguments", "{}"), ("call", "f"), ("arguments", '{"ok": null}'),
+    ],
+    ("deepseek_v3", ("so<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{\"a\": 1}\n```"
+     "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜>"
+     "<｜tool▁calls▁end｜>")): [
+        ("said", "so"), ("call", "f"), ("arguments", '{"a": 1}'), ("call", "g"), ("arguments", "{}"),
+    ],
+    ("deepseek_v31", ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"a\": 1}<｜tool▁call▁end｜>"
+     "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>")): [
+        ("call", "f"), ("arguments", '{"a": 1}'), ("call", "g"), ("arguments", "{}"),
+    ],
+    ("granite", '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'): [
+        ("call", "f"), ("arguments", '{"a": 1}'), ("call", "g"), ("arguments", "{}"),
+    ],
+    ("granite", '<tool_call>[{"name": "f", "arguments": {"a": 1}}]</tool_call>'): [
+        ("call", "f"), ("arguments", '{"a": 1}'),
+    ],
+    ("harmony", ("<|channel|>analysis<|message|>hm <b>\n<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+     '<|constrain|>json<|message|>{"a": 1}<|call|>')): [
+        ("thought", "hm <b>\n"), ("call", "f"), ("arguments", '{"a": 1}'),
+    ],
+    ("harmony", ("<|channel|>commentary<|message|>First I look.<|end|><|start|>assistant to=functions.g<|channel|>"
+     "commentary json<|message|> <|call|>")): [
+        ("said", "First I look."), ("call", "g"), ("arguments", "{}"),
+    ],
+    ("harmony", "<|channel|>final<|message|> a < b <|return|>"): [("said", " a < b ")],
+    ("harmony", "no channels <|en"): [("said", "no channels ")],
+    (JSON_IN_TAGS, '<use>{"tool": "f", "input": {"a": 1}}</use> <use>[{"tool": "g", "input": {}}]</use>'): [
+        ("call", "f"), ("arguments", '{"a": 1}'), ("call", "g"), ("arguments", "{}"),
+    ],
+    (NAME_THEN_JSON, 'x >>>f:: {"a": 1}'): [("said", "x"), ("call", "f"), ("arguments", '{"a": 1}')],
 }  # fmt: skip
 NO_CALLS = [
     ("hermes", "plain words, a < b, <tool, and space \n"),
     ("hermes", "a <tool_call> nope </tool_call> c"),
-    ("hermes", '<tool_call>{"name": "f", "argu'),
     ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
     ("hermes", "<tool_call>[]</tool_call>"),
     ("llama3_json", '{"name": "unknown", "parameters": {}}'),
     ("llama3_json", '  {"a": 1} and more'),
     ("llama3_json", 'words first {"name": "f", "parameters": {}}'),
     ("llama3_json", "say <|python_tag|>search.call(query='x')"),
-    ("llama3_json", "<|python"),
     ("mistral", "[TOOL_CALLS]what is this"),
     ("mistral", " [TOOL_CALLS] [nope]"),
-    ("mistral", "a list [1, 2] and [TOOL"),
+    ("mistral", "a list [1, 2] and ["),
+    ("pythonic", "[1, 2] is a list"),
+    ("pythonic", "[unknown(a=1)]"),
+    ("qwen3_coder", "a <tool_call> nope </tool_call> c"),
+    ("qwen3_coder", "x <function=\nf>"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>words"),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>words"),
+    ("granite", "<|tool_call|>words"),
+    (JSON_IN_TAGS, '<use>{"name": "f", "input": {}}</use>'),
+    (NAME_THEN_JSON, ">>>f:: words"),
+]
+HALF_CALLS = [
+    ("hermes", '<tool_call>{"name": "f", "argu'),
+    ("hermes", "<tool_call>"),
+    ("hermes", "<tool_c"),
+    ("llama3_json", '{"name": "f", "par'),
+    ("llama3_json", '{"na'),
+    ("llama3_json", "<|python"),
+    ("mistral", "[TOOL_CALLS]f[AR"),
+    ("mistral", "[TOOL"),
+    ("pythonic", "[f"),
+    ("qwen3_coder", "<tool_call>\n<function=f"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```js"),
+    ("granite", '<|tool_call|>[{"name'),
+    ("harmony", "<|channel|>commentary to=functions.f <|cons"),
+    (JSON_IN_TAGS, '<use>{"tool": "f'),
+    (NAME_THEN_JSON, ">>>f:"),
 ]
 CUT_SHORT: dict[tuple[str, str], Joined] = {
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x'): [("call", "f"), ("arguments", '{"a": "x')],
@@ -61,14 +142,15 @@ CUT_SHORT: dict[tuple[str, str], Joined] = {
         ("call", "f"), ("arguments", '{"a": 1'), ("said", "then"),
     ],
     ("mistral", '[TOOL_CALLS]f[ARGS]{"a": '): [("call", "f"), ("arguments", '{"a": ')],
+    ("qwen3_coder", "<tool_call><function=f><parameter=q>some te"): [("call", "f"), ("arguments", '{"q": "some te')],
+    ("pythonic", '[f(a=1, q="x'): [("call", "f"), ("arguments", '{"a": 1')],
 }  # fmt: skip
 
 
 def check(name: str, text: str, expected: Joined) -> None:
-    form = tool_format(name, None, reads_tools=True)
-    assert form is not None
+    form = tool_format_named(name)
     for cuts in ((), *all_cuts(len(text))):
-        assert read(lambda: form.reader(NAMES, None), text, cuts) == expected, cuts
+        assert read(lambda: form.reader(TOOLS, None), text, cuts) == expected, cuts
 
 
 @pytest.mark.parametrize(("name", "text"), CASES)
@@ -81,15 +163,19 @@ def test_what_is_no_call_comes_out_as_it_was_written(name: str, text: str) -> No
     check(name, text, [("said", text)])
 
 
+@pytest.mark.parametrize(("name", "text"), HALF_CALLS)
+def test_half_a_call_is_never_text(name: str, text: str) -> None:
+    check(name, text, [])
+
+
 @pytest.mark.parametrize(("name", "text"), CUT_SHORT)
 def test_a_call_that_breaks_off_keeps_the_arguments_that_were_written(name: str, text: str) -> None:
     check(name, text, CUT_SHORT[name, text])
 
 
 def test_arguments_are_passed_on_before_the_call_is_whole() -> None:
-    form = tool_format("hermes", None, reads_tools=True)
-    assert form is not None
-    reader = form.reader(NAMES, None)
+    form = tool_format_named("hermes")
+    reader = form.reader(TOOLS, None)
     begun, first = reader.push('<tool_call>{"name": "f", "arguments": {"a"')
     assert isinstance(begun, CallBegun)
     assert first == CallArguments(0, '{"a"')
@@ -98,16 +184,14 @@ def test_arguments_are_passed_on_before_the_call_is_whole() -> None:
 
 def test_calls_beyond_the_limit_are_left_out() -> None:
     text = '<tool_call>[{"name":"f","arguments":{"a":1}},{"name":"g","arguments":{"b":2}}]</tool_call>'
-    form = tool_format("hermes", None, reads_tools=True)
-    assert form is not None
+    form = tool_format_named("hermes")
     for cuts in ((), *all_cuts(len(text))):
-        assert read(lambda: form.reader(NAMES, 1), text, cuts) == [("call", "f"), ("arguments", '{"a":1}')]
+        assert read(lambda: form.reader(TOOLS, 1), text, cuts) == [("call", "f"), ("arguments", '{"a":1}')]
 
 
 def test_ids_differ_and_are_as_the_models_templates_want_them() -> None:
     for name, length in (("hermes", 29), ("mistral", 9)):
-        form = tool_format(name, None, reads_tools=True)
-        assert form is not None
+        form = tool_format_named(name)
         made = {form.make_id() for _ in range(50)}
         assert len(made) == 50
         assert {len(one) for one in made} == {length}
@@ -119,7 +203,12 @@ def test_ids_differ_and_are_as_the_models_templates_want_them() -> None:
         ("{{ tools }} <tool_call>", "hermes"),
         ("{{ tools }} [TOOL_CALLS]", "mistral"),
         ("{{ tools }} <|python_tag|>", "llama3_json"),
-        ("{{ tools }} <tool_call><function=x>", None),
+        ("{{ tools }} <tool_call><function=x>", "qwen3_coder"),
+        ("{{ tools }} <｜tool▁sep｜> ```json", "deepseek_v3"),
+        ("{{ tools }} <｜tool▁sep｜>", "deepseek_v31"),
+        ("{{ tools }} <|tool_call|>", "granite"),
+        ("{{ tools }} <|python_start|>", "pythonic"),
+        ("{{ tools }} <|channel|> <|message|>", "harmony"),
         ("{{ tools }} something else", None),
     ],
 )
@@ -132,3 +221,78 @@ def test_a_model_whose_template_takes_no_tools_writes_calls_as_it_is_told_to() -
     form = tool_format("auto", "{{ messages }}", reads_tools=False)
     assert form is not None
     assert form.name == "hermes"
+
+
+# -------------------------------------------------------------------------------------------------------- repeats
+def hermes(*calls: str) -> str:
+    return "\n".join(f"<tool_call>{call}</tool_call>" for call in calls)
+
+
+F1, F2, G = (
+    '{"name": "f", "arguments": {"a": 1}}',
+    '{"name": "f", "arguments": {"a": 12}}',
+    '{"name": "g", "arguments": {}}',
+)
+
+
+def test_a_call_that_repeats_an_earlier_one_is_left_out_however_the_text_is_cut() -> None:
+    text = hermes(F1, G, F1, F2, F1, G)
+    form = tool_format_named("hermes")
+    expected = [("call", "f"), ("arguments", '{"a": 1}'), ("call", "g"), ("arguments", "{}")]
+    expected += [("call", "f"), ("arguments", '{"a": 12}')]
+    for cuts in ((), tuple(range(len(text))), *((place,) for place in range(len(text)))):
+        assert read(lambda: form.reader(TOOLS, None), text, cuts) == expected, cuts
+
+
+def test_half_a_repeat_is_left_out_and_what_differs_is_passed_on_at_once() -> None:
+    reader = tool_format_named("hermes").reader(TOOLS, None)
+    reader.push(hermes(F1))
+    assert reader.push('\n<tool_call>{"name": "f", "arguments": {"a": 1') == []
+    released = reader.push("2")
+    assert [type(part) for part in released] == [CallBegun, CallArguments]
+    assert released[1] == CallArguments(1, '{"a": 12')
+    other = tool_format_named("hermes").reader(TOOLS, None)
+    other.push(hermes(F1))
+    assert other.push('\n<tool_call>{"name": "f", "arguments": {"a": 1') + other.finish() == []
+
+
+# ------------------------------------------------------------------------------------------- read off a template
+DERIVED = [
+    (
+        (
+            "{{ tools }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+            '<use>{"tool": "{{ c.function.name }}", "input": {{ c.function.arguments | tojson }}}</use>{% endfor %}'
+            "<|end|>{% endfor %}"
+        ),
+        DerivedForm("<use>", "</use>", name_key="tool", arguments_key="input"),
+    ),
+    (
+        (
+            "{{ tools }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+            "\n<|call|>{{ c.function.name }}::{{ c.function.arguments | tojson }}<|done|>{% endfor %}\n{% endfor %}"
+        ),
+        DerivedForm("<|call|>", "<|done|>", "::"),
+    ),
+    ("{{ tools }}{% for m in messages %}{{ m.content }}{{ m.tool_calls and '' }}{% endfor %}", None),
+]
+
+
+@pytest.mark.parametrize(("source", "expected"), DERIVED)
+def test_a_format_nobody_named_is_read_off_the_calls_the_template_writes(
+    source: str, expected: DerivedForm | None
+) -> None:
+    render = partial(ChatTemplate(source).render, tools=PROBE_TOOLS, add_generation_prompt=False)
+    form = tool_format("auto", source, reads_tools=True, render=render)
+    assert (form and form.name) == (expected and expected.name)
+
+
+CALL_AS_TAGS = (
+    "{{ tools }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    "{{ c.function.name }}{% for k, v in c.function.arguments.items() %}<key>{{ k }}</key><value>{{ v }}</value>"
+    "{% endfor %}</tool_call>{% endfor %}<|end|>{% endfor %}"
+)
+
+
+def test_a_format_that_does_not_read_what_the_template_writes_is_not_chosen_for_its_marks() -> None:
+    render = partial(ChatTemplate(CALL_AS_TAGS).render, tools=PROBE_TOOLS, add_generation_prompt=False)
+    assert tool_format("auto", CALL_AS_TAGS, reads_tools=True, render=render) is None

@@ -1,0 +1,135 @@
+"""The whole grammar of an answer: the user's structure, calls of tools and reasoning, composed once.
+
+An AnswerPlan says what the grammar consists of. The process that checks grammars builds it, tries exactly that text,
+and the engine gets exactly that text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from quire.serving.text.lark import LarkGrammar
+from quire.serving.text.reasoning import ReasoningFormat, reasoning_format_named
+from quire.serving.text.structure import Structure, expression_of, grammar_of, is_long, structure_of
+from quire.serving.text.tool_calls.formats import tool_format_named
+from quire.types.decoding import StructuredOutputsParams
+from quire.types.errors import InvalidRequest
+
+CallRole = Literal["required", "instead", "among"]
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """The calls that an answer must or may hold.
+
+    "required": the answer is calls. "instead": it is calls, or it matches the structure. "among": it is words with
+    calls in any place, and the calls follow their schemas.
+    """
+
+    form: str  # the name of the tool format
+    functions: str  # JSON: a list of names and parameters
+    role: CallRole
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """What the grammar of one answer consists of. `special`: the special tokens that its marks are written with."""
+
+    structure: Structure | None = None
+    calls: CallPlan | None = None
+    reasoning: str = ""  # the name of the reasoning format; empty: no reasoning
+    begins_inside: bool = False  # the prompt has opened the reasoning
+    special: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Characters that users wrote."""
+        written = 0 if self.structure is None else self.structure.size
+        return written + (0 if self.calls is None else len(self.calls.functions))
+
+    @property
+    def field(self) -> str:
+        """The field that an error about the whole names."""
+        return "tools" if self.structure is None else f"structured_outputs.{self.structure.kind}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "structure": None if self.structure is None else [self.structure.kind, self.structure.text],
+            "calls": None
+            if self.calls is None
+            else [self.calls.form, self.calls.functions, self.calls.role, self.calls.most],
+            "reasoning": self.reasoning,
+            "begins_inside": self.begins_inside,
+            "special": [list(pair) for pair in self.special],
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> AnswerPlan:
+        return cls(
+            None if fields["structure"] is None else Structure(*fields["structure"]),
+            None if fields["calls"] is None else CallPlan(*fields["calls"]),
+            fields["reasoning"],
+            fields["begins_inside"],
+            tuple((text, token) for text, token in fields["special"]),
+        )
+
+
+def plan_of(params: StructuredOutputsParams) -> AnswerPlan:
+    """Return the plan of an answer that matches a structure and holds nothing else."""
+    return AnswerPlan(structure_of(params))
+
+
+def build_grammar(plan: AnswerPlan) -> str:
+    """Return the grammar of the whole answer. Raises InvalidRequest for what cannot be written as one.
+
+    Whether llguidance takes it is not known yet.
+    """
+    if plan.calls is None and not plan.reasoning and plan.structure is not None:
+        return grammar_of(plan.structure)
+    lark = LarkGrammar(dict(plan.special))
+    form = reasoning_format_named(plan.reasoning) if plan.reasoning else None
+    before_words = "" if form is None else lark.fixed(form.before_words)
+    answer = _answer(plan, lark, before_words)
+    if form is not None:
+        answer = f"{_reasoning(form, lark, inside=plan.begins_inside)} ({answer})"
+    return lark.text(answer, no_forcing=plan.structure is not None and is_long(plan.structure))
+
+
+def parts_of(plan: AnswerPlan) -> list[tuple[str, AnswerPlan]]:
+    """Return the parts that users wrote, each alone, with the field that holds it. The part at fault fails alone."""
+    found: list[tuple[str, AnswerPlan]] = []
+    if plan.structure is not None:
+        found.append((f"structured_outputs.{plan.structure.kind}", AnswerPlan(plan.structure)))
+    if plan.calls is not None:
+        for place, function in enumerate(json.loads(plan.calls.functions)):
+            alone = replace(plan.calls, functions=json.dumps([function]), role="required", most=1)
+            where = f"tools[{function.get('place', place)}].function.parameters"
+            found.append((where, AnswerPlan(calls=alone, special=plan.special)))
+    return found
+
+
+def _answer(plan: AnswerPlan, lark: LarkGrammar, before_words: str) -> str:
+    words = "" if plan.structure is None else f"{before_words} {expression_of(plan.structure, lark)}"
+    if plan.calls is None:
+        return words
+    shape = tool_format_named(plan.calls.form).shape(dict(plan.special))
+    functions = json.loads(plan.calls.functions)
+    if plan.calls.role == "among":
+        if not shape.mark:
+            raise InvalidRequest("tools", "cannot be strict in this model's format unless a call is required")
+        return shape.among_words(lark, functions, plan.calls.most)
+    calls = shape.calls(lark, functions, plan.calls.most)
+    return f"({words}) | ({calls})" if plan.calls.role == "instead" else calls
+
+
+def _reasoning(form: ReasoningFormat, lark: LarkGrammar, *, inside: bool) -> str:
+    """Return the expression of the reasoning before an answer: it must be closed where the prompt opened it, and is
+    optional elsewhere."""
+    text = lark.text_until("reasoning", form.end)
+    lark.rule("REASONING_SPACE", r"/[ \n]{0,4}/")
+    ending = lark.fixed(form.before_next) or "REASONING_SPACE"
+    return f"{text} {ending}" if inside else f"({lark.fixed(form.start)} {text} {ending})?"

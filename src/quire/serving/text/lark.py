@@ -1,0 +1,98 @@
+"""A grammar under construction: rules of our own in llguidance's Lark, beside grammars that users wrote.
+
+A user's grammar is never edited. It becomes a grammar of its own in llguidance's list, with its own rules, terminals
+and `%ignore`, and our rules refer to it by `@name`. So no name of a user can clash with one of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from quire.types.errors import InvalidRequest
+
+# One way to write blanks: a model cannot lose itself in them, and everything between values is known beforehand.
+COMPACT: dict[str, object] = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_BLANKS = {*COMPACT, "whitespace_pattern"}
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
+ANY_TEXT = r"/(.|\n)*/"
+
+
+class LarkGrammar:
+    """Collects rules and users' grammars; `text` writes all of them for llguidance.
+
+    `special` maps the texts of special tokens to their ids: in a grammar such a text stands as its token.
+    """
+
+    def __init__(self, special: Mapping[str, int] | None = None) -> None:
+        self._special = dict(special or {})
+        self._rules: dict[str, str] = {}
+        self._grammars: dict[str, str] = {}
+
+    def rule(self, name: str, expression: str, *, lazy: bool = False) -> str:
+        """Add a rule and return its name. A lazy rule ends at the first place where it can."""
+        assert name not in self._rules, name
+        self._rules[name] = f"{name}{'[lazy]' if lazy else ''}: {expression}"
+        return name
+
+    def user_grammar(self, name: str, lark: str) -> str:
+        """Add a grammar that somebody else wrote and return the reference to it."""
+        assert name not in self._grammars, name
+        self._grammars[name] = lark
+        return f"@{name}"
+
+    def fixed(self, text: str) -> str:
+        """Return the expression of a fixed text, in which special tokens stand as tokens. Empty for no text."""
+        return " ".join(
+            f"<[{self._special[piece]}]>" if piece in self._special else _quoted(piece)
+            for piece in self._split(text)
+            if piece
+        )
+
+    def text_until(self, name: str, end: str) -> str:
+        """Add a rule for any text up to and including `end`, and return its name."""
+        words = f"{name.upper()}_TEXT"
+        self._rules[words] = f"{words}: {ANY_TEXT}"
+        is_token = self._split(end)[:1] != [end] or end in self._special
+        return self.rule(name, f"{words} {self.fixed(end)}", lazy=not is_token)
+
+    def is_special(self, text: str) -> bool:
+        return text in self._special
+
+    def text(self, start: str, *, no_forcing: bool = False) -> str:
+        """Return the whole grammar, which begins with the expression `start`."""
+        lark = "\n".join([f"start: {start}", *self._rules.values()]) + "\n"
+        if no_forcing:
+            lark = _NO_FORCING + lark
+        if not self._grammars:
+            return lark
+        ours: list[dict[str, str]] = [{"name": "whole_answer", "lark_grammar": lark}]
+        theirs = [{"name": name, "lark_grammar": text} for name, text in self._grammars.items()]
+        return json.dumps({"grammars": ours + theirs}, ensure_ascii=False)
+
+    def _split(self, text: str) -> list[str]:
+        if not self._special:
+            return [text]
+        either = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
+        return [piece for piece in re.split(f"({either})", text) if piece]
+
+
+def json_rule(schema: Mapping[str, Any] | bool) -> str:
+    """Return the expression of a JSON schema. Blanks are those of COMPACT, unless its "x-guidance" sets others."""
+    if schema is False:
+        raise InvalidRequest("structured_outputs.json", "is false, which nothing matches", "send a JSON schema")
+    rules = dict(schema) if isinstance(schema, Mapping) else {}
+    own = rules.get("x-guidance", {})
+    if isinstance(own, Mapping) and not _BLANKS & own.keys():
+        rules["x-guidance"] = {**COMPACT, **own}
+    return f"%json {json.dumps(rules)}"
+
+
+def one_of(expressions: Iterable[str]) -> str:
+    return f"({' | '.join(expressions)})"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

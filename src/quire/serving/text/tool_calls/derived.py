@@ -1,0 +1,212 @@
+"""A format read off a chat template: the template writes a call, and the call shows what stands around it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quire.serving.text.lark import LarkGrammar
+from quire.serving.text.parts import CallArguments, CallBegun, PartReader, Said
+from quire.serving.text.tool_calls.call_object import CallKeys
+from quire.serving.text.tool_calls.call_reader import CallReader, Reading
+from quire.serving.text.tool_calls.shape import CallShape, Function, arguments_rule, write_object
+from quire.types.errors import InvalidRequest
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+PREFIX = "derived:"
+PROBE_PARAMETERS: dict[str, dict[str, Any]] = {"quire_probe_name": {}}
+PROBE_TOOLS = ({"type": "function", "function": {"name": "quire_probe_name", "description": "", "parameters": {}}},)
+_NAME, _KEY, _VALUE = "quire_probe_name", "quire_probe_key", "quire_probe_value"
+_WORDS = "\U000f0000"
+_TAG = re.compile(r"<[^<>]{1,64}>|\[[^\[\]]{1,64}\]")
+_OTHER = f"{_VALUE}_other"
+_ARGUMENTS = re.compile(rf'\{{\s*"{_KEY}"\s*:\s*"{_VALUE}(?:_other)?"\s*\}}')
+_NAMED = re.compile(rf'\{{\s*"([A-Za-z_]+)"\s*:\s*"{_NAME}"\s*,\s*"([A-Za-z_]+)"\s*:\s*$')
+_MIN_MARK = 3  # characters; a shorter mark stands in words too
+_NAME_CHARACTERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedForm:
+    """Calls of the form `start NAME middle ARGUMENTS end`; with keys, `start {NAME_KEY: ..., ARGUMENTS_KEY: ...} end`.
+
+    `end` may be empty: a call then ends with its JSON.
+    """
+
+    start: str
+    end: str
+    middle: str = ""
+    name_key: str = ""
+    arguments_key: str = ""
+
+    @property
+    def name(self) -> str:
+        """The form as the name of a parser, from which `form_named` makes it again."""
+        return PREFIX + json.dumps(asdict(self), ensure_ascii=False)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return tuple(mark for mark in (self.start, self.middle, self.end) if mark)
+
+    @property
+    def shape(self) -> CallShape:
+        if self.name_key:
+            return CallShape(write_object(self.name_key, self.arguments_key, after=self.end), mark=self.start)
+        return CallShape(self._write, mark=self.start)
+
+    def _write(self, lark: LarkGrammar, prefix: str, function: Function) -> str:  # noqa: ARG002
+        pieces = (lark.fixed(function["name"] + self.middle), arguments_rule(function), lark.fixed(self.end))
+        return " ".join(piece for piece in pieces if piece)
+
+    def reader_class(self) -> type[CallReader]:
+        """Return a reader of this form."""
+        form = self
+
+        class Reader(DerivedReader):
+            marks = (form.start,)
+            _form = form
+
+        return Reader
+
+
+def form_named(name: str) -> DerivedForm:
+    return DerivedForm(**json.loads(name.removeprefix(PREFIX)))
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCalls:
+    """Calls as a template writes them: the text of an answer with one call, and with two."""
+
+    one: str
+    two: str
+
+
+def written_calls(render: Render) -> WrittenCalls | None:
+    """Let a template write conversations with calls and without. Returns None where the calls do not show."""
+    plain, worded = (_render(render, words=words) for words in ("", _WORDS))
+    prompt, _, behind = worded.partition(_WORDS)  # what stands before the words of an answer, and behind them
+    if plain.startswith(prompt):
+        behind = plain[len(prompt) :]
+    texts = []
+    for count in (1, 2):
+        called = _render(render, count=count)
+        texts.append(called[_answer_start(called, prompt) :].removesuffix(behind))
+        if not worded or _NAME not in texts[-1]:
+            return None
+    return WrittenCalls(*texts)
+
+
+def derive_form(written: WrittenCalls) -> DerivedForm | None:
+    """Read the form off one written call. Returns None where it has no mark before it, or no JSON in it."""
+    arguments = _ARGUMENTS.search(written.one)
+    if arguments is None:
+        return None
+    before, behind = written.one[: arguments.start()], written.one[arguments.end() :]
+    named = _NAMED.search(before)
+    if named is not None:
+        start, (name_key, arguments_key) = before[: named.start()], named.groups()
+        if not behind.lstrip().startswith("}"):
+            return None
+        return _form(start, behind.lstrip()[1:], "", name_key, arguments_key)
+    start, _, middle = before.partition(_NAME)
+    if not middle or '"' in middle:
+        return None
+    return _form(start, behind, middle)
+
+
+def reads(reader: Callable[[], PartReader], written: WrittenCalls) -> bool:
+    """Return whether a reader finds the calls that the template wrote, and no words beside them."""
+    for text, count in ((written.one, 1), (written.two, 2)):
+        answer = reader()
+        parts = [*answer.push(text), *answer.finish()]
+        names = [part.name for part in parts if isinstance(part, CallBegun)]
+        arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))
+        written_names = min(count, text.count(_NAME))  # a template may write the first call only
+        if names != [_NAME] * written_names or len(_ARGUMENTS.findall(arguments)) != written_names:
+            return False
+        if any(isinstance(part, Said) for part in parts[:1]):
+            return False
+    return True
+
+
+def _form(start: str, end: str, middle: str, name_key: str = "", arguments_key: str = "") -> DerivedForm | None:
+    """Leave out white space, which models write as they like, and lists, which a reader takes anyway."""
+    start, end = start.strip().removesuffix("[").rstrip(), end.strip().removeprefix("]").lstrip()
+    tag = _TAG.match(end)  # what stands behind the first tag ends the answer, not the call
+    end = tag.group() if tag is not None else end.partition("\n")[0]
+    return DerivedForm(start, end, middle, name_key, arguments_key) if len(start) >= _MIN_MARK else None
+
+
+def _render(render: Render, *, words: str = "", count: int = 0) -> str:
+    answer: dict[str, Any] = {"role": "assistant", "content": words}
+    if count:
+        answer["tool_calls"] = [
+            {"id": f"abcdefgh{place}", "type": "function", "function": {"name": _NAME, "arguments": given}}
+            for place, given in enumerate(({_KEY: _VALUE}, {_KEY: _OTHER})[:count])
+        ]
+    try:
+        return render([{"role": "user", "content": "?"}, answer])
+    except InvalidRequest:
+        return ""
+
+
+def _answer_start(called: str, prompt: str) -> int:
+    """Return where an answer begins in a conversation: behind the prompt, or where it turns away from the prompt."""
+    shared = _shared_prefix(called, prompt)
+    while 0 < shared < len(prompt) and called[shared - 1] not in " \t\r\n>":
+        shared -= 1
+    return shared
+
+
+def _shared_prefix(first: str, second: str) -> int:
+    count = 0
+    while count < min(len(first), len(second)) and first[count] == second[count]:
+        count += 1
+    return count
+
+
+class DerivedReader(CallReader):
+    """Reads calls of a derived form; white space around its marks is free."""
+
+    _form: DerivedForm
+
+    def _read_calls(self, mark: str) -> Reading[bool]:  # noqa: ARG002
+        form = self._form
+        if form.name_key:
+            keys = CallKeys(form.name_key, (form.arguments_key,))
+            if not (yield from self._read_list(keys)):
+                return False
+            yield from self._read_further(keys)
+        elif not (yield from self._read_named(form.middle.strip())):
+            return False
+        if form.end:
+            yield from self._skip_space()
+            yield from self._comes(form.end)
+        return True
+
+    def _read_further(self, keys: CallKeys) -> Reading[None]:
+        """Read further objects before the end mark, which some models write line by line."""
+        self._taken = []
+        while self._form.end:
+            yield from self._skip_space()
+            if self._buffer[0] not in "{[" or not (yield from self._read_list(keys)):
+                return
+            self._taken = []
+
+    def _read_named(self, middle: str) -> Reading[bool]:
+        yield from self._skip_space()
+        name = (yield from self._until(middle or "{", most=_NAME_CHARACTERS)).strip()
+        if not self._ended_by or not name or "\n" in name:
+            return False
+        if not middle:
+            self._buffer = "{" + self._buffer
+            self._taken.pop()
+        yield from self._skip_space()
+        if self._buffer[0] != "{":
+            return False
+        self._begin_call(name)
+        yield from self._read_object()
+        return True

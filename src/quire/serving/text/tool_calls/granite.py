@@ -1,0 +1,26 @@
+"""`<|tool_call|>[{"name": ..., "arguments": {...}}]`: Granite 3."""
+
+from __future__ import annotations
+
+from quire.serving.text.tool_calls.call_reader import CallReader, Reading
+from quire.serving.text.tool_calls.hermes import END, START
+from quire.serving.text.tool_calls.shape import CallShape, write_object
+
+MARK = "<|tool_call|>"
+SHAPE = CallShape(
+    write_object("name", "arguments"), mark=MARK, is_listed=True, opening="[", separator=", ", closing="]"
+)
+
+
+class GraniteReader(CallReader):
+    """Reads a list behind the mark, which some models write as a tag."""
+
+    marks = (MARK, START)
+
+    def _read_calls(self, mark: str) -> Reading[bool]:
+        if not (yield from self._read_list()):
+            return False
+        if mark == START:
+            yield from self._skip_space()
+            yield from self._comes(END)
+        return True

@@ -1,0 +1,125 @@
+"""`[weather(city="Ulm"), time()]`: Llama 3.2, Llama 4 and others that write calls as Python does."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from quire.serving.text.lark import LarkGrammar, json_rule
+from quire.serving.text.tool_calls.call_reader import CallReader, Reading
+from quire.serving.text.tool_calls.python_values import python_to_json
+from quire.serving.text.tool_calls.shape import CallShape, Function, parameters_of
+from quire.types.errors import InvalidRequest
+
+START, END = "<|python_start|>", "<|python_end|>"
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]{0,255}")
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+def _write_call(lark: LarkGrammar, prefix: str, function: Function) -> str:  # noqa: ARG001
+    """Return a call whose values are JSON. Optional parameters may be left out; the order is the schema's."""
+    first = rest = '")"'  # behind no parameter, and behind one
+    for name, schema, is_required in reversed(parameters_of(function)):
+        if not _KEY.fullmatch(name):
+            reason = f"{name!r:.80} of {function['name']} is no name of a parameter in Python, which this model writes"
+            raise InvalidRequest("tools", reason, "rename it")
+        value = f"{lark.fixed(f'{name}=')} {json_rule(schema)}"
+        if is_required:
+            first, rest = f"{value} {rest}", f'", " {value} {rest}'
+        else:
+            first, rest = f"({value} {rest} | {first})", f'(", " {value})? {rest}'
+    return f"{lark.fixed(function['name'] + '(')} {first}"
+
+
+SHAPE = CallShape(_write_call, is_listed=True, opening="[", separator=", ", closing="]")
+
+
+class PythonicReader(CallReader):
+    """An answer that begins with a list of calls of known tools is calls; behind the mark, anywhere."""
+
+    marks = (START,)
+
+    def _read_start(self) -> Reading[None]:
+        if not (yield from self._read_all()):
+            self._untake()
+
+    def _read_calls(self, mark: str) -> Reading[bool]:  # noqa: ARG002
+        if not (yield from self._read_all()):
+            return False
+        yield from self._skip_space()
+        yield from self._comes(END)
+        return True
+
+    def _read_all(self) -> Reading[bool]:
+        yield from self._skip_space()
+        if not (yield from self._comes("[")):
+            return False
+        is_call = False
+        while True:
+            yield from self._skip_space("," if is_call else "")
+            if is_call and (yield from self._comes("]")):
+                return True
+            name = yield from self._read_name()
+            if not name:
+                return is_call
+            self._begin_call(name)
+            is_call = True
+            yield from self._read_arguments()
+
+    def _read_name(self) -> Reading[str]:
+        """Take a known name and the bracket behind it; an empty text if neither comes."""
+        while True:
+            found = _NAME.match(self._buffer)
+            name = found.group() if found else ""
+            if self._buffer[len(name) : len(name) + 1] == "(":
+                if not name or not self._book.knows(name):
+                    return ""
+                self._take(len(name) + 1)
+                return name
+            if name != self._buffer or not self._may_be_known(name):
+                return ""
+            yield from self._more()
+
+    def _may_be_known(self, name: str) -> bool:
+        return self._book.known is None or any(known.startswith(name) for known in self._book.known)
+
+    def _read_arguments(self) -> Reading[None]:
+        """Read `key=value` pairs up to the closing bracket and pass on each when it is whole."""
+        self._taken = []
+        count = 0
+        while True:
+            text = yield from self._read_argument()
+            key, is_pair, value = text.partition("=")
+            if is_pair and _KEY.fullmatch(key.strip()):
+                lead = ", " if count else "{"
+                self._add_arguments(f"{lead}{json.dumps(key.strip())}: {python_to_json(value)}")
+                count += 1
+            if self._take(1) == ")":
+                break
+            self._taken = []
+        self._add_arguments("}" if count else "{}")
+        self._end_call()
+
+    def _read_argument(self) -> Reading[str]:
+        """Take text up to the comma or bracket that ends an argument, which stays in the buffer."""
+        pieces: list[str] = []
+        depth, quote, is_escaped = 0, "", False
+        while True:
+            for place, character in enumerate(self._buffer):
+                if quote:
+                    if is_escaped or character == "\\":
+                        is_escaped = not is_escaped
+                    elif character == quote:
+                        quote = ""
+                elif character in "\"'":
+                    quote = character
+                elif not depth and character in ",)":
+                    pieces.append(self._take(place))
+                    return "".join(pieces)
+                elif character in _OPENING:
+                    depth += 1
+                elif character in _CLOSING:
+                    depth -= 1
+            pieces.append(self._take(len(self._buffer)))
+            yield from self._more()

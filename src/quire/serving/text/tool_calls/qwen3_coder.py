@@ -1,0 +1,107 @@
+"""`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`: Qwen3 Coder.
+
+Strings stand bare between the tags; values of all other types are JSON.
+"""
+
+from __future__ import annotations
+
+import json
+
+from quire.serving.text.lark import LarkGrammar, json_rule, one_of
+from quire.serving.text.parts import held_back
+from quire.serving.text.tool_calls.call_reader import CallReader, Reading
+from quire.serving.text.tool_calls.hermes import END, START
+from quire.serving.text.tool_calls.python_values import text_to_json, types_of
+from quire.serving.text.tool_calls.shape import CallShape, Function, parameters_of
+
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+_NAME_CHARACTERS = 256
+
+
+def _write_call(lark: LarkGrammar, prefix: str, function: Function) -> str:
+    """Return a call with its parameters in the order of the schema."""
+    pieces = [lark.fixed(f"\n{FUNCTION}{function['name']}>\n")]
+    for place, (name, schema, is_required) in enumerate(parameters_of(function)):
+        end = f"\n{PARAMETER_END}\n"
+        if "enum" in schema and all(isinstance(value, str) for value in schema["enum"]):
+            value = f"{one_of(map(lark.fixed, schema['enum']))} {lark.fixed(end)}"
+        elif "string" in types_of(schema) or not types_of(schema):
+            value = lark.text_until(f"{prefix}_value_{place}", end)
+        else:
+            value = f"{json_rule(schema)} {lark.fixed(end)}"
+        head = f"{PARAMETER}{name}>\n"
+        whole = f"{lark.fixed(head)} {value}"
+        pieces.append(whole if is_required else f"({whole})?")
+    pieces.append(lark.fixed(f"{FUNCTION_END}\n{END}"))
+    return " ".join(pieces)
+
+
+SHAPE = CallShape(_write_call, mark=START, separator="\n")
+
+
+class Qwen3CoderReader(CallReader):
+    """Passes on a string while it comes, any other value when it is whole."""
+
+    marks = (START, FUNCTION)
+
+    def _read_calls(self, mark: str) -> Reading[bool]:
+        if mark == START:
+            yield from self._skip_space()
+            if not (yield from self._comes(FUNCTION)):
+                return False
+        name = (yield from self._until(">", "\n", most=_NAME_CHARACTERS)).strip()
+        if self._ended_by != ">" or not name:
+            return False
+        self._begin_call(name)
+        self._taken = []
+        count = 0
+        while True:
+            yield from self._skip_space()
+            came = yield from self._comes(PARAMETER, FUNCTION_END)
+            if came != PARAMETER:
+                break
+            key = (yield from self._until(">", most=_NAME_CHARACTERS)).strip()
+            yield from self._read_value(name, key, "{" if count == 0 else ", ")
+            count += 1
+        self._add_arguments("}" if count else "{}")
+        self._end_call()
+        yield from self._skip_space()
+        yield from self._comes(END)
+        return True
+
+    def _read_value(self, function: str, key: str, lead: str) -> Reading[None]:
+        schema = (self._parameters.get(function, {}).get("properties") or {}).get(key)
+        if types_of(schema) not in (frozenset(), frozenset({"string"})):
+            text = (yield from self._until(PARAMETER_END)).removeprefix("\n").removesuffix("\n")
+            self._add_arguments(f"{lead}{json.dumps(key)}: {text_to_json(text, schema)}")
+            self._taken = []
+            return
+        yield from self._skip_line_break()
+        self._add_arguments(f'{lead}{json.dumps(key)}: "')
+        yield from self._pass_string()
+        self._add_arguments('"')
+        self._taken = []
+
+    def _skip_line_break(self) -> Reading[None]:
+        while not self._buffer:
+            yield from self._more()
+        if self._buffer[0] == "\n":
+            self._take(1)
+
+    def _pass_string(self) -> Reading[None]:
+        """Pass on the text up to the end tag as the inside of a JSON string, without the line break before the tag."""
+        while True:
+            place = self._buffer.find(PARAMETER_END)
+            if place >= 0:
+                self._add_arguments(_escaped(self._take(place).removesuffix("\n")))
+                self._take(len(PARAMETER_END))
+                return
+            held = max(held_back(self._buffer, f"\n{PARAMETER_END}"), held_back(self._buffer, PARAMETER_END))
+            self._add_arguments(_escaped(self._take(len(self._buffer) - held)))
+            self._taken = []
+            yield from self._more()
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
