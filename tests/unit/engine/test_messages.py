@@ -32,6 +32,7 @@ from quire.types.output import TokensOut
 from quire.types.request import Abort, Submit, TokenIds, pack_tokens
 from quire.types.sampling import RepetitionDetection, SamplingParams
 from quire.types.step import TokenLogprobs
+from quire.types.vllm_sampling import RequestOutputKind
 
 TOKEN_IDS = st.lists(st.integers(0, 2**31 - 1), max_size=4)
 WORDS = st.lists(st.text(min_size=1), max_size=3)
@@ -70,6 +71,7 @@ SAMPLING_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "best_of": st.none() | st.integers(4, 16_384),
     "rank_by": st.sampled_from(["mean", "sum"]),
     "structured_outputs": st.none() | STRUCTURES,
+    "output_kind": st.sampled_from(RequestOutputKind),
 }
 
 
