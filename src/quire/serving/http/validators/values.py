@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from quire.types.errors import InvalidRequest, UnknownParameter
+from quire.types.sampling import MAX_LOGPROBS
 
 Schema = dict[str, Any]
 Bounds = Mapping[str, int]  # the limits in force, by name
@@ -171,8 +172,37 @@ class EarlyStop:
 
 
 @dataclass(frozen=True, slots=True)
+class LogprobCount:
+    """How many likeliest tokens; -1: the whole vocabulary, which is held against the limit where its size is known."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> int:
+        return Whole(-1, self._highest(limits)).check(where, value, limits)
+
+    def schema(self, limits: Bounds) -> Schema:
+        return Whole(-1, self._highest(limits)).schema(limits)
+
+    @staticmethod
+    def _highest(limits: Bounds) -> int:
+        return min(limits["logprobs"], MAX_LOGPROBS)
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """A whole number of 64 bits. A negative one stands for the seed with the same bits; -1 stays -1, which is any."""
+
+    highest: int
+
+    def check(self, where: str, value: Any, limits: Bounds) -> int:
+        number = Whole(-(2**63), self.highest).check(where, value, limits)
+        return number if number >= -1 else number & self.highest
+
+    def schema(self, limits: Bounds) -> Schema:
+        return Whole(-(2**63), self.highest).schema(limits)
+
+
+@dataclass(frozen=True, slots=True)
 class Texts:
-    """A list of non-empty strings, or with `or_one` a single one."""
+    """A list of non-empty strings. With `or_one` also a single one, and empty ones are left out."""
 
     count: str
     characters: str
@@ -185,11 +215,12 @@ class Texts:
             raise InvalidRequest(where, f"must be a list of strings, got {shown(value)}")
         if len(value) > limits[self.count]:
             raise InvalidRequest(where, f"has {len(value)} strings, limit {limits[self.count]}", "send fewer")
-        text = Text(self.characters, 1)
-        return [text.check(f"{where}[{place}]", item, limits) for place, item in enumerate(value)]
+        text = Text(self.characters, 0 if self.or_one else 1)
+        texts = [text.check(f"{where}[{place}]", item, limits) for place, item in enumerate(value)]
+        return [one for one in texts if one]
 
     def schema(self, limits: Bounds) -> Schema:
-        one = Text(self.characters, 1).schema(limits)
+        one = Text(self.characters, 0 if self.or_one else 1).schema(limits)
         many = {"type": "array", "items": one, "maxItems": limits[self.count]}
         return {"anyOf": [one, many]} if self.or_one else many
 
@@ -302,7 +333,8 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A feature the server does not have: accepted only in the values that mean the same as leaving it out."""
+    """A parameter that changes nothing here. The harmless values mean the same as leaving it out; all others are
+    refused, or where the parameter could not change the answer, named in a warning."""
 
     harmless: tuple[Any, ...] = ()
     why: str = "is not supported yet"
@@ -318,7 +350,7 @@ class Only:
 
 def nullable(schema: Schema) -> Schema:
     """The same schema, where null stands for absent."""
-    if schema == {"type": "null"}:
+    if not schema or schema == {"type": "null"}:
         return schema
     if "enum" in schema:
         kinds = {"type": [schema["type"], "null"]} if "type" in schema else {}
