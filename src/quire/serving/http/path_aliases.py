@@ -41,8 +41,8 @@ class PathAliases:
     """An ASGI middleware that brings a path into the spelling of the routes.
 
     A trailing slash is dropped, a missing `/v1` is added, a doubled one is dropped, and Azure's
-    `/openai/deployments/NAME` counts as `/v1`. A path that is a route already is left alone. It is used behind the check
-    of keys, so it must never turn another path into one below `/admin`.
+    `/openai/deployments/NAME` counts as `/v1`. A path that is a route already is left alone. Keys are checked before
+    this, so it must never turn another path into one below `/admin`.
     """
 
     def __init__(self, app: Any, paths: Iterable[str]) -> None:

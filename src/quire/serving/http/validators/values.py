@@ -29,7 +29,7 @@ class Validator(Protocol):
 
 @runtime_checkable
 class Prunable(Protocol):
-    """A kind whose values have members. `prune` takes out, in place, what a lenient server can do without."""
+    """A kind whose values have members. `prune` takes out, in place, those that a server can do without."""
 
     def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:
         """The value without members that are unknown or not supported, and what `check` would have said of them."""
@@ -172,6 +172,20 @@ class EarlyStop:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerLength:
+    """A number of tokens from `low` on; -1: as many as fit."""
+
+    low: int
+
+    def check(self, where: str, value: Any, limits: Bounds) -> int:
+        return -1 if value == -1 else Whole(self.low, "max_tokens").check(where, value, limits)
+
+    def schema(self, limits: Bounds) -> Schema:
+        zero = {"not": {"const": 0}} if self.low else {}
+        return {**Whole(-1, "max_tokens").schema(limits), **zero}
+
+
+@dataclass(frozen=True, slots=True)
 class LogprobCount:
     """How many likeliest tokens; -1: the whole vocabulary, which is held against the limit where its size is known."""
 
@@ -272,28 +286,6 @@ class Bias:
 
 
 @dataclass(frozen=True, slots=True)
-class Labels:
-    """An object of short texts."""
-
-    def check(self, where: str, value: Any, limits: Bounds) -> dict[str, str]:
-        if not isinstance(value, dict) or len(value) > limits["metadata"]:
-            raise InvalidRequest(where, f"must be an object of at most {limits['metadata']} texts, got {shown(value)}")
-        for key, label in value.items():
-            if len(key) > MAX_KEY_CHARACTERS:
-                raise InvalidRequest(where, f"a key has {len(key)} characters, limit {MAX_KEY_CHARACTERS}")
-            Text("label").check(f"{where} value", label, limits)
-        return value
-
-    def schema(self, limits: Bounds) -> Schema:
-        return {
-            "type": "object",
-            "propertyNames": {"maxLength": MAX_KEY_CHARACTERS},
-            "additionalProperties": Text("label").schema(limits),
-            "maxProperties": limits["metadata"],
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class Options:
     """An object of known members only; a member that is null counts as absent."""
 
@@ -340,7 +332,7 @@ class Only:
     why: str = "is not supported yet"
 
     def check(self, where: str, value: Any, limits: Bounds) -> None:  # noqa: ARG002
-        if not any(type(value) is type(good) and value == good for good in self.harmless):
+        if not any(_is_number(value) == _is_number(good) and value == good for good in self.harmless):
             others = f"leave it out or send {' or '.join(map(_as_json, self.harmless))}"
             raise UnsupportedParameter(where, self.why, others if self.harmless else "leave it out")
 
@@ -358,6 +350,11 @@ def nullable(schema: Schema) -> Schema:
     if isinstance(schema.get("type"), str):
         return {**schema, "type": [schema["type"], "null"]}
     return {"anyOf": [*schema["anyOf"], {"type": "null"}]}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether JSON has it as a number: 1 and 1.0 are the same there, and 1 and true are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _resolved(bound: int | str, limits: Bounds) -> int:
