@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quire.serving.http.validators.values import Bounds, Schema, UnknownField, UnknownParameter, drop_unknown_fields
+from quire.serving.http.validators.values import Bounds, Schema, UnknownField, drop_unknown_fields
 from quire.serving.text.structure_fields import (
     GUIDED,
     SCHEMA_FIELDS,
@@ -19,7 +19,7 @@ from quire.types.decoding import (
     StructuredOutputsParams,
     read_structured_outputs,
 )
-from quire.types.errors import InvalidRequest
+from quire.types.errors import InvalidRequest, UnknownParameter
 
 _FORMAT_MEMBERS = ("type", "json_schema")
 STRUCTURE_FIELDS = ("structured_outputs", "response_format", *GUIDED)
