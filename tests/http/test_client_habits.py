@@ -285,3 +285,15 @@ def test_tokens_are_spelled_as_in_the_vocabulary(server: TestServer) -> None:
     tokenizer = server.service.texts.tokenizer
     assert body["token_strs"] == [tokenizer.raw_token(token) for token in body["tokens"]]
     assert "".join(body["token_strs"]) != "a b"  # a space is spelled in the vocabulary's own way
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_an_echo_shows_the_special_tokens_that_were_sent_and_counts_them(server: TestServer, as_ids: bool) -> None:
+    tokens = server.service.texts.tokenizer.encode("hi<end>x", add_special_tokens=False)
+    assert len(tokens) == 4
+    body = complete(server, prompt=tokens if as_ids else "hi<end>x", echo=True, logprobs=0, max_tokens=2)
+    (choice,) = body["choices"]
+    assert choice["text"].startswith("hi<end>x")
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets[:5] == [0, 1, 2, 7, 8]
+    assert choice["logprobs"]["tokens"][:4] == ["h", "i", "<end>", "x"]

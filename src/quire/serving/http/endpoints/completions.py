@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -111,12 +111,13 @@ class CompletionFormat:
         return columns
 
 
-def text_offsets(tokenizer: Tokenizer, token_ids: Iterable[int], text: str) -> list[int]:
+def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[int]:
     """Where in `text` each token begins. A token that the text does not show, such as a begin token that the tokenizer
     added, takes no room in it."""
     detokenizer, offset = Detokenizer(tokenizer, False), 0
-    offsets: list[int] = []
-    for token in token_ids:
+    num_added = _num_added(tokenizer, token_ids, text)
+    offsets = [0] * num_added
+    for token in token_ids[num_added:]:
         offsets.append(offset)
         piece = detokenizer.push((token,))
         if text.startswith(piece, offset):
@@ -126,6 +127,16 @@ def text_offsets(tokenizer: Tokenizer, token_ids: Iterable[int], text: str) -> l
         elif token not in tokenizer.special_ids:
             offset = min(offset + len(piece), len(text))
     return offsets
+
+
+def _num_added(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> int:
+    """How many begin tokens the tokenizer put before those that the text shows."""
+    if tokenizer.bos_id is None:
+        return 0
+    begin = tokenizer.token_text(tokenizer.bos_id)
+    num_tokens = next((place for place, token in enumerate(token_ids) if token != tokenizer.bos_id), len(token_ids))
+    shown = (count for count in range(num_tokens) if not text.startswith(begin, count * len(begin)))
+    return num_tokens - next(shown, num_tokens)
 
 
 class CompletionStream(OpenAIStream):
