@@ -297,3 +297,31 @@ def test_an_echo_shows_the_special_tokens_that_were_sent_and_counts_them(server:
     offsets = choice["logprobs"]["text_offset"]
     assert offsets[:5] == [0, 1, 2, 7, 8]
     assert choice["logprobs"]["tokens"][:4] == ["h", "i", "<end>", "x"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"),
+    [
+        ("mine-1", "mine-1"),
+        ("two words", "two_words"),
+        ('a "quoted" <id>', "a__quoted___id_"),
+        ("caf\u00e9".encode("latin-1"), "caf_"),
+        ("r" * 500, "r" * 128),
+    ],
+)
+def test_any_request_id_passes_and_comes_back_as_far_as_a_log_may_show_it(
+    server: TestServer, sent: str | bytes, kept: str
+) -> None:
+    with server.client() as client:
+        answer = client.post(COMPLETIONS, json={"prompt": "x"}, headers={"X-Request-Id": sent})  # type: ignore[dict-item]
+    assert answer.status_code == 200, answer.text
+    assert (answer.headers["x-request-id"], answer.json()["id"]) == (kept, f"cmpl-{kept}")
+
+
+@pytest.mark.parametrize("header", ["X-Api-Key", "api-key"])
+def test_a_key_may_come_in_the_headers_of_other_clients(serve: Serve, header: str) -> None:
+    from http_server import digests
+
+    server = serve(access=AccessConfig(key_digests=digests("k")))
+    assert server.post(COMPLETIONS, {"prompt": "x"}, headers={header: "k"}).status_code == 200
+    assert server.post(COMPLETIONS, {"prompt": "x"}, headers={header: "wrong"}).status_code == 401

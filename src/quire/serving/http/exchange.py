@@ -138,9 +138,10 @@ class Exchange:
     async def reply_json(self, value: Any, status: int = 200) -> None:
         await self.reply(status, msgspec.json.encode(value))
 
-    async def reply_error(self, error: ApiError) -> None:
+    async def reply_error(self, error: ApiError, body: bytes | None = None) -> None:
+        """Reply with an error. `body`: how the endpoint writes it, where that is not OpenAI's way."""
         self.scope[ERROR] = error
-        await self.reply(error.status, error.body(), (*_JSON, *error.headers))
+        await self.reply(error.status, error.body() if body is None else body, (*_JSON, *error.headers))
 
     async def start_stream(self, content_type: bytes = EVENT_STREAM) -> None:
         """Send the head of a streamed response."""
@@ -191,7 +192,7 @@ class AsgiHandler:
             if exchange.has_started:
                 raise
             refusal = as_api_error(error)
-            await exchange.reply(refusal.status, self._write_error(refusal), (*_JSON, *refusal.headers))
+            await exchange.reply_error(refusal, self._write_error(refusal))
 
 
 def _too_large(limits: Limits) -> ApiError:

@@ -34,8 +34,8 @@ _GET_ERRORS = ("400", "401", "404", "405", "421", "500", "503")
 def build_openapi(
     endpoints: Sequence[Endpoint], limits: Limits, version: str, root_path: str = "", *, strict: bool = False
 ) -> bytes:
-    """An OpenAPI 3.1 document of these endpoints with these limits, as JSON. Its paths begin with `root_path`. That of a
-    strict server allows no parameters without effect."""
+    """An OpenAPI 3.1 document of these endpoints with these limits, as JSON. Its paths begin with `root_path`. That of
+    a strict server allows no parameters without effect."""
     paths: dict[str, dict[str, Any]] = {}
     schemas: dict[str, Schema] = {"Error": ERROR}
     for endpoint in endpoints:

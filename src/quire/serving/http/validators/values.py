@@ -137,12 +137,21 @@ class Identifier:
 
     def check(self, where: str, value: Any, limits: Bounds) -> str:
         text = Text("identifier", 1).check(where, value, limits)
-        if not text.isascii() or not all("!" <= letter <= "~" and letter not in "\"'\\<>" for letter in text):
+        if not all(map(_may_identify, text)):
             raise InvalidRequest(where, "must be visible ASCII without quotes", "use letters, digits, - _ . :")
         return text
 
     def schema(self, limits: Bounds) -> Schema:
         return Text("identifier", 1, r"^[!#$%&()*+,\-./0-9:;=?@A-Z\[\]^_`a-z{|}~]+$").schema(limits)
+
+
+def as_identifier(text: str, limits: Bounds) -> str:
+    """The beginning of a text as an Identifier: `_` stands for each character that one may not have."""
+    return "".join(letter if _may_identify(letter) else "_" for letter in text[: limits["identifier"]])
+
+
+def _may_identify(letter: str) -> bool:
+    return "!" <= letter <= "~" and letter not in "\"'\\<>"
 
 
 @dataclass(frozen=True, slots=True)
