@@ -27,9 +27,25 @@ def chat(server: TestServer, **body: Any) -> Any:
     return answer.json()
 
 
+STRICT = {"X-Quire-Strict": "1"}
+
+
 def refusal(server: TestServer, path: str, **body: Any) -> Any:
-    answer = server.post(path, body)
+    """The error of a request that a strict server and any other refuse alike."""
+    errors = []
+    for headers in ({}, STRICT):
+        answer = server.post(path, body, headers=headers)
+        assert answer.status_code == 400, answer.text
+        errors.append(answer.json()["error"])
+    assert errors[0] == errors[1]
+    return errors[0]
+
+
+def strict_refusal(server: TestServer, path: str, **body: Any) -> Any:
+    """The error of a request that only a strict server refuses."""
+    answer = server.post(path, body, headers=STRICT)
     assert answer.status_code == 400, answer.text
+    assert server.post(path, body).status_code == 200
     return answer.json()["error"]
 
 
@@ -89,7 +105,10 @@ def test_logprobs_of_named_tokens_come_with_every_position(server: TestServer) -
     named = [*ids("q"), *ids("z")]
     body = chat(server, logprobs=True, logprob_token_ids=named, max_tokens=2)
     tops = [[top["token"] for top in entry["top_logprobs"]] for entry in body["choices"][0]["logprobs"]["content"]]
-    assert tops == [["q", "z"], ["q", "z"]]
+    said = [entry["token"] for entry in body["choices"][0]["logprobs"]["content"]]
+    assert tops == [[token, "q", "z"] for token in said]
+    tops = chat(server, logprobs=True, top_logprobs=3, logprob_token_ids=named, max_tokens=1)["choices"][0]["logprobs"]
+    assert len(tops["content"][0]["top_logprobs"]) == 3  # the chosen one and those named, in place of the likeliest
 
 
 def test_a_prompt_is_cut_to_the_tokens_asked_for(server: TestServer) -> None:
@@ -110,10 +129,14 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_length(server: TestServer) 
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_an_answer_that_cannot_fit_behind_its_prompt_is_refused(server: TestServer, name: str) -> None:
-    error = refusal(server, "/v1/completions", prompt="x" * 12, **{name: 501})
+def test_an_answer_that_cannot_fit_behind_its_prompt_is_cut_with_a_warning_or_refused(
+    server: TestServer, name: str
+) -> None:
+    error = strict_refusal(server, "/v1/completions", prompt="x" * 12, **{name: 501})
     assert (error["param"], error["code"]) == (name, "context_length_exceeded")
     assert "room for 500" in error["message"]
+    (warning,) = complete(server, prompt="x" * 12, **{name: 501})["warnings"]
+    assert warning.startswith(f"{name}: is 501, but")
     assert complete(server, prompt="x" * 12, **{name: 500})["usage"]["prompt_tokens"] == 12
 
 
@@ -180,9 +203,11 @@ def test_the_final_message_can_be_continued(server: TestServer) -> None:
 
 
 def test_only_variables_the_template_reads_may_be_set(server: TestServer) -> None:
-    error = refusal(server, "/v1/chat/completions", messages=CHAT, chat_template_kwargs={"enable_thinking": True})
+    error = strict_refusal(
+        server, "/v1/chat/completions", messages=CHAT, chat_template_kwargs={"enable_thinking": True}
+    )
     assert error["param"] == "chat_template_kwargs.enable_thinking"
-    error = refusal(server, "/v1/chat/completions", messages=CHAT, chat_template_kwargs={"messages": []})
+    error = strict_refusal(server, "/v1/chat/completions", messages=CHAT, chat_template_kwargs={"messages": []})
     assert error["param"] == "chat_template_kwargs.messages"
 
 
@@ -223,25 +248,42 @@ def test_an_explained_answer_tells_what_happened_when(server: TestServer) -> Non
     assert "quire" not in server.post("/v1/completions", {"prompt": "abc"}).json()
 
 
-def test_a_lenient_answer_lists_what_was_left_out(server: TestServer) -> None:
-    body = {"prompt": "abc", "nonsense": 1, "suffix": "x"}
-    answer = server.post("/v1/completions", body, headers={"X-Quire-Lenient": "1"}).json()
-    assert [warning.partition(":")[0] for warning in answer["warnings"]] == ["nonsense", "suffix"]
+def test_an_answer_lists_what_had_no_effect(server: TestServer) -> None:
+    answer = server.post("/v1/completions", {"prompt": "abc", "nonsense": 1, "store": True, "p\u00e4th\n": 2})
+    names = [warning.partition(":")[0] for warning in answer.json()["warnings"]]
+    assert names == ["nonsense", "store", "p\u00e4th\n"]
+    assert answer.headers["x-quire-warnings"] == "nonsense, store, p?th?"
+    assert "x-quire-warnings" not in server.post("/v1/completions", {"prompt": "abc", "store": False}).headers
 
 
-def test_a_lenient_server_still_refuses_what_it_supports_and_cannot_read(serve: Serve) -> None:
-    server = serve(lenient=True)
-    assert complete(server, nonsense=1)["warnings"]
-    assert refusal(server, "/v1/completions", prompt="x", temperature="hot")["param"] == "temperature"
+def test_a_strict_server_refuses_what_has_no_effect(serve: Serve) -> None:
+    server = serve(strict=True)
+    for name in ("nonsense", "store", "user"):
+        answer = server.post("/v1/completions", {"prompt": "x", name: "y"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    assert complete(server, store=False)["choices"]
+    assert server.get("/v1/capabilities").json()["strict"] is True
+
+
+def test_what_would_change_the_answer_and_is_not_supported_is_refused_by_every_server(server: TestServer) -> None:
+    for fields in ({"suffix": "x"}, {"mirostat": 2}, {"logits_processors": ["p"]}, {"temperature": "hot"}):
+        assert refusal(server, "/v1/completions", prompt="x", **fields)["param"] == next(iter(fields))
+    for fields in (
+        {"audio": {}},
+        {"modalities": ["text", "audio"]},
+        {"web_search_options": {}},
+        {"chat_template": "x"},
+    ):
+        assert refusal(server, "/v1/chat/completions", messages=CHAT, **fields)["param"] == next(iter(fields))
 
 
 def test_what_the_model_has_no_use_for_is_refused_by_its_own_name_or_warned_of(server: TestServer) -> None:
     useless: dict[str, Any] = {"reasoning_effort": "low", "documents": [{"text": "d"}]}
     for name, value in useless.items():
-        error = refusal(server, "/v1/chat/completions", messages=CHAT, **{name: value})
+        error = strict_refusal(server, "/v1/chat/completions", messages=CHAT, **{name: value})
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")
     body = {"messages": CHAT, "priority": 1, **useless}
-    answer = server.post("/v1/chat/completions?lenient=1&zip=3", body).json()
+    answer = server.post("/v1/chat/completions?zip=3", body).json()
     assert [warning.partition(":")[0] for warning in answer["warnings"]] == [
         "zip",
         "priority",
@@ -250,11 +292,11 @@ def test_what_the_model_has_no_use_for_is_refused_by_its_own_name_or_warned_of(s
     ]
 
 
-def test_a_lenient_answer_lists_unknown_members_of_options_too(server: TestServer) -> None:
+def test_an_answer_lists_unknown_members_of_options_too(server: TestServer) -> None:
     body = {"prompt": "x", "stream_options": {"include_usage": True, "nonsense": 1}}
-    assert refusal(server, "/v1/completions", stream=True, **body)["param"] == "stream_options.nonsense"
-    events = server.events("/v1/completions?lenient=1", body)
-    assert [warning.partition(":")[0] for warning in events[0]["warnings"]] == ["stream_options.nonsense"]
+    assert strict_refusal(server, "/v1/completions", stream=True, **body)["param"] == "stream_options.nonsense"
+    events = server.events("/v1/completions", body)
+    assert [warning.partition(":")[0] for warning in events[-2]["warnings"]] == ["stream_options.nonsense"]
     assert events[-2]["usage"]["completion_tokens"] > 0
 
 
@@ -262,14 +304,16 @@ def test_a_stream_is_never_padded_and_may_be_told_so(server: TestServer) -> None
     options: dict[str, Any] = {"include_obfuscation": False}
     assert server.events("/v1/completions", {"prompt": "x", "stream_options": options})[-1] == "[DONE]"
     options = {"include_obfuscation": True}
-    error = refusal(server, "/v1/completions", prompt="x", stream=True, stream_options=options)
+    error = strict_refusal(server, "/v1/completions", prompt="x", stream=True, stream_options=options)
     assert (error["param"], error["code"]) == ("stream_options.include_obfuscation", "unsupported_parameter")
 
 
 def test_a_query_nobody_reads_is_refused_or_warned_of(server: TestServer) -> None:
     for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
-        assert refusal(server, f"{path}?zip=3", **body)["param"] == "zip"
-        assert server.post(f"{path}?zip=3&lenient=1", body).json()["warnings"][0].startswith("zip:")
+        assert strict_refusal(server, f"{path}?zip=3", **body)["param"] == "zip"
+        answer = server.post(f"{path}?zip=3", body)
+        assert answer.json()["warnings"][0].startswith("zip:")
+        assert answer.headers["x-quire-warnings"] == "zip"
 
 
 def test_a_model_whose_own_template_is_broken_still_completes(serve: Serve) -> None:
@@ -296,7 +340,7 @@ def test_null_counts_as_absent(server: TestServer) -> None:
         {"response_format": {"type": "text"}},
         {"best_of": 1},
         {"use_beam_search": False},
-        {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto"},
+        {"service_tier": "auto", "store": False, "metadata": {}, "mirostat": 0.0, "suffix": ""},
     ],
 )
 def test_values_that_ask_for_nothing_pass(server: TestServer, harmless: dict[str, Any]) -> None:
@@ -305,7 +349,7 @@ def test_values_that_ask_for_nothing_pass(server: TestServer, harmless: dict[str
 
 def test_parameters_that_need_each_other_are_checked_together(server: TestServer) -> None:
     path = "/v1/completions"
-    assert refusal(server, path, prompt="x", stream_options={})["param"] == "stream_options"
+    assert strict_refusal(server, path, prompt="x", stream_options={})["param"] == "stream_options"
     assert refusal(server, path, prompt="x", stream=True, prompt_logprobs=1)["param"] == "prompt_logprobs"
     assert refusal(server, path, prompt="x", stream=True, echo=True, logprobs=1)["param"] == "echo"
     assert refusal(server, path, prompt="x", min_tokens=20)["param"] == "min_tokens"
@@ -319,7 +363,7 @@ def test_what_the_engine_refuses_is_the_clients_error(server: TestServer) -> Non
 
 
 def test_priority_needs_a_policy_that_reads_it(server: TestServer, serve: Serve) -> None:
-    assert refusal(server, "/v1/completions", prompt="x", priority=1)["param"] == "priority"
+    assert strict_refusal(server, "/v1/completions", prompt="x", priority=1)["param"] == "priority"
     scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, policy="priority")
     assert complete(serve(scheduler=scheduler), priority=-3, max_tokens=3)
 
@@ -376,4 +420,4 @@ def test_the_server_says_what_it_can_do(server: TestServer) -> None:
     body = server.get("/v1/capabilities").json()
     assert body["engine"]["max_model_len"] == 512
     assert body["limits"]["n"] == 128
-    assert body["parameters"]["chat"]["functions"] == "no"
+    assert body["parameters"]["chat"]["audio"] == "no"

@@ -117,7 +117,6 @@ def test_a_branch_is_streamed_and_ends_when_its_client_leaves(server: TestServer
         ({"index": 5}, 400, "index"),
         ({"at_token": 99}, 400, "at_token"),
         ({"at_token": -1}, 400, "at_token"),
-        ({"prompt": "x"}, 400, "prompt"),
         ({"n": 0}, 400, "n"),
     ],
 )

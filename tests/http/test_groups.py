@@ -121,8 +121,6 @@ def test_the_best_so_far_is_streamed_on_request(server: TestServer) -> None:
     [
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"rank_by": "length", "best_of": 2}, "rank_by"),
-        ({"length_penalty": 2.0}, "length_penalty"),
-        ({"early_stopping": True}, "early_stopping"),
         ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
         ({"use_beam_search": True, "temperature": 0.7}, "temperature"),
         ({"use_beam_search": True, "n": 2, "best_of": 1}, "best_of"),
@@ -133,3 +131,11 @@ def test_the_best_so_far_is_streamed_on_request(server: TestServer) -> None:
 )
 def test_what_makes_no_sense_is_refused_by_name(server: TestServer, fields: dict[str, Any], param: str) -> None:
     assert refusal(server, **fields)["param"] == param
+
+
+@pytest.mark.parametrize("fields", [{"length_penalty": 2.0}, {"early_stopping": True}])
+def test_what_only_a_search_reads_is_warned_of_or_refused(server: TestServer, fields: dict[str, Any]) -> None:
+    (warning,) = server.post(COMPLETIONS, {"prompt": "x", **fields}).json()["warnings"]
+    assert warning.startswith(f"{next(iter(fields))}: needs use_beam_search")
+    answer = server.post(COMPLETIONS, {"prompt": "x", **fields}, headers={"X-Quire-Strict": "1"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))

@@ -59,9 +59,8 @@ OVER: dict[str, tuple[str, str, Callable[[int], dict[str, Any]]]] = {
         "chat_template_kwargs",
         lambda size: {"messages": [USER], "chat_template_kwargs": {f"a{name}": 1 for name in _names(size)}},
     ),
-    "metadata": (COMPLETIONS, "metadata", lambda size: {"prompt": "x", "metadata": dict.fromkeys(_names(size), "")}),
     "identifier": (COMPLETIONS, "request_id", lambda size: {"prompt": "x", "request_id": "r" * size}),
-    "label": (COMPLETIONS, "user", lambda size: {"prompt": "x", "user": "u" * size}),
+    "label": (COMPLETIONS, "cache_salt", lambda size: {"prompt": "x", "cache_salt": "u" * size}),
 }
 ELSEWHERE = {
     "body_bytes", "queue_requests", "queue_tokens", "bodies_bytes", "stream_bytes", "connections", "header_bytes",
@@ -155,7 +154,7 @@ def test_bodies_together_are_bounded(serve: Serve) -> None:
         b'{"prompt":["x",""]}', b'{"prompt":["x",1]}', b'{"prompt":[1,"x"]}', b'{"prompt":{}}', b'{"prompt":true}',
         b'{"prompt":[true]}', b'{"prompt":[-1]}', b'{"prompt":[1.5]}', b'{"prompt":[4294967296]}',
         b'{"prompt":"x","n":0}',
-        b'{"prompt":"x","n":true}', b'{"prompt":"x","n":"1"}', b'{"prompt":"x","n":1.5}', b'{"prompt":"x","stop":[""]}',
+        b'{"prompt":"x","n":true}', b'{"prompt":"x","n":"1"}', b'{"prompt":"x","n":1.5}', b'{"prompt":"x","stop":[5]}',
         b'{"prompt":"x","logit_bias":{"a":1}}', b'{"prompt":"x","logit_bias":{"1":1e6}}', b'{"prompt":"x","top_p":0}',
         b'{"prompt":"x","logit_bias":[]}', b"\xef\xbb\xbf{}", b"{}", b"[" * 100_000, b'{"a":' * 100_000,
         b'{"prompt":"x","stream":1}', b"{'prompt':'x'}", b'{"prompt":"x",}', b'{"prompt":"x"/**/}', b'{"prompt":01}',

@@ -51,7 +51,7 @@ def test_it_streams_in_its_own_format(serve: Serve) -> None:
 
 @pytest.mark.usefixtures("echo")
 def test_errors_name_its_own_fields_in_its_own_format(serve: Serve) -> None:
-    server = serve()
+    server = serve(strict=True)
     wrong = {
         "input: is missing": {},
         "input: is empty": {"input": ""},

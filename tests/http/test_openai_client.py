@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -151,15 +152,23 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     ("extra", "param", "code"),
     [
         ({"temperature": -1}, "temperature", "invalid_value"),
-        ({"suffix": "x"}, "suffix", "unknown_parameter"),
+        ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
         ({"response_format": {"type": "grammar"}}, "response_format.type", "invalid_value"),
-        ({"nonsense": True}, "nonsense", "unknown_parameter"),
     ],
 )
 def test_a_bad_parameter_is_named(client: openai.OpenAI, extra: dict[str, object], param: str, code: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=CHAT, extra_body=extra)
     assert (caught.value.param, caught.value.code, caught.value.type) == (param, code, "invalid_request_error")
+
+
+def test_what_has_no_effect_is_named_in_the_answer_and_in_the_last_chunk(client: openai.OpenAI) -> None:
+    extra = {"nonsense": True, "safety_identifier": "me"}
+    answer: Any = client.chat.completions.create(model=MODEL, messages=CHAT, extra_body=extra)
+    assert [warning.partition(":")[0] for warning in answer.warnings] == list(extra)
+    chunks: list[Any] = list(client.chat.completions.create(model=MODEL, messages=CHAT, stream=True, extra_body=extra))
+    assert [getattr(chunk, "warnings", None) for chunk in chunks] == [None] * (len(chunks) - 1) + [answer.warnings]
+    assert chunks[-1].choices[0].finish_reason is not None
 
 
 def test_a_missing_key_is_an_authentication_error(serve: Serve) -> None:

@@ -64,8 +64,11 @@ def ask(question: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}]
 
 
+WEATHER_NAME = {"type": "function", "function": {"name": "weather"}}
+
+
 def refusal(server: TestServer, **fields: Any) -> dict[str, Any]:
-    answer = server.post(CHAT, {"messages": ASK, **fields})
+    answer = server.post(CHAT, {"messages": ASK, **fields}, headers={"X-Quire-Strict": "1"})
     assert answer.status_code == 400, answer.text
     error: dict[str, Any] = answer.json()["error"]
     return error
@@ -165,7 +168,11 @@ def test_a_tool_that_makes_no_sense_is_refused_by_its_path(server: TestServer, t
         ("always", "tool_choice"),
         ({"type": "function", "function": {"name": "time"}}, "tool_choice.function.name"),
         ({"type": "function"}, "tool_choice.function"),
-        ({"type": "allowed_tools"}, "tool_choice.type"),
+        ({"type": "custom"}, "tool_choice.type"),
+        ({"type": "allowed_tools"}, "tool_choice.tools"),
+        ({"type": "allowed_tools", "allowed_tools": 5}, "tool_choice.allowed_tools"),
+        ({"type": "allowed_tools", "mode": "never", "tools": []}, "tool_choice.mode"),
+        ({"type": "allowed_tools", "tools": [{"type": "function", "name": "x"}]}, "tool_choice.allowed_tools.tools"),
     ],
 )
 def test_a_choice_that_makes_no_sense_is_refused_by_its_path(server: TestServer, choice: Any, param: str) -> None:
@@ -177,7 +184,6 @@ def test_a_choice_that_makes_no_sense_is_refused_by_its_path(server: TestServer,
     [
         ({"id": 5, "function": {"name": "f", "arguments": "{}"}}, "id"),
         ({"type": "custom", "function": {"name": "f"}}, "type"),
-        ({"function": {"name": "f", "arguments": "{"}}, "function.arguments"),
         ({"function": {"name": "f"}, "weight": 1}, "weight"),
         ({"function": {"name": "f", "strict": True}}, "function.strict"),
     ],
@@ -189,9 +195,53 @@ def test_a_call_in_the_conversation_that_makes_no_sense_is_refused_by_its_path(
     assert refusal(server, messages=messages)["param"] == f"messages[1].tool_calls[0].{path}"
 
 
-def test_a_choice_without_tools_and_the_old_names_are_refused(server: TestServer) -> None:
+def test_a_choice_without_tools_is_refused(server: TestServer) -> None:
     assert refusal(server, tool_choice="required")["param"] == "tool_choice"
-    assert refusal(server, functions=[WEATHER["function"]])["param"] == "functions"
+    assert refusal(server, function_call={"name": "weather"})["param"] == "function_call"
+    assert refusal(server, functions=[{"name": "a b"}])["param"] == "functions[0].name"
+    assert refusal(server, functions=[WEATHER["function"]], tools=[WEATHER])["param"] == "functions"
+
+
+def test_functions_in_the_old_form_are_called_in_the_old_form(client: openai.OpenAI, server: TestServer) -> None:
+    fields: Any = {"functions": [WEATHER["function"]], "function_call": "auto"}
+    (choice,) = client.chat.completions.create(model=MODEL, messages=ASK, **fields).choices  # type: ignore[arg-type]
+    assert choice.finish_reason == "function_call"
+    assert choice.message.tool_calls is None
+    assert choice.message.function_call is not None
+    assert choice.message.function_call.name == "weather"
+    assert json.loads(choice.message.function_call.arguments) == {"city": "Köln"}
+    events = server.events(CHAT, {"messages": ASK, **fields})[:-1]
+    pieces = [choice["delta"]["function_call"] for event in events for choice in event["choices"]
+              if "function_call" in choice["delta"]]  # fmt: skip
+    assert pieces[0]["name"] == "weather"
+    assert json.loads("".join(piece["arguments"] for piece in pieces)) == {"city": "Köln"}
+    assert events[-1]["choices"][0]["finish_reason"] == "function_call"
+    call = choice.message.function_call.model_dump()
+    sent_back = [
+        *ASK,
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "weather", "content": "rain"},
+    ]
+    text = server.post(CHAT, {"messages": sent_back, "return_prompt_text": True, **fields}).json()["prompt_text"]
+    assert '<tool_call>{"arguments": {"city": "Köln"}, "name": "weather"}</tool_call>\ntool:rain' in text
+
+
+TIME = {"type": "function", "function": {"name": "time"}}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [WEATHER_NAME]}},
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]},
+    ],
+)
+def test_of_allowed_tools_the_model_is_told_of_those_alone(server: TestServer, choice: Any) -> None:
+    body = {"messages": ASK, "tools": [TIME, WEATHER], "tool_choice": choice, "return_prompt_text": True}
+    answer = server.post(CHAT, body).json()
+    assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    assert '"name": "weather"' in answer["prompt_text"]
+    assert '"name": "time"' not in answer["prompt_text"]
 
 
 def test_tools_are_refused_where_the_models_way_to_call_is_not_known(serve: Serve) -> None:

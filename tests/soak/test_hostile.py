@@ -56,7 +56,7 @@ def test_schemathesis_finds_no_server_error_and_no_answer_that_breaks_its_schema
     start_tiny: Start, note: Note, tmp_path: Path
 ) -> None:
     pytest.importorskip("schemathesis")
-    server = start_tiny("--max-model-len", "256", "--max-num-seqs", "16", "--limit", "max_tokens=16")
+    server = start_tiny("--max-model-len", "256", "--max-num-seqs", "16", "--limit", "max_tokens=16", "--strict")
     processes = sorted(server.processes())
     report = run_schemathesis(server.url, tmp_path, 300, "--phases", "coverage,fuzzing")
     note(cases=report.num_cases, summary=report.summary)

@@ -8,11 +8,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# Lenient requests are taken where they break the schema: that is what lenient means.
+# The document of a strict server, which refuses what breaks the schema.
 _SETTINGS = """
 [parameters]
-"query.lenient" = "0"
-"header.X-Quire-Lenient" = "0"
+"query.strict" = "1"
+"header.X-Quire-Strict" = "1"
 """
 
 

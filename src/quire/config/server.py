@@ -81,7 +81,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     api_workers: int = 1
-    lenient: bool = False  # unknown and unsupported request parameters cause warnings, not errors
+    strict: bool = False  # request parameters without effect cause errors, not warnings
     drain_seconds: float = DEFAULT_DRAIN_SECONDS
     step_timeout: float = DEFAULT_STEP_TIMEOUT  # seconds after which a step counts as hung
     limits: dict[str, int] = field(default_factory=dict)

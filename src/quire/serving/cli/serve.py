@@ -58,7 +58,7 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
         host=args.host,
         port=args.port,
         api_workers=args.api_workers,
-        lenient=args.lenient,
+        strict=args.strict,
         drain_seconds=args.drain_seconds,
         step_timeout=args.step_timeout,
         limits=_limits(args.limit),

@@ -104,7 +104,9 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--limit", action="append", default=[], metavar="NAME=VALUE", help="change a limit; repeatable, see the docs"
     )
-    group.add_argument("--lenient", action="store_true", help="unknown parameters become warnings instead of errors")
+    group.add_argument(
+        "--strict", action="store_true", help="refuse request parameters without effect instead of warning"
+    )
     group.add_argument("--no-playground", action="store_true", help="serve no page at /")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
@@ -68,10 +69,10 @@ def internal_error() -> ApiError:
     return ApiError(500, "the server failed to answer; the cause is in its log", code="internal_error")
 
 
-def model_not_found(name: str) -> ApiError:
-    return ApiError(
-        404, f"model: {name[:80]!a} is not served here; see /v1/models", code="model_not_found", param="model"
-    )
+def model_not_found(name: str, served: Sequence[str]) -> ApiError:
+    names = ", ".join(served[:8]) + (", ..." if len(served) > 8 else "")
+    message = f"model: {name[:80]!a} is not served here; served: {names}; send one of them, or leave model out"
+    return ApiError(404, message, code="model_not_found", param="model")
 
 
 def engine_unavailable(message: str) -> ApiError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from functools import cached_property
 from typing import Any
 from urllib.parse import parse_qs
@@ -27,6 +27,8 @@ MAX_QUERY_FIELDS = 32
 FLAG_WORDS = {"1": True, "true": True, "0": False, "false": False}
 ERROR = "quire.error"  # scope key: the ApiError that answered the request
 FROM_ADMIN = "quire.from_admin"  # scope key: whether the connection came by the socket for admin
+AZURE_VERSION = "api-version"  # the query parameter that Azure's clients send with every request
+MAX_WARNING_HEADER = 1_024  # bytes
 ABORT = "quire.abort"  # scope key: closes the connection at once, whatever is still unsent
 
 
@@ -40,6 +42,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope, self._receive, self._send = scope, receive, send
         self.has_started = False
+        self.warnings: Sequence[str] = ()  # about the request, each beginning with a field; its response names them
         self._stall: asyncio.TimerHandle | None = None
 
     @cached_property
@@ -63,11 +66,13 @@ class Exchange:
                 raise InvalidRequest(parameter, f"must be one of {', '.join(FLAG_WORDS)}", "send 1 or leave it out")
         return any(FLAG_WORDS[value] for value in (*self.query.get(parameter, ()), header))
 
-    def check_query(self, *known: str, lenient: bool) -> tuple[str, ...]:
-        """Warnings about query parameters that are none of these. Raises UnknownParameter unless lenient."""
+    def check_query(self, *known: str, strict: bool) -> tuple[str, ...]:
+        """Warnings about query parameters that are none of these. Raises UnknownParameter if strict."""
         reason, fix = "is not a query parameter of this path", "leave it out"
-        unknown = [UnknownParameter(name[:80], reason, fix) for name in self.query if name not in known]
-        if unknown and not lenient:
+        unknown = [
+            UnknownParameter(name[:80], reason, fix) for name in self.query if name not in (*known, AZURE_VERSION)
+        ]
+        if unknown and strict:
             raise unknown[0]
         return tuple(map(str, unknown))
 
@@ -126,15 +131,17 @@ class Exchange:
         """The whole answer at once."""
         length = (b"content-length", str(len(body)).encode())
         self.has_started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+        sent = [*headers, length, *self._warning_header()]
+        await self._send({"type": "http.response.start", "status": status, "headers": sent})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def reply_json(self, value: Any, status: int = 200) -> None:
         await self.reply(status, msgspec.json.encode(value))
 
-    async def reply_error(self, error: ApiError) -> None:
+    async def reply_error(self, error: ApiError, body: bytes | None = None) -> None:
+        """Reply with an error. `body`: how the endpoint writes it, where that is not OpenAI's way."""
         self.scope[ERROR] = error
-        await self.reply(error.status, error.body(), (*_JSON, *error.headers))
+        await self.reply(error.status, error.body() if body is None else body, (*_JSON, *error.headers))
 
     async def start_stream(self, content_type: bytes = EVENT_STREAM) -> None:
         """Send the head of a streamed response."""
@@ -142,6 +149,7 @@ class Exchange:
             (b"content-type", content_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
+            *self._warning_header(),
         ]
         self.has_started = True
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -153,6 +161,12 @@ class Exchange:
             await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
         finally:
             timer.cancel()
+
+    def _warning_header(self) -> Headers:
+        """The fields that there are warnings about, without what they are."""
+        names = ", ".join(dict.fromkeys(warning.partition(":")[0] for warning in self.warnings))
+        shown = "".join(letter if " " <= letter <= "~" else "?" for letter in names[:MAX_WARNING_HEADER])
+        return ((b"x-quire-warnings", shown.encode()),) if shown else ()
 
     def cut(self) -> None:
         """Close the connection now, unsent data and all."""
@@ -178,7 +192,7 @@ class AsgiHandler:
             if exchange.has_started:
                 raise
             refusal = as_api_error(error)
-            await exchange.reply(refusal.status, self._write_error(refusal), (*_JSON, *refusal.headers))
+            await exchange.reply_error(refusal, self._write_error(refusal))
 
 
 def _too_large(limits: Limits) -> ApiError:

@@ -5,23 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from quire.serving.http.validators.prompts import TemplateVariables
 from quire.serving.http.validators.structure import Guided, ResponseFormat, StructuredOutputs
 from quire.serving.http.validators.tools import Tools
 from quire.serving.http.validators.values import (
+    AnswerLength,
     Bias,
     Bounds,
     EarlyStop,
     Flag,
     Identifier,
-    Labels,
+    LogprobCount,
     Number,
     OneOf,
     Only,
     Options,
     Prunable,
+    Seed,
     Text,
     Texts,
     TokenIds,
@@ -33,11 +36,13 @@ from quire.types.errors import InvalidRequest, UnknownParameter
 from quire.types.sampling import MAX_PATTERN_COUNT, MAX_SEED
 
 Support = Literal["yes", "no effect", "no"]
+MAX_WARNINGS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One parameter. `no effect`: checked and accepted, changes nothing; `no`: refused unless harmless."""
+    """One parameter. `no effect`: it could not change the answer, and causes a warning; `no`: it would change the
+    answer, and is refused. Values that ask for nothing are accepted for both."""
 
     name: str
     validator: Validator
@@ -52,7 +57,12 @@ def not_supported(name: str, doc: str, *harmless: Any, why: str = "is not suppor
     return Field(name, Only(harmless, why), doc, support="no")
 
 
-MODEL = Field("model", Text("label", 1), "A name the server serves; the first one when left out.")
+def no_effect(name: str, doc: str, *harmless: Any, why: str = "has no effect here") -> Field:
+    """A parameter that the server accepts with a warning, except for the `harmless` values, which ask for nothing."""
+    return Field(name, Only(harmless, why), doc, support="no effect")
+
+
+MODEL = Field("model", Text("label"), "A name the server serves; `default` or nothing: the first one.")
 
 ADD_SPECIAL_TOKENS = Field("add_special_tokens", Flag(),
           "Put the model's begin and end tokens around the prompt; default true for prompts, false for "
@@ -76,11 +86,11 @@ TRUNCATION = (
 )  # fmt: skip
 
 LENGTH = (
-    Field("max_completion_tokens", Whole(1, "max_tokens"), "The newer name of max_tokens; it wins."),
+    Field("max_completion_tokens", AnswerLength(1), "The newer name of max_tokens; it wins."),
     Field("min_tokens", Whole(0, "max_tokens"), "No end of text or stop before this many tokens.", 0),
     Field("ignore_eos", Flag(), "Go on after the end of text.", False),
     Field("stop", Texts("stop_strings", "stop_characters", or_one=True),
-          "The answer ends before the first of these."),
+          "The answer ends before the first of these. Empty ones are ignored."),
     Field("stop_token_ids", TokenIds("stop_tokens"), "The answer ends at any of these tokens."),
     Field("include_stop_str_in_output", Flag(), "Keep the stop string or stop token in the text.", False),
 )  # fmt: skip
@@ -103,7 +113,7 @@ SAMPLING = (
     Field("frequency_penalty", Number(-2.0, 2.0), "The same, times how often the token was used.", 0.0),
     Field("repetition_penalty", Number(0.01, 100.0),
           "Divides the logits of tokens in prompt and answer; 1 is off.", 1.0),
-    Field("seed", Whole(-1, MAX_SEED), "Same seed, same request: same answer. -1: any."),
+    Field("seed", Seed(MAX_SEED), "Same seed, same request: same answer. -1: any."),
     Field("logit_bias", Bias(), "Added to the logits of these tokens."),
     Field("allowed_token_ids", TokenIds("token_ids", 1), "Only these tokens may be chosen."),
     Field("bad_words", Texts("bad_words", "stop_characters"), "Texts that must not be generated."),
@@ -149,7 +159,7 @@ _STREAM_OPTIONS: dict[str, Validator] = {
 
 OUTPUT = (
     Field("logprob_token_ids", TokenIds("logprob_token_ids", 1),
-          "Also return the log-probabilities of these tokens at every position."),
+          "Return the log-probabilities of these tokens at every position, in place of the likeliest ones."),
     Field("skip_special_tokens", Flag(), "Leave special tokens out of the text.", True),
     Field("spaces_between_special_tokens", Flag(),
           "Join special tokens with spaces, where the tokenizer joins words so.", True),
@@ -162,7 +172,7 @@ OUTPUT = (
     Field("stream_interval", Whole(1, "max_tokens"), "At least this many tokens per event of a stream.", 1),
 )  # fmt: skip
 
-PROMPT_LOGPROBS = Field("prompt_logprobs", Whole(0, "logprobs"), "The same for every prompt token; not with `stream`.")
+PROMPT_LOGPROBS = Field("prompt_logprobs", LogprobCount(), "The same for every prompt token; not with `stream`.")
 
 NAMES = (
     Field("request_id", Identifier(), "Names the request in answers and logs; also the X-Request-Id header."),
@@ -170,17 +180,48 @@ NAMES = (
           "Requests share cached prompts only with requests of the same salt and key."),
 )  # fmt: skip
 
+_LABEL = "is a label that nothing reads"
+_CACHES = "has no effect: cached prompts are kept while there is room"
+
 LABELS = (
     Field("priority", Whole(-(2**31), 2**31 - 1), "Lower goes first; needs --policy priority.", 0),
-    Field("user", Text("label"), "Who asked.", support="no effect"),
-    Field("session_id", Text("label"), "Which session asked.", support="no effect"),
-    Field("safety_identifier", Text("label"), "Who asked.", support="no effect"),
-    Field("prompt_cache_key", Text("label"), "A hint for caching.", support="no effect"),
-    Field("metadata", Labels(), "The client's own labels.", support="no effect"),
-    Field("service_tier", OneOf(("auto", "default")), "There is one tier.", support="no effect"),
+    no_effect("user", "Who asked.", why=_LABEL),
+    no_effect("session_id", "Which session asked.", why=_LABEL),
+    no_effect("safety_identifier", "Who asked.", why=_LABEL),
+    no_effect("metadata", "The client's own labels.", {}, why=_LABEL),
+    no_effect("prompt_cache_key", "A hint for caching.", why=_CACHES),
+    no_effect("prompt_cache_retention", "How long to cache the prompt.", "in_memory", "in-memory", why=_CACHES),
+    no_effect("service_tier", "There is one tier.", "auto", "default", why="has no effect: there is one tier"),
+    no_effect("store", "Keeping the answer.", False, why="has no effect: nothing is stored"),
+    no_effect("guided_decoding_backend", "Which library enforces structure.", "auto",
+              why="has no effect: there is one backend"),
+    no_effect("cache_prompt", "Prompts are always cached.", True, why=_CACHES),
 )  # fmt: skip
 
-GENERATION = (*LENGTH, *SAMPLING, *CANDIDATES, *STRUCTURE, *OUTPUT, *LABELS)  # of every endpoint that generates
+_FOREIGN = "is a sampling method that this server does not have"
+FOREIGN_SAMPLING = (
+    not_supported("typical_p", "Locally typical sampling.", 1, why=_FOREIGN),
+    not_supported("tfs_z", "Tail-free sampling.", 1, why=_FOREIGN),
+    not_supported("top_a", "Top-a sampling.", 0, why=_FOREIGN),
+    not_supported("mirostat", "Mirostat sampling.", 0, why=_FOREIGN),
+    not_supported("dynatemp_range", "Dynamic temperature.", 0, why=_FOREIGN),
+    not_supported("dry_multiplier", "DRY repetition penalty.", 0, why=_FOREIGN),
+    not_supported("xtc_probability", "Excluding top choices.", 0, why=_FOREIGN),
+    not_supported("no_repeat_ngram_size", "Forbidding repeated n-grams.", 0, why=_FOREIGN),
+    not_supported("grammar", "A GBNF grammar.", "", why="is not read here: send structured_outputs.grammar"),
+    not_supported("json_schema", "A JSON schema.", {}, why="is not read here: send response_format"),
+    not_supported("guided_whitespace_pattern", "White space in JSON.", why="cannot be chosen here"),
+)  # fmt: skip
+
+GENERATION = (
+    *LENGTH,
+    *SAMPLING,
+    *CANDIDATES,
+    *STRUCTURE,
+    *OUTPUT,
+    *LABELS,
+    *FOREIGN_SAMPLING,
+)  # of every endpoint that generates
 
 
 OF_RENDERING = "belongs to vLLM's render endpoints, which this server does not have"
@@ -188,6 +229,8 @@ OF_RENDERING = "belongs to vLLM's render endpoints, which this server does not h
 NOT_SUPPORTED = (
     not_supported("thinking_token_budget", "A bound on reasoning.",
                   why="cannot be kept: reasoning ends by itself here"),
+    no_effect("media_io_kwargs", "Pictures and sound.", why="has no effect: this model takes text"),
+    no_effect("mm_processor_kwargs", "Pictures and sound.", why="has no effect: this model takes text"),
     not_supported("return_token_offsets", "Where prompt tokens stand in the text.", False, why=OF_RENDERING),
     not_supported("kv_transfer_params", "Moving caches between servers."),
     not_supported("ec_transfer_params", "Moving caches between servers."),
@@ -198,12 +241,12 @@ NOT_SUPPORTED = (
 
 
 def check_body(
-    fields: Mapping[str, Field], body: Any, limits: Bounds, *, lenient: bool
+    fields: Mapping[str, Field], body: Any, limits: Bounds, *, strict: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Check the members of a body against the parameters of its endpoint. Returns the values of those that were given,
-    and warnings about what a lenient server left out.
+    and warnings about those that have no effect: unknown ones too.
 
-    Raises InvalidRequest naming the parameter. A null counts as absent.
+    Raises InvalidRequest naming the parameter; if `strict`, also in place of a warning. A null counts as absent.
     """
     if not isinstance(body, dict):
         raise InvalidRequest("body", "must be a JSON object", 'send {"model": ..., ...}')
@@ -215,13 +258,13 @@ def check_body(
         field = fields.get(name)
         try:
             if field is None:
-                raise UnknownParameter(name[:80], "is not a parameter of this endpoint", "leave it out")
-            if lenient and isinstance(field.validator, Prunable):
+                raise _unknown(name, fields)
+            if not strict and isinstance(field.validator, Prunable):
                 value, dropped = field.validator.prune(name, value, limits)
                 warnings += map(str, dropped)
             value = field.validator.check(name, value, limits)
         except InvalidRequest as error:
-            if not lenient or (field is not None and field.support == "yes"):
+            if strict or (field is not None and field.support != "no effect"):
                 raise
             warnings.append(str(error))
             continue
@@ -230,4 +273,10 @@ def check_body(
     for field in fields.values():
         if field.is_required and field.name not in checked:
             raise InvalidRequest(field.name, "is missing", f"send it: {field.doc}")
-    return checked, warnings[:64]
+    return checked, warnings[:MAX_WARNINGS]
+
+
+def _unknown(name: str, fields: Mapping[str, Field]) -> UnknownParameter:
+    meant = get_close_matches(name[:80], fields, 1, 0.8)
+    fix = f"did you mean {meant[0]}?" if meant else "leave it out"
+    return UnknownParameter(name[:80], "is not a parameter of this endpoint", fix)

@@ -14,8 +14,7 @@ from quire.serving.http.exchange import ERROR, FROM_ADMIN, Exchange, Receive, Sc
 from quire.serving.http.key_ring import KeyRing
 from quire.serving.http.limits import Limits
 from quire.serving.http.request_watch import CLIENT_GONE, Answered, RequestWatch
-from quire.serving.http.validators.values import Identifier
-from quire.types.errors import InvalidRequest
+from quire.serving.http.validators.values import as_identifier
 
 logger = logging.getLogger("quire.edge")
 
@@ -27,7 +26,7 @@ App = Any  # an ASGI application
 class Guard:
     """Default deny on the raw path: all but liveness and the playground's files needs a key, where there are keys.
 
-    Gives every request an id, taken from X-Request-Id where that is well formed, and returns it with the answer. An
+    Gives every request an id, taken from X-Request-Id where there is one, and returns it with the answer. An
     exception that nobody foresaw ends here: it is logged, and the client learns nothing of it.
     """
 
@@ -98,7 +97,7 @@ class Guard:
     def _check(self, exchange: Exchange) -> ApiError | None:
         scope, headers = exchange.scope, exchange.headers
         raw_path = scope["raw_path"]
-        wrong_id = self._take_id(exchange)
+        self._take_id(exchange)
         if self._hosts is not None and not self._keys.asks_for_key and not self._is_ours(headers.get(b"host", b"")):
             message = "host: names another host than this server; use http://127.0.0.1 or set an API key"
             return ApiError(421, message, code="wrong_host")
@@ -113,18 +112,14 @@ class Guard:
                 return _unauthorized("admin" if is_admin else "API")
             if owner:
                 scope["quire.principal"] = owner
-        return wrong_id
-
-    def _take_id(self, exchange: Exchange) -> ApiError | None:
-        given = exchange.headers.get(b"x-request-id")
-        if given is None:
-            return None
-        try:
-            name = Identifier().check("X-Request-Id", given.decode("latin-1"), self._limits)
-        except InvalidRequest as error:
-            return ApiError(400, str(error), code="invalid_value", param="X-Request-Id")
-        exchange.scope["quire.request_id"] = exchange.scope["quire.given_id"] = name
         return None
+
+    def _take_id(self, exchange: Exchange) -> None:
+        """Take the id that the client chose, as far as it can stand in a header, a log line and a response."""
+        given = exchange.headers.get(b"x-request-id", b"").decode("latin-1").strip()
+        if given:
+            name = as_identifier(given, self._limits)
+            exchange.scope["quire.request_id"] = exchange.scope["quire.given_id"] = name
 
     def _is_ours(self, host: bytes) -> bool:
         """Against pages of other sites whose name was made to point at this machine."""

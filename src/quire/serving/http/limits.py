@@ -46,7 +46,12 @@ LIMITS: tuple[Limit, ...] = (
     Limit("choices", 1_024, "samples", "`n` times the number of prompts", _BAD, highest=2**20),
     Limit("max_tokens", 2**20, "tokens", "`max_tokens`, besides max_model_len", _BAD),
     Limit(
-        "logprobs", 20, "tokens", "`logprobs`, `top_logprobs`, `prompt_logprobs`", _BAD, highest=sampling.MAX_LOGPROBS
+        "logprobs",
+        20,
+        "tokens",
+        "`logprobs`, `top_logprobs`, `prompt_logprobs`; -1 asks for the whole vocabulary",
+        _BAD,
+        highest=2**20,
     ),
     Limit("stop_strings", 16, "strings", "`stop`", _BAD, highest=sampling.MAX_STOP_STRINGS),
     Limit("stop_characters", 1_024, "characters", "one string of `stop` or `bad_words`", _BAD, highest=16_384),
@@ -64,7 +69,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit("token_ids", 2**17, "ids", "`allowed_token_ids`", _BAD, highest=2**20),
     Limit("logprob_token_ids", 128, "ids", "`logprob_token_ids`", _BAD, highest=1_024),
     Limit("template_kwargs", 32, "entries", "`chat_template_kwargs`", _BAD, highest=1_024),
-    Limit("metadata", 16, "entries", "`metadata`", _BAD, highest=1_024),
     Limit("identifier", 128, "characters", "`request_id` and the X-Request-Id header", _BAD, highest=512),
     Limit("label", 512, "characters", "`user`, `cache_salt`, `model` and other names", _BAD, highest=4_096),
     # what all requests together may hold

@@ -12,10 +12,10 @@ from quire.serving.http.endpoint import Endpoint
 from quire.serving.http.exchange import FLAG_WORDS
 from quire.serving.http.limits import Limits
 from quire.serving.http.schemas import ERROR, Schema, record, ref
-from quire.serving.http.validators.values import nullable
+from quire.serving.http.validators.values import Prunable, nullable
 
 _ERRORS = {
-    "400": "A parameter is wrong, unknown or not supported; the message names it.",
+    "400": "A parameter is wrong or not supported; the message names it.",
     "401": "A key is needed.",
     "404": "There is no such model, path or request.",
     "405": "The path does not take this method.",
@@ -31,12 +31,17 @@ _ERRORS = {
 _GET_ERRORS = ("400", "401", "404", "405", "421", "500", "503")
 
 
-def build_openapi(endpoints: Sequence[Endpoint], limits: Limits, version: str, root_path: str = "") -> bytes:
-    """An OpenAPI 3.1 document of these endpoints with these limits, as JSON. Its paths begin with `root_path`."""
+def build_openapi(
+    endpoints: Sequence[Endpoint], limits: Limits, version: str, root_path: str = "", *, strict: bool = False
+) -> bytes:
+    """An OpenAPI 3.1 document of these endpoints with these limits, as JSON. Its paths begin with `root_path`. That of
+    a strict server allows no parameters without effect."""
     paths: dict[str, dict[str, Any]] = {}
     schemas: dict[str, Schema] = {"Error": ERROR}
     for endpoint in endpoints:
-        paths.setdefault(endpoint.documented_path, {})[endpoint.method.lower()] = _operation(endpoint, limits)
+        paths.setdefault(endpoint.documented_path, {})[endpoint.method.lower()] = _operation(
+            endpoint, limits, strict=strict
+        )
         schemas |= endpoint.schemas
     return msgspec.json.encode(
         {
@@ -53,26 +58,39 @@ def build_openapi(endpoints: Sequence[Endpoint], limits: Limits, version: str, r
     )
 
 
-def request_schema(endpoint: Endpoint, limits: Limits) -> Schema:
+def request_schema(endpoint: Endpoint, limits: Limits, *, strict: bool) -> Schema:
     """What a body may hold, as it is checked. A parameter that is null counts as absent."""
     members = {}
     for field in endpoint.fields:
         schema = field.validator.schema(limits)
+        if not strict and field.support == "no effect":
+            schema = {}
+        elif not strict and isinstance(field.validator, Prunable):
+            schema = _opened(schema)
         members[field.name] = {**(schema if field.is_required else nullable(schema)), "description": field.doc}
         if field.default is not None:
             members[field.name]["default"] = field.default
     required = [field.name for field in endpoint.fields if field.is_required]
-    return {"type": "object", "properties": members, "required": required, "additionalProperties": False}
+    return {"type": "object", "properties": members, "required": required, "additionalProperties": not strict}
 
 
-def _operation(endpoint: Endpoint, limits: Limits) -> Schema:
+def _opened(schema: Any) -> Any:
+    """The same schema, where objects may have members that it does not name."""
+    if isinstance(schema, list):
+        return [_opened(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {name: _opened(one) for name, one in schema.items() if (name, one) != ("additionalProperties", False)}
+
+
+def _operation(endpoint: Endpoint, limits: Limits, *, strict: bool) -> Schema:
     body = {"type": "string"} if endpoint.response is None else ref(endpoint.response)
     content: dict[str, Any] = {endpoint.content_type: {"schema": body}}
     if endpoint.event is not None:
         content["text/event-stream"] = {"schema": _event(endpoint.event)}
     found: Schema = {"summary": endpoint.summary, "operationId": endpoint.name, "parameters": _parameters(endpoint)}
     if endpoint.fields:
-        request = {"application/json": {"schema": request_schema(endpoint, limits)}}
+        request = {"application/json": {"schema": request_schema(endpoint, limits, strict=strict)}}
         found["requestBody"] = {"required": True, "content": request}
     errors = _errors(_ERRORS if endpoint.method == "POST" else _GET_ERRORS)
     return {**found, "responses": {"200": {"description": endpoint.summary, "content": content}, **errors}}
@@ -87,9 +105,9 @@ def _parameters(endpoint: Endpoint) -> list[Schema]:
     if endpoint.event is not None:
         found += [
             _flag("query", "explain", "Add the request's ledger to the answer."),
-            _flag("query", "lenient", "Turn unknown and unsupported parameters into warnings."),
+            _flag("query", "strict", "Refuse parameters without effect instead of warning about them."),
             _flag("header", "X-Quire-Explain", "The same as `explain`."),
-            _flag("header", "X-Quire-Lenient", "The same as `lenient`."),
+            _flag("header", "X-Quire-Strict", "The same as `strict`."),
         ]
     return found
 

@@ -19,7 +19,7 @@ class RequestHead:
     named_it: bool  # the client chose the id, so it may not be unique
     principal: str
     explain: bool
-    lenient: bool
+    strict: bool  # parameters without effect are errors
     received_at: float
     warnings: tuple[str, ...] = ()  # about the query
     shares_cache: bool = False  # with clients of other keys

@@ -195,12 +195,13 @@ class Service:
         return engine
 
     def served_name(self, asked: str | None) -> str:
-        """The name an answer carries. Raises ApiError for a model that is not served here."""
-        if asked is None:
+        """The name that responses carry; nothing and `default` stand for the first. Raises ApiError for a model that is
+        not served here."""
+        if asked in self.names:
+            return asked
+        if not asked or asked == "default":
             return self.names[0]
-        if asked not in self.names:
-            raise model_not_found(asked)
-        return asked
+        raise model_not_found(asked, self.names)
 
     async def in_thread(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run work on text off the event loop."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from quire.serving.text.template_budget import TemplateLimits
@@ -21,9 +22,12 @@ UnknownMember = tuple[Any, str, UnknownParameter]  # the object that has it, its
 MAX_ROLE_CHARACTERS = 64
 MAX_DEPTH = 64
 MESSAGE_FIELDS = frozenset(
-    {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking"}
+    {
+        *("role", "content", "refusal", "name", "tool_calls", "tool_call_id", "function_call"),
+        *("reasoning_content", "reasoning", "thinking"),
+    }
 )
-PART_FIELDS = frozenset({"type", "text"})
+PART_FIELDS = frozenset({"type", "text", "refusal"})
 CALL_FIELDS = frozenset({"id", "type", "index", "function", "name", "arguments"})
 FUNCTION_FIELDS = frozenset({"name", "arguments"})
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -92,7 +96,7 @@ def unknown_members(where: str, message: Any) -> Iterator[UnknownMember]:
     yield from _unknown(where, message, MESSAGE_FIELDS)
     content, calls = message.get("content"), message.get("tool_calls")
     for index, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
-        if isinstance(part, Mapping) and part.get("type") == "text":
+        if isinstance(part, Mapping) and part.get("type") in ("text", "refusal"):
             yield from _unknown(f"{where}.content[{index}]", part, PART_FIELDS)
     for index, call in enumerate(calls if isinstance(calls, (list, tuple)) else ()):
         if isinstance(call, Mapping):
@@ -131,7 +135,9 @@ def _check_message(where: str, message: Mapping[str, Any], data: PlainData) -> M
         raise InvalidRequest(
             f"{where}.role", f"must be text of 1 to {MAX_ROLE_CHARACTERS} characters", 'such as "user"'
         )
-    checked: Message = {"role": str(role), "content": _content(f"{where}.content", message, data)}
+    if role == "function":  # the old name of a tool's message
+        role = "tool"
+    checked: Message = {"role": str(role), "content": _content(where, message, data)}
     for name in ("name", "tool_call_id", *_REASONING):
         if message.get(name) is not None:
             if not isinstance(message[name], str):
@@ -142,39 +148,52 @@ def _check_message(where: str, message: Mapping[str, Any], data: PlainData) -> M
         checked = {"thinking": reasoning, **checked, "reasoning_content": reasoning}
     if message.get("tool_calls") is not None:
         checked["tool_calls"] = _tool_calls(f"{where}.tool_calls", message["tool_calls"], data)
+    elif message.get("function_call") is not None:  # the old form of one call
+        call = {"type": "function", "function": message["function_call"]}
+        checked["tool_calls"] = _tool_calls(f"{where}.function_call", [call], data)
     return checked
 
 
 def message_text(message: Mapping[str, Any]) -> str:
     """The text of a message that was checked."""
     content = message.get("content")
-    return "\n".join(part["text"] for part in content) if isinstance(content, (list, tuple)) else content or ""
+    if isinstance(content, (list, tuple)):
+        return "\n".join(str(part.get(part["type"], "")) for part in content)
+    return content or message.get("refusal") or ""
 
 
 def _content(where: str, message: Mapping[str, Any], data: PlainData) -> str | None:
-    content = message.get("content")
+    """The text of a message. Null where a message only calls; empty where an assistant's message has none, as servers
+    return it when the model only reasoned."""
+    name = "refusal" if message.get("content") is None and message.get("refusal") is not None else "content"
+    content = message.get(name)
     if isinstance(content, str):
-        return str(data.copy(where, content))
+        return str(data.copy(f"{where}.{name}", content))
     if content is None:
-        if message.get("tool_calls"):
+        if message.get("tool_calls") or message.get("function_call"):
             return None
-        raise InvalidRequest(where, "is missing", 'send text, or [{"type": "text", "text": ...}]')
-    if not isinstance(content, (list, tuple)):
-        raise InvalidRequest(where, f"must be text or a list of parts, got {type(content).__name__}")
-    return "\n".join(_part(f"{where}[{index}]", part, data) for index, part in enumerate(content))
+        if message.get("role") == "assistant":
+            return ""
+        raise InvalidRequest(f"{where}.content", "is missing", 'send text, or [{"type": "text", "text": ...}]')
+    if name == "refusal" or not isinstance(content, (list, tuple)):
+        raise InvalidRequest(f"{where}.{name}", f"must be text or a list of parts, got {type(content).__name__}")
+    return "\n".join(_part(f"{where}.content[{index}]", part, data) for index, part in enumerate(content))
 
 
 def _part(where: str, part: Any, data: PlainData) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind != "text" or not isinstance(part.get("text"), str):
+    if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
         raise InvalidRequest(
             where, f"is {kind!r:.80}; this model takes text only", 'send {"type": "text", "text": ...}'
         )
-    return str(data.copy(where, part["text"]))
+    return str(data.copy(where, part[kind]))
 
 
 def _tool_calls(where: str, calls: Any, data: PlainData) -> list[Any]:
-    """Tool calls with their arguments as data: OpenAI's API sends them as JSON text, templates print them as JSON."""
+    """Tool calls with their arguments as data: OpenAI's API sends them as JSON text, templates print them as JSON.
+
+    Arguments that are no JSON stay text: a model may have written them, and its client sends them back.
+    """
     if not isinstance(calls, (list, tuple)):
         raise InvalidRequest(where, f"must be a list, got {type(calls).__name__}")
     checked = []
@@ -187,12 +206,8 @@ def _tool_calls(where: str, calls: Any, data: PlainData) -> list[Any]:
         _check_call(f"{where}[{index}]", call)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            try:
+            with suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments) if arguments.strip() else {}
-            except (ValueError, RecursionError):
-                raise InvalidRequest(
-                    f"{where}[{index}].function.arguments", "is not JSON", "send a JSON object"
-                ) from None
         parsed = {**function, "arguments": arguments} if "arguments" in function else dict(function)
         checked.append(data.copy(f"{where}[{index}]", {**call, "function": parsed} if "function" in call else parsed))
     return checked
@@ -203,6 +218,36 @@ def _check_call(where: str, call: Mapping[str, Any]) -> None:
         raise InvalidRequest(f"{where}.type", f'must be "function", got {call["type"]!r:.80}')
     if not isinstance(call.get("id", ""), str):
         raise InvalidRequest(f"{where}.id", f"must be text, got {type(call['id']).__name__}")
+
+
+def developers_as_system(messages: Sequence[Message]) -> list[Message]:
+    """A conversation that was checked, for a template that knows no developers: their messages are the system's."""
+    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+
+
+def wrap_text_arguments(messages: Sequence[Message]) -> list[Message] | None:
+    """A conversation that was checked, with arguments that are text as objects of one member, for a template that
+    prints the members of arguments. None where no arguments are text."""
+    if not any(_has_text_arguments(call) for message in messages for call in message.get("tool_calls") or ()):
+        return None
+    return [
+        {**message, "tool_calls": [_wrapped(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _has_text_arguments(call: Message) -> bool:
+    return isinstance(call.get("function", call).get("arguments"), str)
+
+
+def _wrapped(call: Message) -> Message:
+    if not _has_text_arguments(call):
+        return call
+    function = call.get("function", call)
+    written = {**function, "arguments": {"arguments": function["arguments"]}}
+    return {**call, "function": written} if "function" in call else written
 
 
 def write_calls(messages: Sequence[Message]) -> list[Message]:

@@ -16,6 +16,8 @@ from quire.serving.text.chat_messages import (
     check_messages,
     check_tools,
     describe_tools,
+    developers_as_system,
+    wrap_text_arguments,
     write_calls,
 )
 from quire.serving.text.template_budget import Budget, TemplateLimits, TemplateTooCostly
@@ -94,12 +96,15 @@ class ChatTemplate:
         """The prompt for `messages`; `variables` are those the template itself asks for, such as enable_thinking.
 
         What the template knows nothing of, `tools` or their calls and results, is written into the messages as text.
+        Messages of a developer are the system's for a template that does not know that role.
         """
         if continue_final_message and add_generation_prompt:
             reason = "a message cannot be continued and a new one begun"
             raise InvalidRequest("continue_final_message", reason, "set add_generation_prompt=False")
         data = PlainData(self.limits)
         conversation, offered = check_messages(messages, data, self.limits), check_tools(tools, data)
+        if "developer" not in self._source:
+            conversation = developers_as_system(conversation)
         if not self.writes_calls:
             conversation = write_calls(conversation)
         if offered and not self.reads_tools:
@@ -112,10 +117,15 @@ class ChatTemplate:
             "tools": offered,
             "add_generation_prompt": add_generation_prompt,
         }
-        if not continue_final_message:
-            return self._run(values, data.size)
-        final = _mark_end(conversation)
-        return _cut_at_mark(self._run(values, data.size), final)
+        final = _mark_end(conversation) if continue_final_message else None
+        try:
+            prompt = self._run(values, data.size)
+        except InvalidRequest:
+            wrapped = wrap_text_arguments(conversation)
+            if wrapped is None:
+                raise
+            prompt = self._run({**values, "messages": wrapped}, data.size)
+        return prompt if final is None else _cut_at_mark(prompt, final)
 
     def _allowed(self, name: str, value: Any) -> Any:
         if name not in self.variables:

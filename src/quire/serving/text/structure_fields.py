@@ -11,7 +11,7 @@ from quire.types.errors import InvalidRequest
 
 GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 _TYPES = ("text", "json_object", "json_schema")
-_SCHEMA_FIELDS = ("name", "description", "schema", "strict")
+SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 
 def structure_of_response_format(value: object) -> StructuredOutputsParams | None:
@@ -53,7 +53,7 @@ def _json_schema(described: object) -> StructuredOutputsParams:
     path = "response_format.json_schema"
     if not isinstance(described, Mapping):
         raise InvalidRequest(path, "must be an object with a name and a schema")
-    _refuse_others(path, described, _SCHEMA_FIELDS)
+    _refuse_others(path, described, SCHEMA_FIELDS)
     for name in ("name", "description"):
         if not isinstance(described.get(name, ""), str):
             raise InvalidRequest(f"{path}.{name}", "must be a string")

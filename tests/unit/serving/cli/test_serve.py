@@ -42,7 +42,7 @@ def test_flags_become_settings(tmp_path: Path) -> None:
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages }}")
     made = config(
-        *("m.gguf", "--port", "0", "--api-workers", "3", "--lenient", "--drain-seconds", "5", "--step-timeout", "9"),
+        *("m.gguf", "--port", "0", "--api-workers", "3", "--strict", "--drain-seconds", "5", "--step-timeout", "9"),
         *("--served-model-name", "a", "--served-model-name", "b", "--chat-template", str(template)),
         *("--limit", "n=16", "--limit", "queue_requests=9", "--cors-origin", "https://example.org"),
         *("--no-playground", "--open-metrics", "--log-level", "debug", "--log-format", "json"),
@@ -52,7 +52,7 @@ def test_flags_become_settings(tmp_path: Path) -> None:
     assert made.source.served_names == ("a", "b")
     assert made.source.chat_template == "{{ messages }}"
     assert made.engine == EngineArguments(max_num_seqs=8, dtype="float32", scheduling_policy="priority", seed=5)
-    assert (made.api_workers, made.lenient, made.drain_seconds, made.step_timeout) == (3, True, 5.0, 9.0)
+    assert (made.api_workers, made.strict, made.drain_seconds, made.step_timeout) == (3, True, 5.0, 9.0)
     assert made.limits == {"n": 16, "queue_requests": 9}
     assert made.access.cors_origins == ("https://example.org",)
     assert not made.access.playground

@@ -34,8 +34,8 @@ def fields_of(endpoint: str) -> dict[str, Field]:
     return BY_NAME[endpoint].fields_by_name
 
 
-def check_body(endpoint: str, body: Any, limits: Limits, *, lenient: bool) -> tuple[dict[str, Any], list[str]]:
-    return check_fields(fields_of(endpoint), body, limits, lenient=lenient)
+def check_body(endpoint: str, body: Any, limits: Limits, *, strict: bool) -> tuple[dict[str, Any], list[str]]:
+    return check_fields(fields_of(endpoint), body, limits, strict=strict)
 
 
 def test_the_reference_page_is_what_the_tables_say() -> None:
@@ -93,7 +93,7 @@ def test_a_limit_that_cannot_be_is_refused_by_name(change: dict[str, Any]) -> No
 def test_a_limit_can_be_changed() -> None:
     assert Limits({"n": 4})["n"] == 4
     with pytest.raises(InvalidRequest, match="n: must be in \\[1, 4\\]"):
-        check_body("completions", {"prompt": "x", "n": 5}, Limits({"n": 4}), lenient=False)
+        check_body("completions", {"prompt": "x", "n": 5}, Limits({"n": 4}), strict=True)
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
@@ -103,12 +103,17 @@ def test_what_is_not_supported_passes_only_where_it_asks_for_nothing(endpoint: s
         if not isinstance(field.validator, Only):
             continue
         for harmless in field.validator.harmless:
-            checked, _ = check_body(endpoint, {**SMALLEST[endpoint], field.name: harmless}, limits, lenient=False)
+            checked, _ = check_body(endpoint, {**SMALLEST[endpoint], field.name: harmless}, limits, strict=True)
             assert field.name not in checked
         with pytest.raises(InvalidRequest, match=field.name):
-            check_body(endpoint, {**SMALLEST[endpoint], field.name: {"some": "thing"}}, limits, lenient=False)
-        _, warnings = check_body(endpoint, {**SMALLEST[endpoint], field.name: {"some": "thing"}}, limits, lenient=True)
-        assert warnings[0].startswith(field.name)
+            check_body(endpoint, {**SMALLEST[endpoint], field.name: {"some": "thing"}}, limits, strict=True)
+        body = {**SMALLEST[endpoint], field.name: {"some": "thing"}}
+        if field.support == "no":
+            with pytest.raises(InvalidRequest, match=field.name):
+                check_body(endpoint, body, limits, strict=False)
+        else:
+            checked, warnings = check_body(endpoint, body, limits, strict=False)
+            assert (field.name in checked, warnings[0].startswith(field.name)) == (False, True)
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
@@ -116,23 +121,28 @@ def test_null_is_absent_for_every_parameter_but_the_required(endpoint: str) -> N
     for field in fields_of(endpoint).values():
         if not field.is_required and field.name not in SMALLEST[endpoint]:
             body = {**SMALLEST[endpoint], field.name: None}
-            assert field.name not in check_body(endpoint, body, Limits(), lenient=False)[0]
+            assert field.name not in check_body(endpoint, body, Limits(), strict=True)[0]
 
 
 def test_an_unknown_parameter_is_named_but_not_echoed_at_length() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        check_body("completions", {"prompt": "x", "q" * 5_000: 1}, Limits(), lenient=False)
+        check_body("completions", {"prompt": "x", "q" * 5_000: 1}, Limits(), strict=True)
     assert len(str(caught.value)) < 300
+
+
+def test_an_unknown_parameter_that_is_close_to_a_known_one_is_told_so() -> None:
+    _, (warning,) = check_body("completions", {"prompt": "x", "temprature": 1}, Limits(), strict=False)
+    assert warning == "temprature: is not a parameter of this endpoint; did you mean temperature?"
 
 
 def test_warnings_are_bounded() -> None:
     body = {"prompt": "x", **{f"unknown{number}": 1 for number in range(1_000)}}
-    assert len(check_body("completions", body, Limits(), lenient=True)[1]) == 64
+    assert len(check_body("completions", body, Limits(), strict=False)[1]) == 64
 
 
 @pytest.mark.parametrize("value", [1.0, 3])
 def test_a_whole_number_may_be_written_with_a_point(value: float) -> None:
-    checked, _ = check_body("completions", {"prompt": "x", "n": value}, Limits(), lenient=False)
+    checked, _ = check_body("completions", {"prompt": "x", "n": value}, Limits(), strict=True)
     assert checked["n"] == value
     assert isinstance(checked["n"], int)
 

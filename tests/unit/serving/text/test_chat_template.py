@@ -241,7 +241,7 @@ def test_tool_arguments_sent_as_json_text_are_read() -> None:
         ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\]"),
         ([{"role": "user", "content": "x", "name": 1}], r"messages\[0\].name: must be text"),
         ([{"role": "assistant", "tool_calls": [{}]}], r"tool_calls\[0\]: must name a function"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "is not JSON"),
+        ([{"role": "assistant", "refusal": 5}], r"messages\[0\].refusal: must be text"),
     ],
 )
 def test_messages_out_of_shape_are_refused_by_name(messages: Any, reason: str) -> None:
@@ -313,3 +313,44 @@ def test_threads_may_share_a_template() -> None:
     for thread in threads:
         thread.join()
     assert all(f"question {number}<" in results[number] for number in range(8))
+
+
+# ------------------------------------------------------------------------- what servers return is accepted back
+def test_an_assistant_message_without_content_renders_as_an_empty_one() -> None:
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "refusal": None},
+        {"role": "assistant", "content": None, "refusal": "I would rather not"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+    ]
+    template = ChatTemplate("{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}")
+    assert template.render(messages) == "[user:hi][assistant:][assistant:I would rather not][assistant:no]"
+
+
+BROKEN = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"city": "Bo'}}]}]
+
+
+def test_tool_arguments_that_are_no_json_are_written_as_the_model_wrote_them() -> None:
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments }}")
+    assert template.render(BROKEN) == '{"city": "Bo'
+
+
+def test_tool_arguments_that_are_no_json_render_where_a_template_prints_their_members() -> None:
+    members = "{% for name, value in messages[0].tool_calls[0].function.arguments | dictsort %}{{ name }}={{ value }}"
+    assert ChatTemplate(members + "{% endfor %}").render(BROKEN) == 'arguments={"city": "Bo'
+
+
+def test_the_old_form_of_a_call_and_its_result_renders_as_the_new_one() -> None:
+    messages = [
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}},
+        {"role": "function", "name": "f", "content": "2"},
+    ]
+    source = "{{ messages[0].tool_calls[0].function.arguments.a }}|{{ messages[1].role }}"
+    assert ChatTemplate(source).render(messages) == "1|tool"
+
+
+@pytest.mark.parametrize(
+    ("source", "role"), [("{{ messages[0].role }}", "system"), ("{# developer #}{{ messages[0].role }}", "developer")]
+)
+def test_a_developer_is_the_system_where_the_template_does_not_know_developers(source: str, role: str) -> None:
+    assert ChatTemplate(source).render([{"role": "developer", "content": "x"}]) == role

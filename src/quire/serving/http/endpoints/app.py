@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,7 +16,8 @@ from quire.serving.http.endpoints.admin_prefixes import AdminPrefixes
 from quire.serving.http.endpoints.registry import ENDPOINTS
 from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import AsgiHandler, Handler
-from quire.serving.http.guard import Guard, not_found
+from quire.serving.http.guard import Guard
+from quire.serving.http.path_aliases import PathAliases, path_not_found
 from quire.serving.http.service import Service
 from quire.serving.http.static import playground_routes
 
@@ -35,7 +36,9 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
     routes |= {("GET", path): AsgiHandler(file) for path, file in files.items()}
     for (method, path), handler in routes.items():
         app.add_route(path, handler, methods=[method])  # type: ignore[arg-type]
-    app.add_exception_handler(HTTPException, _http_error)
+    paths = [path for _, path in routes]
+    app.add_exception_handler(HTTPException, _http_errors(paths))
+    app.add_middleware(PathAliases, paths=paths)
     public = [path.encode() for path in files]
     app.add_middleware(
         Guard, config=service.config, keys=service.keys, limits=service.limits, watch=service.watch, public=public
@@ -44,17 +47,9 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(access.cors_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=[
-                "authorization",
-                "x-api-key",
-                "content-type",
-                "x-request-id",
-                "x-request-timeout",
-                "x-quire-explain",
-                "x-quire-lenient",
-            ],
-            expose_headers=["x-request-id", "retry-after"],
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],  # official clients send headers of their own (x-stainless-*)
+            expose_headers=["x-request-id", "retry-after", "x-quire-warnings"],
         )
     return app
 
@@ -83,10 +78,14 @@ def _admin_routes(admin: Admin, prefixes: AdminPrefixes) -> dict[tuple[str, str]
     }
 
 
-async def _http_error(request: Request, error: Any) -> Response:  # noqa: ARG001
-    """What the router refuses, in OpenAI's shape."""
-    refusal = not_found()
-    if error.status_code == 405:
-        refusal = ApiError(405, "this path does not take that method", code="method_not_allowed")
-    headers = dict(error.headers or {})
-    return Response(refusal.body(), refusal.status, headers, "application/json")
+def _http_errors(paths: Sequence[str]) -> Callable[[Request, Any], Awaitable[Response]]:
+    async def answer(request: Request, error: Any) -> Response:
+        """What the router refuses, in OpenAI's shape."""
+        if error.status_code == 405:
+            refusal = ApiError(405, "this path does not take that method", code="method_not_allowed")
+        else:
+            refusal = path_not_found(request.scope["path"], paths)
+        headers = dict(error.headers or {})
+        return Response(refusal.body(), refusal.status, headers, "application/json")
+
+    return answer

@@ -32,6 +32,7 @@ from quire.serving.http.fields import (
     TOOLS,
     TRUNCATION,
     Field,
+    no_effect,
     not_supported,
 )
 from quire.serving.http.generation.handler import GenerationEndpoint
@@ -40,12 +41,13 @@ from quire.serving.http.generation.settings import GenerationSettings, Parameter
 from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
 from quire.serving.http.validators.prompts import Documents, Messages
-from quire.serving.http.validators.tools import ToolChoice
-from quire.serving.http.validators.values import Flag, Text, Whole
+from quire.serving.http.validators.tools import AllowedTools, FunctionCall, Functions, ToolChoice
+from quire.serving.http.validators.values import AnswerLength, Flag, LogprobCount, Text
 from quire.serving.text.parts import CallArguments, CallBegun, Part, Said, Thought
 from quire.types.errors import InvalidRequest
 
 _encode = msgspec.json.encode
+_ASKED_FUNCTIONS = "asked_functions"  # parameter: the client sent `functions`, and reads `function_call`
 
 _FIELDS = (
     MODEL,
@@ -56,17 +58,21 @@ _FIELDS = (
     ADD_SPECIAL_TOKENS,
     *TEMPLATE,
     *TRUNCATION,
-    Field("max_tokens", Whole(1, "max_tokens"),
-          "At most this many new tokens; default: what is left of max_model_len."),
+    Field("max_tokens", AnswerLength(1),
+          "At most this many new tokens; default and -1: what is left of max_model_len."),
     TOOLS,
     Field("tool_choice", ToolChoice(),
           "`none`: no call; `auto`: the model decides; `required`: it must call one; or the one it must call. A call "
-          "that must be made follows the schema. Default: auto with `tools`, none without."),
+          "that must be made follows the schema. `allowed_tools` with a mode and tools leaves the model only those. "
+          "Default: auto with `tools`, none without."),
+    Field("functions", Functions(), "The old form of `tools`; calls come back as `function_call`."),
+    Field("function_call", FunctionCall(), "The old form of `tool_choice`."),
     Field("parallel_tool_calls", Flag(), "Whether an answer may hold several calls.", True),
     Field("include_reasoning", Flag(),
           "Return what a model marks as its reasoning, as `reasoning_content` and `reasoning`.", True),
     Field("logprobs", Flag(), "Return the log-probability of each token.", False),
-    Field("top_logprobs", Whole(0, "logprobs"), "And of this many likeliest ones; needs logprobs=true.", 0),
+    Field("top_logprobs", LogprobCount(),
+          "And of this many likeliest ones; -1: of the whole vocabulary. Needs logprobs=true.", 0),
     PROMPT_LOGPROBS,
     Field("echo", Flag(), "Put the last message before the answer if it is the assistant's.", False),
     Field("return_prompt_text", Flag(),
@@ -75,28 +81,49 @@ _FIELDS = (
     *GENERATION,
     *NAMES,
     *NOT_SUPPORTED,
-    not_supported("functions", "The old name of tools.", [], why="is the old name of tools, which this server takes"),
-    not_supported("function_call", "The old name of tool_choice.", "none", "auto",
-        why="is the old name of tool_choice, which this server takes"),
     not_supported("chat_template", "A template with the request.", why="is set by the operator only"),
     not_supported("modalities", "Kinds of output.", ["text"]),
     not_supported("audio", "Spoken output."),
-    not_supported("prediction", "A predicted answer."),
-    not_supported("verbosity", "How long answers are.", "medium"),
+    no_effect("prediction", "A predicted answer.", why="has no effect: it could only save time"),
+    no_effect("verbosity", "How long answers are.", "medium", why="has no effect: this model does not know it"),
     not_supported("web_search_options", "Searching the web."),
-    not_supported("store", "Keeping the answer.", False),
     not_supported("return_assistant_tokens_mask", "Which prompt tokens an assistant wrote.", False, why=OF_RENDERING),
-    not_supported("media_io_kwargs", "Pictures and sound."),
-    not_supported("mm_processor_kwargs", "Pictures and sound."),
 )  # fmt: skip
 
 
 def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
-    """Write `logprobs` and `top_logprobs` as the number that `/v1/completions` takes."""
+    """Write `logprobs` and `top_logprobs` as the number that `/v1/completions` takes, and the other forms of tools as
+    `tools` and `tool_choice`."""
+    _read_functions(given)
+    _read_allowed_tools(given)
     wanted, top = given.pop("logprobs", False), given.pop("top_logprobs", 0)
     if top and not wanted:
         raise InvalidRequest("top_logprobs", "needs logprobs=true", "set logprobs or leave it out")
     return {**given, "logprobs": top} if wanted else given
+
+
+def _read_functions(given: Parameters) -> None:
+    functions, call = given.pop("functions", None), given.pop("function_call", None)
+    if functions:
+        if "tools" in given:
+            raise InvalidRequest("functions", "cannot be used together with tools", "send tools")
+        given |= {"tools": functions, "parallel_tool_calls": False, _ASKED_FUNCTIONS: True}
+        given |= {} if call is None else {"tool_choice": call}
+    elif isinstance(call, dict):
+        raise InvalidRequest("function_call", "needs functions", "send functions or leave it out")
+
+
+def _read_allowed_tools(given: Parameters) -> None:
+    choice = given.get("tool_choice")
+    if not isinstance(choice, AllowedTools):
+        return
+    tools = {tool["function"]["name"]: tool for tool in given.get("tools", ())}
+    for name in choice.names:
+        if name not in tools:
+            reason = f"{name} is none of tools"
+            raise InvalidRequest("tool_choice.allowed_tools.tools", reason, f"choose of {', '.join([*tools][:8])}")
+    given["tools"] = [tool for name, tool in tools.items() if name in choice.names]
+    given["tool_choice"] = choice.mode
 
 
 class ChatFormat:
@@ -107,7 +134,8 @@ class ChatFormat:
         self._reader, self._names = ResultReader(tokenizer), Names(tokenizer)
 
     def logprobs_renderer(self, options: ResponseOptions) -> RenderLogprobs:
-        return render_chat(self._names.of(options))
+        has_named = bool(options.parameters.get("logprob_token_ids"))
+        return render_chat(self._names.of(options), lists_chosen=has_named)
 
     def body(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> bytes:
         render = self.logprobs_renderer(options) if options.wants_logprobs else None
@@ -140,6 +168,8 @@ class ChatStream(OpenAIStream):
         if self._reader is None:
             return b'"delta":{"content":' + _encode(text) + b"}" if text else None
         made = _message_delta(self._reader.parts(choice, deltas))
+        if "tool_calls" in made and _ASKED_FUNCTIONS in self._options.parameters:
+            made["function_call"] = made.pop("tool_calls")[0]["function"]
         return b'"delta":' + _encode(made) if made else None
 
     def _empty_delta(self) -> bytes:
@@ -147,6 +177,9 @@ class ChatStream(OpenAIStream):
 
     def _logprobs(self, columns: list[tuple[bytes, ...]]) -> bytes:
         return chat_logprobs(columns)
+
+    def _finish_reason(self, choice: int, reason: str | None) -> str | None:
+        return _finish_reason(self._options, super()._finish_reason(choice, reason))
 
 
 def _choice(options: ResponseOptions, result: ChoiceResult) -> dict[str, Any]:
@@ -159,13 +192,20 @@ def _choice(options: ResponseOptions, result: ChoiceResult) -> dict[str, Any]:
     }
     if result.reasoning:
         message |= {"reasoning_content": result.reasoning, "reasoning": result.reasoning}
-    if result.calls:
+    if result.calls and _ASKED_FUNCTIONS in options.parameters:
+        message["function_call"] = {"name": result.calls[0].name, "arguments": result.calls[0].arguments}
+    elif result.calls:
         message["tool_calls"] = [
             {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in result.calls
         ]
     logprobs = chat_logprobs(result.logprobs) if options.wants_logprobs else None
-    return {"index": result.index, "message": message, **choice_end(options, result, logprobs)}
+    choice = {"index": result.index, "message": message, **choice_end(options, result, logprobs)}
+    return {**choice, "finish_reason": _finish_reason(options, result.finish_reason)}
+
+
+def _finish_reason(options: ResponseOptions, reason: str | None) -> str | None:
+    return "function_call" if reason == "tool_calls" and _ASKED_FUNCTIONS in options.parameters else reason
 
 
 def _message_delta(parts: Sequence[Part]) -> dict[str, Any]:

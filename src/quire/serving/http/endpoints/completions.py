@@ -36,17 +36,18 @@ from quire.serving.http.generation.results import ChoiceResult, LogprobColumns, 
 from quire.serving.http.generation.settings import GenerationSettings, ResponseOptions
 from quire.serving.http.service import Service
 from quire.serving.http.validators.prompts import Prompts
-from quire.serving.http.validators.values import Flag, Whole
+from quire.serving.http.validators.values import AnswerLength, Flag, LogprobCount
 from quire.serving.text.detokenizer import Detokenizer
+from quire.serving.text.tokenizer import Tokenizer
 
 _encode = msgspec.json.encode
 DEFAULT_MAX_TOKENS = 16
 
 TEXT_FIELDS = (
-    Field("max_tokens", Whole(0, "max_tokens"), "At most this many new tokens; 0 only with `echo`.",
-          DEFAULT_MAX_TOKENS),
-    Field("logprobs", Whole(0, "logprobs"),
-          "Return the log-probability of each token and of this many likeliest ones."),
+    Field("max_tokens", AnswerLength(0),
+          "At most this many new tokens; 0 only with `echo`; -1: as many as fit.", DEFAULT_MAX_TOKENS),
+    Field("logprobs", LogprobCount(),
+          "Return the log-probability of each token and of this many likeliest ones; -1: of the whole vocabulary."),
 )  # fmt: skip
 _FIELDS = (
     MODEL,
@@ -88,28 +89,54 @@ class CompletionFormat:
     def _choice(self, options: ResponseOptions, result: ChoiceResult) -> dict[str, Any]:
         logprobs = None
         if options.wants_logprobs:
-            prompt = self._prompt_columns(options, result.request) if options.echoes_prompt else []
+            prompt = self._prompt_columns(options, result) if options.echoes_prompt else []
             logprobs = completion_logprobs([*prompt, *result.logprobs])
         choice = {"index": result.index, "text": result.preface + result.content}
         choice |= choice_end(options, result, logprobs)
         return choice | prompt_members(options, result.request, self._names)
 
-    def _prompt_columns(self, options: ResponseOptions, request: InFlightRequest) -> list[LogprobColumns]:
+    def _prompt_columns(self, options: ResponseOptions, result: ChoiceResult) -> list[LogprobColumns]:
         """The logprobs of an echoed prompt."""
-        finished = request.finished
+        request, finished = result.request, result.request.finished
         entries = (finished.prompt_logprobs if finished else None) or ()
         render, names = self.logprobs_renderer(options), self._names.of(options)
-        detokenizer = Detokenizer(self._tokenizer, request.submit.sampling.skip_special_tokens)
+        offsets = text_offsets(self._tokenizer, request.submit.prompt_token_ids, result.preface)
         columns: list[LogprobColumns] = []
-        offset = 0
-        for token, entry in zip(request.submit.prompt_token_ids, entries, strict=True):
+        for token, entry, offset in zip(request.submit.prompt_token_ids, entries, offsets, strict=True):
             if entry is None:
                 key = _encode(names[token].key)
                 columns.append((key, b"null", b"null", str(offset).encode()))
             else:
                 columns.append(render(entry, offset))
-            offset += len(detokenizer.push((token,)))
         return columns
+
+
+def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[int]:
+    """Where in `text` each token begins. A token that the text does not show, such as a begin token that the tokenizer
+    added, takes no room in it."""
+    detokenizer, offset = Detokenizer(tokenizer, False), 0
+    num_added = _num_added(tokenizer, token_ids, text)
+    offsets = [0] * num_added
+    for token in token_ids[num_added:]:
+        offsets.append(offset)
+        piece = detokenizer.push((token,))
+        if text.startswith(piece, offset):
+            offset += len(piece)
+        elif text.startswith(piece.removeprefix(" "), offset):  # the space that a tokenizer puts before a text
+            offset += len(piece) - 1
+        elif token not in tokenizer.special_ids:
+            offset = min(offset + len(piece), len(text))
+    return offsets
+
+
+def _num_added(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> int:
+    """How many begin tokens the tokenizer put before those that the text shows."""
+    if tokenizer.bos_id is None:
+        return 0
+    begin = tokenizer.token_text(tokenizer.bos_id)
+    num_tokens = next((place for place, token in enumerate(token_ids) if token != tokenizer.bos_id), len(token_ids))
+    shown = (count for count in range(num_tokens) if not text.startswith(begin, count * len(begin)))
+    return num_tokens - next(shown, num_tokens)
 
 
 class CompletionStream(OpenAIStream):

@@ -19,8 +19,13 @@ def document_pages(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
         return Capabilities(service, endpoints)
 
     def document_of(service: Service) -> Handler:
-        root = service.config.listen.root_path
-        described = build_openapi((*endpoints, capabilities), service.limits, service.version, root)
+        described = build_openapi(
+            (*endpoints, capabilities),
+            service.limits,
+            service.version,
+            service.config.listen.root_path,
+            strict=service.config.strict,
+        )
         return StaticFile(described, "application/json")
 
     capabilities = PlainEndpoint(
@@ -64,7 +69,7 @@ class Capabilities:
                     "device": engine.device,
                     "scheduling_policy": engine.policy,
                 },
-                "lenient": service.config.lenient,
+                "strict": service.config.strict,
                 "admin": bool(service.config.access.admin_digests),
                 "limits": dict(service.limits),
                 "parameters": {
@@ -81,7 +86,7 @@ _CAPABILITIES = record(
         "version": TEXT,
         "models": many(TEXT),
         "engine": {"type": "object"},
-        "lenient": FLAG,
+        "strict": FLAG,
         "admin": FLAG,
         "limits": {"type": "object", "additionalProperties": WHOLE},
         "parameters": {"type": "object"},

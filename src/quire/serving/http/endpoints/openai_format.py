@@ -71,16 +71,15 @@ def choice_end(options: ResponseOptions, result: ChoiceResult, logprobs: bytes |
         "finish_reason": result.finish_reason,
         "stop_reason": result.stop_reason,
     }
-    if options.return_token_ids:
-        found["token_ids"] = result.token_ids
+    found["token_ids"] = result.token_ids if options.return_token_ids else None
     if result.end.score is not None:
         found |= {"score": result.end.score, "cumulative_logprob": result.end.cumulative_logprob}
     return found
 
 
 def prompt_members(options: ResponseOptions, request: InFlightRequest, names: Names) -> dict[str, Any]:
-    """The logprobs and the ids of a prompt, if the client asked for them."""
-    found: dict[str, Any] = {}
+    """The logprobs and the ids of a prompt; null where the client did not ask for them."""
+    found: dict[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None}
     finished = request.finished
     if request.submit.sampling.prompt_logprobs is not None and finished is not None:
         found["prompt_logprobs"] = prompt_logprobs(finished.prompt_logprobs or (), names.of(options))
@@ -112,6 +111,7 @@ class OpenAIStream(ABC):
         self._head = b"data: " + _encode(head(options, object_name))[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
         self._num_tokens = 0
+        self._num_open = sum(request.n for request in requests)  # choices that have not ended
         self._reader = None if options.reading is None else StreamReader(options.reading)
 
     # ------------------------------------------------------------------------------------------- of each endpoint
@@ -141,8 +141,6 @@ class OpenAIStream(ABC):
             for index in range(request.n):
                 if self._opens(preface):
                     events.append(self._open(request, index, preface, is_first=not events))
-        if not events and self._options.warnings:
-            events.append(self._event(b"", {"warnings": self._options.warnings}))
         return b"".join(events)
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
@@ -151,11 +149,17 @@ class OpenAIStream(ABC):
         return b"".join([self._choice(choice, list(group)) for choice, group in groups])
 
     def closing(self) -> bytes:
+        if not self._has_closing:
+            return DONE
         last = extras(self._options, self._requests, self._names)
-        last.pop("warnings", None)
         if self._options.include_usage:
-            last["usage"] = self._usage()
-        return (self._event(b"", last) if last else b"") + DONE
+            last["usage"] = self._usage(self._num_tokens)
+        return self._event(b"", last) + DONE
+
+    @property
+    def _has_closing(self) -> bool:
+        """Whether a chunk without choices ends the stream. Clients that did not ask for it may not expect one."""
+        return self._options.include_usage or self._options.explain
 
     @staticmethod
     def failure(error: ApiError) -> bytes:
@@ -188,17 +192,17 @@ class OpenAIStream(ABC):
             if not wants_all:
                 return b""
             member = self._empty_delta()
-        reason = last.finish_reason
-        if self._reader is not None:
-            reason = self._reader.finish_reason(choice, reason)
+        reason = self._finish_reason(choice, last.finish_reason)
         columns = [] if options.drops_answer else [delta.logprobs for delta in deltas if delta.logprobs]
         logprobs = self._logprobs(columns) if columns else b"null"
         parts = [b'{"index":%d,' % choice, member, b',"logprobs":', logprobs, b",", _ending(reason, last.stop_reason)]
         if options.return_token_ids:
             parts += [b',"token_ids":', _encode(token_ids)]
         parts.append(b"}")
-        if options.continuous_usage:
-            return self._event(b"".join(parts), {"usage": self._usage()})
+        self._num_open -= last.finish_reason is not None
+        is_last = options.warnings and not self._num_open and not self._has_closing
+        if options.continuous_usage or is_last:
+            return self._event(b"".join(parts), {"warnings": options.warnings} if is_last else {})
         return self._head + b"".join(parts) + self._tail
 
     @abstractmethod
@@ -209,7 +213,9 @@ class OpenAIStream(ABC):
         options = self._options
         choice: dict[str, Any] = {"index": request.first_choice + index, **self._first_delta(preface)}
         choice |= {"logprobs": None, "finish_reason": None}
-        more: dict[str, Any] = {"warnings": options.warnings} if is_first and options.warnings else {}
+        more: dict[str, Any] = {}
+        if options.continuous_usage:
+            more["usage"] = self._usage(0)
         if is_first and options.prompt_text is not None:
             more["prompt_text"] = options.prompt_text
         if options.return_token_ids:
@@ -219,12 +225,15 @@ class OpenAIStream(ABC):
 
     def _event(self, choices: bytes, more: dict[str, Any]) -> bytes:
         if self._options.include_usage or self._options.continuous_usage:
-            more = {"usage": self._usage() if self._options.continuous_usage else None, **more}
+            more = {"usage": self._usage(self._num_tokens) if self._options.continuous_usage else None, **more}
         return self._head + choices + (b"]," + _encode(more)[1:] if more else b"]}") + b"\n\n"
 
-    def _usage(self) -> dict[str, Any]:
-        num_reasoning = 0 if self._reader is None else self._reader.num_reasoning_tokens
-        return usage_json(count_usage(self._options, self._requests, self._num_tokens, num_reasoning))
+    def _finish_reason(self, choice: int, reason: str | None) -> str | None:
+        return reason if self._reader is None else self._reader.finish_reason(choice, reason)
+
+    def _usage(self, num_tokens: int) -> dict[str, Any]:
+        num_reasoning = 0 if self._reader is None or not num_tokens else self._reader.num_reasoning_tokens
+        return usage_json(count_usage(self._options, self._requests, num_tokens, num_reasoning))
 
 
 def _ending(finish_reason: str | None, stop_reason: int | str | None) -> bytes:

@@ -56,14 +56,16 @@ def number(value: float) -> bytes:
     return repr(max(value, LOWEST)).encode()
 
 
-def render_chat(names: TokenNames) -> RenderLogprobs:
-    """One column: {"token", "logprob", "bytes", "top_logprobs"}."""
+def render_chat(names: TokenNames, *, lists_chosen: bool = False) -> RenderLogprobs:
+    """One column: {"token", "logprob", "bytes", "top_logprobs"}. With `lists_chosen`, the chosen token is among the top
+    ones, wherever it ranks."""
 
     def render(entry: TokenLogprobs, offset: int) -> tuple[bytes, ...]:  # noqa: ARG001 - chat has no offsets
         ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
         chosen = names[ids[0]]
         top = []
-        for token, value in zip(ids[1:], values[1:], strict=True):
+        start = 0 if lists_chosen and ids[0] not in ids[1:] else 1
+        for token, value in zip(ids[start:], values[start:], strict=True):
             name = names[token]
             top.append(name.head + number(value) + name.tail + b"}")
         parts = (chosen.head, number(values[0]), chosen.tail, b',"top_logprobs":[', b",".join(top), b"]}")

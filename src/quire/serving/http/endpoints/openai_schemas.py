@@ -9,7 +9,7 @@ from quire.serving.http.schemas import IDS, NUMBER, TEXT, WHOLE, Schema, many, o
 from quire.types.ledger import LedgerKind
 
 FINISH: Schema = {"enum": ["stop", "length", "repetition", None]}
-CHAT_FINISH: Schema = {"enum": ["stop", "length", "tool_calls", "repetition", None]}
+CHAT_FINISH: Schema = {"enum": ["stop", "length", "tool_calls", "function_call", "repetition", None]}
 _REASONING = {"reasoning_content": TEXT, "reasoning": TEXT}
 _CALL = record({"id": TEXT, "type": {"const": "function"}, "function": record({"name": TEXT, "arguments": TEXT})})
 _CALL_DELTA = record(
@@ -18,9 +18,18 @@ _CALL_DELTA = record(
 )
 _MESSAGE = record(
     {"role": {"const": "assistant"}, "content": or_null(TEXT), "refusal": {"type": "null"}},
-    {**_REASONING, "tool_calls": many(_CALL)},
+    {**_REASONING, "tool_calls": many(_CALL), "function_call": record({"name": TEXT, "arguments": TEXT})},
 )
-_DELTA = record({}, {"role": {"const": "assistant"}, "content": TEXT, **_REASONING, "tool_calls": many(_CALL_DELTA)})
+_DELTA = record(
+    {},
+    {
+        "role": {"const": "assistant"},
+        "content": TEXT,
+        **_REASONING,
+        "tool_calls": many(_CALL_DELTA),
+        "function_call": record({"arguments": TEXT}, {"name": TEXT}),
+    },
+)
 _RANK = {"score": NUMBER, "cumulative_logprob": or_null(NUMBER)}  # of answers that were compared
 _BEST = {"best": record({"index": WHOLE, "text": TEXT})}  # so far, of a search that is watched
 _STOP_REASON = {"type": ["string", "integer", "null"]}
@@ -62,7 +71,7 @@ _LEDGER_ENTRY = record(
 )
 _HEAD = {"id": TEXT, "created": WHOLE, "model": TEXT, "system_fingerprint": TEXT}
 _EXTRAS = {"quire": ref("Explanation"), "warnings": many(TEXT)}
-_CHAT_EXTRAS = {**_EXTRAS, "prompt_logprobs": ref("PromptLogprobs"), "prompt_token_ids": IDS, "prompt_text": TEXT}
+_OF_PROMPT = {"prompt_logprobs": or_null(ref("PromptLogprobs")), "prompt_token_ids": or_null(IDS)}
 
 _SHARED: dict[str, Schema] = {
     "Usage": _USAGE,
@@ -86,13 +95,15 @@ CHAT_SCHEMAS: dict[str, Schema] = {
                         "logprobs": or_null(ref("ChatLogprobs")),
                         "finish_reason": CHAT_FINISH,
                         "stop_reason": _STOP_REASON,
+                        "token_ids": or_null(IDS),
                     },
-                    {"token_ids": IDS, **_RANK},
+                    _RANK,
                 )
             ),
             "usage": ref("Usage"),
+            **_OF_PROMPT,
         },
-        _CHAT_EXTRAS,
+        {**_EXTRAS, "prompt_text": TEXT},
     ),
     "ChatChunk": record(
         {
@@ -128,8 +139,10 @@ COMPLETION_SCHEMAS: dict[str, Schema] = {
                         "logprobs": or_null(ref("CompletionLogprobs")),
                         "finish_reason": FINISH,
                         "stop_reason": _STOP_REASON,
+                        "token_ids": or_null(IDS),
+                        **_OF_PROMPT,
                     },
-                    {"token_ids": IDS, "prompt_token_ids": IDS, "prompt_logprobs": ref("PromptLogprobs"), **_RANK},
+                    _RANK,
                 )
             ),
         },

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.serving.http.endpoint import Endpoint, PlainEndpoint
-from quire.serving.http.errors import ApiError, model_not_found
+from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import Exchange, Handler
 from quire.serving.http.schemas import TEXT, WHOLE, Schema, many, or_null, record, ref
 from quire.serving.http.service import Service
@@ -51,9 +51,7 @@ class Pages:
         await exchange.reply_json({"object": "list", "data": [self._model(name) for name in self._service.names]})
 
     async def model(self, exchange: Exchange) -> None:
-        name = exchange.scope["path_params"]["model"]
-        if name not in self._service.names:
-            raise model_not_found(name)
+        name = self._service.served_name(exchange.scope["path_params"]["model"])
         await exchange.reply_json(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:

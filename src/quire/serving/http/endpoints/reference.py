@@ -17,16 +17,18 @@ _INTRODUCTION = """\
 This page is made from the tables that check requests (`python -m quire.serving.http.endpoints.reference`).
 `/openapi.json` of a running server holds the same with its own limits.
 
-A parameter that is null counts as absent. A parameter that is unknown, or known and not supported, is answered with
-400 and its name, with its path where it is a member (`messages[2].foo`). With `--lenient`, or the header
-`X-Quire-Lenient: 1`, it becomes an entry of `"warnings"` in the answer.
+A parameter that is null counts as absent. A parameter that has no effect (it is unknown, or it could not change the
+answer) is accepted and named in `"warnings"` of the response, with its path where it is a member (`messages[2].foo`);
+in a stream the last chunk has them. The header `X-Quire-Warnings` lists the names. With `--strict`, or the header
+`X-Quire-Strict: 1`, such a parameter is answered with 400. A parameter that would change the answer and is not
+supported is always answered with 400.
 A sampling parameter that is left out has the value that the model's makers recommend (`default_sampling_params` of
 `GET /v1/models`; `--generation-config none` turns that off), else the default below.
 Bodies are JSON (`Content-Type: application/json`); of a name that stands twice in an object, the last counts.
 
 `?explain=1` or the header `X-Quire-Explain: 1` adds `"quire": {"ledger": [...]}` to the answer (in a stream: to a last
 chunk): what happened to the request, in milliseconds since it was received; see [the ledger](#the-ledger) below.
-`X-Request-Id` names a request; every answer carries it.
+`X-Request-Id` names a request; every answer carries it. Characters that cannot stand in a log become `_`.
 
 Errors look like OpenAI's: `{"error": {"message", "type", "param", "code"}}`. A stream that breaks after its first byte
 ends with `data: {"error": {...}}` and `data: [DONE]`. A stream that waits sends comments (`: queued`, `: working`).
@@ -109,9 +111,9 @@ def _endpoint(endpoint: Endpoint, limits: Limits) -> str:
         "|-|-|-|-|",
     ]
     lines += [_row(field, limits) for field in fields if field.support == "yes"]
-    quiet = [field.name for field in fields if field.support == "no effect"]
+    quiet = [_missing(field) for field in fields if field.support == "no effect"]
     if quiet:
-        lines += ["", "Accepted without effect: " + ", ".join(f"`{name}`" for name in quiet) + "."]
+        lines += ["", f"Accepted with a warning, but for the values in brackets, which need none: {'; '.join(quiet)}."]
     missing = [_missing(field) for field in fields if field.support == "no"]
     if missing:
         lines += ["", f"Not supported, but for the values in brackets, which ask for nothing: {'; '.join(missing)}."]
@@ -135,7 +137,7 @@ def _value(schema: dict[str, object]) -> str:
     if "anyOf" in schema:
         options = schema["anyOf"]
         assert isinstance(options, list)
-        return " or ".join(_value(option) for option in options)
+        return " or ".join(dict.fromkeys(_value(option) for option in options))
     if "enum" in schema:
         values = schema["enum"]
         assert isinstance(values, list)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from quire.serving.http.endpoint import Endpoint
 from quire.serving.http.exchange import Exchange, Handler
 from quire.serving.http.fields import ADD_SPECIAL_TOKENS, MODEL, TEMPLATE, TOOLS, Field, check_body, not_supported
@@ -40,24 +38,24 @@ class TextHandler:
     async def __call__(self, exchange: Exchange) -> None:
         service = self._service
         service.engine()
-        lenient = exchange.is_asked("lenient") or service.config.lenient
-        query = exchange.check_query("lenient", lenient=lenient)
+        strict = exchange.is_asked("strict") or service.config.strict
+        query = exchange.check_query("strict", strict=strict)
         with service.metered() as meter:
             body = await exchange.read_body(service.limits, meter.add)
-            await exchange.reply(200, await service.in_thread_for(len(body), self._answer, body, lenient, query))
+            answer, warnings = await service.in_thread_for(len(body), self._answer, body, strict)
+            exchange.warnings = warnings = [*query, *warnings]
+            await exchange.reply_json({**answer, "warnings": warnings} if warnings else answer)
 
-    def _answer(self, body: bytes, lenient: bool, query: tuple[str, ...]) -> bytes:
+    def _answer(self, body: bytes, strict: bool) -> tuple[dict[str, Any], list[str]]:
         service, limits = self._service, self._service.limits
         given, warnings = check_body(
-            self._endpoint.fields_by_name, decode_json(body, limits["nesting"]), limits, lenient=lenient
+            self._endpoint.fields_by_name, decode_json(body, limits["nesting"]), limits, strict=strict
         )
         service.served_name(given.get("model"))
         unread = unread_values(service, given)
-        if unread and not lenient:
+        if unread and strict:
             raise unread[0]
-        answer = self._endpoint.work(service, given)
-        warnings = [*query, *warnings, *map(str, unread)]
-        return msgspec.json.encode({**answer, "warnings": warnings} if warnings else answer)
+        return self._endpoint.work(service, given), [*warnings, *map(str, unread)]
 
 
 def tokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +73,7 @@ def tokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
             given.get("add_special_tokens", False),
         )
     tokens = tokenizer.encode(text, add_special)
-    names = [tokenizer.token_text(token) for token in tokens] if given.get("return_token_strs") else None
+    names = [tokenizer.raw_token(token) for token in tokens] if given.get("return_token_strs") else None
     length = service.engine().max_model_len
     return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": names}
 
@@ -100,7 +98,7 @@ TOKENIZE = TextEndpoint(
     fields=(
         MODEL,
         *PROMPT_FIELDS,
-        Field("return_token_strs", Flag(), "Also return what each token looks like.", False),
+        Field("return_token_strs", Flag(), "Also return each token as the vocabulary spells it.", False),
         not_supported("chat_template", "A template with the request.", why="is set by the operator only"),
     ),
     response="Tokens",

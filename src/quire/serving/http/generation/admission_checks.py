@@ -52,15 +52,26 @@ def check_length(field: str, num_tokens: int, max_model_len: int) -> None:
         raise PromptTooLong(field, reason, f"shorten it to {max_model_len - 1} tokens or set truncate_prompt_tokens")
 
 
-def check_room(given: dict[str, Any], num_tokens: int, max_model_len: int) -> None:
-    """Check that an answer of `max_tokens` fits after the prompt."""
+def room_excess(given: dict[str, Any], num_tokens: int, max_model_len: int) -> PromptTooLong | None:
+    """What is wrong with the length that was asked for, if such an answer does not fit behind the prompt."""
     field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     room = max_model_len - num_tokens
-    if given.get(field, 0) > room:
-        reason = (
-            f"is {given[field]}, but after {num_tokens} prompt tokens max_model_len={max_model_len} has room for {room}"
-        )
-        raise PromptTooLong(field, reason, "lower it or shorten the prompt")
+    if given.get(field, 0) <= room:
+        return None
+    reason = (
+        f"is {given[field]}, but after {num_tokens} prompt tokens max_model_len={max_model_len} has room for {room}"
+    )
+    return PromptTooLong(field, reason, "lower it or shorten the prompt")
+
+
+def check_logprobs(service: Service, given: dict[str, Any]) -> None:
+    """Raise InvalidRequest if a request asks for the logprobs of a vocabulary that is larger than the limit."""
+    limit, size = service.limits["logprobs"], service.engine().vocab_size
+    for name in ("logprobs", "prompt_logprobs"):
+        if given.get(name) == -1 and size > limit:
+            field = "top_logprobs" if name == "logprobs" and "messages" in given else name
+            reason = f"is -1, which asks for all {size} tokens of the vocabulary, limit {limit}"
+            raise InvalidRequest(field, reason, "ask for fewer, or have the operator raise --limit logprobs")
 
 
 def check_admission(engine: EngineReady, submits: Iterable[Submit]) -> None:

@@ -52,6 +52,7 @@ class GenerationHandler:
                     async with timeout:
                         job = await self._prepare(exchange, received_at)
                 exchange.scope["quire.request_id"] = job.request_id
+                exchange.warnings = job.options.warnings
                 trace = exchange.headers.get(b"traceparent", b"")[:64].decode("latin-1")
                 requests = self._requests(job, received_at, trace)
                 dispatcher.enqueue(requests)
@@ -90,15 +91,15 @@ class GenerationHandler:
     async def _prepare(self, exchange: Exchange, received_at: float) -> Job:
         service = self._service
         service.engine()
-        lenient = exchange.is_asked("lenient") or service.config.lenient
+        strict = exchange.is_asked("strict") or service.config.strict
         head = RequestHead(
             request_id=exchange.request_id,
             named_it="quire.given_id" in exchange.scope,
             principal=exchange.principal,
             explain=exchange.is_asked("explain"),
-            lenient=lenient,
+            strict=strict,
             received_at=received_at,
-            warnings=exchange.check_query("explain", "lenient", lenient=lenient),
+            warnings=exchange.check_query("explain", "strict", strict=strict),
             shares_cache=service.config.access.shares_cache,
         )
         with service.metered() as meter:

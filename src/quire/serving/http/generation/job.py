@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 from quire.serving.dispatch.mailbox import Failure
 from quire.serving.http.fields import Field, check_body
+from quire.serving.http.generation.admission_checks import check_logprobs
 from quire.serving.http.generation.conversation import render_messages, unread_values
 from quire.serving.http.generation.sampling_fields import drop_beam_fields, read_beam, read_sampling, take_structure
 from quire.serving.http.generation.settings import GenerationSettings, Origin, Parameters, ResponseOptions
@@ -18,7 +19,6 @@ from quire.serving.http.json_body import decode_json
 from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
 from quire.serving.http.validators.values import UnsupportedParameter
-from quire.serving.process.link import EngineReady
 from quire.serving.requests import Prompt
 from quire.serving.text.answer_grammar import AnswerPlan
 from quire.serving.text.chat_messages import message_text
@@ -40,9 +40,11 @@ class Job:
 
     def with_grammar(self, grammar: CheckedGrammar) -> Job:
         """Return the job with the grammar that was built and checked from its plan."""
-        sampling = replace(self.submits[0].sampling, structured_outputs=None)
         rules = replace(self.submits[0].rules, grammar=grammar.text, grammar_digest=grammar.digest)
-        return replace(self, submits=tuple(replace(one, sampling=sampling, rules=rules) for one in self.submits))
+        submits = [
+            replace(one, sampling=replace(one.sampling, structured_outputs=None), rules=rules) for one in self.submits
+        ]
+        return replace(self, submits=tuple(submits))
 
     def named(self, failure: Failure) -> Failure:
         """A failure that names fields as the client did."""
@@ -58,12 +60,13 @@ def prepare_job(
     service: Service, settings: GenerationSettings, fields: Mapping[str, Field], body: bytes, head: RequestHead
 ) -> Job:
     """Check the body, render the prompt and tokenize it. Raises InvalidRequest or ApiError; changes nothing shared."""
-    limits, engine, created = service.limits, service.engine(), int(datetime.now(UTC).timestamp())
-    given, warnings = check_body(fields, decode_json(body, limits["nesting"]), limits, lenient=head.lenient)
+    limits, created = service.limits, int(datetime.now(UTC).timestamp())
+    given, warnings = check_body(fields, decode_json(body, limits["nesting"]), limits, strict=head.strict)
     given = settings.translate(service, given, head)
     model = service.served_name(given.get("model"))
-    warnings = [*head.warnings, *warnings, *_drop_useless(service, engine, given, lenient=head.lenient)]
+    warnings = [*head.warnings, *warnings, *_drop_useless(service, settings, given, strict=head.strict)]
     _check_together(settings, given)
+    check_logprobs(service, given)
     structure_field = take_structure(given)
     sampling, drops_answer = read_sampling(settings, given, service.texts.sampling_defaults)
     use = read_tool_use(service, given)
@@ -73,7 +76,8 @@ def prepare_job(
     sampling = shows_marks(service, sampling, reading)
     plan = answer_plan(service, sampling.structure, use, reading)
     work = Work(settings, given, sampling, read_beam(given), origin)
-    submits = make_submits(service, work, prompts, head)
+    submits, cuts = make_submits(service, work, prompts, head)
+    warnings += cuts
     echoes_prompt = settings.echoes_prompt and given.get("echo", False)
     if echoes_prompt:
         is_cut = "truncate_prompt_tokens" in given
@@ -87,7 +91,7 @@ def prepare_job(
         fingerprint=service.fingerprint,
         stream=given.get("stream", False),
         include_usage=stream_options.get("include_usage", False),
-        continuous_usage=stream_options.get("continuous_usage_stats", False),
+        continuous_usage=all(stream_options.get(name) for name in ("include_usage", "continuous_usage_stats")),
         wants_logprobs=sampling.logprobs is not None,
         tokens_as_ids=given.get("return_tokens_as_token_ids", False),
         return_token_ids=given.get("return_token_ids", False),
@@ -104,10 +108,11 @@ def prepare_job(
     return Job(request_id, options, tuple(submits), interval, plan, structure_field or "tools")
 
 
-def _drop_useless(service: Service, engine: EngineReady, given: Parameters, *, lenient: bool) -> list[str]:
+def _drop_useless(service: Service, settings: GenerationSettings, given: Parameters, *, strict: bool) -> list[str]:
     """Remove parameters that have no effect with this request, model or server. Returns warnings about them; raises the
-    first one unless `lenient`."""
+    first one if `strict`."""
     useless: list[InvalidRequest] = []
+    engine = service.engine()
     if given.get("priority") and engine.policy != "priority":
         reason = f"means nothing to the {engine.policy!r} policy of this server"
         useless.append(UnsupportedParameter("priority", reason, "leave it out"))
@@ -117,9 +122,9 @@ def _drop_useless(service: Service, engine: EngineReady, given: Parameters, *, l
         del given["stream_options"]
     useless += drop_beam_fields(given) if not given.get("use_beam_search") else []
     useless += unread_values(service, given)
-    if useless and not lenient:
+    if useless and strict:
         raise useless[0]
-    return list(map(str, useless))
+    return [str(settings.in_own_names(error)) for error in useless]
 
 
 def _check_together(settings: GenerationSettings, given: Parameters) -> None:
@@ -153,8 +158,12 @@ def _prompts(
 
 
 def _text_of(service: Service, prompt: Prompt, submit: Submit, *, is_cut: bool) -> str:
-    """The echoed text of a prompt: as it was sent, or decoded from the tokens that were sent or are left."""
-    if prompt.text is not None and prompt.token_ids is None and not is_cut:
+    """The echoed text of a prompt: as it was sent, or decoded from the tokens that were sent or are left. Special
+    tokens that the client sent are part of it; a begin token that the tokenizer added is not."""
+    tokenizer, token_ids = service.texts.tokenizer, submit.prompt_token_ids
+    if prompt.text is None:
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+    if not is_cut:
         return prompt.text
-    tokenizer = service.texts.tokenizer
-    return tokenizer.decode(submit.prompt_token_ids, submit.sampling.skip_special_tokens)
+    is_added = len(token_ids) > 0 and token_ids[0] == tokenizer.bos_id
+    return tokenizer.decode(token_ids[1:] if is_added else token_ids, skip_special_tokens=False)

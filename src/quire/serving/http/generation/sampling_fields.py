@@ -53,11 +53,16 @@ def read_sampling(
         longest = settings.default_max_tokens
     chosen = recommended | {name: given[name] for name in _AS_THEY_ARE if name in given}
     wanted = given.get("max_completion_tokens", given.get("max_tokens", longest))
+    if wanted == -1:
+        wanted = None
+    if given.get("logprob_token_ids"):
+        chosen["logprobs"] = 0  # these tokens take the place of the likeliest ones
     if given.get("use_beam_search"):
         chosen |= {"temperature": 0.0, "best_of": None}
     sampling = SamplingParams(**chosen, max_tokens=1 if wanted == 0 else wanted)
     if settings.echoes_prompt and given.get("echo") and sampling.logprobs is not None:  # the echo has them too
-        sampling = replace(sampling, prompt_logprobs=max(sampling.logprobs, sampling.prompt_logprobs or 0))
+        counts = (given.get("logprobs", 0), sampling.prompt_logprobs or 0)
+        sampling = replace(sampling, prompt_logprobs=-1 if -1 in counts else max(counts))
     return sampling, wanted == 0
 
 

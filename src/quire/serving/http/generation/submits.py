@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from quire.serving.http.generation.admission_checks import check_admission, check_length, check_room, check_texts, cut
+from quire.serving.http.generation.admission_checks import (
+    check_admission,
+    check_length,
+    check_texts,
+    cut,
+    room_excess,
+)
 from quire.serving.http.generation.sampling_fields import in_own_words
 from quire.serving.http.generation.settings import GenerationSettings, Origin, Parameters
 from quire.serving.http.request_head import RequestHead
@@ -35,8 +41,11 @@ class Work:
         return self.sampling.num_sequences if self.beam is None else self.beam.width
 
 
-def make_submits(service: Service, work: Work, prompts: Sequence[Prompt], head: RequestHead) -> list[Submit]:
-    """Tokenize the prompts and make a request of each. Raises InvalidRequest for what the engine would refuse."""
+def make_submits(
+    service: Service, work: Work, prompts: Sequence[Prompt], head: RequestHead
+) -> tuple[list[Submit], list[str]]:
+    """Tokenize the prompts and make a request of each. Returns them, and warnings about answers that had to be cut to
+    fit. Raises InvalidRequest for what the engine would refuse."""
     engine, given, sampling = service.engine(), work.given, work.sampling
     _check_count(work, len(prompts), service.limits["choices"])
     token_ids = _tokenize(service, engine, work, prompts)
@@ -46,15 +55,36 @@ def make_submits(service: Service, work: Work, prompts: Sequence[Prompt], head: 
     source = None if work.origin is None else work.origin.branch
     names = head.engine_ids(work.settings.id_prefix, given.get("request_id"), len(token_ids))
     priority = given.get("priority", 0)
+    excess = [room_excess(given, len(ids), engine.max_model_len) for ids in token_ids]
+    too_long = [error for error in excess if error is not None]
+    if too_long and head.strict:
+        raise too_long[0]
     submits = [
-        Submit(name, pack_tokens(ids), sampling, rules, priority, salt, work.beam, source, head.principal)
+        Submit(
+            name,
+            pack_tokens(ids),
+            _cut_to_room(sampling, len(ids), engine),
+            rules,
+            priority,
+            salt,
+            work.beam,
+            source,
+            head.principal,
+        )
         for name, ids in zip(names, token_ids, strict=True)
     ]
     try:
         check_admission(engine, submits)
     except InvalidRequest as error:
         raise in_own_words(error, given) from None
-    return submits
+    named = [work.settings.in_own_names(error) for error in too_long[:1]]
+    return submits, [f"{error.field}: {error.reason}; the answer is cut there" for error in named]
+
+
+def _cut_to_room(sampling: SamplingParams, num_tokens: int, engine: EngineReady) -> SamplingParams:
+    """Sampling whose answer fits behind a prompt of so many tokens."""
+    room = engine.max_model_len - num_tokens
+    return sampling if (sampling.max_tokens or 0) <= room else replace(sampling, max_tokens=room)
 
 
 def _check_count(work: Work, num_prompts: int, limit: int) -> None:
@@ -73,7 +103,6 @@ def _tokenize(service: Service, engine: EngineReady, work: Work, prompts: Sequen
     token_ids = [cut(ids, given, work.sampling, engine) for ids in encoded]
     for place, ids in enumerate(token_ids):
         check_length(f"{field}[{place}]" if len(token_ids) > 1 else field, len(ids), engine.max_model_len)
-        check_room(given, len(ids), engine.max_model_len)
     total = sum(map(len, token_ids))
     if total > service.limits["prompt_tokens"]:
         reason = f"has {total} tokens in all, limit {service.limits['prompt_tokens']}"

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quire.serving.http.validators.values import Bounds, Schema
-from quire.serving.text.structure_fields import GUIDED, structure_of_guided, structure_of_response_format
+from quire.serving.http.validators.values import Bounds, Schema, UnknownField, drop_unknown_fields
+from quire.serving.text.structure_fields import (
+    GUIDED,
+    SCHEMA_FIELDS,
+    structure_of_guided,
+    structure_of_response_format,
+)
 from quire.types.decoding import (
     MAX_CHOICES,
     MAX_GRAMMAR_CHARACTERS,
     StructuredOutputsParams,
     read_structured_outputs,
 )
+from quire.types.errors import InvalidRequest, UnknownParameter
 
+_FORMAT_MEMBERS = ("type", "json_schema")
 STRUCTURE_FIELDS = ("structured_outputs", "response_format", *GUIDED)
 _TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_CHARACTERS}
 _MEMBERS: dict[str, Schema] = {
@@ -43,6 +51,18 @@ class ResponseFormat:
 
     def check(self, where: str, value: Any, limits: Bounds) -> StructuredOutputsParams | None:  # noqa: ARG002
         return structure_of_response_format(value)
+
+    def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:  # noqa: ARG002
+        if not isinstance(value, dict):
+            return value, []
+        unknown = list(_unknown(where, value, _FORMAT_MEMBERS))
+        if isinstance(value.get("json_schema"), dict):
+            unknown += _unknown(f"{where}.json_schema", value["json_schema"], SCHEMA_FIELDS)
+            if value.get("type") in ("text", "json_object"):
+                unknown.append(
+                    (value, "json_schema", UnknownParameter(f"{where}.json_schema", "needs type=json_schema"))
+                )
+        return value, drop_unknown_fields(unknown)
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
         plain = {
@@ -82,3 +102,9 @@ class Guided:
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
         return _MEMBERS[GUIDED[self.name]]
+
+
+def _unknown(where: str, holder: dict[str, Any], known: tuple[str, ...]) -> Iterator[UnknownField]:
+    for name in holder:
+        if name not in known:
+            yield holder, name, UnknownParameter(f"{where}.{name[:80]}", "is not known", f"known: {', '.join(known)}")

@@ -24,6 +24,11 @@ CHOICES = ("none", "auto", "required")
 _NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 _MEMBERS = {"tool": ("type", "function"), "function": ("name", "description", "parameters", "strict")}
+_CHOICE_MEMBERS = {
+    "function": ("type", "function", "name"),
+    "allowed_tools": ("type", "allowed_tools", "mode", "tools"),
+}
+_NAMED = '{"type": "function", "function": {"name": ...}}'
 _FORM = 'send {"type": "function", "function": {"name": ..., "parameters": {...}}}'
 
 
@@ -90,40 +95,142 @@ class Tools:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """Whether a tool is called, or which. A named one comes back as an object."""
+class AllowedTools:
+    """The tools that may be called, by name, and whether one must be."""
 
-    def check(self, where: str, value: Any, limits: Bounds) -> str | dict[str, Any]:  # noqa: ARG002
-        form = '{"type": "function", "function": {"name": ...}}'
+    mode: str  # "auto" or "required"
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether a tool is called, or which. A named one comes back as an object; `allowed_tools` as AllowedTools."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> str | dict[str, Any] | AllowedTools:
         if isinstance(value, str) and value in CHOICES:
             return value
         if not isinstance(value, dict):
-            raise InvalidRequest(where, f"must be one of {', '.join(CHOICES)} or {form}, got {shown(value)}")
-        if value.get("type") != "function":
-            raise UnsupportedParameter(f"{where}.type", f'must be "function", got {shown(value.get("type"))}')
-        for name in value:
-            if name not in ("type", "function"):
-                raise UnknownParameter(f"{where}.{name[:80]}", "is not known", f"send {form}")
-        function = value.get("function")
-        if not isinstance(function, dict) or set(function) != {"name"}:
-            raise InvalidRequest(f"{where}.function", "must be an object with a name and nothing else", f"send {form}")
-        check_name(f"{where}.function.name", function["name"])
-        return value
+            raise InvalidRequest(where, f"must be one of {', '.join(CHOICES)} or {_NAMED}, got {shown(value)}")
+        if value.get("type") == "allowed_tools":
+            return self._allowed(where, value, limits)
+        return _named_tool(where, value)
+
+    def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:  # noqa: ARG002
+        if not isinstance(value, dict):
+            return value, []
+        known = _CHOICE_MEMBERS.get(str(value.get("type")), ())
+        dropped: list[InvalidRequest] = [
+            UnknownParameter(f"{where}.{name[:80]}", "is not known", f"send {_NAMED}")
+            for name in value
+            if known and name not in known
+        ]
+        return {name: member for name, member in value.items() if not known or name in known}, dropped
+
+    @staticmethod
+    def _allowed(where: str, value: dict[str, Any], limits: Bounds) -> AllowedTools:
+        """Chat's form nests mode and tools in `allowed_tools`; that of the responses API does not."""
+        form = 'send {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}'
+        inner, path = value, where
+        if "allowed_tools" in value:
+            inner, path = value["allowed_tools"], f"{where}.allowed_tools"
+        if not isinstance(inner, dict):
+            raise InvalidRequest(path, f"must be an object, got {shown(inner)}", form)
+        mode, tools = inner.get("mode", "auto"), inner.get("tools")
+        if mode not in ("auto", "required"):
+            raise InvalidRequest(f"{path}.mode", f"must be auto or required, got {shown(mode)}", form)
+        if not isinstance(tools, list) or not 1 <= len(tools) <= limits["tools"]:
+            raise InvalidRequest(f"{path}.tools", f"must be a list of 1 to {limits['tools']} tools", form)
+        named = [_named_tool(f"{path}.tools[{place}]", tool) for place, tool in enumerate(tools)]
+        return AllowedTools(mode, tuple(tool["function"]["name"] for tool in named))
+
+    def schema(self, limits: Bounds) -> Schema:
+        name = {"type": "string", "pattern": _NAME}
+        nested = {"type": "object", "properties": {"name": name}, "required": ["name"], "additionalProperties": False}
+        one = {"type": "object", "additionalProperties": False}
+        function = {"const": "function"}
+        named = {
+            "anyOf": [
+                {**one, "properties": {"type": function, "function": nested}, "required": ["type", "function"]},
+                {**one, "properties": {"type": function, "name": name}, "required": ["type", "name"]},
+            ]
+        }
+        allowed = {
+            "mode": {"enum": ["auto", "required"]},
+            "tools": {"type": "array", "items": named, "minItems": 1, "maxItems": limits["tools"]},
+        }
+        kind = {"type": {"const": "allowed_tools"}}
+        inner = {**one, "properties": allowed, "required": ["tools"]}
+        choices = [
+            {"type": "string", "enum": list(CHOICES)},
+            *named["anyOf"],
+            {**one, "properties": {**kind, "allowed_tools": inner}, "required": ["type", "allowed_tools"]},
+            {**one, "properties": {**kind, **allowed}, "required": ["type", "tools"]},
+        ]
+        return {"anyOf": choices}
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """The old form of `tools`: functions without a wrapper. They come back as tools."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
+        if not isinstance(value, list):
+            raise InvalidRequest(where, f"must be a list of functions, got {shown(value)}", "or send tools")
+        tools = [{"type": "function", "function": function} for function in value]
+        try:
+            return Tools().check(where, tools, limits)
+        except InvalidRequest as error:
+            raise _unwrapped(error) from None
+
+    def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:  # noqa: ARG002
+        if not isinstance(value, list):
+            return value, []
+        unknown = _unknown_fields(where, [{"function": function} for function in value])
+        return value, list(map(_unwrapped, drop_unknown_fields(unknown)))
+
+    def schema(self, limits: Bounds) -> Schema:
+        tools = Tools().schema(limits)
+        return {**tools, "items": tools["items"]["properties"]["function"]}
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """The old form of `tool_choice`: "none", "auto" or an object with the name of a function."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> str | dict[str, Any]:  # noqa: ARG002
+        if value in ("none", "auto"):
+            return str(value)
+        if not isinstance(value, dict) or set(value) != {"name"}:
+            raise InvalidRequest(where, f'must be none, auto or {{"name": ...}}, got {shown(value)}')
+        return {"type": "function", "function": {"name": check_name(f"{where}.name", value["name"])}}
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
-        function = {
-            "type": "object",
-            "properties": {"name": {"type": "string", "pattern": _NAME}},
-            "required": ["name"],
-            "additionalProperties": False,
-        }
-        named = {
-            "type": "object",
-            "properties": {"type": {"const": "function"}, "function": function},
-            "required": ["type", "function"],
-            "additionalProperties": False,
-        }
-        return {"anyOf": [{"type": "string", "enum": list(CHOICES)}, named]}
+        name = {"name": {"type": "string", "pattern": _NAME}}
+        named = {"type": "object", "properties": name, "required": ["name"], "additionalProperties": False}
+        return {"anyOf": [{"type": "string", "enum": ["none", "auto"]}, named]}
+
+
+def _unwrapped(error: InvalidRequest) -> InvalidRequest:
+    """An error about a tool, with the path of its function in `functions`."""
+    return type(error)(error.field.replace("].function", "]"), error.reason, error.fix)
+
+
+def _named_tool(where: str, value: Any) -> dict[str, Any]:
+    """One function by name: `{"type": "function", "function": {"name": ...}}`, or flat, as the responses API has it."""
+    if not isinstance(value, dict):
+        raise InvalidRequest(where, f"must be an object, got {shown(value)}", f"send {_NAMED}")
+    if value.get("type") != "function":
+        raise UnsupportedParameter(f"{where}.type", f'must be "function", got {shown(value.get("type"))}')
+    if set(value) == {"type", "name"}:
+        return {"type": "function", "function": {"name": check_name(f"{where}.name", value["name"])}}
+    for name in value:
+        if name not in ("type", "function"):
+            raise UnknownParameter(f"{where}.{name[:80]}", "is not known", f"send {_NAMED}")
+    function = value.get("function")
+    if not isinstance(function, dict) or set(function) != {"name"}:
+        raise InvalidRequest(f"{where}.function", "must be an object with a name and nothing else", f"send {_NAMED}")
+    check_name(f"{where}.function.name", function["name"])
+    return value
 
 
 def check_name(where: str, name: Any) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from quire.types.errors import InvalidRequest, UnknownParameter
+from quire.types.sampling import MAX_LOGPROBS
 
 Schema = dict[str, Any]
 Bounds = Mapping[str, int]  # the limits in force, by name
@@ -28,7 +29,7 @@ class Validator(Protocol):
 
 @runtime_checkable
 class Prunable(Protocol):
-    """A kind whose values have members. `prune` takes out, in place, what a lenient server can do without."""
+    """A kind whose values have members. `prune` takes out, in place, those that a server can do without."""
 
     def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:
         """The value without members that are unknown or not supported, and what `check` would have said of them."""
@@ -136,12 +137,21 @@ class Identifier:
 
     def check(self, where: str, value: Any, limits: Bounds) -> str:
         text = Text("identifier", 1).check(where, value, limits)
-        if not text.isascii() or not all("!" <= letter <= "~" and letter not in "\"'\\<>" for letter in text):
+        if not all(map(_may_identify, text)):
             raise InvalidRequest(where, "must be visible ASCII without quotes", "use letters, digits, - _ . :")
         return text
 
     def schema(self, limits: Bounds) -> Schema:
         return Text("identifier", 1, r"^[!#$%&()*+,\-./0-9:;=?@A-Z\[\]^_`a-z{|}~]+$").schema(limits)
+
+
+def as_identifier(text: str, limits: Bounds) -> str:
+    """The beginning of a text as an Identifier: `_` stands for each character that one may not have."""
+    return "".join(letter if _may_identify(letter) else "_" for letter in text[: limits["identifier"]])
+
+
+def _may_identify(letter: str) -> bool:
+    return "!" <= letter <= "~" and letter not in "\"'\\<>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +181,51 @@ class EarlyStop:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerLength:
+    """A number of tokens from `low` on; -1: as many as fit."""
+
+    low: int
+
+    def check(self, where: str, value: Any, limits: Bounds) -> int:
+        return -1 if value == -1 else Whole(self.low, "max_tokens").check(where, value, limits)
+
+    def schema(self, limits: Bounds) -> Schema:
+        zero = {"not": {"const": 0}} if self.low else {}
+        return {**Whole(-1, "max_tokens").schema(limits), **zero}
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobCount:
+    """How many likeliest tokens; -1: the whole vocabulary, which is held against the limit where its size is known."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> int:
+        return Whole(-1, self._highest(limits)).check(where, value, limits)
+
+    def schema(self, limits: Bounds) -> Schema:
+        return Whole(-1, self._highest(limits)).schema(limits)
+
+    @staticmethod
+    def _highest(limits: Bounds) -> int:
+        return min(limits["logprobs"], MAX_LOGPROBS)
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """A whole number of 64 bits. A negative one stands for the seed with the same bits; -1 stays -1, which is any."""
+
+    highest: int
+
+    def check(self, where: str, value: Any, limits: Bounds) -> int:
+        number = Whole(-(2**63), self.highest).check(where, value, limits)
+        return number if number >= -1 else number & self.highest
+
+    def schema(self, limits: Bounds) -> Schema:
+        return Whole(-(2**63), self.highest).schema(limits)
+
+
+@dataclass(frozen=True, slots=True)
 class Texts:
-    """A list of non-empty strings, or with `or_one` a single one."""
+    """A list of non-empty strings. With `or_one` also a single one, and empty ones are left out."""
 
     count: str
     characters: str
@@ -185,11 +238,12 @@ class Texts:
             raise InvalidRequest(where, f"must be a list of strings, got {shown(value)}")
         if len(value) > limits[self.count]:
             raise InvalidRequest(where, f"has {len(value)} strings, limit {limits[self.count]}", "send fewer")
-        text = Text(self.characters, 1)
-        return [text.check(f"{where}[{place}]", item, limits) for place, item in enumerate(value)]
+        text = Text(self.characters, 0 if self.or_one else 1)
+        texts = [text.check(f"{where}[{place}]", item, limits) for place, item in enumerate(value)]
+        return [one for one in texts if one]
 
     def schema(self, limits: Bounds) -> Schema:
-        one = Text(self.characters, 1).schema(limits)
+        one = Text(self.characters, 0 if self.or_one else 1).schema(limits)
         many = {"type": "array", "items": one, "maxItems": limits[self.count]}
         return {"anyOf": [one, many]} if self.or_one else many
 
@@ -241,28 +295,6 @@ class Bias:
 
 
 @dataclass(frozen=True, slots=True)
-class Labels:
-    """An object of short texts."""
-
-    def check(self, where: str, value: Any, limits: Bounds) -> dict[str, str]:
-        if not isinstance(value, dict) or len(value) > limits["metadata"]:
-            raise InvalidRequest(where, f"must be an object of at most {limits['metadata']} texts, got {shown(value)}")
-        for key, label in value.items():
-            if len(key) > MAX_KEY_CHARACTERS:
-                raise InvalidRequest(where, f"a key has {len(key)} characters, limit {MAX_KEY_CHARACTERS}")
-            Text("label").check(f"{where} value", label, limits)
-        return value
-
-    def schema(self, limits: Bounds) -> Schema:
-        return {
-            "type": "object",
-            "propertyNames": {"maxLength": MAX_KEY_CHARACTERS},
-            "additionalProperties": Text("label").schema(limits),
-            "maxProperties": limits["metadata"],
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class Options:
     """An object of known members only; a member that is null counts as absent."""
 
@@ -302,13 +334,14 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A feature the server does not have: accepted only in the values that mean the same as leaving it out."""
+    """A parameter that changes nothing here. The harmless values mean the same as leaving it out; all others are
+    refused, or where the parameter could not change the answer, named in a warning."""
 
     harmless: tuple[Any, ...] = ()
     why: str = "is not supported yet"
 
     def check(self, where: str, value: Any, limits: Bounds) -> None:  # noqa: ARG002
-        if not any(type(value) is type(good) and value == good for good in self.harmless):
+        if not any(_is_number(value) == _is_number(good) and value == good for good in self.harmless):
             others = f"leave it out or send {' or '.join(map(_as_json, self.harmless))}"
             raise UnsupportedParameter(where, self.why, others if self.harmless else "leave it out")
 
@@ -318,7 +351,7 @@ class Only:
 
 def nullable(schema: Schema) -> Schema:
     """The same schema, where null stands for absent."""
-    if schema == {"type": "null"}:
+    if not schema or schema == {"type": "null"}:
         return schema
     if "enum" in schema:
         kinds = {"type": [schema["type"], "null"]} if "type" in schema else {}
@@ -326,6 +359,11 @@ def nullable(schema: Schema) -> Schema:
     if isinstance(schema.get("type"), str):
         return {**schema, "type": [schema["type"], "null"]}
     return {"anyOf": [*schema["anyOf"], {"type": "null"}]}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether JSON has it as a number: 1 and 1.0 are the same there, and 1 and true are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _resolved(bound: int | str, limits: Bounds) -> int:

@@ -1,0 +1,79 @@
+"""Other spellings of the server's paths, and what to say about a path that is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from quire.serving.http.errors import ApiError
+from quire.serving.http.exchange import Receive, Scope, Send
+
+_AZURE = re.compile(r"^/openai(/deployments/[^/]+|/v1)(?=/)")
+_DOUBLED = re.compile(r"^(/v1)+/")
+_KNOWN_APIS = {  # of other servers, by the beginning of their path after /v1
+    "/embeddings": "embeddings",
+    "/responses": "the responses API",
+    "/messages": "Anthropic's messages API",
+    "/batches": "batches",
+    "/files": "files",
+    "/images": "images",
+    "/audio": "audio",
+    "/moderations": "moderations",
+    "/assistants": "assistants",
+    "/threads": "assistants",
+    "/vector_stores": "vector stores",
+    "/fine_tuning": "fine-tuning",
+    "/realtime": "the realtime API",
+    "/rerank": "reranking",
+    "/score": "scoring",
+    "/classify": "classification",
+    "/pooling": "pooling",
+    "/load_lora_adapter": "LoRA adapters",
+    "/api/": "Ollama's API",
+    "/infill": "infill",
+    "/props": "llama.cpp's API",
+    "/slots": "llama.cpp's API",
+}
+
+
+class PathAliases:
+    """An ASGI middleware that brings a path into the spelling of the routes.
+
+    A trailing slash is dropped, a missing `/v1` is added, a doubled one is dropped, and Azure's
+    `/openai/deployments/NAME` counts as `/v1`. A path that is a route already is left alone. Keys are checked before
+    this, so it must never turn another path into one below `/admin`.
+    """
+
+    def __init__(self, app: Any, paths: Iterable[str]) -> None:
+        known = list(paths)
+        self._app = app
+        self._paths = frozenset(path for path in known if "{" not in path)
+        self._prefixes = tuple(path.partition("{")[0] for path in known if "{" in path)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = self.resolve(scope["path"])
+            if path != scope["path"]:
+                scope["path"], scope["raw_path"] = path, path.encode()
+        await self._app(scope, receive, send)
+
+    def resolve(self, path: str) -> str:
+        """The route that `path` means; `path` itself where it means none."""
+        bare = path.rstrip("/") or "/"
+        short = _DOUBLED.sub("/v1/", bare)
+        candidates = (path, bare, short, _AZURE.sub("/v1", bare), f"/v1{bare}")
+        return next(filter(self._is_route, candidates), path)
+
+    def _is_route(self, path: str) -> bool:
+        return path in self._paths or any(path.startswith(prefix) and path != prefix for prefix in self._prefixes)
+
+
+def path_not_found(path: str, served: Iterable[str]) -> ApiError:
+    """The answer to a path that is no route: says which API it would be, and what this server has."""
+    shown = ascii(path[:80])[1:-1]
+    bare = path.removeprefix("/v1")
+    api = next((name for begin, name in _KNOWN_APIS.items() if bare.startswith(begin)), None)
+    what = f"there is nothing at {shown}" if api is None else f"this server does not have {api} ({shown})"
+    has = ", ".join(sorted(one for one in served if one.startswith("/v1/") and "{" not in one))
+    return ApiError(404, f"{what}; it has {has}; see /openapi.json", code="not_found")
