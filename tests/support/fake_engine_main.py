@@ -42,13 +42,16 @@ class SlowExecutor(FakeExecutor):
 
 
 def load(start: EngineStart, report: Report) -> tuple[EngineCore, EngineReady]:
-    """`slow` in the model's name: 20 ms a step; `broken`: it never loads; `dies`: the process ends while loading."""
+    """`slow` in the model's name: 20 ms a step; `broken`: it never loads; `dies`: the process ends while loading;
+    `stalls`: loading hangs."""
     name = Path(start.config.source.model).stem
     report("loading", 0, 2)
     if "broken" in name:
         raise ModelLoadError("weights.gguf", "is cut short", fix="download it again")
     if "dies" in name:
         sys.exit(3)
+    if "stalls" in name:
+        time.sleep(3_600)
     report("loading", 2, 2)
     executor = SlowExecutor(BLOCKS, BLOCK_SIZE, seconds=0.02 if "slow" in name else 0.0)
     scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=MAX_LENGTH)

@@ -43,6 +43,8 @@ from quire.serving.process.control import (
     EdgeReady,
     EdgeStart,
     Fatal,
+    Ping,
+    Pong,
     Reload,
 )
 from quire.serving.process.peers import Peers
@@ -157,7 +159,9 @@ class Edge:
 
     def _on_control(self, message: ControlMessage) -> None:
         """On the link's thread."""
-        if isinstance(message, Drain):
+        if isinstance(message, Ping):
+            self._loop.call_soon_threadsafe(self._channel.send, Pong())
+        elif isinstance(message, Drain):
             self._loop.call_soon_threadsafe(self._drain, message.seconds)
         elif isinstance(message, AskAbort):
             self._loop.call_soon_threadsafe(self._dispatcher.abort, message.request_ids)

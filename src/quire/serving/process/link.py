@@ -28,6 +28,7 @@ class EngineReady:
     policy: str
     eos_ids: tuple[int, ...]
     ageing: float = DEFAULT_AGEING  # of the priority policy, in seconds
+    step_seconds: float = 0.0  # a pessimistic estimate of the longest step; 0: none
 
 
 class EngineListener(Protocol):
