@@ -71,6 +71,7 @@ class EngineUp(msgspec.Struct, frozen=True, tag="engine_up"):
 
     ready: EngineReady
     address: str
+    progress: str = ""  # the file of its ProgressRecord; "": there is none
 
 
 class EngineDown(msgspec.Struct, frozen=True, tag="engine_down"):

@@ -52,7 +52,8 @@ def run_engine(arguments: list[str], load: Load) -> int:
     try:
         core, ready = load(start, ProgressReports(channel))
         socket = EngineSocket(start.address)
-        record = ProgressRecord(Path(start.directory) / f"progress-{start.generation}")
+        progress = Path(start.directory) / f"progress-{start.generation}"
+        record = ProgressRecord(progress)
         loop = EngineLoop(core, socket, record, on_stuck=control.report_stuck)
     except (ConfigError, ModelLoadError) as error:
         return _fail(channel, str(error), EXIT_FAILED, retry=start.generation > 1)
@@ -62,7 +63,7 @@ def run_engine(arguments: list[str], load: Load) -> int:
     gc.collect()
     gc.freeze()
     control.watch(loop)
-    channel.send(EngineUp(ready, start.address))
+    channel.send(EngineUp(ready, start.address, str(progress)))
     return _serve(loop, channel)
 
 
