@@ -113,7 +113,7 @@ class LocalLink:
         assert self._listener is not None
         out = self._core.step()
         self.num_steps += 1
-        self._backlog = Backlog(self.num_steps, *self._core.backlog())
+        self._backlog = Backlog(self.num_steps, self._core.num_ready)
         if self._core.dead is not None:
             reason, self._core, self._backlog = self._core.dead, None, None
             self._listener.engine_down(reason)

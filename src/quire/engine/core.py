@@ -359,10 +359,10 @@ class EngineCore:
     def stats(self) -> EngineStats:
         return self._counters.stats(self._scheduler, self._paced, self._cache)
 
-    def backlog(self) -> tuple[int, int]:
-        """Return how many waiting requests could run now but have no rows, blocks or tokens of a step, and how many
-        blocks are free."""
-        return self._scheduler.waiting.num_ready, self._scheduler.pool.num_free
+    @property
+    def num_ready(self) -> int:
+        """Waiting requests that could run now, but get no rows, no blocks or no tokens of a step yet."""
+        return self._scheduler.waiting.num_ready
 
     def block_map(self) -> BlockMap:
         """Return the holders of all blocks, and the blocks of each request."""

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 _RECORD = struct.Struct("<Qdd")  # steps started, 1.0 during a step else 0.0, monotonic time of the last change
-_BACKLOG = struct.Struct("<QQQ")  # steps ended, requests that wait for rows or blocks, free blocks
+_BACKLOG = struct.Struct("<QQ")  # steps ended, requests that wait although they are ready
 _SIZE = _RECORD.size + _BACKLOG.size
 
 
 class Backlog(NamedTuple):
-    """What the engine could not run at the end of its last step, and the KV blocks that were free then."""
+    """What the engine could not run at the end of its last step."""
 
-    steps: int  # steps ended so far
-    num_waiting: int
-    num_free_blocks: int
+    steps: int  # that have ended so far
+    num_waiting: int  # requests that wait for rows, blocks or tokens of a step
 
 
 class ProgressRecord:
@@ -37,9 +36,15 @@ class ProgressRecord:
         self._steps += 1
         _RECORD.pack_into(self._map, 0, self._steps, 1.0, time.monotonic())
 
-    def end_step(self, num_waiting: int, num_free_blocks: int) -> None:
-        """Report how many requests still wait and how many blocks are free."""
-        _BACKLOG.pack_into(self._map, _RECORD.size, self._steps, num_waiting, num_free_blocks)
+    def extend_step(self) -> None:
+        """Give the current step its whole time again: it has made progress. Does nothing between steps."""
+        steps, busy, _ = _RECORD.unpack_from(self._map)
+        if busy:
+            _RECORD.pack_into(self._map, 0, steps, busy, time.monotonic())
+
+    def end_step(self, num_waiting: int) -> None:
+        """Report how many requests still wait for rows, blocks or tokens of a step."""
+        _BACKLOG.pack_into(self._map, _RECORD.size, self._steps, num_waiting)
 
     def idle(self) -> None:
         _RECORD.pack_into(self._map, 0, self._steps, 0.0, time.monotonic())
