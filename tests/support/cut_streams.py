@@ -34,7 +34,7 @@ class CutRun:
 
 def make_bodies(rng: random.Random, count: int) -> list[Body]:
     """Requests whose answers are determined: greedy, or sampled with a seed; some with several samples or a stop."""
-    words = "the a river house light never under many green letters seven morning is was of to".split()
+    words = ("the", "a", "river", "house", "light", "never", "under", "many", "green", "letters", "seven", "is", "was")
     bodies: list[Body] = []
     for number in range(count):
         prompt = " ".join(rng.choice(words) for _ in range(rng.randint(1, 40)))

@@ -1,4 +1,4 @@
-"""`quire serve` with real edges and the fake engine, which some prompts crash: `python -m serve_fake_engine serve ...`."""
+"""`quire serve` with real edges and the fake engine, which some prompts crash: `python -m serve_fake_engine serve`."""
 
 from __future__ import annotations
 

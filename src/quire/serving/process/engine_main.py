@@ -55,7 +55,10 @@ def run_engine(arguments: list[str], load: Load) -> int:
         progress = Path(start.directory) / f"progress-{start.generation}"
         record = ProgressRecord(progress)
         loop = EngineLoop(core, socket, record, on_stuck=control.report_stuck)
-        _extend_compiling_steps(record)
+        if "torch" in sys.modules:  # not in tests, whose engines have no model
+            from quire.runtime.accelerator import report_compilations
+
+            report_compilations(record.extend_step)  # a step that compiles kernels takes long and makes progress
     except (ConfigError, ModelLoadError) as error:
         return _fail(channel, str(error), EXIT_FAILED, retry=start.generation > 1)
     except Exception as error:
@@ -138,14 +141,6 @@ class _Control:
                     os._exit(0)  # nothing was promised to anybody yet
                 self._loop.stop()
         leave_orphaned()
-
-
-def _extend_compiling_steps(record: ProgressRecord) -> None:
-    """Let a step that compiles kernels take longer than others, where kernels are compiled."""
-    if "triton" in sys.modules:
-        from quire.kernels.triton.compiling import report_compilations
-
-        report_compilations(record.extend_step)
 
 
 def _serve(loop: EngineLoop, channel: ControlChannel) -> int:

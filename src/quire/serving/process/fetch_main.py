@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import ssl
 import sys
 import threading
-
-import msgspec
 
 from quire.observability.logging import set_up_logging
 from quire.serving.process.child import EXIT_FAILED, EXIT_ORPHANED, ProgressReports, enter_child, leave_orphaned
@@ -76,7 +75,7 @@ class UnavailableResponder:
 
     def _body(self) -> bytes:
         error = {"message": self.reason, "type": "server_error", "param": None, "code": "engine_unavailable"}
-        return msgspec.json.encode({"error": error})
+        return json.dumps({"error": error}).encode()
 
 
 def _body_length(head: bytes) -> int:
