@@ -89,6 +89,10 @@ class LocalLink:
         """Return when every order given so far was carried out."""
         self.do(lambda: None)
 
+    def step(self) -> None:
+        """Run one step, also while the gate is clear."""
+        self.do(self._step)
+
     def do(self, order: Callable[[], None]) -> None:
         """Carry out an order between two steps, and return then."""
         done = threading.Event()
