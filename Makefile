@@ -7,6 +7,7 @@ QUESTION ?= What is the capital of France?
 ARGS ?=# more arguments for quire serve
 PIP_ARGS ?=# more arguments for pip, for example --index-url URL
 WORKERS ?= 2# test files that run side by side
+SECONDS ?= 600# that `make cuts` runs
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python tools/install.py
@@ -19,7 +20,7 @@ BUILT_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/quire/kerne
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve demo test check format bench soak parity clean
+.PHONY: help setup serve demo test check format bench soak kills cuts parity clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +55,12 @@ soak: $(DEV_STAMP) $(MODEL_STAMP) ## the long runs: attacks, kills, cut connecti
 	QUIRE_SOAK_SEQUENCES=2000 $(BIN)/python -m pytest --soak -q -s tests/soak tests/http/test_streams.py
 	QUIRE_TEST_SEEDS=10000 $(BIN)/python -m pytest -q tests/engine/test_decoding_fuzz.py
 	QUIRE_TEST_CUTS=10000 $(BIN)/python -m pytest -q tests/unit/serving/text/test_random_cuts.py
+
+kills: $(DEV_STAMP) $(MODEL_STAMP) ## kill -9 of the engine 20 times under load, and requests that kill it: who is answered
+	$(BIN)/python -m pytest --soak -q -s tests/soak/test_engine_kills.py tests/http/test_deaths.py
+
+cuts: $(DEV_STAMP) $(MODEL_STAMP) ## 64 streams with random cuts (SECONDS=600): no server error, no stream that differs
+	QUIRE_SOAK_SECONDS=$(SECONDS) $(BIN)/python -m pytest --soak -q -s tests/soak/test_cut_streams.py
 
 parity: $(DEV_STAMP) $(MODEL_STAMP) ## compare the default model with transformers over the whole matrix (long)
 	QUIRE_TEST_WHOLE=1 $(BIN)/python -m pytest -q tests/parity

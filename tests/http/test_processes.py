@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from cut_drill import cut_wave
+from cut_streams import make_bodies, run_cut_streams
 from kill_drill import Drills
 from real_server import RealServer, is_alive
 from tiny_served import FLAGS, write_tiny_model
@@ -25,20 +27,31 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
         one.close()
 
 
-def test_a_killed_engine_ends_what_was_in_it_and_the_queue_goes_on(server: RealServer) -> None:
+def test_a_killed_engine_breaks_off_streams_that_had_begun_and_every_other_request_is_answered(
+    server: RealServer,
+) -> None:
     edges = server.processes("quire.serving.edge_main")
     drills = Drills(server, max_tokens=700)
     for _ in range(2):
         before = server.engine_pid()
         drill = drills.run()
-        assert len(drill.inside) == 8  # the window: twice max_num_seqs
-        assert [(asked.ending, asked.said) for asked in drill.inside if asked.ending != "error"] == []
-        assert [(asked.ending, asked.said) for asked in drill.queued if asked.ending != "answer"] == []
+        assert drill.num_in_engine == 4  # max_num_seqs: all others wait in the edge
+        assert [(asked.name, asked.said) for asked in drill.unanswered] == []
+        assert [(asked.name, asked.said) for asked in drill.clients if asked.ending == "broken"] == []
+        assert drill.broken_off
         assert server.engine_pid() != before
         assert not is_alive(before)
     assert server.processes("quire.serving.edge_main") == edges
     assert len(server.processes()) == 2
     server.wait(server.is_idle)
+    for asked in drills.done[-1].clients:
+        if asked.ending == "answer":
+            alone = server.post("/v1/completions", drills.body(asked.name)).json()["choices"][0]["text"]
+            assert asked.text == alone
+    retries = re.search(r"^quire:request_retries_total\{.*\} (\d+)", server.metrics(), re.MULTILINE)
+    assert retries is not None
+    assert int(retries[1]) >= 2
+    assert "submitted again" in server.output
 
 
 def test_requests_cut_at_random_moments_leave_no_block_held(server: RealServer) -> None:
@@ -51,3 +64,13 @@ def test_requests_cut_at_random_moments_leave_no_block_held(server: RealServer) 
     assert cut.num_heard > 0
     server.wait(server.is_idle)
     assert server.requests() == {}
+
+
+def test_streams_beside_others_that_are_cut_are_the_same_as_alone(server: RealServer) -> None:
+    bodies = make_bodies(random.Random(8), 12)
+    run = asyncio.run(run_cut_streams(server.url, bodies, num_streams=16, seconds=3.0, seed=1))
+    assert run.failures == []
+    assert set(run.statuses) == {200}
+    assert run.num_cut > 0
+    assert run.num_whole > 0
+    server.wait(server.is_idle)

@@ -5,6 +5,8 @@ What the "model" is called says how it behaves: see `behaviour`.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -22,14 +24,16 @@ from quire.types.step import StepPlan
 BLOCKS, BLOCK_SIZE = 8_192, 4
 MAX_LENGTH = 30_000
 ENDLESS = 20_000  # tokens, which take a slow engine longer than any test
-HANG, CRASH = 90, 91  # a prompt that begins with one of these tokens
+HANG, CRASH, KILL, LATE = 90, 91, 92, 93  # a prompt that begins with one of these tokens is bad for the engine
+LATE_STEPS = 6  # after which LATE crashes it
 
 
 @dataclass
 class SlowExecutor(FakeExecutor):
-    """Takes its time for every step, hangs or crashes where a prompt asks for it."""
+    """Takes its time for every step, hangs, crashes or kills its process where a prompt asks for it."""
 
     seconds: float = 0.0
+    steps_left: int | None = None  # until a late crash
 
     def launch(self, plan: StepPlan) -> None:
         time.sleep(self.seconds)
@@ -38,17 +42,28 @@ class SlowExecutor(FakeExecutor):
                 time.sleep(3_600)
             if new.token_ids[0] == CRASH:
                 raise RuntimeError("device lost")
+            if new.token_ids[0] == KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if new.token_ids[0] == LATE:
+                self.steps_left = LATE_STEPS
+        if self.steps_left is not None:
+            self.steps_left -= 1
+            if self.steps_left <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
         super().launch(plan)
 
 
 def load(start: EngineStart, report: Report) -> tuple[EngineCore, EngineReady]:
-    """`slow` in the model's name: 20 ms a step; `broken`: it never loads; `dies`: the process ends while loading."""
+    """`slow` in the model's name: 20 ms a step; `broken`: it never loads; `dies`: the process ends while loading;
+    `stalls`: loading hangs."""
     name = Path(start.config.source.model).stem
     report("loading", 0, 2)
     if "broken" in name:
         raise ModelLoadError("weights.gguf", "is cut short", fix="download it again")
     if "dies" in name:
         sys.exit(3)
+    if "stalls" in name:
+        time.sleep(3_600)
     report("loading", 2, 2)
     executor = SlowExecutor(BLOCKS, BLOCK_SIZE, seconds=0.02 if "slow" in name else 0.0)
     scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=MAX_LENGTH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import socket
 import threading
@@ -20,7 +21,7 @@ from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.server import ModelSource, ServerConfig
 from quire.engine.core import EngineCore
 from quire.serving.dispatch.dispatcher import Dispatcher
-from quire.serving.dispatch.edge_loads import EdgeLoadTable
+from quire.serving.dispatch.edge_loads import EdgeLoadTable, OtherLoads
 from quire.serving.dispatch.observer import NullObserver, Observer
 from quire.serving.edge_main import EdgeServer, http_config
 from quire.serving.http.endpoints.app import build_app
@@ -62,6 +63,7 @@ class TestServer:
         self.cache = cache or CacheConfig(block_size=4, num_blocks=4_096)
         self.scheduler = scheduler or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=512)
         self._script, self._fails, self._step_seconds = script, fails, step_seconds
+        self._generations = itertools.count(1)
         self.link = LocalLink(self._make_core)
         self._starts_up, self._sampling_defaults = starts_up, sampling_defaults
         self.config = ServerConfig(
@@ -91,7 +93,7 @@ class TestServer:
             executor.on_launch = lambda: time.sleep(self._step_seconds)
         core = EngineCore(executor, self.cache, self.scheduler, VOCAB, tools=make_tools())
         ready = EngineReady(
-            generation=1,
+            generation=next(self._generations),
             max_model_len=self.scheduler.max_model_len,
             vocab_size=VOCAB,
             max_num_seqs=self.scheduler.max_num_seqs,
@@ -219,8 +221,8 @@ class _SharedLoads(EdgeLoadTable):
         super().__init__()
         self._server = server
 
-    def elsewhere(self) -> tuple[int, int]:
-        return self._server.elsewhere
+    def others(self) -> OtherLoads:
+        return OtherLoads(*self._server.elsewhere)
 
 
 def _fail() -> None:

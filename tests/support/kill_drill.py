@@ -17,11 +17,12 @@ Ending = Literal["answer", "error", "broken"]
 
 @dataclass
 class Asked:
-    """One client: whether it streams, when its answer ended, and how."""
+    """One client: whether it streams, what it got, when its answer ended, and how."""
 
     name: str
     streams: bool
-    num_events: int = 0
+    num_events: int = 0  # that carry some of the answer
+    text: str = ""
     ended_at: float = 0.0
     ending: Ending = "broken"
     said: str = ""
@@ -31,15 +32,25 @@ class Asked:
 class Drill:
     """One kill. Times are seconds after it."""
 
-    inside: list[Asked]  # clients whose requests were in the engine
-    queued: list[Asked]  # clients whose requests waited in the edge
+    clients: list[Asked]
+    num_in_engine: int  # requests that the engine had
     killed_at: float
     unready_after: float
     ready_after: float
 
     @property
+    def unanswered(self) -> list[Asked]:
+        """Clients that got an error although nothing of their answer had been delivered."""
+        return [asked for asked in self.clients if asked.ending != "answer" and not asked.num_events]
+
+    @property
+    def broken_off(self) -> list[Asked]:
+        """Clients whose stream had begun and ended with an error."""
+        return [asked for asked in self.clients if asked.ending == "error" and asked.num_events]
+
+    @property
     def told_after(self) -> list[float]:
-        return [asked.ended_at - self.killed_at for asked in self.inside]
+        return [asked.ended_at - self.killed_at for asked in self.broken_off]
 
 
 @dataclass
@@ -51,6 +62,10 @@ class Drills:
     num_clients: int = 12
     prompt: str = "Once upon a time"
     done: list[Drill] = field(default_factory=list)
+
+    def body(self, name: str) -> dict[str, Any]:
+        """What the client of this name asks for: no two ask for the same."""
+        return {"prompt": f"{self.prompt}, {name}", "max_tokens": self.max_tokens, "ignore_eos": True, "temperature": 0}
 
     def run(self) -> Drill:
         self.done.append(asyncio.run(self._run(len(self.done))))
@@ -65,15 +80,13 @@ class Drills:
                 group.create_task(self._ask(session, asked))
             await self._until_busy(clients)
             states = await asyncio.to_thread(server.requests)
-            outside = [name for name, state in states.items() if state == "queued"]
-            inside = [asked for asked in clients if not any(f"-{asked.name}~" in name for name in outside)]
             killed_at = time.monotonic()
             server.kill_engine()
             unready = await asyncio.to_thread(server.wait, lambda: not server.is_ready())
             await asyncio.to_thread(server.wait, server.is_ready)
             ready = time.monotonic() - killed_at
-        queued = [asked for asked in clients if asked not in inside]
-        return Drill(inside, queued, killed_at, unready, ready)
+        inside = [name for name, state in states.items() if state != "queued"]
+        return Drill(clients, len(inside), killed_at, unready, ready)
 
     async def _until_busy(self, clients: list[Asked]) -> None:
         """Every request is live and some stream has begun."""
@@ -86,19 +99,13 @@ class Drills:
             await asyncio.sleep(0.01)
 
     async def _ask(self, session: aiohttp.ClientSession, asked: Asked) -> None:
-        body = {
-            "prompt": self.prompt,
-            "max_tokens": self.max_tokens,
-            "ignore_eos": True,
-            "stream": asked.streams,
-            "request_id": asked.name,
-        }
+        body = {**self.body(asked.name), "stream": asked.streams, "request_id": asked.name}
         try:
             async with session.post("/v1/completions", json=body) as answer:
                 if asked.streams and answer.status == 200:
                     await _read_stream(answer, asked)
                 else:
-                    asked.ending, asked.said = _ending(answer.status, await answer.json())
+                    _read_whole(answer.status, await answer.json(), asked)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             asked.said = repr(error)
         asked.ended_at = time.monotonic()
@@ -109,14 +116,18 @@ async def _read_stream(answer: aiohttp.ClientResponse, asked: Asked) -> None:
     failed: Any = None
     async for line in answer.content:
         if line.startswith(b"data: {"):
-            asked.num_events += 1
-            failed = json.loads(line[6:]).get("error") or failed
+            event = json.loads(line[6:])
+            failed = event.get("error") or failed
+            if "error" not in event:
+                asked.num_events += 1
+                asked.text += "".join(choice["text"] for choice in event["choices"])
         elif line.startswith(b"data: [DONE]"):
             asked.ending, asked.said = ("error", str(failed)) if failed else ("answer", "")
 
 
-def _ending(status: int, body: dict[str, Any]) -> tuple[Ending, str]:
+def _read_whole(status: int, body: dict[str, Any], asked: Asked) -> None:
     if status == 200:
-        return "answer", ""
+        asked.ending, asked.text = "answer", body["choices"][0]["text"]
+        return
     is_said = set(body.get("error", ())) == {"message", "type", "param", "code"}
-    return ("error" if is_said else "broken"), f"{status} {body}"
+    asked.ending, asked.said = ("error" if is_said else "broken"), f"{status} {body}"

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 from quire.engine.core import EngineCore
+from quire.engine.progress import Backlog
 from quire.serving.process.link import EngineListener, EngineReady
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.prefix import PinnedPrefix
@@ -28,6 +29,7 @@ class LocalLink:
         self._listener: EngineListener | None = None
         self._core: EngineCore | None = None
         self._generation = 0
+        self._backlog: Backlog | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="local-link")
         self.gate = threading.Event()  # clear it to hold the engine before its next step
         self.gate.set()
@@ -46,6 +48,9 @@ class LocalLink:
 
     def abort(self, abort: Abort) -> None:
         self._orders.put(lambda: self._abort(abort))
+
+    def backlog(self) -> Backlog | None:
+        return self._backlog
 
     async def stats(self) -> EngineStats:
         return await self._ask(lambda core: core.stats())
@@ -84,6 +89,10 @@ class LocalLink:
         """Return when every order given so far was carried out."""
         self.do(lambda: None)
 
+    def step(self) -> None:
+        """Run one step, also while the gate is clear."""
+        self.do(self._step)
+
     def do(self, order: Callable[[], None]) -> None:
         """Carry out an order between two steps, and return then."""
         done = threading.Event()
@@ -108,8 +117,9 @@ class LocalLink:
         assert self._listener is not None
         out = self._core.step()
         self.num_steps += 1
+        self._backlog = Backlog(self.num_steps, self._core.num_ready)
         if self._core.dead is not None:
-            reason, self._core = self._core.dead, None
+            reason, self._core, self._backlog = self._core.dead, None, None
             self._listener.engine_down(reason)
             return
         if len(out.samples) or out.finished or out.best:
@@ -144,7 +154,7 @@ class LocalLink:
 
     def _bring_down(self) -> None:
         assert self._listener is not None
-        self._core = None
+        self._core = self._backlog = None
         self._listener.engine_down("killed by a test")
 
     async def _ask(self, question: Callable[[EngineCore], Any]) -> Any:

@@ -25,9 +25,11 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class RealServer:
     """Started and ready once made; `close` ends it and demands that it ends well, leaving no process."""
 
-    def __init__(self, model: Path, flags: Sequence[str] = ()) -> None:
-        command = [sys.executable, "-m", "quire", "serve", str(model), "--port", "0", "--admin-key", ADMIN_KEY, *flags]
-        path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    def __init__(self, model: Path, flags: Sequence[str] = (), module: str = "quire") -> None:
+        """`module` is run in place of the `quire` command."""
+        command = [sys.executable, "-m", module, "serve", str(model), "--port", "0", "--admin-key", ADMIN_KEY, *flags]
+        support = str(Path(__file__).parent)
+        path = os.pathsep.join([str(ROOT / "src"), support, os.environ.get("PYTHONPATH", "")])
         started = time.monotonic()
         self._process = subprocess.Popen(
             command,
@@ -104,6 +106,9 @@ class RealServer:
         self.wait(is_told)
         found: dict[str, Any] = answers[-1].json()
         return found
+
+    def metrics(self) -> str:
+        return self._admin.get("/metrics").raise_for_status().text
 
     def requests(self) -> dict[str, str]:
         """The live requests, from /admin/requests: their ids with their states."""

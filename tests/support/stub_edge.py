@@ -1,7 +1,7 @@
 """An edge without HTTP, for tests of the supervisor: `python -m stub_edge FD`. One JSON object per line and answer.
 
 {"prompt": [...], "max_tokens": n} answers with the tokens or an error, once there is an engine; {"ask": "state" |
-"stats" | "drain" | "abort" | "peers"} with facts.
+"stats" | "drain" | "abort" | "peers"} with facts; {"ask": "block"} hangs the edge.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import sys
+import time
 from dataclasses import asdict
 
 from quire.serving.process.child import enter_child
@@ -27,6 +28,8 @@ from quire.serving.process.control import (
     EdgeReady,
     EdgeStart,
     Fatal,
+    Ping,
+    Pong,
     RequestRow,
 )
 from quire.serving.process.link import EngineReady
@@ -71,7 +74,9 @@ class StubEdge:
             self.loop.call_soon_threadsafe(self._finish, end.request_id, answer)
 
     def control(self, message: ControlMessage) -> None:
-        if isinstance(message, Drain):
+        if isinstance(message, Ping):
+            self.loop.call_soon_threadsafe(self.channel.send, Pong())
+        elif isinstance(message, Drain):
             self.loop.call_soon_threadsafe(self._drain)
         elif isinstance(message, AskAbort):
             self.aborts.append(message.request_ids)
@@ -107,6 +112,10 @@ class StubEdge:
             self.drained.set()
 
 
+def block_event_loop() -> None:
+    time.sleep(3_600)
+
+
 async def serve(channel: ControlChannel, start: EdgeStart) -> None:
     edge = StubEdge(asyncio.get_running_loop(), channel, start)
     link = RemoteLink(channel, start.edge, on_control=edge.control)
@@ -127,6 +136,8 @@ async def serve(channel: ControlChannel, start: EdgeStart) -> None:
         if asked.get("ask") == "drain":
             channel.send(AskDrain())
             return {"asked": True}
+        if asked.get("ask") == "block":
+            block_event_loop()
         if asked.get("ask") == "peers":
             rows, missing = await edge.peers.requests()
             return {"edge": start.edge, "others": sorted(row.edge for row in rows), "missing": missing}

@@ -141,7 +141,7 @@ def is_alive(pid: int) -> bool:
 
 
 def main(model: str, settings: dict[str, object]) -> int:
-    programs = Programs("fake_engine_main", "stub_edge")
+    programs = Programs("fake_engine_main", "stub_edge", check_model=lambda config: None)
     config = ServerConfig(source=ModelSource(model=model), engine=EngineArguments(), **{"port": 0, **settings})  # type: ignore[arg-type]
     try:
         return Supervisor(config, admin_key="KEY", programs=programs).run()

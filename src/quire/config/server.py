@@ -9,7 +9,10 @@ from quire.config.arguments import EngineArguments
 
 DEFAULT_PORT = 8000
 DEFAULT_DRAIN_SECONDS = 30.0
-DEFAULT_STEP_TIMEOUT = 30.0
+DEFAULT_STEP_TIMEOUT = 10.0
+DEFAULT_LOAD_TIMEOUT = 300.0
+DEFAULT_EDGE_TIMEOUT = 10.0
+DEFAULT_MAX_RESTART_DELAY = 30.0
 TOOL_PARSERS = (
     "auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "granite",
     "harmony",
@@ -84,6 +87,9 @@ class ServerConfig:
     strict: bool = False  # request parameters without effect cause errors, not warnings
     drain_seconds: float = DEFAULT_DRAIN_SECONDS
     step_timeout: float = DEFAULT_STEP_TIMEOUT  # seconds after which a step counts as hung
+    load_timeout: float = DEFAULT_LOAD_TIMEOUT  # seconds without progress after which loading counts as hung
+    edge_timeout: float = DEFAULT_EDGE_TIMEOUT  # seconds without an answer after which an edge counts as hung
+    max_restart_delay: float = DEFAULT_MAX_RESTART_DELAY  # the longest pause between two restarts of a process
     limits: dict[str, int] = field(default_factory=dict)
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"

@@ -359,6 +359,11 @@ class EngineCore:
     def stats(self) -> EngineStats:
         return self._counters.stats(self._scheduler, self._paced, self._cache)
 
+    @property
+    def num_ready(self) -> int:
+        """Waiting requests that could run now, but get no rows, no blocks or no tokens of a step yet."""
+        return self._scheduler.waiting.num_ready
+
     def block_map(self) -> BlockMap:
         """Return the holders of all blocks, and the blocks of each request."""
         scheduler = self._scheduler

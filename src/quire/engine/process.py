@@ -85,6 +85,7 @@ class EngineLoop:
                 out = core.step()
                 if core.dead is not None:
                     self._give_up(out, core.dead)
+                progress.end_step(core.num_ready)
                 self._deliver(out)
             self._flush()
             if not core.has_work:

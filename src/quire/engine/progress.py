@@ -1,4 +1,5 @@
-"""The engine's progress in a memory-mapped file, for a process that watches whether the engine is stuck."""
+"""The engine's progress in a memory-mapped file: the supervisor watches whether the engine is stuck, and edges read how
+much more work the engine can use."""
 
 from __future__ import annotations
 
@@ -6,8 +7,18 @@ import mmap
 import struct
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 _RECORD = struct.Struct("<Qdd")  # steps started, 1.0 during a step else 0.0, monotonic time of the last change
+_BACKLOG = struct.Struct("<QQ")  # steps ended, requests that wait although they are ready
+_SIZE = _RECORD.size + _BACKLOG.size
+
+
+class Backlog(NamedTuple):
+    """What the engine could not run at the end of its last step."""
+
+    steps: int  # that have ended so far
+    num_waiting: int  # requests that wait for rows, blocks or tokens of a step
 
 
 class ProgressRecord:
@@ -16,14 +27,24 @@ class ProgressRecord:
     def __init__(self, path: Path) -> None:
         path.touch(mode=0o600)
         with path.open("r+b") as file:
-            file.truncate(_RECORD.size)
-            self._map = mmap.mmap(file.fileno(), _RECORD.size)
+            file.truncate(_SIZE)
+            self._map = mmap.mmap(file.fileno(), _SIZE)
         self._steps = 0
         self.idle()
 
     def begin_step(self) -> None:
         self._steps += 1
         _RECORD.pack_into(self._map, 0, self._steps, 1.0, time.monotonic())
+
+    def extend_step(self) -> None:
+        """Give the current step its whole time again: it has made progress. Does nothing between steps."""
+        steps, busy, _ = _RECORD.unpack_from(self._map)
+        if busy:
+            _RECORD.pack_into(self._map, 0, steps, busy, time.monotonic())
+
+    def end_step(self, num_waiting: int) -> None:
+        """Report how many requests still wait for rows, blocks or tokens of a step."""
+        _BACKLOG.pack_into(self._map, _RECORD.size, self._steps, num_waiting)
 
     def idle(self) -> None:
         _RECORD.pack_into(self._map, 0, self._steps, 0.0, time.monotonic())
@@ -37,7 +58,7 @@ class ProgressReader:
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), _RECORD.size, access=mmap.ACCESS_READ)
+            self._map = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
         self._last = b""
 
     def stuck_for(self) -> float:
@@ -47,6 +68,11 @@ class ProgressReader:
         self._last = record
         _, busy, since = _RECORD.unpack(record)
         return max(0.0, time.monotonic() - since) if busy and record == last else 0.0
+
+    def backlog(self) -> Backlog | None:
+        """Return the backlog at the end of the last step; None before the first. A torn read is off by one step."""
+        found = Backlog(*_BACKLOG.unpack_from(self._map, _RECORD.size))
+        return found if found.steps else None
 
     def close(self) -> None:
         self._map.close()

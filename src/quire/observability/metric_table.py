@@ -124,6 +124,16 @@ METRICS: tuple[Metric, ...] = (
     Metric("engine_up", "gauge", "1 while the engine accepts requests, else 0.", "engine"),
     Metric("engine_restarts", "counter", "Restarts of the engine process after it ended.", "engine"),
     Metric("request_success", "counter", "Requests that ended, by finish reason.", label="finished_reason"),
+    Metric(
+        "request_retries",
+        "counter",
+        "Requests submitted to the next engine because the engine died before anything of their answer was sent.",
+    ),
+    Metric(
+        "quarantined_requests",
+        "counter",
+        "Requests that were ended or refused because the engine died twice while it ran the same request.",
+    ),
     Metric("http_requests", "counter", "HTTP requests received, by endpoint.", label="endpoint"),
     Metric(
         "http_refusals",

@@ -71,6 +71,8 @@ class ServerMetrics:
 
     def refused(self, endpoint: str, status: int, code: str) -> None:  # noqa: ARG002 - the observer's signature
         with self._lock:
+            if code == "quarantined":
+                self._counts.count("quarantined_requests")
             self._counts.count("http_refusals", str(status))
 
     def http_error(self, status: int, field: str) -> None:
@@ -88,6 +90,11 @@ class ServerMetrics:
     def submitted(self, record: ObservedRequest) -> None:  # noqa: ARG002
         with self._lock:
             self._counts.gauges["num_requests_waiting"] -= 1
+
+    def resubmitted(self, record: ObservedRequest) -> None:  # noqa: ARG002
+        with self._lock:
+            self._counts.count("request_retries")
+            self._counts.gauges["num_requests_waiting"] += 1
 
     def first_token(self, record: ObservedRequest) -> None:
         if record.first_token_at is not None:
@@ -112,7 +119,10 @@ class ServerMetrics:
     def aborted(self, record: ObservedRequest, reason: str) -> None:
         with self._lock:
             if reason != "refused":  # a request that the engine refused was answered as a bad request
-                self._counts.count("request_success", "error" if reason == "engine_down" else "abort")
+                is_error = reason in ("engine_down", "quarantined")
+                self._counts.count("request_success", "error" if is_error else "abort")
+            if reason == "quarantined":
+                self._counts.count("quarantined_requests")
             if record.submitted_at is None:
                 self._counts.gauges["num_requests_waiting"] -= 1
         self._tracer.ended(record)

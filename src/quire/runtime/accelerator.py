@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 
@@ -47,3 +48,11 @@ def _why_no_compiler(device: torch.device) -> str | None:
     from quire.kernels.triton.launch import INTERPRETED
 
     return None if INTERPRETED else "Triton kernels run on CUDA devices"
+
+
+def report_compilations(report: Callable[[], None]) -> None:
+    """Call `report` before and after every kernel is compiled from now on, if kernels are compiled in this process."""
+    if "triton" in sys.modules:
+        from quire.kernels.triton import compiling
+
+        compiling.report_compilations(report)

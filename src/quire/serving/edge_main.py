@@ -24,6 +24,7 @@ from quire.runtime.loading.generation import read_sampling_defaults
 from quire.runtime.loading.resolve import resolve_model
 from quire.serving.dispatch.dispatcher import Dispatcher
 from quire.serving.dispatch.edge_loads import EdgeLoadTable
+from quire.serving.dispatch.quarantine import Quarantine
 from quire.serving.http.endpoints.admin import live_requests
 from quire.serving.http.endpoints.app import build_app
 from quire.serving.http.limits import Limits
@@ -43,6 +44,8 @@ from quire.serving.process.control import (
     EdgeReady,
     EdgeStart,
     Fatal,
+    Ping,
+    Pong,
     Reload,
 )
 from quire.serving.process.peers import Peers
@@ -114,7 +117,10 @@ class Edge:
         edge_loads = EdgeLoadTable(
             Path(start.directory) / "edge_loads", num_seats=config.api_workers, seat=start.seat, edge=start.edge
         )
-        self._dispatcher = Dispatcher(self._link, texts.tokenizer, limits, metrics, config.api_workers, edge_loads)
+        quarantine = Quarantine(limits["quarantine_seconds"], Path(start.directory) / "quarantine")
+        self._dispatcher = Dispatcher(
+            self._link, texts.tokenizer, limits, metrics, config.api_workers, edge_loads, quarantine
+        )
         self._peers = Peers(channel.send, start.edge, config.api_workers - 1)
         self._draining: asyncio.Task[None] | None = None
 
@@ -157,7 +163,9 @@ class Edge:
 
     def _on_control(self, message: ControlMessage) -> None:
         """On the link's thread."""
-        if isinstance(message, Drain):
+        if isinstance(message, Ping):
+            self._loop.call_soon_threadsafe(self._channel.send, Pong())
+        elif isinstance(message, Drain):
             self._loop.call_soon_threadsafe(self._drain, message.seconds)
         elif isinstance(message, AskAbort):
             self._loop.call_soon_threadsafe(self._dispatcher.abort, message.request_ids)

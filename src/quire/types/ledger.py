@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 LedgerKind = Literal[
     "received",  # the server received the request
+    "resubmitted",  # the engine died with the request, and the next engine gets it
     "queued",  # the request entered the engine's queue
     "admitted",  # the engine gave the request rows and blocks
     "cached",  # the first `amount` tokens to compute were found in the prefix cache

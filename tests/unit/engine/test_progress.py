@@ -42,6 +42,35 @@ def test_only_an_engine_that_stays_in_one_step_is_stuck(tmp_path: Path, clock: C
     record.close()
 
 
+def test_a_step_that_makes_progress_gets_its_whole_time_again(tmp_path: Path, clock: Clock) -> None:
+    record = ProgressRecord(tmp_path / "progress")
+    reader = ProgressReader(tmp_path / "progress")
+    record.begin_step()
+    clock.now += 9
+    record.extend_step()
+    clock.now += 3
+    assert [reader.stuck_for(), reader.stuck_for()] == [0.0, 3.0]
+    record.idle()
+    record.extend_step()
+    assert [reader.stuck_for(), reader.stuck_for()] == [0.0, 0.0]
+    reader.close()
+    record.close()
+
+
+def test_readers_see_the_backlog_of_the_last_step_that_ended(tmp_path: Path) -> None:
+    record = ProgressRecord(tmp_path / "progress")
+    reader = ProgressReader(tmp_path / "progress")
+    assert reader.backlog() is None
+    record.begin_step()
+    record.end_step(3)
+    assert reader.backlog() == (1, 3)
+    record.begin_step()
+    record.end_step(0)
+    assert reader.backlog() == (2, 0)
+    reader.close()
+    record.close()
+
+
 def test_the_record_is_for_this_user_alone(tmp_path: Path) -> None:
     ProgressRecord(tmp_path / "progress").close()
     assert (tmp_path / "progress").stat().st_mode & 0o077 == 0

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
-from triton import AsyncCompileMode
+from triton import AsyncCompileMode, knobs
 from triton.runtime._async_compile import FutureKernel
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
@@ -52,6 +52,16 @@ def compiling_only(*, wait: bool = True) -> Iterator[None]:
         return
     with _launches_skipped(), _Mode(wait=wait):
         yield
+
+
+def report_compilations(report: Callable[[], None]) -> None:
+    """Call `report` before and after every compilation from now on: a step that compiles kernels takes long and makes
+    progress."""
+
+    def hook(**_: object) -> None:
+        report()
+
+    knobs.runtime.jit_cache_hook = knobs.runtime.jit_post_compile_hook = hook
 
 
 def stop_background() -> None:

@@ -21,6 +21,8 @@ from quire.types.errors import ConfigError, ModelLoadError
 from quire.types.install import install_extra
 
 MAX_WORKERS = 256
+_SECONDS = ("drain_seconds", "max_restart_delay", "step_timeout", "load_timeout", "edge_timeout", "request_timeout",
+            "queue_timeout")  # fmt: skip
 MAX_TEMPLATE_BYTES = 2**20
 MAX_SOCKET_PATH = 100  # bytes; the system's limit is 107
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
@@ -42,9 +44,9 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
         _check_host("host", args.host, has_keys=bool(access.key_digests))
     _check_range("port", args.port, 0, 65_535)
     _check_range("api_workers", args.api_workers, 1, MAX_WORKERS)
-    for name in ("drain_seconds", "step_timeout", "request_timeout", "queue_timeout"):
+    for name in _SECONDS:
         value: float | None = getattr(args, name)
-        may_be_0 = name == "drain_seconds"
+        may_be_0 = not name.endswith("timeout")
         if value is not None and (not math.isfinite(value) or value < 0 or (value == 0 and not may_be_0)):
             raise ConfigError(name, f"must be a number of seconds above 0, got {value:g}")
     engine = EngineArguments(**engine_settings(args))
@@ -61,6 +63,9 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
         strict=args.strict,
         drain_seconds=args.drain_seconds,
         step_timeout=args.step_timeout,
+        load_timeout=args.load_timeout,
+        edge_timeout=args.edge_timeout,
+        max_restart_delay=args.max_restart_delay,
         limits=_limits(args.limit),
         log_level=args.log_level or _default_log_level(args.log_format),
         log_format=args.log_format,

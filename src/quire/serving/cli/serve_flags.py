@@ -6,6 +6,9 @@ import argparse
 
 from quire.config.server import (
     DEFAULT_DRAIN_SECONDS,
+    DEFAULT_EDGE_TIMEOUT,
+    DEFAULT_LOAD_TIMEOUT,
+    DEFAULT_MAX_RESTART_DELAY,
     DEFAULT_PORT,
     DEFAULT_STEP_TIMEOUT,
     REASONING_PARSERS,
@@ -95,6 +98,21 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         help=f"a step that takes longer counts as hung, and the engine is restarted; above your slowest step "
         f"({DEFAULT_STEP_TIMEOUT:g})",
     )
+    _add_seconds(
+        group,
+        "--load-timeout",
+        DEFAULT_LOAD_TIMEOUT,
+        "a load without progress for this long counts as hung, and is started again",
+    )
+    _add_seconds(
+        group, "--edge-timeout", DEFAULT_EDGE_TIMEOUT, "an HTTP process that is silent for this long is replaced"
+    )
+    _add_seconds(
+        group,
+        "--max-restart-delay",
+        DEFAULT_MAX_RESTART_DELAY,
+        "the longest pause between two restarts of a process that keeps ending",
+    )
     group.add_argument(
         "--request-timeout", type=float, metavar="S", help="end a request with an error this long after its receipt"
     )
@@ -108,6 +126,10 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         "--strict", action="store_true", help="refuse request parameters without effect instead of warning"
     )
     group.add_argument("--no-playground", action="store_true", help="serve no page at /")
+
+
+def _add_seconds(group: argparse._ArgumentGroup, flag: str, default: float, text: str) -> None:
+    group.add_argument(flag, type=float, default=default, metavar="S", help=f"{text} ({default:g})")
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:

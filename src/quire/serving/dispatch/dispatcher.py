@@ -11,10 +11,13 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from quire.serving.dispatch.edge_loads import EdgeLoadTable
+from quire.serving.dispatch.engine_capacity import EngineCapacity
 from quire.serving.dispatch.in_flight_request import InFlightRequest
 from quire.serving.dispatch.mailbox import Failure, StreamThrottle
 from quire.serving.dispatch.observer import Observer
+from quire.serving.dispatch.quarantine import Quarantine
 from quire.serving.dispatch.request_queue import RequestQueue
+from quire.serving.dispatch.retries import RetryQueue
 from quire.serving.dispatch.token_router import BatchUpdate, TokenRouter
 from quire.serving.outputs import own_fault
 from quire.serving.process.link import EngineLink, EngineReady
@@ -24,7 +27,7 @@ from quire.types.request import Abort
 
 logger = logging.getLogger("quire.edge")
 
-WINDOW = 2  # sequences submitted at once, in multiples of those the engine can run
+POLL_SECONDS = 0.01  # between two looks at the engine's backlog and at other edges, while requests are queued
 LONGEST_RETRY = 60  # seconds
 DRAIN_GRACE = 0.5  # seconds to write the errors that end a drain
 AbortKind = Literal["admin", "drain", "timeout", "queue_timeout"]
@@ -61,16 +64,20 @@ class Dispatcher:
         observer: Observer,
         num_workers: int = 1,
         edge_loads: EdgeLoadTable | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._link, self._observer, self._num_workers = link, observer, num_workers
+        self._link, self._observer = link, observer
         self.edge_loads = edge_loads or EdgeLoadTable()
+        self._capacity = EngineCapacity(link, self.edge_loads, num_workers)
+        self._quarantine = quarantine or Quarantine(limits["quarantine_seconds"])
+        self._retries = RetryQueue(self.edge_loads)
+        self._poll: asyncio.TimerHandle | None = None
         self._max_waiting = limits["queue_requests"]  # at all edges together, as is queue_tokens
         self._queue = RequestQueue(self._max_waiting, limits["queue_tokens"])
         self._throttle = StreamThrottle(self._loop, limits["coalesce_streams"], limits["coalesce_ms"] / 1_000)
         self._router = TokenRouter(link, tokenizer, self, observer, limits["stream_bytes"])
         self._in_engine: dict[str, InFlightRequest] = {}  # in the engine, by the engine's request id
-        self._num_sequences = 0  # of them
         self._num_accepted = self._num_preparing = self._num_streams = 0
         self._ends: deque[float] = deque(maxlen=64)
         self._empty = asyncio.Event()
@@ -114,9 +121,11 @@ class Dispatcher:
             self._publish()
 
     def enqueue(self, requests: Sequence[InFlightRequest]) -> None:
-        """Queue the requests of one client and submit what the engine has capacity for. Raises QueueFull and queues
-        none of them."""
-        waiting = len(self._queue) > 0 or not self._has_capacity(sum(request.num_sequences for request in requests))
+        """Queue the requests of one client and submit what the engine has capacity for. Raises QueueFull or Quarantined
+        and queues none of them."""
+        for request in requests:
+            self._quarantine.check(request.submit)
+        waiting = self.has_queue or not self._has_capacity(sum(request.num_sequences for request in requests))
         tokens = sum(request.weight for request in requests)
         if waiting and not self._queue.has_room(len(requests), tokens, self.edge_loads.elsewhere()):
             raise QueueFull(self._retry_after())
@@ -134,6 +143,7 @@ class Dispatcher:
             self._throttle.forget(request.mailbox)
             if request.state == "queued":
                 self._queue.remove(request)
+                self._retries.remove(request)
             elif request.state == "submitted":
                 self._link.abort(Abort(request.submit.request_id))
             else:
@@ -154,7 +164,8 @@ class Dispatcher:
 
     def requests(self) -> list[InFlightRequest]:
         """All requests that are queued or in the engine."""
-        return [*(one for one in self._in_engine.values() if one.state == "submitted"), *self._queue]
+        inside = [one for one in self._in_engine.values() if one.state == "submitted"]
+        return [*inside, *self._retries, *self._queue]
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests and wait for the others. Requests that take longer than `seconds` end with an error."""
@@ -168,8 +179,13 @@ class Dispatcher:
                 await asyncio.wait_for(self._empty.wait(), DRAIN_GRACE)
 
     @property
+    def has_queue(self) -> bool:
+        """Whether a request waits for room in the engine."""
+        return len(self._queue) > 0 or len(self._retries) > 0
+
+    @property
     def num_waiting(self) -> int:
-        return len(self._queue) + self._num_preparing
+        return len(self._queue) + len(self._retries) + self._num_preparing
 
     @property
     def num_in_engine(self) -> int:
@@ -191,6 +207,8 @@ class Dispatcher:
     # ----------------------------------------------------------------------------------------- on the event loop
     def _on_batch(self, update: BatchUpdate) -> None:
         mailboxes = update.mailboxes
+        for request in update.started:
+            self._retries.remove(request)
         for request in update.broken:
             if request.state != "over":
                 request.mailbox.fail(Failure("engine_error"))
@@ -207,12 +225,14 @@ class Dispatcher:
                 logger.error("request %s: %s", request.submit.request_id, request.finished.error)
                 fault = own_fault(request.finished)
                 request.mailbox.fail(Failure("engine_error") if fault is None else Failure("refused", fault))
+            else:
+                self._quarantine.clear(request.submit)
         for request in update.overflowed:
             if request.state != "over":
                 request.mailbox.fail(Failure("slow_reader"))
                 self.cancel([request], "slow_reader")
         self._throttle.deliver(mailboxes, self._num_streams)
-        if update.finished:
+        if update.finished or update.started:
             self._submit_next()
 
     def _on_refused(self, request: InFlightRequest, error: InvalidRequest) -> None:
@@ -225,6 +245,7 @@ class Dispatcher:
 
     def _on_engine_up(self, ready: EngineReady) -> None:
         self.engine = self.known_engine = ready
+        self._capacity.reset()
         self._queue.order.by_tenant, self._queue.order.ageing = ready.policy == "fair", ready.ageing
         self._observer.engine_up(ready.generation)
         self.on_engine_up()
@@ -232,47 +253,93 @@ class Dispatcher:
 
     def _on_engine_down(self, lost: list[InFlightRequest], reason: str) -> None:
         logger.error("the engine is down: %s; %d requests were in it, %d wait", reason, len(lost), len(self._queue))
-        self.engine = None
+        crashed, self.engine = self.engine, None
         self._observer.engine_down()
+        if crashed is not None:  # else these requests came too late to be in an engine
+            suspects = self._retries.suspects(lost)
+            self._quarantine.add_crash((request.submit for request in suspects), crashed.generation)
+            for request in suspects:
+                request.num_crashes += 1
         for request in lost:
             self._remove_from_engine(request)
             if request.state == "over":
                 continue
             self._link.abort(Abort(request.submit.request_id))  # it may have reached the next engine already
-            self._mark_over(request)
-            self._observer.aborted(request.record, "engine_down")
-            request.mailbox.fail(Failure("engine_down"))
+            if request.can_restart:
+                self._restart(request, reason)
+            else:
+                self._give_up(request)
         self._publish()
 
+    def _restart(self, request: InFlightRequest, reason: str) -> None:
+        """Queue a request for the next engine: nothing of its answer was delivered."""
+        logger.warning("request %s is submitted again: %s", request.submit.request_id, reason)
+        self._retries.add(request)
+        request.restart(time.monotonic())
+        self._observer.resubmitted(request.record)
+
+    def _give_up(self, request: InFlightRequest) -> None:
+        """End a request that was in the engine when it died and is not submitted again."""
+        seconds = self._quarantine.seconds_left(request.submit)
+        kind: Literal["engine_down", "quarantined"] = "engine_down" if seconds is None else "quarantined"
+        self._mark_over(request)
+        self._observer.aborted(request.record, kind)
+        request.mailbox.fail(Failure(kind, retry_after=seconds))
+        if seconds is not None:
+            logger.error("request %s is quarantined: the engine died with it twice", request.submit.request_id)
+
     def _submit_next(self) -> None:
-        while (
-            self.engine is not None
-            and (request := self._queue.first()) is not None
-            and self._has_capacity(request.num_sequences)
-        ):
+        """Submit requests while the engine has room: those that were in an engine before, then those in the queue."""
+        while self.engine is not None and (request := self._retries.first() or self._queue.first()) is not None:
+            if self._is_quarantined(request):
+                continue
+            if not self._has_capacity(request.num_sequences):
+                break
+            if request in self._retries:
+                self._retries.start(request)
             self._queue.remove(request)
             request.state, request.record.submitted_at = "submitted", time.monotonic()
             self._in_engine[request.submit.request_id] = request
-            self._num_sequences += request.num_sequences
+            self._capacity.add(request)
             self._router.expect(request)
             self._link.submit(request.submit)
             self._observer.submitted(request.record)
         self._publish()
+        if self.engine is not None and self.has_queue and self._poll is None:
+            self._poll = self._loop.call_later(POLL_SECONDS, self._look_again)
+
+    def _look_again(self) -> None:
+        """The engine, or another edge, may have made room without telling this one."""
+        self._poll = None
+        self._submit_next()
+
+    def _is_quarantined(self, request: InFlightRequest) -> bool:
+        """Whether the same request crashed the engine while this one was queued; it ends then."""
+        if self._quarantine.seconds_left(request.submit) is None:
+            return False
+        self._queue.remove(request)
+        self._retries.remove(request)
+        self._give_up(request)
+        return True
 
     def _publish(self) -> None:
-        self.edge_loads.put(self.num_waiting, self._queue.num_tokens, len(self._in_engine), draining=self.is_draining)
+        self.edge_loads.put(
+            self.num_waiting,
+            self._queue.num_tokens + self._retries.num_tokens,
+            len(self._in_engine),
+            self._capacity.num_sequences,
+            retrying=self._retries.tried is not None,
+            draining=self.is_draining,
+        )
 
     def _has_capacity(self, num_sequences: int) -> bool:
-        if self.engine is None:
-            return False
-        share = WINDOW * self.engine.max_num_seqs // self._num_workers
-        window = max(share, self.engine.max_num_seqs)  # all clients may be connected to this edge
-        return not self._in_engine or self._num_sequences + num_sequences <= window
+        return self.engine is not None and self._capacity.has_room(self.engine, num_sequences)
 
     def _remove_from_engine(self, request: InFlightRequest) -> None:
         """The engine no longer holds the request."""
+        self._retries.remove(request)
         if self._in_engine.pop(request.submit.request_id, None) is not None:
-            self._num_sequences -= request.num_sequences
+            self._capacity.remove(request)
 
     def _mark_over(self, request: InFlightRequest) -> None:
         """The request is over for its client. The engine may still hold it until it confirms the abort."""

@@ -6,10 +6,11 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-_COLUMNS = 5  # edge, waiting, waiting tokens, in engine, draining
+_COLUMNS = 7  # edge, waiting, waiting tokens, in engine, sequences in engine, retrying, draining
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,16 @@ class EdgeLoad:
     waiting_tokens: int
     in_engine: int
     draining: bool
+
+
+class OtherLoads(NamedTuple):
+    """What the other edges have together. `retrying`: edges with a request in the engine that was in a crash before and
+    has produced no token since."""
+
+    waiting: int = 0
+    waiting_tokens: int = 0
+    sequences: int = 0  # in the engine
+    retrying: int = 0
 
 
 class EdgeLoadTable:
@@ -43,23 +54,37 @@ class EdgeLoadTable:
                 os.close(fd)
         self._rows = np.frombuffer(self._map, dtype=np.int64).reshape(num_seats, _COLUMNS)
         self._seat, self._edge = seat, edge
-        self.put(0, 0, 0, draining=False)
+        self.put(0, 0, 0)
 
-    def put(self, waiting: int, waiting_tokens: int, in_engine: int, *, draining: bool) -> None:
+    def put(
+        self,
+        waiting: int,
+        waiting_tokens: int,
+        in_engine: int,
+        sequences: int = 0,
+        *,
+        retrying: bool = False,
+        draining: bool = False,
+    ) -> None:
         """Write the counts of this edge."""
-        self._rows[self._seat] = (self._edge, waiting, waiting_tokens, in_engine, draining)
+        self._rows[self._seat] = (self._edge, waiting, waiting_tokens, in_engine, sequences, retrying, draining)
+
+    def others(self) -> OtherLoads:
+        """The sums over the other edges."""
+        if len(self._rows) == 1:
+            return OtherLoads()
+        _, waiting, tokens, _, sequences, retrying, _ = (self._rows.sum(axis=0) - self._rows[self._seat]).tolist()
+        return OtherLoads(waiting, tokens, sequences, retrying)
 
     def elsewhere(self) -> tuple[int, int]:
         """The requests and prompt tokens that are queued at the other edges."""
-        if len(self._rows) == 1:
-            return 0, 0
-        _, waiting, tokens, _, _ = (self._rows.sum(axis=0) - self._rows[self._seat]).tolist()
-        return waiting, tokens
+        others = self.others()
+        return others.waiting, others.waiting_tokens
 
     def loads(self) -> list[EdgeLoad]:
         """The rows of all edges that have started."""
         loads = [
             EdgeLoad(edge, waiting, tokens, in_engine, bool(draining))
-            for edge, waiting, tokens, in_engine, draining in self._rows.tolist()
+            for edge, waiting, tokens, in_engine, _, _, draining in self._rows.tolist()
         ]
         return [load for seat, load in enumerate(loads) if load.edge or seat == self._seat]

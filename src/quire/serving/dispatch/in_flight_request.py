@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quire.engine.submission import num_sequences
 from quire.serving.dispatch.mailbox import Delta, Mailbox
 from quire.serving.dispatch.observer import RequestRecord
+from quire.serving.dispatch.quarantine import MAX_CRASHES
 from quire.serving.outputs import RequestFollower, SampleText, settled
 from quire.serving.text.tokenizer import Tokenizer
+from quire.types.ledger import LedgerEntry
 from quire.types.output import Finished, SampleEnd
 from quire.types.request import Submit
 from quire.types.step import TokenLogprobs
 
 # Renders the logprobs of one token, whose text begins at a character offset, as JSON: one piece per column
 RenderLogprobs = Callable[[TokenLogprobs, int], tuple[bytes, ...]]
+MAX_RESTARTS = 3  # of one request; after the first one only because other requests crashed the engine
 RequestState = Literal["new", "queued", "submitted", "over"]
 
 
@@ -79,6 +82,9 @@ class InFlightRequest:
     handle: int | None = None
     followers: list[Follower] = field(default_factory=list)
     finished: Finished | None = None
+    has_started: bool = False  # it has produced a token; the link's thread sets it
+    num_crashes: int = 0  # of engines for which it may be to blame
+    restarts: list[LedgerEntry] = field(default_factory=list)  # for its ledger
     _follower: RequestFollower | None = None  # set when the engine has accepted it
 
     @property
@@ -95,6 +101,24 @@ class InFlightRequest:
         """Its number of prompt tokens, which the queue is bounded in."""
         return len(self.submit.prompt_token_ids)
 
+    @property
+    def can_restart(self) -> bool:
+        """Whether the next engine may compute it from the start: if nothing of the answer was delivered, and if it is
+        not to blame for two crashes."""
+        if len(self.restarts) >= MAX_RESTARTS or self.num_crashes >= MAX_CRASHES:
+            return False
+        return not self.mailbox.has_delivered and self.mailbox.failure is None
+
+    def restart(self, now: float) -> None:
+        """Make it as it was before it was submitted, with another id in the engine, so that a late message about the
+        first attempt is not taken for one about the second."""
+        self.submit = replace(self.submit, request_id=f"{self.submit.request_id}-again")
+        self.state, self.handle, self.followers, self.finished = "queued", None, [], None
+        self.has_started, self._follower = False, None
+        self.record.submitted_at = self.record.first_token_at = None
+        self.restarts.append(LedgerEntry("resubmitted", now, note="the engine ended while it had the request"))
+        self.mailbox.discard(range(self.first_choice, self.first_choice + self.n))
+
     def follow(self, tokenizer: Tokenizer, handle: int) -> list[Follower]:
         """Make its followers. Called when the engine has accepted the request."""
         self.handle, self._follower = handle, RequestFollower(self.submit, tokenizer, wants_all=self.streams)
@@ -107,6 +131,8 @@ class InFlightRequest:
 
     def finish(self, finished: Finished, tokenizer: Tokenizer) -> None:
         """Keep the engine's result, and put the last deltas of streamed samples into the mailbox."""
+        if self.restarts:
+            finished = replace(finished, ledger=(*self.restarts, *finished.ledger))
         self.finished = finished
         if self._follower is None:  # it ended before it was accepted
             self._follower = RequestFollower(self.submit, tokenizer, wants_all=self.streams)

@@ -12,7 +12,15 @@ from typing import Literal, NamedTuple
 from quire.types.errors import InvalidRequest
 
 FailureKind = Literal[
-    "refused", "engine_down", "engine_error", "admin", "slow_reader", "drain", "timeout", "queue_timeout"
+    "refused",
+    "engine_down",
+    "quarantined",
+    "engine_error",
+    "admin",
+    "slow_reader",
+    "drain",
+    "timeout",
+    "queue_timeout",
 ]
 _DELTA_BYTES = 64  # memory of a delta besides its text
 
@@ -38,10 +46,12 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request failed. `error` is set when the engine refused the request."""
+    """Why a request failed. `error` is set when the engine refused the request, `retry_after` (in seconds) when it is
+    quarantined."""
 
     kind: FailureKind
     error: InvalidRequest | None = None
+    retry_after: int | None = None
 
 
 class Mailbox:
@@ -56,6 +66,7 @@ class Mailbox:
         self.num_open = num_requests  # engine requests that have not ended
         self.failure: Failure | None = None
         self.is_gone = False  # the client hung up
+        self.has_delivered = False  # the handler took a delta, which the client may have seen
         self.woken_at: float | None = None  # by the throttle, on the clock of the event loop
 
     # ------------------------------------------------------------------------------- called by the link's thread
@@ -79,7 +90,17 @@ class Mailbox:
         while self._deltas:
             taken.append(self._deltas.popleft())
         self._taken_bytes += sum(delta.size for delta in taken)
+        self.has_delivered = self.has_delivered or bool(taken)
         return taken
+
+    def discard(self, choices: range) -> None:
+        """Drop the deltas of some choices: they will come again."""
+        for _ in range(len(self._deltas)):
+            delta = self._deltas.popleft()
+            if delta.choice in choices:
+                self._taken_bytes += delta.size
+            else:
+                self._deltas.append(delta)
 
     def fail(self, failure: Failure) -> None:
         """Keep the first failure and wake the handler."""

@@ -52,6 +52,9 @@ class Observer(Protocol):
 
     def submitted(self, record: RequestRecord) -> None: ...
 
+    def resubmitted(self, record: RequestRecord) -> None:
+        """The engine died with the request, which waits for the next engine now."""
+
     def first_token(self, record: RequestRecord) -> None:
         """A streamed request got its first token. For others, the ledger of the finished record has the time."""
 
@@ -62,8 +65,8 @@ class Observer(Protocol):
         """The engine finished the request, well or not."""
 
     def aborted(self, record: RequestRecord, reason: str) -> None:
-        """The request ended otherwise: "client", "admin", "slow_reader", "drain", "refused", "error" or
-        "engine_down"."""
+        """The request ended otherwise: "client", "admin", "slow_reader", "drain", "refused", "error",
+        "engine_down" or "quarantined"."""
 
     def engine_up(self, generation: int) -> None: ...
 
@@ -82,6 +85,8 @@ class NullObserver:
     def queued(self, record: RequestRecord) -> None: ...
 
     def submitted(self, record: RequestRecord) -> None: ...
+
+    def resubmitted(self, record: RequestRecord) -> None: ...
 
     def first_token(self, record: RequestRecord) -> None: ...
 

@@ -28,12 +28,13 @@ class BatchUpdate:
     """What the event loop has to do after one batch."""
 
     mailboxes: set[Mailbox] = field(default_factory=set)  # whose handlers to wake
+    started: list[InFlightRequest] = field(default_factory=list)  # submitted again, and have a token now
     finished: list[InFlightRequest] = field(default_factory=list)
     overflowed: list[InFlightRequest] = field(default_factory=list)  # their clients read too slowly
     broken: list[InFlightRequest] = field(default_factory=list)  # detokenizing them raised an exception
 
     def __bool__(self) -> bool:
-        return bool(self.mailboxes or self.finished or self.overflowed or self.broken)
+        return bool(self.mailboxes or self.started or self.finished or self.overflowed or self.broken)
 
 
 class LoopPort(Protocol):
@@ -62,6 +63,7 @@ class TokenRouter:
         self._searches: dict[
             int, InFlightRequest
         ] = {}  # beam searches that stream their best answer so far, by first handle
+        self._unstarted: dict[int, InFlightRequest] = {}  # without a token so far, by first handle
         self._lock = threading.Lock()  # two threads change _expected
 
     def expect(self, request: InFlightRequest) -> None:
@@ -79,6 +81,7 @@ class TokenRouter:
             self._expected.clear()
         self._followers.clear()
         self._searches.clear()
+        self._unstarted.clear()
         self._loop.post_engine_down(lost, reason)
 
     def accepted(self, request_id: str, handle: int) -> None:
@@ -86,6 +89,7 @@ class TokenRouter:
         if request is None:
             self._link.abort(Abort(request_id))
             return
+        self._unstarted[handle] = request
         for follower in request.follow(self._tokenizer, handle):
             self._followers[handle + follower.index] = follower
         if request.submit.beam is not None and request.submit.beam.stream_best:
@@ -98,6 +102,8 @@ class TokenRouter:
 
     def tokens(self, batch: TokensOut) -> None:
         update, now = BatchUpdate(), time.monotonic()
+        if self._unstarted and len(batch.samples):
+            self._note_started(batch, update)
         if self._followers and len(batch.samples):
             self._follow(batch, update, now)
         for handle, token_ids in batch.best if self._searches else ():
@@ -117,6 +123,14 @@ class TokenRouter:
         except Exception:
             logger.exception("request %s: its last text could not be made", finished.request_id)
             update.broken.append(request)
+
+    def _note_started(self, batch: TokensOut, update: BatchUpdate) -> None:
+        """Note which requests produced their first token."""
+        for handle in self._unstarted.keys() & batch.samples.tolist():
+            request = self._unstarted.pop(handle)
+            request.has_started = True
+            if request.restarts:
+                update.started.append(request)
 
     def _show_best(self, handle: int, token_ids: list[int], update: BatchUpdate) -> None:
         request = self._searches.get(handle)
@@ -146,7 +160,8 @@ class TokenRouter:
                 intervals.append(now - follower.last_at)
             elif follower.request.record.first_token_at is None:
                 follower.request.record.first_token_at = now
-                self._observer.first_token(follower.request.record)
+                if follower.request.record.streamed:
+                    self._observer.first_token(follower.request.record)
             follower.last_at = now
             if follower.is_over:
                 del followers[handle]
@@ -169,6 +184,7 @@ class TokenRouter:
             request = self._expected.pop(request_id, None)
         if request is not None and request.handle is not None:
             self._searches.pop(request.handle, None)
+            self._unstarted.pop(request.handle, None)
         if request is not None and request.handle is not None and request.followers:
             for index in range(request.n):
                 self._followers.pop(request.handle + index, None)

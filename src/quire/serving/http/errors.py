@@ -9,6 +9,7 @@ import msgspec
 
 from quire.serving.dispatch.dispatcher import Draining, QueueFull
 from quire.serving.dispatch.mailbox import Failure
+from quire.serving.dispatch.quarantine import Quarantined
 from quire.serving.process.grammar_check import ChecksBusy
 from quire.types.errors import InvalidRequest, QuireError
 
@@ -105,12 +106,20 @@ def as_refusal(error: QuireError) -> ApiError:
         return too_busy(str(error), 1)
     if isinstance(error, Draining):
         return ApiError(503, str(error), code="shutting_down", headers=_RETRY)
+    if isinstance(error, Quarantined):
+        return _quarantined(error)
     return as_api_error(error)
+
+
+def _quarantined(error: Quarantined) -> ApiError:
+    return ApiError(503, str(error), code="quarantined", headers=((b"retry-after", str(error.retry_after).encode()),))
 
 
 def as_failure(failure: Failure) -> ApiError:
     """A request that was taken in and came to nothing."""
     if failure.error is not None:
         return as_api_error(failure.error)
+    if failure.retry_after is not None:
+        return _quarantined(Quarantined(failure.retry_after))
     status, message, code = _FAILURES[failure.kind]
     return ApiError(status, message, code=code, headers=_RETRY if failure.kind in _WORTH_A_RETRY else ())

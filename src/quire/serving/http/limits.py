@@ -81,6 +81,14 @@ LIMITS: tuple[Limit, ...] = (
     Limit("connections", 16_384, "connections", "open connections of one edge", "503 server_error, then closed"),
     Limit("fork_requests", 256, "requests", "ended requests of one edge that can be forked", "the oldest is forgotten"),
     Limit("fork_tokens", 2**20, "tokens", "their prompts and answers together", "the oldest is forgotten"),
+    Limit(
+        "quarantine_seconds",
+        600,
+        "seconds",
+        "how long a request is refused after the engine died twice while it ran the same request",
+        "503 server_error with Retry-After",
+        highest=86_400,
+    ),
     Limit("fork_seconds", 300, "seconds", "how long after its end a request can be forked", "404 not_found_error"),
     # time
     Limit("header_bytes", 64 * 2**10, "bytes", "the head of a request", "431 invalid_request_error", highest=MIB),

@@ -1,4 +1,4 @@
-"""What every process that the supervisor starts does first."""
+"""What the processes that the supervisor starts have in common: how they begin, report and end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 from typing import NoReturn
 
-from quire.serving.process.control import ControlChannel
+from quire.serving.process.control import ControlChannel, LoadProgress
 from quire.types.errors import ConfigError
 
 EXIT_ORPHANED = 70  # the supervisor is gone
@@ -18,6 +19,7 @@ EXIT_ENGINE_DEAD = 72  # the executor failed while serving
 
 _PR_SET_PDEATHSIG = 1
 _STDERR = 2
+_REPORT_SECONDS = 0.1  # between two reports of the same phase
 
 
 def enter_child(arguments: list[str]) -> ControlChannel:
@@ -39,3 +41,19 @@ def enter_child(arguments: list[str]) -> ControlChannel:
 def leave_orphaned() -> NoReturn:
     """End this process at once: its supervisor is gone, and nobody would hear what it has to say."""
     os._exit(EXIT_ORPHANED)
+
+
+class ProgressReports:
+    """The progress callback of a process that downloads or loads a model. Sends the supervisor a few reports a
+    second."""
+
+    def __init__(self, channel: ControlChannel) -> None:
+        self._channel = channel
+        self._phase, self._sent_at = "", 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if what == self._phase and done < total and now - self._sent_at < _REPORT_SECONDS:
+            return
+        self._phase, self._sent_at = what, now
+        self._channel.send(LoadProgress(what, min(1.0, done / total) if total else 1.0))

@@ -1,7 +1,7 @@
 """What the supervisor and the processes it starts tell each other, over an inherited socket: framed, typed, no pickle.
 
-A child's first message is its start order (EngineStart or EdgeStart). The end of the stream means the other side is
-gone, whatever the cause: the supervisor restarts a child that hangs up, and a child without a supervisor exits.
+The first message to a child says what to do (EngineStart, EdgeStart or FetchStart). The end of the stream means that
+the other side is gone: the supervisor restarts a child that hangs up, and a child without a supervisor exits.
 """
 
 from __future__ import annotations
@@ -45,8 +45,22 @@ class EdgeStart(msgspec.Struct, frozen=True, tag="edge_start"):
     admin_fd: int | None = None
 
 
+class FetchStart(msgspec.Struct, frozen=True, tag="fetch_start"):
+    """To the process that downloads models, first: download what `config` names. Until Stop, answer every connection
+    to the inherited listening sockets with 503."""
+
+    config: ServerConfig
+    listen_fds: tuple[int, ...]
+
+
+class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
+    """From the process that downloads models: the configuration, with the paths of the files."""
+
+    config: ServerConfig
+
+
 class LoadProgress(msgspec.Struct, frozen=True, tag="load_progress"):
-    """From an engine while it loads: how far a phase is, in [0, 1]; passed on to the edges."""
+    """From a process that downloads or loads a model: how far a phase is, in [0, 1]."""
 
     phase: str
     share: float
@@ -57,6 +71,7 @@ class EngineUp(msgspec.Struct, frozen=True, tag="engine_up"):
 
     ready: EngineReady
     address: str
+    progress: str = ""  # the file of its ProgressRecord; "": there is none
 
 
 class EngineDown(msgspec.Struct, frozen=True, tag="engine_down"):
@@ -79,6 +94,14 @@ class EdgeStuck(msgspec.Struct, frozen=True, tag="edge_stuck"):
 
 class EdgeReady(msgspec.Struct, frozen=True, tag="edge_ready"):
     """From an edge: it accepts connections. The engine may still be loading."""
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """To an edge: answer with Pong from your event loop, so that the supervisor knows that it runs."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """From an edge: its event loop has read a Ping."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
@@ -138,7 +161,7 @@ class EdgeAnswer(msgspec.Struct, frozen=True, tag="edge_answer"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """To the engine: end what is left and exit."""
+    """To the engine, or to the process that downloads models: end what is left and exit."""
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
@@ -151,12 +174,16 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 ControlMessage = (
     EngineStart
     | EdgeStart
+    | FetchStart
+    | Fetched
     | LoadProgress
     | EngineUp
     | EngineDown
     | EdgeGone
     | EdgeStuck
     | EdgeReady
+    | Ping
+    | Pong
     | Drain
     | Drained
     | Reload

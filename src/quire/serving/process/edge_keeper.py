@@ -1,4 +1,4 @@
-"""Keeps the edge processes running: as many as wanted, each replaced when it ends."""
+"""Keeps the edge processes running: replaces an edge that ends, and kills one that hangs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.config.server import ServerConfig
+from quire.serving.process.backoff import Backoff
 from quire.serving.process.child_process import ChildProcess
-from quire.serving.process.control import ControlMessage, Drain, Drained, EdgeReady, EdgeStart, Fatal, Reload
+from quire.serving.process.control import (
+    ControlMessage,
+    Drain,
+    Drained,
+    EdgeReady,
+    EdgeStart,
+    Fatal,
+    Ping,
+    Pong,
+    Reload,
+)
 from quire.serving.process.listeners import Listeners
 
 logger = logging.getLogger("quire.supervisor")
 
 MAX_START_FAILURES = 3  # in a row, of one seat; then the server gives up
-_BACK_OFF_SECONDS = 0.5  # after an edge that never became ready
+START_SECONDS = 120.0  # from the start of an edge process until it must be ready
+_PINGS = 5  # in the time after which a silent edge counts as hung
+_DUMP_SECONDS = 0.5  # for a hung edge to write its stacks
 _EXIT_SECONDS = 2.0  # from Drained to the end of the process
 
 
@@ -27,13 +40,18 @@ class _Seat:
 
     place: int  # from 0
     listen_fd: int
+    backoff: Backoff
     child: ChildProcess | None = None
     edge: int = 0
     is_ready: bool = False
     failures: int = 0
     start_at: float = 0.0
+    ready_at: float = 0.0
     kill_at: float = float("inf")
     fatal: Fatal | None = None
+    pinged_at: float = 0.0
+    answer_at: float | None = None  # since when a Ping waits for its answer; None: none does
+    hung: str | None = None
 
 
 class EdgeKeeper:
@@ -51,7 +69,10 @@ class EdgeKeeper:
     ) -> None:
         self._config, self._directory, self._module = config, directory, module
         self._on_start, self._on_gone = on_start, on_gone
-        self._seats = [_Seat(place, listener.fileno()) for place, listener in enumerate(listeners.api)]
+        self._seats = [
+            _Seat(place, listener.fileno(), Backoff(config.max_restart_delay))
+            for place, listener in enumerate(listeners.api)
+        ]
         self._admin_fd = None if listeners.admin is None else listeners.admin.fileno()
         self._numbers = itertools.count(1)
         self.failure: str | None = None  # why no edge will be started any more
@@ -76,14 +97,18 @@ class EdgeKeeper:
                 self._bury(seat)
             elif seat.child is not None and seat.child.has_ended:
                 self._bury(seat)
+            elif seat.child is not None and seat.hung is None:
+                self._watch(seat, now)
             if seat.child is None and not self.draining and self.failure is None and now >= seat.start_at:
-                self._start(seat)
+                self._start(seat, now)
 
     def obey(self, child: ChildProcess, message: ControlMessage) -> None:
         """What an edge said of itself."""
         seat = next(seat for seat in self._seats if seat.child is child)
         if isinstance(message, EdgeReady):
-            seat.is_ready, seat.failures = True, 0
+            seat.is_ready, seat.failures, seat.ready_at = True, 0, time.monotonic()
+        elif isinstance(message, Pong):
+            seat.answer_at = None
         elif isinstance(message, Drained):
             seat.kill_at = min(seat.kill_at, time.monotonic() + _EXIT_SECONDS)
         elif isinstance(message, Fatal):
@@ -127,8 +152,28 @@ class EdgeKeeper:
             if seat.child is not None:
                 self._bury(seat)
 
-    def _start(self, seat: _Seat) -> None:
+    def _watch(self, seat: _Seat, now: float) -> None:
+        """Ask a ready edge whether its event loop runs, and kill an edge that does not answer or does not start."""
+        assert seat.child is not None
+        limit = self._config.edge_timeout
+        if not seat.is_ready:
+            if now - seat.start_at > START_SECONDS:
+                seat.hung = f"it was not ready after {START_SECONDS:g} s"
+        elif seat.answer_at is not None:
+            if now - seat.answer_at > limit:
+                seat.hung = f"its event loop did not answer for {limit:g} s"
+        elif now - seat.pinged_at >= limit / _PINGS:
+            seat.pinged_at = seat.answer_at = now
+            seat.child.send(Ping())
+        if seat.hung is not None:
+            logger.error("edge %d hangs: %s; its stacks follow, then it is killed", seat.edge, seat.hung)
+            seat.child.dump_stacks()
+            seat.kill_at = min(seat.kill_at, now + _DUMP_SECONDS)
+
+    def _start(self, seat: _Seat, now: float) -> None:
         seat.edge, seat.is_ready, seat.fatal = next(self._numbers), False, None
+        seat.start_at, seat.kill_at = now, float("inf")
+        seat.answer_at = seat.hung = None
         fds = (seat.listen_fd, *(() if self._admin_fd is None else (self._admin_fd,)))
         seat.child = ChildProcess(self._module, inherit=fds)
         start = EdgeStart(
@@ -146,9 +191,12 @@ class EdgeKeeper:
         self._on_gone(seat.edge)
         if self.draining:
             return
-        reason = seat.fatal.reason if seat.fatal else f"edge process {seat.edge} {ending}"
-        logger.error("edge %d ended: %s", seat.edge, reason)
+        reason = seat.hung or (seat.fatal.reason if seat.fatal else f"edge process {seat.edge} {ending}")
         seat.failures = 0 if was_ready else seat.failures + 1
         if not was_ready and (seat.failures >= MAX_START_FAILURES or (seat.fatal and not seat.fatal.retry)):
-            self.failure = reason
-        seat.start_at = time.monotonic() + (0.0 if was_ready else _BACK_OFF_SECONDS)
+            self.failure = reason  # the server ends, and says why
+            return
+        now = time.monotonic()
+        delay = seat.backoff.next_delay(now - seat.ready_at if was_ready else 0.0)
+        logger.error("edge %d ended: %s; another one starts in %g s", seat.edge, reason, delay)
+        seat.start_at = now + delay

@@ -9,20 +9,22 @@ from pathlib import Path
 
 from quire.config.server import ServerConfig
 from quire.engine.progress import ProgressReader
+from quire.serving.process.backoff import Backoff
 from quire.serving.process.child_process import ChildProcess
-from quire.serving.process.control import ControlMessage, EdgeGone, EngineStart, EngineUp, Fatal, Stop
+from quire.serving.process.control import ControlMessage, EdgeGone, EngineStart, EngineUp, Fatal, LoadProgress, Stop
 
 logger = logging.getLogger("quire.supervisor")
 
-MAX_LOAD_FAILURES = 2  # in a row; then the server gives up
-_BACK_OFF_SECONDS = 1.0  # after an engine that never came up
+MAX_FIRST_LOADS = 2  # failed loads in a row, before any engine has served; then the server gives up
+MAX_LOADS = 6  # failed loads in a row after an engine has served
 _DUMP_SECONDS = 0.5  # for a hung engine to write its stacks
 
 
 class EngineKeeper:
-    """One engine at a time, numbered by generation. `poll` is called often and never blocks for long.
+    """Keeps one engine at a time, numbered by generation. `poll` is called often and never blocks for long.
 
-    An engine that served is replaced at once; one that died while loading is tried once more, after a pause.
+    An engine that ended is replaced after a pause that grows while engines keep ending. An engine whose step, or whose
+    loading, makes no progress is killed: its threads' stacks are logged first.
     """
 
     def __init__(self, config: ServerConfig, directory: Path, module: str, *, on_down: Callable[[str], None]) -> None:
@@ -35,7 +37,11 @@ class EngineKeeper:
         self.started_at = 0.0
         self._asked_to_stop = False
         self._fatal: Fatal | None = None
-        self._load_failures = 0
+        self._has_served = False  # any engine
+        self._load_failures = 0  # in a row
+        self._backoff = Backoff(config.max_restart_delay)
+        self._up_at = 0.0
+        self._phase, self._progress_at = "start", 0.0  # of loading
         self._start_at: float | None = 0.0  # None: one runs
         self._reader: ProgressReader | None = None
         self._hung: str | None = None
@@ -53,8 +59,10 @@ class EngineKeeper:
     def obey(self, message: ControlMessage) -> None:
         """What the engine said of itself."""
         if isinstance(message, EngineUp):
-            self.up, self._load_failures = message, 0
+            self.up, self._up_at, self._has_served, self._load_failures = message, time.monotonic(), True, 0
             self._reader = ProgressReader(self._file("progress"))
+        elif isinstance(message, LoadProgress):
+            self._phase, self._progress_at = message.phase, time.monotonic()
         elif isinstance(message, Fatal):
             self._fatal = message
 
@@ -82,6 +90,7 @@ class EngineKeeper:
     def _start(self, now: float) -> None:
         self.generation += 1
         self.started_at, self._start_at = now, None
+        self._phase, self._progress_at = "start", now
         self.child = ChildProcess(self._module)
         address = f"ipc://{self._file('engine')}"
         self.child.send(EngineStart(self._config, self.generation, address, str(self._directory)))
@@ -92,12 +101,22 @@ class EngineKeeper:
             if now >= self._kill_at:
                 self.child.kill()
             return
-        stuck = self._reader.stuck_for() if self._reader is not None else 0.0
-        if stuck > self._config.step_timeout:
-            self._hung = f"a step took longer than {self._config.step_timeout:g} s"
+        self._hung = self._why_hung(now)
+        if self._hung is not None:
             logger.error("the engine hangs: %s; its stacks follow, then it is killed", self._hung)
             self.child.dump_stacks()
             self._kill_at = now + _DUMP_SECONDS
+
+    def _why_hung(self, now: float) -> str | None:
+        """Return why the engine counts as hung; None if it makes progress."""
+        if self.up is None:
+            if now - self._progress_at <= self._config.load_timeout:
+                return None
+            return f"loading made no progress for {self._config.load_timeout:g} s (in phase: {self._phase})"
+        limit = max(self._config.step_timeout, self.up.ready.step_seconds)
+        if self._reader is None or self._reader.stuck_for() <= limit:
+            return None
+        return f"a step took longer than {limit:g} s"
 
     def _bury(self) -> None:
         """The engine ended: take in its last words, tell the edges, decide about the next one."""
@@ -107,6 +126,7 @@ class EngineKeeper:
         ending = self.child.reap()
         reason = self._hung or (self._fatal.reason if self._fatal else f"the engine process {ending}")
         is_final = self._fatal is not None and not self._fatal.retry
+        served_seconds = 0.0 if self.up is None else time.monotonic() - self._up_at
         served, self.child, self.up = self.up is not None, None, None
         self._fatal, self._hung = None, None
         if self._reader is not None:
@@ -116,11 +136,13 @@ class EngineKeeper:
             self._file(kind).unlink(missing_ok=True)
         if self._asked_to_stop:
             return
-        logger.error("engine %d ended: %s", self.generation, reason)
         self._load_failures = 0 if served else self._load_failures + 1
-        if not served and (is_final or self._load_failures >= MAX_LOAD_FAILURES):
-            self.failure = reason
-        self._start_at = time.monotonic() + (0.0 if served else _BACK_OFF_SECONDS)
+        if not served and (is_final or self._load_failures >= (MAX_LOADS if self._has_served else MAX_FIRST_LOADS)):
+            self.failure = reason  # the server ends, and says why
+        else:
+            delay = self._backoff.next_delay(served_seconds)
+            self._start_at = time.monotonic() + delay
+            logger.error("engine %d ended: %s; another one starts in %g s", self.generation, reason, delay)
         self._on_down(reason)
 
     def _file(self, kind: str) -> Path:

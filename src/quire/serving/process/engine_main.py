@@ -7,18 +7,19 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from quire.config.engine import EngineConfig
+from quire.config.model import ModelConfig
 from quire.engine.core import EngineCore
 from quire.engine.decoding.vocabulary import Vocabulary
 from quire.engine.process import EngineLoop
 from quire.engine.progress import ProgressRecord
 from quire.engine.transport import EngineSocket
 from quire.observability.logging import set_up_logging
-from quire.serving.process.child import EXIT_ENGINE_DEAD, EXIT_FAILED, enter_child, leave_orphaned
+from quire.serving.process.child import EXIT_ENGINE_DEAD, EXIT_FAILED, ProgressReports, enter_child, leave_orphaned
 from quire.serving.process.control import (
     ControlChannel,
     EdgeGone,
@@ -26,7 +27,6 @@ from quire.serving.process.control import (
     EngineStart,
     EngineUp,
     Fatal,
-    LoadProgress,
     Stop,
 )
 from quire.serving.process.link import EngineReady
@@ -34,7 +34,7 @@ from quire.types.errors import ConfigError, EngineDead, ModelLoadError
 
 logger = logging.getLogger("quire.engine")
 
-_PROGRESS_SECONDS = 0.1  # between two reports of the same phase
+_SLOW_CPU_FLOPS = 1e10  # operations a second of one thread of a slow CPU
 
 Report = Callable[[str, int, int], None]
 Load = Callable[[EngineStart, Report], tuple[EngineCore, EngineReady]]
@@ -50,19 +50,24 @@ def run_engine(arguments: list[str], load: Load) -> int:
     set_up_logging(start.config.log_level, start.config.log_format, "engine")
     control = _Control(channel)
     try:
-        core, ready = load(start, _Reporter(channel))
+        core, ready = load(start, ProgressReports(channel))
         socket = EngineSocket(start.address)
-        record = ProgressRecord(Path(start.directory) / f"progress-{start.generation}")
+        progress = Path(start.directory) / f"progress-{start.generation}"
+        record = ProgressRecord(progress)
         loop = EngineLoop(core, socket, record, on_stuck=control.report_stuck)
+        if "torch" in sys.modules:  # not in tests, whose engines have no model
+            from quire.runtime.accelerator import report_compilations
+
+            report_compilations(record.extend_step)  # a step that compiles kernels takes long and makes progress
     except (ConfigError, ModelLoadError) as error:
         return _fail(channel, str(error), EXIT_FAILED, retry=start.generation > 1)
     except Exception as error:
-        logger.exception("loading failed")
+        logger.debug("loading failed", exc_info=True)
         return _fail(channel, f"loading failed: {error!r}", EXIT_FAILED, retry=True)
     gc.collect()
     gc.freeze()
     control.watch(loop)
-    channel.send(EngineUp(ready, start.address))
+    channel.send(EngineUp(ready, start.address, str(progress)))
     return _serve(loop, channel)
 
 
@@ -98,8 +103,18 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore, EngineR
         policy=config.scheduler.policy,
         eos_ids=tuple(planned.model.eos_ids),
         ageing=config.scheduler.policy_settings.ageing,
+        step_seconds=longest_step(config, planned.model),
     )
     return core, ready
+
+
+def longest_step(config: EngineConfig, model: ModelConfig) -> float:
+    """Estimate the seconds that a step with the most tokens takes on a slow CPU. 0 on a GPU, where every step is
+    short."""
+    if config.device.device != "cpu":
+        return 0.0
+    operations = 2.0 * model.num_parameters * config.scheduler.max_num_batched_tokens
+    return operations / (_SLOW_CPU_FLOPS * (config.device.threads or len(os.sched_getaffinity(0))))
 
 
 class _Control:
@@ -128,21 +143,6 @@ class _Control:
         leave_orphaned()
 
 
-class _Reporter:
-    """Loading progress for the supervisor, a few times a second."""
-
-    def __init__(self, channel: ControlChannel) -> None:
-        self._channel = channel
-        self._phase, self._sent_at = "", 0.0
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if what == self._phase and done < total and now - self._sent_at < _PROGRESS_SECONDS:
-            return
-        self._phase, self._sent_at = what, now
-        self._channel.send(LoadProgress(what, min(1.0, done / total) if total else 1.0))
-
-
 def _serve(loop: EngineLoop, channel: ControlChannel) -> int:
     try:
         loop.run()
@@ -158,8 +158,7 @@ def _serve(loop: EngineLoop, channel: ControlChannel) -> int:
 
 def _fail(channel: ControlChannel, reason: str, code: int, *, retry: bool) -> int:
     line = " ".join(reason.split())
-    channel.send(Fatal(line, retry))
-    logger.error("%s", line)
+    channel.send(Fatal(line, retry))  # the supervisor says it, once for the whole server
     return code
 
 

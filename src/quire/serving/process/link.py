@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.config.policy import DEFAULT_AGEING
+from quire.engine.progress import Backlog
 from quire.types.errors import InvalidRequest
 from quire.types.output import TokensOut
 from quire.types.prefix import PinnedPrefix
@@ -28,6 +29,7 @@ class EngineReady:
     policy: str
     eos_ids: tuple[int, ...]
     ageing: float = DEFAULT_AGEING  # of the priority policy, in seconds
+    step_seconds: float = 0.0  # a pessimistic estimate of the longest step; 0: none
 
 
 class EngineListener(Protocol):
@@ -55,6 +57,10 @@ class EngineLink(Protocol):
         """Send a request; the answer is `accepted` or `refused`. While no engine is up it is lost: see engine_down."""
 
     def abort(self, abort: Abort) -> None: ...
+
+    def backlog(self) -> Backlog | None:
+        """Return what the engine could not run at the end of its last step. None: no engine is up, or it made no step
+        yet."""
 
     async def stats(self) -> EngineStats:
         """Raises EngineDead when the engine is down or does not answer within seconds."""

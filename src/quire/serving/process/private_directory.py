@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from quire.types.errors import ConfigError
+
 _PREFIX = "quire-serve-"
 _LONGEST_HOME = 80  # characters; the address of a socket has room for about a hundred
 
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """A new folder that only this user can enter, gone afterwards. Those of servers that were killed go now.
+    """A new folder that only this user can enter, gone afterwards. Those of servers that were killed go now. Raises
+    ConfigError where none can be made.
 
     It is locked while it is in use; a lock ends with its process, however that ended.
     """
@@ -36,7 +39,11 @@ def private_directory() -> Iterator[Path]:
 
 def _make(home: Path) -> tuple[Path, int]:
     while True:
-        made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=home))
+        try:
+            made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=home))
+        except OSError as error:
+            reason = f"no folder can be made in {home}: {error.strerror or error}"
+            raise ConfigError("TMPDIR", reason, "set it to a folder that this user can write") from None
         lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         if made.exists():  # else another server took it for abandoned before it was locked

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import zmq
@@ -31,6 +32,7 @@ from quire.engine.messages import (
     Unpinned,
     encode,
 )
+from quire.engine.progress import Backlog, ProgressReader
 from quire.engine.transport import EdgeSocket
 from quire.serving.process.child import leave_orphaned
 from quire.serving.process.control import ControlChannel, ControlMessage, EngineDown, EngineUp
@@ -82,6 +84,7 @@ class RemoteLink:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._engine: EdgeSocket | None = None  # the thread's own
+        self._progress: ProgressReader | None = None  # of the engine that is up
         self._reason = "the engine is loading"
         self._lock = threading.Lock()
         self._outbox: deque[_Outgoing] = deque()
@@ -109,6 +112,10 @@ class RemoteLink:
 
     def abort(self, abort: Abort) -> None:
         self._post(_Outgoing(encode(abort)))
+
+    def backlog(self) -> Backlog | None:
+        progress = self._progress
+        return None if progress is None else progress.backlog()
 
     async def stats(self) -> EngineStats:
         return await self._ask(lambda number: Ask(number, "stats"), EngineStats)
@@ -221,6 +228,7 @@ class RemoteLink:
                 self._hang_up(flush=False)
                 self._engine = EdgeSocket(self._context, self._edge, message.address)
                 self._poller.register(self._engine.pollable, zmq.POLLIN)
+                self._progress = _open_progress(message.progress)
                 listener.engine_up(message.ready)
             elif isinstance(message, EngineDown):
                 self._lose(listener, message.reason)
@@ -261,7 +269,7 @@ class RemoteLink:
         if self._engine is not None:
             self._poller.unregister(self._engine.pollable)
             self._engine.close(flush=flush)
-            self._engine = None
+            self._engine = self._progress = None
 
     def _answer(self, number: int, answer: object) -> None:
         with self._lock:
@@ -278,3 +286,10 @@ class RemoteLink:
     def _fail_questions(self) -> None:
         for number in list(self._questions):
             self._fail_question(number)
+
+
+def _open_progress(path: str) -> ProgressReader | None:
+    try:
+        return ProgressReader(Path(path)) if path else None
+    except OSError:
+        return None  # the engine has ended already

@@ -9,16 +9,14 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.config.keys import KeySources
 from quire.config.server import ServerConfig
-from quire.config.speculation import read_speculation
 from quire.observability.logging import set_up_logging
-from quire.runtime.loading.resolve import resolve_model
 from quire.serving.process.announcing import Announcer
 from quire.serving.process.child_process import ChildProcess
 from quire.serving.process.control import (
@@ -34,7 +32,9 @@ from quire.serving.process.control import (
 )
 from quire.serving.process.edge_keeper import EdgeKeeper
 from quire.serving.process.engine_keeper import EngineKeeper
+from quire.serving.process.fetch_keeper import FetchKeeper
 from quire.serving.process.listeners import Listeners, open_listeners
+from quire.serving.process.model_files import check_folders, check_model, find_local_files
 from quire.serving.process.private_directory import private_directory
 from quire.serving.process.tls import make_context
 from quire.types.errors import ConfigError, QuireError
@@ -52,10 +52,12 @@ class ServerFailed(QuireError):
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The modules that the processes run."""
+    """The modules that the processes run, and the check of a model's files before any of them starts."""
 
     engine: str = "quire.serving.process.engine_main"
     edge: str = "quire.serving.edge_main"
+    fetch: str = "quire.serving.process.fetch_main"
+    check_model: Callable[[ServerConfig], None] = check_model
 
 
 class Supervisor:
@@ -83,40 +85,55 @@ class Supervisor:
         self._has_terminal = os.isatty(0)
         self._stop_engine_at: float | None = None
         self._signals: list[int] = []
+        self._fetch: FetchKeeper | None = None
 
     def run(self) -> int:
         """Serve. Returns the exit code: 0 after a drain, 128 + the signal's number when it was forced.
 
-        Raises ConfigError before anything is started, ServerFailed when the server cannot go on.
+        Raises ConfigError or ModelLoadError before anything is started, ServerFailed when the server cannot go on.
         """
         set_up_logging(self._config.log_level, self._config.log_format, "supervisor")
         _check(self._config)
         with ExitStack() as stack:
             self._listeners = listeners = stack.enter_context(open_listeners(self._config))
-            self._config = self._resolve(listeners.port)
-            with private_directory() as directory, _signals(self._signals) as wake:
+            self._config = replace(self._config, port=listeners.port)
+            found = self._find_files()
+            with private_directory() as directory, _signals(self._signals) as wake, ExitStack() as children:
+                if found is None:
+                    self._fetch = FetchKeeper(self._config, self._programs.fetch, listeners)
+                    children.callback(self._fetch.stop)
+                    found = self._fetch_files(self._fetch, wake)
+                if found is None:
+                    return 0  # a signal came before the files
+                self._config = found
                 self._key_file = self._write_key(directory)
                 self._make_keepers(directory, listeners)
-                try:
-                    return self._supervise(wake)
-                finally:
-                    self._edges.kill()
-                    self._engine.kill()
+                children.callback(self._engine.kill)
+                children.callback(self._edges.kill)
+                return self._supervise(wake)
 
     # ------------------------------------------------------------------------------------------------- starting
-    def _resolve(self, port: int) -> ServerConfig:
-        """The configuration with the model's files in place of its name, downloaded if they have to be."""
-        source, show = self._config.source, self._announcer.progress
-        files = resolve_model(source.model, progress=show)
-        tokenizer = None if source.tokenizer is None else str(resolve_model(source.tokenizer, progress=show).path)
-        engine, speculation = self._config.engine, read_speculation(self._config.engine.speculative_config)
-        if speculation is not None and speculation.model is not None:
-            draft = {"model": str(resolve_model(speculation.model, progress=show).path.absolute())}
-            engine = replace(engine, speculative_config={**(engine.speculative_config or {}), **draft})
+    def _find_files(self) -> ServerConfig | None:
+        """Return the configuration with the paths of the models' files; None if they must be downloaded first."""
+        check_folders(self._config)
+        found = find_local_files(self._config, self._announcer.progress)
         self._announcer.end_progress()
-        names = source.served_names or (files.name,)
-        found = replace(source, model=str(files.path.absolute()), tokenizer=tokenizer, served_names=names)
-        return replace(self._config, source=found, engine=engine, port=port)
+        if found is not None:
+            self._programs.check_model(found)
+        return found
+
+    def _fetch_files(self, fetch: FetchKeeper, wake: socket.socket) -> ServerConfig | None:
+        def wait(child: ChildProcess) -> bool:
+            _wait_for([child], wake, _TICK_SECONDS)
+            return not {signal.SIGTERM, signal.SIGINT} & set(self._signals)
+
+        try:
+            found = fetch.run(wait, self._announcer.progress)
+        finally:
+            self._announcer.end_progress()
+        if found is not None:
+            self._programs.check_model(found)
+        return found
 
     def _make_keepers(self, directory: Path, listeners: Listeners) -> None:
         programs = self._programs
@@ -156,6 +173,8 @@ class Supervisor:
             if failure is not None and not self._draining:
                 self._announcer.end_progress()
                 raise ServerFailed(failure)
+            if self._fetch is not None and self._edges.all_ready:
+                self._fetch.stop()
             code = self._heed_signals(now)
             if code is not None or self._has_stopped(now):
                 return code or 0
@@ -165,19 +184,10 @@ class Supervisor:
     def _listen(self, wake: socket.socket) -> None:
         """Wait for a word, an end or a signal, at most until the next look at the engine's progress."""
         children = [*self._edges.children(), *([self._engine.child] if self._engine.child is not None else [])]
-        with selectors.DefaultSelector() as selector:
-            selector.register(wake, selectors.EVENT_READ)
-            for child in children:
-                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.has_unsent else 0)
-                selector.register(child, events, child)
-            ready = selector.select(min(_TICK_SECONDS, self._config.step_timeout / 4))
-        for key, _ in ready:
-            if key.data is None:
-                wake.recv(4_096)
-                continue
-            key.data.flush()
-            for message in key.data.receive():
-                self._obey(key.data, message)
+        for child in _wait_for(children, wake, min(_TICK_SECONDS, self._config.step_timeout / 4)):
+            child.flush()
+            for message in child.receive():
+                self._obey(child, message)
 
     def _obey(self, child: ChildProcess, message: ControlMessage) -> None:
         if child is not self._engine.child:
@@ -268,10 +278,27 @@ class Supervisor:
 def _check(config: ServerConfig) -> None:
     if config.api_workers < 1:
         raise ConfigError("api_workers", f"must be at least 1, got {config.api_workers}", "raise it")
-    if not 0 < config.step_timeout < math.inf:
-        raise ConfigError("step_timeout", f"must be above 0 s, got {config.step_timeout}", "30 suits most models")
+    for name in ("step_timeout", "load_timeout", "edge_timeout"):
+        seconds: float = getattr(config, name)
+        if not 0 < seconds < math.inf:
+            raise ConfigError(name, f"must be above 0 s, got {seconds:g}", "leave it out")
+    if not 0 <= config.max_restart_delay < math.inf:
+        raise ConfigError("max_restart_delay", f"must be at least 0 s, got {config.max_restart_delay:g}", "30 is usual")
     if not 0 <= config.drain_seconds < math.inf:
         raise ConfigError("drain_seconds", f"must be at least 0 s, got {config.drain_seconds}", "30 suits most loads")
+
+
+def _wait_for(children: Iterable[ChildProcess], wake: socket.socket, seconds: float) -> list[ChildProcess]:
+    """Wait for a message, an end or a signal, at most for some seconds. Returns the children to read from."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(wake, selectors.EVENT_READ)
+        for child in children:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.has_unsent else 0)
+            selector.register(child, events, child)
+        ready = selector.select(seconds)
+    if any(key.data is None for key, _ in ready):
+        wake.recv(4_096)
+    return [key.data for key, _ in ready if key.data is not None]
 
 
 @contextmanager

@@ -1,0 +1,66 @@
+"""What a server needs on disk: the files of its models, and folders that it may write. Checked before it starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from quire.config.environment import read_environment
+from quire.config.server import ServerConfig
+from quire.config.speculation import read_speculation
+from quire.runtime.loading.files import files_at
+from quire.runtime.loading.model_config import read_model_config
+from quire.runtime.loading.progress import Progress, silent
+from quire.runtime.loading.resolve import resolve_model
+from quire.runtime.tiers.folder import PrivateFolder
+from quire.types.errors import ConfigError, ModelLoadError
+
+
+def with_local_files(config: ServerConfig, *, offline: bool, progress: Progress = silent) -> ServerConfig:
+    """Return the configuration with paths in place of the names of models. Downloads what is not here, unless
+    `offline`. Raises ConfigError for a name that means nothing, ModelLoadError for files that cannot be had."""
+    source = config.source
+    files = resolve_model(source.model, offline=offline, progress=progress)
+    tokenizer = source.tokenizer and str(resolve_model(source.tokenizer, offline=offline, progress=progress).path)
+    engine, speculation = config.engine, read_speculation(config.engine.speculative_config)
+    if speculation is not None and speculation.model is not None:
+        draft = resolve_model(speculation.model, offline=offline, progress=progress).path.absolute()
+        engine = replace(engine, speculative_config={**(engine.speculative_config or {}), "model": str(draft)})
+    names = source.served_names or (files.name,)
+    found = replace(source, model=str(files.path.absolute()), tokenizer=tokenizer, served_names=names)
+    return replace(config, source=found, engine=engine)
+
+
+def find_local_files(config: ServerConfig, progress: Progress = silent) -> ServerConfig | None:
+    """Return the configuration with the paths of models that are all on this machine; None if some must be downloaded.
+
+    Raises ConfigError or ModelLoadError for what no download could mend.
+    """
+    try:
+        return with_local_files(config, offline=True, progress=progress)
+    except ModelLoadError:
+        speculation = read_speculation(config.engine.speculative_config)
+        names = (config.source.model, config.source.tokenizer, None if speculation is None else speculation.model)
+        if read_environment().offline or all(name is None or Path(name).expanduser().exists() for name in names):
+            raise
+        return None
+
+
+def check_model(config: ServerConfig) -> None:
+    """Read the shape of the models whose files are here. Raises ConfigError or ModelLoadError for what cannot be
+    served."""
+    read_model_config(files_at(Path(config.source.model)))
+    speculation = read_speculation(config.engine.speculative_config)
+    if speculation is not None and speculation.model is not None:
+        read_model_config(files_at(Path(speculation.model)))
+
+
+def check_folders(config: ServerConfig) -> None:
+    """Raise ConfigError if the folder of the disk tier or of the recording cannot be written."""
+    path, record = config.engine.disk_cache_path, config.engine.record
+    if path is not None:
+        PrivateFolder(str(Path(path).expanduser())).close()
+    if record is not None and not os.access(Path(record).absolute().parent, os.W_OK | os.X_OK):
+        reason = f"the folder {str(Path(record).absolute().parent)!r} is not there or cannot be written"
+        raise ConfigError("record", reason, "name a file in a folder that this user can write")
