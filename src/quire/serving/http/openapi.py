@@ -87,12 +87,12 @@ def _operation(endpoint: Endpoint, limits: Limits, *, strict: bool) -> Schema:
     body = {"type": "string"} if endpoint.response is None else ref(endpoint.response)
     content: dict[str, Any] = {endpoint.content_type: {"schema": body}}
     if endpoint.event is not None:
-        content["text/event-stream"] = {"schema": _event(endpoint.event)}
+        content[endpoint.stream_type] = {"schema": _event(endpoint, endpoint.event)}
     found: Schema = {"summary": endpoint.summary, "operationId": endpoint.name, "parameters": _parameters(endpoint)}
     if endpoint.fields:
         request = {"application/json": {"schema": request_schema(endpoint, limits, strict=strict)}}
         found["requestBody"] = {"required": True, "content": request}
-    errors = _errors(_ERRORS if endpoint.method == "POST" else _GET_ERRORS)
+    errors = _errors(endpoint, _ERRORS if endpoint.method == "POST" else _GET_ERRORS)
     return {**found, "responses": {"200": {"description": endpoint.summary, "content": content}, **errors}}
 
 
@@ -112,11 +112,16 @@ def _parameters(endpoint: Endpoint) -> list[Schema]:
     return found
 
 
-def _event(chunk: str) -> Schema:
-    """One event of a stream, as a client's reader hands it over: comments are no events."""
-    inside = {"anyOf": [ref(chunk), ref("Error")]}
-    data = {"anyOf": [{"const": "[DONE]"}, {"contentMediaType": "application/json", "contentSchema": inside}]}
-    text = f"One event. Its data is a {chunk}; in a broken stream an Error comes last; `[DONE]` ends either."
+def _event(endpoint: Endpoint, chunk: str) -> Schema:
+    """One event of a stream, as a client's reader hands it over: comments are no events. Or one line of JSON."""
+    inside: Schema = {"anyOf": [ref(chunk), ref(endpoint.error)]}
+    ending = f"in a broken stream a {endpoint.error} comes last"
+    if endpoint.stream_type != "text/event-stream":
+        return {**inside, "description": f"One line, a {chunk}; {ending}."}
+    data: Schema = {"contentMediaType": "application/json", "contentSchema": inside}
+    if endpoint.ends_with_done:
+        data, ending = {"anyOf": [{"const": "[DONE]"}, data]}, f"{ending}; `[DONE]` ends either"
+    text = f"One event. Its data is a {chunk}; {ending}."
     return {**record({"data": {"type": "string", **data}}, is_open=True), "description": text}
 
 
@@ -124,6 +129,8 @@ def _flag(place: str, name: str, doc: str) -> Schema:
     return {"name": name, "in": place, "description": doc, "schema": {"enum": list(FLAG_WORDS)}}
 
 
-def _errors(codes: Any) -> dict[str, Any]:
-    content = {"application/json": {"schema": ref("Error")}}
+def _errors(endpoint: Endpoint, codes: Any) -> dict[str, Any]:
+    """Error responses. What is refused before it reaches its endpoint is always an Error."""
+    schema = ref("Error") if endpoint.error == "Error" else {"anyOf": [ref(endpoint.error), ref("Error")]}
+    content = {"application/json": {"schema": schema}}
     return {code: {"description": _ERRORS[code], "content": content} for code in codes}

@@ -27,6 +27,8 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "fork": {"request_id": "x"},
     "tokenize": {"prompt": "x"},
     "detokenize": {"tokens": [1]},
+    "messages": {"messages": [{"role": "user", "content": "x"}]},
+    "count_tokens": {"messages": [{"role": "user", "content": "x"}]},
 }
 
 

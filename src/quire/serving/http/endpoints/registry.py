@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.serving.http.endpoint import Endpoint
+from quire.serving.http.endpoints.anthropic import ANTHROPIC
 from quire.serving.http.endpoints.chat import CHAT
 from quire.serving.http.endpoints.completions import COMPLETIONS
 from quire.serving.http.endpoints.documents import document_pages
@@ -16,6 +17,7 @@ _DESCRIBED: tuple[Endpoint, ...] = (
     FORK,
     TOKENIZE,
     DETOKENIZE,
+    *ANTHROPIC,
     *PAGES,
 )
 ENDPOINTS: tuple[Endpoint, ...] = (*_DESCRIBED, *document_pages(_DESCRIBED))

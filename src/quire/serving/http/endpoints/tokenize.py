@@ -39,7 +39,7 @@ class TextHandler:
         service = self._service
         service.engine()
         strict = exchange.is_asked("strict") or service.config.strict
-        query = exchange.check_query("strict", strict=strict)
+        query = exchange.check_query("strict", *self._endpoint.query, strict=strict)
         with service.metered() as meter:
             body = await exchange.read_body(service.limits, meter.add)
             answer, warnings = await service.in_thread_for(len(body), self._answer, body, strict)

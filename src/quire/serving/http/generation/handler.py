@@ -99,7 +99,7 @@ class GenerationHandler:
             explain=exchange.is_asked("explain"),
             strict=strict,
             received_at=received_at,
-            warnings=exchange.check_query("explain", "strict", strict=strict),
+            warnings=exchange.check_query("explain", "strict", *self._endpoint.query, strict=strict),
             shares_cache=service.config.access.shares_cache,
         )
         with service.metered() as meter:

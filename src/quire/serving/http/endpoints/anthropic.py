@@ -1,0 +1,162 @@
+"""Anthropic's messages: an answer to a conversation in content blocks, and how many tokens a conversation has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.serving.http.endpoints.anthropic_format import SCHEMAS, MessageFormat, write_error
+from quire.serving.http.endpoints.anthropic_request import (
+    AnthropicMessages,
+    AnthropicToolChoice,
+    AnthropicTools,
+    JsonFormat,
+    SystemPrompt,
+)
+from quire.serving.http.endpoints.tokenize import TextEndpoint
+from quire.serving.http.fields import MODEL, NAMES, Field, not_supported
+from quire.serving.http.generation.conversation import render_messages
+from quire.serving.http.generation.handler import GenerationEndpoint
+from quire.serving.http.generation.settings import GenerationSettings, Parameters
+from quire.serving.http.request_head import RequestHead
+from quire.serving.http.service import Service
+from quire.serving.http.validators.values import Flag, Number, OneOf, Options, Text, Texts, Validator, Whole
+from quire.types.errors import InvalidRequest
+
+_THINKING: dict[str, Validator] = {
+    "type": OneOf(("enabled", "adaptive", "disabled")),
+    "budget_tokens": Whole(1, "max_tokens"),
+    "display": OneOf(("summarized", "omitted")),
+}
+_OUTPUT: dict[str, Validator] = {"effort": OneOf(("low", "medium", "high", "xhigh", "max")), "format": JsonFormat()}
+_CACHE: dict[str, Validator] = {"type": OneOf(("ephemeral",)), "ttl": OneOf(("5m", "1h"))}
+_SWITCHES = ("enable_thinking", "thinking")  # the variables by which chat templates turn reasoning on and off
+
+_CONVERSATION = (
+    MODEL,
+    Field("messages", AnthropicMessages(),
+          "The conversation. `content` is text or a list of blocks: text, tool_use, tool_result, thinking. An "
+          "assistant message at the end is continued.", is_required=True),
+    Field("system", SystemPrompt(), "The system prompt: text, or a list of text blocks."),
+    Field("tools", AnthropicTools(), "Tools that the model may call: names, JSON schemas of their input."),
+    Field("tool_choice", AnthropicToolChoice(),
+          "Of type `auto`: the model decides; `any`: it must call one; `tool`: the one with this `name`; `none`. "
+          "`disable_parallel_tool_use`: one call at most."),
+    Field("thinking", Options(_THINKING),
+          "Of type `enabled` or `adaptive`: the model may reason, and its reasoning comes in `thinking` blocks; "
+          "default `disabled`. `budget_tokens` has no effect: reasoning ends by itself."),
+    Field("output_config", Options(_OUTPUT),
+          "`format`: the JSON schema that the answer follows; `effort`: passed to chat templates that read "
+          "`reasoning_effort`."),
+    Field("output_format", JsonFormat(), "The older name of `output_config.format`."),
+    Field("cache_control", Options(_CACHE), "Every prompt is cached.", support="no effect"),
+    not_supported("mcp_servers", "Tools that the server calls.", []),
+    not_supported("context_management", "Editing the conversation."),
+    not_supported("container", "Running code."),
+)  # fmt: skip
+_FIELDS = (
+    *_CONVERSATION,
+    Field("max_tokens", Whole(1, "max_tokens"),
+          "At most this many new tokens; default: what is left of max_model_len."),
+    Field("stop_sequences", Texts("stop_strings", "stop_characters"), "The answer ends before the first of these."),
+    Field("temperature", Number(0.0, 100.0), "0 is greedy; higher is more random.", 1.0),
+    Field("top_p", Number(0.0, 1.0, is_open=True),
+          "Sample among the likeliest tokens that hold this much probability.", 1.0),
+    Field("top_k", Whole(-1, 2**31 - 1), "Sample among this many likeliest tokens; 0 or -1: all.", 0),
+    Field("stream", Flag(), "Answer as server-sent events.", False),
+    *NAMES,
+    Field("metadata", Options({"user_id": Text("label")}), "Who asked.", support="no effect"),
+    Field("service_tier", OneOf(("auto", "standard_only")), "There is one tier.", support="no effect"),
+    Field("inference_geo", Text("label"), "There is one place.", support="no effect"),
+    not_supported("speed", "A faster model.", "standard"),
+)  # fmt: skip
+
+
+def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
+    return chat_parameters(service, given)
+
+
+def chat_parameters(service: Service, given: Parameters) -> Parameters:
+    """The parameters of `/v1/chat/completions` that ask for the same."""
+    made = {name: value for name, value in given.items() if name not in _OWN}
+    system = [{"role": "system", "content": given["system"]}] if given.get("system") else []
+    made["messages"] = [*system, *given["messages"]]
+    if made["messages"][-1]["role"] == "assistant":
+        made |= {"add_generation_prompt": False, "continue_final_message": True}
+    if given.get("stop_sequences"):
+        made["stop"] = given["stop_sequences"]
+    made |= _tool_use(given)
+    made |= _reasoning(service, given)
+    formats = [given.get("output_config", {}).get("format"), given.get("output_format")]
+    for structure in [one for one in formats if one is not None]:
+        made["structured_outputs"] = structure
+    return made
+
+
+def _tool_use(given: Parameters) -> Parameters:
+    choice = given.get("tool_choice", {})
+    named = choice.get("tool_choice")
+    if isinstance(named, dict):
+        names = [tool["function"]["name"] for tool in given.get("tools", ())]
+        if named["function"]["name"] not in names:
+            known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            reason = f"{named['function']['name']} is none of tools"
+            raise InvalidRequest("tool_choice.name", reason, f"choose one of {known}" if names else "send tools")
+    return dict(choice)
+
+
+def _reasoning(service: Service, given: Parameters) -> Parameters:
+    """Whether the model reasons and shows it, as far as its chat template can be told."""
+    thinking = given.get("thinking", {"type": "disabled"})
+    if "type" not in thinking:
+        raise InvalidRequest("thinking.type", "is missing", "send enabled, adaptive or disabled")
+    is_on = thinking["type"] != "disabled"
+    read = service.texts.template.variables
+    switches = {name: is_on for name in _SWITCHES if name in read}
+    effort = given.get("output_config", {}).get("effort")
+    wanted = {"reasoning_effort": effort} if effort is not None and "reasoning_effort" in read else {}
+    shown = is_on and thinking.get("display") != "omitted"
+    return {"include_reasoning": shown, **wanted, **({"chat_template_kwargs": switches} if switches else {})}
+
+
+_OWN = ("system", "stop_sequences", "tool_choice", "thinking", "output_config", "output_format")
+
+
+def count_tokens(service: Service, given: dict[str, Any]) -> dict[str, Any]:
+    made = chat_parameters(service, given)
+    tools = () if made.get("tool_choice") == "none" else made.get("tools", ())
+    text = render_messages(service, made, tools)
+    return {"input_tokens": len(service.texts.tokenizer.encode(text, add_special_tokens=False))}
+
+
+MESSAGES = GenerationEndpoint(
+    name="messages",
+    paths=("/v1/messages",),
+    summary="Answer a conversation, by Anthropic's API",
+    fields=_FIELDS,
+    response="MessageAnswer",
+    event="MessageEvent",
+    error="MessageError",
+    query=("beta",),
+    ends_with_done=False,
+    schemas=SCHEMAS,
+    write_error=write_error,
+    generation=GenerationSettings(
+        id_prefix="msg",
+        prompt_field="messages",
+        make_format=MessageFormat,
+        translate=translate,
+        own_names={"stop": "stop_sequences", "structured_outputs": "output_config.format"},
+    ),
+)
+COUNT_TOKENS = TextEndpoint(
+    name="count_tokens",
+    paths=("/v1/messages/count_tokens",),
+    summary="How many tokens a conversation has, by Anthropic's API",
+    fields=_CONVERSATION,
+    response="MessageTokens",
+    error="MessageError",
+    query=("beta",),
+    write_error=write_error,
+    work=count_tokens,
+)
+ANTHROPIC = (MESSAGES, COUNT_TOKENS)
