@@ -201,6 +201,14 @@ class Service:
             return asked
         if not asked or asked == "default":
             return self.names[0]
+        return self._untagged_name(asked)
+
+    def _untagged_name(self, asked: str) -> str:
+        """The served name that is the same but for the tag `:latest`, which Ollama's clients add to names without
+        one."""
+        for name in self.names:
+            if name.removesuffix(":latest") == asked.removesuffix(":latest"):
+                return name
         raise model_not_found(asked, self.names)
 
     async def in_thread(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

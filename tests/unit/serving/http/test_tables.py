@@ -29,6 +29,10 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "detokenize": {"tokens": [1]},
     "messages": {"messages": [{"role": "user", "content": "x"}]},
     "count_tokens": {"messages": [{"role": "user", "content": "x"}]},
+    "ollama_chat": {"messages": [{"role": "user", "content": "x"}]},
+    "ollama_generate": {"prompt": "x"},
+    "ollama_show": {"model": "x"},
+    "ollama_pull": {"model": "x"},
 }
 
 

@@ -29,6 +29,7 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     500: "api_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 INVALID_JSON = "INVALID_JSON"  # the member that holds arguments that are no JSON object, as Anthropic's guide has it

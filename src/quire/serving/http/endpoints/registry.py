@@ -8,6 +8,7 @@ from quire.serving.http.endpoints.chat import CHAT
 from quire.serving.http.endpoints.completions import COMPLETIONS
 from quire.serving.http.endpoints.documents import document_pages
 from quire.serving.http.endpoints.fork import FORK
+from quire.serving.http.endpoints.ollama import OLLAMA, ROOT
 from quire.serving.http.endpoints.pages import PAGES
 from quire.serving.http.endpoints.tokenize import DETOKENIZE, TOKENIZE
 
@@ -18,7 +19,8 @@ _DESCRIBED: tuple[Endpoint, ...] = (
     TOKENIZE,
     DETOKENIZE,
     *ANTHROPIC,
+    *OLLAMA,
     *PAGES,
 )
-ENDPOINTS: tuple[Endpoint, ...] = (*_DESCRIBED, *document_pages(_DESCRIBED))
+ENDPOINTS: tuple[Endpoint, ...] = (*_DESCRIBED, *document_pages(_DESCRIBED), ROOT)
 BY_NAME: dict[str, Endpoint] = {endpoint.name: endpoint for endpoint in ENDPOINTS}

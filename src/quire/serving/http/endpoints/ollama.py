@@ -1,0 +1,181 @@
+"""Ollama's API: chats and prompts, streamed as lines of JSON, and pages about the model that is served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from quire.serving.http.endpoint import Endpoint, PlainEndpoint
+from quire.serving.http.endpoints.ollama_format import SCHEMAS, OllamaFormat, loaded, write_error
+from quire.serving.http.endpoints.ollama_model import MODEL_SCHEMAS, ModelCard
+from quire.serving.http.endpoints.ollama_request import (
+    CHAT_FIELDS,
+    GENERATE_FIELDS,
+    OWN_NAMES,
+    NothingToGenerate,
+    chat_parameters,
+    generate_parameters,
+)
+from quire.serving.http.endpoints.tokenize import TextEndpoint
+from quire.serving.http.exchange import Exchange, Handler
+from quire.serving.http.fields import MODEL, Field
+from quire.serving.http.generation.handler import GenerationEndpoint, GenerationHandler
+from quire.serving.http.generation.settings import GenerationSettings
+from quire.serving.http.service import Service
+from quire.serving.http.validators.values import Flag, Text
+
+API_VERSION = "0.12.6"  # the version of Ollama whose API this is; clients ask for it before they use newer parts
+_STREAM = "application/x-ndjson"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OllamaEndpoint(GenerationEndpoint):
+    """An endpoint that generates, and replies to requests without a prompt that the model is loaded."""
+
+    is_chat: bool
+
+    def make_handler(self, service: Service) -> Handler:
+        return OllamaHandler(service, self, is_chat=self.is_chat)
+
+
+class OllamaHandler(GenerationHandler):
+    def __init__(self, service: Service, endpoint: GenerationEndpoint, *, is_chat: bool) -> None:
+        super().__init__(service, endpoint)
+        self._is_chat = is_chat
+
+    async def __call__(self, exchange: Exchange) -> None:
+        try:
+            await super().__call__(exchange)
+        except NothingToGenerate as nothing:
+            await exchange.reply(200, loaded(nothing.model, is_chat=self._is_chat))
+
+
+CHAT = OllamaEndpoint(
+    name="ollama_chat",
+    paths=("/api/chat",),
+    summary="Answer a conversation, by Ollama's API",
+    fields=CHAT_FIELDS,
+    response="OllamaChat",
+    event="OllamaChat",
+    error="OllamaError",
+    stream_type=_STREAM,
+    schemas=SCHEMAS,
+    write_error=write_error,
+    is_chat=True,
+    generation=GenerationSettings(
+        id_prefix="chat",
+        prompt_field="messages",
+        make_format=partial(OllamaFormat, is_chat=True),
+        translate=chat_parameters,
+        own_names=OWN_NAMES,
+    ),
+)
+GENERATE = OllamaEndpoint(
+    name="ollama_generate",
+    paths=("/api/generate",),
+    summary="Answer or continue a prompt, by Ollama's API",
+    fields=GENERATE_FIELDS,
+    response="OllamaGenerate",
+    event="OllamaGenerate",
+    error="OllamaError",
+    stream_type=_STREAM,
+    write_error=write_error,
+    is_chat=False,
+    generation=GenerationSettings(
+        id_prefix="generate",
+        prompt_field="prompt",
+        make_format=partial(OllamaFormat, is_chat=False),
+        translate=generate_parameters,
+        own_names={**OWN_NAMES, "messages": "prompt"},
+    ),
+)
+
+
+def show(service: Service, given: dict[str, Any]) -> dict[str, Any]:
+    return ModelCard(service).shown(service.served_name(given.get("model", given.get("name"))))
+
+
+def pull(service: Service, given: dict[str, Any]) -> dict[str, Any]:
+    """The model that is served is here already; any other is not found."""
+    service.served_name(given.get("model", given.get("name")))
+    return {"status": "success"}
+
+
+_NAME = Field("name", Text("label", 1), "The older name of `model`.")
+SHOW = TextEndpoint(
+    name="ollama_show",
+    paths=("/api/show",),
+    summary="What is known of a model, by Ollama's API",
+    fields=(
+        MODEL,
+        _NAME,
+        Field("verbose", Flag(), "All there is to show is shown.", support="no effect"),
+    ),
+    response="OllamaShow",
+    error="OllamaError",
+    schemas=MODEL_SCHEMAS,
+    write_error=write_error,
+    work=show,
+)
+PULL = TextEndpoint(
+    name="ollama_pull",
+    paths=("/api/pull",),
+    summary="Whether a model is here, by Ollama's API: the server serves one and fetches no others",
+    fields=(
+        MODEL,
+        _NAME,
+        Field("stream", Flag(), "There is one line.", support="no effect"),
+        Field("insecure", Flag(), "Nothing is fetched.", support="no effect"),
+    ),
+    response="OllamaPull",
+    error="OllamaError",
+    write_error=write_error,
+    work=pull,
+)
+
+
+async def _tags(service: Service, exchange: Exchange) -> None:
+    service.engine()
+    await exchange.reply_json({"models": await service.in_thread(ModelCard(service).listed)})
+
+
+async def _running(service: Service, exchange: Exchange) -> None:
+    service.engine()
+    await exchange.reply_json({"models": await service.in_thread(ModelCard(service).running)})
+
+
+async def _version(service: Service, exchange: Exchange) -> None:
+    await exchange.reply_json({"version": API_VERSION, "quire": service.version})
+
+
+async def _root(service: Service, exchange: Exchange) -> None:  # noqa: ARG001
+    """What is at / where there is no playground. Ollama's clients ask for it to see whether the server is up."""
+    await exchange.reply(200, b"Quire is running", ((b"content-type", b"text/plain; charset=utf-8"),))
+
+
+def _page(path: str, summary: str, reply: Callable[[Service, Exchange], Any], response: str | None) -> PlainEndpoint:
+    return PlainEndpoint(
+        name=f"ollama_{path.rpartition('/')[2] or 'root'}",
+        paths=(path,),
+        summary=summary,
+        method="GET",
+        response=response,
+        error="OllamaError",
+        content_type="application/json" if response is not None else "text/plain",
+        write_error=write_error,
+        handler=lambda service: partial(reply, service),
+    )
+
+
+OLLAMA: tuple[Endpoint, ...] = (
+    CHAT,
+    GENERATE,
+    SHOW,
+    PULL,
+    _page("/api/tags", "The models served, by Ollama's API", _tags, "OllamaModels"),
+    _page("/api/ps", "The models loaded, by Ollama's API", _running, "OllamaRunning"),
+    _page("/api/version", "The version of Ollama's API", _version, "OllamaVersion"),
+)
+ROOT = _page("/", "A line of text where there is no playground", _root, None)

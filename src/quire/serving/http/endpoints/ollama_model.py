@@ -1,0 +1,190 @@
+"""What Ollama's API says about the model that is served."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from quire.config.model import ModelConfig
+from quire.runtime.loading.files import ModelFiles
+from quire.runtime.loading.gguf.shards import shard_paths
+from quire.runtime.loading.model_config import read_model_config
+from quire.runtime.loading.resolve import resolve_model
+from quire.serving.http.endpoints.ollama_format import timestamp
+from quire.serving.http.schemas import TEXT, WHOLE, Schema, many, record
+from quire.serving.http.service import Service
+from quire.types.errors import InvalidRequest, QuireError
+
+logger = logging.getLogger("quire.edge")
+
+LATEST = ":latest"
+NEVER = "2318-01-01T00:00:00Z"  # when the model will be unloaded, as Ollama writes "never"
+_PARAMETERS = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict"}  # sampling, in Ollama's names
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The model's files: their kind, their bytes, when they were written, and the sizes of the model in them."""
+
+    kind: str
+    num_bytes: int
+    written_at: float
+    config: ModelConfig
+
+
+@lru_cache(maxsize=4)
+def read_facts(model: str) -> Facts | None:
+    """None where the files cannot be read. Their contents never change while a server runs."""
+    try:
+        files = resolve_model(model, offline=True)
+        config = read_model_config(files)
+        statuses = [path.stat() for path in _weight_files(files)]
+    except (QuireError, OSError) as error:
+        logger.warning("the model's files cannot be described: %s", error)
+        return None
+    kind = "gguf" if files.kind == "gguf" else "safetensors"
+    written_at = max((status.st_mtime for status in statuses), default=0.0)
+    return Facts(kind, sum(status.st_size for status in statuses), written_at, config)
+
+
+class ModelCard:
+    """Describes the model under each of its names. Reads files, so it belongs in a text thread."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._facts = read_facts(service.config.source.model)
+
+    def listed(self) -> list[dict[str, Any]]:
+        """The entries of /api/tags."""
+        return [self._entry(name) for name in self._service.names]
+
+    def running(self) -> list[dict[str, Any]]:
+        """The entries of /api/ps: the model is always loaded."""
+        engine = self._service.engine()
+        more = {
+            "expires_at": NEVER,
+            "size_vram": 0 if engine.device == "cpu" else self._num_bytes,
+            "context_length": engine.max_model_len,
+        }
+        shown = [self._entry(name) for name in self._service.names]
+        return [{key: value for key, value in entry.items() if key != "modified_at"} | more for entry in shown]
+
+    def shown(self, name: str) -> dict[str, Any]:
+        """The body of /api/show."""
+        service = self._service
+        given = service.texts.sampling_defaults.given()
+        lines = [f"{_PARAMETERS.get(key, key):<30} {value}" for key, value in sorted(given.items())]
+        return {
+            "modelfile": f"FROM {name}\n",
+            "parameters": "\n".join(lines),
+            "template": service.config.source.chat_template or service.texts.tokenizer.chat_template or "",
+            "details": self._details(),
+            "model_info": self._sizes(),
+            "capabilities": self._capabilities(),
+            "modified_at": self._modified_at,
+        }
+
+    # --------------------------------------------------------------------------------------------------- internals
+    @property
+    def _num_bytes(self) -> int:
+        return 0 if self._facts is None else self._facts.num_bytes
+
+    @property
+    def _modified_at(self) -> str:
+        return timestamp(self._service.created if self._facts is None else self._facts.written_at)
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        tagged = name if ":" in name.rpartition("/")[2] else name + LATEST
+        facts = f"{self._service.config.source.model}\0{self._num_bytes}\0{self._modified_at}"
+        return {
+            "name": tagged,
+            "model": tagged,
+            "modified_at": self._modified_at,
+            "size": self._num_bytes,
+            "digest": hashlib.sha256(facts.encode()).hexdigest(),  # identifies the files, without reading them whole
+            "details": self._details(),
+        }
+
+    def _details(self) -> dict[str, Any]:
+        facts = self._facts
+        family = "" if facts is None else facts.config.architecture
+        return {
+            "parent_model": "",
+            "format": "" if facts is None else facts.kind,
+            "family": family,
+            "families": [family] if family else [],
+            "parameter_size": "" if facts is None else _rounded(facts.config.num_parameters),
+            "quantization_level": self._service.engine().dtype,
+        }
+
+    def _sizes(self) -> dict[str, Any]:
+        """The model's sizes in the names of GGUF, which clients look up. The context is the server's."""
+        length, facts = self._service.engine().max_model_len, self._facts
+        if facts is None:
+            return {"general.architecture": "unknown", "unknown.context_length": length}
+        config = facts.config
+        family = config.architecture
+        return {
+            "general.architecture": family,
+            "general.parameter_count": config.num_parameters,
+            f"{family}.context_length": length,
+            f"{family}.embedding_length": config.hidden_size,
+            f"{family}.block_count": config.num_layers,
+            f"{family}.feed_forward_length": config.intermediate_size,
+            f"{family}.attention.head_count": config.heads.num_query,
+            f"{family}.attention.head_count_kv": config.heads.num_kv,
+            f"{family}.vocab_size": config.vocab_size,
+        }
+
+    def _capabilities(self) -> list[str]:
+        texts = self._service.texts
+        try:
+            calls = texts.tool_format is not None
+        except InvalidRequest:  # there is no chat template
+            return ["completion"]
+        more = {"tools": calls, "thinking": texts.reasoning_format is not None}
+        return ["completion", *(name for name, has in more.items() if has)]
+
+
+def _weight_files(files: ModelFiles) -> list[Any]:
+    return shard_paths(files.path) if files.kind == "gguf" else sorted(files.path.glob("*.safetensors"))
+
+
+def _rounded(number: int) -> str:
+    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
+
+
+_DETAILS = record(
+    {
+        "parent_model": TEXT,
+        "format": TEXT,
+        "family": TEXT,
+        "families": many(TEXT),
+        "parameter_size": TEXT,
+        "quantization_level": TEXT,
+    }
+)
+_ENTRY: dict[str, Schema] = {"name": TEXT, "model": TEXT, "size": WHOLE, "digest": TEXT, "details": _DETAILS}
+MODEL_SCHEMAS: dict[str, Schema] = {
+    "OllamaModels": record({"models": many(record({**_ENTRY, "modified_at": TEXT}))}),
+    "OllamaRunning": record(
+        {"models": many(record({**_ENTRY, "expires_at": TEXT, "size_vram": WHOLE, "context_length": WHOLE}))}
+    ),
+    "OllamaShow": record(
+        {
+            "modelfile": TEXT,
+            "parameters": TEXT,
+            "template": TEXT,
+            "details": _DETAILS,
+            "model_info": {"type": "object"},
+            "capabilities": many(TEXT),
+            "modified_at": TEXT,
+        },
+        {"warnings": many(TEXT)},
+    ),
+    "OllamaPull": record({"status": {"const": "success"}}, {"warnings": many(TEXT)}),
+    "OllamaVersion": record({"version": TEXT, "quire": TEXT}),
+}
