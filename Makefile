@@ -20,10 +20,10 @@ BUILT_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/quire/kerne
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve demo test check format bench soak kills cuts parity clean
+.PHONY: help setup serve demo test test-clients check format bench soak kills cuts parity clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(DEV_STAMP) ## make .venv with everything needed to run, test and check
 
@@ -35,6 +35,10 @@ demo: $(MODEL_STAMP) ## set up and answer one question (QUESTION="...")
 
 test: $(DEV_STAMP) $(MODEL_STAMP) ## run the tests
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+
+test-clients: $(DEV_STAMP) ## install other projects' clients and run them against the server
+	$(INSTALL) dev,clients $(PIP_ARGS)
+	$(BIN)/python -m pytest -q tests/clients
 
 check: $(DEV_STAMP) ## lint, formatting, types, architecture
 	$(BIN)/ruff check $(wildcard $(CODE))
