@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from http_server import MODEL, TestServer
-from quire.config.server import ModelSource
+from http_server import MODEL, TestServer, digests
+from quire.config.server import AccessConfig, ModelSource
 from quire.serving.http.endpoints.anthropic_format import signature_of
 from tests.http.conftest import Serve
 
@@ -334,3 +334,20 @@ def test_answers_and_events_fit_the_document(server: TestServer) -> None:
     validate(schemas["MessageError"], server.post(PATH, {}).json())
     for event in events_of(server, "think?", thinking={"type": "enabled"}, tools=[WEATHER]):
         validate(schemas["MessageEvent"], event)
+
+
+def test_what_only_anthropics_own_servers_have_is_taken_with_a_warning(server: TestServer) -> None:
+    fields = {"context_management": {"edits": []}, "diagnostics": {"x": 1}, "max_tokens": 32_000}
+    for path, asked in ((PATH, body(**fields)), (f"{PATH}?beta=true", body(**fields))):
+        answer = server.post(path, asked)
+        assert answer.status_code == 200, answer.text
+        named = {warning.partition(":")[0] for warning in answer.json()["warnings"]}
+        assert named == {"context_management", "diagnostics", "max_tokens"}
+    assert {event["type"] for event in events_of(server, "hello?", **fields)} >= {"message_start", "message_stop"}
+
+
+def test_a_key_opens_the_server_as_anthropics_clients_send_it(serve: Serve) -> None:
+    server = serve(access=AccessConfig(key_digests=digests("a-key")))
+    assert server.post(PATH, body()).status_code == 401
+    assert server.post(PATH, body(), headers={"x-api-key": "a-key"}).status_code == 200
+    assert server.post(PATH, body(), headers={"authorization": "Bearer a-key"}).status_code == 200

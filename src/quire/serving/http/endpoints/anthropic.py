@@ -13,7 +13,7 @@ from quire.serving.http.endpoints.anthropic_request import (
     SystemPrompt,
 )
 from quire.serving.http.endpoints.tokenize import TextEndpoint
-from quire.serving.http.fields import MODEL, NAMES, Field, not_supported
+from quire.serving.http.fields import MODEL, NAMES, Field, no_effect, not_supported
 from quire.serving.http.generation.conversation import render_messages
 from quire.serving.http.generation.handler import GenerationEndpoint
 from quire.serving.http.generation.settings import GenerationSettings, Parameters
@@ -50,7 +50,7 @@ _CONVERSATION = (
     Field("output_format", JsonFormat(), "The older name of `output_config.format`."),
     Field("cache_control", Options(_CACHE), "Every prompt is cached.", support="no effect"),
     not_supported("mcp_servers", "Tools that the server calls.", []),
-    not_supported("context_management", "Editing the conversation."),
+    no_effect("context_management", "Editing the conversation."),
     not_supported("container", "Running code."),
 )  # fmt: skip
 _FIELDS = (
@@ -67,7 +67,7 @@ _FIELDS = (
     Field("metadata", Options({"user_id": Text("label")}), "Who asked.", support="no effect"),
     Field("service_tier", OneOf(("auto", "standard_only")), "There is one tier.", support="no effect"),
     Field("inference_geo", Text("label"), "There is one place.", support="no effect"),
-    not_supported("speed", "A faster model.", "standard"),
+    no_effect("speed", "There is one speed.", "standard"),
 )  # fmt: skip
 
 

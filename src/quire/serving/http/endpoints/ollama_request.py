@@ -16,7 +16,6 @@ from quire.serving.http.validators.values import (
     Bounds,
     Flag,
     Number,
-    Only,
     Options,
     Schema,
     Text,
@@ -59,6 +58,21 @@ class Setting:
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
         return {"anyOf": [{"type": "number"}, {"type": "boolean"}]}
+
+
+@dataclass(frozen=True, slots=True)
+class Neutral:
+    """An option that would change the answer and is not supported: only the value that turns it off is taken."""
+
+    value: float
+    what: str
+
+    def check(self, where: str, value: Any, limits: Bounds) -> None:  # noqa: ARG002
+        if isinstance(value, bool) or value != self.value:
+            raise UnsupportedParameter(where, f"{self.what} is not supported", f"leave it out or send {self.value:g}")
+
+    def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
+        return {"enum": [self.value]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +220,9 @@ _WITHOUT_EFFECT = (
 _OPTIONS: dict[str, Validator] = {
     **_SAMPLING,
     "num_predict": Whole(-2, "max_tokens"),
-    "typical_p": Only((1.0, 1), "typical sampling is not supported"),
-    "tfs_z": Only((1.0, 1), "tail-free sampling is not supported"),
-    "mirostat": Only((0,), "mirostat is not supported"),
+    "typical_p": Neutral(1, "typical sampling"),
+    "tfs_z": Neutral(1, "tail-free sampling"),
+    "mirostat": Neutral(0, "mirostat"),
     **{name: Setting() for name in _WITHOUT_EFFECT},
 }
 _COMMON = (
