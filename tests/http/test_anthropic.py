@@ -348,6 +348,8 @@ def test_what_only_anthropics_own_servers_have_is_taken_with_a_warning(server: T
 
 def test_a_key_opens_the_server_as_anthropics_clients_send_it(serve: Serve) -> None:
     server = serve(access=AccessConfig(key_digests=digests("a-key")))
-    assert server.post(PATH, body()).status_code == 401
+    refused = server.post(PATH, body())
+    assert (refused.status_code, refused.json()["type"]) == (401, "error")
+    assert refused.json()["error"]["type"] == "authentication_error"
     assert server.post(PATH, body(), headers={"x-api-key": "a-key"}).status_code == 200
     assert server.post(PATH, body(), headers={"authorization": "Bearer a-key"}).status_code == 200

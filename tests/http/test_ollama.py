@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from http_server import MODEL, TestServer
+from http_server import MODEL, TestServer, digests
 from quire.config.server import AccessConfig, ModelSource
 from quire.types.sampling_defaults import SamplingDefaults
 from tests.http.conftest import Serve
@@ -304,6 +304,15 @@ def test_a_prompt_that_cannot_be_taken_is_refused_by_its_field(
     server: TestServer, fields: dict[str, Any], where: str
 ) -> None:
     assert refusal(server, {"prompt": "x", **fields}, GENERATE).startswith(where)
+
+
+def test_errors_before_the_endpoint_are_texts_too(serve: Serve) -> None:
+    server = serve(access=AccessConfig(key_digests=digests("a-key")))
+    refused = server.post(CHAT, chat("x"))
+    assert refused.status_code == 401
+    assert "key" in refused.json()["error"]
+    wrong = server.get(CHAT, headers={"authorization": "Bearer a-key"})
+    assert (wrong.status_code, wrong.json()) == (405, {"error": "this path does not take that method"})
 
 
 def test_a_stream_that_breaks_ends_with_an_error(serve: Serve) -> None:

@@ -33,7 +33,7 @@ class Endpoint(ABC):
     fields: tuple[Field, ...] = ()
     response: str | None = None  # None: the response is not JSON
     event: str | None = None  # None: the response cannot be streamed
-    error: str = "Error"  # the schema of its own error responses
+    error: str = "Error"  # the schema of its error responses
     query: tuple[str, ...] = ()  # query parameters that its clients send and that have no effect
     stream_type: str = "text/event-stream"  # the content type of a stream; else lines of JSON
     ends_with_done: bool = True  # the last event of a stream is `[DONE]`

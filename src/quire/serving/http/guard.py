@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quire.config.server import ServerConfig
@@ -39,8 +39,10 @@ class Guard:
         limits: Limits,
         watch: RequestWatch,
         public: Iterable[bytes],
+        error_writers: Mapping[str, Callable[[ApiError], bytes]],
     ) -> None:
         self._app, self._keys, self._limits, self._watch = app, keys, limits, watch
+        self._error_writers = error_writers  # by path: not every API writes errors as OpenAI's does
         listen, host = config.listen, config.host
         self._root, self._is_admin_elsewhere = listen.root_path, listen.has_admin_listener
         open_pages = frozenset() if config.access.metrics_need_key else {b"/metrics"}
@@ -57,6 +59,7 @@ class Guard:
         scope["quire.request_id"] = secrets.token_hex(16)
         self._strip_root(scope)
         exchange = Exchange(scope, receive, send)
+        write_error = self._error_writers.get(scope["path"], ApiError.body)
         status, num_bytes = CLIENT_GONE, 0
 
         async def named_send(message: Any) -> None:
@@ -74,7 +77,7 @@ class Guard:
                 location = (b"location", f"{self._root}/".encode())
                 await Exchange(scope, receive, named_send).reply(308, b"", [location])
             elif error is not None:
-                await Exchange(scope, receive, named_send).reply_error(error)
+                await Exchange(scope, receive, named_send).reply_error(error, write_error(error))
             else:
                 await self._app(scope, receive, named_send)
         except Exception:
@@ -82,7 +85,8 @@ class Guard:
             if status != CLIENT_GONE:
                 exchange.cut()
             else:
-                await Exchange(scope, receive, named_send).reply_error(internal_error())
+                failure = internal_error()
+                await Exchange(scope, receive, named_send).reply_error(failure, write_error(failure))
         finally:
             end = Answered(status, time.monotonic() - started_at, num_bytes, scope.get(ERROR))
             self._watch.answered(exchange, end)

@@ -130,7 +130,7 @@ def _flag(place: str, name: str, doc: str) -> Schema:
 
 
 def _errors(endpoint: Endpoint, codes: Any) -> dict[str, Any]:
-    """Error responses. What is refused before it reaches its endpoint is always an Error."""
+    """Error responses. What is no HTTP request is always answered with an Error."""
     schema = ref("Error") if endpoint.error == "Error" else {"anyOf": [ref(endpoint.error), ref("Error")]}
     content = {"application/json": {"schema": schema}}
     return {code: {"description": _ERRORS[code], "content": content} for code in codes}

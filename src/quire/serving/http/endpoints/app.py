@@ -37,11 +37,18 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
     for (method, path), handler in routes.items():
         app.add_route(path, handler, methods=[method])  # type: ignore[arg-type]
     paths = [path for _, path in routes]
-    app.add_exception_handler(HTTPException, _http_errors(paths))
+    writers = {path: endpoint.write_error for endpoint in ENDPOINTS for path in endpoint.paths}
+    app.add_exception_handler(HTTPException, _http_errors(paths, writers))
     app.add_middleware(PathAliases, paths=paths)
     public = [path.encode() for path in files]
     app.add_middleware(
-        Guard, config=service.config, keys=service.keys, limits=service.limits, watch=service.watch, public=public
+        Guard,
+        config=service.config,
+        keys=service.keys,
+        limits=service.limits,
+        watch=service.watch,
+        public=public,
+        error_writers=writers,
     )
     if access.cors_origins:
         app.add_middleware(
@@ -78,14 +85,17 @@ def _admin_routes(admin: Admin, prefixes: AdminPrefixes) -> dict[tuple[str, str]
     }
 
 
-def _http_errors(paths: Sequence[str]) -> Callable[[Request, Any], Awaitable[Response]]:
+def _http_errors(
+    paths: Sequence[str], writers: Mapping[str, Callable[[ApiError], bytes]]
+) -> Callable[[Request, Any], Awaitable[Response]]:
     async def answer(request: Request, error: Any) -> Response:
-        """What the router refuses, in OpenAI's shape."""
+        """What the router refuses, in the shape of the path's API, else in OpenAI's."""
+        write_error = writers.get(request.scope["path"], ApiError.body)
         if error.status_code == 405:
             refusal = ApiError(405, "this path does not take that method", code="method_not_allowed")
         else:
             refusal = path_not_found(request.scope["path"], paths)
         headers = dict(error.headers or {})
-        return Response(refusal.body(), refusal.status, headers, "application/json")
+        return Response(write_error(refusal), refusal.status, headers, "application/json")
 
     return answer
