@@ -71,7 +71,8 @@ def request_schema(endpoint: Endpoint, limits: Limits, *, strict: bool) -> Schem
         if field.default is not None:
             members[field.name]["default"] = field.default
     required = [field.name for field in endpoint.fields if field.is_required]
-    return {"type": "object", "properties": members, "required": required, "additionalProperties": not strict}
+    others = {"type": "null"} if strict else True
+    return {"type": "object", "properties": members, "required": required, "additionalProperties": others}
 
 
 def _opened(schema: Any) -> Any:
@@ -80,7 +81,8 @@ def _opened(schema: Any) -> Any:
         return [_opened(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    return {name: _opened(one) for name, one in schema.items() if (name, one) != ("additionalProperties", False)}
+    closed = (False, {"type": "null"})
+    return {name: _opened(one) for name, one in schema.items() if name != "additionalProperties" or one not in closed}
 
 
 def _operation(endpoint: Endpoint, limits: Limits, *, strict: bool) -> Schema:
