@@ -132,6 +132,8 @@ MESSAGES = GenerationEndpoint(
     name="messages",
     paths=("/v1/messages",),
     summary="Answer a conversation, by Anthropic's API",
+    description="Anthropic's API: see [the guide](../guides/other_apis.md). Errors are "
+    '`{"type": "error", "error": {"type", "message"}}`; a stream that breaks ends with an `error` event.',
     fields=_FIELDS,
     response="MessageAnswer",
     event="MessageEvent",

@@ -28,6 +28,10 @@ from quire.serving.http.validators.values import Flag, Text
 
 API_VERSION = "0.12.6"  # the version of Ollama whose API this is; clients ask for it before they use newer parts
 _STREAM = "application/x-ndjson"
+_DESCRIPTION = (
+    'Ollama\'s API: see [the guide](../guides/other_apis.md). Errors are `{"error": "text"}`; a stream that breaks '
+    "ends with one."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,7 @@ CHAT = OllamaEndpoint(
     name="ollama_chat",
     paths=("/api/chat",),
     summary="Answer a conversation, by Ollama's API",
+    description=_DESCRIPTION,
     fields=CHAT_FIELDS,
     response="OllamaChat",
     event="OllamaChat",
@@ -76,6 +81,7 @@ GENERATE = OllamaEndpoint(
     name="ollama_generate",
     paths=("/api/generate",),
     summary="Answer or continue a prompt, by Ollama's API",
+    description=_DESCRIPTION,
     fields=GENERATE_FIELDS,
     response="OllamaGenerate",
     event="OllamaGenerate",
