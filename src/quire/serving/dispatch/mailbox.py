@@ -21,6 +21,7 @@ FailureKind = Literal[
     "drain",
     "timeout",
     "queue_timeout",
+    "cancelled",
 ]
 _DELTA_BYTES = 64  # memory of a delta besides its text
 

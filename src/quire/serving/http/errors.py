@@ -91,6 +91,7 @@ _FAILURES = {
     "engine_error": (500, "the request failed inside the engine; the cause is in the server's log", "engine_error"),
     "admin": (503, "the request was ended by an administrator", "aborted"),
     "slow_reader": (503, "the stream was read too slowly", "slow_reader"),
+    "cancelled": (409, "the response was cancelled", "cancelled"),
     "drain": (503, "the server shut down before the request was done", "shutting_down"),
     "timeout": (504, "the request was not done within its time limit; ask for less or allow more", "request_timeout"),
     "queue_timeout": (503, "the request waited too long for the engine; try again later", "queue_timeout"),

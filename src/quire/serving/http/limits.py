@@ -69,6 +69,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("token_ids", 2**17, "ids", "`allowed_token_ids`", _BAD, highest=2**20),
     Limit("logprob_token_ids", 128, "ids", "`logprob_token_ids`", _BAD, highest=1_024),
     Limit("template_kwargs", 32, "entries", "`chat_template_kwargs`", _BAD, highest=1_024),
+    Limit("metadata", 16, "entries", "`metadata` of `/v1/responses`", _BAD, highest=1_024),
     Limit("identifier", 128, "characters", "`request_id` and the X-Request-Id header", _BAD, highest=512),
     Limit("label", 512, "characters", "`user`, `cache_salt`, `model` and other names", _BAD, highest=4_096),
     # what all requests together may hold
@@ -90,6 +91,22 @@ LIMITS: tuple[Limit, ...] = (
         highest=86_400,
     ),
     Limit("fork_seconds", 300, "seconds", "how long after its end a request can be forked", "404 not_found_error"),
+    Limit(
+        "stored_responses",
+        1_024,
+        "responses",
+        "responses of `/v1/responses` that one edge keeps",
+        "the least recently used is forgotten",
+        highest=2**20,
+    ),
+    Limit(
+        "stored_response_bytes",
+        64 * MIB,
+        "bytes",
+        "their JSON and that of the turns before them",
+        "the least recently used is forgotten",
+        highest=2**40,
+    ),
     # time
     Limit("header_bytes", 64 * 2**10, "bytes", "the head of a request", "431 invalid_request_error", highest=MIB),
     Limit("header_seconds", 15, "seconds", "from the first byte of a request to the end of its head", _CLOSE),

@@ -24,6 +24,7 @@ from quire.serving.http.limits import Limits
 from quire.serving.http.pinned_prefix_file import PinnedPrefixFile
 from quire.serving.http.pinned_prefixes import PinnedPrefixes
 from quire.serving.http.request_watch import RequestWatch
+from quire.serving.http.response_store import ResponseStore
 from quire.serving.http.text_threads import TextThreads, num_text_threads
 from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.process.link import EngineLink, EngineReady
@@ -165,6 +166,7 @@ class Service:
     keys: KeyRing = field(init=False)
     watch: RequestWatch = field(init=False)
     recent_requests: RecentRequests = field(init=False)
+    responses: ResponseStore = field(init=False)
     pinned_prefixes: PinnedPrefixes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -172,6 +174,7 @@ class Service:
         self.keys = KeyRing(self.config.access)
         self.watch = RequestWatch(self.observer, logs_all=self.config.access_log)
         self.recent_requests = RecentRequests(self.limits)
+        self.responses = ResponseStore(self.limits)
         self.pinned_prefixes = PinnedPrefixes(self.dispatcher, self.link, self.keys, PinnedPrefixFile(self.prefix_file))
         if self.recalls_prefixes:
             self.dispatcher.on_engine_up = self.pinned_prefixes.recall

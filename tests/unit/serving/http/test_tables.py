@@ -25,6 +25,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "x"}]},
     "completions": {"prompt": "x"},
     "fork": {"request_id": "x"},
+    "responses": {"input": "x"},
     "tokenize": {"prompt": "x"},
     "detokenize": {"tokens": [1]},
     "messages": {"messages": [{"role": "user", "content": "x"}]},

@@ -10,11 +10,13 @@ from quire.serving.http.endpoints.documents import document_pages
 from quire.serving.http.endpoints.fork import FORK
 from quire.serving.http.endpoints.ollama import OLLAMA, ROOT
 from quire.serving.http.endpoints.pages import PAGES
+from quire.serving.http.endpoints.responses.endpoint import RESPONSES
 from quire.serving.http.endpoints.tokenize import DETOKENIZE, TOKENIZE
 
 _DESCRIBED: tuple[Endpoint, ...] = (
     CHAT,
     COMPLETIONS,
+    *RESPONSES,
     FORK,
     TOKENIZE,
     DETOKENIZE,

@@ -85,7 +85,7 @@ def prepare_job(
     stream_options = given.get("stream_options", {})
     request_id = given.get("request_id", head.request_id)
     options = ResponseOptions(
-        response_id=f"{settings.id_prefix}-{request_id}",
+        response_id=given.get("response_id", f"{settings.id_prefix}-{request_id}"),
         model=model,
         created=created,
         fingerprint=service.fingerprint,

@@ -90,6 +90,19 @@ class ResultReader:
             for end, text in request.ends()
         ]
 
+    def deltas(self, options: ResponseOptions, request: InFlightRequest, render: RenderLogprobs | None) -> list[Delta]:
+        """The only answer of a finished request, as the deltas of a stream. A format that reads both in the same way
+        writes the same answer whole and streamed."""
+        ((end, text),) = request.ends()
+        answer, columns = self._text(options, request.submit, end, text, render, 0)
+        if not columns and not options.has_reasoning:
+            return [Delta(0, answer, end.token_ids, (), end.finish_reason, end.stop_reason)]
+        *pieces, rest = self._token_texts(request.submit, end, answer)
+        tokens = end.token_ids[: len(pieces)]
+        rendered = columns[: len(pieces)] if columns else [()] * len(pieces)
+        deltas = [Delta(0, *one) for one in zip(pieces, [(token,) for token in tokens], rendered, strict=True)]
+        return [*deltas, Delta(0, rest, end.token_ids[len(pieces) :], (), end.finish_reason, end.stop_reason)]
+
     def _result(
         self,
         options: ResponseOptions,
@@ -132,12 +145,19 @@ class ResultReader:
         if not options.has_reasoning:
             yield answer, 0
             return
+        *pieces, rest = self._token_texts(submit, end, answer)
+        for piece in pieces:
+            yield piece, 1
+        yield rest, 0
+
+    def _token_texts(self, submit: Submit, end: SampleEnd, answer: str) -> Iterator[str]:
+        """The text of each token of an answer, and last what no token completed."""
         detokenizer, place = answer_detokenizer(self._tokenizer, submit.sampling), 0
         for token in spoken_ids(submit, end.token_ids):
             piece = detokenizer.push((token,))
-            yield answer[place : place + len(piece)], 1
+            yield answer[place : place + len(piece)]
             place += len(piece)
-        yield answer[place:], 0
+        yield answer[place:]
 
     def _text(
         self,

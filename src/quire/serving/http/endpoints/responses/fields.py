@@ -1,0 +1,238 @@
+"""The parameters of `/v1/responses`, and validators of those that chat completions write in another way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from quire.serving.http.endpoints.responses.input_items import InputItems
+from quire.serving.http.fields import LABELS, LENGTH, MODEL, NAMES, SAMPLING, TEMPLATE, Field, not_supported
+from quire.serving.http.validators.structure import ResponseFormat
+from quire.serving.http.validators.tools import CHOICES, Tools, check_name
+from quire.serving.http.validators.values import (
+    MAX_KEY_CHARACTERS,
+    Bounds,
+    Flag,
+    OneOf,
+    Options,
+    Schema,
+    Text,
+    UnknownField,
+    UnsupportedParameter,
+    Whole,
+    drop_unknown_fields,
+    shown,
+)
+from quire.types.errors import InvalidRequest, UnknownParameter
+
+OUTPUT_LOGPROBS = "message.output_text.logprobs"
+_INCLUDES = (
+    OUTPUT_LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+_TOOL_FORM = 'send {"type": "function", "name": ..., "parameters": {...}}'
+_TOOL_MEMBERS = ("name", "description", "parameters", "strict")
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionTools:
+    """Functions that the model may call. `check` returns them as `/v1/chat/completions` writes them."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
+        if not isinstance(value, list):
+            raise InvalidRequest(where, f"must be a list of tools, got {shown(value)}", _TOOL_FORM)
+        tools = [_function_tool(f"{where}[{place}]", tool) for place, tool in enumerate(value)]
+        for _, _, error in _unknown_fields(where, value):
+            raise error
+        try:
+            return Tools().check(where, tools, limits)
+        except InvalidRequest as error:
+            raise type(error)(error.field.replace("].function", "]"), error.reason, error.fix) from None
+
+    def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:  # noqa: ARG002
+        return value, drop_unknown_fields(_unknown_fields(where, value)) if isinstance(value, list) else []
+
+    def schema(self, limits: Bounds) -> Schema:
+        nested = Tools().schema(limits)
+        function = nested["items"]["properties"]["function"]
+        members = {"type": {"const": "function"}, **function["properties"]}
+        return {**nested, "items": {**function, "properties": members, "required": ["type", *function["required"]]}}
+
+
+def _unknown_fields(where: str, tools: list[Any]) -> Iterator[UnknownField]:
+    """The members of functions that nothing reads."""
+    for place, tool in enumerate(tools):
+        if isinstance(tool, dict) and tool.get("type") == "function":
+            for name in [name for name in tool if name not in ("type", *_TOOL_MEMBERS) and tool[name] is not None]:
+                fix = f"known: type, {', '.join(_TOOL_MEMBERS)}"
+                yield tool, name, UnknownParameter(f"{where}[{place}].{name[:80]}", "is not known", fix)
+
+
+def _function_tool(where: str, tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict):
+        raise InvalidRequest(where, f"must be an object, got {shown(tool)}", _TOOL_FORM)
+    kind = tool.get("type")
+    if kind != "function":
+        reason = f"{shown(kind)} is a tool that this server does not have; it has functions only"
+        raise UnsupportedParameter(f"{where}.type", reason, _TOOL_FORM)
+    return {"type": "function", "function": {name: tool[name] for name in _TOOL_MEMBERS if name in tool}}
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionChoice:
+    """Whether a function is called, which one, or which ones may be."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> str | dict[str, Any]:
+        if isinstance(value, str) and value in CHOICES:
+            return value
+        if not isinstance(value, dict):
+            form = '{"type": "function", "name": ...}'
+            raise InvalidRequest(where, f"must be one of {', '.join(CHOICES)} or {form}, got {shown(value)}")
+        if value.get("type") == "function":
+            check_name(f"{where}.name", value.get("name"))
+            return value
+        if value.get("type") != "allowed_tools":
+            reason = f"{shown(value.get('type'))} is a tool that this server does not have"
+            raise UnsupportedParameter(f"{where}.type", reason, 'use "function" or "allowed_tools"')
+        OneOf(("auto", "required")).check(f"{where}.mode", value.get("mode"), limits)
+        tools = value.get("tools")
+        if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
+            raise InvalidRequest(f"{where}.tools", f"must be a list of functions, got {shown(tools)}")
+        for place, tool in enumerate(tools):
+            check_name(f"{where}.tools[{place}].name", tool.get("name"))
+        return value
+
+    def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
+        name = {"type": "string", "pattern": r"^[A-Za-z0-9_.\-]{1,64}$"}
+        members: Schema = {"type": {"const": "function"}, "name": name}
+        function: Schema = {"type": "object", "properties": members, "required": list(members)}
+        allowed: Schema = {
+            "type": {"const": "allowed_tools"},
+            "mode": {"enum": ["auto", "required"]},
+            "tools": {"type": "array", "items": function, "minItems": 1},
+        }
+        several = {"type": "object", "properties": allowed, "required": list(allowed)}
+        return {"anyOf": [{"type": "string", "enum": list(CHOICES)}, function, several]}
+
+
+@dataclass(frozen=True, slots=True)
+class TextFormat:
+    """What the text of the answer must match. `check` returns the format, and the StructuredOutputsParams it means."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> tuple[dict[str, Any], Any]:
+        if not isinstance(value, dict):
+            raise InvalidRequest(where, f"must be an object with a type, got {shown(value)}")
+        given = {name: member for name, member in value.items() if member is not None}
+        nested = given
+        if given.get("type") == "json_schema":
+            described = {name: member for name, member in given.items() if name != "type"}
+            nested = {"type": "json_schema", "json_schema": described}
+        try:
+            return given, ResponseFormat().check(where, nested, limits)
+        except InvalidRequest as error:
+            field = error.field.replace("response_format.json_schema", where).replace("response_format", where)
+            raise type(error)(field, error.reason, error.fix) from None
+
+    def schema(self, limits: Bounds) -> Schema:
+        plain, nested = ResponseFormat().schema(limits)["anyOf"]
+        described = nested["properties"]["json_schema"]
+        members = {"type": {"const": "json_schema"}, **described["properties"]}
+        return {"anyOf": [plain, {**described, "properties": members, "required": ["type", "schema"]}]}
+
+
+@dataclass(frozen=True, slots=True)
+class Includes:
+    """A list of what to add to the response."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> list[str]:
+        if not isinstance(value, list) or len(value) > len(_INCLUDES):
+            raise InvalidRequest(where, f"must be a list of at most {len(_INCLUDES)} names, got {shown(value)}")
+        one = OneOf(_INCLUDES)
+        return [one.check(f"{where}[{place}]", name, limits) for place, name in enumerate(value)]
+
+    def schema(self, limits: Bounds) -> Schema:
+        return {"type": "array", "items": OneOf(_INCLUDES).schema(limits), "maxItems": len(_INCLUDES)}
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """The client's own labels: an object of short texts, which the response repeats."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> dict[str, str]:
+        if not isinstance(value, dict) or len(value) > limits["metadata"]:
+            raise InvalidRequest(where, f"must be an object of at most {limits['metadata']} texts, got {shown(value)}")
+        for key, label in value.items():
+            if len(key) > MAX_KEY_CHARACTERS:
+                raise InvalidRequest(where, f"a key has {len(key)} characters, limit {MAX_KEY_CHARACTERS}")
+            Text("label").check(f"{where} value", label, limits)
+        return value
+
+    def schema(self, limits: Bounds) -> Schema:
+        return {
+            "type": "object",
+            "propertyNames": {"maxLength": MAX_KEY_CHARACTERS},
+            "additionalProperties": Text("label").schema(limits),
+            "maxProperties": limits["metadata"],
+        }
+
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_SUMMARIES = ("auto", "concise", "detailed")
+_REASONING = Options({"effort": OneOf(_EFFORTS), "summary": OneOf(_SUMMARIES), "generate_summary": OneOf(_SUMMARIES)})
+_TEXT = Options({"format": TextFormat(), "verbosity": OneOf(("low", "medium", "high"))})
+_OF_CHAT = ("n", "repetition_detection")  # a response has one answer, and no status for one that was looping
+_SAMPLING = tuple(one for one in (*SAMPLING, *LENGTH) if one.name not in (*_OF_CHAT, "max_completion_tokens"))
+_OWN_LABELS = ("metadata", "store", "prompt_cache_retention")
+
+FIELDS = (
+    MODEL,
+    Field("input", InputItems(),
+          "Text, or items: messages, function_call, function_call_output, reasoning, item_reference.",
+          is_required=True),
+    Field("instructions", Text("prompt_characters"),
+          "A system message before the input. The next response does not inherit it."),
+    Field("previous_response_id", Text("label", 1), "Continue the conversation of this stored response."),
+    Field("store", Flag(), "Keep the response, so that it can be read again and continued.", True),
+    Field("background", Flag(),
+          "Reply at once and generate afterwards; read the result with GET. Needs `store`, not with `stream`.", False),
+    Field("stream", Flag(), "Answer as server-sent events.", False),
+    Field("stream_options", Options({"include_obfuscation": Flag()}), "Events are never padded.", support="no effect"),
+    Field("max_output_tokens", Whole(1, "max_tokens"),
+          "At most this many new tokens, reasoning included; default: what is left of max_model_len."),
+    Field("tools", FunctionTools(), "Functions the model may call: names, JSON schemas of arguments."),
+    Field("tool_choice", FunctionChoice(),
+          "`none`: no call; `auto`: the model decides; `required`: it must call one; or the one it must call, or "
+          "`allowed_tools`: the ones it may call.", "auto"),
+    Field("parallel_tool_calls", Flag(), "Whether an answer may hold several calls.", True),
+    Field("max_tool_calls", Whole(1, 2**31 - 1), "A bound on hosted tools, of which there are none.",
+          support="no effect"),
+    Field("text", _TEXT,
+          '`format`: `{"type": "json_schema", "name": ..., "schema": ...}`, `{"type": "json_object"}` or '
+          '`{"type": "text"}`; `verbosity` is passed to chat templates that read `verbosity`.'),
+    Field("reasoning", _REASONING,
+          "`effort` is passed to chat templates that read `reasoning_effort`, and `none` turns off thinking where the "
+          "template can; `summary`: return the reasoning, unabridged, as a summary."),
+    Field("include", Includes(), f"`{OUTPUT_LOGPROBS}`: the log-probability of each token. The others change nothing."),
+    Field("top_logprobs", Whole(0, "logprobs"), "Also return this many likeliest tokens at each place.", 0),
+    Field("truncation", OneOf(("auto", "disabled")),
+          "What happens to a conversation that is too long: an error, or its oldest items are left out.", "disabled"),
+    Field("metadata", Metadata(), "The client's own labels; returned with the response."),
+    *TEMPLATE[2:],
+    *_SAMPLING,
+    *NAMES,
+    *(one for one in LABELS if one.name not in _OWN_LABELS),
+    Field("prompt_cache_retention", OneOf(("in_memory", "in-memory", "24h")), "A hint for caching.",
+          support="no effect"),
+    not_supported("conversation", "A stored conversation.", why="is not supported; use previous_response_id"),
+    not_supported("prompt", "A stored prompt template."),
+    not_supported("context_management", "Compaction of long conversations.", [],
+                  why="is not supported; use truncation"),
+    not_supported("moderation", "Checking texts against a policy."),
+)  # fmt: skip

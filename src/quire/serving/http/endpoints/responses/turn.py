@@ -1,0 +1,249 @@
+"""What one request to `/v1/responses` asks for, in the terms of the request path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.serving.http.endpoints.responses.fields import OUTPUT_LOGPROBS
+from quire.serving.http.endpoints.responses.input_items import Item, messages_of, new_id
+from quire.serving.http.errors import ApiError
+from quire.serving.http.generation.conversation import render_messages
+from quire.serving.http.generation.settings import Parameters
+from quire.serving.http.request_head import RequestHead
+from quire.serving.http.response_store import Owner, StoredItem
+from quire.serving.http.service import Service
+from quire.serving.http.validators.values import UnsupportedParameter
+from quire.serving.requests import Prompt
+from quire.types.errors import InvalidRequest
+
+_AS_THEY_ARE = (
+    "model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "ignore_eos", "stop",
+    "stop_token_ids", "include_stop_str_in_output", "chat_template_kwargs", "parallel_tool_calls", "request_id",
+    "cache_salt", "priority",
+)  # fmt: skip
+_ANSWER_SHARE = 4  # one part in so many of max_model_len is left for an answer of no stated length
+_ECHOED = ("instructions", "previous_response_id", "max_output_tokens", "metadata")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One response and its place in a conversation."""
+
+    owner: Owner
+    context: tuple[StoredItem, ...]  # the items of the turns before
+    input_items: tuple[StoredItem, ...]
+    stores: bool
+    in_background: bool
+    reasoning_as_summary: bool
+    echoed: Mapping[str, Any]  # the members of the response that repeat the request
+    warnings: tuple[str, ...]
+
+
+def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:
+    """The parameters of a request, with its Turn under `turn`. Raises InvalidRequest, or ApiError (404) for a response
+    or an item that is not stored."""
+    owner = Owner(head.principal, given.get("cache_salt", ""))
+    _check_background(given)
+    context = _context(service, owner, given)
+    items = [_resolved(service, owner, place, item) for place, item in enumerate(given["input"])]
+    conversation: list[Item] = [*map(_decoded, context), *items]
+    _check_outputs(conversation, len(context))
+    parameters = {name: given[name] for name in _AS_THEY_ARE if name in given}
+    parameters["response_id"] = new_id("resp")
+    parameters["messages"] = messages_of(given.get("instructions"), conversation)
+    if not parameters["messages"]:
+        raise InvalidRequest("input", "has nothing that the model reads", "send at least one message")
+    if "max_output_tokens" in given:
+        parameters["max_tokens"] = given["max_output_tokens"]
+    if OUTPUT_LOGPROBS in given.get("include", ()) or given.get("top_logprobs"):
+        parameters["logprobs"] = given.get("top_logprobs", 0)
+    if "text" in given and "format" in given["text"]:
+        parameters["response_format"] = given["text"]["format"][1]
+    _reasoning_effort(service, given, parameters)
+    warnings = _tools(service, given, parameters)
+    if given.get("truncation") == "auto":
+        warnings += _truncate(service, parameters)
+    parameters["turn"] = Turn(
+        owner=owner,
+        context=context,
+        input_items=tuple(StoredItem(item["id"], msgspec.json.encode(item)) for item in items),
+        stores=given.get("store", True),
+        in_background=given.get("background", False),
+        reasoning_as_summary=any(name in given.get("reasoning", {}) for name in ("summary", "generate_summary")),
+        echoed=_echoed(given),
+        warnings=tuple(warnings),
+    )
+    return parameters
+
+
+def _check_background(given: Parameters) -> None:
+    if not given.get("background"):
+        return
+    if given.get("stream"):
+        raise UnsupportedParameter("background", "cannot be streamed here", "set stream=false")
+    if not given.get("store", True):
+        raise InvalidRequest("background", "needs store=true, which keeps the response", "set store or leave this out")
+
+
+def not_stored(field: str, what: str) -> ApiError:
+    message = f"{field}: this {what} is expired or unknown: stored ones are forgotten when newer ones need their place"
+    return ApiError(404, message, code=f"{what}_not_found", param=field)
+
+
+def _context(service: Service, owner: Owner, given: Parameters) -> tuple[StoredItem, ...]:
+    previous = given.get("previous_response_id")
+    if previous is None:
+        return ()
+    stored = service.responses.find(owner, previous)
+    if stored is None:
+        if service.responses.find_running(owner, previous) is not None:
+            raise InvalidRequest("previous_response_id", "is still being generated", "wait for its end")
+        raise not_stored("previous_response_id", "response")
+    return stored.conversation
+
+
+def _resolved(service: Service, owner: Owner, place: int, item: Item) -> Item:
+    """An item, or the stored one that it refers to."""
+    if item["type"] != "item_reference":
+        return item
+    found = service.responses.find_item(owner, item["id"])
+    if found is None:
+        raise not_stored(f"input[{place}].id", "item")
+    return _decode(found)
+
+
+def _decode(data: bytes) -> Item:
+    item: Item = msgspec.json.decode(data)
+    return item
+
+
+def _decoded(stored: StoredItem) -> Item:
+    return _decode(stored.data)
+
+
+def _check_outputs(conversation: Sequence[Item], start: int) -> None:
+    """Every output must follow the call that it belongs to. `start` is where this request's input begins."""
+    called: set[str] = set()
+    for place, item in enumerate(conversation):
+        if item["type"] == "function_call":
+            called.add(item["call_id"])
+        elif item["type"] == "function_call_output" and item["call_id"] not in called:
+            reason = "no function_call before it has this call_id"
+            fix = "send the call too, or previous_response_id"
+            raise InvalidRequest(f"input[{place - start}].call_id", reason, fix)
+
+
+def _reasoning_effort(service: Service, given: Parameters, parameters: Parameters) -> None:
+    """Pass effort and verbosity to a template that reads them."""
+    effort, read = given.get("reasoning", {}).get("effort"), service.texts.template.variables
+    variables = dict(parameters.get("chat_template_kwargs", {}))
+    if effort is not None and "reasoning_effort" in read:
+        parameters["reasoning_effort"] = effort
+    if effort == "none" and "enable_thinking" in read:
+        variables.setdefault("enable_thinking", False)
+    if "verbosity" in given.get("text", {}) and "verbosity" in read:
+        variables.setdefault("verbosity", given["text"]["verbosity"])
+    if variables:
+        parameters["chat_template_kwargs"] = variables
+
+
+def _tools(service: Service, given: Parameters, parameters: Parameters) -> list[str]:
+    """Put the tools and the choice among them into `parameters`. Returns warnings."""
+    tools, choice = list(given.get("tools", ())), given.get("tool_choice", "auto")
+    if isinstance(choice, dict) and choice["type"] == "function":
+        parameters["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+    elif isinstance(choice, dict):
+        allowed = {tool["name"] for tool in choice["tools"]}
+        missing = allowed - {tool["function"]["name"] for tool in tools}
+        if missing:
+            raise InvalidRequest("tool_choice.tools", f"{sorted(missing)[0]} is none of tools", "add it to tools")
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+        parameters["tool_choice"] = choice["mode"]
+    elif "tool_choice" in given:
+        parameters["tool_choice"] = choice
+    if tools:
+        parameters["tools"] = tools
+    if parameters.get("tool_choice", "auto") != "auto" or not any(tool["function"].get("strict") for tool in tools):
+        return []
+    return _drop_strict(service, tools)
+
+
+def _drop_strict(service: Service, tools: list[dict[str, Any]]) -> list[str]:
+    """Clients of this API ask for strict functions by default. Leave that out where the model's format of calls has no
+    mark that could bind a call that the model is free to make."""
+    form = service.texts.tool_format
+    if form is None or form.can_be_strict:
+        return []
+    for tool in tools:
+        tool["function"].pop("strict", None)
+    return ['tools: strict cannot be promised in this model\'s format unless tool_choice is "required"']
+
+
+def _truncate(service: Service, parameters: Parameters) -> list[str]:
+    """Leave out the oldest messages of a conversation that is too long. Returns a warning if it was."""
+    messages: list[dict[str, Any]] = parameters["messages"]
+    first = 1 if messages[0]["role"] == "system" else 0
+    max_model_len = service.engine().max_model_len
+    most: int = max_model_len - parameters.get("max_tokens", max_model_len // _ANSWER_SHARE)
+    nearest = _first_that_may_fit(service, messages, most)
+    starts = [place for place in range(first, len(messages)) if messages[place]["role"] != "tool"]
+    starts = [place for place in starts if place >= nearest] or starts[-1:]
+
+    def fits(place: int) -> bool:
+        kept = {**parameters, "messages": [*messages[:first], *messages[place:]]}
+        return _num_tokens(service, kept) <= most
+
+    if not starts or (starts[0] == first and fits(first)):
+        return []
+    low, high = 0, len(starts) - 1  # the last place is kept even if it is too long: the request path says so
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(starts[middle]) else (middle + 1, high)
+    parameters["messages"] = [*messages[:first], *messages[starts[low] :]]
+    return [f"truncation: the oldest {starts[low] - first} messages were left out to fit max_model_len"]
+
+
+def _first_that_may_fit(service: Service, messages: Sequence[dict[str, Any]], most: int) -> int:
+    """The place from which on the texts of messages may have at most `most` tokens. Saves rendering longer prompts."""
+    fewest, place = 0, len(messages)
+    while place and fewest <= most:
+        place -= 1
+        fewest += service.texts.tokenizer.fewest_tokens(messages[place]["content"] or "")
+    return place if fewest <= most else place + 1
+
+
+def _num_tokens(service: Service, parameters: Parameters) -> int:
+    text = render_messages(service, parameters, parameters.get("tools", ()))
+    limit = service.engine().max_model_len
+    if service.texts.tokenizer.fewest_tokens(text) > limit:
+        return limit + 1
+    (token_ids,) = service.texts.maker(service.engine().eos_ids).tokenize([Prompt(text=text)], False)
+    return len(token_ids)
+
+
+def _echoed(given: Parameters) -> dict[str, Any]:
+    """What a response repeats of its request."""
+    reasoning, text = given.get("reasoning", {}), given.get("text", {})
+    found: dict[str, Any] = {name: given.get(name) for name in _ECHOED}
+    found["metadata"] = given.get("metadata", {})
+    found["tools"] = [
+        {"type": "function", "description": None, "parameters": None, "strict": None, **tool["function"]}
+        for tool in given.get("tools", ())
+    ]
+    found["tool_choice"] = given.get("tool_choice", "auto")
+    found["parallel_tool_calls"] = given.get("parallel_tool_calls", True)
+    found["reasoning"] = {
+        "effort": reasoning.get("effort"),
+        "summary": reasoning.get("summary", reasoning.get("generate_summary")),
+    }
+    found["text"] = {
+        "format": text.get("format", ({"type": "text"}, None))[0],
+        "verbosity": text.get("verbosity", "medium"),
+    }
+    found |= {"truncation": given.get("truncation", "disabled"), "store": given.get("store", True)}
+    return found | {"background": given.get("background", False), "top_logprobs": given.get("top_logprobs", 0)}
