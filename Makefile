@@ -36,8 +36,9 @@ demo: $(MODEL_STAMP) ## set up and answer one question (QUESTION="...")
 test: $(DEV_STAMP) $(MODEL_STAMP) ## run the tests
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
-test-clients: $(DEV_STAMP) ## install other projects' clients and run them against the server
+test-clients: $(DEV_STAMP) ## install other projects' clients, npm's too where npm is, and run them against the server
 	$(INSTALL) dev,clients $(PIP_ARGS)
+	! command -v npm >/dev/null || (cd tests/clients/javascript && npm install --no-package-lock --no-fund --no-audit)
 	$(BIN)/python -m pytest -q tests/clients
 
 check: $(DEV_STAMP) ## lint, formatting, types, architecture

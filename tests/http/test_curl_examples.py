@@ -35,7 +35,7 @@ def blocks(page: str, language: str) -> list[str]:
     return [block for block in found if WRITTEN in block]
 
 
-SHELL_PAGES = ("docs/quickstart.md", "README.md", "docs/guides/coming_from.md")
+SHELL_PAGES = ("docs/quickstart.md", "README.md", "docs/guides/coming_from.md", "docs/guides/responses.md")
 SHELL = [(page, block) for page in SHELL_PAGES for block in blocks(page, "sh")]
 PYTHON = [(page, block) for page in ("docs/quickstart.md", "README.md") for block in blocks(page, "python")]
 
@@ -107,6 +107,16 @@ def test_an_example_is_answered(url: str, page: str, block: str) -> None:
         assert "explain=1" not in block or answer["quire"]["ledger"][-1]["kind"] == "finished"
         assert "top_logprobs" not in block or answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         assert "capital of France" not in block or "Paris" in shown
+
+
+@pytest.mark.parametrize("program", blocks("docs/guides/responses.md", "python"), ids=lambda text: text[-40:])
+def test_an_example_of_the_responses_api_is_answered(url: str, program: str) -> None:
+    pytest.importorskip("openai")
+    done = subprocess.run(
+        [sys.executable, "-c", program.replace(WRITTEN, url)], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
 
 
 @pytest.mark.parametrize(("page", "program"), PYTHON, ids=lambda text: re.sub(r"\W+", " ", text)[:40])
