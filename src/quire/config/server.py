@@ -93,5 +93,6 @@ class ServerConfig:
     limits: dict[str, int] = field(default_factory=dict)
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"
+    files_dir: str | None = None  # folder of uploaded files and batches; None: they end with the server
     access_log: bool = False  # one line for every request that was answered
     trace_endpoint: str | None = None  # URL of an OTLP collector; None: no traces

@@ -140,6 +140,7 @@ class Edge:
             peers=self._peers,
             prefix_file=Path(start.directory) / "prefixes",
             recalls_prefixes=start.seat == 0,
+            files_directory=Path(config.files_dir or start.directory),
         )
         app = build_app(self._service, files())
         self._listen_config, self._tls = config.listen, make_context(config.listen)
@@ -153,6 +154,7 @@ class Edge:
     async def run(self) -> None:
         """Serve until drained."""
         self._dispatcher.start()
+        self._service.batches.resume()
         self._service.texts.checker.warm()
         gc.collect()
         gc.freeze()

@@ -12,6 +12,7 @@ from quire import __version__
 from quire.serving.cli.arguments import OneLineParser, add_chat, add_complete, add_doctor, add_pull, examples
 from quire.serving.cli.bench_flags import add_bench
 from quire.serving.cli.replay import add_replay
+from quire.serving.cli.run_batch import add_run_batch
 from quire.serving.cli.serve_flags import add_serve
 from quire.serving.cli.tune import add_tune
 from quire.types.errors import ConfigError, DoesNotFit, InvalidRequest, QuireError
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add_serve(commands)
     add_chat(commands)
     add_complete(commands)
+    add_run_batch(commands)
     add_bench(commands)
     add_pull(commands)
     add_doctor(commands)
@@ -78,6 +80,8 @@ def _command(args: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
         from quire.serving.cli.complete import run_complete as run
     elif name == "chat":
         from quire.serving.cli.chat import run_chat as run
+    elif name == "run-batch":
+        from quire.serving.cli.run_batch import run_batch as run
     elif name == "pull":
         from quire.serving.cli.pull import run_pull as run
     elif name == "doctor":

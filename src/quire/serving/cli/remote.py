@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -60,6 +61,16 @@ class RemoteAnswerer:
                 yield Piece("", int(usage["completion_tokens"]))
 
 
+@dataclass(frozen=True, slots=True)
+class RawAnswer:
+    """What a server answered. `retry_after`: the seconds to wait before another try."""
+
+    status: int
+    data: bytes
+    request_id: str
+    retry_after: float
+
+
 class Server:
     """Where a server is and how to talk to it. Raises RemoteError, or InvalidRequest when it refuses a request."""
 
@@ -89,6 +100,21 @@ class Server:
         connection = self._open()
         with closing(connection):
             return self._read_json(self._send(connection, path, body))
+
+    def post(self, path: str, body: bytes) -> RawAnswer:
+        """Send a JSON body and read the whole answer, whatever its status."""
+        connection = self._open()
+        headers = {**self._headers, "Accept": "application/json", "Content-Type": "application/json"}
+        with closing(connection):
+            try:
+                connection.request("POST", self._base + path, body, headers)
+                response = connection.getresponse()
+                data = response.read(MAX_BODY)
+            except (OSError, HTTPException) as error:
+                raise RemoteError(f"{self._shown} cannot be reached: {_why(error)}") from None
+            later = response.getheader("Retry-After", "")
+            request_id = response.getheader("X-Request-Id", "")
+            return RawAnswer(response.status, data, request_id, float(later) if later.isdigit() else 1.0)
 
     def events(self, path: str, body: dict[str, object]) -> Iterator[dict[str, Any]]:
         """Send a request and give the events of its answer as they come. Closing it early hangs up."""

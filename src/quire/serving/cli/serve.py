@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import math
+import os
 import re
 import secrets
 import sys
@@ -67,6 +68,7 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
         edge_timeout=args.edge_timeout,
         max_restart_delay=args.max_restart_delay,
         limits=_limits(args.limit),
+        files_dir=_files_dir(args.files_dir),
         log_level=args.log_level or _default_log_level(args.log_format),
         log_format=args.log_format,
         access_log=args.access_log,
@@ -221,6 +223,21 @@ def _limits(given: list[str]) -> dict[str, int]:
         changes[name.strip()] = int(value)
     Limits(changes)  # raises for a name or value that is none
     return changes
+
+
+def _files_dir(path: str | None) -> str | None:
+    """The folder of uploaded files, made if it is not there. Raises ConfigError if it cannot be written."""
+    if path is None:
+        return None
+    folder = Path(path).expanduser().absolute()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / "files").mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("files_dir", f"{folder} cannot be used: {error.strerror}", "choose another folder") from None
+    if not os.access(folder / "files", os.W_OK):
+        raise ConfigError("files_dir", f"{folder} cannot be written", "choose another folder")
+    return str(folder)
 
 
 def _read_template(path: str) -> str:

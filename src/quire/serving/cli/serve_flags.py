@@ -40,6 +40,11 @@ def add_serve(commands: Commands[OneLineParser]) -> None:
         description="Serve a model over HTTP with the OpenAI API, a playground and metrics.",
         **examples(EXAMPLES),
     )
+    add_serve_flags(parser)
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Every flag that describes a server."""
     parser.add_argument(
         "model_name",
         nargs="?",
@@ -124,6 +129,11 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--strict", action="store_true", help="refuse request parameters without effect instead of warning"
+    )
+    group.add_argument(
+        "--files-dir",
+        metavar="DIR",
+        help="keep uploaded files and batches there, so that they survive a restart (they end with the server)",
     )
     group.add_argument("--no-playground", action="store_true", help="serve no page at /")
 

@@ -24,6 +24,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _JSON: Headers = ((b"content-type", b"application/json"),)
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 MAX_QUERY_FIELDS = 32
+FORM_BYTES = 2**16  # of an upload besides its file
 FLAG_WORDS = {"1": True, "true": True, "0": False, "false": False}
 ERROR = "quire.error"  # scope key: the ApiError that answered the request
 FROM_ADMIN = "quire.from_admin"  # scope key: whether the connection came by the socket for admin
@@ -96,17 +97,27 @@ class Exchange:
             raise ApiError(
                 415, "content-encoding: is not supported; send the body as it is", code="unsupported_encoding"
             )
+        return await self._read_in_time(limits["body_bytes"], limits["body_seconds"], count)
+
+    async def read_form(self, limits: Limits, count: Callable[[int], None]) -> bytes:
+        """The whole body of an upload, multipart/form-data. Raises ApiError (4xx) or ClientGone."""
+        if not self.headers.get(b"content-type", b"").lower().startswith(b"multipart/form-data"):
+            message = "content-type: must be multipart/form-data; send the file as a form"
+            raise ApiError(415, message, code="unsupported_media_type")
+        return await self._read_in_time(limits["file_bytes"] + FORM_BYTES, limits["body_seconds"], count)
+
+    async def _read_in_time(self, max_bytes: int, seconds: int, count: Callable[[int], None]) -> bytes:
         length = self.headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > limits["body_bytes"]:
-            raise _too_large(limits)
+        if length.isdigit() and int(length[:20]) > max_bytes:
+            raise _too_large(max_bytes)
         try:
-            async with asyncio.timeout(limits["body_seconds"]):
-                return await self._read_all(limits, count)
+            async with asyncio.timeout(seconds):
+                return await self._read_all(max_bytes, count)
         except TimeoutError:
-            message = f"the body did not arrive within {limits['body_seconds']} s; send it faster"
+            message = f"the body did not arrive within {seconds} s; send it faster"
             raise ApiError(408, message, code="body_timeout", headers=((b"connection", b"close"),)) from None
 
-    async def _read_all(self, limits: Limits, count: Callable[[int], None]) -> bytes:
+    async def _read_all(self, max_bytes: int, count: Callable[[int], None]) -> bytes:
         parts, size = [], 0
         while True:
             message = await self._receive()
@@ -114,8 +125,8 @@ class Exchange:
                 raise ClientGone
             part = message.get("body", b"")
             size += len(part)
-            if size > limits["body_bytes"]:
-                raise _too_large(limits)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
             count(len(part))
             parts.append(part)
             if not message.get("more_body", False):
@@ -195,5 +206,5 @@ class AsgiHandler:
             await exchange.reply_error(refusal, self._write_error(refusal))
 
 
-def _too_large(limits: Limits) -> ApiError:
-    return ApiError(413, f"body: is larger than {limits['body_bytes']} bytes; send less", code="body_too_large")
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"body: is larger than {max_bytes} bytes; send less", code="body_too_large")

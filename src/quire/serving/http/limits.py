@@ -107,6 +107,19 @@ LIMITS: tuple[Limit, ...] = (
         "the least recently used is forgotten",
         highest=2**40,
     ),
+    # files and batches
+    Limit("file_bytes", 64 * MIB, "bytes", "one uploaded file", "413 invalid_request_error", highest=2**30),
+    Limit("files", 1_024, "files", "uploaded files and files of batches", _BAD),
+    Limit("files_bytes", 1_024 * MIB, "bytes", "all of them together", _BAD, highest=2**50),
+    Limit("batches", 64, "batches", "batches that have not ended", _BUSY, highest=65_536),
+    Limit("batch_lines", 50_000, "requests", "the lines of one batch", "the batch fails"),
+    Limit(
+        "batch_requests",
+        32,
+        "requests",
+        "requests of batches that one edge runs at once; never more than half of what the engine can run",
+        "the others wait",
+    ),
     # time
     Limit("header_bytes", 64 * 2**10, "bytes", "the head of a request", "431 invalid_request_error", highest=MIB),
     Limit("header_seconds", 15, "seconds", "from the first byte of a request to the end of its head", _CLOSE),

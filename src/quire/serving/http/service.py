@@ -18,6 +18,7 @@ from quire.config.server import ServerConfig
 from quire.serving.dispatch.dispatcher import Dispatcher
 from quire.serving.dispatch.observer import Observer
 from quire.serving.dispatch.recent_requests import RecentRequests
+from quire.serving.http.batches.runner import BatchRunner
 from quire.serving.http.errors import engine_unavailable, model_not_found, too_busy
 from quire.serving.http.key_ring import KeyRing
 from quire.serving.http.limits import Limits
@@ -161,7 +162,9 @@ class Service:
     created: int = field(default_factory=lambda: int(datetime.now(UTC).timestamp()))
     prefix_file: Path | None = None  # where resident prompts are written down; None: in memory
     recalls_prefixes: bool = True  # it is this edge that registers them with a new engine
+    files_directory: Path | None = None  # of uploaded files and batches; None: a temporary one
     num_body_bytes: int = 0
+    batches: BatchRunner = field(init=False)
     threads: TextThreads = field(init=False)
     keys: KeyRing = field(init=False)
     watch: RequestWatch = field(init=False)
@@ -175,6 +178,7 @@ class Service:
         self.watch = RequestWatch(self.observer, logs_all=self.config.access_log)
         self.recent_requests = RecentRequests(self.limits)
         self.responses = ResponseStore(self.limits)
+        self.batches = BatchRunner(self.files_directory, self.limits, self.dispatcher, self.config.api_workers)
         self.pinned_prefixes = PinnedPrefixes(self.dispatcher, self.link, self.keys, PinnedPrefixFile(self.prefix_file))
         if self.recalls_prefixes:
             self.dispatcher.on_engine_up = self.pinned_prefixes.recall
@@ -234,5 +238,6 @@ class Service:
                 self.threads.submit(0, give_back_memory)
 
     def close(self) -> None:
+        self.batches.close()
         self.threads.close()
         self.texts.checker.close()

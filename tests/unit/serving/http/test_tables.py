@@ -34,6 +34,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "ollama_generate": {"prompt": "x"},
     "ollama_show": {"model": "x"},
     "ollama_pull": {"model": "x"},
+    "batches_create": {"input_file_id": "x", "endpoint": "/v1/chat/completions"},
 }
 
 

@@ -1,0 +1,131 @@
+"""The lines of batch files, in OpenAI's format: one request per line of the input, one result per line of the output.
+
+`/v1/batches` and `quire run-batch` share this. A line that cannot be read becomes a result with an error of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, BinaryIO
+
+from quire.types.errors import InvalidRequest
+
+MAX_ID_CHARACTERS = 512
+_MEMBERS = ("custom_id", "method", "url", "body")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One request of a batch."""
+
+    number: int  # of the line in its file, from 1
+    custom_id: str
+    url: str  # path of the endpoint
+    body: dict[str, Any]
+
+
+def read_line(number: int, text: bytes, urls: Collection[str]) -> BatchLine:
+    """Read a line of an input file. `urls` are the endpoints that it may name. Raises InvalidRequest."""
+    where = f"line {number}"
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(where, "is no JSON", 'write {"custom_id", "method", "url", "body"}') from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(where, "must be a JSON object", 'write {"custom_id", "method", "url", "body"}')
+    if missing := [name for name in _MEMBERS if value.get(name) is None and name != "method"]:
+        raise InvalidRequest(f"{where}: {missing[0]}", "is missing", "add it")
+    name, url, body = value["custom_id"], value["url"], value["body"]
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_CHARACTERS:
+        raise InvalidRequest(f"{where}: custom_id", f"must be text of 1 to {MAX_ID_CHARACTERS} characters")
+    if value.get("method", "POST") != "POST":
+        raise InvalidRequest(f"{where}: method", "must be POST")
+    if url not in urls:
+        raise InvalidRequest(f"{where}: url", f"must be one of {', '.join(sorted(urls))}")
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"{where}: body", "must be a JSON object")
+    if body.get("stream"):
+        raise InvalidRequest(f"{where}: body.stream", "cannot be true in a batch", "leave it out")
+    return BatchLine(number, name, url, body)
+
+
+def custom_id_of(text: bytes) -> str | None:
+    """The custom_id of a line that may be wrong otherwise."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    name = value.get("custom_id") if isinstance(value, dict) else None
+    return name[:MAX_ID_CHARACTERS] if isinstance(name, str) else None
+
+
+def result_line(custom_id: str, request_id: str, status: int, body: bytes) -> bytes:
+    """A line of the output file: the response of an endpoint, whatever its status. `body` is JSON, taken as it is."""
+    head = _line({"id": f"batch_req_{token_hex(12)}", "custom_id": custom_id})[:-2]
+    told = json.dumps({"status_code": status, "request_id": request_id}).encode()[:-1]
+    return head + b',"response":' + told + b',"body":' + body.replace(b"\n", b" ") + b'},"error":null}\n'
+
+
+def error_line(custom_id: str | None, code: str, message: str, number: int) -> bytes:
+    """A line of the output file for a request that was not sent."""
+    error = {"code": code, "message": message, "line": number}
+    return _line({"id": f"batch_req_{token_hex(12)}", "custom_id": custom_id, "response": None, "error": error})
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
+
+
+def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """The lines of an input file that are not blank, with their numbers; None for one above `max_bytes`."""
+    number = 0
+    while line := file.readline(max_bytes + 1):
+        number += 1
+        if len(line) > max_bytes and not line.endswith(b"\n"):
+            while (rest := file.readline(max_bytes)) and not rest.endswith(b"\n"):
+                pass
+            yield number, None
+        elif line.strip():
+            yield number, line
+
+
+def error_key(number: int) -> str:
+    """The key of a line that was not sent; it may have no custom_id, or that of another line."""
+    return f"\0line {number}"
+
+
+def answered_keys(output: Path, *, keeps_failures: bool) -> set[str]:
+    """The lines that an output file answers: the custom_ids of requests, and error keys. Removes a last line that was
+    not written whole.
+
+    Without `keeps_failures`, lines of requests that failed are removed too, so that these are tried again.
+    """
+    if not output.exists():
+        return set()
+    found: set[str] = set()
+    kept = output.with_name(output.name + ".kept")
+    with output.open("rb") as old, kept.open("wb") as new:
+        for line in old:
+            key = _answered_key(line, keeps_failures=keeps_failures)
+            if key is not None and key not in found:
+                found.add(key)
+                new.write(line)
+    kept.replace(output)
+    return found
+
+
+def _answered_key(line: bytes, *, keeps_failures: bool) -> str | None:
+    try:
+        value = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    if not isinstance(value, dict):
+        return None
+    response, error = value.get("response"), value.get("error")
+    if isinstance(response, dict) and isinstance(value.get("custom_id"), str):
+        return str(value["custom_id"]) if response.get("status_code") == 200 or keeps_failures else None
+    return error_key(error["line"]) if isinstance(error, dict) and "line" in error and keeps_failures else None

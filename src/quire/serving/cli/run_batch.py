@@ -1,0 +1,236 @@
+"""`quire run-batch`: answers the requests of a JSONL file, with a server of its own or one that runs."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import json
+import os
+import re
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from quire.serving.batch_lines import (
+    BatchLine,
+    answered_keys,
+    custom_id_of,
+    error_line,
+    read_line,
+    read_lines,
+    result_line,
+)
+from quire.serving.cli.arguments import Commands, OneLineParser, examples
+from quire.serving.cli.remote import RawAnswer, RemoteError, Server
+from quire.serving.cli.serve_flags import add_serve_flags
+from quire.types.errors import ConfigError, InvalidRequest, QuireError
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/generate", "/v1/responses")
+MAX_LINE = 64 * 2**20  # bytes; the server's own limit is lower
+MAX_TRIES = 5  # of a request that did not reach the server or during which its engine went down
+MAX_CONCURRENCY = 4_096
+_PR_SET_PDEATHSIG = 1
+_READY = re.compile(r"Quire serves .* on (http://\S+) \(ready")
+
+
+def add_run_batch(commands: Commands[OneLineParser]) -> None:
+    parser = commands.add_parser(
+        "run-batch",
+        help="answer the requests of a JSONL file",
+        description="Answer the requests of a file in OpenAI's batch format, one JSON object per line, and write one "
+        "result per line as they come. Run it again to continue: lines that succeeded are kept, others tried again.",
+        **examples(
+            {
+                "quire run-batch -i in.jsonl -o out.jsonl": "with the default model",
+                "quire run-batch -i in.jsonl -o out.jsonl --url http://127.0.0.1:8000": "with a server that runs",
+            }
+        ),
+    )
+    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="the requests, JSON lines")
+    parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help="where the results go, JSON lines")
+    parser.add_argument("--url", help="a running server to ask, in place of one that the flags below describe")
+    parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests that run at once (32)")
+    add_serve_flags(parser)
+    parser.set_defaults(log_level="warning")
+
+
+def run_batch(args: argparse.Namespace) -> int:
+    if not 1 <= args.concurrency <= MAX_CONCURRENCY:
+        raise ConfigError("concurrency", f"must be in [1, {MAX_CONCURRENCY}], got {args.concurrency}")
+    source, target = Path(args.input_file), Path(args.output_file)
+    with _opened(source) as requests, _locked(target):
+        done = answered_keys(target, keeps_failures=False)
+        with _server(args) as server:
+            run = BatchFile(server, target, done)
+            run.answer(requests, args.concurrency)
+    before = f", {len(done)} were answered before" if done else ""
+    print(f"{run.num_succeeded} requests succeeded, {run.num_failed} failed{before}: {target}", file=sys.stderr)
+    return 0
+
+
+class BatchFile:
+    """Answers the lines of one file with threads, and appends each result to `target` when it comes."""
+
+    def __init__(self, server: Server, target: Path, done: set[str]) -> None:
+        self._server, self._target, self._done = server, target, done
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self.num_succeeded = self.num_failed = 0
+
+    def answer(self, requests: BinaryIO, concurrency: int) -> None:
+        """Answer all lines. Raises RemoteError if the server is gone; what was answered is kept."""
+        seen: set[str] = set()
+        running: set[Future[None]] = set()
+        with self._target.open("ab") as output, ThreadPoolExecutor(concurrency) as pool:
+            try:
+                for number, text in read_lines(requests, MAX_LINE):
+                    line = self._read(number, text, seen, output)
+                    if line is None or line.custom_id in self._done:
+                        continue
+                    if len(running) >= 2 * concurrency:
+                        running = self._collect(running)
+                    running.add(pool.submit(self._answer_line, line, output))
+                while running:
+                    running = self._collect(running)
+            except BaseException:
+                self._stopped.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _read(self, number: int, text: bytes | None, seen: set[str], output: BinaryIO) -> BatchLine | None:
+        """Read a line; one that is wrong is answered with an error."""
+        try:
+            if text is None:
+                raise InvalidRequest(f"line {number}", f"is above {MAX_LINE} bytes", "split it")
+            line = read_line(number, text, URLS)
+            if line.custom_id in seen:
+                raise InvalidRequest(f"line {number}: custom_id", "is that of another line", "choose another")
+        except InvalidRequest as error:
+            name = None if text is None else custom_id_of(text)
+            self._write(output, error_line(name, "invalid_line", str(error), number), is_failure=True)
+            return None
+        seen.add(line.custom_id)
+        return line
+
+    @staticmethod
+    def _collect(running: set[Future[None]]) -> set[Future[None]]:
+        """Wait for one and raise its error. Returns those that still run."""
+        done, rest = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            future.result()
+        return rest
+
+    def _answer_line(self, line: BatchLine, output: BinaryIO) -> None:
+        answer = self._ask(line)
+        if answer is None:
+            return
+        try:
+            json.loads(answer.data)
+            body = answer.data
+        except ValueError:
+            body = json.dumps(answer.data[:1_000].decode("utf-8", "replace")).encode()
+        made = result_line(line.custom_id, answer.request_id, answer.status, body)
+        self._write(output, made, is_failure=answer.status != 200)
+
+    def _ask(self, line: BatchLine) -> RawAnswer | None:
+        """Send a line, again where the server was full or not there. None: the run ends."""
+        body, num_tries = json.dumps(line.body).encode(), 0
+        while not self._stopped.is_set():
+            try:
+                answer = self._server.post(line.url, body)
+                if answer.status in (401, 403):
+                    raise ConfigError("api_key", "is not taken by the server", "give the right --api-key")
+                num_tries += answer.status == 503
+                if answer.status not in (429, 503) or num_tries >= MAX_TRIES:
+                    return answer
+                self._stopped.wait(answer.retry_after)
+            except RemoteError:
+                num_tries += 1
+                if num_tries >= MAX_TRIES:
+                    raise
+                self._stopped.wait(2.0**num_tries / 2)
+        return None
+
+    def _write(self, output: BinaryIO, line: bytes, *, is_failure: bool) -> None:
+        with self._lock:
+            output.write(line)
+            output.flush()
+            self.num_failed += is_failure
+            self.num_succeeded += not is_failure
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ConfigError("input_file", f"{path} cannot be read: {error.strerror}", "give another file") from None
+    with file:
+        yield file
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other runs from writing the same file meanwhile."""
+    lock_path = path.with_name(path.name + ".lock")
+    try:
+        lock = lock_path.open("wb")
+    except OSError as error:
+        raise ConfigError("output_file", f"{path} cannot be written: {error.strerror}", "choose another") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError("output_file", f"another run writes {path}", "choose another, or wait") from None
+        yield
+        lock_path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _server(args: argparse.Namespace) -> Iterator[Server]:
+    """The server at --url, or one of our own while the block runs."""
+    if args.url is not None:
+        yield Server(args.url, args.api_key[0] if args.api_key else None)
+        return
+    key = secrets.token_urlsafe(24)
+    args.host, args.port, args.api_key, args.no_playground = "127.0.0.1", 0, [key], True
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os._exit(_serve(args, reading, writing))
+    os.close(writing)
+    try:
+        with os.fdopen(reading, encoding="utf-8") as said:
+            match = next((found for line in said if (found := _READY.search(line))), None)
+            if match is None:
+                raise QuireError("the server did not start; the cause is above")
+            yield Server(match[1], key)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGTERM)
+        os.waitpid(child, 0)
+
+
+def _serve(args: argparse.Namespace, reading: int, writing: int) -> int:
+    """In the child: serve until the parent ends it or is gone."""
+    os.close(reading)
+    os.setsid()  # what interrupts the parent does not interrupt requests that could finish
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    try:
+        from quire.serving.cli.serve import server_config
+        from quire.serving.process.announcing import Announcer
+        from quire.serving.process.supervisor import Supervisor
+
+        with os.fdopen(writing, "w", encoding="utf-8") as out:
+            config, keys = server_config(args)
+            return Supervisor(config, keys=keys, announcer=Announcer(out=out)).run()
+    except QuireError as error:
+        print(f"quire: error: {error}", file=sys.stderr)
+        return 1

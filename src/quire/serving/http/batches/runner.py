@@ -1,0 +1,79 @@
+"""Starts batches in the background, and continues those that a stopped server or edge left unfinished."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from quire.serving.dispatch.dispatcher import Dispatcher
+from quire.serving.http.batches.batch_run import BackgroundGate, BatchFailed, BatchRun
+from quire.serving.http.batches.batch_store import Batch, BatchStore
+from quire.serving.http.batches.file_store import FileStore
+from quire.serving.http.exchange import AsgiHandler
+
+logger = logging.getLogger("quire.edge")
+
+
+class BatchRunner:
+    """The files and batches of one edge. Without a `directory` they are in a temporary one, gone with the edge.
+
+    `targets` are the handlers of the endpoints that batches may call, by path.
+    """
+
+    def __init__(
+        self, directory: Path | None, limits: Mapping[str, int], dispatcher: Dispatcher, num_edges: int = 1
+    ) -> None:
+        self._temporary = None if directory is not None else tempfile.TemporaryDirectory(prefix="quire-files-")
+        root = Path(self._temporary.name) if self._temporary is not None else directory
+        assert root is not None
+        self.files, self.batches = FileStore(root / "files", limits), BatchStore(root / "batches", limits)
+        self.targets: dict[str, AsgiHandler] = {}
+        self._limits = limits
+        self._gate = BackgroundGate(dispatcher, limits["batch_requests"], num_edges)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def resume(self) -> None:
+        """Continue all batches that no process runs."""
+        for batch in self.batches.unfinished():
+            self.launch(batch)
+
+    def launch(self, batch: Batch) -> None:
+        """Run a batch in the background, unless another edge runs it."""
+        task = asyncio.ensure_future(self._run(batch))
+        self._tasks[batch.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    async def _run(self, batch: Batch) -> None:
+        lock = await asyncio.to_thread(self.batches.lock, batch)
+        if lock is None:
+            return
+        try:
+            handler = self.targets.get(batch.endpoint)
+            if handler is None:
+                raise BatchFailed(f"endpoint {batch.endpoint} is not served")
+            await BatchRun(batch, self.files, self.batches, handler, self._gate, self._limits).run()
+        except BatchFailed as error:
+            await self._fail(batch, str(error))
+        except OSError as error:
+            logger.error("batch %s: %s", batch.id, error)
+            await self._fail(batch, "the server could not read or write its files")
+        finally:
+            os.close(lock)
+
+    async def _fail(self, batch: Batch, problem: str) -> None:
+        batch.problem = problem
+        batch.enter("failed")
+        try:
+            await asyncio.to_thread(self.batches.save, batch)
+        except OSError as error:
+            logger.error("batch %s: %s", batch.id, error)

@@ -1,0 +1,73 @@
+"""Calls an endpoint of this server from inside the edge: the same handler, a body in memory, the response as bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.serving.http.errors import internal_error
+from quire.serving.http.exchange import AsgiHandler, Scope
+
+logger = logging.getLogger("quire.edge")
+
+
+@dataclass(frozen=True, slots=True)
+class InnerResponse:
+    """What an endpoint replied."""
+
+    request_id: str
+    status: int
+    headers: dict[bytes, bytes]
+    body: bytes
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds that the response asks its client to wait before the next try."""
+        given = self.headers.get(b"retry-after", b"1")
+        return float(given) if given.isdigit() else 1.0
+
+
+async def call_endpoint(handler: AsgiHandler, path: str, body: bytes, principal: str) -> InnerResponse:
+    """Send a JSON body to the handler of a POST endpoint, as the client whose key has the digest `principal`.
+
+    Cancelling the call ends its engine requests, as hanging up does. An exception that the handler does not turn into
+    an error response is logged and becomes one here.
+    """
+    request_id = secrets.token_hex(16)
+    scope: Scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "path_params": {},
+        "quire.request_id": request_id,
+        "quire.principal": principal,
+    }
+    unread, status, headers, parts = [body], 0, dict[bytes, bytes](), list[bytes]()
+
+    async def receive() -> MutableMapping[str, Any]:
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        await asyncio.get_running_loop().create_future()  # this client never hangs up; it cancels
+        raise AssertionError
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            headers.update(message["headers"])
+        else:
+            parts.append(message.get("body", b""))
+
+    try:
+        await handler(scope, receive, send)
+    except Exception:
+        logger.exception("request %s failed", request_id)
+        return InnerResponse(request_id, 500, {}, internal_error().body())
+    return InnerResponse(request_id, status, headers, b"".join(parts))
