@@ -224,7 +224,7 @@ GENERATION = (
 )  # of every endpoint that generates
 
 
-OF_RENDERING = "belongs to vLLM's render endpoints, which this server does not have"
+OF_RENDERING = "belongs to the render endpoints"
 
 NOT_SUPPORTED = (
     not_supported("thinking_token_budget", "A bound on reasoning.",

@@ -18,7 +18,7 @@ from quire.serving.http.validators.values import as_identifier
 
 logger = logging.getLogger("quire.edge")
 
-_LIVENESS = frozenset({b"/health", b"/ready"})
+_LIVENESS = frozenset({b"/health", b"/ping", b"/ready"})
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 App = Any  # an ASGI application
 

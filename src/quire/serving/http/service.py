@@ -6,7 +6,7 @@ import asyncio
 import ctypes
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -30,8 +30,9 @@ from quire.serving.http.text_threads import TextThreads, num_text_threads
 from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.process.link import EngineLink, EngineReady
 from quire.serving.process.peers import Peers
-from quire.serving.requests import RequestMaker
+from quire.serving.requests import Prompt, RequestMaker
 from quire.serving.text.chat_template import ChatTemplate
+from quire.serving.text.infill import InfillFormat, infill_format
 from quire.serving.text.message_reading import MessageReading
 from quire.serving.text.reasoning import ReasoningFormat, reasoning_format
 from quire.serving.text.token_table import vocabulary_source
@@ -119,6 +120,23 @@ class ModelText:
     @cached_property
     def reasoning_format(self) -> ReasoningFormat | None:
         return reasoning_format(self._reasoning_parser, self._source)
+
+    @property
+    def template_source(self) -> str | None:
+        """The text of the chat template."""
+        return self._source
+
+    @cached_property
+    def infill(self) -> InfillFormat | None:
+        """How the model is asked to fill in the middle; None: it was not trained to."""
+        return infill_format(self.tokenizer)
+
+    def infill_prompt(self, field: str, prefix: str, suffix: str, files: Sequence[tuple[str, str]] = ()) -> Prompt:
+        """The prompt for what is between two texts. Raises InvalidRequest for a model that cannot fill in."""
+        if self.infill is None:
+            reason = "needs a model that fills in the middle, and this one has no tokens for it"
+            raise InvalidRequest(field, reason, "leave it out, or serve a model such as qwen2.5-coder")
+        return Prompt(token_ids=self.infill.prompt(prefix, suffix, files))
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

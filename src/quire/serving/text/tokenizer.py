@@ -160,6 +160,13 @@ class Tokenizer:
         """The ids of `text`; special tokens written in it become their ids, and bos/eos go around it when asked."""
         return self.encode_batch((text,), add_special_tokens)[0]  # the backend lets other threads run only in batches
 
+    def encode_with_offsets(
+        self, text: str, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of `text`, and where each begins and ends in it, in characters. Added tokens are empty: (0, 0)."""
+        (found,) = self._backend.encode_batch([_checked(text)], add_special_tokens=add_special_tokens)
+        return list(found.ids), list(found.offsets)
+
     def fewest_tokens(self, text: str) -> int:
         """A number of tokens `text` has at least, found without tokenizing it; 0 where nothing is certain."""
         return len(text) // self._most_characters if self._most_characters else 0

@@ -34,6 +34,13 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "ollama_generate": {"prompt": "x"},
     "ollama_show": {"model": "x"},
     "ollama_pull": {"model": "x"},
+    "chat_batch": {"messages": [[{"role": "user", "content": "x"}]]},
+    "generate": {"token_ids": [1]},
+    "chat_render": {"messages": [{"role": "user", "content": "x"}]},
+    "completions_render": {"prompt": "x"},
+    "llama_completion": {"prompt": "x"},
+    "llama_infill": {"input_prefix": "x", "input_suffix": "y"},
+    "llama_apply_template": {"messages": [{"role": "user", "content": "x"}]},
     "batches_create": {"input_file_id": "x", "endpoint": "/v1/chat/completions"},
 }
 

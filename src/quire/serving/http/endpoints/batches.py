@@ -41,11 +41,11 @@ class Batches:
     def create(self, fields: dict[str, Field]) -> Handler:
         async def handle(exchange: Exchange) -> None:
             service, owner = self._service, exchange.principal
-            lenient = exchange.is_asked("lenient") or service.config.lenient
+            strict = exchange.is_asked("strict") or service.config.strict
             with service.metered() as meter:
                 body = await exchange.read_body(service.limits, meter.add)
                 decoded = decode_json(body, service.limits["nesting"])
-            given, _ = check_body(fields, decoded, service.limits, lenient=lenient)
+            given, exchange.warnings = check_body(fields, decoded, service.limits, strict=strict)
             source = await asyncio.to_thread(self._runner.files.get, owner, given["input_file_id"])
             if source.purpose != "batch":
                 reason = f"has the purpose {source.purpose}"

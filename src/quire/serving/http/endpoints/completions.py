@@ -33,12 +33,14 @@ from quire.serving.http.fields import (
 )
 from quire.serving.http.generation.handler import GenerationEndpoint
 from quire.serving.http.generation.results import ChoiceResult, LogprobColumns, ResultReader, usage_of
-from quire.serving.http.generation.settings import GenerationSettings, ResponseOptions
+from quire.serving.http.generation.settings import GenerationSettings, Parameters, ResponseOptions
+from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
 from quire.serving.http.validators.prompts import Prompts
-from quire.serving.http.validators.values import AnswerLength, Flag, LogprobCount
+from quire.serving.http.validators.values import AnswerLength, Flag, LogprobCount, Text
 from quire.serving.text.detokenizer import Detokenizer
 from quire.serving.text.tokenizer import Tokenizer
+from quire.types.errors import InvalidRequest
 
 _encode = msgspec.json.encode
 DEFAULT_MAX_TOKENS = 16
@@ -56,13 +58,35 @@ _FIELDS = (
     *TRUNCATION,
     *TEXT_FIELDS,
     PROMPT_LOGPROBS,
+    Field("suffix", Text("prompt_characters"),
+          "Text after the answer: the model fills in what is between `prompt` and this. Needs a model that was trained "
+          "to fill in the middle, such as qwen2.5-coder."),
     Field("echo", Flag(), "Put the prompt before the answer, with its logprobs where asked.", False),
     *GENERATION,
     *NAMES,
     *NOT_SUPPORTED,
-    not_supported("suffix", "Text after the answer.", ""),
     not_supported("prompt_embeds", "Prompts as vectors."),
 )  # fmt: skip
+
+
+def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
+    """Make an infill prompt of each prompt that has a suffix."""
+    suffix = given.pop("suffix", "")
+    if not suffix:
+        return given
+    if given.get("echo"):
+        raise InvalidRequest("echo", "cannot be used together with suffix", "leave one out")
+    if any(prompt.text is None for prompt in given["prompt"]):
+        raise InvalidRequest("prompt", "must be text where there is a suffix", "send text")
+    prompts = [service.texts.infill_prompt("suffix", prompt.text, suffix) for prompt in given["prompt"]]
+    return with_infill_stops(service, {**given, "prompt": prompts})
+
+
+def with_infill_stops(service: Service, given: Parameters) -> Parameters:
+    """The parameters of an infill request: it ends where the model goes on with something else."""
+    assert service.texts.infill is not None
+    stops = [*given.get("stop_token_ids", ()), *service.texts.infill.stop_ids]
+    return {**given, "stop_token_ids": list(dict.fromkeys(stops))}
 
 
 class CompletionFormat:
@@ -176,5 +200,6 @@ COMPLETIONS = GenerationEndpoint(
         default_max_tokens=DEFAULT_MAX_TOKENS,
         adds_special_tokens=True,
         echoes_prompt=True,
+        translate=translate,
     ),
 )

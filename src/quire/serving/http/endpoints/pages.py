@@ -67,6 +67,29 @@ class Pages:
             "default_sampling_params": service.texts.sampling_defaults.given(),
         }
 
+    async def load(self, exchange: Exchange) -> None:
+        """Reply with the number of requests that all edges are working on, queued ones too."""
+        loads = self._service.dispatcher.edge_loads.loads()
+        await exchange.reply_json({"server_load": sum(load.waiting + load.in_engine for load in loads)})
+
+    async def tokenizer_info(self, exchange: Exchange) -> None:
+        """Reply with what the files of Hugging Face say about a tokenizer, as far as it is known here."""
+        service, engine, tokenizer = self._service, self._service.engine(), self._service.texts.tokenizer
+        special = service.texts.special_tokens
+        added = {str(token): {"content": text, "special": True} for text, token in special.items()}
+        eos = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
+        found = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": engine.max_model_len,
+            "vocab_size": tokenizer.vocab_size,
+            "bos_token": None if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
+            "eos_token": None if eos is None else tokenizer.token_text(eos),
+            "additional_special_tokens": list(special),
+            "added_tokens_decoder": added,
+            "chat_template": service.texts.template_source,
+        }
+        await exchange.reply_json({name: value for name, value in found.items() if value is not None})
+
     async def metrics(self, exchange: Exchange) -> None:
         page, content_type = await self._service.render_metrics()
         await exchange.reply(200, page, ((b"content-type", content_type.encode()), _NO_CACHE))
@@ -103,12 +126,17 @@ _SCHEMAS: dict[str, Schema] = {
     "Models": record({"object": {"const": "list"}, "data": many(ref("Model"))}),
     "Health": record({"status": {"const": "ok"}}),
     "Version": record({"version": TEXT}),
+    "Load": record({"server_load": WHOLE}),
+    "TokenizerInfo": record({"tokenizer_class": TEXT, "model_max_length": WHOLE, "vocab_size": WHOLE}, is_open=True),
 }
 PAGES: tuple[Endpoint, ...] = (
     _page("/v1/models", "The models served", lambda pages: pages.models, "Models", _SCHEMAS),
     _page("/v1/models/{model:path}", "One model", lambda pages: pages.model, "Model", {}),
     _page("/health", "Whether the server and its engine are alive", lambda pages: pages.health, "Health", {}),
     _page("/ready", "Whether it takes new requests", lambda pages: pages.ready, "Health", {}),
+    _page("/ping", "The same as /health", lambda pages: pages.health, "Health", {}),
+    _page("/load", "How many requests are waiting or running", lambda pages: pages.load, "Load", {}),
+    _page("/tokenizer_info", "The tokenizer", lambda pages: pages.tokenizer_info, "TokenizerInfo", {}),
     _page("/version", "The version", lambda pages: pages.version, "Version", {}),
     _page("/metrics", "Metrics in the format of Prometheus", lambda pages: pages.metrics, None, {}),
 )

@@ -47,6 +47,10 @@ _ROUTES = f"""\
 | `GET /v1/capabilities` | version, engine, limits in force, parameters with their support |
 | `GET /health` | 200 while the server and its engine are alive, else 503; needs no key |
 | `GET /ready` | 200 while new requests are welcome; 503 while loading, restarting or draining; needs no key |
+| `GET /ping` | the same as `/health` |
+| `GET /load` | `server_load`: how many requests wait or run |
+| `GET /tokenizer_info` | special tokens, length and chat template of the tokenizer |
+| `GET /props`, `GET /slots` | of llama.cpp: the model's properties; which of the engine's sequences are in use |
 | `GET /version` | the version |
 | `GET /metrics` | Prometheus metrics |
 | `GET /openapi.json` | this API as OpenAPI 3.1 |

@@ -6,26 +6,34 @@ from quire.serving.http.endpoint import Endpoint
 from quire.serving.http.endpoints.anthropic import ANTHROPIC
 from quire.serving.http.endpoints.batches import batch_endpoints
 from quire.serving.http.endpoints.chat import CHAT
+from quire.serving.http.endpoints.chat_batch import CHAT_BATCH
 from quire.serving.http.endpoints.completions import COMPLETIONS
 from quire.serving.http.endpoints.documents import document_pages
 from quire.serving.http.endpoints.files import FILES
 from quire.serving.http.endpoints.fork import FORK
 from quire.serving.http.endpoints.ollama import OLLAMA, ROOT
+from quire.serving.http.endpoints.generate import GENERATE
+from quire.serving.http.endpoints.llama_cpp import LLAMA_CPP
 from quire.serving.http.endpoints.pages import PAGES
 from quire.serving.http.endpoints.responses.endpoint import RESPONSES
+from quire.serving.http.endpoints.render import RENDERS
 from quire.serving.http.endpoints.tokenize import DETOKENIZE, TOKENIZE
 
 _DESCRIBED: tuple[Endpoint, ...] = (
     CHAT,
     COMPLETIONS,
     *RESPONSES,
+    CHAT_BATCH,
+    GENERATE,
+    *RENDERS,
     FORK,
     TOKENIZE,
     DETOKENIZE,
     *ANTHROPIC,
     *OLLAMA,
+    *LLAMA_CPP,
     *FILES,
-    *batch_endpoints((CHAT, COMPLETIONS)),
+    *batch_endpoints((CHAT, COMPLETIONS, GENERATE)),
     *PAGES,
 )
 ENDPOINTS: tuple[Endpoint, ...] = (*_DESCRIBED, *document_pages(_DESCRIBED), ROOT)
