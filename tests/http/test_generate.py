@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,3 +197,11 @@ def test_conversations_of_a_client_that_hangs_up_end(serve: Serve) -> None:
         with pytest.raises(Exception, match="timed out"):
             client.send(request)
     server.wait(server.is_idle)
+
+
+def test_the_guides_example_works(server: TestServer, capfd: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/guides/server.md").read_text(encoding="utf-8")
+    (code,) = [found for found in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "/v1/generate" in found]
+    exec(code.replace("http://127.0.0.1:8000", server.url), names := dict[str, Any]())
+    names["server"].close()
+    assert capfd.readouterr().out == f"{ids(' answer ')} {[-1.5] * 8}\n"

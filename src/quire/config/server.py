@@ -13,6 +13,7 @@ DEFAULT_STEP_TIMEOUT = 10.0
 DEFAULT_LOAD_TIMEOUT = 300.0
 DEFAULT_EDGE_TIMEOUT = 10.0
 DEFAULT_MAX_RESTART_DELAY = 30.0
+MetricNames = Literal["quire", "vllm", "both"]
 TOOL_PARSERS = (
     "auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "granite",
     "harmony",
@@ -94,5 +95,6 @@ class ServerConfig:
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"
     files_dir: str | None = None  # folder of uploaded files and batches; None: they end with the server
+    metrics_names: MetricNames = "quire"  # prefixes of /metrics: quire, vllm, or both
     access_log: bool = False  # one line for every request that was answered
     trace_endpoint: str | None = None  # URL of an OTLP collector; None: no traces

@@ -199,4 +199,16 @@ METRICS: tuple[Metric, ...] = (
         "iteration_tokens_total", "histogram", "Tokens computed in one step of the engine.", "engine", bounds=STEP_SIZES
     ),
 )
+VLLM_PREFIX = "vllm:"
+VLLM_NAMES = frozenset(  # metrics that vLLM has under the same name, with the same meaning
+    {
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries",
+        "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "request_success",
+        "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
+        "request_decode_time_seconds", "request_inference_time_seconds", "request_prompt_tokens",
+        "request_generation_tokens", "request_params_n", "request_params_max_tokens", "iteration_tokens_total",
+        "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+    }
+)  # fmt: skip
 FINISHED_REASONS = ("stop", "length", "repetition", "abort", "error")

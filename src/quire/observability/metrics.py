@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from quire.config.server import ServerConfig
+from quire.config.server import MetricNames, ServerConfig
 from quire.observability.counts import Counts, SharedCounts
 from quire.observability.observed_request import ObservedRequest, phases
 from quire.observability.prometheus import EngineMetrics, render
@@ -30,7 +30,7 @@ def server_metrics(config: ServerConfig, model_name: str, directory: str | None,
     Raises ConfigError if a trace endpoint is set and the packages of the `trace` extra are missing.
     """
     shared = None if directory is None else SharedCounts(Path(directory), edge)
-    return ServerMetrics(model_name, shared, make_tracer(config.trace_endpoint, model_name))
+    return ServerMetrics(model_name, shared, make_tracer(config.trace_endpoint, model_name), config.metrics_names)
 
 
 class ServerMetrics:
@@ -40,8 +40,14 @@ class ServerMetrics:
     `close()` ends it.
     """
 
-    def __init__(self, model_name: str, shared: SharedCounts | None = None, tracer: Tracer | None = None) -> None:
-        self._model_name, self._shared = model_name, shared
+    def __init__(
+        self,
+        model_name: str,
+        shared: SharedCounts | None = None,
+        tracer: Tracer | None = None,
+        names: MetricNames = "quire",
+    ) -> None:
+        self._model_name, self._shared, self._names = model_name, shared, names
         self._tracer = tracer or NoTracer()
         self._counts, self._lock = Counts(), threading.Lock()
         self._restarts = 0
@@ -145,7 +151,9 @@ class ServerMetrics:
             total.add_snapshot(self._counts.snapshot(), gauges=True)
         if self._shared is not None:
             self._shared.add_others(total)
-        return render(total, EngineMetrics(self._stats, self._restarts, is_up=self._is_up), self._model_name)
+        return render(
+            total, EngineMetrics(self._stats, self._restarts, is_up=self._is_up), self._model_name, self._names
+        )
 
     # -------------------------------------------------------------------------------------------------------- private
     def _observe_times(self, record: ObservedRequest) -> None:

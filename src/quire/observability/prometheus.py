@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from quire.config.server import MetricNames
 from quire.observability.counts import Counts, Histogram
-from quire.observability.metric_table import FINISHED_REASONS, METRICS, PREFIX, Metric
+from quire.observability.metric_table import FINISHED_REASONS, METRICS, PREFIX, VLLM_NAMES, VLLM_PREFIX, Metric
 from quire.types.stats import STEP_SIZES, TIER_FAILURES, BlockStats, EngineStats
 
 if TYPE_CHECKING:
@@ -17,26 +18,33 @@ if TYPE_CHECKING:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def render(counts: Counts, engine: EngineMetrics, model_name: str) -> bytes:
-    """Return the text with every metric of the table, each with the label model_name."""
+def render(counts: Counts, engine: EngineMetrics, model_name: str, names: MetricNames = "quire") -> bytes:
+    """Return the text with every metric of the table, each with the label model_name. With `names` "vllm": those that
+    vLLM has, under its names and with its label `engine`; with "both": these too."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(counts, engine, model_name))
+    if names != "vllm":
+        registry.register(_Collector(counts, engine, {"model_name": model_name}))
+    if names != "quire":
+        registry.register(_VllmCollector(counts, engine, {"model_name": model_name, "engine": "0"}))
     return generate_latest(registry)
 
 
 class _Collector:
-    """Turns the counts and the engine's values into Prometheus's metric families."""
+    """Turns the counts and the engine's values into Prometheus's metric families, which all have `labels`."""
 
-    def __init__(self, counts: Counts, engine: EngineMetrics, model_name: str) -> None:
-        self._counts, self._engine, self._model_name = counts, engine, model_name
+    prefix = PREFIX
+    metrics = METRICS
+
+    def __init__(self, counts: Counts, engine: EngineMetrics, labels: dict[str, str]) -> None:
+        self._counts, self._engine, self._labels = counts, engine, labels
 
     def describe(self) -> list[Family]:
         return []
 
     def collect(self) -> Iterator[Family]:
-        for metric in METRICS:
+        for metric in self.metrics:
             yield self._histogram(metric) if metric.kind == "histogram" else self._value(metric)
 
     def _value(self, metric: Metric) -> Family:
@@ -44,10 +52,10 @@ class _Collector:
 
         kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
         names = metric.label.split(" ") if metric.label else []
-        family = kind(PREFIX + metric.name, metric.help, labels=["model_name", *names])
+        family = kind(self.prefix + metric.name, metric.help, labels=[*self._labels, *names])
         for label, value in self._values(metric).items():
             labels = label.split(" ", len(names) - 1) if names else []
-            family.add_metric([self._model_name, *labels], value)
+            family.add_metric([*self._labels.values(), *labels], value)
         return family
 
     def _values(self, metric: Metric) -> dict[str, float]:
@@ -64,9 +72,16 @@ class _Collector:
         from prometheus_client.utils import floatToGoString
 
         counted = self._engine.steps if metric.source == "engine" else self._counts.histograms[metric.name]
-        family = HistogramMetricFamily(PREFIX + metric.name, metric.help, labels=["model_name"])
-        family.add_metric([self._model_name], _buckets(counted, floatToGoString), counted.total)
+        family = HistogramMetricFamily(self.prefix + metric.name, metric.help, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), _buckets(counted, floatToGoString), counted.total)
         return family
+
+
+class _VllmCollector(_Collector):
+    """The metrics that vLLM has, under its names."""
+
+    prefix = VLLM_PREFIX
+    metrics = tuple(metric for metric in METRICS if metric.name in VLLM_NAMES)
 
 
 def _buckets(counted: Histogram, format_bound: Callable[[float], str]) -> list[tuple[str, float]]:

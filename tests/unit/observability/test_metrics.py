@@ -125,6 +125,21 @@ def test_every_metric_is_shown_from_the_start() -> None:
     assert found["quire:engine_up"] == 0
 
 
+def test_metrics_come_under_vllms_names_where_asked() -> None:
+    common = (
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
+        "generation_tokens_total", "request_success_total{stop}", "time_to_first_token_seconds_count",
+        "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count",
+    )  # fmt: skip
+    own, foreign = page(ServerMetrics("tiny")), page(ServerMetrics("tiny", names="vllm"))
+    assert not [name for name in own if name.startswith("vllm:")]
+    assert all(name.startswith("vllm:") for name in foreign)
+    for name in common:
+        base, brace, label = name.partition("{")
+        assert f"vllm:{base}{{0}}{brace}{label}" in foreign, name
+    assert set(page(ServerMetrics("tiny", names="both"))) == {*own, *foreign}
+
+
 def test_every_call_of_the_desk_is_taken_as_the_protocol_names_it() -> None:
     calls = {name: list(inspect.signature(call).parameters) for name, call in vars(Observer).items() if name[0] != "_"}
     assert {"received", "refused", "finished", "aborted"} <= set(calls)

@@ -69,6 +69,7 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
         max_restart_delay=args.max_restart_delay,
         limits=_limits(args.limit),
         files_dir=_files_dir(args.files_dir),
+        metrics_names=args.metrics_names,
         log_level=args.log_level or _default_log_level(args.log_format),
         log_format=args.log_format,
         access_log=args.access_log,

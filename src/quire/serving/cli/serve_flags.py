@@ -179,4 +179,10 @@ def _add_watching(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="(text)")
     group.add_argument("--access-log", action="store_true", help="log every request: client, path, status, seconds")
+    group.add_argument(
+        "--metrics-names",
+        choices=("quire", "vllm", "both"),
+        default="quire",
+        help="how /metrics calls what vLLM has too: quire:NAME, vllm:NAME for its dashboards, or both (quire)",
+    )
     group.add_argument("--trace-endpoint", metavar="URL", help="send OpenTelemetry traces there, by OTLP over HTTP")

@@ -15,8 +15,6 @@ _KNOWN_APIS = {  # of other servers, by the beginning of their path after /v1
     "/embeddings": "embeddings",
     "/responses": "the responses API",
     "/messages": "Anthropic's messages API",
-    "/batches": "batches",
-    "/files": "files",
     "/images": "images",
     "/audio": "audio",
     "/moderations": "moderations",
@@ -31,9 +29,6 @@ _KNOWN_APIS = {  # of other servers, by the beginning of their path after /v1
     "/pooling": "pooling",
     "/load_lora_adapter": "LoRA adapters",
     "/api/": "Ollama's API",
-    "/infill": "infill",
-    "/props": "llama.cpp's API",
-    "/slots": "llama.cpp's API",
 }
 
 
