@@ -11,9 +11,9 @@ from quire.serving.http.endpoints.completions import COMPLETIONS
 from quire.serving.http.endpoints.documents import document_pages
 from quire.serving.http.endpoints.files import FILES
 from quire.serving.http.endpoints.fork import FORK
-from quire.serving.http.endpoints.ollama import OLLAMA, ROOT
 from quire.serving.http.endpoints.generate import GENERATE
 from quire.serving.http.endpoints.llama_cpp import LLAMA_CPP
+from quire.serving.http.endpoints.ollama import OLLAMA, ROOT
 from quire.serving.http.endpoints.pages import PAGES
 from quire.serving.http.endpoints.responses.endpoint import RESPONSES
 from quire.serving.http.endpoints.render import RENDERS
