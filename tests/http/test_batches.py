@@ -288,3 +288,10 @@ def test_the_guide_does_what_it_says(server: TestServer, tmp_path: Path, capfd: 
     words = [str(tmp_path / word) if word.endswith(".jsonl") else word for word in command.split()[1:]]
     assert main([*words, "--url", server.url]) == 0
     assert (tmp_path / "out.jsonl").read_text().count('"status_code": 200') == 2
+
+
+def test_lines_may_call_the_responses_api(server: TestServer) -> None:
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": {"input": "hi", "store": False}}
+    batch = ended(server, start(server, [row], "/v1/responses")["id"])
+    (result,) = lines_of(server, batch["output_file_id"])
+    assert result["response"]["body"]["status"] == "completed"

@@ -15,8 +15,8 @@ from quire.serving.http.endpoints.generate import GENERATE
 from quire.serving.http.endpoints.llama_cpp import LLAMA_CPP
 from quire.serving.http.endpoints.ollama import OLLAMA, ROOT
 from quire.serving.http.endpoints.pages import PAGES
-from quire.serving.http.endpoints.responses.endpoint import RESPONSES
 from quire.serving.http.endpoints.render import RENDERS
+from quire.serving.http.endpoints.responses.endpoint import RESPONSES
 from quire.serving.http.endpoints.tokenize import DETOKENIZE, TOKENIZE
 
 _DESCRIBED: tuple[Endpoint, ...] = (
@@ -33,7 +33,7 @@ _DESCRIBED: tuple[Endpoint, ...] = (
     *OLLAMA,
     *LLAMA_CPP,
     *FILES,
-    *batch_endpoints((CHAT, COMPLETIONS, GENERATE)),
+    *batch_endpoints((CHAT, COMPLETIONS, RESPONSES[0], GENERATE)),
     *PAGES,
 )
 ENDPOINTS: tuple[Endpoint, ...] = (*_DESCRIBED, *document_pages(_DESCRIBED), ROOT)
