@@ -15,6 +15,7 @@ RUN_STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 TRITON := triton==3.6.0# for the tests in its interpreter, where torch's build has not brought its own
 MODEL_STAMP := $(VENV)/.model
+CLIENTS := .venv-clients# one environment for each extra with clients, on top of $(VENV)
 CODE := setup.py tools src tests benchmarks examples
 BUILT_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/quire/kernels/native/*.cpp src/quire/kernels/native/*.h)
 
@@ -36,10 +37,10 @@ demo: $(MODEL_STAMP) ## set up and answer one question (QUESTION="...")
 test: $(DEV_STAMP) $(MODEL_STAMP) ## run the tests
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
-test-clients: $(DEV_STAMP) ## install other projects' clients, npm's too where npm is, and run them against the server
-	$(INSTALL) dev,clients $(PIP_ARGS)
+test-clients: $(CLIENTS)/clients/.installed $(CLIENTS)/clients-openai2/.installed $(MODEL_STAMP) ## run other projects' clients against the server, npm's too where npm is
 	! command -v npm >/dev/null || (cd tests/clients/javascript && npm install --no-package-lock --no-fund --no-audit)
-	$(BIN)/python -m pytest -q tests/clients
+	$(CLIENTS)/clients/bin/python -m pytest -q tests/clients
+	$(CLIENTS)/clients-openai2/bin/python -m pytest -q tests/clients/test_litellm.py tests/clients/test_llama_index.py tests/clients/test_recipes.py
 
 check: $(DEV_STAMP) ## lint, formatting, types, architecture
 	$(BIN)/ruff check $(wildcard $(CODE))
@@ -71,7 +72,7 @@ parity: $(DEV_STAMP) $(MODEL_STAMP) ## compare the default model with transforme
 	QUIRE_TEST_WHOLE=1 $(BIN)/python -m pytest -q tests/parity
 
 clean: ## remove the virtual environment, caches and build outputs
-	rm -rf $(VENV) build dist src/*.egg-info src/quire/kernels/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) tests/clients/javascript/node_modules build dist src/*.egg-info src/quire/kernels/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -87,6 +88,16 @@ $(DEV_STAMP): $(BUILT_FROM) | $(BIN)/python
 	@$(INSTALL) dev $(PIP_ARGS)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(TRITON)
 	@touch $@ $(RUN_STAMP)
+
+# Packages of $(VENV) are found behind those of the extra, so that clients may need other versions than the server.
+$(CLIENTS)/%/.installed: $(DEV_STAMP)
+	@$(BIN)/python -m venv $(@D)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/quire.pth
+	@$(BIN)/python -c 'import tomllib; from pathlib import Path; project = tomllib.loads(Path("pyproject.toml").read_text()); \
+		print(*project["project"]["optional-dependencies"]["$*"], sep="\n")' > $(@D)/requirements.txt
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r $(@D)/requirements.txt
+	@touch $@
 
 $(MODEL_STAMP): $(RUN_STAMP)
 	@$(BIN)/quire pull
