@@ -51,6 +51,7 @@ def test_a_time_limit_that_is_none_is_refused(serve: Serve, value: str) -> None:
     answer = serve().post("/v1/completions", {"prompt": "x"}, headers={"X-Request-Timeout": value})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "X-Request-Timeout"
+    assert f"got '{value}'" in answer.json()["error"]["message"]
 
 
 def test_a_request_that_waits_too_long_for_the_engine_ends_with_503_and_the_running_one_goes_on(serve: Serve) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from fake_engine_main import CRASH, HANG, KILL, LATE
+from fake_engine_main import CRASH, ENDLESS, HANG, KILL, LATE
 from fake_executor import continuation
-from real_server import RealServer
+from real_server import ADMIN_KEY, RealServer
 from tiny_served import write_tiny_model
 
 FLAGS = ("--step-timeout", "2", "--max-restart-delay", "0.2")
@@ -103,3 +103,34 @@ def test_a_retry_is_told_in_the_ledger_and_the_log(server: RealServer) -> None:
     text = json.dumps(answer)
     assert '"resubmitted"' in text
     assert re.search(r"request \S*mine\S* is submitted again: the engine process was killed by SIGKILL", server.output)
+
+
+def test_no_request_is_submitted_beside_one_that_is_tried_again(server: RealServer) -> None:
+    """Otherwise the tried request is blamed for a crash that the other one caused."""
+    slow = [1] * 3_000  # its prompt takes about a hundred steps
+    with ThreadPoolExecutor(2) as pool:
+        innocent = pool.submit(ask, server, slow, 1)
+        server.wait(lambda: num_in_engine(server) == 1)
+        server.kill_engine()
+        server.wait(lambda: server.is_ready() and num_in_engine(server) == 1)
+        killer = pool.submit(ask, server, [KILL, 1])
+        assert innocent.result().status_code == 200, innocent.result().text
+        assert killer.result().json()["error"]["code"] == "quarantined"
+    server.wait(lambda: count(server, "engine_restarts") == 3)
+
+
+def test_an_admin_can_abort_a_request_that_was_submitted_again(server: RealServer) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        body = {"prompt": [3, 7], "max_tokens": ENDLESS, "request_id": "mine"}
+        done = pool.submit(server.post, "/v1/completions", body)
+        server.wait(lambda: num_in_engine(server) == 1)
+        server.kill_engine()
+        server.wait(lambda: server.is_ready() and num_in_engine(server) == 1)
+        assert (
+            server.post(
+                "/admin/abort", {"request_id": "mine"}, headers={"Authorization": f"Bearer {ADMIN_KEY}"}
+            ).json()["aborted"]
+            == 1
+        )
+        assert done.result().json()["error"]["code"] == "aborted"
+    server.wait(server.is_idle)

@@ -198,6 +198,8 @@ def test_a_call_in_the_conversation_that_makes_no_sense_is_refused_by_its_path(
 def test_a_choice_without_tools_is_refused(server: TestServer) -> None:
     assert refusal(server, tool_choice="required")["param"] == "tool_choice"
     assert refusal(server, function_call={"name": "weather"})["param"] == "function_call"
+    other = refusal(server, functions=[WEATHER["function"]], function_call={"name": "none"})
+    assert other["param"] == "function_call.name"
     assert refusal(server, functions=[{"name": "a b"}])["param"] == "functions[0].name"
     assert refusal(server, functions=[WEATHER["function"]], tools=[WEATHER])["param"] == "functions"
 

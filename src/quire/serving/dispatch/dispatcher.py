@@ -290,7 +290,7 @@ class Dispatcher:
 
     def _submit_next(self) -> None:
         """Submit requests while the engine has room: those that were in an engine before, then those in the queue."""
-        while self.engine is not None and (request := self._retries.first() or self._queue.first()) is not None:
+        while self.engine is not None and (request := self._next_request()) is not None:
             if self._is_quarantined(request):
                 continue
             if not self._has_capacity(request.num_sequences):
@@ -307,6 +307,10 @@ class Dispatcher:
         self._publish()
         if self.engine is not None and self.has_queue and self._poll is None:
             self._poll = self._loop.call_later(POLL_SECONDS, self._look_again)
+
+    def _next_request(self) -> InFlightRequest | None:
+        """The request to submit next; None while a request is tried, which would be blamed for a crash by another."""
+        return None if self._retries.is_trying else self._retries.first() or self._queue.first()
 
     def _look_again(self) -> None:
         """The engine, or another edge, may have made room without telling this one."""

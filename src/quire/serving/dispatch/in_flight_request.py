@@ -25,7 +25,7 @@ RequestState = Literal["new", "queued", "submitted", "over"]
 
 @dataclass(slots=True)
 class Follower:
-    """QueueOrder one sample's tokens into text as they come. Lives on the link's thread."""
+    """Turns one sample's tokens into text as they come. Lives on the link's thread."""
 
     request: InFlightRequest
     index: int

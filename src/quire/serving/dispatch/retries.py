@@ -12,9 +12,9 @@ class RetryQueue:
     """Requests to submit again, in an order that finds the request that crashes the engine.
 
     Most crashes come from a request that has not produced a token yet. Such requests are tried one at a time: the next
-    one is submitted when the one before has produced its first token or has ended. If the engine dies meanwhile, the
-    tried request is to blame, and no other. All edges together try one request. Requests that had produced tokens
-    follow when all others have been tried.
+    one is submitted when the one before has produced its first token or has ended, and nothing else is submitted
+    meanwhile, at any edge. So if the engine dies then, the tried request is to blame, and no other. Requests that had
+    produced tokens follow when all others have been tried.
     """
 
     def __init__(self, edge_loads: EdgeLoadTable) -> None:
@@ -36,6 +36,11 @@ class RetryQueue:
     def num_tokens(self) -> int:
         return sum(request.weight for request in self)
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether this edge or another one waits for the first token of a tried request."""
+        return self.tried is not None or self._edge_loads.others().retrying > 0
+
     def suspects(self, lost: list[InFlightRequest]) -> list[InFlightRequest]:
         """Return the requests that may have crashed the engine that had `lost`: the tried one if there is one."""
         if self.tried is not None:
@@ -48,11 +53,7 @@ class RetryQueue:
 
     def first(self) -> InFlightRequest | None:
         """Return the request to submit next; None if there is none, or if the tried one must produce a token first."""
-        if self.tried is not None:
-            return None
-        if not self._untried:
-            return next(iter(self._started), None)
-        return None if self._edge_loads.others().retrying else next(iter(self._untried))
+        return None if self.is_trying else next(iter(self), None)
 
     def start(self, request: InFlightRequest) -> None:
         """The request is submitted now."""

@@ -77,5 +77,7 @@ def _asked_seconds(header: bytes | None) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise InvalidRequest(_FIELD, f"must be a number of seconds above 0, got {header[:40]!a}", "like 30 or 0.5")
+        raise InvalidRequest(
+            _FIELD, f"must be a number of seconds above 0, got {header[:40].decode('latin-1')!a}", "like 30 or 0.5"
+        )
     return seconds

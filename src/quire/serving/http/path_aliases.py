@@ -67,8 +67,14 @@ class PathAliases:
 def path_not_found(path: str, served: Iterable[str]) -> ApiError:
     """The answer to a path that is no route: says which API it would be, and what this server has."""
     shown = ascii(path[:80])[1:-1]
-    bare = path.removeprefix("/v1")
-    api = next((name for begin, name in _KNOWN_APIS.items() if bare.startswith(begin)), None)
+    bare, served = path.removeprefix("/v1"), tuple(served)
+    missing = {begin: name for begin, name in _KNOWN_APIS.items() if not _is_served(begin, served)}
+    api = next((name for begin, name in missing.items() if bare.startswith(begin)), None)
     what = f"there is nothing at {shown}" if api is None else f"this server does not have {api} ({shown})"
     has = ", ".join(sorted(one for one in served if one.startswith("/v1/") and "{" not in one))
     return ApiError(404, f"{what}; it has {has}; see /openapi.json", code="not_found")
+
+
+def _is_served(begin: str, served: Iterable[str]) -> bool:
+    """Whether a path of an API that begins so is a route."""
+    return any(path.removeprefix("/v1").startswith(begin) for path in served)

@@ -33,7 +33,7 @@ class RequestHead:
         """Unique ids for `count` engine requests, made of the id that the client asked for, if any."""
         base = f"{prefix}-{self.request_id if asked is None else asked}"
         if self.named_it or asked is not None:
-            base += f"~{secrets.token_hex(3)}"
+            base += f"~{secrets.token_hex(8)}"  # a client may send one name with every request
         return [base] if count == 1 else [f"{base}.{place}" for place in range(count)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -114,6 +115,8 @@ class EngineKeeper:
                 return None
             return f"loading made no progress for {self._config.load_timeout:g} s (in phase: {self._phase})"
         limit = max(self._config.step_timeout, self.up.ready.step_seconds)
+        if self.up.ready.step_seconds:  # the step is computed by the processors that other programs use too
+            limit *= _crowding()
         if self._reader is None or self._reader.stuck_for() <= limit:
             return None
         return f"a step took longer than {limit:g} s"
@@ -148,3 +151,8 @@ class EngineKeeper:
     def _file(self, kind: str) -> Path:
         """A file of the present engine in the private directory."""
         return self._directory / f"{kind}-{self.generation}"
+
+
+def _crowding() -> float:
+    """How many times slower this machine is than with a processor for every thread that wants to run; at least 1."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

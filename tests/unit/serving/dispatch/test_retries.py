@@ -50,9 +50,12 @@ def test_the_tried_request_alone_is_the_suspect_of_a_crash() -> None:
 
 def test_all_edges_together_try_one_request(tmp_path: Path) -> None:
     tables = [EdgeLoadTable(tmp_path / "loads", num_seats=2, seat=seat, edge=seat + 1) for seat in range(2)]
-    queue, mine = RetryQueue(tables[0]), make()
-    queue.add(mine)
+    queue, mine, started = RetryQueue(tables[0]), make(), make(has_started=True)
+    queue.add(started)
     tables[1].put(0, 0, 1, 1, retrying=True)
+    assert queue.is_trying
+    assert queue.first() is None  # not beside the request that the other edge tries
+    queue.add(mine)
     assert queue.first() is None
     assert queue.suspects([make()]) == []  # another edge's request is to blame
     tables[1].put(0, 0, 1, 1)

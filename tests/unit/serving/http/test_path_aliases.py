@@ -51,3 +51,10 @@ def test_a_path_that_is_not_there_is_answered_with_its_api_and_with_what_is_ther
     assert "does not have embeddings (/v1/embeddings)" in str(error)
     assert "/v1/chat/completions, /v1/models" in str(error)
     assert "there is nothing at /x\\x1b[0m" in str(path_not_found("/x\x1b[0m", ROUTES))
+
+
+def test_an_api_that_is_there_is_not_said_to_be_missing() -> None:
+    routes = [*ROUTES, "/v1/messages", "/api/chat"]
+    for path in ("/v1/messages/batches", "/api/embed", "/messages/x"):
+        assert "there is nothing at" in str(path_not_found(path, routes))
+        assert "does not have" in str(path_not_found(path, ROUTES))

@@ -142,7 +142,7 @@ def live_requests(dispatcher: Dispatcher, edge: int) -> list[RequestRow]:
 def _row(request: InFlightRequest, edge: int, now: float) -> RequestRow:
     record, prefix = request.record, request.record.request_id.partition("-")[0]
     return RequestRow(
-        request_id=record.request_id,
+        request_id=request.submit.request_id,  # another one than the record's if it was submitted again
         name=record.name,
         answer_id=f"{prefix}-{record.name}",
         edge=edge,

@@ -108,6 +108,10 @@ def _read_functions(given: Parameters) -> None:
         if "tools" in given:
             raise InvalidRequest("functions", "cannot be used together with tools", "send tools")
         given |= {"tools": functions, "parallel_tool_calls": False, _ASKED_FUNCTIONS: True}
+        names = [function["function"]["name"] for function in functions]
+        if isinstance(call, dict) and call["function"]["name"] not in names:
+            reason = f"{call['function']['name']} is none of functions"
+            raise InvalidRequest("function_call.name", reason, f"choose one of {', '.join(names[:8])}")
         given |= {} if call is None else {"tool_choice": call}
     elif isinstance(call, dict):
         raise InvalidRequest("function_call", "needs functions", "send functions or leave it out")
