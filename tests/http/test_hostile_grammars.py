@@ -23,7 +23,7 @@ MAX_GROWTH = 64 << 20
 def test_no_hostile_structure_grows_the_engine_wherever_it_stands(tmp_path: Path) -> None:
     chosen = [hostile for hostile in all_hostile() if hostile.name in CHOSEN]
     assert len(chosen) == len(CHOSEN)
-    flags = (*FLAGS, "--max-model-len", "512", "--reasoning-parser", "qwen3")
+    flags = (*FLAGS, "--max-model-len", "1024", "--reasoning-parser", "qwen3")
     server = RealServer(write_tiny_model(tmp_path / "tiny"), flags)
     try:
         processes = sorted(server.processes())

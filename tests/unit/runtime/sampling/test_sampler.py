@@ -315,6 +315,7 @@ CHOICE = {"temperature", "top_p", "top_k", "min_p", "seed"}
 OF_OTHERS = {  # parameters that the sampler never looks at
     "n", "stop", "bad_words", "ignore_eos", "max_tokens", "detokenize", "skip_special_tokens", "best_of", "rank_by",
     "spaces_between_special_tokens", "include_stop_str_in_output", "repetition_detection", "structured_outputs",
+    "output_kind",
 }  # fmt: skip
 
 
