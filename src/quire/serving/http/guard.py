@@ -47,8 +47,8 @@ class Guard:
         self._root, self._is_admin_elsewhere = listen.root_path, listen.has_admin_listener
         open_pages = frozenset() if config.access.metrics_need_key else {b"/metrics"}
         self._public = _LIVENESS | frozenset(public) | open_pages
-        is_loopback = listen.uds is None and (host in _LOOPBACK_NAMES or host.startswith("127."))
-        self._hosts = _LOOPBACK_NAMES | {host} if is_loopback else None
+        self._hosts = None if listen.uds is not None else _loopback_hosts(host)
+        self._admin_hosts = None if listen.admin_port is None else _loopback_hosts(listen.admin_host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -102,7 +102,8 @@ class Guard:
         scope, headers = exchange.scope, exchange.headers
         raw_path = scope["raw_path"]
         self._take_id(exchange)
-        if self._hosts is not None and not self._keys.asks_for_key and not self._is_ours(headers.get(b"host", b"")):
+        hosts = self._admin_hosts if scope.get(FROM_ADMIN, False) else self._hosts
+        if hosts is not None and not self._keys.asks_for_key and not _is_one_of(hosts, headers.get(b"host", b"")):
             message = "host: names another host than this server; use http://127.0.0.1 or set an API key"
             return ApiError(421, message, code="wrong_host")
         if raw_path not in self._public:
@@ -125,13 +126,20 @@ class Guard:
             name = as_identifier(given, self._limits)
             exchange.scope["quire.request_id"] = exchange.scope["quire.given_id"] = name
 
-    def _is_ours(self, host: bytes) -> bool:
-        """Against pages of other sites whose name was made to point at this machine."""
-        name = host.decode("latin-1").lower()
-        if not name.endswith("]"):
-            head, colon, port = name.rpartition(":")
-            name = head if colon and port.isdigit() else name
-        return self._hosts is not None and name in self._hosts
+
+def _loopback_hosts(host: str) -> frozenset[str] | None:
+    """The names under which a listener on the loopback is asked for; None: it listens elsewhere too."""
+    return _LOOPBACK_NAMES | {host} if host in _LOOPBACK_NAMES or host.startswith("127.") else None
+
+
+def _is_one_of(hosts: frozenset[str], header: bytes) -> bool:
+    """Whether a Host header names one of `hosts`. A page of another site, whose name was made to point at this machine,
+    sends its own name."""
+    name = header.decode("latin-1").lower()
+    if not name.endswith("]"):
+        head, colon, port = name.rpartition(":")
+        name = head if colon and port.isdigit() else name
+    return name in hosts
 
 
 def _unauthorized(kind: str) -> ApiError:
