@@ -91,7 +91,10 @@ def _check_background(given: Parameters) -> None:
 
 
 def not_stored(field: str, what: str) -> ApiError:
-    message = f"{field}: this {what} is expired or unknown: stored ones are forgotten when newer ones need their place"
+    message = (
+        f"{field}: this {what} is expired or unknown: stored ones are forgotten when newer ones need their place, "
+        "and each of several --api-workers keeps its own"
+    )
     return ApiError(404, message, code=f"{what}_not_found", param=field)
 
 
