@@ -59,6 +59,11 @@ OVER: dict[str, tuple[str, str, Callable[[int], dict[str, Any]]]] = {
         "chat_template_kwargs",
         lambda size: {"messages": [USER], "chat_template_kwargs": {f"a{name}": 1 for name in _names(size)}},
     ),
+    "metadata": (
+        "/v1/responses",
+        "metadata",
+        lambda size: {"input": "x", "metadata": dict.fromkeys(_names(size), "v")},
+    ),
     "identifier": (COMPLETIONS, "request_id", lambda size: {"prompt": "x", "request_id": "r" * size}),
     "label": (COMPLETIONS, "cache_salt", lambda size: {"prompt": "x", "cache_salt": "u" * size}),
 }
@@ -66,6 +71,8 @@ ELSEWHERE = {
     "body_bytes", "queue_requests", "queue_tokens", "bodies_bytes", "stream_bytes", "connections", "header_bytes",
     "header_seconds", "body_seconds", "idle_seconds", "stall_seconds", "ping_seconds",
     "coalesce_streams", "coalesce_ms", "fork_requests", "fork_tokens", "fork_seconds", "quarantine_seconds",
+    "stored_responses", "stored_response_bytes",
+    "file_bytes", "files", "files_bytes", "batches", "batch_lines", "batch_requests",
 }  # fmt: skip
 
 

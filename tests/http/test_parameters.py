@@ -100,10 +100,10 @@ def test_logprobs_of_named_tokens_come_with_an_echoed_prompt_too(server: TestSer
 
 
 @pytest.mark.parametrize("name", ["return_token_offsets", "return_assistant_tokens_mask"])
-def test_what_needs_parts_this_server_lacks_is_refused_with_the_reason(server: TestServer, name: str) -> None:
+def test_what_belongs_to_another_endpoint_is_refused_with_the_reason(server: TestServer, name: str) -> None:
     error = refusal(server, CHAT, {"messages": HI, name: True})
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
-    assert "which this server does not have" in error["message"]
+    assert "belongs to the render endpoints" in error["message"]
 
 
 # --------------------------------------------------------------------------------------------------------- no effect
