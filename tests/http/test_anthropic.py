@@ -151,6 +151,19 @@ def test_thinking_comes_in_a_signed_block_only_where_it_is_asked_for(server: Tes
     assert answer_to(server, "always?")["content"] == [{"type": "text", "text": "Done."}]
 
 
+def test_reasoning_ends_within_its_budget_where_one_token_ends_it() -> None:
+    pytest.importorskip("llguidance")
+    template = TEMPLATE.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+    source = ModelSource(model=MODEL, served_names=(MODEL,), chat_template=template)
+    one = TestServer(lambda prompt, index: "abcdefgh[/THINK]Done.", source=source)
+    try:
+        for budget, thinking in ((3, "abc"), (64, "abcdefgh")):
+            thought, _ = answer_to(one, "think?", thinking={"type": "enabled", "budget_tokens": budget})["content"]
+            assert thought["thinking"] == thinking
+    finally:
+        one.close()
+
+
 def test_an_answer_can_be_bound_to_a_schema(strict: TestServer) -> None:
     pytest.importorskip("llguidance")
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}

@@ -300,6 +300,40 @@ def test_an_answer_cut_while_it_thinks_has_no_content(server: TestServer) -> Non
     assert choice["finish_reason"] == "length"
 
 
+@pytest.fixture(scope="module")
+def bounded() -> Iterator[TestServer]:
+    """A model that marks its reasoning with tokens of their own."""
+    template = TEMPLATE.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+    source = ModelSource(model=MODEL, served_names=(MODEL,), chat_template=template)
+    one = TestServer(lambda prompt, index: "[THINK]abcdefghij[/THINK]Done.", source=source, step_seconds=0.0005)
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": [WEATHER]}, {"n": 2}])
+def test_reasoning_past_its_budget_is_ended_for_the_model(bounded: TestServer, more: dict[str, Any]) -> None:
+    body = {"messages": ask("hello?"), **more}
+    for budget, thought in ((0, None), (4, "abcd"), (100, "abcdefghij")):
+        answer = bounded.post(CHAT, {**body, "thinking_token_budget": budget, "max_tokens": 30}).json()
+        for choice in answer["choices"]:
+            assert choice["message"].get("reasoning_content") == thought
+
+
+def test_a_structure_binds_after_reasoning_that_ended_at_its_budget(bounded: TestServer) -> None:
+    fields = {"thinking_token_budget": 3, "structured_outputs": {"choice": ["yes"]}}
+    (choice,) = bounded.post(CHAT, {"messages": ask("hello?"), **fields}).json()["choices"]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("abc", "yes")
+
+
+def test_a_budget_is_refused_where_it_cannot_be_kept(server: TestServer) -> None:
+    error = server.post(CHAT, {"messages": ask("hello?"), "thinking_token_budget": 4}).json()["error"]
+    assert error["param"] == "thinking_token_budget"
+    assert "with one token" in error["message"]
+    error = server.post("/v1/completions", {"prompt": "x", "thinking_token_budget": 4}).json()["error"]
+    assert error["param"] == "thinking_token_budget"
+    assert "needs a chat" in error["message"]
+
+
 def test_logprobs_cover_reasoning_and_calls_too(server: TestServer) -> None:
     body = {"messages": ask("think?"), "tools": [WEATHER], "logprobs": True}
     whole = server.post(CHAT, body).json()

@@ -19,6 +19,7 @@ ASK = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 24}
 HARMLESS_SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 HARMLESS = {"type": "json_schema", "json_schema": {"name": "x", "schema": HARMLESS_SCHEMA}}
 CANARY = {"prompt": "x", "max_tokens": 8, "structured_outputs": {"regex": "[a-z]{8}"}}
+LONG_PROMPT = 1_000  # tokens; four of them fill the KV cache of a server that is attacked
 Body = tuple[str, dict[str, Any]]
 
 
@@ -74,6 +75,10 @@ def attack(server: RealServer, hostiles: Sequence[Hostile], *, workers: int = 4)
     refused = [(body, answer.text) for body, answer in zip(harmless, answers, strict=True) if answer.status_code != 200]
     assert not refused, refused
     assert server.post(COMPLETIONS, CANARY).status_code == 200
+    long_prompts = [[100 + which] * LONG_PROMPT for which in range(workers)]  # the KV cache is touched as it fills
+    with ThreadPoolExecutor(workers) as pool:
+        filled = pool.map(lambda ids: server.post(COMPLETIONS, {"prompt": ids, "max_tokens": 1}), long_prompts)
+        assert [answer.status_code for answer in filled] == [200] * workers
     engine = server.engine_pid()
     before = resident_bytes(engine)
 

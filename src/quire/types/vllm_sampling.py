@@ -27,7 +27,7 @@ _NO_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {
     "flat_logprobs": ((None, False), "logprobs are lists of dicts; leave it out"),
     "skip_clone": ((None, False, True), ""),
     "skip_reading_prefix_cache": ((None, False), "use a cache_salt of the prompt"),
-    "thinking_token_budget": ((None,), "use max_tokens"),
+    "thinking_token_budget": ((None,), "use max_tokens; the server takes it in chats"),
     "use_beam_search": ((None, False), "use LLM.beam_search with BeamSearchParams"),
     "length_penalty": ((None, 1.0, 1), "use LLM.beam_search with BeamSearchParams"),
     "early_stopping": ((None, False), "use LLM.beam_search with BeamSearchParams"),

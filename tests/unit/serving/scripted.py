@@ -34,25 +34,27 @@ from quire.types.step import (
 from quire.types.transfer import NOTHING_MOVED, TransferReport
 
 EOS = "<end>"
+MARKS = ("[THINK]", "[/THINK]")  # one token each, not special
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
 )
 
 
 def make_tokenizer() -> Tokenizer:
-    """256 tokens, one per byte, and the end of text."""
+    """256 tokens, one per byte, the end of text, and the marks of reasoning of one format."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([EOS])
+    backend.add_tokens(list(MARKS))
     eos = backend.token_to_id(EOS)
     return Tokenizer(backend, SpecialTokens(bos_id=None, eos_ids=(eos,), chat_template=TEMPLATE))
 
 
 TOKENIZER = make_tokenizer()
 EOS_ID = TOKENIZER.eos_ids[0]
-VOCAB = EOS_ID + 1
+VOCAB = EOS_ID + 1 + len(MARKS)
 
 
 def ids(text: str) -> list[int]:

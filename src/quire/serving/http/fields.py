@@ -224,11 +224,15 @@ GENERATION = (
 )  # of every endpoint that generates
 
 
+THINKING_BUDGET = Field("thinking_token_budget", Whole(0, "max_tokens"),
+          "At most this many tokens of reasoning: then its end is written for the model, which goes on with the "
+          "answer. Needs a model that marks the end of its reasoning with one token.")  # fmt: skip
+NO_REASONING = not_supported("thinking_token_budget", "A bound on reasoning.",
+          why="needs a chat: no other answer is read for reasoning")  # fmt: skip
+
 OF_RENDERING = "belongs to the render endpoints"
 
 NOT_SUPPORTED = (
-    not_supported("thinking_token_budget", "A bound on reasoning.",
-                  why="cannot be kept: reasoning ends by itself here"),
     no_effect("media_io_kwargs", "Pictures and sound.", why="has no effect: this model takes text"),
     no_effect("mm_processor_kwargs", "Pictures and sound.", why="has no effect: this model takes text"),
     not_supported("return_token_offsets", "Where prompt tokens stand in the text.", False, why=OF_RENDERING),

@@ -156,6 +156,18 @@ class ModelText:
         texts = "\n".join((*marks, *(() if reading.reasoning is None else reading.reasoning.marks)))
         return tuple((text, token) for text, token in self.special_tokens.items() if text and text in texts)
 
+    def mark_token(self, mark: str) -> int | None:
+        """The token that is this mark, special or not; None: there is none."""
+        token = self.tokenizer.token_id(mark)
+        return token if token is not None and self.tokenizer.token_text(token) == mark else None
+
+    def token_marks(self, reading: MessageReading) -> tuple[tuple[str, int], ...]:
+        """The special tokens in the marks of what is read, and the tokens that open and end reasoning."""
+        form = reading.reasoning
+        marks = () if form is None else (form.start, form.end)
+        found = {mark: token for mark in marks if (token := self.mark_token(mark)) is not None}
+        return tuple({**dict(self.special_marks(reading)), **found}.items())
+
     def maker(self, eos_ids: tuple[int, ...]) -> RequestMaker:
         """For a model that ends its texts with `eos_ids`."""
         if eos_ids not in self._makers:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from quire.serving.text.lark import LarkGrammar
+from quire.serving.text.lark import ANY_TOKENS, LarkGrammar
 from quire.serving.text.reasoning import ReasoningFormat, reasoning_format_named
 from quire.serving.text.structure import Structure, expression_of, grammar_of, is_long, structure_of
 from quire.serving.text.tool_calls.formats import tool_format_named
@@ -37,13 +37,14 @@ class CallPlan:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """What the grammar of one answer consists of. `special`: the special tokens that its marks are written with."""
+    """What the grammar of one answer consists of. `special`: the tokens that its marks are written with."""
 
     structure: Structure | None = None
     calls: CallPlan | None = None
     reasoning: str = ""  # the name of the reasoning format; empty: no reasoning
     begins_inside: bool = False  # the prompt has opened the reasoning
     special: tuple[tuple[str, int], ...] = ()
+    reasoning_budget: int | None = None  # tokens; None: reasoning ends by itself
 
     @property
     def size(self) -> int:
@@ -54,7 +55,9 @@ class AnswerPlan:
     @property
     def field(self) -> str:
         """The field that an error about the whole names."""
-        return "tools" if self.structure is None else f"structured_outputs.{self.structure.kind}"
+        if self.structure is not None:
+            return f"structured_outputs.{self.structure.kind}"
+        return "tools" if self.calls is not None else "thinking_token_budget"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -65,6 +68,7 @@ class AnswerPlan:
             "reasoning": self.reasoning,
             "begins_inside": self.begins_inside,
             "special": [list(pair) for pair in self.special],
+            "reasoning_budget": self.reasoning_budget,
         }
 
     @classmethod
@@ -75,6 +79,7 @@ class AnswerPlan:
             fields["reasoning"],
             fields["begins_inside"],
             tuple((text, token) for text, token in fields["special"]),
+            fields["reasoning_budget"],
         )
 
 
@@ -94,9 +99,13 @@ def build_grammar(plan: AnswerPlan) -> str:
     form = reasoning_format_named(plan.reasoning) if plan.reasoning else None
     before_words = "" if form is None else lark.fixed(form.before_words)
     answer = _answer(plan, lark, before_words)
-    if form is not None:
+    if form is not None and plan.reasoning_budget is not None:
+        answer = _after_bounded_reasoning(plan, plan.reasoning_budget, form, lark, answer)
+    elif form is not None:
         answer = f"{_reasoning(form, lark, inside=plan.begins_inside)} ({answer})"
-    return lark.text(answer, no_forcing=plan.structure is not None and is_long(plan.structure))
+    is_slow = plan.structure is not None and is_long(plan.structure)
+    # llguidance 1.9.1 rolls a forced token back by the wrong length if it is a mark that is not special
+    return lark.text(answer, no_forcing=is_slow or plan.reasoning_budget is not None)
 
 
 def parts_of(plan: AnswerPlan) -> list[tuple[str, AnswerPlan]]:
@@ -133,3 +142,25 @@ def _reasoning(form: ReasoningFormat, lark: LarkGrammar, *, inside: bool) -> str
     lark.rule("REASONING_SPACE", r"/[ \n]{0,4}/")
     ending = lark.fixed(form.before_next) or "REASONING_SPACE"
     return f"{text} {ending}" if inside else f"({lark.fixed(form.start)} {text} {ending})?"
+
+
+def _after_bounded_reasoning(
+    plan: AnswerPlan, budget: int, form: ReasoningFormat, lark: LarkGrammar, answer: str
+) -> str:
+    """Return the expression of an answer whose reasoning is closed after at most `budget` tokens.
+
+    Elsewhere than inside it, the answer may do without reasoning, but then it cannot begin any. Where several tokens
+    open it, there always is some.
+    """
+    thought = lark.rule("reasoning", f"{lark.any_tokens_but(form.end, budget)} {lark.fixed(form.end)}")
+    if answer:
+        lark.rule("REASONING_SPACE", r"/[ \n]{0,4}/")
+        after = f"{lark.fixed(form.before_next) or 'REASONING_SPACE'} ({answer})"
+    else:
+        after = ANY_TOKENS
+    if plan.begins_inside:
+        return f"{thought} {after}"
+    opened = f"{lark.fixed(form.start)} {thought} {after}"
+    if not lark.is_special(form.start):
+        return opened
+    return f"({opened}) | ({answer or lark.any_tokens_but(form.start)})"

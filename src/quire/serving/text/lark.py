@@ -18,12 +18,14 @@ COMPACT: dict[str, object] = {"item_separator": ", ", "key_separator": ": ", "wh
 _BLANKS = {*COMPACT, "whitespace_pattern"}
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 ANY_TEXT = r"/(.|\n)*/"
+ANY_TOKENS = "<[*]>*"
 
 
 class LarkGrammar:
     """Collects rules and users' grammars; `text` writes all of them for llguidance.
 
-    `special` maps the texts of special tokens to their ids: in a grammar such a text stands as its token.
+    `special` maps the texts of special tokens, and of others that are read as marks, to their ids: in a grammar such a
+    text stands as its token.
     """
 
     def __init__(self, special: Mapping[str, int] | None = None) -> None:
@@ -50,6 +52,10 @@ class LarkGrammar:
             for piece in self._split(text)
             if piece
         )
+
+    def any_tokens_but(self, text: str, most: int | None = None) -> str:
+        """Return the expression of any tokens, at most so many, but for the special token of this text."""
+        return "" if most == 0 else f"<[^{self._special[text]}]>{'*' if most is None else f'{{0,{most}}}'}"
 
     def text_until(self, name: str, end: str) -> str:
         """Add a rule for any text up to and including `end`, and return its name."""

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from quire.engine.decoding.grammar_matcher import GrammarMatcher
 from quire.engine.decoding.grammar_tokens import GrammarTokens
 from quire.serving.text.answer_grammar import AnswerPlan, CallPlan, CallRole, build_grammar, plan_of
 from quire.serving.text.structure import Kind, Structure
@@ -175,10 +176,65 @@ def test_no_name_of_a_user_clashes_with_one_of_ours(kind: Kind, text: str, answe
     assert matched(whole, "<think>x</think>()") in ("<think>x</think>...", "<think>x</think>(...")
 
 
+MARKS = tuple((mark, ids(mark)[0]) for mark in ("[THINK]", "[/THINK]"))
+
+
+def bounded(structure: Structure | None, *, inside: bool, budget: int = 5, among: bool = False) -> AnswerPlan:
+    calls_among = calls("hermes", "among") if among else None
+    return AnswerPlan(structure, calls_among, "mistral", inside, special=MARKS, reasoning_budget=budget)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    ("thought", "taken"), [("", ""), ("abc", "abc"), ("abcde", "abcde"), ("abcdef", "abcde"), ("a[b/c]d", "a[b/c")]
+)
+def test_reasoning_ends_within_its_budget(inside: bool, thought: str, taken: str) -> None:
+    start = "" if inside else "[THINK]"
+    whole, closed = f"{start}{thought}[/THINK]any words", f"{start}{taken}[/THINK]any words"
+    plan = bounded(None, inside=inside)
+    assert matched(plan, closed) == closed
+    assert matched(plan, whole) == (closed if thought == taken else f"{start}{taken}...")
+    with_structure = bounded(YES, inside=inside)
+    assert matched(with_structure, f"{start}{taken}[/THINK]\nyes") == f"{start}{taken}[/THINK]\nyes"
+    assert matched(with_structure, f"{start}{taken}[/THINK]maybe").endswith("[/THINK]...")
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_budget_of_nothing_leaves_no_reasoning(inside: bool) -> None:
+    start = "" if inside else "[THINK]"
+    assert matched(bounded(None, inside=inside, budget=0), f"{start}[/THINK]hi") == f"{start}[/THINK]hi"
+    assert matched(bounded(None, inside=inside, budget=0), f"{start}x[/THINK]hi") == f"{start}..."
+
+
+@pytest.mark.parametrize("among", [False, True])
+def test_an_answer_without_reasoning_cannot_begin_any_past_the_budget(among: bool) -> None:
+    plan = bounded(None, inside=False, among=among)
+    for text in ("words", f"words {TIME}" if among else "(words)", "[THINK]abc[/THINK]words"):
+        assert matched(plan, text) == text
+    assert matched(plan, "[THINK]abcdefgh") == "[THINK]abcde..."
+    assert matched(bounded(None, inside=False), "words [THINK]") == "words "
+
+
+@pytest.mark.parametrize("budget", range(4))
+def test_a_budget_is_kept_when_tokens_are_taken_back(budget: int) -> None:
+    grammar = build_grammar(bounded(None, inside=False, budget=budget))
+    matcher = GrammarMatcher(TOKENS, TOKENS.begin(grammar), (EOS_ID,))
+    for token in ids(f"[THINK]{'x' * budget}[/THINK]yes"):
+        matcher.mask()
+        for _ in range(2):
+            assert matcher.advance(token)
+            matcher.rollback(1)
+        fresh = GrammarMatcher(TOKENS, TOKENS.begin(grammar), (EOS_ID,))
+        assert all(fresh.advance(one) for one in matcher.consumed)
+        assert (matcher.mask() == fresh.mask()).all()
+        assert matcher.advance(token)
+
+
 def test_a_plan_comes_back_from_json_as_it_was() -> None:
     plans = [
         plan_of(StructuredOutputsParams(regex="a+")),
         AnswerPlan(NESTED, calls("hermes", "instead"), "qwen3", begins_inside=True, special=(("<think>", 5),)),
+        bounded(None, inside=True),
     ]
     for plan in plans:
         assert AnswerPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan

@@ -17,6 +17,7 @@ from quire.serving.http.fields import MODEL, NAMES, Field, no_effect, not_suppor
 from quire.serving.http.generation.conversation import render_messages
 from quire.serving.http.generation.handler import GenerationEndpoint
 from quire.serving.http.generation.settings import GenerationSettings, Parameters
+from quire.serving.http.generation.tool_use import can_bound_reasoning
 from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
 from quire.serving.http.validators.values import Flag, Number, OneOf, Options, Text, Texts, Validator, Whole
@@ -43,7 +44,8 @@ _CONVERSATION = (
           "`disable_parallel_tool_use`: one call at most."),
     Field("thinking", Options(_THINKING),
           "Of type `enabled` or `adaptive`: the model may reason, and its reasoning comes in `thinking` blocks; "
-          "default `disabled`. `budget_tokens` has no effect: reasoning ends by itself."),
+          "default `disabled`. `budget_tokens`: at most so many tokens of reasoning, where the model marks its end "
+          "with one token; no effect elsewhere."),
     Field("output_config", Options(_OUTPUT),
           "`format`: the JSON schema that the answer follows; `effort`: passed to chat templates that read "
           "`reasoning_effort`."),
@@ -113,8 +115,10 @@ def _reasoning(service: Service, given: Parameters) -> Parameters:
     read = service.texts.template.variables
     switches = {name: is_on for name in _SWITCHES if name in read}
     effort = given.get("output_config", {}).get("effort")
-    wanted = {"reasoning_effort": effort} if effort is not None and "reasoning_effort" in read else {}
+    wanted: Parameters = {"reasoning_effort": effort} if effort is not None and "reasoning_effort" in read else {}
     shown = is_on and thinking.get("display") != "omitted"
+    if is_on and "budget_tokens" in thinking and can_bound_reasoning(service):
+        wanted["thinking_token_budget"] = thinking["budget_tokens"]
     return {"include_reasoning": shown, **wanted, **({"chat_template_kwargs": switches} if switches else {})}
 
 

@@ -25,6 +25,7 @@ from quire.serving.http.fields import (
     GENERATION,
     MODEL,
     NAMES,
+    NO_REASONING,
     NOT_SUPPORTED,
     PROMPT_LOGPROBS,
     TRUNCATION,
@@ -64,6 +65,7 @@ _FIELDS = (
     Field("echo", Flag(), "Put the prompt before the answer, with its logprobs where asked.", False),
     *GENERATION,
     *NAMES,
+    NO_REASONING,
     *NOT_SUPPORTED,
     not_supported("prompt_embeds", "Prompts as vectors."),
 )  # fmt: skip

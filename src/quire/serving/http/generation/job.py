@@ -74,7 +74,7 @@ def prepare_job(
     prompts, prefaces = _prompts(service, given, use, origin)
     reading = message_reading(service, given, use, prompts[0].text or "") if "messages" in given else None
     sampling = shows_marks(service, sampling, reading)
-    plan = answer_plan(service, sampling.structure, use, reading)
+    plan = answer_plan(service, sampling.structure, use, reading, given.get("thinking_token_budget"))
     work = Work(settings, given, sampling, read_beam(given), origin)
     submits, cuts = make_submits(service, work, prompts, head)
     warnings += cuts

@@ -70,24 +70,41 @@ def message_reading(service: Service, given: dict[str, Any], use: ToolUse, promp
 
 
 def answer_plan(
-    service: Service, structure: StructuredOutputsParams | None, use: ToolUse, reading: MessageReading | None
+    service: Service,
+    structure: StructuredOutputsParams | None,
+    use: ToolUse,
+    reading: MessageReading | None,
+    budget: int | None = None,
 ) -> AnswerPlan | None:
     """Return what the grammar of the answers consists of; None: any answer will do. Raises InvalidRequest for what
-    cannot be promised in the model's format."""
+    cannot be promised in the model's format.
+
+    `budget`: the tokens that reasoning may have; None: as many as it wants.
+    """
+    if budget is not None and not can_bound_reasoning(service):
+        reason = "needs a model that marks the end of its reasoning with one token, and this one does not"
+        raise UnsupportedParameter("thinking_token_budget", reason, "leave it out, or bound the answer by max_tokens")
     if reading is None:
         return None if structure is None else plan_of(structure)
     calls = None if reading.tools is None else _call_plan(reading.tools, use, has_structure=structure is not None)
     if calls is not None and calls.role == "required":
         structure = None  # there are no words that could match it
-    if calls is None and structure is None:
+    if calls is None and structure is None and budget is None:
         return None
     return AnswerPlan(
         None if structure is None else structure_of(structure),
         calls,
         "" if reading.reasoning is None else reading.reasoning.name,
         reading.begins_inside,
-        service.texts.special_marks(reading),
+        service.texts.special_marks(reading) if budget is None else service.texts.token_marks(reading),
+        budget,
     )
+
+
+def can_bound_reasoning(service: Service) -> bool:
+    """Whether the model's reasoning can be ended after a number of tokens."""
+    form = service.texts.reasoning_format
+    return form is not None and service.texts.mark_token(form.end) is not None
 
 
 def _call_plan(form: ToolFormat, use: ToolUse, *, has_structure: bool) -> CallPlan | None:
