@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.kernels.norm import Norm
 from quire.kernels.reference import quantize
 from quire.kernels.reference.products import product
-from quire.kernels.triton.products import Norm, Workspace, skinny_product
+from quire.kernels.triton.products import Workspace, skinny_product
 from quire.kernels.triton.products_plan import (
     FLOAT8_OWN_ROWS,
     MOST_ROWS,

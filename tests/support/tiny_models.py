@@ -220,10 +220,7 @@ class GreedySampler:
 
 
 class Bench:
-    """A worker driven by hand. Hands out blocks in a scattered order and keeps what every row should hold.
-
-    Layers for Triton kernels are joined, as an executor joins them, unless `joined` is false.
-    """
+    """A worker driven by hand. Hands out blocks in a scattered order and keeps what every row should hold."""
 
     def __init__(
         self,
@@ -232,14 +229,11 @@ class Bench:
         *,
         attention: str = "auto",
         sampler: Any = None,
-        joined: bool = True,
     ) -> None:
         config = replace(config, device=replace(config.device, attention_backend=attention))
         builder = LayerBuilder(config.device, checkpoint.config.heads, config.cache.block_size)
         model = build_model(checkpoint.config, builder)
         load_weights(model, checkpoint)
-        if joined and builder.backend.kernels == "triton":
-            model.fuse()
         self.sampler = sampler or GreedySampler()
         self.worker = Worker(model, builder.backend, self.sampler, checkpoint.config, config)
         order = torch.randperm(config.cache.num_blocks, generator=torch.Generator().manual_seed(1))

@@ -142,7 +142,6 @@ def similar_checkpoint(checkpoint: MemoryCheckpoint, noise: float, seed: int = 1
 def _load(checkpoint: MemoryCheckpoint, builder: LayerBuilder) -> Decoder:
     model = build_model(checkpoint.config, builder)
     load_weights(model, checkpoint)
-    model.fuse()
     return model
 
 

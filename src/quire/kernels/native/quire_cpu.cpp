@@ -3,10 +3,10 @@
 // A result never depends on what else is in the batch: work is cut by position and sums run in a fixed order.
 // `type`: 0 float32, 1 bfloat16. All pointers are to memory of that type unless said otherwise.
 
-#include "decoder.h"
 #include "dots.h"
 #include "multiply.h"
 #include "paged_attention.h"
+#include "program.h"
 #include "rowwise.h"
 
 #define DISPATCH(type, ...)    \
@@ -73,16 +73,15 @@ void quire_rotate(int64_t type, void* x, int64_t stride, const void* cos, const 
                              angle_stride, rows, heads, dim))
 }
 
-// Every layer of a decoder on step.x, in place. float32: weights in panels; bfloat16: in tiles, on tile units. False,
-// and nothing done, when a weight has no kernel here.
-int64_t quire_decoder(int64_t type, const DecoderLayer* layers, const DecoderSizes* sizes, const DecoderStep* step) {
-    for (int64_t i = 0; i < sizes->layers; ++i) DISPATCH(type, if (!can_multiply<T>(layers[i])) return 0)
-    DISPATCH(type, run_layers<T>(layers, *sizes, *step))
-    return 1;
+// Whether there is a kernel for every weight. float32: weights in panels; bfloat16: in tiles, on tile units.
+int64_t quire_can_run(int64_t type, const Operation* operations, int64_t count) {
+    DISPATCH(type, return can_multiply<T>(operations, count))
 }
 
-// Values of scratch memory that quire_decoder needs per token.
-int64_t quire_decoder_scratch(const DecoderSizes* sizes) { return scratch_values(*sizes); }
+// Operations in turn; all of them can run.
+void quire_run(int64_t type, const Operation* operations, int64_t count, ProgramRun* run) {
+    DISPATCH(type, Interpreter<T>{operations, count, *run}.go())
+}
 
 // Whether bfloat16 rows can be multiplied by tiled weights here.
 int64_t quire_has_tile_units() {

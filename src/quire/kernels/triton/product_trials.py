@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.library import FLOAT8_MULTIPLE, multiply_float8
+from quire.kernels.norm import Norm
 from quire.kernels.reference.products import product
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.gauge import num_copies
 from quire.kernels.triton.launch import num_processors
 from quire.kernels.triton.norm import rms_norm
-from quire.kernels.triton.products import Norm, Workspace, skinny_product
+from quire.kernels.triton.products import Workspace, skinny_product
 from quire.kernels.triton.products_plan import Shape, Tiling, choose_tiling, fits_workspace, rows_held
 from quire.kernels.triton.quantize import quantize_rows
 

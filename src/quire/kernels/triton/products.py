@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import ACTIVATIONS, activate
 from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows
 from quire.kernels.triton.products_plan import MOST_ROWS, PARTIAL_SUMS, TILE_COUNTERS, Tiling, choose_tiling
@@ -33,13 +34,6 @@ class Workspace(NamedTuple):
     def make(cls, device: torch.device, numbers: int = PARTIAL_SUMS, tiles: int = TILE_COUNTERS) -> Workspace:
         counters = torch.zeros(tiles, dtype=torch.int32, device=device)
         return cls(torch.empty(numbers, dtype=torch.float32, device=device), counters)
-
-
-class Norm(NamedTuple):
-    """A root-mean-square norm to apply to x before the product. Only for one row."""
-
-    weight: Tensor  # [K]
-    eps: float
 
 
 @triton.jit

@@ -61,7 +61,7 @@ class TritonAttention:
     kernels: Kernels = "triton"
 
     def __init__(self, heads: Heads, scale: float, *, dependent_rows: int) -> None:
-        self._heads, self.dependent_rows = heads, dependent_rows
+        self._heads, self._dependent_rows = heads, dependent_rows
         self._rule = AttentionRule(scale)
         self._prefill = prefill_config(heads.dim)
         self._reserved: _Reserved | None = None
@@ -69,6 +69,10 @@ class TritonAttention:
     def reserve(self, cache: LayerCache, max_rows: int) -> None:
         """Allocate the work lists for steps of up to `max_rows` decode rows over caches like this one."""
         self._reserved = _Reserved.of(cache, self._heads, max_rows)
+
+    def is_dependent(self, num_tokens: int) -> bool:
+        """Whether kernels of a step are launched while the ones before them still run."""
+        return num_tokens >= self._dependent_rows
 
     @property
     def rows_per_unit(self) -> int:
@@ -130,7 +134,7 @@ class TritonAttention:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: TritonPlan) -> Tensor:  # noqa: ARG002
         """Chunks read their own keys from the cache too: measured on an H200, that is no slower than `key` itself."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [tokens, query heads, dim]
-        dependent = len(query) >= self.dependent_rows
+        dependent = self.is_dependent(len(query))
         if plan.split is not None:
             count, prefix = plan.num_decodes, None
             memory = (query[:count], cache.key, cache.value, plan.tables)

@@ -179,7 +179,6 @@ def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progres
         load_weights(model, checkpoint, progress=progress)
     finally:
         checkpoint.close()
-    model.fuse()
     return model
 
 
@@ -187,5 +186,4 @@ def _noise(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, seed: 
     """The model with random weights."""
     model = build_model(config, builder)
     randomize_weights(model, seed)
-    model.fuse()
     return model

@@ -9,9 +9,11 @@ from quire.config.engine import DeviceConfig
 from quire.config.model import Heads, Rope
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
+from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.choice import choose_float8_product, choose_product
-from quire.runtime.layers.linear import Linear, QKVLinear
-from quire.runtime.layers.modules import Attention, Embedding, GatedMLP, HeadNorm, RMSNorm, TiedHead
+from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.mlp import GatedMLP
+from quire.runtime.layers.modules import Embedding, HeadNorm, RMSNorm, TiedHead
 from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.rotary import Rotary
@@ -42,12 +44,14 @@ class LayerBuilder:
             self._product = choose_float8_product(dtype, device, triton=triton)
         self._head_product = self._table_product if triton else choose_product(dtype, device, keeps_weight=True)
         self._ops = choose_ops(dtype, device, triton=triton)
+        self._rotaries: dict[tuple[Rope, int], Rotary] = {}
 
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
         return Linear(inputs, {name: outputs}, bias, self._product, self._placement)
 
-    def qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> QKVLinear:
-        return QKVLinear(inputs, heads, bias, self._product, self._placement)
+    def qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
+        outputs = {"q_proj": heads.query_size, "k_proj": heads.kv_size, "v_proj": heads.kv_size}
+        return Linear(inputs, outputs, bias, self._product, self._placement)
 
     def gated_mlp(self, hidden: int, intermediate: int, activation: str, *, bias: bool) -> GatedMLP:
         both = {"gate_proj": intermediate, "up_proj": intermediate}
@@ -60,11 +64,14 @@ class LayerBuilder:
     def head_norm(self, heads: Heads, eps: float) -> HeadNorm:
         return HeadNorm(heads, eps, self._placement)
 
-    def rotary(self, rope: Rope, dim: int) -> Rotary:
-        return Rotary(rope, dim, self._placement)
+    def attention(self, heads: Heads, layer: int, rope: Rope) -> Attention:
+        return Attention(heads, layer, heads.dim**-0.5, self._rotary(rope, heads.dim), self._ops)
 
-    def attention(self, heads: Heads, layer: int) -> Attention:
-        return Attention(heads, layer, self.backend, self._ops)
+    def _rotary(self, rope: Rope, dim: int) -> Rotary:
+        """The same one for all layers with the same positions."""
+        if (rope, dim) not in self._rotaries:
+            self._rotaries[rope, dim] = Rotary(rope, dim, self._placement)
+        return self._rotaries[rope, dim]
 
     def embedding(self, name: str, vocab_size: int, size: int) -> Embedding:
         return Embedding(name, vocab_size, size, self._table_product, self._placement)

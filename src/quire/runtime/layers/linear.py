@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from quire.config.model import Heads
-from quire.runtime.layers.product import Multiply, Product
+from quire.kernels.native.program import Symbol
+from quire.runtime.layers.modules import RMSNorm
+from quire.runtime.layers.native import NativeMultiply
+from quire.runtime.layers.product import FusedMultiply, Multiply, Product
+from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
 from quire.runtime.quantization.levels import LevelWeight, stack
 
@@ -35,7 +39,9 @@ class Linear(WeightLayer):
             self._spans[name] = slice(begin, begin + count)
             begin += count
         self._levels: dict[str, LevelWeight] = {}  # parts loaded as such, by name
+        self._outputs = rows
         self.multiply: Multiply | None = None  # how the finished weight is multiplied by
+        self.fused: FusedMultiply | None = None  # the same, where it takes norms and additions along
 
     def load(self, part: str, tensor: Tensor) -> None:
         self._hold()
@@ -64,12 +70,25 @@ class Linear(WeightLayer):
             self.multiply = self._product.pack(self.weight.data, bias)
         else:
             self.multiply = self._product.pack_levels(whole, bias)
+        self.fused = self.multiply if isinstance(self.multiply, FusedMultiply) else None
         self._levels.clear()
         del self.weight, self.bias
 
-    def forward(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, out]
+    def forward(self, x: Value | Normed) -> Value:  # [tokens, in] -> [tokens, out]
         assert self.multiply is not None, "finish() was not called"
+        if isinstance(x, Normed):
+            if x.stream.is_empty:
+                return x.stream.x.new_empty(0, self._outputs)
+            if self.fused is not None and isinstance(x.norm, RMSNorm):
+                return self.fused.after_norm(x.stream.x, x.norm.as_norm, x.stream.take_pending())
+            x = x.value()
+        if isinstance(x, Symbol) and not isinstance(self.multiply, NativeMultiply):
+            return x.writer.call(partial(_multiply, self.multiply), (x,), self._outputs)
         return self.multiply(x)
+
+    def later(self, x: Value) -> Projected:
+        """The product with x, for the residual stream to compute when it is added."""
+        return Projected(self, x)
 
     def _hold(self) -> None:
         self.weight = self._placement.keep(self.weight)
@@ -84,16 +103,6 @@ class Linear(WeightLayer):
         return whole.data[self._spans[name]]
 
 
-class QKVLinear(Linear):
-    """Query, key and value projections in one product."""
-
-    def __init__(self, inputs: int, heads: Heads, bias: bool, product: Product, placement: Placement) -> None:
-        outputs = {"q_proj": heads.query_size, "k_proj": heads.kv_size, "v_proj": heads.kv_size}
-        super().__init__(inputs, outputs, bias, product, placement)
-        self._num_rotated, self._dim = heads.num_query + heads.num_kv, heads.dim
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Queries then keys [tokens, query + kv heads, dim], and values [tokens, kv heads, dim]."""
-        qkv = super().forward(x)
-        qkv = qkv.view(qkv.shape[0], -1, self._dim)
-        return qkv[:, : self._num_rotated], qkv[:, self._num_rotated :]
+def _multiply(multiply: Multiply, x: Tensor, given: object) -> Tensor:  # noqa: ARG001
+    """An operation of a program."""
+    return multiply(x)

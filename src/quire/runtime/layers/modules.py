@@ -1,24 +1,27 @@
-"""The modules of a decoder besides its linear ones: embedding and tied head, norms, gated MLP, attention."""
+"""Norms, embedding and tied head."""
 
 from __future__ import annotations
+
+from typing import overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.config.model import Heads
-from quire.runtime.attention.backend import AttentionBackend
-from quire.runtime.layers.linear import Linear
+from quire.kernels.norm import Norm
 from quire.runtime.layers.ops import LayerOps, normalize
 from quire.runtime.layers.product import Multiply, Product
-from quire.runtime.layers.rotary import Rotation
-from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.stream import Normed, Stream, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
 from quire.runtime.quantization.levels import LevelWeight
 
 
 class RMSNorm(WeightLayer):
-    """Unit root mean square over the last dimension, computed in float32, then scaled."""
+    """Unit root mean square over the last dimension, computed in float32, then scaled.
+
+    Of a residual stream it is computed by the layer that reads it.
+    """
 
     random_mean = 1.0
 
@@ -27,9 +30,17 @@ class RMSNorm(WeightLayer):
         self.weight = placement.empty(size)
         self.parts = (f"{name}.weight",)
         self._eps, self._ops = eps, ops
+        self.as_norm = Norm(self.weight.data, eps)
 
-    def forward(self, x: Tensor) -> Tensor:  # [tokens, size]
-        return self._ops.rms_norm(x, self.weight, self._eps)
+    @overload
+    def forward(self, x: Stream) -> Normed: ...
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+    def forward(self, x: Stream | Tensor) -> Normed | Tensor:  # [tokens, size]
+        return Normed(x, self) if isinstance(x, Stream) else self.of(x)
+
+    def of(self, x: Value) -> Value:
+        return self._ops.rms_norm(x, self.weight.data, self._eps)
 
 
 class HeadNorm(WeightLayer):
@@ -41,17 +52,21 @@ class HeadNorm(WeightLayer):
     def __init__(self, heads: Heads, eps: float, placement: Placement) -> None:
         super().__init__()
         self.weight = placement.empty(2, heads.dim)
-        self._eps = eps
+        self.eps = eps
         self._counts = (heads.num_query, heads.num_kv)
-        self.scales: Tensor | None = None
+        self._scales: Tensor | None = None
+
+    @property
+    def scales(self) -> Tensor:  # [query + kv heads, dim]
+        assert self._scales is not None, "finish() was not called"
+        return self._scales
 
     def finish(self) -> None:
         counts = torch.tensor(self._counts, device=self.weight.device)
-        self.scales = self.weight.data.repeat_interleave(counts, dim=0)  # [query + kv heads, dim]
+        self._scales = self.weight.data.repeat_interleave(counts, dim=0)
 
     def forward(self, qk: Tensor) -> Tensor:  # [tokens, query + kv heads, dim]
-        assert self.scales is not None, "finish() was not called"
-        return normalize(qk, self._eps).mul_(self.scales)
+        return normalize(qk, self.eps).mul_(self.scales)
 
     def _part(self, part: str) -> Tensor:
         return self.weight.data[self.parts.index(part)]
@@ -82,6 +97,15 @@ class Embedding(WeightLayer):
             return self.levels.rows(token_ids).values().to(self._dtype)
         return F.embedding(token_ids, self.weight).to(self._dtype)
 
+    def newest(self, rows: Tensor, tokens: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:  # [entries, size]
+        """By Triton: the vectors of the newest tokens of `rows` [entries], from tokens [all rows, capacity] and lengths
+        [all rows]; their places go into `positions` [entries]."""
+        from quire.kernels.triton.embedding import embed_newest
+
+        x = torch.empty(len(rows), self.weight.shape[1], dtype=self._dtype, device=rows.device)
+        embed_newest(rows, tokens, lengths, self.weight.data, x, positions)
+        return x
+
 
 class TiedHead(WeightLayer):
     """Logits by the embedding table itself. Has no parts; finish it after the embedding."""
@@ -101,31 +125,3 @@ class TiedHead(WeightLayer):
     def forward(self, x: Tensor) -> Tensor:  # [tokens, size] -> [tokens, vocab]
         assert self._multiply is not None, "finish() was not called"
         return self._multiply(x)
-
-
-class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), gate and up in one product."""
-
-    def __init__(self, gate_up_proj: Linear, down_proj: Linear, activation: str, ops: LayerOps) -> None:
-        super().__init__()
-        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
-        self._activation, self._ops = activation, ops
-
-    def forward(self, x: Tensor) -> Tensor:  # [tokens, hidden]
-        return self.down_proj(self._ops.gate(self.gate_up_proj(x), self._activation))  # type: ignore[no-any-return]
-
-
-class Attention(nn.Module):
-    """Causal attention of one layer over its paged cache. Side effect: fills the step's slots of that cache."""
-
-    def __init__(self, heads: Heads, layer: int, backend: AttentionBackend, ops: LayerOps) -> None:
-        super().__init__()
-        self._num_query, self._layer, self._backend, self._ops = heads.num_query, layer, backend, ops
-
-    def forward(self, qk: Tensor, value: Tensor, rotation: Rotation, step: ForwardStep) -> Tensor:
-        """qk: [tokens, query + kv heads, dim], value: [tokens, kv heads, dim] -> [tokens, query heads * dim]."""
-        qk = self._ops.rotate(qk, rotation.cos, rotation.sin)
-        query, key = qk[:, : self._num_query], qk[:, self._num_query :]
-        cache = step.caches[self._layer]
-        self._ops.write(key, value, cache, step.slots)
-        return self._backend.attend(query, key, value, cache, step.attention)

@@ -12,24 +12,30 @@ from torch import Tensor
 from quire.kernels.native import ops
 from quire.kernels.native.ops import ROW_INPUTS, PackedWeight, multiply, multiply_rows
 from quire.kernels.native.panels import cut_level_panels, cut_panels, level_panels_pay
+from quire.kernels.native.program import LinearWeights, Symbol
 from quire.kernels.native.tiles import TILE_INPUTS, tile_levels, tile_plain
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.ops import TorchOps
 from quire.runtime.layers.product import Multiply, NumbersProduct, PackedProduct
+from quire.runtime.layers.stream import Value
 from quire.runtime.quantization.levels import LevelWeight
 
 
 class NativeOps(TorchOps):
     """One compiled pass each; what has no compiled form falls to torch."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return ops.rms_norm(x, weight, eps)
+    def rms_norm(self, x: Value, weight: Tensor, eps: float) -> Value:
+        return x.writer.norm(x, weight, eps) if isinstance(x, Symbol) else ops.rms_norm(x, weight, eps)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ops.rotate(x, cos, sin)
         return x
 
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+    def gate(self, gate_up: Value, activation: str) -> Value:
+        if isinstance(gate_up, Symbol):
+            if activation == "silu":
+                return gate_up.writer.gate(gate_up)
+            return gate_up.writer.call(lambda x, _: self.gate(x, activation), (gate_up,), gate_up.width // 2)
         return ops.silu_mul(gate_up) if activation == "silu" else super().gate(gate_up, activation)
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
@@ -46,7 +52,9 @@ class NativeMultiply:
     weight: PackedWeight
     bias: Tensor | None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Value) -> Value:
+        if isinstance(x, Symbol):
+            return x.writer.multiply(x, LinearWeights(self.weight, self.bias))
         return multiply(x.contiguous(), self.weight, self.bias)
 
 

@@ -51,7 +51,7 @@ class TorchOps:
 
 
 class TritonOps(TorchOps):
-    """One launch each for the norm and the gate; what is joined with its neighbours is in models.triton_stack."""
+    """One launch each for the norm and the gate. Most norms are taken along by the product behind them."""
 
     def __init__(self) -> None:
         from quire.kernels.triton import activation, norm

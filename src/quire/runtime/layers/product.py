@@ -7,15 +7,39 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from quire.kernels.norm import Norm
 from quire.runtime.hardware import cpu_multiplies
 from quire.runtime.quantization.levels import LevelWeight
 
 Multiply = Callable[[Tensor], Tensor]  # [tokens, in] -> [tokens, out]
+
+
+class FusedMultiply(ABC):
+    """A product and what its kernels take along, for rows [tokens, in] by a weight [out, in].
+
+    Each method means the same for any number of rows.
+    """
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:
+        """The product of x over its root mean square. `pending` [tokens, in] is first added to x in place."""
+
+    @abstractmethod
+    def gated(self, x: Tensor, norm: Norm, activation: str, pending: Tensor | None = None) -> Any:
+        """activation(gate) * up of that product, in a form that `add_to` of the next one takes."""
+
+    @abstractmethod
+    def add_to(self, target: Tensor, x: Any) -> Tensor | None:
+        """Add the product to `target` [tokens, out] in place, or leave it pending: what is returned has yet to be
+        added. x: rows of numbers, or what `gated` gave."""
 
 
 class Product(Protocol):

@@ -29,8 +29,21 @@ class Rotary(nn.Module):
         self._rope, self._dim, self._placement = rope, dim, placement
         self._frequencies, self._magnitude = frequencies(rope, dim)
         self._table = torch.empty(0, 2 * dim)  # [positions, cos then signed sin], run dtype
+        self._angles = torch.empty(0, dim)  # [positions, dim]: cos of dim / 2 frequencies, then sin
+
+    @property
+    def is_static(self) -> bool:
+        """Whether angles depend on nothing but a token's position."""
+        return self._rope.kind != "dynamic"
 
     def forward(self, step: ForwardStep) -> Rotation:
+        """The rotation of a step's tokens, the same for every layer that asks."""
+        found = step.memo.get(self)
+        if found is None:
+            found = step.memo[self] = self._rotation(step)
+        return found
+
+    def _rotation(self, step: ForwardStep) -> Rotation:
         if self._rope.kind == "dynamic" and step.max_length > self._rope.max_position:
             both = self._tabulate(step.positions, dynamic_frequencies(self._rope, self._dim, step.lengths))
         else:
@@ -40,12 +53,17 @@ class Rotary(nn.Module):
         cos, sin = torch.split(both.unsqueeze(1), self._dim, dim=-1)
         return Rotation(cos, sin)
 
-    def angles(self, length: int) -> Tensor:  # [length, dim]
-        """Cos of dim / 2 frequencies, then sin, for every position; not for dynamic scaling, which needs lengths."""
-        if length > len(self._table):
-            self._grow(length)
-        cos, _, _, sin = self._table[:length].chunk(4, dim=-1)
-        return torch.cat((cos, sin), dim=-1)
+    def angles(self, length: int) -> Tensor:  # [length at least, dim]
+        """Cos of dim / 2 frequencies, then sin, for every position; not for dynamic scaling, which needs lengths.
+
+        The table stays where it is while it is long enough, so that graphs can be captured over it.
+        """
+        if length > len(self._angles):
+            if length > len(self._table):
+                self._grow(length)
+            cos, _, _, sin = self._table.chunk(4, dim=-1)
+            self._angles = torch.cat((cos, sin), dim=-1)
+        return self._angles
 
     def _grow(self, length: int) -> None:
         length = 1 << max(10, (length - 1).bit_length())

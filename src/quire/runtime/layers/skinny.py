@@ -1,41 +1,26 @@
 """Products on a GPU: a few rows by kernels that read the weight once and finish the layer's work, more by cuBLAS.
 
-What a product can take along is said here as methods: the norm before it, the gate after it, the addition to the
-residual stream. Each method means the same for any number of rows. An addition may be left pending for the next norm,
-which reads the stream anyway.
+What a product takes along: the norm before it, the gate after it, the addition to the residual stream. An addition may
+be left pending for the next norm, which reads the stream anyway.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
-from quire.kernels.triton.products import Norm, Workspace, skinny_product
+from quire.kernels.triton.products import Workspace, skinny_product
 from quire.kernels.triton.products_plan import own_rows
-from quire.runtime.layers.product import Multiply, NumbersProduct
-
-
-class FusedMultiply(Protocol):
-    """A product and what it takes along, for rows [tokens, in] by a weight [out, in]."""
-
-    def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:
-        """The product of x over its root mean square. `pending` [tokens, in] is first added to x in place."""
-
-    def gated(self, x: Tensor, norm: Norm, activation: str, pending: Tensor | None = None) -> Any:
-        """activation(gate) * up of that product, in a form that `add_to` of the next one takes."""
-
-    def add_to(self, target: Tensor, x: Any) -> Tensor | None:
-        """Add the product to `target` [tokens, out] in place, or leave it pending: what is returned has yet to be
-        added. x: rows of numbers, or what `gated` gave."""
+from quire.runtime.layers.product import FusedMultiply, Multiply, NumbersProduct
 
 
 @dataclass(frozen=True, slots=True)
-class TritonMultiply:
+class TritonMultiply(FusedMultiply):
     """Multiplies rows [tokens, in] by a weight [out, in]."""
 
     weight: Tensor

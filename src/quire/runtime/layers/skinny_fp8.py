@@ -12,20 +12,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.launch import FLOAT8
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
-from quire.kernels.triton.products import Norm, Workspace, skinny_product
+from quire.kernels.triton.products import Workspace, skinny_product
 from quire.kernels.triton.products_plan import own_rows
 from quire.kernels.triton.quantize import quantize_rows
-from quire.runtime.layers.product import Multiply, NumbersProduct
+from quire.runtime.layers.product import FusedMultiply, Multiply, NumbersProduct
 from quire.runtime.quantization.fp8 import Float8Rows, multiply_scaled
 
 Rows = Tensor | Float8Rows  # [tokens, in]
 
 
 @dataclass(frozen=True, slots=True)
-class Float8Multiply:
+class Float8Multiply(FusedMultiply):
     """Multiplies rows [tokens, in] by a float8 weight [out, in]; results are in `dtype`."""
 
     weight: Float8Rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -21,4 +21,7 @@ class ForwardStep:
     slots: Tensor  # [tokens * kv heads], int64, into a layer's cache seen as [blocks * kv heads * block, dim]
     caches: tuple[LayerCache, ...]  # one per layer
     attention: Any  # what the backend's `prepare` made for this step
+    backend: Any  # the AttentionBackend that attends by it
     wanted: Tensor | None = None  # [positions]: tokens whose hidden states the model returns; None: all of them
+    num_layers: int | None = None  # that run, the first ones; None: all
+    memo: dict[Any, Any] = field(default_factory=dict)  # what layers share: made by the first that needs it

@@ -36,7 +36,7 @@ def make_drafter(
         model, cache = load(draft, builder), None
         coverage = OwnCoverage(config.cache, config.scheduler.num_rows, target.rows.max_blocks)
     else:
-        model = ShallowDecoder(decoder, draft, speculation.num_layers, builder.backend)
+        model = ShallowDecoder(decoder, speculation.num_layers)
         cache, coverage = target.cache.first(speculation.num_layers), TargetCoverage()
     scheduler, device = config.scheduler, torch.device(config.device.device)
     sampler = make_sampler(scheduler.num_rows, draft.vocab_size, device, builder.backend.kernels, scheduler.num_samples)

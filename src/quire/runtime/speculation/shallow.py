@@ -2,50 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from quire.config.model import ModelConfig
-from quire.runtime.attention.backend import AttentionBackend
+from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.modules import Embedding
-from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.step import ForwardStep
-from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.fused import Fused, fuse
-
-
-@dataclass(frozen=True, slots=True)
-class _Stack:
-    """What `fuse` looks at."""
-
-    embed_tokens: Embedding
-    rotary: Rotary
-    layers: list[nn.Module]
+from quire.runtime.models.registry import Model
 
 
 class ShallowDecoder:
-    """Shares all weights with `decoder`, its final norm and head too. `backend` is one of its own: the target's may
-    remember a step."""
+    """Shares all weights with `model`, its final norm and head too."""
 
-    def __init__(self, decoder: Decoder, config: ModelConfig, num_layers: int, backend: AttentionBackend) -> None:
-        stack = decoder.model
-        self._decoder = decoder
-        self._stack = _Stack(stack.embed_tokens, stack.rotary, list(stack.layers)[:num_layers])
-        self._fused = fuse(self._stack, config, backend) if decoder.fused is not None else None
+    def __init__(self, model: Model, num_layers: int) -> None:
+        self._model, self._num_layers = model, num_layers
 
     @property
-    def fused(self) -> Fused | None:
-        return self._fused
+    def embedding(self) -> Embedding:
+        return self._model.embedding
 
-    def __call__(self, step: ForwardStep) -> Tensor:
-        if self._fused is not None and self._fused.takes(step):
-            return self._fused(step)
-        x: Tensor = self._stack.embed_tokens(step.token_ids)
-        rotation = self._stack.rotary(step)
-        for layer in self._stack.layers:
-            x = layer(x, rotation, step)
-        return x if step.wanted is None else x.index_select(0, step.wanted)
+    @property
+    def is_static(self) -> bool:
+        return self._model.is_static
+
+    def reserve(self, max_length: int) -> None:
+        self._model.reserve(max_length)
+
+    def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> None:
+        self._model.trace(caches, self._most(num_layers))
+
+    def __call__(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
+        return self._model(replace(step, num_layers=self._most(step.num_layers)), vectors)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._decoder.logits(hidden)
+        return self._model.logits(hidden)
+
+    def _most(self, num_layers: int | None) -> int:
+        return self._num_layers if num_layers is None else min(num_layers, self._num_layers)

@@ -91,6 +91,7 @@ class BatchBuilder:
             slots=slots_of(rows.tables.view(-1).index_select(0, blocks), position, self._heads, rows.block_size),
             caches=self._cache.layers,
             attention=self._backend.prepare(self._attention(plan, decodes)),
+            backend=self._backend,
         )
         return make_batch(step, places, chosen)
 

@@ -131,6 +131,7 @@ class DeviceBatchBuilder:
             attention=self._attention.plan(
                 row, position, decode, rows.tables, None if tiles is None else tile, cascade=cascade
             ),
+            backend=self._attention,
         )
 
     def _slots(self, rows: Tensor, positions: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import row_buckets
+from quire.runtime.layers.step import ForwardStep
 from quire.runtime.models.registry import Model
-from quire.runtime.models.triton_stack import TritonStack
 from quire.runtime.sampling.logprobs import Listing
 from quire.runtime.sampling.reports import NO_REPORT, Report
 from quire.runtime.sampling.triton_choice import TritonChoice
@@ -85,13 +85,12 @@ class DecodeGraphs:
     def __init__(
         self,
         model: Model,
-        stack: TritonStack,
         state: DeviceState,
         sampling: Sampling,
         choice: TritonChoice,
         capture: Capture,
     ) -> None:
-        self._model, self._stack, self._state, self._rows = model, stack, state, state.rows
+        self._model, self._state, self._rows = model, state, state.rows
         self._sampling, self._choice, self._capture = sampling, choice, capture
         rows = state.rows
         self._buckets = row_buckets(rows.spare)
@@ -225,9 +224,20 @@ class DecodeGraphs:
         entries, lengths, positions = self._entries[:bucket], self._lengths[:bucket], self._positions[:bucket]
         torch.index_select(self._rows.history.lengths, 0, self._places[:bucket], out=lengths)
         plan = self._state.attention.plan(entries, positions, lengths, self._rows.tables, None, cascade=kind.cascade)
-        embedded = self._stack.newest(entries, self._rows.history, positions)
-        hidden = self._stack.run(embedded, plan, self._state.cache.layers, layers)
-        return self._model.logits(hidden)
+        history, attention = self._rows.history, self._state.attention
+        vectors = self._model.embedding.newest(entries, history.tokens, history.lengths, positions)
+        step = ForwardStep(
+            token_ids=self._token_ids[:0],  # `vectors` tell
+            positions=positions,
+            lengths=lengths,
+            max_length=self._rows.capacity,
+            slots=positions[:0],  # layers find them through the tables
+            caches=self._state.cache.layers,
+            attention=plan,
+            backend=attention,
+            num_layers=layers,
+        )
+        return self._model.logits(self._model(step, vectors))
 
     def _choose(self, kind: Kind, logits: Tensor, listing: Listing | None) -> None:
         """The second part: from logits, which masks change, to the token that each row grows by."""

@@ -59,6 +59,8 @@ def make_parts(
         virtual = VirtualRows(*row_shape, cache.ranges)
         batches = VirtualBatchBuilder(virtual, cache, backend)
         return Parts(virtual, cache, batches, PlainForward(model), NoGraphs())
+    if backend.kernels == "native":
+        model.trace(cache.layers)
     rows = Rows(*row_shape)
     return Parts(rows, cache, BatchBuilder(rows, cache, backend), PlainForward(model), NoGraphs())
 
@@ -88,7 +90,6 @@ def _device_parts(
     model_config: ModelConfig,
     config: EngineConfig,
 ) -> Parts:
-    from quire.runtime.models.triton_stack import TritonStack
     from quire.runtime.worker.capture import CudaCapture, NoCapture
     from quire.runtime.worker.device_batch import DeviceBatchBuilder
     from quire.runtime.worker.device_rows import DeviceRows
@@ -98,19 +99,19 @@ def _device_parts(
     from quire.runtime.worker.prepare import prepare
     from quire.runtime.worker.shared_runs import SharedRuns
 
-    rows, stack = DeviceRows(*row_shape), model.fused
+    rows = DeviceRows(*row_shape)
     backend.reserve(cache.layers[0], config.scheduler.num_rows)
     state = DeviceState(rows, cache, backend, SharedRuns(rows, backend))
-    if config.device.enforce_eager or not isinstance(stack, TritonStack):
-        batches = DeviceBatchBuilder(state, (), plain=stack is None)
+    if config.device.enforce_eager or not model.is_static:
+        batches = DeviceBatchBuilder(state, (), plain=not model.is_static)
         return Parts(rows, cache, batches, PlainForward(model), NoGraphs())
-    stack.reserve(rows.capacity)
+    model.reserve(rows.capacity)
     capture = CudaCapture(rows.device) if rows.device.type == "cuda" else NoCapture()
     batches = DeviceBatchBuilder(state, token_buckets(model_config, config), plain=False)
     choice, forward = _device_choice(sampler), ForwardGraphs(model, capture)
     if choice is None:
         return Parts(rows, cache, batches, forward, NoGraphs())
-    graphs = DecodeGraphs(model, stack, state, *choice, capture)
+    graphs = DecodeGraphs(model, state, *choice, capture)
     return Parts(rows, cache, batches, forward, graphs, partial(prepare, batches, forward, graphs))
 
 

@@ -47,6 +47,7 @@ class VirtualBatchBuilder:
             slots=(token[:, None] * self._cache.heads_per_token + self._kv_heads).reshape(-1),
             caches=self._cache.layers,
             attention=self._backend.prepare(self._spans(plan, decodes)),
+            backend=self._backend,
         )
         return make_batch(step, places, chosen)
 

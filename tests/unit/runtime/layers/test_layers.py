@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from quire.config.model import Heads
 from quire.kernels.reference.elementwise import rms_norm, silu_and_multiply
 from quire.runtime.attention.backend import LayerCache
-from quire.runtime.layers.linear import Linear, QKVLinear
-from quire.runtime.layers.modules import Embedding, GatedMLP, HeadNorm, RMSNorm, TiedHead
+from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.mlp import GatedMLP
+from quire.runtime.layers.modules import Embedding, HeadNorm, RMSNorm, TiedHead
 from quire.runtime.layers.ops import LayerOps, TorchOps, choose_ops
 from quire.runtime.layers.product import DenseProduct, PackedProduct, Product, UpcastProduct
 from quire.runtime.layers.weights import Placement, WeightLayer
@@ -58,17 +59,6 @@ def test_an_upcast_weight_keeps_the_values_of_the_run_dtype() -> None:
     assert torch.equal(out, F.linear(x.float(), weight).bfloat16())
 
 
-def test_query_key_and_value_come_out_in_heads() -> None:
-    heads = Heads(num_query=4, num_kv=2, dim=3)
-    layer = QKVLinear(8, heads, False, DENSE, CPU)
-    weights = filled(layer)
-    x = torch.randn(5, 8)
-    qk, value = layer(x)
-    q, k, v = (F.linear(x, weights[f"{name}_proj.weight"]).view(5, -1, 3) for name in "qkv")
-    torch.testing.assert_close(qk, torch.cat((q, k), dim=1))
-    torch.testing.assert_close(value, v)
-
-
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm_is_the_plain_formula(dtype: torch.dtype, ops: LayerOps) -> None:
@@ -95,7 +85,7 @@ def test_the_gated_mlp_is_the_plain_formula(ops: LayerOps) -> None:
     x = torch.randn(4, 8)
     both = torch.cat([F.linear(x, first["gate_proj.weight"]), F.linear(x, first["up_proj.weight"])], dim=1)
     expected = F.linear(silu_and_multiply(both), last["down_proj.weight"])
-    torch.testing.assert_close(GatedMLP(gate_up, down, "silu", ops)(x), expected)
+    torch.testing.assert_close(GatedMLP(gate_up, down, "silu", ops)(x).value(), expected)
 
 
 def test_a_tied_head_multiplies_by_the_embedding_itself() -> None:

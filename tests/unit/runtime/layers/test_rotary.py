@@ -53,7 +53,7 @@ SCALED = {
 def step(positions: list[int], lengths: list[int] | None = None) -> ForwardStep:
     lengths = lengths or [position + 1 for position in positions]
     empty = torch.empty(0)
-    return ForwardStep(empty, torch.tensor(positions), torch.tensor(lengths), max(lengths), empty, (), None)
+    return ForwardStep(empty, torch.tensor(positions), torch.tensor(lengths), max(lengths), empty, (), None, None)
 
 
 @pytest.mark.parametrize("name", SCALED)

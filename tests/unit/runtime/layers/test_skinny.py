@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from quire.kernels.norm import Norm
 from quire.kernels.reference.elementwise import rms_norm
-from quire.kernels.triton.products import Norm
 from quire.kernels.triton.products_plan import OWN_ROWS
 from quire.runtime.layers.skinny import TritonMultiply, TritonProduct
 from tiny_models import DEVICE

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from quire.kernels.norm import Norm
 from quire.kernels.reference.elementwise import rms_norm
-from quire.kernels.triton.products import Norm
 from quire.runtime.layers import skinny_fp8
 from quire.runtime.layers.skinny_fp8 import Float8Multiply, Float8Product, Rows
 from quire.runtime.quantization.fp8 import Float8Rows, rounded

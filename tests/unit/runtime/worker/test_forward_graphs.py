@@ -67,6 +67,7 @@ def test_steps_of_one_shape_run_by_one_graph_whatever_their_rows_and_lengths() -
 def test_a_shape_is_captured_when_it_has_been_met_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_graphs, "EAGER_RUNS", 2)
     plain, graphed, graphs = both()
+    monkeypatch.setattr(graphs._capture, "is_idle", lambda: False)
     for made in (plain, graphed):
         made.add(0, LONG)
     captured = []

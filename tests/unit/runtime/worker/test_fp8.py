@@ -76,12 +76,12 @@ def test_a_float8_cache_is_read_the_same_by_every_backend(attention: str) -> Non
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # padding rows hold whatever was there before
 @pytest.mark.parametrize(
-    ("architecture", "quantization", "kv_dtype", "few", "joined"),
+    ("architecture", "quantization", "kv_dtype", "few"),
     [
-        ("qwen3", None, "float8", 64, True),
-        ("qwen3", "fp8", "float8", 64, True),
-        ("qwen2", "fp8", "float32", 1, True),
-        ("qwen2", "fp8", "float32", 2, False),
+        ("qwen3", None, "float8", 64),
+        ("qwen3", "fp8", "float8", 64),
+        ("qwen2", "fp8", "float32", 1),
+        ("qwen2", "fp8", "float32", 2),
     ],
 )
 def test_triton_gives_the_logits_of_the_reference(
@@ -89,7 +89,6 @@ def test_triton_gives_the_logits_of_the_reference(
     quantization: str | None,
     kv_dtype: str,
     few: int,
-    joined: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
@@ -99,7 +98,7 @@ def test_triton_gives_the_logits_of_the_reference(
     monkeypatch.setattr(skinny_fp8, "own_rows", lambda *_: few)
     source = checkpoint(architecture)
     wanted = logits(Bench(source, config(quantization, kv_dtype), attention="reference"))
-    found = logits(Bench(source, config(quantization, kv_dtype), attention="triton", joined=joined))
+    found = logits(Bench(source, config(quantization, kv_dtype), attention="triton"))
     assert error(found, wanted) < (1e-2 if quantization is None else 0.1)
     plain = logits(Bench(source, config(None, "float32"), attention="reference"))
     assert error(found, plain) < 0.25

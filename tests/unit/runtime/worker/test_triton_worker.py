@@ -1,4 +1,4 @@
-"""The worker over Triton kernels says what it says over the reference, with layers joined or one by one."""
+"""The worker over Triton kernels says what it says over the reference."""
 
 from __future__ import annotations
 
@@ -42,21 +42,16 @@ def drive(bench: Bench) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "biased", "layers", "joined", "few"),
-    [
-        ("qwen3", False, 2, True, 2),
-        ("qwen3", False, 1, False, 2),
-        ("qwen2", True, 1, True, 32),
-        ("llama", False, 1, True, 0),
-    ],
+    ("architecture", "biased", "layers", "few"),
+    [("qwen3", False, 2, 2), ("qwen2", True, 1, 32), ("llama", False, 1, 0)],
 )
 def test_mixed_steps_give_the_tokens_and_logits_of_the_reference(
-    architecture: str, biased: bool, layers: int, joined: bool, few: int, monkeypatch: pytest.MonkeyPatch
+    architecture: str, biased: bool, layers: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(skinny, "own_rows", lambda *_shape: few)
     source = checkpoint(architecture, biased, layers)
     plain = Bench(source, engine_config(), attention="reference")
-    triton = Bench(source, engine_config(), attention="triton", joined=joined)
+    triton = Bench(source, engine_config(), attention="triton")
     assert drive(triton) == drive(plain)
     for row, seen in plain.sampler.seen.items():
         torch.testing.assert_close(torch.stack(triton.sampler.seen[row]), torch.stack(seen), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,154 @@
+// A model's blocks as a list of operations, run in one call: what is small between the products must not go through an
+// interpreter of Python. The list is written once, when the blocks are traced; see program.py.
+#pragma once
+
+#include <optional>
+
+#include "multiply.h"
+#include "paged_attention.h"
+#include "rowwise.h"
+
+namespace {
+
+struct PackedLinear {
+    int64_t format, inputs, outputs;
+    const uint8_t* weight;
+    const void* bias;  // [outputs] or null
+};
+
+enum Kind : int64_t { RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW };
+
+// One operation on buffers [rows, width]. What a kind does not use is zero.
+struct Operation {
+    int64_t kind;
+    int64_t x, y, out;  // buffers: read; read too; written
+    int64_t column;     // of x, where its part begins
+    int64_t groups, size;  // parts of a row, side by side, and the values of each
+    int64_t layer;         // whose cache, or which angles
+    int64_t kv_heads, block_size;
+    const void* weight;  // of a norm [groups, size], or a PackedLinear
+    double number;       // a norm's eps, or the scale of attention
+};
+
+struct Angles {
+    const void *cos, *sin;
+    int64_t stride;
+};
+
+// One step, and where its buffers lie. NARROW lets `rows` fall to num_wanted.
+struct ProgramRun {
+    int64_t rows, num_wanted, num_spans;
+    const int64_t *slots, *tables, *spans;
+    const int64_t* wanted;  // [num_wanted], or null: all rows are
+    void** buffers;
+    const int64_t* widths;
+    const Angles* angles;
+    void** keys;
+    void** values;
+};
+
+template <typename T> void add_rows_to(T* x, const T* more, int64_t count) {
+#pragma omp parallel for schedule(static) if (count > 65536)
+    for (int64_t begin = 0; begin < count; begin += 4096)
+        in_pieces(std::min<int64_t>(4096, count - begin), [&](int64_t i, int64_t n) {
+            put(x + begin + i, fetch(x + begin + i, n) + fetch(more + begin + i, n), n);
+        });
+}
+
+template <typename T> struct Interpreter {
+    const Operation* operations;
+    int64_t count;
+    ProgramRun& run;
+
+    T* at(int64_t buffer) const { return static_cast<T*>(run.buffers[buffer]); }
+    int64_t width(int64_t buffer) const { return run.widths[buffer]; }
+
+    void norm(const Operation& op) const {
+        const T* weight = static_cast<const T*>(op.weight);
+        for (int64_t group = 0; group < op.groups; ++group) {
+            const int64_t from = op.column + group * op.size;
+            rms_norm(at(op.x) + from, width(op.x), weight + group * op.size, at(op.out) + from, width(op.out), run.rows,
+                     op.size, static_cast<float>(op.number));
+        }
+    }
+
+    void multiply(const Operation& op) const {
+        const PackedLinear& linear = *static_cast<const PackedLinear*>(op.weight);
+        const Product product{run.rows, linear.inputs, linear.outputs, linear.outputs};
+        multiply_for<T>(linear.format)(at(op.x), linear.weight, static_cast<const T*>(linear.bias), product, at(op.out));
+    }
+
+    void turn(const Operation& op) const {
+        const Angles& angles = run.angles[op.layer];
+        rotate(at(op.x) + op.column, width(op.x), static_cast<const T*>(angles.cos), static_cast<const T*>(angles.sin),
+               angles.stride, run.rows, op.groups, op.size);
+    }
+
+    // Keys, then values, of a row from `column` on.
+    void write(const Operation& op) const {
+        const T* keys = at(op.x) + op.column;
+        write_cache(keys, width(op.x), keys + op.groups * op.size, width(op.x), static_cast<T*>(run.keys[op.layer]),
+                    static_cast<T*>(run.values[op.layer]), run.slots, run.rows, op.groups, op.size);
+    }
+
+    void attend(const Operation& op, const Cut& cut) const {
+        const Keys<T> cache{static_cast<const T*>(run.keys[op.layer]), static_cast<const T*>(run.values[op.layer]),
+                            run.tables};
+        paged_attention<T>(at(op.x), width(op.x), cache, cut, at(op.out), shape(op), static_cast<float>(op.number));
+    }
+
+    // Rows of x that are wanted; where all are, `out` becomes another name of x.
+    void select(const Operation& op) const {
+        if (run.wanted == nullptr) {
+            run.buffers[op.out] = run.buffers[op.x];
+            return;
+        }
+        const int64_t values = width(op.x);
+        for (int64_t row = 0; row < run.num_wanted; ++row)
+            std::memcpy(at(op.out) + row * values, at(op.x) + run.wanted[row] * values, values * sizeof(T));
+    }
+
+    Shape shape(const Operation& op) const { return {op.groups, op.kv_heads, op.size, op.block_size}; }
+
+    void go() const {
+        Shape planned{};
+        std::optional<Cut> cut;
+        for (int64_t i = 0; i < count; ++i) {
+            const Operation& op = operations[i];
+            switch (op.kind) {
+                case RMS_NORM: norm(op); break;
+                case MULTIPLY: multiply(op); break;
+                case ROTATE: turn(op); break;
+                case WRITE: write(op); break;
+                case ATTEND:
+                    if (!cut || !same(planned, shape(op))) {
+                        planned = shape(op);
+                        cut.emplace(
+                            cut_for<T>(reinterpret_cast<const Span*>(run.spans), run.num_spans, run.tables, planned));
+                    }
+                    attend(op, *cut);
+                    break;
+                case GATE: silu_mul(at(op.x), at(op.out), run.rows, op.size); break;
+                case ADD: add_rows_to(at(op.x), at(op.y), run.rows * width(op.x)); break;
+                case SELECT: select(op); break;
+                case NARROW:
+                    if (run.wanted != nullptr) run.rows = run.num_wanted;
+                    break;
+            }
+        }
+    }
+
+    static bool same(const Shape& a, const Shape& b) {
+        return a.query_heads == b.query_heads && a.kv_heads == b.kv_heads && a.dim == b.dim &&
+               a.block_size == b.block_size;
+    }
+};
+
+// Whether every product has a kernel for rows of T.
+template <typename T> bool can_multiply(const Operation* operations, int64_t count) {
+    return std::all_of(operations, operations + count, [](const Operation& op) {
+        return op.kind != MULTIPLY || multiply_for<T>(static_cast<const PackedLinear*>(op.weight)->format) != nullptr;
+    });
+}
+
+}  // namespace

@@ -1,0 +1,329 @@
+"""A model's blocks as a list of operations that one compiled call runs. The structures mirror program.h.
+
+Blocks are traced once: their layers get symbols in place of tensors and write operations down. An operation without a
+compiled form is a Python function in the list, called between two compiled calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Hashable, Sequence
+from ctypes import Structure, byref, c_double, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.kernels.native.loader import TYPES, open_library
+from quire.kernels.native.ops import PackedWeight
+
+RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW = range(9)
+_STREAM = 0  # the buffer that a run is given
+
+
+class _Linear(Structure):
+    _fields_ = (
+        ("format", c_int64), ("inputs", c_int64), ("outputs", c_int64), ("weight", c_void_p), ("bias", c_void_p),
+    )  # fmt: skip
+
+
+class _Operation(Structure):
+    _fields_ = (
+        ("kind", c_int64), ("x", c_int64), ("y", c_int64), ("out", c_int64), ("column", c_int64), ("groups", c_int64),
+        ("size", c_int64), ("layer", c_int64), ("kv_heads", c_int64), ("block_size", c_int64), ("weight", c_void_p),
+        ("number", c_double),
+    )  # fmt: skip
+
+
+class _Angles(Structure):
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("stride", c_int64))
+
+
+class _Run(Structure):
+    _fields_ = (
+        ("rows", c_int64), ("num_wanted", c_int64), ("num_spans", c_int64), ("slots", c_void_p), ("tables", c_void_p),
+        ("spans", c_void_p), ("wanted", c_void_p), ("buffers", c_void_p), ("widths", c_void_p), ("angles", c_void_p),
+        ("keys", c_void_p), ("values", c_void_p),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeights:
+    """A weight as the kernels read it, and its bias."""
+
+    weight: PackedWeight
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A tensor [rows, width] that a program will have in one of its buffers."""
+
+    writer: ProgramWriter
+    buffer: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An operation in Python: takes tensors and what the run was given, returns a tensor."""
+
+    function: Callable[..., Tensor]
+    inputs: tuple[int, ...]
+    out: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramStep:
+    """What a program is run with, besides its rows. int64 and contiguous, as the functions of `ops` take it."""
+
+    slots: Tensor
+    tables: Tensor
+    spans: Tensor
+    wanted: Tensor | None  # [rows]: those that the program returns; None: all
+    caches: Sequence[tuple[Tensor, Tensor]]  # keys and values [blocks, kv heads, block, dim] of each layer
+    angles: Sequence[tuple[Tensor, Tensor]]  # cos and sin [rows, ..., dim], in the order of `Program.angles`
+    given: Any = None  # to operations in Python
+
+
+class ProgramWriter:
+    """Writes a program down. Its methods take and return symbols; those that return none change x."""
+
+    def __init__(self, dtype: torch.dtype, width: int) -> None:
+        self._dtype = dtype
+        self._entries: list[_Operation | _Call] = []
+        self._uses: list[tuple[int, ...]] = []  # buffers of each entry
+        self._widths: list[int] = []
+        self._kept: list[Any] = []  # memory that operations point into
+        self._angles: list[Hashable] = []
+        self._fresh: list[int] = []  # buffers that outlive a run
+        self.stream = self._new(width)  # the rows that a run is given
+
+    def norm(self, x: Symbol, weight: Tensor, eps: float) -> Symbol:
+        out = self._new(x.width)
+        self._add(RMS_NORM, x.buffer, out=out.buffer, groups=1, size=x.width, weight=weight, number=eps)
+        return out
+
+    def norm_heads(self, x: Symbol, scales: Tensor, eps: float) -> None:
+        """The first heads of each row, by scales [heads, dim]."""
+        groups, size = scales.shape
+        self._add(RMS_NORM, x.buffer, out=x.buffer, groups=groups, size=size, weight=scales, number=eps)
+
+    def multiply(self, x: Symbol, linear: LinearWeights) -> Symbol:
+        weight, bias = linear.weight, linear.bias
+        assert weight.dtype == self._dtype
+        assert weight.inputs == x.width
+        out, pointer = self._new(weight.outputs), None if bias is None else bias.data_ptr()
+        packed = _Linear(weight.format, weight.inputs, weight.outputs, weight.data.data_ptr(), pointer)
+        self._kept += [linear, packed]
+        self._add(MULTIPLY, x.buffer, out=out.buffer, pointer=ctypes.addressof(packed))
+        return out
+
+    def rotate(self, x: Symbol, angles: Hashable, heads: int, dim: int) -> None:
+        """The first heads of each row, by the angles that a run has under this name."""
+        if angles not in self._angles:
+            self._angles.append(angles)
+        self._add(ROTATE, x.buffer, groups=heads, size=dim, layer=self._angles.index(angles))
+
+    def write(self, x: Symbol, layer: int, column: int, kv_heads: int, dim: int) -> None:
+        """Keys, then values, from a column of each row on, into a layer's cache."""
+        self._add(WRITE, x.buffer, column=column, groups=kv_heads, size=dim, layer=layer)
+
+    def attend(self, x: Symbol, layer: int, heads: tuple[int, int, int], block_size: int, scale: float) -> Symbol:
+        """The query heads that each row begins with. heads: query, kv, dim."""
+        query, kv, dim = heads
+        out = self._new(query * dim)
+        self._add(
+            ATTEND, x.buffer, out=out.buffer, groups=query, size=dim, layer=layer, kv_heads=kv, block_size=block_size,
+            number=scale,
+        )  # fmt: skip
+        return out
+
+    def gate(self, x: Symbol) -> Symbol:
+        """silu(gate) * up of rows of gate, then up."""
+        out = self._new(x.width // 2)
+        self._add(GATE, x.buffer, out=out.buffer, size=out.width)
+        return out
+
+    def add(self, x: Symbol, y: Symbol) -> None:
+        assert x.width == y.width
+        self._add(ADD, x.buffer, y=y.buffer)
+
+    def select(self, x: Symbol, *, fresh: bool = False) -> Symbol:
+        """The rows of x that are wanted. Call `narrow` when all that goes on has been selected."""
+        out = self._new(x.width)
+        if fresh:
+            self._fresh.append(out.buffer)
+        self._add(SELECT, x.buffer, out=out.buffer)
+        return out
+
+    def narrow(self) -> None:
+        self._add(NARROW, _STREAM)
+
+    def call(self, function: Callable[..., Tensor], inputs: Sequence[Symbol], width: int) -> Symbol:
+        """An operation in Python: of tensors [rows, width] and what the run was given."""
+        out = self._new(width)
+        entry = _Call(function, tuple(each.buffer for each in inputs), out.buffer)
+        self._entries.append(entry)
+        self._uses.append((*entry.inputs, entry.out))
+        return out
+
+    def finish(self, result: Symbol) -> Program:
+        """Raises ValueError for a weight that this CPU has no kernel for."""
+        assert result.buffer == _STREAM or result.buffer in self._fresh
+        offsets, room = self._lay_out()
+        program = Program(self._dtype, self._entries, self._widths, offsets, room, self._fresh, result.buffer)
+        program.angles, program.kept = tuple(self._angles), self._kept
+        return program
+
+    def _new(self, width: int) -> Symbol:
+        self._widths.append(width)
+        return Symbol(self, len(self._widths) - 1, width)
+
+    def _add(
+        self, kind: int, x: int, *, y: int = 0, out: int = 0, weight: Tensor | None = None, pointer: int | None = None,
+        **fields: Any,
+    ) -> None:  # fmt: skip
+        if weight is not None:
+            assert weight.dtype == self._dtype
+            assert weight.is_contiguous()
+            self._kept.append(weight)
+            pointer = weight.data_ptr()
+        self._entries.append(_Operation(kind=kind, x=x, y=y, out=out, weight=pointer, **fields))
+        self._uses.append((x, y, out))
+
+    def _lay_out(self) -> tuple[list[int], int]:
+        """Where each buffer begins, in values for each row, and the size of all; memory is used again when what was in
+        it is no longer read."""
+        last = {buffer: place for place, uses in enumerate(self._uses) for buffer in uses}
+        free: list[tuple[int, int]] = []  # width, offset
+        offsets, held, room = [0] * len(self._widths), {}, 0
+        for place, uses in enumerate(self._uses):
+            for buffer in dict.fromkeys(uses):
+                if buffer == _STREAM or buffer in self._fresh or buffer in held:
+                    continue
+                width = self._widths[buffer]
+                fitting = [spot for spot in free if spot[0] >= width]
+                if fitting:
+                    spot = min(fitting)
+                    free.remove(spot)
+                else:
+                    spot, room = (width, room), room + width
+                held[buffer], offsets[buffer] = spot, spot[1]
+            free += [held[buffer] for buffer in dict.fromkeys(uses) if buffer in held and last[buffer] == place]
+        return offsets, room
+
+
+class Program:
+    """Runs operations. Keeps the memory of the last run's buffers for the next one."""
+
+    angles: tuple[Hashable, ...] = ()  # the names under which runs give angles
+    kept: Sequence[Any] = ()
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        entries: Sequence[_Operation | _Call],
+        widths: Sequence[int],
+        offsets: Sequence[int],
+        room: int,
+        fresh: Sequence[int],
+        result: int,
+    ) -> None:
+        self._dtype, self._widths = dtype, np.array(widths, dtype=np.int64)
+        self._offsets, self._room_values = np.array(offsets, dtype=np.int64), room
+        self._fresh, self._result = tuple(fresh), result
+        self._library = open_library()
+        operations = [entry for entry in entries if isinstance(entry, _Operation)]
+        self._operations = (_Operation * len(operations))(*operations)
+        if not self._library.quire_can_run(TYPES[dtype], self._operations, len(operations)):
+            raise ValueError(f"weights of a format this CPU's native kernels do not multiply {dtype} rows by")
+        self._parts = _parts(entries)
+        self._caches: Sequence[tuple[Tensor, Tensor]] = ()  # whose memory the pointers are of
+        self._keys = self._values = _pointers(())
+        self._memory = torch.empty(0, dtype=dtype)  # numpy asks for huge pages where torch does not
+
+    @property
+    def num_calls(self) -> int:
+        """Operations in Python."""
+        return sum(isinstance(part, _Call) for part in self._parts)
+
+    def run(self, x: Tensor, step: ProgramStep) -> Tensor:
+        """Rows [tokens, width] through all operations -> the rows that are wanted. May overwrite x."""
+        assert x.is_contiguous()
+        assert x.dtype == self._dtype
+        for numbers in (step.slots, step.tables, step.spans):
+            assert numbers.dtype == torch.int64
+            assert numbers.is_contiguous()
+        rows, wanted = len(x), step.wanted
+        if wanted is not None and (wanted.dtype != torch.int64 or not wanted.is_contiguous()):
+            wanted = wanted.to(torch.int64).contiguous()
+        num_wanted = rows if wanted is None else len(wanted)
+        buffers = self._place(rows)
+        buffers[_STREAM] = x.data_ptr()
+        fresh = {each: torch.empty(num_wanted, int(self._widths[each]), dtype=x.dtype) for each in self._fresh}
+        for each, tensor in fresh.items():
+            buffers[each] = tensor.data_ptr()
+        angles = (_Angles * len(step.angles))(*map(_angles, step.angles))
+        if self._caches is not step.caches:
+            self._caches, self._keys, self._values = step.caches, *map(_pointers, zip(*step.caches, strict=True))
+        run = _Run(
+            rows, num_wanted, len(step.spans), step.slots.data_ptr(), step.tables.data_ptr(), step.spans.data_ptr(),
+            None if wanted is None else wanted.data_ptr() or buffers.ctypes.data,  # that of no rows is null
+            buffers.ctypes.data, self._widths.ctypes.data, ctypes.addressof(angles), self._keys.ctypes.data,
+            self._values.ctypes.data,
+        )  # fmt: skip
+        known = (x, *fresh.values())
+        for part in self._parts:
+            if isinstance(part, _Call):
+                *inputs, out = (self._view(each, run.rows, buffers, known) for each in (*part.inputs, part.out))
+                out.copy_(part.function(*inputs, step.given))
+            else:
+                first, count = part
+                begin = ctypes.addressof(self._operations) + first * ctypes.sizeof(_Operation)
+                self._library.quire_run(TYPES[self._dtype], begin, count, byref(run))
+        return x if wanted is None else fresh.get(self._result, x)
+
+    def _place(self, rows: int) -> npt.NDArray[np.int64]:
+        if len(self._memory) < rows * self._room_values:
+            num_bytes = rows * self._room_values * self._dtype.itemsize
+            self._memory = torch.from_numpy(np.empty(num_bytes, dtype=np.uint8)).view(self._dtype)
+        return self._offsets * (rows * self._dtype.itemsize) + self._memory.data_ptr()
+
+    def _view(self, buffer: int, rows: int, buffers: npt.NDArray[np.int64], others: Sequence[Tensor]) -> Tensor:
+        """The tensor that is in a buffer now."""
+        pointer, width = int(buffers[buffer]), int(self._widths[buffer])
+        for tensor in others:
+            if pointer == tensor.data_ptr():
+                return tensor[:rows]
+        begin = (pointer - self._memory.data_ptr()) // self._dtype.itemsize
+        return self._memory[begin : begin + rows * width].view(rows, width)
+
+
+def _parts(entries: Sequence[_Operation | _Call]) -> list[_Call | tuple[int, int]]:
+    """Calls, and between them runs of operations: the first one and their number."""
+    parts: list[_Call | tuple[int, int]] = []
+    place = 0
+    for entry in entries:
+        if isinstance(entry, _Call):
+            parts.append(entry)
+            continue
+        if parts and isinstance(before := parts[-1], tuple):
+            parts[-1] = (before[0], before[1] + 1)
+        else:
+            parts.append((place, 1))
+        place += 1
+    return parts
+
+
+def _angles(pair: tuple[Tensor, Tensor]) -> _Angles:
+    cos, sin = pair
+    assert cos.stride(0) == sin.stride(0)
+    return _Angles(cos.data_ptr(), sin.data_ptr(), cos.stride(0))
+
+
+def _pointers(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
+    return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)

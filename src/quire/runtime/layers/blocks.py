@@ -1,0 +1,65 @@
+"""The blocks of a model, one after the other: by their own code, or as a program that was traced from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.native.program import Program, ProgramStep, ProgramWriter
+from quire.runtime.attention.backend import LayerCache
+from quire.runtime.attention.native import NativePlan
+from quire.runtime.layers.rotary import Rotary
+from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.stream import Stream, Value
+
+
+class Blocks(nn.ModuleList):
+    """Every block is called with the residual stream, which it changes, and the step.
+
+    Where the compiled CPU kernels attend, blocks run as a program: it is traced from them once and gives bit for bit
+    what they give, without an interpreter of Python between the operations.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], width: int) -> None:
+        super().__init__(blocks)
+        self._width = width  # of the residual stream
+        self._programs: dict[int, Program] = {}  # by the number of blocks
+        self._caches: tuple[LayerCache, ...] = ()
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # the same caches
+
+    def forward(self, x: Tensor, step: ForwardStep) -> Tensor:
+        """Embedded tokens [tokens, hidden], overwritten, to hidden states, of `step.wanted` only; fills the cache."""
+        if isinstance(step.attention, NativePlan):
+            return self._run_program(x, step)
+        return cast("Tensor", self._go_through(x, step))
+
+    def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> Program:
+        """Make the program of the first layers over caches like these, or find it."""
+        count = len(list(self)[:num_layers])
+        if count not in self._programs:
+            writer, nothing = ProgramWriter(caches[0].key.dtype, self._width), torch.empty(0, dtype=torch.int64)
+            step = ForwardStep(nothing, nothing, nothing, 0, nothing, caches, None, None, num_layers=num_layers)
+            self._programs[count] = writer.finish(self._go_through(writer.stream, step))
+        return self._programs[count]
+
+    def _go_through(self, x: Value, step: ForwardStep) -> Value:
+        stream = Stream(x)
+        *others, last = list(self)[: step.num_layers]
+        for block in others:
+            block(stream, step)
+        stream.narrow_next(step.wanted)
+        last(stream, step)
+        return stream.settle()
+
+    def _run_program(self, x: Tensor, step: ForwardStep) -> Tensor:
+        program = self.trace(step.caches, step.num_layers)
+        if self._caches is not step.caches:
+            self._caches, self._pairs = step.caches, [(cache.key, cache.value) for cache in step.caches]
+        plan: NativePlan = step.attention
+        rotations = [cast("Rotary", rotary)(step) for rotary in program.angles]
+        angles = [(rotation.cos, rotation.sin) for rotation in rotations]
+        given = ProgramStep(step.slots, plan.tables, plan.spans, step.wanted, self._pairs, angles, step)
+        return program.run(x, given)

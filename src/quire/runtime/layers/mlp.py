@@ -1,0 +1,28 @@
+"""Feed-forward layers."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.modules import RMSNorm
+from quire.runtime.layers.ops import LayerOps
+from quire.runtime.layers.stream import Normed, Projected, Value
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, gate_up_proj: Linear, down_proj: Linear, activation: str, ops: LayerOps) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+        self._activation, self._ops = activation, ops
+
+    def forward(self, x: Value | Normed) -> Projected:  # [tokens, hidden]
+        return self.down_proj.later(self._gated(x))
+
+    def _gated(self, x: Value | Normed) -> Value:  # [tokens, intermediate]
+        fused = self.gate_up_proj.fused
+        if fused is not None and isinstance(x, Normed) and isinstance(x.norm, RMSNorm) and not x.stream.is_empty:
+            return fused.gated(x.stream.x, x.norm.as_norm, self._activation, x.stream.take_pending())
+        return self._ops.gate(self.gate_up_proj(x), self._activation)

@@ -1,0 +1,126 @@
+"""The residual stream, and the values that layers hand on unfinished so that the next one can take them along.
+
+A norm of the stream is handed on as `Normed`, the last product of a layer as `Projected`. A layer whose kernels join
+them with its own work looks for these types; every other asks for the tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from quire.kernels.native.program import Symbol
+
+if TYPE_CHECKING:
+    from quire.runtime.layers.linear import Linear
+
+Value = Any  # a tensor [tokens, size]; a Symbol while a program is written; rows that kernels quantized
+
+
+class StreamNorm(Protocol):
+    """A norm over the last dimension."""
+
+    def of(self, x: Value) -> Value:
+        """The norm of x [tokens, size]."""
+
+
+class Stream:
+    """The residual stream x [tokens, hidden].
+
+    A change may be left `pending` for the next norm, which reads the stream anyway.
+    """
+
+    def __init__(self, x: Value) -> None:
+        self.x = x
+        self.pending: Tensor | None = None
+        self._wanted: Tensor | None = None
+        self._narrows = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token is left: there is nothing to compute."""
+        return isinstance(self.x, Tensor) and len(self.x) == 0
+
+    def add(self, *changes: Value | Projected) -> None:
+        """Add what layers computed from the stream as it was."""
+        if self._narrows:
+            changes = tuple(self._narrow(changes))
+        for change in changes:
+            self.settle()
+            self._add(change)
+
+    def settle(self) -> Value:
+        """Add what is pending, and return the stream."""
+        if self.pending is not None:
+            self.x.add_(self.pending)
+            self.pending = None
+        return self.x
+
+    def take_pending(self) -> Tensor | None:
+        """What is pending, for a kernel that adds it to the stream."""
+        pending, self.pending = self.pending, None
+        return pending
+
+    def narrow_next(self, wanted: Tensor | None) -> None:
+        """Keep only the tokens `wanted` [positions] when the next change comes: it is the last that attention needs all
+        tokens for. None: all tokens are."""
+        self._wanted, self._narrows = wanted, wanted is not None or isinstance(self.x, Symbol)
+
+    def _narrow(self, changes: tuple[Value | Projected, ...]) -> list[Value | Projected]:
+        self._narrows, wanted = False, self._wanted
+        x = self.settle()
+        if isinstance(x, Symbol):
+            self.x = x.writer.select(x, fresh=True)
+            narrowed = [_selected(change, x.writer.select) for change in changes]
+            x.writer.narrow()
+            return narrowed
+        assert wanted is not None
+        self.x = x.index_select(0, wanted)
+        return [_selected(change, lambda rows: rows.index_select(0, wanted)) for change in changes]
+
+    def _add(self, change: Value | Projected) -> None:
+        if self.is_empty:
+            return
+        if isinstance(change, Projected):
+            fused = change.linear.fused
+            if fused is not None:
+                self.pending = fused.add_to(self.x, change.x)
+                return
+            change = change.value()
+        if isinstance(self.x, Symbol):
+            self.x.writer.add(self.x, change)
+        else:
+            self.x.add_(change)
+
+
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """The norm of a stream, not computed yet."""
+
+    stream: Stream
+    norm: StreamNorm
+
+    def value(self) -> Value:
+        return self.norm.of(self.stream.settle())
+
+
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """A linear layer's product with x, not computed yet."""
+
+    linear: Linear
+    x: Value
+
+    def value(self) -> Value:
+        return self.linear(self.x)
+
+
+def value_of(x: Value | Normed | Projected) -> Value:
+    """What was handed on, computed."""
+    return x.value() if isinstance(x, Normed | Projected) else x
+
+
+def _selected(change: Value | Projected, select: Any) -> Value | Projected:
+    return Projected(change.linear, select(change.x)) if isinstance(change, Projected) else select(change)

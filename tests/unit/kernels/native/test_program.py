@@ -1,0 +1,117 @@
+"""Programs of compiled operations: every kind, the memory they share, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.native.loader import why_not_native
+from quire.kernels.native.ops import BYTES, NIBBLES, PLAIN, PackedWeight
+from quire.kernels.native.panels import cut_panels
+from quire.kernels.native.program import LinearWeights, Program, ProgramStep, ProgramWriter
+
+REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
+pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+WIDTH = 32
+
+
+def step(wanted: Tensor | None = None) -> ProgramStep:
+    """For programs that do not attend."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    return ProgramStep(nothing, nothing, nothing.view(0, 4), wanted, [(torch.empty(0), torch.empty(0))], ())
+
+
+def linear(seed: int, outputs: int, inputs: int, *, bias: bool = False) -> tuple[Tensor, Tensor | None, LinearWeights]:
+    torch.manual_seed(seed)
+    weight, added = torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs) if bias else None
+    return weight, added, LinearWeights(cut_panels(weight), added)
+
+
+def mlp(*, in_python: bool = False) -> tuple[Program, list[Tensor]]:
+    """x + down(gate(up(norm(x)))), then the wanted rows of x + x' for x' = norm(x)."""
+    writer, weight = ProgramWriter(torch.float32, WIDTH), torch.rand(WIDTH) + 0.5
+    up, _, packed_up = linear(1, 2 * 48, WIDTH)
+    down, bias, packed_down = linear(2, WIDTH, 48, bias=True)
+    x = writer.stream
+    both = writer.multiply(writer.norm(x, weight, 1e-5), packed_up)
+    gated = writer.gate(both) if not in_python else writer.call(lambda each, _: gate(each), (both,), 48)
+    writer.add(x, writer.multiply(gated, packed_down))
+    change = writer.norm(x, weight, 1e-5)
+    selected, change = writer.select(x, fresh=True), writer.select(change)
+    writer.narrow()
+    writer.add(selected, change)
+    assert bias is not None
+    return writer.finish(selected), [weight, up, down, bias]
+
+
+def gate(both: Tensor) -> Tensor:
+    first, second = both.chunk(2, dim=1)
+    return F.silu(first) * second
+
+
+def expected(x: Tensor, weights: list[Tensor], wanted: Tensor | None) -> Tensor:
+    weight, up, down, bias = weights
+    x = x + F.linear(gate(F.linear(F.rms_norm(x, (WIDTH,), weight, 1e-5), up)), down, bias)
+    x = x + F.rms_norm(x, (WIDTH,), weight, 1e-5)
+    return x if wanted is None else x[wanted]
+
+
+@pytest.mark.parametrize("in_python", [False, True])
+@pytest.mark.parametrize("wanted", [None, torch.tensor([4, 0, 2]), torch.tensor([], dtype=torch.int64)])
+def test_a_program_computes_what_its_operations_say(wanted: Tensor | None, in_python: bool) -> None:
+    program, weights = mlp(in_python=in_python)
+    assert program.num_calls == int(in_python)
+    for rows in (5, 64, 7):
+        x = torch.randn(rows, WIDTH)
+        found = program.run(x.clone(), step(wanted))
+        torch.testing.assert_close(found, expected(x, weights, wanted), atol=1e-5, rtol=1e-5)
+
+
+def test_a_result_outlives_the_next_run() -> None:
+    program, _ = mlp()
+    first = program.run(torch.randn(3, WIDTH), step(torch.tensor([1])))
+    kept = first.clone()
+    program.run(torch.randn(3, WIDTH), step(torch.tensor([2])))
+    assert torch.equal(first, kept)
+
+
+def test_memory_is_used_again() -> None:
+    writer, weight = ProgramWriter(torch.float32, WIDTH), torch.ones(WIDTH)
+    for _ in range(10):
+        writer.add(writer.stream, writer.norm(writer.stream, weight, 1e-5))
+    program = writer.finish(writer.stream)
+    program.run(torch.ones(2, WIDTH), step())
+    assert len(program._memory) == 2 * WIDTH
+
+
+@pytest.mark.parametrize(("kind", "is_known"), [(PLAIN, True), (NIBBLES, True), (BYTES, True), (3, False), (-1, False)])
+def test_a_weight_without_a_kernel_is_refused_when_the_program_is_made(kind: int, is_known: bool) -> None:
+    writer = ProgramWriter(torch.float32, WIDTH)
+    data = torch.zeros(8 * (WIDTH + 64) * WIDTH, dtype=torch.uint8)  # enough in any format
+    writer.add(writer.stream, writer.multiply(writer.stream, _weights(torch.float32, kind, data)))
+    if is_known:
+        x = torch.ones(1, WIDTH)
+        assert torch.equal(writer.finish(writer.stream).run(x, step()), torch.ones(1, WIDTH))
+        return
+    with pytest.raises(ValueError, match="float32 rows"):
+        writer.finish(writer.stream)
+
+
+def test_bfloat16_runs_on_tile_units_and_is_refused_without_them() -> None:
+    from quire.kernels.native.ops import has_tile_units
+
+    writer = ProgramWriter(torch.bfloat16, WIDTH)
+    data = torch.zeros(8 * (WIDTH + 64) * WIDTH, dtype=torch.uint8)
+    writer.add(writer.stream, writer.multiply(writer.stream, _weights(torch.bfloat16, PLAIN, data)))
+    if has_tile_units():
+        x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
+        assert torch.equal(writer.finish(writer.stream).run(x, step()), torch.ones_like(x))
+    else:
+        with pytest.raises(ValueError, match="bfloat16 rows"):
+            writer.finish(writer.stream)
+
+
+def _weights(dtype: torch.dtype, kind: int, data: Tensor) -> LinearWeights:
+    return LinearWeights(PackedWeight(dtype, kind, WIDTH, WIDTH, data), None)

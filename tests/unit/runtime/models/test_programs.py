@@ -1,0 +1,96 @@
+"""Blocks as one compiled program, against the same blocks one operation after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config.model import Heads
+from quire.kernels.native.loader import why_not_native
+from quire.kernels.native.program import Program
+from quire.runtime.layers.blocks import Blocks
+from quire.runtime.models.decoder import Decoder
+from quire.runtime.quantization.levels import LevelWeight
+from quire.types.step import Chunk
+from tiny_models import DEVICE, Bench, MemoryCheckpoint, checkpoint_of, engine_config, tiny_config, transformers_model
+
+REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
+pytestmark = pytest.mark.skipif(REFUSAL is not None or DEVICE != "cpu", reason=str(REFUSAL or "runs on a CPU"))
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "heads": Heads(num_query=4, num_kv=2, dim=16)}
+
+
+class LevelCheckpoint:
+    """A checkpoint in memory whose matrices are stored as levels."""
+
+    def __init__(self, plain: MemoryCheckpoint) -> None:
+        self._plain = plain
+        self.file, self.config, self.names = plain.file, plain.config, plain.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._plain.shape(name)
+
+    def source(self, name: str) -> str:
+        return self._plain.source(name)
+
+    def read(self, name: str) -> Tensor:
+        levels = self.read_levels(name)
+        return self._plain.read(name) if levels is None else levels.values()
+
+    def read_levels(self, name: str) -> LevelWeight | None:
+        weight = self._plain.read(name).float()
+        if weight.dim() != 2:
+            return None
+        groups = weight.view(weight.shape[0], -1, 32)
+        scales = (groups.abs().amax(dim=-1) / 127).clamp(min=1e-6).half()
+        levels = (groups / scales.float().unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8).view(weight.shape)
+        return LevelWeight(levels, scales, torch.zeros_like(scales), nibbles=False)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def answers(architecture: str, *, levels: bool, **config: object) -> list[object]:
+    """One row, a few rows, and a chunk."""
+    model = tiny_config(architecture, **{**SIZES, **config})  # type: ignore[arg-type]
+    checkpoint = checkpoint_of(transformers_model(model), model)
+    one = Bench(LevelCheckpoint(checkpoint) if levels else checkpoint, engine_config())  # type: ignore[arg-type]
+    one.add(0, [5, 9, 2, 11, 7, 3, 8, 1, 30, 12])
+    one.add(1, [4, 4, 17])
+    found = [one.run(chunks=[Chunk(0, 0, 4)]), one.run(chunks=[Chunk(0, 4, 6, (0,))])]
+    found.append(one.run(decode=[0], chunks=[Chunk(1, 0, 3, (1,))]))
+    found += [one.run(decode=[0, 1]) for _ in range(12)]
+    model_run = one.worker._runner._model
+    assert isinstance(model_run, Decoder)
+    programs: dict[int, Program] = model_run.model.layers._programs
+    return [*found, [program.num_calls for program in programs.values()]]
+
+
+@pytest.mark.parametrize("levels", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_program_samples_what_its_blocks_sample(
+    architecture: str, levels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *program, calls = answers(architecture, levels=levels)
+    assert calls == [0]  # one program, nothing of it in Python
+    monkeypatch.setattr(Blocks, "_run_program", Blocks._go_through)
+    monkeypatch.delattr(Program, "run")
+    assert answers(architecture, levels=levels)[:-1] == program
+
+
+def test_an_operation_without_a_compiled_form_is_called_between_compiled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    *program, calls = answers("llama", levels=False, activation="gelu")
+    assert calls == [3]  # the gate of each layer
+    monkeypatch.setattr(Blocks, "_run_program", Blocks._go_through)
+    assert answers("llama", levels=False, activation="gelu")[:-1] == program
+
+
+def test_no_program_is_written_where_torch_attends() -> None:
+    config = tiny_config("llama", **SIZES)
+    for dtype, num_programs in (("float32", 1), ("float16", 0)):
+        one = Bench(checkpoint_of(transformers_model(config), config), engine_config(dtype=dtype))
+        one.add(0, [5, 9, 2])
+        one.run(chunks=[Chunk(0, 0, 3, (0,))])
+        model = one.worker._runner._model
+        assert isinstance(model, Decoder)
+        assert len(model.model.layers._programs) == num_programs
