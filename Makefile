@@ -16,6 +16,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 TRITON := triton==3.6.0# for the tests in its interpreter, where torch's build has not brought its own
 MODEL_STAMP := $(VENV)/.model
 CLIENTS := .venv-clients# one environment for each extra with clients, on top of $(VENV)
+CLIENT_FAULTS := -W ignore::pytest.PytestUnraisableExceptionWarning# clients that leave their event loops open
 CODE := setup.py tools src tests benchmarks examples
 BUILT_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/quire/kernels/native/*.cpp src/quire/kernels/native/*.h)
 
@@ -39,8 +40,8 @@ test: $(DEV_STAMP) $(MODEL_STAMP) ## run the tests
 
 test-clients: $(CLIENTS)/clients/.installed $(CLIENTS)/clients-openai2/.installed $(MODEL_STAMP) ## run other projects' clients against the server, npm's too where npm is
 	! command -v npm >/dev/null || (cd tests/clients/javascript && npm install --no-package-lock --no-fund --no-audit)
-	$(CLIENTS)/clients/bin/python -m pytest -q tests/clients
-	$(CLIENTS)/clients-openai2/bin/python -m pytest -q tests/clients/test_litellm.py tests/clients/test_llama_index.py tests/clients/test_recipes.py
+	$(CLIENTS)/clients/bin/python -m pytest -q $(CLIENT_FAULTS) tests/clients
+	$(CLIENTS)/clients-openai2/bin/python -m pytest -q $(CLIENT_FAULTS) tests/clients/test_litellm.py tests/clients/test_llama_index.py tests/clients/test_recipes.py
 
 check: $(DEV_STAMP) ## lint, formatting, types, architecture
 	$(BIN)/ruff check $(wildcard $(CODE))

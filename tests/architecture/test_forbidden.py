@@ -75,7 +75,7 @@ def test_numpy_may_load_what_is_no_pickle() -> None:
 def test_only_the_front_door_and_the_compiling_child_import_by_a_computed_name() -> None:
     """A child that compiles kernels is told the module of each; it takes only those of our own kernels."""
     computed = {module.name for module in modules() for name, _ in module.dynamic_imports() if name is None}
-    assert computed == {"quire", "quire.kernels.triton.compile_process"}
+    assert computed == {"quire", "quire.kernels.triton.compile_process", "quire.runtime.models.registry"}
     assert parse("import importlib\nimportlib.import_module(name)").dynamic_imports() == [(None, 2)]
 
 

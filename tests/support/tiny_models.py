@@ -16,7 +16,7 @@ from quire.config.model import Heads, ModelConfig, Rope
 from quire.config.tiers import TierConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.weights import load_weights
-from quire.runtime.models.registry import build_model
+from quire.runtime.models.build import build_model, count_weights
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.reports import NO_REPORT, Report
 from quire.runtime.sampling.samples import Samples
@@ -83,7 +83,7 @@ def tiny_config(architecture: str = "llama", **changes: object) -> ModelConfig:
         "qk_norm": architecture == "qwen3",
         "dtype": "float32",
     }
-    return ModelConfig(**(values | changes))  # type: ignore[arg-type]
+    return count_weights(ModelConfig(**(values | changes)))  # type: ignore[arg-type]
 
 
 def transformers_model(config: ModelConfig, seed: int = 0) -> torch.nn.Module:

@@ -17,8 +17,8 @@ from quire.engine.decoding.tools import DecodingTools
 from quire.engine.speculation.registry import make_proposers
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.weights import load_weights
-from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.registry import build_model
+from quire.runtime.models.base import BaseModel
+from quire.runtime.models.build import build_model
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
 from quire.runtime.tiers.make import make_tiers
@@ -88,7 +88,7 @@ class TinyEngine:
         sampler = _sampler(config, checkpoint.config, builder)
         worker = Worker(decoder, builder.backend, sampler, checkpoint.config, config)
 
-        def load(_: ModelConfig, drafting: LayerBuilder) -> Decoder:
+        def load(_: ModelConfig, drafting: LayerBuilder) -> BaseModel:
             assert draft is not None
             return _load(draft, drafting)
 
@@ -139,7 +139,7 @@ def similar_checkpoint(checkpoint: MemoryCheckpoint, noise: float, seed: int = 1
     return MemoryCheckpoint(checkpoint.config, tensors)
 
 
-def _load(checkpoint: MemoryCheckpoint, builder: LayerBuilder) -> Decoder:
+def _load(checkpoint: MemoryCheckpoint, builder: LayerBuilder) -> BaseModel:
     model = build_model(checkpoint.config, builder)
     load_weights(model, checkpoint)
     return model

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 CacheDtype = Literal["float32", "bfloat16", "float16", "float8"]  # float8 is e4m3fn
 Quantization = Literal["fp8"]
@@ -38,6 +37,29 @@ class Rope:
     scaling: tuple[tuple[str, float], ...] = ()
     max_position: int = 2_048  # the sequence length that the model was trained for
     frequency_factors: tuple[float, ...] = ()  # dim / 2 divisors of the default frequencies; (): none
+    dim: int | None = None  # how many numbers of each head are rotated, the first ones; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of the MLP: a token goes to the `num_used` experts that its router ranks first."""
+
+    num: int
+    num_used: int
+    size: int  # the intermediate size of one
+    shared_size: int = 0  # of the expert that every token goes to; 0: there is none
+    is_normalized: bool = True  # the weights of a token's experts are divided by their sum
+    dense_layers: tuple[int, ...] = ()  # that have a plain MLP
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCounts:
+    """How many weights the layers of a model have, as the layers themselves say: all of them; those in the matrices of
+    blocks, which quantization shrinks; and the output features of these matrices, each of which has a scale."""
+
+    parameters: int = 0
+    in_blocks: int = 0
+    block_outputs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +78,10 @@ def packed_bytes(num_weights: int, *, nibbles: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer with RMSNorm, rotary positions and a gated MLP."""
+    """The numbers of a decoder-only transformer. What a family of models always has is said by its file in
+    `runtime/models`, not here."""
 
-    architecture: Architecture
+    architecture: str  # the family's name
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -66,30 +89,33 @@ class ModelConfig:
     heads: Heads
     rope: Rope
     norm_eps: float
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()  # of each layer: a token sees so many, itself included; (): all layers see all
+    local_rope: Rope | None = None  # of the layers with a window, where it differs
+    layers_without_rope: tuple[int, ...] = ()
+    attention_scale: float | None = None  # None: 1 / sqrt(heads.dim)
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what every layer adds
+    logit_scale: float = 1.0
+    experts: Experts | None = None
     dtype: Dtype = "bfloat16"  # the checkpoint's dtype
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = field(default=())
     levels: StoredLevels = field(default_factory=StoredLevels)
+    weights: WeightCounts = field(default_factory=WeightCounts)
 
     @property
     def layer_weights(self) -> tuple[int, int]:
-        """The number of weights in the matrices of all layers, which fp8 quantization shrinks, and of their output
-        features, each of which has a scale."""
-        h, q, kv, i = self.hidden_size, self.heads.query_size, self.heads.kv_size, self.intermediate_size
-        numbers, outputs = h * (q + 2 * kv) + q * h + 3 * h * i, (q + 2 * kv) + h + 2 * i + h
-        return self.num_layers * numbers, self.num_layers * outputs
+        """The number of weights in the matrices of all blocks, and of their output features."""
+        return self.weights.in_blocks, self.weights.block_outputs
 
     @property
     def num_parameters(self) -> int:
-        h, q, kv, i = self.hidden_size, self.heads.query_size, self.heads.kv_size, self.intermediate_size
-        attention = h * (q + 2 * kv) + q * h + (q + 2 * kv) * self.qkv_bias + h * self.o_bias
-        attention += 2 * self.heads.dim * self.qk_norm
-        mlp = 3 * h * i + (2 * i + h) * self.mlp_bias
-        embeddings = self.vocab_size * h * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_layers * (attention + mlp + 2 * h) + h
+        return self.weights.parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.config.facts import CudaDevice, HardwareFacts
 from quire.config.model import Heads, ModelConfig, Rope
 from quire.config.sizes import GIB
+from quire.runtime.models.build import count_weights
 
 LAPTOP = HardwareFacts(
     machine="x86_64",
@@ -29,7 +30,7 @@ SERVER = HardwareFacts(
     torch_version="2.13.0",
     cuda=(CudaDevice("big", 80 * GIB, 79 * GIB, (9, 0)), CudaDevice("old", 16 * GIB, 15 * GIB, (7, 5))),
 )
-SMALL = ModelConfig(
+_SMALL = ModelConfig(
     architecture="llama",
     vocab_size=49_152,
     hidden_size=576,
@@ -40,13 +41,20 @@ SMALL = ModelConfig(
     norm_eps=1e-5,
     tie_word_embeddings=True,
 )
-LARGE = ModelConfig(
+LLAMA3 = (
+    ("factor", 8.0),
+    ("low_freq_factor", 1.0),
+    ("high_freq_factor", 4.0),
+    ("original_max_position_embeddings", 8_192.0),
+)
+_LARGE = ModelConfig(
     architecture="llama",
     vocab_size=128_256,
     hidden_size=4_096,
     intermediate_size=14_336,
     num_layers=32,
     heads=Heads(num_query=32, num_kv=8, dim=128),
-    rope=Rope(max_position=131_072, kind="llama3"),
+    rope=Rope(max_position=131_072, kind="llama3", scaling=LLAMA3),
     norm_eps=1e-5,
 )
+SMALL, LARGE = count_weights(_SMALL), count_weights(_LARGE)

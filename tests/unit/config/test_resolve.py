@@ -9,6 +9,7 @@ from quire.config.facts import HardwareFacts
 from quire.config.model import Heads, ModelConfig, Rope
 from quire.config.resolve import model_length, resolve_engine_config
 from quire.config.sizes import GIB, MIB
+from quire.runtime.models.build import count_weights
 from quire.types.errors import ConfigError, DoesNotFit
 from tests.unit.config.machines import LAPTOP, LARGE, SERVER, SMALL
 
@@ -190,10 +191,10 @@ def test_the_keywords_of_a_call_are_the_fields_of_the_arguments() -> None:
 @pytest.mark.parametrize("free", [4, 5, 6, 8, 16])
 def test_a_small_machine_never_gets_an_engine_too_short_to_talk_to(free: int) -> None:
     """A model of 131,072 positions on a laptop: as long as memory allows, or refused, never a handful of tokens."""
-    long = replace(
+    long = count_weights(replace(
         SMALL, hidden_size=2_048, intermediate_size=8_192, num_layers=16, vocab_size=128_256, heads=Heads(32, 8, 64),
         rope=Rope(max_position=131_072),
-    )  # fmt: skip
+    ))  # fmt: skip
     laptop = replace(LAPTOP, available_memory=free * GIB, native_refusal="not built")
     if free < 6:
         with pytest.raises(DoesNotFit, match="model.*256 tokens"):

@@ -20,8 +20,8 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.resolve import ModelFiles
 from quire.runtime.loading.weights import load_weights, randomize_weights
-from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.registry import build_model
+from quire.runtime.models.base import BaseModel
+from quire.runtime.models.build import build_model
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
 from quire.runtime.tiers.make import check_folder, make_tiers
@@ -33,7 +33,7 @@ from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import NOTHING_MOVED, TransferReport
 
 Progress = Callable[[str, int, int], None]
-Load = Callable[[ModelFiles, ModelConfig, LayerBuilder], Decoder]
+Load = Callable[[ModelFiles, ModelConfig, LayerBuilder], BaseModel]
 DEPTHS = {"cpu": 1, "cuda": 2}
 PREPARING_SECONDS = 4.0  # in which a GPU compiles and captures ahead of the first request
 
@@ -171,7 +171,7 @@ def _make_worker(
     return worker
 
 
-def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progress: Progress | None) -> Decoder:
+def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progress: Progress | None) -> BaseModel:
     """The model with the weights of its files, which are checked against the config before anything is allocated."""
     checkpoint = open_checkpoint(files)
     try:
@@ -182,7 +182,7 @@ def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progres
     return model
 
 
-def _noise(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, seed: int) -> Decoder:  # noqa: ARG001
+def _noise(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, seed: int) -> BaseModel:  # noqa: ARG001
     """The model with random weights."""
     model = build_model(config, builder)
     randomize_weights(model, seed)

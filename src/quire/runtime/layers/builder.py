@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from quire.config.engine import DeviceConfig
-from quire.config.model import Heads, Rope
+from quire.config.model import Heads, ModelConfig, Rope
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention
@@ -76,7 +76,7 @@ class LayerBuilder:
     def embedding(self, name: str, vocab_size: int, size: int) -> Embedding:
         return Embedding(name, vocab_size, size, self._table_product, self._placement)
 
-    def lm_head(self, name: str, embedding: Embedding, vocab_size: int, size: int, *, tied: bool) -> nn.Module:
-        if not tied:
-            return Linear(size, {name: vocab_size}, False, self._table_product, self._placement)
-        return TiedHead(embedding, self._head_product)
+    def lm_head(self, name: str, embedding: Embedding, config: ModelConfig) -> nn.Module:
+        if config.tie_word_embeddings:
+            return TiedHead(embedding, self._head_product)
+        return Linear(config.hidden_size, {name: config.vocab_size}, False, self._table_product, self._placement)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -68,3 +69,11 @@ class WeightLayer(nn.Module):
         if part not in self.parts:
             raise KeyError(part)
         return self.weight.data
+
+
+def weight_layers(model: nn.Module) -> Iterator[tuple[WeightLayer, dict[str, str]]]:
+    """Every layer that holds weights, with its parts by checkpoint name."""
+    for path, module in model.named_modules():
+        if isinstance(module, WeightLayer):
+            parent = path.rpartition(".")[0]
+            yield module, {f"{parent}.{part}" if parent else part: part for part in module.parts}

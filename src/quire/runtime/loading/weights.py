@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from quire.runtime.layers.weights import WeightLayer
+from quire.runtime.layers.weights import weight_layers
 from quire.types.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress
 
     All names and shapes are checked before the first weight is read.
     """
-    layers = list(_weight_layers(model))
+    layers = list(weight_layers(model))
     _check_names(checkpoint, {name for _, parts in layers for name in parts})
     for layer, parts in layers:
         for name, part in parts.items():
@@ -50,18 +50,10 @@ def randomize_weights(model: nn.Module, seed: int) -> None:
     """Noise of a sane scale in every layer, made on the model's own device; the same for the same seed and device."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    for layer, parts in _weight_layers(model):
+    for layer, parts in weight_layers(model):
         for part in parts.values():
             layer.randomize(part, generator)
         layer.finish()
-
-
-def _weight_layers(model: nn.Module) -> Iterator[tuple[WeightLayer, dict[str, str]]]:
-    """Every layer that holds weights, with its parts by checkpoint name."""
-    for path, module in model.named_modules():
-        if isinstance(module, WeightLayer):
-            parent = path.rpartition(".")[0]
-            yield module, {f"{parent}.{part}" if parent else part: part for part in module.parts}
 
 
 def _check_names(checkpoint: Checkpoint, wanted: set[str]) -> None:

@@ -1,15 +1,54 @@
-"""What all models have in common."""
+"""What all models have in common: tokens become vectors, blocks change them, a norm and a head make logits of them."""
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from quire.config.model import ModelConfig
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.blocks import Blocks
+from quire.runtime.layers.modules import Embedding
 from quire.runtime.layers.rotary import Rotary
+from quire.runtime.layers.step import ForwardStep
 
 
 class BaseModel(nn.Module):
+    """`forward` gives hidden states [tokens, hidden], or only those of `step.wanted`; `logits` turns hidden states into
+    [n, vocab]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self._embedding_scale, self._logit_scale = config.embedding_scale, config.logit_scale
+        self._logit_softcap = config.logit_softcap
+
+    def assemble(self, embedding: Embedding, blocks: Blocks, norm: nn.Module, head: nn.Module) -> None:
+        """Say which of the model's modules do what. Their names stay those that they have in the model."""
+        self._parts = (embedding, blocks, norm, head)  # in a tuple: not children a second time
+
+    @property
+    def embedding(self) -> Embedding:
+        return self._parts[0]
+
+    def embed(self, vectors: Tensor, step: ForwardStep) -> Tensor:  # noqa: ARG002
+        """What the first block gets, from the vectors of the step's tokens [tokens, hidden]. May overwrite them."""
+        return vectors if self._embedding_scale == 1.0 else vectors.mul_(self._embedding_scale)
+
+    def forward(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
+        """`vectors`: those of the step's tokens, where they are known already; overwritten."""
+        embedding, blocks, _, _ = self._parts
+        found = embedding(step.token_ids) if vectors is None else vectors
+        hidden: Tensor = blocks(self.embed(found, step), step)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        _, _, norm, head = self._parts
+        logits: Tensor = head(norm(hidden))
+        if self._logit_scale != 1.0:
+            logits = logits.mul_(self._logit_scale)
+        cap = self._logit_softcap
+        return logits if cap is None else torch.tanh_(logits.div_(cap)).mul_(cap)
+
     @property
     def is_static(self) -> bool:
         return all(rotary.is_static for rotary in self._rotaries())
@@ -19,9 +58,7 @@ class BaseModel(nn.Module):
             rotary.angles(max_length)
 
     def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> None:
-        for module in self.modules():
-            if isinstance(module, Blocks):
-                module.trace(caches, num_layers)
+        self._parts[1].trace(caches, num_layers)
 
     def _rotaries(self) -> list[Rotary]:
         return [module for module in self.modules() if isinstance(module, Rotary)]  # each of them once

@@ -5,15 +5,17 @@ Llama 2 and 3, SmolLM2 and Mistral as they are; Qwen2 with biases on q, k and v;
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
+from quire.config.fields import Fields
 from quire.config.model import ModelConfig
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.modules import Embedding
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Stream
 from quire.runtime.models.base import BaseModel
+from quire.runtime.models.family import Family, GgufFamily
+from quire.runtime.models.hf_config import read_decoder, refuse_windows
 
 
 class DecoderAttention(nn.Module):
@@ -52,24 +54,48 @@ class DecoderStack(nn.Module):
 
 
 class Decoder(BaseModel):
-    """`forward` gives hidden states [tokens, hidden], or only those of `step.wanted`; `logits` turns hidden states into
-    [n, vocab]."""
-
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
-        super().__init__()
+        super().__init__(config)
         self.model = DecoderStack(config, build)
-        self.lm_head = build.lm_head(
-            "lm_head", self.model.embed_tokens, config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
+        self.lm_head = build.lm_head("lm_head", self.model.embed_tokens, config)
+        self.assemble(self.model.embed_tokens, self.model.layers, self.model.norm, self.lm_head)
+
+
+def read_llama(config: Fields) -> ModelConfig:
+    refuse_windows(config)
+    bias = config.flag("attention_bias", False)
+    mlp_bias = config.flag("mlp_bias", False)
+    return read_decoder(config, "llama", 2_048, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+
+
+def read_mistral(config: Fields) -> ModelConfig:
+    refuse_windows(config)
+    result = read_decoder(config, "mistral", 131_072, num_kv_heads=8)
+    window = config.optional_integer("sliding_window") if "sliding_window" in config.values else 4_096
+    length = result.rope.max_position
+    if window is not None and window < length:
+        raise config.refuse(
+            "sliding_window",
+            f"a window of {window} tokens, below max_position_embeddings = {length}, is not supported",
+            fix="a model whose sliding_window is null will load",
         )
+    return result
 
-    @property
-    def embedding(self) -> Embedding:
-        return self.model.embed_tokens
 
-    def forward(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
-        """`vectors`: those of the step's tokens, where they are known already; overwritten."""
-        x = self.model.embed_tokens(step.token_ids) if vectors is None else vectors
-        return self.model.layers(x, step)  # type: ignore[no-any-return]
+def read_qwen2(config: Fields) -> ModelConfig:
+    refuse_windows(config)
+    return read_decoder(config, "qwen2", 32_768, num_kv_heads=32, qkv_bias=True)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self.model.norm(hidden))  # type: ignore[no-any-return]
+
+def read_qwen3(config: Fields) -> ModelConfig:
+    refuse_windows(config)
+    bias = config.flag("attention_bias", False)
+    return read_decoder(
+        config, "qwen3", 32_768, num_kv_heads=32, head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm=True
+    )
+
+
+LLAMA = Family(name="llama", build=Decoder, read=read_llama, gguf=GgufFamily(has_pairs=True))
+MISTRAL = Family(name="mistral", build=Decoder, read=read_mistral)
+QWEN2 = Family(name="qwen2", build=Decoder, read=read_qwen2, gguf=GgufFamily())
+QWEN3 = Family(name="qwen3", build=Decoder, read=read_qwen3, gguf=GgufFamily())

@@ -1,53 +1,40 @@
-"""Which class builds which architecture."""
+"""The families of models that there are, one line each. None is imported here: a server can ask without torch."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
-
-from quire.config.model import ModelConfig
-from quire.runtime.attention.backend import LayerCache
-from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.modules import Embedding
-from quire.runtime.layers.step import ForwardStep
-from quire.runtime.models.decoder import Decoder
 from quire.types.errors import ConfigError
 
-
-class Model(Protocol):
-    """What the runner needs of a model."""
-
-    @property
-    def embedding(self) -> Embedding: ...
-
-    def __call__(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
-        """Hidden states of the tokens in `step.wanted` [positions, hidden], of all tokens if that is None; fills the
-        step's slots of every layer's cache. `vectors`: the embedded tokens, where they are known already."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab]."""
-
-    @property
-    def is_static(self) -> bool:
-        """Whether a step depends on nothing of its tokens but positions and lengths that the device knows, so that it
-        can be captured."""
-
-    def reserve(self, max_length: int) -> None:
-        """Make what sequences of this length need, so that it stays where it is from now on."""
-
-    def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> None:
-        """Write down the program of the first layers, for the compiled CPU kernels and caches like these."""
+if TYPE_CHECKING:
+    from quire.runtime.models.family import Family
 
 
-MODELS: dict[str, type[Decoder]] = {"llama": Decoder, "mistral": Decoder, "qwen2": Decoder, "qwen3": Decoder}
+class Entry(NamedTuple):
+    """Where a family is described: the file in this folder and the name in it."""
+
+    file: str
+    variable: str
+    classes: tuple[str, ...]  # that config.json calls its `architectures`
+    in_gguf: bool = False  # files of this `general.architecture` are read
 
 
-def build_model(config: ModelConfig, builder: LayerBuilder) -> Decoder:
-    """Layers without weights yet: fill them with load_weights or randomize_weights."""
-    try:
-        model = MODELS[config.architecture]
-    except KeyError:
-        known = ", ".join(sorted(MODELS))
-        raise ConfigError("architecture", f"{config.architecture!r} is not supported", f"supported: {known}") from None
-    return model(config, builder).requires_grad_(False)
+ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
+    "llama": Entry("decoder", "LLAMA", ("LlamaForCausalLM",), in_gguf=True),
+    "mistral": Entry("decoder", "MISTRAL", ("MistralForCausalLM",)),
+    "qwen2": Entry("decoder", "QWEN2", ("Qwen2ForCausalLM",), in_gguf=True),
+    "qwen3": Entry("decoder", "QWEN3", ("Qwen3ForCausalLM",), in_gguf=True),
+}
+CLASSES = {known: name for name, entry in ENTRIES.items() for known in entry.classes}
+IN_GGUF = tuple(name for name, entry in ENTRIES.items() if entry.in_gguf)
+
+
+def find_family(name: str) -> Family:
+    """Raises ConfigError for a name that is none of ENTRIES."""
+    if name not in ENTRIES:
+        known = ", ".join(sorted(ENTRIES))
+        raise ConfigError("architecture", f"{name!r} is not supported", f"supported: {known}")
+    entry = ENTRIES[name]
+    family: Family = getattr(import_module(f"quire.runtime.models.{entry.file}"), entry.variable)
+    return family

@@ -9,8 +9,8 @@ import torch
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.registry import Model
+from quire.runtime.models.base import BaseModel
+from quire.runtime.models.build import Model
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.coverage import Coverage, OwnCoverage, TargetCoverage
 from quire.runtime.speculation.drafter import NO_DRAFTER, Drafter
@@ -18,11 +18,11 @@ from quire.runtime.speculation.model_drafter import ModelDrafter
 from quire.runtime.speculation.shallow import ShallowDecoder
 from quire.runtime.worker.worker import Worker
 
-LoadDraft = Callable[[ModelConfig, LayerBuilder], Decoder]
+LoadDraft = Callable[[ModelConfig, LayerBuilder], BaseModel]
 
 
 def make_drafter(
-    target: Worker, decoder: Decoder, model_config: ModelConfig, config: EngineConfig, load: LoadDraft
+    target: Worker, decoder: BaseModel, model_config: ModelConfig, config: EngineConfig, load: LoadDraft
 ) -> Drafter:
     """For the worker that runs `decoder`. Allocates the draft's rows and cache; `load` loads a draft model."""
     speculation = config.speculation

@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.modules import Embedding
 from quire.runtime.layers.step import ForwardStep
-from quire.runtime.models.registry import Model
+from quire.runtime.models.build import Model
 
 
 class ShallowDecoder:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from quire.runtime.models.registry import Model
+from quire.runtime.models.build import Model
 from quire.runtime.worker.batch import Batch, StepShape
 from quire.runtime.worker.capture import Capture, Launch
 

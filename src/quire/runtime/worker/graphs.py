@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.config.engine import row_buckets
 from quire.runtime.layers.step import ForwardStep
-from quire.runtime.models.registry import Model
+from quire.runtime.models.build import Model
 from quire.runtime.sampling.logprobs import Listing
 from quire.runtime.sampling.reports import NO_REPORT, Report
 from quire.runtime.sampling.triton_choice import TritonChoice

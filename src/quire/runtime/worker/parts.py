@@ -11,7 +11,7 @@ import torch
 from quire.config.engine import EngineConfig, token_buckets
 from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import TORCH_DTYPES
-from quire.runtime.models.registry import Model
+from quire.runtime.models.build import Model
 from quire.runtime.worker.batch import BatchBuilder
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.rows import Rows

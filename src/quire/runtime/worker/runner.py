@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.runtime.models.registry import Model
+from quire.runtime.models.build import Model
 from quire.runtime.sampling.choice import row_failures
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.reports import NO_REPORT, Report, merged

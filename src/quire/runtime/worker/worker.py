@@ -12,7 +12,7 @@ import torch
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.runtime.attention.backend import AttentionBackend
-from quire.runtime.models.registry import Model
+from quire.runtime.models.build import Model
 from quire.runtime.speculation.drafter import NO_DRAFTER, Drafter
 from quire.runtime.tiers.tiers import NO_TIERS, Tiers
 from quire.runtime.worker.cache import KVCache

@@ -29,7 +29,7 @@ from quire.serving.process.control import (
     Fatal,
     Stop,
 )
-from quire.serving.process.link import EngineReady
+from quire.serving.process.link import EngineReady, ModelSizes
 from quire.types.errors import ConfigError, EngineDead, ModelLoadError
 
 logger = logging.getLogger("quire.engine")
@@ -104,8 +104,17 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore, EngineR
         eos_ids=tuple(planned.model.eos_ids),
         ageing=config.scheduler.policy_settings.ageing,
         step_seconds=longest_step(config, planned.model),
+        model=_sizes(planned.model),
     )
     return core, ready
+
+
+def _sizes(model: ModelConfig) -> ModelSizes:
+    heads = model.heads
+    return ModelSizes(
+        model.architecture, model.num_parameters, model.hidden_size, model.intermediate_size, model.num_layers,
+        heads.num_query, heads.num_kv,
+    )  # fmt: skip
 
 
 def longest_step(config: EngineConfig, model: ModelConfig) -> float:

@@ -15,6 +15,19 @@ from quire.types.stats import BlockMap, EngineStats
 
 
 @dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What a model consists of."""
+
+    architecture: str = ""
+    parameters: int = 0
+    hidden: int = 0
+    intermediate: int = 0
+    layers: int = 0
+    query_heads: int = 0
+    kv_heads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineReady:
     """An engine came up: what it serves. `generation` counts engines since the server started, from 1."""
 
@@ -30,6 +43,7 @@ class EngineReady:
     eos_ids: tuple[int, ...]
     ageing: float = DEFAULT_AGEING  # of the priority policy, in seconds
     step_seconds: float = 0.0  # a pessimistic estimate of the longest step; 0: none
+    model: ModelSizes = ModelSizes()
 
 
 class EngineListener(Protocol):

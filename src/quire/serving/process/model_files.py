@@ -10,7 +10,7 @@ from quire.config.environment import read_environment
 from quire.config.server import ServerConfig
 from quire.config.speculation import read_speculation
 from quire.runtime.loading.files import files_at
-from quire.runtime.loading.model_config import read_model_config
+from quire.runtime.loading.model_config import read_family
 from quire.runtime.loading.progress import Progress, silent
 from quire.runtime.loading.resolve import resolve_model
 from quire.runtime.tiers.folder import PrivateFolder
@@ -48,12 +48,12 @@ def find_local_files(config: ServerConfig, progress: Progress = silent) -> Serve
 
 
 def check_model(config: ServerConfig) -> None:
-    """Read the shape of the models whose files are here. Raises ConfigError or ModelLoadError for what cannot be
-    served."""
-    read_model_config(files_at(Path(config.source.model)))
+    """Check that the families of the models whose files are here are known. Raises ConfigError or ModelLoadError for
+    what cannot be served. The engine checks their numbers."""
+    read_family(files_at(Path(config.source.model)))
     speculation = read_speculation(config.engine.speculative_config)
     if speculation is not None and speculation.model is not None:
-        read_model_config(files_at(Path(speculation.model)))
+        read_family(files_at(Path(speculation.model)))
 
 
 def check_folders(config: ServerConfig) -> None:

@@ -21,7 +21,7 @@ from gguf_files import (
     write_gguf,
     write_tiny_gguf,
 )
-from quire.config.model import Heads, ModelConfig, Rope
+from quire.config.model import Heads, ModelConfig, Rope, WeightCounts
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.runtime.loading.model_config import read_model_config
@@ -40,6 +40,7 @@ TINY = ModelConfig(
     dtype="float32",
     bos_id=1,
     eos_ids=(2,),
+    weights=WeightCounts(parameters=20_640, in_blocks=18_432, block_outputs=512),
 )
 
 

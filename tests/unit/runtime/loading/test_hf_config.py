@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config.model import Heads, ModelConfig, Rope
+from quire.config.model import Heads, ModelConfig, Rope, WeightCounts
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.model_config import read_model_config
 from quire.types.errors import ModelLoadError
@@ -54,6 +54,7 @@ def test_a_llama_config_is_read_whole(tmp_path: Path) -> None:
         dtype="bfloat16",
         bos_id=1,
         eos_ids=(2,),
+        weights=WeightCounts(parameters=21_920, in_blocks=15_360, block_outputs=448),
     )
 
 

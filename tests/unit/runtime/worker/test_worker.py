@@ -10,8 +10,8 @@ import torch
 
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.weights import load_weights, randomize_weights
+from quire.runtime.models.build import build_model
 from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.registry import build_model
 from quire.types.errors import ModelLoadError
 from quire.types.step import Chunk, StepPlan
 from tiny_models import DEVICE, VOCAB, Bench, GreedySampler, MemoryCheckpoint, engine_config, tiny_config

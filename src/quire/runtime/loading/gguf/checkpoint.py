@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.config.model import ModelConfig
 from quire.runtime.loading.expected import check_tensors
-from quire.runtime.loading.gguf.config import gguf_model_config
+from quire.runtime.loading.gguf.config import gguf_family, gguf_model_config
 from quire.runtime.loading.gguf.dequantize import dequantize
 from quire.runtime.loading.gguf.levels import read_levels
 from quire.runtime.loading.gguf.names import ROPE_FACTORS, canonical_name, rotary_heads, split_halves
@@ -34,6 +34,7 @@ class GgufCheckpoint:
         try:
             self.file = self._model.name
             self.config: ModelConfig = gguf_model_config(self._model)
+            self._family = gguf_family(self.config.architecture)
             self._stored = self._canonical_names()
             self.names = frozenset(self._stored)
             check_tensors(self.config, self.names, shape=self.shape, source=self.source, file=self.file)
@@ -71,7 +72,7 @@ class GgufCheckpoint:
         tensor, stored = self._tensor(name), self._stored[name]
         raw = self._model.owners[stored].raw(stored)
         refuse_blank(raw, len(tensor.shape), self.source(name), stored)
-        num_heads = rotary_heads(self.config.architecture, name, self.config.heads)
+        num_heads = rotary_heads(self._family, name, self.config.heads)
         return raw if num_heads is None else split_halves(raw, num_heads, tensor.shape[0])
 
     def _tensor(self, name: str) -> GgufTensor:
@@ -81,7 +82,7 @@ class GgufCheckpoint:
     def _canonical_names(self) -> dict[str, str]:
         stored: dict[str, str] = {}
         for name, owner in self._model.owners.items():
-            canonical = canonical_name(name)
+            canonical = canonical_name(self._family, name)
             if canonical is not None:
                 stored[canonical] = name
             elif name != ROPE_FACTORS:

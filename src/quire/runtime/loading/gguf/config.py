@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.config.model import Architecture, Dtype, Heads, ModelConfig, Rope, StoredLevels, packed_bytes
+from quire.config.fields import Fields
+from quire.config.model import Dtype, Heads, ModelConfig, Rope, StoredLevels, packed_bytes
 from quire.runtime.loading.checks import check_config, inside
-from quire.runtime.loading.fields import Fields
 from quire.runtime.loading.gguf.names import ROPE_FACTORS
 from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.gguf.types import LEVEL_TYPES, NIBBLE_TYPES
+from quire.runtime.models.registry import IN_GGUF, find_family
 from quire.types.errors import ModelLoadError
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+if TYPE_CHECKING:
+    from quire.runtime.models.family import GgufFamily
+
 # Every key under the architecture's name is either read below or known to change nothing.
 _READ = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
@@ -31,18 +34,16 @@ _HARMLESS = {"tensor_data_layout", "rope.scaling.finetuned", "pooling_type", "at
 
 def gguf_model_config(model: GgufModel) -> ModelConfig:
     """Read and check the model's numbers. Raises ModelLoadError for what is missing, impossible or not supported."""
-    name = Fields(model.name, model.metadata).text("general.architecture")
-    if name not in ARCHITECTURES:
-        raise ModelLoadError(
-            model.name, f"architecture {name!r} is not supported", fix=f"supported in GGUF: {', '.join(ARCHITECTURES)}"
-        )
+    from quire.runtime.models.build import count_weights
+
+    name = gguf_architecture(model)
     fields = Fields(model.name, model.metadata, prefix=f"{name}.")
     _refuse_unknown(fields, name)
     heads = _read_heads(fields)
     tensors = model.owners
     vocab_size = _read_vocab_size(model, fields)
     config = ModelConfig(
-        architecture=cast("Architecture", name),
+        architecture=name,
         vocab_size=vocab_size,
         hidden_size=fields.integer("embedding_length"),
         intermediate_size=fields.integer("feed_forward_length"),
@@ -61,7 +62,24 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
         levels=_read_levels(model),
     )
     check_config(config, model.name)
-    return config
+    return count_weights(config)
+
+
+def gguf_architecture(model: GgufModel) -> str:
+    """The name of the model's family. Needs no torch. Raises ModelLoadError for one that is not supported."""
+    name = Fields(model.name, model.metadata).text("general.architecture")
+    if name not in IN_GGUF:
+        raise ModelLoadError(
+            model.name, f"architecture {name!r} is not supported", fix=f"supported in GGUF: {', '.join(IN_GGUF)}"
+        )
+    return name
+
+
+def gguf_family(architecture: str) -> GgufFamily:
+    """How GGUF files of a family are written. Only for families that are read from GGUF."""
+    family = find_family(architecture).gguf
+    assert family is not None, architecture
+    return family
 
 
 def _read_levels(model: GgufModel) -> StoredLevels:

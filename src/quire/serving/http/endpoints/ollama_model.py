@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from quire.config.model import ModelConfig
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.gguf.shards import shard_paths
-from quire.runtime.loading.model_config import read_model_config
 from quire.runtime.loading.resolve import resolve_model
 from quire.serving.http.endpoints.ollama_format import timestamp
 from quire.serving.http.schemas import TEXT, WHOLE, Schema, many, record
@@ -27,12 +25,11 @@ _PARAMETERS = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predic
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The model's files: their kind, their bytes, when they were written, and the sizes of the model in them."""
+    """The model's files: their kind, their bytes, and when they were written."""
 
     kind: str
     num_bytes: int
     written_at: float
-    config: ModelConfig
 
 
 @lru_cache(maxsize=4)
@@ -40,14 +37,13 @@ def read_facts(model: str) -> Facts | None:
     """None where the files cannot be read. Their contents never change while a server runs."""
     try:
         files = resolve_model(model, offline=True)
-        config = read_model_config(files)
         statuses = [path.stat() for path in _weight_files(files)]
     except (QuireError, OSError) as error:
         logger.warning("the model's files cannot be described: %s", error)
         return None
     kind = "gguf" if files.kind == "gguf" else "safetensors"
     written_at = max((status.st_mtime for status in statuses), default=0.0)
-    return Facts(kind, sum(status.st_size for status in statuses), written_at, config)
+    return Facts(kind, sum(status.st_size for status in statuses), written_at)
 
 
 class ModelCard:
@@ -109,34 +105,31 @@ class ModelCard:
         }
 
     def _details(self) -> dict[str, Any]:
-        facts = self._facts
-        family = "" if facts is None else facts.config.architecture
+        engine = self._service.engine()
+        family = engine.model.architecture
         return {
             "parent_model": "",
-            "format": "" if facts is None else facts.kind,
+            "format": "" if self._facts is None else self._facts.kind,
             "family": family,
             "families": [family] if family else [],
-            "parameter_size": "" if facts is None else _rounded(facts.config.num_parameters),
-            "quantization_level": self._service.engine().dtype,
+            "parameter_size": _rounded(engine.model.parameters) if engine.model.parameters else "",
+            "quantization_level": engine.dtype,
         }
 
     def _sizes(self) -> dict[str, Any]:
         """The model's sizes in the names of GGUF, which clients look up. The context is the server's."""
-        length, facts = self._service.engine().max_model_len, self._facts
-        if facts is None:
-            return {"general.architecture": "unknown", "unknown.context_length": length}
-        config = facts.config
-        family = config.architecture
+        engine = self._service.engine()
+        model, family = engine.model, engine.model.architecture or "unknown"
         return {
             "general.architecture": family,
-            "general.parameter_count": config.num_parameters,
-            f"{family}.context_length": length,
-            f"{family}.embedding_length": config.hidden_size,
-            f"{family}.block_count": config.num_layers,
-            f"{family}.feed_forward_length": config.intermediate_size,
-            f"{family}.attention.head_count": config.heads.num_query,
-            f"{family}.attention.head_count_kv": config.heads.num_kv,
-            f"{family}.vocab_size": config.vocab_size,
+            "general.parameter_count": model.parameters,
+            f"{family}.context_length": engine.max_model_len,
+            f"{family}.embedding_length": model.hidden,
+            f"{family}.block_count": model.layers,
+            f"{family}.feed_forward_length": model.intermediate,
+            f"{family}.attention.head_count": model.query_heads,
+            f"{family}.attention.head_count_kv": model.kv_heads,
+            f"{family}.vocab_size": engine.vocab_size,
         }
 
     def _capabilities(self) -> list[str]:

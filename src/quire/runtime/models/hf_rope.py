@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, cast
 
+from quire.config.fields import Fields
 from quire.config.model import Rope
-from quire.runtime.loading.fields import Fields
 
 Kind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}

@@ -1,0 +1,78 @@
+"""Builds models, and asks their layers what weights they have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.config.engine import DeviceConfig
+from quire.config.model import ModelConfig, WeightCounts
+from quire.runtime.attention.backend import LayerCache
+from quire.runtime.layers.blocks import Blocks
+from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.modules import Embedding
+from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.weights import weight_layers
+from quire.runtime.models.base import BaseModel
+from quire.runtime.models.registry import find_family
+
+
+class Model(Protocol):
+    """What the runner needs of a model."""
+
+    @property
+    def embedding(self) -> Embedding: ...
+
+    def __call__(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
+        """Hidden states of the tokens in `step.wanted` [positions, hidden], of all tokens if that is None; fills the
+        step's slots of every layer's cache. `vectors`: the embedded tokens, where they are known already."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab]."""
+
+    @property
+    def is_static(self) -> bool:
+        """Whether a step depends on nothing of its tokens but positions and lengths that the device knows, so that it
+        can be captured."""
+
+    def reserve(self, max_length: int) -> None:
+        """Make what sequences of this length need, so that it stays where it is from now on."""
+
+    def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> None:
+        """Write down the program of the first layers, for the compiled CPU kernels and caches like these."""
+
+
+def build_model(config: ModelConfig, builder: LayerBuilder) -> BaseModel:
+    """Layers without weights yet: fill them with load_weights or randomize_weights."""
+    return find_family(config.architecture).build(config, builder).requires_grad_(False)
+
+
+def describe_weights(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of a model and their shapes, as its layers say; nothing is allocated."""
+    layers = weight_layers(_outline(config))
+    return {name: layer.part_shape(part) for layer, parts in layers for name, part in parts.items()}
+
+
+def count_weights(config: ModelConfig) -> ModelConfig:
+    """Return the config with the number of the model's weights, as its layers say; nothing is allocated."""
+    model = _outline(config)
+    inside = {id(layer) for blocks in model.modules() if isinstance(blocks, Blocks) for layer in blocks.modules()}
+    parameters = in_blocks = outputs = 0
+    for layer, parts in weight_layers(model):
+        shapes = [layer.part_shape(part) for part in parts.values()]
+        parameters += sum(map(math.prod, shapes))
+        if isinstance(layer, Linear) and id(layer) in inside:
+            matrices = [shape for shape in shapes if len(shape) == 2]
+            in_blocks += sum(map(math.prod, matrices))
+            outputs += sum(shape[0] for shape in matrices)
+    return replace(config, weights=WeightCounts(parameters, in_blocks, outputs))
+
+
+def _outline(config: ModelConfig) -> BaseModel:
+    """The model without memory."""
+    device = DeviceConfig(device="meta", dtype="float32", kv_dtype="float32", attention_backend="reference")
+    return build_model(config, LayerBuilder(device, config.heads))

@@ -1,0 +1,61 @@
+"""What the engine knows of a family of models: how it is built, and how its files describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quire.config.fields import Fields
+from quire.config.model import ModelConfig
+
+if TYPE_CHECKING:
+    from quire.runtime.layers.builder import LayerBuilder
+    from quire.runtime.models.base import BaseModel
+
+# GGUF's names of the tensors that most families have. Outside blocks: whole names. Inside: what stands between the
+# block's number and `.weight` or `.bias`.
+GGUF_OUTER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+GGUF_INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFamily:
+    """How GGUF files of a family differ from Hugging Face's.
+
+    `has_pairs`: files store each head's query and key rows as pairs (0, dim/2, 1, dim/2 + 1, ...).
+    """
+
+    outer: Mapping[str, str] = field(default_factory=lambda: GGUF_OUTER)
+    inner: Mapping[str, str] = field(default_factory=lambda: GGUF_INNER)
+    has_pairs: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family. Its layers carry the names that Hugging Face's checkpoints have.
+
+    `read` makes a config of config.json; the dtype and the special tokens are read for it.
+    """
+
+    name: str  # as `model_type` of config.json has it
+    build: Callable[[ModelConfig, LayerBuilder], BaseModel]
+    read: Callable[[Fields], ModelConfig]
+    rename: Callable[[str], str | None] = str  # a tensor of the checkpoint to the layer's part; None: it is left out
+    gguf: GgufFamily | None = None  # None: not read from GGUF

@@ -1,0 +1,86 @@
+"""What config.json says in the same way for many families."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+from quire.config.fields import Fields
+from quire.config.model import Heads, ModelConfig
+from quire.runtime.models.hf_rope import read_rope
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+GATED = ("silu", "gelu", "gelu_tanh")  # that gates have
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+def read_decoder(
+    config: Fields,
+    name: str,
+    max_position: int,
+    *,
+    num_kv_heads: int | None = None,  # where config.json is silent; None: as many as query heads
+    head_dim: int | None = None,  # None: hidden_size / query heads
+    **fields: Any,
+) -> ModelConfig:
+    """The numbers of a decoder under the names that most families give them; `fields` are set as they are.
+
+    `max_position` is what transformers takes for granted when config.json is silent.
+    """
+    max_position = config.integer("max_position_embeddings", max_position)
+    numbers: dict[str, Any] = {
+        "architecture": name,
+        "vocab_size": config.integer("vocab_size"),
+        "hidden_size": config.integer("hidden_size"),
+        "intermediate_size": config.integer("intermediate_size"),
+        "num_layers": config.integer("num_hidden_layers"),
+        "heads": read_heads(config, num_kv_heads, head_dim),
+        "rope": read_rope(config, max_position),
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "activation": read_activation(config, GATED),
+        "tie_word_embeddings": config.flag("tie_word_embeddings", False),
+    }
+    return ModelConfig(**(numbers | fields))
+
+
+def refuse_windows(config: Fields) -> None:
+    """For families that may have windows, but whose published models do not use them."""
+    if config.flag("use_sliding_window", False):
+        raise config.refuse("use_sliding_window", "sliding-window attention is not supported")
+    kinds = config.raw("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise config.refuse("layer_types", "only full_attention layers are supported")
+
+
+def read_heads(config: Fields, num_kv_heads: int | None = None, head_dim: int | None = None) -> Heads:
+    num_query = config.integer("num_attention_heads")
+    if num_query < 1:
+        raise config.refuse("num_attention_heads", f"must be at least 1, is {num_query}")
+    if "num_key_value_heads" in config.values or num_kv_heads is None:
+        num_kv = config.integer("num_key_value_heads", num_query)
+    else:
+        num_kv = num_kv_heads
+    hidden = config.integer("hidden_size")
+    explicit = config.optional_integer("head_dim") if "head_dim" in config.values else head_dim
+    if explicit is None and hidden % num_query:
+        raise config.refuse(
+            "hidden_size", f"{hidden} is not a multiple of {num_query} heads, and head_dim is not given"
+        )
+    return Heads(num_query, num_kv, explicit if explicit is not None else hidden // num_query)
+
+
+def read_activation(
+    config: Fields, known: tuple[str, ...], key: str = "hidden_act", default: str = "silu"
+) -> Activation:
+    name = config.text(key, default)
+    if _ACTIVATIONS.get(name) not in known:
+        names = ", ".join(each for each, found in _ACTIVATIONS.items() if found in known)
+        raise config.refuse(key, f"{name!r} is not supported", fix=f"supported: {names}")
+    return cast("Activation", _ACTIVATIONS[name])
