@@ -99,11 +99,17 @@ def test_logprobs_of_named_tokens_come_with_an_echoed_prompt_too(server: TestSer
     assert refusal(server, COMPLETIONS, body | {"stream": True})["param"] == "echo"
 
 
-@pytest.mark.parametrize("name", ["return_token_offsets", "return_assistant_tokens_mask"])
-def test_what_belongs_to_another_endpoint_is_refused_with_the_reason(server: TestServer, name: str) -> None:
-    error = refusal(server, CHAT, {"messages": HI, name: True})
-    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+def test_what_belongs_to_another_endpoint_is_refused_with_the_reason(server: TestServer) -> None:
+    error = refusal(server, CHAT, {"messages": HI, "return_token_offsets": True})
+    assert (error["param"], error["code"]) == ("return_token_offsets", "unsupported_parameter")
     assert "belongs to the render endpoints" in error["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, f"{CHAT}/render"])
+def test_what_no_endpoint_takes_is_not_said_to_belong_to_another(server: TestServer, path: str) -> None:
+    error = refusal(server, path, {"messages": HI, "return_assistant_tokens_mask": True})
+    assert (error["param"], error["code"]) == ("return_assistant_tokens_mask", "unsupported_parameter")
+    assert "is not supported" in error["message"]
 
 
 # --------------------------------------------------------------------------------------------------------- no effect

@@ -94,6 +94,20 @@ def test_what_cannot_work_is_said_before_anything_runs(
     assert "output_file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(["--uds", "api.sock"], ["--host", "0.0.0.0"], ["--port", "9"], ["--root-path", "/llm"], ["--no-playground"]),
+        *(["--ssl-certfile", "chain.pem"], ["--ssl-keyfile=key.pem"]),
+    ],
+)
+def test_an_address_for_its_own_server_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run-batch", "-i", "in.jsonl", "-o", "out.jsonl", *flags])
+    assert ended.value.code == 2
+    assert f"{flags[0].partition('=')[0]} is a flag of `quire serve`" in capsys.readouterr().err
+
+
 def test_without_a_url_it_serves_the_model_itself(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     source = write(tmp_path / "in.jsonl", [line("a", max_tokens=4), line("b", max_tokens=4)])

@@ -31,6 +31,8 @@ DTYPES: dict[str, Dtype] = {
     "float16": "float16",
     "half": "float16",
 }
+ATTENTION_BACKENDS = ("auto", "triton", "native", "flashinfer", "gather", "reference")
+VIRTUAL_BACKEND = "virtual"  # comes with kv_layout="virtual" and is not chosen by name
 _FLOAT8_NAMES = ("fp8", "fp8_e4m3")
 _COUNTS = ("block_size", "num_kv_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads")
 
@@ -132,7 +134,7 @@ def read_arguments(args: EngineArguments) -> ParsedArguments:
         policy=policy,
         policy_settings=read_policy_settings(policy, args.policy_config),
         preemption=read_preemption(args.preemption),
-        layout=_read_layout(args.kv_layout),
+        layout=_read_layout(args.kv_layout, args.attention_backend),
         eviction=read_eviction(args.prefix_eviction),
         tiers=read_tiers(args.host_cache_memory, args.swap_space, *disk, args.tier_write),
         speculation=read_speculation(args.speculative_config),
@@ -160,6 +162,13 @@ def check_uncached(args: EngineArguments, policy: PolicyName, why: str) -> None:
     for name, (value, use) in given.items():
         if value is not None:
             raise ConfigError(name, f"{use}, and {why}", "leave it out")
+
+
+def check_backend(name: str) -> None:
+    """Raise ConfigError if there is no attention backend of that name."""
+    if name not in (*ATTENTION_BACKENDS, VIRTUAL_BACKEND):
+        known = ", ".join(ATTENTION_BACKENDS)
+        raise ConfigError("attention_backend", f"{name!r} is unknown", f"choose one of {known}")
 
 
 def _check_numbers(args: EngineArguments) -> None:
@@ -200,6 +209,7 @@ def _check_names(args: EngineArguments) -> None:
         raise ConfigError("device", f"{args.device!r} is unknown", 'use "auto", "cpu", "cuda" or "cuda:N"')
     if args.dtype != "auto" and args.dtype not in DTYPES:
         raise ConfigError("dtype", f"{args.dtype!r} is unknown", 'use "auto", "float32", "bfloat16" or "float16"')
+    check_backend(args.attention_backend)
     if args.quantization not in (None, "fp8"):
         raise ConfigError("quantization", f"{args.quantization!r} is unknown", 'use "fp8", or leave it out')
     if args.kv_cache_dtype not in ("auto", *_FLOAT8_NAMES):
@@ -207,9 +217,15 @@ def _check_names(args: EngineArguments) -> None:
         raise ConfigError("kv_cache_dtype", f"{args.kv_cache_dtype!r} is unknown", f'use "auto", {names}')
 
 
-def _read_layout(name: object) -> Literal["paged", "virtual"]:
+def _read_layout(name: object, backend: str) -> Literal["paged", "virtual"]:
+    """Parse the layout of the KV cache. Raises ConfigError also if the attention backend does not read that layout."""
     if name == "paged":
+        if backend == VIRTUAL_BACKEND:
+            raise ConfigError("attention_backend", '"virtual" reads no paged cache', 'set kv_layout="virtual" instead')
         return "paged"
     if name == "virtual":
+        if backend not in ("auto", VIRTUAL_BACKEND):
+            reason = f'{backend!r} reads a paged cache, and kv_layout is "virtual"'
+            raise ConfigError("attention_backend", reason, "leave one of them out")
         return "virtual"
     raise ConfigError("kv_layout", f"{name!r} is unknown", 'use "paged" or "virtual"')

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from math import gcd
 
-from quire.config.arguments import DTYPES, EngineArguments, check_uncached, read_arguments
+from quire.config.arguments import DTYPES, VIRTUAL_BACKEND, EngineArguments, check_uncached, read_arguments
 from quire.config.engine import MAX_BLOCK_SIZE, CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts, cuda_index
 from quire.config.memory import MemoryPlan, kv_block_bytes, plan_memory
@@ -169,14 +169,8 @@ def _auto_dtype(facts: HardwareFacts, device: str, model: ModelConfig) -> Dtype:
 def _resolve_layout(config: EngineConfig, facts: HardwareFacts, model: ModelConfig) -> EngineConfig:
     """Set the attention backend that the layout of the KV cache needs. Raises ConfigError if the layout does not work
     with the other settings."""
-    backend = config.device.attention_backend
     if config.cache.layout == "paged":
-        if backend == "virtual":
-            raise ConfigError("attention_backend", '"virtual" reads no paged cache', 'set kv_layout="virtual" instead')
         return config
-    if backend not in ("auto", "virtual"):
-        reason = f'{backend!r} reads a paged cache, and kv_layout is "virtual"'
-        raise ConfigError("attention_backend", reason, "leave one of them out")
     if config.device.kv_dtype == "float8":
         reason = 'float8 cannot be read in place, as kv_layout "virtual" does'
         raise ConfigError("kv_cache_dtype", reason, 'use "auto", or kv_layout="paged"')
@@ -184,7 +178,7 @@ def _resolve_layout(config: EngineConfig, facts: HardwareFacts, model: ModelConf
     for each in (model, draft):
         if each is not None:
             _check_pages(config, facts, each)
-    return replace(config, device=replace(config.device, attention_backend="virtual"))
+    return replace(config, device=replace(config.device, attention_backend=VIRTUAL_BACKEND))
 
 
 def _check_pages(config: EngineConfig, facts: HardwareFacts, model: ModelConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quire.config.arguments import VIRTUAL_BACKEND, check_backend
 from quire.config.model import Heads
 from quire.kernels.native.loader import why_not_native
 from quire.runtime.accelerator import dependent_rows, why_not_triton
@@ -17,7 +18,6 @@ from quire.runtime.layers.weights import Placement
 from quire.types.errors import ConfigError
 from quire.types.install import install_extra
 
-NAMES = ("auto", "triton", "native", "flashinfer", "virtual", "gather", "reference")
 USUAL_BLOCK_SIZE = 16
 
 
@@ -33,8 +33,7 @@ def resolve_backend(
     "auto" takes Triton on a GPU, the compiled kernels on a CPU, and torch where those cannot run, never
     FlashInfer. `kv_dtype` is that of the cache, by default the model's.
     """
-    if name not in NAMES:
-        raise ConfigError("attention_backend", f"{name!r} is unknown", f"choose one of {', '.join(NAMES)}")
+    check_backend(name)
     if name == "auto":
         if placement.device.type != "cpu" and why_not_triton(placement.device, heads, block_size) is None:
             return "triton"
@@ -46,7 +45,7 @@ def resolve_backend(
         reason = why_not_triton(placement.device, heads, block_size)
     elif name == "flashinfer":
         reason = why_not_flashinfer(placement, heads, kv_dtype)
-    elif name == "virtual":
+    elif name == VIRTUAL_BACKEND:
         check_virtual(placement.device)
     if reason is not None:
         install = f"{install_extra('flashinfer')}, or " if reason == NOT_INSTALLED else ""
@@ -75,7 +74,7 @@ def make_backend(
         return ReferenceAttention(heads, scale)
     if chosen == "gather":
         return GatherAttention(heads, scale, compute)
-    if chosen == "virtual":
+    if chosen == VIRTUAL_BACKEND:
         flash = can_flash(heads, placement.dtype, placement.device)
         return FlashVirtualAttention(scale, placement.device) if flash else VirtualAttention(heads, scale, compute)
     if chosen == "native":

@@ -95,8 +95,8 @@ def _explain(name: HubName, error: Exception, offline: bool) -> ModelLoadError:
         )
     kind = type(error).__name__
     fixes = {
-        "GatedRepoError": "accept its terms on the hub and log in: hf auth login",
-        "RepositoryNotFoundError": "check the name; a private one needs: hf auth login",
+        "GatedRepoError": "accept its terms on the hub, then set HF_TOKEN or run: hf auth login",
+        "RepositoryNotFoundError": "check the name; a private one needs HF_TOKEN or: hf auth login",
         "RevisionNotFoundError": "check the revision",
         "HFValidationError": "give org/name",
     }

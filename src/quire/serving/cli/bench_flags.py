@@ -63,7 +63,7 @@ def _add_serve(kinds: Commands[OneLineParser]) -> None:
     load.add_argument("--concurrency", type=int, metavar="N", help="closed loop: this many at a time")
     load.add_argument("--warmup", type=int, default=2, metavar="N", help="requests before the clock runs (2)")
     load.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for one request (600)")
-    _add_workload(parser)
+    _add_workload(parser, num_prompts=100)
     body = parser.add_argument_group("requests")
     body.add_argument("--vocab-size", type=int, default=32_000, help="random token ids stay below it (32000)")
     body.add_argument(
@@ -91,7 +91,7 @@ def _add_throughput(kinds: Commands[OneLineParser]) -> None:
         ),
     )
     add_model(parser)
-    _add_workload(parser)
+    _add_workload(parser, num_prompts=64)
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="how often (1)")
     _add_output(parser)
     add_loading(add_engine(parser))
@@ -119,9 +119,12 @@ def _add_latency(kinds: Commands[OneLineParser]) -> None:
     add_loading(add_engine(parser))
 
 
-def _add_workload(parser: argparse.ArgumentParser) -> None:
+def _add_workload(parser: argparse.ArgumentParser, num_prompts: int) -> None:
+    """`num_prompts`: the default number of random requests."""
     group = parser.add_argument_group("workload")
-    group.add_argument("--num-prompts", type=int, metavar="N", help="how many requests")
+    group.add_argument(
+        "--num-prompts", type=int, metavar="N", help=f"how many requests ({num_prompts}; of a --workload: all)"
+    )
     group.add_argument(
         "--workload", metavar="FILE", help="requests from a JSON, CSV or text file instead of random ones"
     )

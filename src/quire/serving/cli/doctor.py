@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from quire import __version__
-from quire.config.arguments import EngineArguments
+from quire.config.arguments import ATTENTION_BACKENDS, EngineArguments
 from quire.config.environment import OFFLINE
 from quire.config.facts import HardwareFacts
 from quire.config.resolve import resolve_engine_config
@@ -132,10 +132,8 @@ def find_slow(facts: HardwareFacts, *, has_nvidia_driver: bool) -> list[Finding]
 def _backends(facts: HardwareFacts) -> list[tuple[str, str]]:
     import torch
 
-    from quire.runtime.attention.registry import NAMES
-
     return [
-        ("attention", ", ".join(NAMES)),
+        ("attention", ", ".join(ATTENTION_BACKENDS)),
         ("native kernels", facts.native_refusal or "yes"),
         ("oneDNN", "yes" if torch.backends.mkldnn.is_available() else "no"),  # type: ignore[no-untyped-call]
         ("vector width", torch.backends.cpu.get_cpu_capability()),

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from quire.serving.batch_lines import (
     BatchLine,
@@ -38,6 +38,23 @@ MAX_TRIES = 5  # of a request that did not reach the server or during which its 
 MAX_CONCURRENCY = 4_096
 _PR_SET_PDEATHSIG = 1
 _READY = re.compile(r"Quire serves .* on (http://\S+) \(ready")
+_ADDRESS: dict[str, Any] = {  # of the server that a run starts: it serves this run alone
+    "host": "127.0.0.1",
+    "port": 0,
+    "uds": None,
+    "ssl_certfile": None,
+    "ssl_keyfile": None,
+    "root_path": "",
+    "no_playground": True,
+}
+
+
+class _RefusedFlag(argparse.Action):
+    """A flag of `quire serve` that says where a server listens."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_args: Any) -> None:
+        flag = self.option_strings[0]
+        parser.error(f"{flag} is a flag of `quire serve`: the server of a batch serves that batch alone; leave it out")
 
 
 def add_run_batch(commands: Commands[OneLineParser]) -> None:
@@ -58,7 +75,10 @@ def add_run_batch(commands: Commands[OneLineParser]) -> None:
     parser.add_argument("--url", help="a running server to ask, in place of one that the flags below describe")
     parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests that run at once (32)")
     add_serve_flags(parser)
-    parser.set_defaults(log_level="warning")
+    parser.set_defaults(log_level="warning", **_ADDRESS)
+    for name in _ADDRESS:
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, action=_RefusedFlag, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def run_batch(args: argparse.Namespace) -> int:
@@ -200,7 +220,7 @@ def _server(args: argparse.Namespace) -> Iterator[Server]:
         yield Server(args.url, args.api_key[0] if args.api_key else None)
         return
     key = secrets.token_urlsafe(24)
-    args.host, args.port, args.api_key, args.no_playground = "127.0.0.1", 0, [key], True
+    args.api_key = [key]
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -49,7 +49,8 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
         value: float | None = getattr(args, name)
         may_be_0 = not name.endswith("timeout")
         if value is not None and (not math.isfinite(value) or value < 0 or (value == 0 and not may_be_0)):
-            raise ConfigError(name, f"must be a number of seconds above 0, got {value:g}")
+            least = "0 or more" if may_be_0 else "above 0"
+            raise ConfigError(name, f"must be {least}, in seconds, got {value:g}", "give a number like 30")
     engine = EngineArguments(**engine_settings(args))
     read_arguments(engine)  # raises for what is impossible with every model, before one is loaded
     config = ServerConfig(

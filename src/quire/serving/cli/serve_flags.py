@@ -40,11 +40,12 @@ def add_serve(commands: Commands[OneLineParser]) -> None:
         description="Serve a model over HTTP with the OpenAI API, a playground and metrics.",
         **examples(EXAMPLES),
     )
+    _add_address(parser)
     add_serve_flags(parser)
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
-    """Every flag that describes a server."""
+    """Every flag that describes a server, but for where it listens."""
     parser.add_argument(
         "model_name",
         nargs="?",
@@ -77,14 +78,19 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, help="for requests that bring no seed (0)")
 
 
-def _add_server(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("server")
+def _add_address(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("address")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need an API key")
     group.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"port to listen on; 0 is any ({DEFAULT_PORT})")
     group.add_argument("--uds", metavar="PATH", help="listen on this UNIX socket instead of host and port")
     group.add_argument("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate (PEM); SIGHUP rereads")
     group.add_argument("--ssl-keyfile", metavar="FILE", help="its private key, where the certificate's file has none")
     group.add_argument("--root-path", default="", metavar="PATH", help="prefix of all paths behind a proxy, like /llm")
+    group.add_argument("--no-playground", action="store_true", help="serve no page at /")
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
     group.add_argument(
         "--api-workers", type=int, default=1, metavar="N", help="HTTP processes that share the port and the queue (1)"
     )
@@ -125,7 +131,11 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         "--queue-timeout", type=float, metavar="S", help="end a request with 503 that waits longer for the engine"
     )
     group.add_argument(
-        "--limit", action="append", default=[], metavar="NAME=VALUE", help="change a limit; repeatable, see the docs"
+        "--limit",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change a limit, like queue_requests=4096; repeatable; docs/reference/http_api.md lists them",
     )
     group.add_argument(
         "--strict", action="store_true", help="refuse request parameters without effect instead of warning"
@@ -133,9 +143,9 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--files-dir",
         metavar="DIR",
-        help="keep uploaded files and batches there, so that they survive a restart (they end with the server)",
+        help="keep uploaded files and batches in this folder, so that they survive a restart (default: they end with "
+        "the server)",
     )
-    group.add_argument("--no-playground", action="store_true", help="serve no page at /")
 
 
 def _add_seconds(group: argparse._ArgumentGroup, flag: str, default: float, text: str) -> None:

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from quire.config.engine import EngineConfig
+from quire.config.facts import HardwareFacts
 from quire.config.model import ModelConfig
 from quire.engine.core import EngineCore
 from quire.engine.decoding.vocabulary import Vocabulary
@@ -74,6 +75,7 @@ def run_engine(arguments: list[str], load: Load) -> int:
 def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore, EngineReady]:
     """The model in this process. Raises ConfigError, DoesNotFit or ModelLoadError."""
     report("starting the engine", 0, 1)
+    from quire.runtime.hardware import detect_hardware
     from quire.runtime.loading.files import files_at
     from quire.runtime.loading.resolve import resolve_model
     from quire.serving.assembly import plan_engine
@@ -84,6 +86,8 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore, EngineR
     source = start.config.source
     planned = plan_engine(files_at(Path(source.model)), start.config.engine)
     logger.info("%s", "; ".join(" ".join(line.split()) for line in str(planned.memory).splitlines()))
+    if planned.config.device.device == "cpu":
+        warn_of_refusal(detect_hardware())
 
     @cache
     def vocabulary() -> Vocabulary:
@@ -115,6 +119,12 @@ def _sizes(model: ModelConfig) -> ModelSizes:
         model.architecture, model.num_parameters, model.hidden_size, model.intermediate_size, model.num_layers,
         heads.num_query, heads.num_kv,
     )  # fmt: skip
+
+
+def warn_of_refusal(facts: HardwareFacts) -> None:
+    """Log why the compiled CPU kernels cannot be used here, if they cannot: torch does their work, slower."""
+    if facts.native_refusal is not None:
+        logger.warning("slower than it could be: %s; `quire doctor` names the fix", facts.native_refusal)
 
 
 def longest_step(config: EngineConfig, model: ModelConfig) -> float:

@@ -160,7 +160,8 @@ def test_offline_the_hub_is_only_asked_for_what_it_has(hub: SimpleNamespace, mon
 
 def test_a_failing_hub_is_one_line_with_a_fix(hub: SimpleNamespace) -> None:
     hub.error = type("GatedRepoError", (OSError,), {})("403 Forbidden\nmany more lines")
-    with pytest.raises(ModelLoadError, match=r"\(GatedRepoError: 403 Forbidden\); accept its terms") as caught:
+    told = r"\(GatedRepoError: 403 Forbidden\); accept its terms on the hub, then set HF_TOKEN or run: hf auth login"
+    with pytest.raises(ModelLoadError, match=told) as caught:
         resolve_model("org/name")
     assert "\n" not in str(caught.value)
 

@@ -149,6 +149,23 @@ def test_every_help_explains_every_flag_and_has_examples_that_parse(parser: argp
     assert parser.format_help()
 
 
+@pytest.mark.parametrize(
+    ("command", "flag", "default"),
+    [
+        ("quire bench serve", "--num-prompts", "100"),
+        ("quire bench throughput", "--num-prompts", "64"),
+        ("quire serve", "--max-num-seqs", "64 on a CPU, 256 on a GPU"),
+        ("quire serve", "--max-num-batched-tokens", "512 on a CPU"),
+        ("quire serve", "--kv-cache-memory", "1GiB"),
+        ("quire serve", "--files-dir", "they end with the server"),
+        ("quire serve", "--limit", "docs/reference/http_api.md"),
+    ],
+)
+def test_the_help_of_a_flag_tells_its_default(command: str, flag: str, default: str) -> None:
+    (parser,) = (one for one in _parsers(_parser()) if one.prog == command)
+    assert default in (parser._option_string_actions[flag].help or "")
+
+
 def test_the_reference_names_every_command_and_every_flag() -> None:
     text = (Path(__file__).parents[4] / "docs/reference/cli.md").read_text(encoding="utf-8")
     for parser in _parsers(_parser()):

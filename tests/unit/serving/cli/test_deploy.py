@@ -31,6 +31,12 @@ def test_the_unit_starts_the_server_with_flags_that_exist() -> None:
     stop = re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
     assert stop is not None
     assert args.drain_seconds < int(stop[1])
+    assert args.files_dir.startswith("/var/cache/quire/")
+
+
+def test_the_unit_makes_a_folder_for_sockets_that_its_group_may_enter() -> None:
+    text = (DEPLOY / "systemd/quire.service").read_text(encoding="utf-8")
+    assert re.search(r"^RuntimeDirectory=quire\nRuntimeDirectoryMode=0750$", text, re.MULTILINE)
 
 
 def test_the_unit_reloads_keys_and_keeps_every_cache_in_the_folder_it_may_write() -> None:
@@ -93,3 +99,14 @@ def test_the_manifest_gives_flags_that_exist_probes_liveness_and_leaves_time_to_
     assert paths == {"readinessProbe": "/ready", "startupProbe": "/ready", "livenessProbe": "/health"}
     (port,) = container["ports"]
     assert port["containerPort"] == args.port
+
+
+def test_a_pod_keeps_uploads_in_the_volume_and_not_in_memory() -> None:
+    yaml = pytest.importorskip("yaml")
+    documents: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "kubernetes/quire.yaml").read_text()))
+    pod = next(one for one in documents if one["kind"] == "Deployment")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    args = _parser().parse_args([*_entry_point()[1:], *container["args"]])
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    claims = {volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume}
+    assert mounts["/" + args.files_dir.split("/")[1]] in claims

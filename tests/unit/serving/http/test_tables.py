@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from quire.serving.http import fields as fields_module
+from quire.serving.http.endpoints.app import _admin_routes
 from quire.serving.http.endpoints.reference import write_reference
 from quire.serving.http.endpoints.registry import BY_NAME
+from quire.serving.http.endpoints.registry import ENDPOINTS as ENDPOINT_TABLE
 from quire.serving.http.fields import Field
 from quire.serving.http.fields import check_body as check_fields
 from quire.serving.http.limits import LIMITS, Limits
@@ -59,6 +63,16 @@ def test_the_reference_page_is_what_the_tables_say() -> None:
     assert page == write_reference(), (
         "run: python -m quire.serving.http.endpoints.reference > docs/reference/http_api.md"
     )
+
+
+def test_the_reference_page_has_every_route() -> None:
+    page = re.sub(r"\{\w+\}", "{}", write_reference())
+    admin = _admin_routes(Mock(), Mock())
+    routes = {(endpoint.method, endpoint.documented_path): bool(endpoint.fields) for endpoint in ENDPOINT_TABLE}
+    assert len(routes) > 40
+    for (method, path), has_section in (routes | dict.fromkeys(admin, False)).items():
+        route = f"{method} {re.sub(r'{[^}]*}', '{}', path)}"
+        assert (f"## {route}\n" if has_section else f"`{route}`") in page, route
 
 
 def test_names_are_unique() -> None:

@@ -6,6 +6,7 @@ import json
 import selectors
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from engine_thread import PlainEdge
 from quire import LLM, SamplingParams
 from quire.config.arguments import EngineArguments
 from quire.config.server import ModelSource, ServerConfig
+from quire.runtime.hardware import detect_hardware
+from quire.serving.process import engine_main
 from quire.serving.process.child_process import ChildProcess
 from quire.serving.process.control import ControlMessage, EngineStart, EngineUp, Fatal, LoadProgress, Stop
 
@@ -117,3 +120,13 @@ def test_a_model_that_is_refused_is_told_in_one_line_and_not_tried_again(model: 
     assert "\n" not in fatal.reason
     assert not fatal.retry
     assert engine.wait_exit() == "exited with code 71"
+
+
+@pytest.mark.parametrize("refusal", [None, "its instructions are not those of this CPU"])
+def test_kernels_that_this_cpu_refuses_are_named_in_the_log(
+    refusal: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", "quire.engine"):
+        engine_main.warn_of_refusal(replace(detect_hardware(), native_refusal=refusal))
+    lines = [f"slower than it could be: {refusal}; `quire doctor` names the fix"] if refusal else []
+    assert [record.getMessage() for record in caplog.records] == lines

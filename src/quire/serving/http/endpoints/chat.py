@@ -26,7 +26,6 @@ from quire.serving.http.fields import (
     MODEL,
     NAMES,
     NOT_SUPPORTED,
-    OF_RENDERING,
     PROMPT_LOGPROBS,
     TEMPLATE,
     THINKING_BUDGET,
@@ -89,7 +88,7 @@ _FIELDS = (
     no_effect("prediction", "A predicted answer.", why="has no effect: it could only save time"),
     no_effect("verbosity", "How long answers are.", "medium", why="has no effect: this model does not know it"),
     not_supported("web_search_options", "Searching the web."),
-    not_supported("return_assistant_tokens_mask", "Which prompt tokens an assistant wrote.", False, why=OF_RENDERING),
+    not_supported("return_assistant_tokens_mask", "Which prompt tokens an assistant wrote.", False),
 )  # fmt: skip
 
 

@@ -24,7 +24,8 @@ in a stream the last chunk has them. The header `X-Quire-Warnings` lists the nam
 supported is always answered with 400.
 A sampling parameter that is left out has the value that the model's makers recommend (`default_sampling_params` of
 `GET /v1/models`; `--generation-config none` turns that off), else the default below.
-Bodies are JSON (`Content-Type: application/json`); of a name that stands twice in an object, the last counts.
+Bodies are JSON (`Content-Type: application/json`), except uploads to `/v1/files`, which are forms; of a name that
+stands twice in an object, the last counts.
 
 `?explain=1` or the header `X-Quire-Explain: 1` adds `"quire": {"ledger": [...]}` to the answer (in a stream: to a last
 chunk): what happened to the request, in milliseconds since it was received; see [the ledger](#the-ledger) below.
@@ -44,6 +45,14 @@ _ROUTES = f"""\
 | Route | Answer |
 |-|-|
 | `GET /v1/models`, `GET /v1/models/{{id}}` | the models, with `max_model_len` and `default_sampling_params` |
+| `POST /v1/files` | upload a file as a form (`multipart/form-data`): `purpose` (`batch`) and `file` |
+| `GET /v1/files` | the files of this key |
+| `GET /v1/files/{{id}}`, `GET /v1/files/{{id}}/content`, `DELETE /v1/files/{{id}}` | describe, read or delete a file |
+| `GET /v1/batches` | the batches of this key |
+| `GET /v1/batches/{{id}}`, `POST /v1/batches/{{id}}/cancel` | describe or stop a batch |
+| `GET /v1/responses/{{id}}`, `GET /v1/responses/{{id}}/input_items` | a stored response; its input |
+| `DELETE /v1/responses/{{id}}`, `POST /v1/responses/{{id}}/cancel` | forget a stored response; end one that runs |
+| `GET /api/tags`, `GET /api/ps`, `GET /api/version` | of Ollama: the models served; those loaded; its version |
 | `GET /v1/capabilities` | version, engine, limits in force, parameters with their support |
 | `GET /health` | 200 while the server and its engine are alive, else 503; needs no key |
 | `GET /ready` | 200 while new requests are welcome; 503 while loading, restarting or draining; needs no key |
