@@ -1,0 +1,77 @@
+"""A tiny random model of every family, as transformers makes and saves it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
+from quire.runtime.loading.files import files_at
+from tiny_models import greedy_reference
+
+VOCAB = 97
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+# What config.json of a tiny model says beside COMMON; None takes a setting of COMMON away.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None, "head_dim": 16},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32},
+}
+NUM_TOKENS = 12  # of every answer
+
+
+@dataclass
+class FamilyCase:
+    """One family's tiny model, and what transformers answers with it."""
+
+    name: str
+    directory: Path
+    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    @cached_property
+    def model(self) -> torch.nn.Module:
+        """Saves it too."""
+        import transformers
+
+        settings = {key: value for key, value in (COMMON | CONFIGS[self.name]).items() if value is not ...}
+        config = transformers.AutoConfig.for_model(self.name, **settings)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                mean = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+                value.normal_(mean, 0.15, generator=generator)
+        model.save_pretrained(self.directory)
+        return model
+
+    def checkpoint(self) -> Checkpoint:
+        assert self.model is not None  # its files are there
+        return open_checkpoint(files_at(self.directory))
+
+    def prompt(self, length: int, seed: int = 0) -> list[int]:
+        return random.Random(seed).choices(range(3, VOCAB), k=length)
+
+    def expected(self, prompt: list[int]) -> list[int]:
+        """transformers' greedy tokens."""
+        key = tuple(prompt)
+        if key not in self.answers:
+            self.answers[key], _ = greedy_reference(self.model, prompt, NUM_TOKENS)
+        return self.answers[key]
