@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -123,6 +124,7 @@ HALF_CALLS = [
     ("hermes", '<tool_call>{"name": "f", "argu'),
     ("hermes", "<tool_call>"),
     ("hermes", "<tool_c"),
+    ("hermes", "<tool_call>" + " " * 40 + "[" + " " * 40 + '{"name'),
     ("llama3_json", '{"name": "f", "par'),
     ("llama3_json", '{"na'),
     ("llama3_json", "<|python"),
@@ -171,6 +173,17 @@ def test_half_a_call_is_never_text(name: str, text: str) -> None:
 @pytest.mark.parametrize(("name", "text"), CUT_SHORT)
 def test_a_call_that_breaks_off_keeps_the_arguments_that_were_written(name: str, text: str) -> None:
     check(name, text, CUT_SHORT[name, text])
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "granite", "mistral", "pythonic", "qwen3_coder", "harmony"])
+@pytest.mark.parametrize("space", [" ", "\n"])
+def test_blanks_in_half_a_call_are_read_in_linear_time(name: str, space: str) -> None:
+    form = tool_format_named(name)
+    for mark in form.marks:
+        started = time.process_time()
+        read(lambda: form.reader(TOOLS, None), mark + space * 15_000 + "{" + space * 40 + "x", ())
+        read(lambda: form.reader(TOOLS, None), mark + "[" + space * 15_000 + "{" + space * 40 + "x", ())
+        assert time.process_time() - started < 2.0
 
 
 def test_arguments_are_passed_on_before_the_call_is_whole() -> None:
