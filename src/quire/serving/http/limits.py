@@ -75,7 +75,15 @@ LIMITS: tuple[Limit, ...] = (
     # what all requests together may hold
     Limit("queue_requests", 1_024, "requests", "requests that wait for the engine, at all edges together", _BUSY),
     Limit("queue_tokens", 2**20, "tokens", "their prompt tokens; alone, a request of any size fits", _BUSY),
-    Limit("bodies_bytes", 256 * MIB, "bytes", "bodies that one edge is reading or parsing", _BUSY, highest=2**40),
+    Limit(
+        "bodies_bytes",
+        256 * MIB,
+        "bytes",
+        "bodies that one edge is reading or parsing; uploads count apart, up to as much; a body of up to 64 KiB always "
+        "fits",
+        _BUSY,
+        highest=2**40,
+    ),
     Limit(
         "stream_bytes", MIB, "bytes", "text of one stream that its client has not read", "the stream ends with an error"
     ),

@@ -28,7 +28,7 @@ class Files:
 
     async def upload(self, exchange: Exchange) -> None:
         service = self._service
-        with service.metered() as meter:
+        with service.metered(is_upload=True) as meter:
             body = await exchange.read_form(service.limits, meter.add)
             content_type = exchange.headers[b"content-type"].decode("latin-1")
             parts = await service.in_thread_for(len(body), read_form, content_type, body)
