@@ -117,9 +117,9 @@ LIMITS: tuple[Limit, ...] = (
     ),
     # files and batches
     Limit("file_bytes", 64 * MIB, "bytes", "one uploaded file", "413 invalid_request_error", highest=2**30),
-    Limit("files", 1_024, "files", "uploaded files and files of batches", _BAD),
+    Limit("files", 1_024, "files", "uploaded files of one API key and the results of its batches", _BAD),
     Limit("files_bytes", 1_024 * MIB, "bytes", "all of them together", _BAD, highest=2**50),
-    Limit("batches", 64, "batches", "batches that have not ended", _BUSY, highest=65_536),
+    Limit("batches", 64, "batches", "batches of one API key that have not ended", _BUSY, highest=65_536),
     Limit("batch_lines", 50_000, "requests", "the lines of one batch", "the batch fails"),
     Limit(
         "batch_requests",
