@@ -222,18 +222,6 @@ def test_files_and_batches_of_another_key_are_not_found(serve: Serve) -> None:
     assert stolen.status_code == 404
 
 
-def test_files_are_bounded(serve: Serve) -> None:
-    server = serve(limits={"file_bytes": 100, "files": 2})
-    with server.client() as client:
-        form = {"data": {"purpose": "batch"}}
-        large = client.post("/v1/files", files={"file": ("a", b"x" * 101)}, **form)
-        assert (large.status_code, large.json()["error"]["code"]) == (413, "file_too_large")
-        for _ in range(2):
-            assert client.post("/v1/files", files={"file": ("a", b"x")}, **form).status_code == 200
-        third = client.post("/v1/files", files={"file": ("a", b"x")}, **form)
-        assert (third.status_code, third.json()["error"]["code"]) == (400, "too_many_files")
-
-
 def test_each_key_has_its_own_room(serve: Serve) -> None:
     server = serve(limits={"files": 2, "batches": 1}, access=AccessConfig(key_digests=digests("one", "two")))
     one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
@@ -317,39 +305,6 @@ def test_a_batch_with_too_many_lines_or_none_fails_with_the_reason(serve: Serve)
         batch = ended(server, start(server, rows)["id"])
         assert batch["status"] == "failed"
         assert "must be in [1, 2]" in batch["errors"]["data"][0]["message"]
-
-
-@pytest.mark.parametrize(
-    ("content_type", "body", "field"),
-    [
-        ("multipart/form-data", b"x", "content-type"),
-        ("multipart/form-data; boundary=b", b"x", "body"),
-        ("multipart/form-data; boundary=b", b"--b\r\n", "body"),
-        ("multipart/form-data; boundary=b", b"--b--", "purpose"),
-        ("multipart/form-data; boundary=b", b"--b\r\n\r\n\r\n--b", "body"),
-        (
-            "multipart/form-data; boundary=b",
-            b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--',
-            "file",
-        ),
-    ],
-)
-def test_a_form_that_is_none_is_refused_by_its_part(
-    server: TestServer, content_type: str, body: bytes, field: str
-) -> None:
-    with server.client() as client:
-        answer = client.post("/v1/files", content=body, headers={"content-type": content_type})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
-
-
-def test_lists_come_in_pages(serve: Serve) -> None:
-    server = serve()
-    names = [upload(server, b"x")["id"] for _ in range(3)]
-    first = server.get("/v1/files", params={"limit": "2"}).json()
-    assert (len(first["data"]), first["has_more"]) == (2, True)
-    rest = server.get("/v1/files", params={"after": first["last_id"]}).json()
-    assert {row["id"] for row in (*first["data"], *rest["data"])} == set(names)
-    assert server.get("/v1/files", params={"limit": "none"}).status_code == 400
 
 
 def test_the_guide_does_what_it_says(server: TestServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

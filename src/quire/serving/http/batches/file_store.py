@@ -94,7 +94,7 @@ class FileStore:
         """Raises ApiError (404) for a file that is not there or not the owner's."""
         found = self._read(self._directory / f"{file_id}.json") if _FILE_ID.fullmatch(file_id) else None
         if found is None or found.owner != owner:
-            raise ApiError(404, f"file_id: no file of yours is called {file_id[:80]!a}", code="file_not_found")
+            raise _not_found(file_id)
         return found
 
     def owned_by(self, owner: str) -> list[StoredFile]:
@@ -103,8 +103,15 @@ class FileStore:
         own = [file for file in found if file is not None and file.owner == owner]
         return sorted(own, key=lambda file: (-file.created_at, file.id))
 
-    def content(self, file: StoredFile) -> bytes:
-        return self.data_path(file).read_bytes()
+    def pieces(self, file: StoredFile, num_bytes: int) -> Iterator[bytes]:
+        """What is in a file, in pieces of up to so many bytes. Raises ApiError (404) if it was deleted meanwhile."""
+        try:
+            data = self.data_path(file).open("rb")
+        except FileNotFoundError:
+            raise _not_found(file.id) from None
+        with data:
+            while piece := data.read(num_bytes):
+                yield piece
 
     def delete(self, file: StoredFile) -> None:
         for suffix in ("json", "part", "data"):
@@ -160,6 +167,10 @@ class FileStore:
             return StoredFile(**json.loads(path.read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
+
+
+def _not_found(file_id: str) -> ApiError:
+    return ApiError(404, f"file_id: no file of yours is called {file_id[:80]!a}", code="file_not_found")
 
 
 def epoch_seconds() -> int:

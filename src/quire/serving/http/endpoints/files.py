@@ -17,6 +17,7 @@ from quire.types.errors import InvalidRequest
 
 MAX_PAGE = 10_000
 MAX_NAME_CHARACTERS = 255
+PIECE_BYTES = 2**18  # of a download
 PURPOSES = ("batch", "user_data", "evals", "fine-tune", "assistants", "vision")
 
 
@@ -54,10 +55,11 @@ class Files:
         await exchange.reply_json((await self._file(exchange)).as_json())
 
     async def content(self, exchange: Exchange) -> None:
+        """Send the file piece by piece, as fast as the client reads."""
         file = await self._file(exchange)
-        data = await asyncio.to_thread(self._service.batches.files.content, file)
+        pieces = self._service.batches.files.pieces(file, PIECE_BYTES)
         headers = ((b"content-type", b"application/octet-stream"), (b"x-content-type-options", b"nosniff"))
-        await exchange.reply(200, data, headers)
+        await exchange.reply_in_pieces(pieces, file.num_bytes, headers, self._service.limits["stall_seconds"])
 
     async def delete(self, exchange: Exchange) -> None:
         file = await self._file(exchange)
@@ -73,7 +75,7 @@ def page(exchange: Exchange, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A page of a list, by the query parameters `after`, `limit` and `order` (desc: the newest first)."""
     given = exchange.query
     limit, after, order = (given.get(name, [""])[-1] for name in ("limit", "after", "order"))
-    if limit and (not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_PAGE):
+    if limit and (not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_PAGE):
         raise InvalidRequest("limit", f"must be in [1, {MAX_PAGE}]", "choose a value inside it")
     if order not in ("", "asc", "desc"):
         raise InvalidRequest("order", "must be asc or desc")
