@@ -85,12 +85,13 @@ def test_a_stream_carries_new_tokens_or_all_so_far(server: TestServer, kind: Any
 
 
 def test_events_with_all_tokens_so_far_stay_in_proportion_to_the_answer(serve: Serve) -> None:
-    server = serve(lambda *_: "x" * 440)
+    server = serve(lambda *_: "x" * 440, step_seconds=0.002)
     params = {"logprobs": 1, "output_kind": "cumulative", "max_tokens": 400}
     events = server.events("/v1/generate", {"token_ids": ids("abc"), "sampling_params": params})
     sizes = [len(choice["token_ids"]) for event in events[:-1] for choice in event["choices"]]
-    assert sizes[:8] == list(range(1, 9))
+    assert sizes == sorted(sizes)
     assert sizes[-1] == 400
+    assert len(sizes) > 16
     assert sum(sizes) <= 20 * 400
 
 

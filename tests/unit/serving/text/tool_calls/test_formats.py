@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire.serving.text.chat_template import ChatTemplate
+from quire.serving.text.lark import LarkGrammar
 from quire.serving.text.parts import CallArguments, CallBegun
 from quire.serving.text.tool_calls.derived import PROBE_TOOLS, DerivedForm
 from quire.serving.text.tool_calls.formats import tool_format, tool_format_named
@@ -184,6 +185,16 @@ def test_blanks_in_half_a_call_are_read_in_linear_time(name: str, space: str) ->
         read(lambda: form.reader(TOOLS, None), mark + space * 15_000 + "{" + space * 40 + "x", ())
         read(lambda: form.reader(TOOLS, None), mark + "[" + space * 15_000 + "{" + space * 40 + "x", ())
         assert time.process_time() - started < 2.0
+
+
+@pytest.mark.parametrize("properties", [["q"], "q", 1, True, None, {"q": ["string"]}, {"q": None}])
+def test_a_schema_that_describes_nothing_is_read_past(properties: Any) -> None:
+    tools = {"f": {"type": "object", "properties": properties, "required": 5}}
+    text = "<tool_call><function=f><parameter=q>1</parameter></function></tool_call>"
+    expected = [("call", "f"), ("arguments", '{"q": "1"}')]
+    assert read(lambda: tool_format_named("qwen3_coder").reader(tools, None), text, ()) == expected
+    for name in ("qwen3_coder", "pythonic"):
+        assert tool_format_named(name).shape({}).calls(LarkGrammar(), [{"name": "f", "parameters": tools["f"]}], 1)
 
 
 def test_arguments_are_passed_on_before_the_call_is_whole() -> None:
