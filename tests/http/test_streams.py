@@ -113,7 +113,7 @@ def test_many_streams_share_events_and_lose_nothing(serve: Serve) -> None:
 
 
 def test_an_event_may_be_larger_than_what_waits_for_a_slow_reader(serve: Serve) -> None:
-    server = serve(lambda prompt, index: "x" * 200, limits={"stream_bytes": 1_000})
+    server = serve(lambda prompt, index: "x" * 200, limits={"stream_bytes": 1_000}, step_seconds=0.003)
     body = {"prompt": "abc", "max_tokens": 200, "n": 3, "stream_interval": 60, "logprobs": 5}
     events = server.events("/v1/completions", body)
     assert text_of(events) == "x" * 600
