@@ -58,11 +58,13 @@ def handle_chat_batch(service: Service) -> Handler:
         about_query = exchange.check_query("explain", "strict", strict=strict)
         with service.metered() as meter:
             body = await exchange.read_body(service.limits, meter.add)
-            talks = await service.in_thread_for(len(body), Talks.read, body, service.limits, strict=strict)
+            num_bytes = len(body)
+            talks = await service.in_thread_for(num_bytes, Talks.read, body, service.limits, strict=strict)
+            del body
         headers = tuple((name, exchange.headers[name]) for name in _PASSED_ON if name in exchange.headers)
 
         async def call(place: int) -> InnerResponse:
-            one = await service.in_thread_for(len(body), talks.body, place)
+            one = await service.in_thread_for(num_bytes, talks.body, place)
             query = exchange.scope.get("query_string", b"")
             return await call_endpoint(chat, path, one, exchange.principal, headers=headers, query=query)
 
