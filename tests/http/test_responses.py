@@ -511,3 +511,9 @@ def test_truncation_leaves_out_the_oldest_messages(server: TestServer) -> None:
 )
 def test_what_is_wrong_is_refused_by_its_own_name(server: TestServer, fields: dict[str, Any], param: str) -> None:
     assert refusal(server, **fields)["param"] == param
+
+
+@pytest.mark.parametrize("part", ["text", "refusal", 1, None, ["text"], {"type": ["text"]}, {"type": None}])
+def test_a_part_that_is_none_is_refused_by_its_place(server: TestServer, part: Any) -> None:
+    answer = server.post("/v1/responses", {"input": [{"role": "user", "content": [part]}]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[0].content[0]")
