@@ -12,9 +12,9 @@ NOT_YET: dict[tuple[str, str], str] = {}  # (family, feature): why not
 
 def main() -> int:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
-    import interpreter  # noqa: F401  where there is no GPU
     import torch
 
+    import interpreter  # noqa: F401  where there is no GPU
     from family_models import FamilyCase
     from quire.runtime.models.registry import ENTRIES
     from tests.families.features import FEATURES
