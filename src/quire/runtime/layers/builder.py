@@ -11,6 +11,7 @@ from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.choice import choose_float8_product, choose_product
+from quire.runtime.layers.experts import EachExpert, MoEMLP, Router
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.modules import Embedding, HeadNorm, RMSNorm, TiedHead
@@ -25,6 +26,7 @@ TORCH_DTYPES = {
     "float16": torch.float16,
     "float8": torch.float8_e4m3fn,
 }
+GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 class LayerBuilder:
@@ -53,10 +55,28 @@ class LayerBuilder:
         outputs = {"q_proj": heads.query_size, "k_proj": heads.kv_size, "v_proj": heads.kv_size}
         return Linear(inputs, outputs, bias, self._product, self._placement)
 
-    def gated_mlp(self, hidden: int, intermediate: int, activation: str, *, bias: bool) -> GatedMLP:
-        both = {"gate_proj": intermediate, "up_proj": intermediate}
-        gate_up = Linear(hidden, both, bias, self._product, self._placement)
-        return GatedMLP(gate_up, self.linear("down_proj", intermediate, hidden, bias=bias), activation, self._ops)
+    def gated_mlp(
+        self, hidden: int, intermediate: int, activation: str, *, bias: bool, names: tuple[str, str, str] = GATED
+    ) -> GatedMLP:
+        """`names`: of the matrices for gate, up and down."""
+        gate, up, down = names
+        gate_up = Linear(hidden, {gate: intermediate, up: intermediate}, bias, self._product, self._placement)
+        return GatedMLP(gate_up, self.linear(down, intermediate, hidden, bias=bias), activation, self._ops)
+
+    def moe_mlp(self, config: ModelConfig, names: tuple[str, str, str] = GATED) -> MoEMLP:
+        """`names`: of an expert's matrices for gate, up and down."""
+        settings, hidden, activation = config.experts, config.hidden_size, config.activation
+        assert settings is not None
+        gate = Router(hidden, {"gate": settings.num}, False, self._table_product, self._placement)
+        experts = EachExpert(
+            self.gated_mlp(hidden, settings.size, activation, bias=False, names=names) for _ in range(settings.num)
+        )
+        shared, shared_gate = None, None
+        if settings.shared_size:
+            shared = self.gated_mlp(hidden, settings.shared_size, activation, bias=False)
+        if settings.shared_has_gate:
+            shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self._placement)
+        return MoEMLP(gate, experts, settings, shared, shared_gate)
 
     def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(name, size, eps, self._ops, self._placement)

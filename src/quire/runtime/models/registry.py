@@ -23,6 +23,7 @@ class Entry(NamedTuple):
 ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "llama": Entry("decoder", "LLAMA", ("LlamaForCausalLM",), in_gguf=True),
     "mistral": Entry("decoder", "MISTRAL", ("MistralForCausalLM",)),
+    "mixtral": Entry("mixture", "MIXTRAL", ("MixtralForCausalLM",)),
     "qwen2": Entry("decoder", "QWEN2", ("Qwen2ForCausalLM",), in_gguf=True),
     "qwen3": Entry("decoder", "QWEN3", ("Qwen3ForCausalLM",), in_gguf=True),
 }
