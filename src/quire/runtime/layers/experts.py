@@ -6,11 +6,11 @@ from functools import partial
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.config.model import Experts
 from quire.kernels.native.program import Symbol
+from quire.kernels.reference.experts import choose_experts
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.stream import Normed, Projected, Value
@@ -47,7 +47,8 @@ class EachExpert(nn.ModuleList):
         shared: tuple[Tensor, ...],
         rows: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
-        chosen, weights = choose_experts(logits, experts)
+        used = experts.num_used
+        chosen, weights = choose_experts(logits, used, is_normalized=experts.is_normalized, scale=experts.scale)
         out = _shared_part(shared) if shared else torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self)).tolist()
@@ -58,7 +59,7 @@ class EachExpert(nn.ModuleList):
                 continue
             mine = slice(begin, begin + count)
             begin += count
-            tokens = order[mine] // experts.num_used
+            tokens = order[mine] // used
             out.index_add_(0, tokens, expert(x.index_select(0, tokens)).value().float().mul_(factors[mine]))
         return out.to(x.dtype)
 
@@ -93,17 +94,6 @@ class MoEMLP(nn.Module):
             inputs = (value, logits, *shared)
             return value.writer.call(partial(_mix, self.experts, self._settings), inputs, value.width)
         return self.experts.mix(value, logits, self._settings, shared, rows)
-
-
-def choose_experts(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Logits [tokens, experts] -> the numbers of each token's experts and their weights, both [tokens, used].
-
-    Weights are probabilities among all experts; divided by their sum they are those among the chosen.
-    """
-    weights, chosen = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), experts.num_used, dim=-1)
-    if experts.is_normalized:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return chosen, weights * experts.scale
 
 
 def _shared_part(shared: tuple[Tensor, ...]) -> Tensor:  # [tokens, hidden], float32, new
