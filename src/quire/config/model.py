@@ -48,7 +48,9 @@ class Experts:
     num_used: int
     size: int  # the intermediate size of one
     shared_size: int = 0  # of the expert that every token goes to; 0: there is none
-    is_normalized: bool = True  # the weights of a token's experts are divided by their sum
+    shared_has_gate: bool = False  # its part is multiplied by the sigmoid of a logit of the token
+    is_normalized: bool = True  # a token's weights are divided by their sum: a softmax over its experts alone
+    scale: float = 1.0  # of the weights of a token's experts
     dense_layers: tuple[int, ...] = ()  # that have a plain MLP
 
 

@@ -77,7 +77,7 @@ def _prefetch(w_ptr, w_row, begin, K, w_stride, BYTES: tl.constexpr, LINES: tl.c
 
 
 @triton.jit
-def _tiles(
+def sum_tiles(
     x_at, w_at, up_at, k, K, count,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -129,7 +129,7 @@ def _skinny_kernel(
     await_inputs(DEPENDENT)
     count = tl.minimum(steps, tl.cdiv(K, BLOCK_K) - split * steps)
     x_at = x_ptr + x_row[None, :] * x_stride + k[:, None]
-    acc, acc_up = _tiles(
+    acc, acc_up = sum_tiles(
         x_at, w_at, up_at, k, K, count, BLOCK_M, BLOCK_N, BLOCK_K, GATED, EVEN_K, PRECISION, EXACT
     )  # fmt: skip
     last = True

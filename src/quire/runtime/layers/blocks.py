@@ -46,7 +46,7 @@ class Blocks(nn.ModuleList):
         return self._programs[count]
 
     def _go_through(self, x: Value, step: ForwardStep) -> Value:
-        stream = Stream(x)
+        stream = Stream(x, step.attention.rows if getattr(step.backend, "kernels", None) == "triton" else None)
         *others, last = list(self)[: step.num_layers]
         for block in others:
             block(stream, step)

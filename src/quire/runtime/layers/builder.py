@@ -6,11 +6,13 @@ import torch
 from torch import nn
 
 from quire.config.engine import DeviceConfig
-from quire.config.model import Heads, ModelConfig, Rope
+from quire.config.model import Experts, Heads, ModelConfig, Rope
+from quire.runtime.accelerator import dependent_rows
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.choice import choose_float8_product, choose_product
+from quire.runtime.layers.experts import EachExpert, ExpertSet, MoEMLP, Router
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.modules import Embedding, HeadNorm, RMSNorm, TiedHead
@@ -25,6 +27,7 @@ TORCH_DTYPES = {
     "float16": torch.float16,
     "float8": torch.float8_e4m3fn,
 }
+GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 class LayerBuilder:
@@ -40,7 +43,8 @@ class LayerBuilder:
         triton = self.backend.kernels == "triton"
         self._table_product = choose_product(dtype, device, triton=triton)  # of embedding and head: never quantized
         self._product = self._table_product
-        if config.quantization == "fp8":
+        self._float8 = config.quantization == "fp8"
+        if self._float8:
             self._product = choose_float8_product(dtype, device, triton=triton)
         self._head_product = self._table_product if triton else choose_product(dtype, device, keeps_weight=True)
         self._ops = choose_ops(dtype, device, triton=triton)
@@ -53,10 +57,37 @@ class LayerBuilder:
         outputs = {"q_proj": heads.query_size, "k_proj": heads.kv_size, "v_proj": heads.kv_size}
         return Linear(inputs, outputs, bias, self._product, self._placement)
 
-    def gated_mlp(self, hidden: int, intermediate: int, activation: str, *, bias: bool) -> GatedMLP:
-        both = {"gate_proj": intermediate, "up_proj": intermediate}
-        gate_up = Linear(hidden, both, bias, self._product, self._placement)
-        return GatedMLP(gate_up, self.linear("down_proj", intermediate, hidden, bias=bias), activation, self._ops)
+    def gated_mlp(
+        self, hidden: int, intermediate: int, activation: str, *, bias: bool, names: tuple[str, str, str] = GATED
+    ) -> GatedMLP:
+        """`names`: of the matrices for gate, up and down."""
+        gate, up, down = names
+        gate_up = Linear(hidden, {gate: intermediate, up: intermediate}, bias, self._product, self._placement)
+        return GatedMLP(gate_up, self.linear(down, intermediate, hidden, bias=bias), activation, self._ops)
+
+    def moe_mlp(self, config: ModelConfig, names: tuple[str, str, str] = GATED) -> MoEMLP:
+        """`names`: of an expert's matrices for gate, up and down."""
+        settings, hidden, activation = config.experts, config.hidden_size, config.activation
+        assert settings is not None
+        gate = Router(hidden, {"gate": settings.num}, False, self._table_product, self._placement)
+        experts = self._experts(hidden, settings, activation, names)
+        shared, shared_gate = None, None
+        if settings.shared_size:
+            shared = self.gated_mlp(hidden, settings.shared_size, activation, bias=False)
+        if settings.shared_has_gate:
+            shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self._placement)
+        return MoEMLP(gate, experts, settings, shared, shared_gate)
+
+    def _experts(self, hidden: int, settings: Experts, activation: str, names: tuple[str, str, str]) -> ExpertSet:
+        num, size = settings.num, settings.size
+        if self.backend.kernels != "triton":
+            return EachExpert(self.gated_mlp(hidden, size, activation, bias=False, names=names) for _ in range(num))
+        from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
+
+        gate, up, down = names
+        gate_up = ExpertLinear(num, hidden, {gate: size, up: size}, self._placement, float8=self._float8)
+        turned = ExpertLinear(num, size, {down: hidden}, self._placement, float8=self._float8)
+        return StackedExperts(gate_up, turned, activation, dependent_rows=dependent_rows(self._placement.device))
 
     def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(name, size, eps, self._ops, self._placement)

@@ -23,6 +23,8 @@ class Linear(WeightLayer):
     Takes no memory before its first part comes, so that a model whose weights are repacked never holds them all twice.
     """
 
+    shrinks = True  # where weights are quantized
+
     def __init__(
         self, inputs: int, outputs: Mapping[str, int], bias: bool, product: Product, placement: Placement
     ) -> None:

@@ -32,8 +32,9 @@ class Stream:
     A change may be left `pending` for the next norm, which reads the stream anyway.
     """
 
-    def __init__(self, x: Value) -> None:
+    def __init__(self, x: Value, rows: Tensor | None = None) -> None:
         self.x = x
+        self.rows = rows  # [tokens], or None: below 0 for a token of padding, whose numbers mean nothing
         self.pending: Tensor | None = None
         self._wanted: Tensor | None = None
         self._narrows = False
@@ -78,6 +79,7 @@ class Stream:
             return narrowed
         assert wanted is not None
         self.x = x.index_select(0, wanted)
+        self.rows = None  # no padding is wanted
         return [_selected(change, lambda rows: rows.index_select(0, wanted)) for change in changes]
 
     def _add(self, change: Value | Projected) -> None:

@@ -65,7 +65,7 @@ def count_weights(config: ModelConfig) -> ModelConfig:
     for layer, parts in weight_layers(model):
         shapes = [layer.part_shape(part) for part in parts.values()]
         parameters += sum(map(math.prod, shapes))
-        if isinstance(layer, Linear) and id(layer) in inside:
+        if isinstance(layer, Linear) and layer.shrinks and id(layer) in inside:
             matrices = [shape for shape in shapes if len(shape) == 2]
             in_blocks += sum(map(math.prod, matrices))
             outputs += sum(shape[0] for shape in matrices)

@@ -45,18 +45,20 @@ class DecoderBlock(nn.Module):
 
 
 class DecoderStack(nn.Module):
-    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+    def __init__(self, config: ModelConfig, build: LayerBuilder, block: type[nn.Module]) -> None:
         super().__init__()
         self.embed_tokens = build.embedding("embed_tokens", config.vocab_size, config.hidden_size)
-        blocks = [DecoderBlock(config, layer, build) for layer in range(config.num_layers)]
+        blocks = [block(config, layer, build) for layer in range(config.num_layers)]
         self.layers = Blocks(blocks, config.hidden_size)
         self.norm = build.rms_norm("norm", config.hidden_size, config.norm_eps)
 
 
 class Decoder(BaseModel):
-    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+    """`block` is made of the config, the layer's number and the builder."""
+
+    def __init__(self, config: ModelConfig, build: LayerBuilder, block: type[nn.Module] = DecoderBlock) -> None:
         super().__init__(config)
-        self.model = DecoderStack(config, build)
+        self.model = DecoderStack(config, build, block)
         self.lm_head = build.lm_head("lm_head", self.model.embed_tokens, config)
         self.assemble(self.model.embed_tokens, self.model.layers, self.model.norm, self.lm_head)
 

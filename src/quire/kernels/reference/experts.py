@@ -1,0 +1,42 @@
+"""Mixtures of experts, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.reference.products import product
+
+
+def choose_experts(
+    logits: Tensor,  # [tokens, experts]
+    num_used: int,
+    *,
+    is_normalized: bool,  # weights are divided by their sum: a softmax over the chosen experts alone
+    scale: float = 1.0,  # of the weights
+) -> tuple[Tensor, Tensor]:
+    """The experts that each token ranks first [tokens, used], int64, and their weights [tokens, used], float32."""
+    weights, chosen = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), num_used, dim=-1)
+    if is_normalized:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return chosen, weights * scale
+
+
+def mix_experts(
+    x: Tensor,  # [tokens, hidden]
+    gate_up: Tensor,  # [experts, 2 * size, hidden]: gate, then up
+    down: Tensor,  # [experts, hidden, size]
+    chosen: Tensor,  # [tokens, used]
+    weights: Tensor,  # [tokens, used]
+    activation: str,
+) -> Tensor:  # [tokens, hidden] float32
+    """The weighted sum of what each token's experts make of it, rounded to x's dtype where kernels hand it on."""
+    lines = []
+    for row, numbers, factors in zip(x, chosen.tolist(), weights, strict=True):
+        total = torch.zeros_like(row, dtype=torch.float32)
+        for number, factor in zip(numbers, factors, strict=True):
+            inner = product(row[None], gate_up[number], activation=activation).to(x.dtype)
+            total += product(inner, down[number]).to(x.dtype).float()[0] * factor
+        lines.append(total)
+    return torch.stack(lines)

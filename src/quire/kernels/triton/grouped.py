@@ -1,0 +1,279 @@
+"""Mixtures of experts: every token's rows are multiplied by the weights of its own experts, in one launch for all.
+
+A token and one of its experts make a pair, numbered token * used + rank. Pairs are put in the order of their experts,
+each expert's from a new tile on, by the device alone: shapes are those of the worst case, so that a step can be
+captured, and tiles that are left over end at once. Only experts that were chosen are read. A pair's products lie at its
+own number, and a token's are added in the order of rank, so that the result never depends on timing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.activation import ACTIVATIONS, activate
+from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows, num_processors, power_of_two, warps_for
+from quire.kernels.triton.products import sum_tiles
+
+_MOST_AT_ONCE = 4096  # pairs that a program looks at together
+_TILES_AT_ONCE = 128
+_COLUMNS = 1024
+
+
+class GroupedTiling(NamedTuple):
+    """How the products of experts are cut into programs. block_m is a power of two from 16 on."""
+
+    block_m: int  # pairs
+    block_n: int  # outputs
+    block_k: int
+    warps: int
+    stages: int
+
+
+class Stack(NamedTuple):
+    """One matrix of each expert."""
+
+    numbers: Tensor  # [experts, outputs, inputs]: of the rows' dtype, or float8
+    scale: Tensor | None  # [experts, outputs] float32, of float8 numbers
+
+
+class Routing(NamedTuple):
+    """Which experts a step's tokens go to."""
+
+    chosen: Tensor  # [tokens, used] int32; -1 for a token of padding
+    weights: Tensor  # [tokens, used] float32
+    places: Tensor  # [tiles * block_m] int32: the pairs of each tile, -1 where it has none
+    tile_experts: Tensor  # [tiles] int32; -1: the tile is left over
+
+
+@triton.jit
+def _choose_kernel(
+    logits_ptr, rows_ptr, chosen_ptr, weights_ptr, stride, num, scale,
+    USED: tl.constexpr, NORMALIZED: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    expert, ranks = tl.arange(0, BLOCK), tl.arange(0, RANKS)
+    await_inputs(DEPENDENT)
+    is_real = True
+    if HAS_ROWS:
+        is_real = tl.load(rows_ptr + token) >= 0
+    logits = tl.load(logits_ptr + token.to(tl.int64) * stride + expert, mask=(expert < num) & is_real, other=0.0)
+    logits = tl.where(expert < num, logits.to(tl.float32), float("-inf"))
+    shares = tl.exp(logits - tl.max(logits, 0))
+    left = tl.where(expert < num, shares / tl.sum(shares, 0), -1.0)
+    chosen, weights = tl.zeros((RANKS,), tl.int32), tl.zeros((RANKS,), tl.float32)
+    for rank in tl.static_range(USED):
+        best = tl.minimum(tl.argmax(left, 0), num - 1)  # numbers that are none must not lead out of the table
+        chosen = tl.where(ranks == rank, best, chosen)
+        weights = tl.where(ranks == rank, tl.max(left, 0), weights)
+        left = tl.where(expert == best, -2.0, left)
+    if NORMALIZED:
+        weights = weights / tl.sum(weights, 0)
+    chosen = tl.where(is_real, chosen, -1)
+    tl.store(chosen_ptr + token * USED + ranks, chosen, mask=ranks < USED)
+    tl.store(weights_ptr + token * USED + ranks, weights * scale, mask=ranks < USED)
+
+
+@triton.jit
+def _place_kernel(
+    chosen_ptr, places_ptr, tile_experts_ptr, pairs, num, tiles,
+    BLOCK: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A program for each expert, and one for the tiles that are left over."""
+    mine = tl.program_id(0)
+    bins, pair = tl.arange(0, BINS), tl.arange(0, BLOCK)
+    await_inputs(DEPENDENT)
+    counts = tl.zeros((BINS,), tl.int32)
+    for start in range(0, pairs, BLOCK):
+        chosen = tl.load(chosen_ptr + start + pair, mask=start + pair < pairs, other=-1)
+        counts += tl.histogram(tl.where(chosen < 0, num, chosen), BINS)
+    needed = tl.where(bins < num, (counts + BLOCK_M - 1) // BLOCK_M, 0)
+    begin = tl.sum(tl.where(bins < mine, needed, 0), 0)
+    end = tl.where(mine == num, tiles, begin + tl.sum(tl.where(bins == mine, needed, 0), 0))
+    name = tl.where(mine == num, -1, mine)
+    for start in range(begin, end, TILES):
+        tile = start + tl.arange(0, TILES)
+        tl.store(tile_experts_ptr + tile, tl.zeros((TILES,), tl.int32) + name, mask=tile < end)
+    if (mine < num) & (begin < end):
+        place = begin * BLOCK_M
+        for start in range(0, pairs, BLOCK):
+            chosen = tl.load(chosen_ptr + start + pair, mask=start + pair < pairs, other=-1)
+            is_mine = (chosen == mine).to(tl.int32)
+            at = place + tl.cumsum(is_mine, 0) - 1
+            tl.store(places_ptr + at, start + pair, mask=is_mine > 0)
+            place += tl.sum(is_mine, 0)
+        rest = place + tl.arange(0, BLOCK_M)
+        tl.store(places_ptr + rest, tl.zeros((BLOCK_M,), tl.int32) - 1, mask=rest < end * BLOCK_M)
+
+
+@triton.jit
+def _grouped_kernel(
+    x_ptr, w_ptr, scale_ptr, out_ptr, places_ptr, tile_experts_ptr, N, K, x_stride, w_stride, out_stride,
+    USED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, HAS_SCALE: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    await_inputs(DEPENDENT)
+    expert = tl.load(tile_experts_ptr + tile)
+    if expert >= 0:
+        pair = tl.load(places_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M))
+        x_row = (tl.maximum(pair, 0) // USED).to(tl.int64)
+        first = expert.to(tl.int64) * (2 * N if GATED else N)  # of the expert's weight rows
+        w_row = first + tl.minimum(n, N - 1)
+        x_at = x_ptr + x_row[None, :] * x_stride + k[:, None]
+        w_at = w_ptr + w_row[:, None] * w_stride + k[None, :]
+        up_at = w_ptr + (w_row + N)[:, None] * w_stride + k[None, :]
+        acc, acc_up = sum_tiles(
+            x_at, w_at, up_at, k, K, tl.cdiv(K, BLOCK_K), BLOCK_M, BLOCK_N, BLOCK_K, GATED, EVEN_K, PRECISION, 0
+        )  # fmt: skip
+        if HAS_SCALE:
+            acc *= tl.load(scale_ptr + w_row)[:, None]
+        if GATED:
+            if HAS_SCALE:
+                acc_up *= tl.load(scale_ptr + w_row + N)[:, None]
+            acc = activate(acc, KIND) * acc_up
+        at = out_ptr + pair[None, :].to(tl.int64) * out_stride + n[:, None]
+        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (pair >= 0)[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    y_ptr, chosen_ptr, weights_ptr, shared_ptr, gate_ptr, out_ptr, size, shared_stride, gate_stride,
+    USED: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    await_inputs(DEPENDENT)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.static_range(USED):
+        pair = token * USED + rank
+        is_real = tl.load(chosen_ptr + pair) >= 0  # of padding, y is whatever was there before
+        y = tl.load(y_ptr + pair * size + column, mask=inside & is_real, other=0.0).to(tl.float32)
+        total += y * tl.load(weights_ptr + pair)
+    if HAS_SHARED:
+        shared = tl.load(shared_ptr + token * shared_stride + column, mask=inside, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            shared *= tl.sigmoid(tl.load(gate_ptr + token * gate_stride).to(tl.float32))
+        total += shared
+    tl.store(out_ptr + token * size + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def most_tiles(pairs: int, num: int, block_m: int) -> int:
+    """Tiles that so many pairs can take: each expert may have one that is not full."""
+    return min(pairs, pairs // block_m + min(pairs, num))
+
+
+def choose_grouped_tiling(pairs: int, num: int, outputs: int, x_bytes: int, device: torch.device) -> GroupedTiling:
+    """By a rule: tiles as high as an expert's usual share, and no fewer programs than the device runs at once."""
+    block_m = max(16, min(128, power_of_two(-(-pairs // num))))
+    if block_m >= 64:
+        return GroupedTiling(block_m, 128 if block_m == 128 else 64, 128 // x_bytes, 8 if block_m == 128 else 4, 3)
+    tiles = most_tiles(pairs, num, block_m)
+    few = tiles * -(-outputs // 64) < 2 * num_processors(device)
+    return GroupedTiling(block_m, 32 if few else 64, 256 // x_bytes, 4, 3)
+
+
+def route(
+    logits: Tensor,  # [tokens, experts], of any float dtype
+    num_used: int,
+    tiling: GroupedTiling,
+    *,
+    is_normalized: bool,  # weights are divided by their sum
+    scale: float = 1.0,  # of the weights
+    rows: Tensor | None = None,  # [tokens] int: below 0 for a token of padding, which goes nowhere
+    dependent: bool = False,
+) -> Routing:
+    """The experts that each token ranks first, weighted by the softmax over all, and where their pairs are computed."""
+    tokens, num = logits.shape
+    device, pairs = logits.device, tokens * num_used
+    check_rows(logits, "logits")
+    check(1 <= num_used <= num, "each token has at least one expert, and no expert twice")
+    check(rows is None or (rows.shape == (tokens,) and rows.is_contiguous()), "rows: a number per token")
+    check(pairs + num * tiling.block_m < 1 << 31, "at most 2**31 pairs")
+    tiles = most_tiles(pairs, num, tiling.block_m)
+    chosen = torch.empty(tokens, num_used, dtype=torch.int32, device=device)
+    weights = torch.empty(tokens, num_used, dtype=torch.float32, device=device)
+    places = torch.empty(tiles * tiling.block_m, dtype=torch.int32, device=device)
+    routing = Routing(chosen, weights, places, torch.empty(tiles, dtype=torch.int32, device=device))
+    if tokens == 0:
+        return routing
+    block = power_of_two(num)
+    _choose_kernel[(tokens,)](
+        logits, rows, chosen, weights, logits.stride(0), num, scale,
+        USED=num_used, NORMALIZED=is_normalized, HAS_ROWS=rows is not None, BLOCK=block, RANKS=power_of_two(num_used),
+        DEPENDENT=dependent, num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
+    )  # fmt: skip
+    block = min(power_of_two(pairs), _MOST_AT_ONCE)
+    _place_kernel[(num + 1,)](
+        chosen, places, routing.tile_experts, pairs, num, tiles,
+        BLOCK=block, BINS=power_of_two(num + 1), BLOCK_M=tiling.block_m, TILES=_TILES_AT_ONCE, DEPENDENT=dependent,
+        num_warps=4, num_stages=1, launch_pdl=dependent,
+    )  # fmt: skip
+    return routing
+
+
+def grouped_product(
+    x: Tensor,  # [tokens, inputs], or [pairs, inputs] with num_used = 1
+    stack: Stack,
+    routing: Routing,
+    tiling: GroupedTiling,
+    *,
+    num_used: int,  # pairs of each row of x
+    activation: str | None = None,  # of ACTIVATIONS: weights are gate, then up, and the result activation(gate) * up
+    dependent: bool = False,
+) -> Tensor:  # [pairs, outputs]
+    """Each pair's row by the weight of its expert, summed in float32. What pairs of padding get is not written."""
+    weight, scale = stack
+    num, rows, inputs = weight.shape
+    outputs, pairs = rows // (1 if activation is None else 2), routing.chosen.numel()
+    check_rows(x, "x")
+    check(x.shape == (pairs // num_used, inputs), "x is [pairs / num_used, inputs]")
+    check(weight.is_contiguous() and weight.dtype in (x.dtype, FLOAT8), "the weight has x's dtype or is float8")
+    check((weight.dtype == FLOAT8) == (scale is not None), "a float8 weight and its scale come together")
+    check(scale is None or (scale.shape == (num, rows) and scale.is_contiguous()), "scale: a number per output")
+    out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
+    if pairs == 0:
+        return out
+    _grouped_kernel[(len(routing.tile_experts), triton.cdiv(outputs, tiling.block_n))](
+        x, weight, scale, out, routing.places, routing.tile_experts, outputs, inputs,
+        x.stride(0), inputs, outputs,
+        USED=num_used, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+        GATED=activation is not None, KIND=ACTIVATIONS[activation or "silu"], HAS_SCALE=scale is not None,
+        EVEN_K=inputs % tiling.block_k == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        DEPENDENT=dependent, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=dependent,
+    )  # fmt: skip
+    return out
+
+
+def combine(
+    y: Tensor,  # [pairs, size]
+    routing: Routing,
+    *,
+    shared: Tensor | None = None,  # [tokens, size]: added
+    gate: Tensor | None = None,  # [tokens, 1]: `shared` is multiplied by its sigmoid
+    dependent: bool = False,
+) -> Tensor:  # [tokens, size], of y's dtype
+    """The weighted sum of each token's pairs, in the order of rank, in float32."""
+    (tokens, num_used), size = routing.chosen.shape, y.shape[1]
+    check(y.is_contiguous() and len(y) == tokens * num_used, "y is [pairs, size]")
+    check(shared is None or (shared.shape == (tokens, size) and shared.stride(1) == 1), "shared is [tokens, size]")
+    check(gate is None or (shared is not None and gate.shape == (tokens, 1)), "gate is [tokens, 1], of `shared`")
+    out = torch.empty(tokens, size, dtype=y.dtype, device=y.device)
+    if tokens == 0:
+        return out
+    block = min(power_of_two(size), _COLUMNS)
+    _combine_kernel[(tokens, triton.cdiv(size, block))](
+        y, routing.chosen, routing.weights, shared, gate, out, size,
+        0 if shared is None else shared.stride(0), 0 if gate is None else gate.stride(0),
+        USED=num_used, HAS_SHARED=shared is not None, HAS_GATE=gate is not None, BLOCK=block, DEPENDENT=dependent,
+        num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,107 @@
+"""Mixtures of experts: a router ranks experts for every token, and those it ranks first compute in place of an MLP."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.model import Experts
+from quire.kernels.native.program import Symbol
+from quire.kernels.reference.experts import choose_experts
+from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.mlp import GatedMLP
+from quire.runtime.layers.stream import Normed, Projected, Value
+
+
+class Router(Linear):
+    """Logits [tokens, experts]. Never quantized: a wrong expert costs more than its weights do."""
+
+    shrinks = False
+
+
+class ExpertSet(Protocol):
+    """A module that holds all experts of a layer."""
+
+    def mix(
+        self, x: Tensor, logits: Tensor, experts: Experts, shared: tuple[Tensor, ...], rows: Tensor | None = None
+    ) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden], by the router's logits [tokens, experts].
+
+        shared: what the shared expert gave [tokens, hidden], and its gate's logits [tokens, 1]; or less.
+        rows [tokens]: below 0 for a token of padding, which goes to no expert; what it gets means nothing.
+        """
+
+
+class EachExpert(nn.ModuleList):
+    """Experts with weights of their own: rows that go to the same one are multiplied together, one expert after the
+    other. A token's sum is in the order of its experts' numbers, whatever else is in the batch."""
+
+    def mix(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        experts: Experts,
+        shared: tuple[Tensor, ...],
+        rows: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        used = experts.num_used
+        chosen, weights = choose_experts(logits, used, is_normalized=experts.is_normalized, scale=experts.scale)
+        out = _shared_part(shared) if shared else torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=len(self)).tolist()
+        factors = weights.flatten()[order].unsqueeze(1)
+        begin = 0
+        for expert, count in zip(self, counts, strict=True):
+            if count == 0:
+                continue
+            mine = slice(begin, begin + count)
+            begin += count
+            tokens = order[mine] // used
+            out.index_add_(0, tokens, expert(x.index_select(0, tokens)).value().float().mul_(factors[mine]))
+        return out.to(x.dtype)
+
+
+class MoEMLP(nn.Module):
+    """The weighted sum of a token's experts, and of an expert that every token goes to where there is one."""
+
+    def __init__(
+        self,
+        gate: Router,
+        experts: ExpertSet,
+        settings: Experts,
+        shared_expert: GatedMLP | None = None,
+        shared_expert_gate: Linear | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate, self.experts, self._settings = gate, experts, settings
+        self.shared_expert, self.shared_expert_gate = shared_expert, shared_expert_gate
+
+    def forward(self, x: Normed) -> Value:  # [tokens, hidden]
+        if x.stream.is_empty:
+            return x.stream.x
+        rows, value = x.stream.rows, x.value()
+        shared: tuple[Value, ...] = ()
+        if self.shared_expert is not None:
+            projected: Projected = self.shared_expert(value)
+            shared = (projected.value(),)
+        if self.shared_expert_gate is not None:
+            shared += (self.shared_expert_gate(value),)
+        logits = self.gate(value)
+        if isinstance(value, Symbol):
+            inputs = (value, logits, *shared)
+            return value.writer.call(partial(_mix, self.experts, self._settings), inputs, value.width)
+        return self.experts.mix(value, logits, self._settings, shared, rows)
+
+
+def _shared_part(shared: tuple[Tensor, ...]) -> Tensor:  # [tokens, hidden], float32, new
+    output, *gate = shared
+    factor = torch.sigmoid(gate[0].float()) if gate else torch.ones((), device=output.device)
+    return output.float() * factor
+
+
+def _mix(experts: ExpertSet, settings: Experts, x: Tensor, logits: Tensor, *others: Tensor) -> Tensor:
+    """An operation of a program; the last argument is what the run was given."""
+    return experts.mix(x, logits, settings, others[:-1])

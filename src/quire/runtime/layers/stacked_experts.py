@@ -1,0 +1,90 @@
+"""All experts of a layer as stacked weights, multiplied on a GPU in one launch for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.model import Experts
+from quire.kernels.triton.grouped import Stack, choose_grouped_tiling, combine, grouped_product, route
+from quire.kernels.triton.quantize import quantize_rows
+from quire.runtime.layers.weights import Placement, WeightLayer
+
+
+class ExpertLinear(WeightLayer):
+    """The named checkpoint matrices of every expert, stacked by rows. Usable after `finish`.
+
+    Takes no memory before its first part comes.
+    """
+
+    def __init__(
+        self, num: int, inputs: int, outputs: Mapping[str, int], placement: Placement, *, float8: bool
+    ) -> None:
+        super().__init__()
+        self.weight = placement.promise(num, sum(outputs.values()), inputs, dtype=placement.dtype)
+        self.parts = tuple(f"{expert}.{name}.weight" for expert in range(num) for name in outputs)
+        self._placement, self._float8 = placement, float8
+        self._spans: dict[str, slice] = {}
+        begin = 0
+        for name, count in outputs.items():
+            self._spans[name] = slice(begin, begin + count)
+            begin += count
+        self._stack: Stack | None = None
+
+    @property
+    def stack(self) -> Stack:
+        assert self._stack is not None, "finish() was not called"
+        return self._stack
+
+    def load(self, part: str, tensor: Tensor) -> None:
+        self.weight = self._placement.keep(self.weight)
+        super().load(part, tensor)
+
+    def randomize(self, part: str, generator: torch.Generator) -> None:
+        self.weight = self._placement.keep(self.weight)
+        super().randomize(part, generator)
+
+    def finish(self) -> None:
+        weight = self.weight.data
+        self._stack = Stack(weight, None)
+        if self._float8:
+            numbers, scale = quantize_rows(weight.flatten(0, 1))
+            self._stack = Stack(numbers.view(weight.shape), scale.view(weight.shape[:2]))
+        del self.weight
+
+    def _part(self, part: str) -> Tensor:
+        expert, name, _ = part.split(".")
+        return self.weight.data[int(expert), self._spans[name]]
+
+
+class StackedExperts(nn.Module):
+    """down(activation(gate(x)) * up(x)) of each expert, for the tokens that go to it.
+
+    `dependent_rows`: tokens from which kernels are launched while the ones before them still run.
+    """
+
+    def __init__(
+        self, gate_up_proj: ExpertLinear, down_proj: ExpertLinear, activation: str, *, dependent_rows: int
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+        self._activation, self._dependent_rows = activation, dependent_rows
+
+    def mix(
+        self, x: Tensor, logits: Tensor, experts: Experts, shared: tuple[Tensor, ...], rows: Tensor | None = None
+    ) -> Tensor:
+        gate_up, down, used = self.gate_up_proj.stack, self.down_proj.stack, experts.num_used
+        tiling = choose_grouped_tiling(len(x) * used, experts.num, experts.size, x.element_size(), x.device)
+        dependent = len(x) >= self._dependent_rows
+        routing = route(
+            logits, used, tiling,
+            is_normalized=experts.is_normalized, scale=experts.scale, rows=rows, dependent=dependent,
+        )  # fmt: skip
+        inner = grouped_product(
+            x, gate_up, routing, tiling, num_used=used, activation=self._activation, dependent=dependent
+        )
+        y = grouped_product(inner, down, routing, tiling, num_used=1, dependent=dependent)
+        output, gate = (*shared, None, None)[:2]
+        return combine(y, routing, shared=output, gate=gate, dependent=dependent)

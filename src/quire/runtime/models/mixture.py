@@ -1,0 +1,134 @@
+"""The plain decoder with a mixture of experts in place of the MLP.
+
+Mixtral; Qwen3-MoE with normed q and k heads; Qwen2-MoE with biases on q, k and v, and an expert that all tokens share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from quire.config.fields import Fields
+from quire.config.model import Experts, ModelConfig
+from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.experts import MoEMLP
+from quire.runtime.layers.mlp import GatedMLP
+from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.stream import Stream
+from quire.runtime.models.base import BaseModel
+from quire.runtime.models.decoder import Decoder, DecoderAttention
+from quire.runtime.models.family import Family
+from quire.runtime.models.hf_config import read_decoder, refuse_windows
+
+MOST_EXPERTS = 1_024
+
+
+class MixtralBlock(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.norm_eps
+        self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps)
+        self.self_attn = DecoderAttention(config, layer, build)
+        self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps)
+        self.block_sparse_moe = build.moe_mlp(config, names=("w1", "w3", "w2"))
+
+    def forward(self, x: Stream, step: ForwardStep) -> None:
+        x.add(self.self_attn(self.input_layernorm(x), step))
+        x.add(self.block_sparse_moe(self.post_attention_layernorm(x)))
+
+
+class QwenMoeBlock(nn.Module):
+    """Some layers may have a plain MLP."""
+
+    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
+        super().__init__()
+        hidden, eps, experts = config.hidden_size, config.norm_eps, config.experts
+        assert experts is not None
+        self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps)
+        self.self_attn = DecoderAttention(config, layer, build)
+        self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps)
+        self.mlp: GatedMLP | MoEMLP
+        if layer in experts.dense_layers:
+            self.mlp = build.gated_mlp(hidden, config.intermediate_size, config.activation, bias=False)
+        else:
+            self.mlp = build.moe_mlp(config)
+
+    def forward(self, x: Stream, step: ForwardStep) -> None:
+        x.add(self.self_attn(self.input_layernorm(x), step))
+        x.add(self.mlp(self.post_attention_layernorm(x)))
+
+
+def build_mixtral(config: ModelConfig, build: LayerBuilder) -> BaseModel:
+    return Decoder(config, build, MixtralBlock)
+
+
+def build_qwen(config: ModelConfig, build: LayerBuilder) -> BaseModel:
+    return Decoder(config, build, QwenMoeBlock)
+
+
+def read_mixtral(config: Fields) -> ModelConfig:
+    given = Fields(config.file, {"rope_theta": 1e6, **{key: value for key, value in config.values.items() if value}})
+    eps = config.number("rms_norm_eps", 1e-5)
+    experts = Experts(
+        config.integer("num_local_experts", 8),
+        config.integer("num_experts_per_tok", 2),
+        given.integer("intermediate_size"),
+    )
+    result = read_decoder(
+        given, "mixtral", 131_072, num_kv_heads=8, norm_eps=eps, experts=check_experts(config, experts)
+    )
+    window = config.optional_integer("sliding_window")
+    if window is not None and window < result.rope.max_position:
+        raise config.refuse("sliding_window", f"a window of {window} tokens is not supported")
+    return result
+
+
+def read_qwen3_moe(config: Fields) -> ModelConfig:
+    refuse_windows(config)
+    bias = config.flag("attention_bias", False)
+    experts = read_qwen_experts(config, 768)
+    return read_decoder(
+        config, "qwen3_moe", 32_768, num_kv_heads=4, qkv_bias=bias, o_bias=bias, qk_norm=True, experts=experts
+    )
+
+
+def read_qwen2_moe(config: Fields) -> ModelConfig:
+    refuse_windows(config)
+    shared = config.integer("shared_expert_intermediate_size", 5_632)
+    experts = replace(read_qwen_experts(config, 1_408), shared_size=shared, shared_has_gate=True)
+    bias = config.flag("qkv_bias", True)
+    return read_decoder(config, "qwen2_moe", 32_768, num_kv_heads=16, qkv_bias=bias, experts=experts)
+
+
+def read_qwen_experts(config: Fields, size: int) -> Experts:
+    """`size`: of an expert, where config.json is silent."""
+    dense, step = config.raw("mlp_only_layers") or [], config.integer("decoder_sparse_step", 1)
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise config.refuse("mlp_only_layers", "must be a list of layers")
+    if step < 1:
+        raise config.refuse("decoder_sparse_step", f"must be at least 1, is {step}")
+    layers = range(config.integer("num_hidden_layers"))
+    experts = Experts(
+        num=config.integer("num_experts" if "num_experts" in config.values else "num_local_experts"),
+        num_used=config.integer("num_experts_per_tok"),
+        size=config.integer("moe_intermediate_size", size),
+        is_normalized=config.flag("norm_topk_prob", False),
+        dense_layers=tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
+    )
+    return check_experts(config, experts)
+
+
+def check_experts(config: Fields, experts: Experts) -> Experts:
+    if not 1 <= experts.num <= MOST_EXPERTS:
+        raise config.refuse("num_local_experts", f"must be in [1, {MOST_EXPERTS}], is {experts.num}")
+    if not 1 <= experts.num_used <= experts.num:
+        raise config.refuse("num_experts_per_tok", f"must be in [1, {experts.num}], is {experts.num_used}")
+    if experts.size < 1:
+        raise config.refuse("moe_intermediate_size", f"must be at least 1, is {experts.size}")
+    return experts
+
+
+MIXTRAL = Family(name="mixtral", build=build_mixtral, read=read_mixtral)
+QWEN3_MOE = Family(name="qwen3_moe", build=build_qwen, read=read_qwen3_moe)
+QWEN2_MOE = Family(name="qwen2_moe", build=build_qwen, read=read_qwen2_moe)

@@ -1,0 +1,81 @@
+"""Tiny random models that transformers writes to disk, read back by Quire's own loading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.runtime.loading.checkpoint import open_checkpoint
+from quire.runtime.loading.files import files_at
+from quire.types.step import Chunk
+from tiny_models import Bench, engine_config, greedy_reference
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "attn_implementation": "eager",
+}
+PROMPTS = ([5, 9, 2, 11, 7, 3, 8, 1, 30, 12], [4, 4, 17])
+NUM_DECODED = 4
+
+
+def hf_model(hf_config: Any, seed: int = 0) -> torch.nn.Module:
+    """A model of random weights, norms and biases too."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            value.normal_(1.0 if "norm" in key else 0.0, 0.15, generator=generator)
+    return model
+
+
+def hf_checkpoint(folder: Path, hf_config: Any, seed: int = 0) -> Path:
+    """A folder as `save_pretrained` writes it."""
+    hf_model(hf_config, seed).save_pretrained(folder)
+    return folder
+
+
+def logits_of(
+    path: Path, prompts: Sequence[Sequence[int]] = PROMPTS, *, attention: str = "auto", **config: Any
+) -> list[tuple[list[int], Tensor]]:
+    """For each prompt the tokens that Quire decodes, and the logits they came from [NUM_DECODED, vocab].
+
+    The first prompt comes in two chunks, the others beside its second; then all rows decode together.
+    """
+    checkpoint = open_checkpoint(files_at(path))
+    bench = Bench(checkpoint, engine_config(**config), attention=attention)  # type: ignore[arg-type]
+    for row, prompt in enumerate(prompts):
+        bench.add(row, prompt)
+    first, *others = prompts
+    half = len(first) // 2
+    bench.run(chunks=[Chunk(0, 0, half)])
+    rest = [Chunk(row, 0, len(prompt), (row,)) for row, prompt in enumerate(others, 1)]
+    bench.run(chunks=[Chunk(0, half, len(first) - half, (0,)), *rest])
+    for _ in range(NUM_DECODED - 1):
+        bench.run(decode=list(range(len(prompts))))
+    seen = bench.sampler.seen
+    return [(bench.tokens[row][len(prompt) :], torch.stack(seen[row])) for row, prompt in enumerate(prompts)]
+
+
+def check_parity(path: Path, *, attention: str, atol: float = 1e-4) -> None:
+    """Quire's tokens and logits are those of transformers."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    for prompt, (tokens, logits) in zip(PROMPTS, logits_of(path, attention=attention), strict=True):
+        wanted, wanted_logits = greedy_reference(model.eval(), prompt, NUM_DECODED)
+        assert tokens == wanted
+        torch.testing.assert_close(logits, wanted_logits, rtol=atol, atol=atol)
