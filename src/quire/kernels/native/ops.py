@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.loader import TYPES, open_library
 
 PLAIN, NIBBLES, BYTES = 0, 1, 2  # numbers, or levels of four or eight bits
@@ -66,7 +67,9 @@ def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
     )  # fmt: skip
 
 
-def paged_attention(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, spans: Tensor, scale: float) -> Tensor:
+def paged_attention(
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, spans: Tensor, rule: AttentionRule
+) -> Tensor:
     """Causal attention of runs of tokens over their cached keys -> [tokens, query heads * dim].
 
     query [tokens, query heads, dim]; keys and values [blocks, kv heads, block, dim]; spans [n, 4] int64, together all
@@ -77,10 +80,13 @@ def paged_attention(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor,
     _check(query.dtype == keys.dtype == values.dtype and query.stride(1) == dim)
     _check(keys.is_contiguous() and values.is_contiguous() and tables.is_contiguous() and spans.is_contiguous())
     _check(tables.dtype == spans.dtype == torch.int64)
+    _check(rule.sinks is None or (rule.sinks.dtype == query.dtype and rule.sinks.is_contiguous()))
+    sinks = None if rule.sinks is None else rule.sinks.data_ptr()
     out = torch.empty(tokens, query_heads * dim, dtype=query.dtype)
     open_library().quire_paged_attention(
         TYPES[query.dtype], query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), tables.data_ptr(),
-        spans.data_ptr(), spans.shape[0], out.data_ptr(), query_heads, kv_heads, dim, block_size, scale,
+        spans.data_ptr(), spans.shape[0], out.data_ptr(), query_heads, kv_heads, dim, block_size,
+        rule.scale, rule.softcap or 0.0, rule.window or 0, sinks,
     )  # fmt: skip
     return out
 

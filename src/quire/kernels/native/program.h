@@ -26,8 +26,10 @@ struct Operation {
     int64_t groups, size;  // parts of a row, side by side, and the values of each
     int64_t layer;         // whose cache, or which angles
     int64_t kv_heads, block_size;
-    const void* weight;  // of a norm [groups, size], or a PackedLinear
+    int64_t window;      // of attention, see Rule
+    const void* weight;  // of a norm [groups, size], a PackedLinear, or the sinks of attention
     double number;       // a norm's eps, or the scale of attention
+    double cap;          // of attention
 };
 
 struct Angles {
@@ -94,7 +96,8 @@ template <typename T> struct Interpreter {
     void attend(const Operation& op, const Cut& cut) const {
         const Keys<T> cache{static_cast<const T*>(run.keys[op.layer]), static_cast<const T*>(run.values[op.layer]),
                             run.tables};
-        paged_attention<T>(at(op.x), width(op.x), cache, cut, at(op.out), shape(op), static_cast<float>(op.number));
+        const Rule rule{static_cast<float>(op.number), static_cast<float>(op.cap), op.window, op.weight};
+        paged_attention<T>(at(op.x), width(op.x), cache, cut, at(op.out), shape(op), rule);
     }
 
     // Rows of x that are wanted; where all are, `out` becomes another name of x.

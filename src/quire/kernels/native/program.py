@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.loader import TYPES, open_library
 from quire.kernels.native.ops import PackedWeight
 
@@ -33,8 +34,8 @@ class _Linear(Structure):
 class _Operation(Structure):
     _fields_ = (
         ("kind", c_int64), ("x", c_int64), ("y", c_int64), ("out", c_int64), ("column", c_int64), ("groups", c_int64),
-        ("size", c_int64), ("layer", c_int64), ("kv_heads", c_int64), ("block_size", c_int64), ("weight", c_void_p),
-        ("number", c_double),
+        ("size", c_int64), ("layer", c_int64), ("kv_heads", c_int64), ("block_size", c_int64), ("window", c_int64),
+        ("weight", c_void_p), ("number", c_double), ("cap", c_double),
     )  # fmt: skip
 
 
@@ -132,13 +133,15 @@ class ProgramWriter:
         """Keys, then values, from a column of each row on, into a layer's cache."""
         self._add(WRITE, x.buffer, column=column, groups=kv_heads, size=dim, layer=layer)
 
-    def attend(self, x: Symbol, layer: int, heads: tuple[int, int, int], block_size: int, scale: float) -> Symbol:
+    def attend(
+        self, x: Symbol, layer: int, heads: tuple[int, int, int], block_size: int, rule: AttentionRule
+    ) -> Symbol:
         """The query heads that each row begins with. heads: query, kv, dim."""
         query, kv, dim = heads
         out = self._new(query * dim)
         self._add(
             ATTEND, x.buffer, out=out.buffer, groups=query, size=dim, layer=layer, kv_heads=kv, block_size=block_size,
-            number=scale,
+            number=rule.scale, cap=rule.softcap or 0.0, window=rule.window or 0, weight=rule.sinks,
         )  # fmt: skip
         return out
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.model import Heads
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.program import Symbol
 from quire.runtime.layers.modules import HeadNorm
 from quire.runtime.layers.ops import LayerOps
@@ -18,9 +19,9 @@ class Attention(nn.Module):
     """Causal attention over a paged cache, after head norms and rotary positions. Side effect: fills the step's slots
     of the layer's cache."""
 
-    def __init__(self, heads: Heads, layer: int, scale: float, rotary: Rotary, ops: LayerOps) -> None:
+    def __init__(self, heads: Heads, layer: int, rule: AttentionRule, rotary: Rotary, ops: LayerOps) -> None:
         super().__init__()
-        self._heads, self._layer, self._scale, self._ops = heads, layer, scale, ops
+        self._heads, self._layer, self._rule, self._ops = heads, layer, rule, ops
         self.rotary = rotary
 
     def forward(self, qkv: Value, step: ForwardStep, norm: HeadNorm | None = None) -> Value:
@@ -41,7 +42,7 @@ class Attention(nn.Module):
         query, key = qk[:, : heads.num_query], qk[:, heads.num_query :]
         cache = step.caches[self._layer]
         self._ops.write(key, value, cache, step.slots)
-        attended: Tensor = step.backend.attend(query, key, value, cache, step.attention)
+        attended: Tensor = step.backend.attend(query, key, value, cache, step.attention, self._rule)
         return attended
 
     def _by_triton(self, qkv: Tensor, step: ForwardStep, norm: HeadNorm | None) -> Tensor:
@@ -56,7 +57,7 @@ class Attention(nn.Module):
         )  # fmt: skip
         by_head = qkv.view(len(qkv), -1, heads.dim)
         query, key, value = torch.split(by_head, [heads.num_query, heads.num_kv, heads.num_kv], dim=1)
-        attended: Tensor = step.backend.attend(query, key, value, cache, plan)
+        attended: Tensor = step.backend.attend(query, key, value, cache, plan, self._rule)
         return attended
 
     def _write_down(self, qkv: Symbol, step: ForwardStep, norm: HeadNorm | None) -> Symbol:
@@ -68,4 +69,4 @@ class Attention(nn.Module):
         writer.rotate(qkv, self.rotary, num_rotated, heads.dim)
         writer.write(qkv, self._layer, heads.query_size, heads.num_kv, heads.dim)
         sizes = (heads.num_query, heads.num_kv, heads.dim)
-        return writer.attend(qkv, self._layer, sizes, block_size, self._scale)
+        return writer.attend(qkv, self._layer, sizes, block_size, self._rule)

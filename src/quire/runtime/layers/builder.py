@@ -7,6 +7,7 @@ from torch import nn
 
 from quire.config.engine import DeviceConfig
 from quire.config.model import Experts, Heads, ModelConfig, Rope
+from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
@@ -95,8 +96,11 @@ class LayerBuilder:
     def head_norm(self, heads: Heads, eps: float) -> HeadNorm:
         return HeadNorm(heads, eps, self._placement)
 
-    def attention(self, heads: Heads, layer: int, rope: Rope) -> Attention:
-        return Attention(heads, layer, heads.dim**-0.5, self._rotary(rope, heads.dim), self._ops)
+    def attention(self, heads: Heads, layer: int, rope: Rope, rule: AttentionRule | None = None) -> Attention:
+        """`rule`: that of the layer; by default the usual scale and nothing besides."""
+        rule = rule or AttentionRule(heads.dim**-0.5)
+        self.backend.accept(rule)
+        return Attention(heads, layer, rule, self._rotary(rope, heads.dim), self._ops)
 
     def _rotary(self, rope: Rope, dim: int) -> Rotary:
         """The same one for all layers with the same positions."""
