@@ -1,0 +1,106 @@
+"""Tiny random models that transformers writes to disk, read back by Quire's own loading."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from interpreter import HAS_TRITON
+from quire.runtime.layers.blocks import Blocks
+from quire.runtime.loading.checkpoint import open_checkpoint
+from quire.runtime.loading.files import files_at
+from quire.types.step import Chunk
+from tiny_models import Bench, engine_config, greedy_reference
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "attn_implementation": "eager",
+}
+BACKENDS = ["reference", "auto", pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="no triton"))]
+PROMPTS = ([5, 9, 2, 11, 7, 3, 8, 1, 30, 12], [4, 4, 17])
+NUM_DECODED = 4
+
+
+def hf_model(hf_config: Any, seed: int = 0) -> torch.nn.Module:
+    """A model of random weights, norms and biases too."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            is_scale = value.dim() == 1 and key.endswith("weight")  # of a norm
+            value.normal_(1.0 if is_scale else 0.0, 0.15, generator=generator)
+    return model
+
+
+def hf_checkpoint(folder: Path, hf_config: Any, seed: int = 0) -> Path:
+    """A folder as `save_pretrained` writes it."""
+    hf_model(hf_config, seed).save_pretrained(folder)
+    return folder
+
+
+def load_bench(path: Path, *, attention: str = "auto", **config: Any) -> Bench:
+    checkpoint = open_checkpoint(files_at(path))
+    return Bench(checkpoint, engine_config(**config), attention=attention)  # type: ignore[arg-type]
+
+
+def num_calls(bench: Bench) -> int:
+    """Operations of the traced program that are not compiled."""
+    model: Any = bench.worker._runner._model
+    model.trace(bench.worker.cache.layers)
+    blocks = next(module for module in model.modules() if isinstance(module, Blocks))
+    (program,) = blocks._programs.values()
+    return program.num_calls
+
+
+def change_config(path: Path, **changes: Any) -> None:
+    """Write other settings into the folder's config.json."""
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def logits_of(
+    path: Path, prompts: Sequence[Sequence[int]] = PROMPTS, *, attention: str = "auto", **config: Any
+) -> list[tuple[list[int], Tensor]]:
+    """For each prompt the tokens that Quire decodes, and the logits they came from [NUM_DECODED, vocab].
+
+    The first prompt comes in two chunks, the others beside its second; then all rows decode together.
+    """
+    bench = load_bench(path, attention=attention, **config)
+    for row, prompt in enumerate(prompts):
+        bench.add(row, prompt)
+    first, *others = prompts
+    half = len(first) // 2
+    bench.run(chunks=[Chunk(0, 0, half)])
+    rest = [Chunk(row, 0, len(prompt), (row,)) for row, prompt in enumerate(others, 1)]
+    bench.run(chunks=[Chunk(0, half, len(first) - half, (0,)), *rest])
+    for _ in range(NUM_DECODED - 1):
+        bench.run(decode=list(range(len(prompts))))
+    seen = bench.sampler.seen
+    return [(bench.tokens[row][len(prompt) :], torch.stack(seen[row])) for row, prompt in enumerate(prompts)]
+
+
+def check_parity(path: Path, *, attention: str, atol: float = 1e-4) -> None:
+    """Quire's tokens and logits are those of transformers."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    for prompt, (tokens, logits) in zip(PROMPTS, logits_of(path, attention=attention), strict=True):
+        wanted, wanted_logits = greedy_reference(model.eval(), prompt, NUM_DECODED)
+        assert tokens == wanted
+        torch.testing.assert_close(logits, wanted_logits, rtol=atol, atol=atol)
