@@ -29,10 +29,17 @@ COMMON: dict[str, Any] = {
 }
 # What config.json of a tiny model says beside COMMON; None takes a setting of COMMON away.
 CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_inner": 96, "n_positions": 512, "bos_token_id": 1},
     "llama": {},
     "mistral": {"sliding_window": None, "head_dim": 16},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
     "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 NUM_TOKENS = 12  # of every answer
 
@@ -57,7 +64,8 @@ class FamilyCase:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for name, value in model.named_parameters():
-                mean = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+                is_scale = value.dim() == 1 and name.endswith("weight")  # of a norm
+                mean = 1.0 if is_scale else 0.0
                 value.normal_(mean, 0.15, generator=generator)
         model.save_pretrained(self.directory)
         return model

@@ -11,6 +11,7 @@ from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.loader import TYPES, open_library
 
 PLAIN, NIBBLES, BYTES = 0, 1, 2  # numbers, or levels of four or eight bits
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 ROW_INPUTS = 16  # `multiply_rows` takes a multiple of them
 
 
@@ -34,13 +35,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, size], 
     return out
 
 
+def layer_norm(x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:  # [rows, size], [2, size] -> [rows, size]
+    _check(x.stride(1) == 1 and weight_bias.dtype == x.dtype and weight_bias.shape == (2, x.shape[1]))
+    _check(weight_bias.is_contiguous())
+    out = torch.empty(x.shape, dtype=x.dtype)
+    open_library().quire_layer_norm(
+        TYPES[x.dtype], x.data_ptr(), x.stride(0), weight_bias.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps
+    )
+    return out
+
+
+def activate(x: Tensor, activation: str) -> None:
+    """In place, by one of ACTIVATIONS."""
+    _check(x.is_contiguous())
+    open_library().quire_activate(TYPES[x.dtype], ACTIVATIONS[activation], x.data_ptr(), x.numel())
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn heads [rows, heads, dim] in place by cos and signed sin [rows, 1, dim]."""
+    """Turn the first numbers of heads [rows, heads, dim] in place by cos and signed sin [rows, 1, those numbers]."""
     rows, heads, dim = x.shape
     _check(x.stride(1) == dim and cos.dtype == sin.dtype == x.dtype and cos.stride(0) == sin.stride(0))
+    _check(cos.shape[-1] == sin.shape[-1] <= dim)
     open_library().quire_rotate(
-        TYPES[x.dtype], x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, heads, dim
-    )
+        TYPES[x.dtype], x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, heads, dim,
+        cos.shape[-1],
+    )  # fmt: skip
 
 
 def has_tile_units() -> bool:

@@ -16,7 +16,7 @@ struct PackedLinear {
     const void* bias;  // [outputs] or null
 };
 
-enum Kind : int64_t { RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW };
+enum Kind : int64_t { RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE };
 
 // One operation on buffers [rows, width]. What a kind does not use is zero.
 struct Operation {
@@ -24,17 +24,17 @@ struct Operation {
     int64_t x, y, out;  // buffers: read; read too; written
     int64_t column;     // of x, where its part begins
     int64_t groups, size;  // parts of a row, side by side, and the values of each
-    int64_t layer;         // whose cache, or which angles
+    int64_t layer;         // whose cache, which angles, or which activation
     int64_t kv_heads, block_size;
     int64_t window;      // of attention, see Rule
-    const void* weight;  // of a norm [groups, size], a PackedLinear, or the sinks of attention
+    const void* weight;  // of a norm [groups, size] or [2, size] with its bias, a PackedLinear, or attention's sinks
     double number;       // a norm's eps, or the scale of attention
     double cap;          // of attention
 };
 
 struct Angles {
     const void *cos, *sin;
-    int64_t stride;
+    int64_t stride, dim;
 };
 
 // One step, and where its buffers lie. NARROW lets `rows` fall to num_wanted.
@@ -83,7 +83,7 @@ template <typename T> struct Interpreter {
     void turn(const Operation& op) const {
         const Angles& angles = run.angles[op.layer];
         rotate(at(op.x) + op.column, width(op.x), static_cast<const T*>(angles.cos), static_cast<const T*>(angles.sin),
-               angles.stride, run.rows, op.groups, op.size);
+               angles.stride, run.rows, op.groups, op.size, angles.dim);
     }
 
     // Keys, then values, of a row from `column` on.
@@ -134,6 +134,11 @@ template <typename T> struct Interpreter {
                 case GATE: silu_mul(at(op.x), at(op.out), run.rows, op.size); break;
                 case ADD: add_rows_to(at(op.x), at(op.y), run.rows * width(op.x)); break;
                 case SELECT: select(op); break;
+                case LAYER_NORM:
+                    layer_norm(at(op.x), width(op.x), static_cast<const T*>(op.weight), at(op.out), width(op.out),
+                               run.rows, op.size, static_cast<float>(op.number));
+                    break;
+                case ACTIVATE: activate(op.layer, at(op.x), run.rows * width(op.x)); break;
                 case NARROW:
                     if (run.wanted != nullptr) run.rows = run.num_wanted;
                     break;

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.loader import TYPES, open_library
-from quire.kernels.native.ops import PackedWeight
+from quire.kernels.native.ops import ACTIVATIONS, PackedWeight
 
-RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW = range(9)
+RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE = range(11)
 _STREAM = 0  # the buffer that a run is given
 
 
@@ -40,7 +40,7 @@ class _Operation(Structure):
 
 
 class _Angles(Structure):
-    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("stride", c_int64))
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("stride", c_int64), ("dim", c_int64))
 
 
 class _Run(Structure):
@@ -86,7 +86,7 @@ class ProgramStep:
     spans: Tensor
     wanted: Tensor | None  # [rows]: those that the program returns; None: all
     caches: Sequence[tuple[Tensor, Tensor]]  # keys and values [blocks, kv heads, block, dim] of each layer
-    angles: Sequence[tuple[Tensor, Tensor]]  # cos and sin [rows, ..., dim], in the order of `Program.angles`
+    angles: Sequence[tuple[Tensor, Tensor]]  # cos and sin [rows, ..., numbers turned], in the order of `Program.angles`
     given: Any = None  # to operations in Python
 
 
@@ -108,6 +108,11 @@ class ProgramWriter:
         self._add(RMS_NORM, x.buffer, out=out.buffer, groups=1, size=x.width, weight=weight, number=eps)
         return out
 
+    def layer_norm(self, x: Symbol, weight_bias: Tensor, eps: float) -> Symbol:
+        out = self._new(x.width)
+        self._add(LAYER_NORM, x.buffer, out=out.buffer, size=x.width, weight=weight_bias, number=eps)
+        return out
+
     def norm_heads(self, x: Symbol, scales: Tensor, eps: float) -> None:
         """The first heads of each row, by scales [heads, dim]."""
         groups, size = scales.shape
@@ -124,7 +129,7 @@ class ProgramWriter:
         return out
 
     def rotate(self, x: Symbol, angles: Hashable, heads: int, dim: int) -> None:
-        """The first heads of each row, by the angles that a run has under this name."""
+        """The first heads of each row, as many numbers of each as the angles have that a run has under this name."""
         if angles not in self._angles:
             self._angles.append(angles)
         self._add(ROTATE, x.buffer, groups=heads, size=dim, layer=self._angles.index(angles))
@@ -150,6 +155,9 @@ class ProgramWriter:
         out = self._new(x.width // 2)
         self._add(GATE, x.buffer, out=out.buffer, size=out.width)
         return out
+
+    def activate(self, x: Symbol, activation: str) -> None:
+        self._add(ACTIVATE, x.buffer, layer=ACTIVATIONS[activation])
 
     def add(self, x: Symbol, y: Symbol) -> None:
         assert x.width == y.width
@@ -325,7 +333,7 @@ def _parts(entries: Sequence[_Operation | _Call]) -> list[_Call | tuple[int, int
 def _angles(pair: tuple[Tensor, Tensor]) -> _Angles:
     cos, sin = pair
     assert cos.stride(0) == sin.stride(0)
-    return _Angles(cos.data_ptr(), sin.data_ptr(), cos.stride(0))
+    return _Angles(cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[-1])
 
 
 def _pointers(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:

@@ -67,10 +67,21 @@ void quire_rms_norm(int64_t type, const void* x, int64_t x_stride, const void* w
                                size, rows, size, static_cast<float>(eps)))
 }
 
+void quire_layer_norm(int64_t type, const void* x, int64_t x_stride, const void* weight_bias, void* out, int64_t rows,
+                      int64_t size, double eps) {
+    DISPATCH(type, layer_norm<T>(static_cast<const T*>(x), x_stride, static_cast<const T*>(weight_bias),
+                                 static_cast<T*>(out), size, rows, size, static_cast<float>(eps)))
+}
+
+// kind: see Activation; x [count], in place.
+void quire_activate(int64_t type, int64_t kind, void* x, int64_t count) {
+    DISPATCH(type, activate<T>(kind, static_cast<T*>(x), count))
+}
+
 void quire_rotate(int64_t type, void* x, int64_t stride, const void* cos, const void* sin, int64_t angle_stride,
-                  int64_t rows, int64_t heads, int64_t dim) {
+                  int64_t rows, int64_t heads, int64_t head_dim, int64_t dim) {
     DISPATCH(type, rotate<T>(static_cast<T*>(x), stride, static_cast<const T*>(cos), static_cast<const T*>(sin),
-                             angle_stride, rows, heads, dim))
+                             angle_stride, rows, heads, head_dim, dim))
 }
 
 // Whether there is a kernel for every weight. float32: weights in panels; bfloat16: in tiles, on tile units.

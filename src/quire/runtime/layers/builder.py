@@ -15,12 +15,12 @@ from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.choice import choose_float8_product, choose_product
 from quire.runtime.layers.experts import EachExpert, ExpertSet, MoEMLP, Router
 from quire.runtime.layers.linear import Linear
-from quire.runtime.layers.mlp import GatedMLP
-from quire.runtime.layers.modules import Embedding, HeadNorm, RMSNorm, TiedHead
+from quire.runtime.layers.mlp import MLP, GatedMLP
+from quire.runtime.layers.modules import Embedding, HeadNorm, LayerNorm, PositionEmbedding, RMSNorm, TiedHead
 from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.rotary import Rotary
-from quire.runtime.layers.weights import Placement
+from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -51,8 +51,8 @@ class LayerBuilder:
         self._ops = choose_ops(dtype, device, triton=triton)
         self._rotaries: dict[tuple[Rope, int], Rotary] = {}
 
-    def linear(self, name: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
-        return Linear(inputs, {name: outputs}, bias, self._product, self._placement)
+    def linear(self, name: str, inputs: int, outputs: int, *, bias: bool, stored: Stored = AS_IT_IS) -> Linear:
+        return Linear(inputs, {name: outputs}, bias, self._product, self._placement, stored)
 
     def qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
         outputs = {"q_proj": heads.query_size, "k_proj": heads.kv_size, "v_proj": heads.kv_size}
@@ -90,17 +90,25 @@ class LayerBuilder:
         turned = ExpertLinear(num, size, {down: hidden}, self._placement, float8=self._float8)
         return StackedExperts(gate_up, turned, activation, dependent_rows=dependent_rows(self._placement.device))
 
+    def mlp(self, up: Linear, down: Linear, activation: str) -> MLP:
+        return MLP(up, down, activation, self._ops)
+
+    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
+        return LayerNorm(name, size, eps, self._ops, self._placement)
+
     def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(name, size, eps, self._ops, self._placement)
 
     def head_norm(self, heads: Heads, eps: float) -> HeadNorm:
         return HeadNorm(heads, eps, self._placement)
 
-    def attention(self, heads: Heads, layer: int, rope: Rope, rule: AttentionRule | None = None) -> Attention:
-        """`rule`: that of the layer; by default the usual scale and nothing besides."""
+    def attention(self, heads: Heads, layer: int, rope: Rope | None, rule: AttentionRule | None = None) -> Attention:
+        """Without `rope` nothing is rotated. `rule`: that of the layer; by default the usual scale and nothing
+        besides."""
         rule = rule or AttentionRule(heads.dim**-0.5)
         self.backend.accept(rule)
-        return Attention(heads, layer, rule, self._rotary(rope, heads.dim), self._ops)
+        rotary = None if rope is None else self._rotary(rope, heads.dim if rope.dim is None else rope.dim)
+        return Attention(heads, layer, rule, rotary, self._ops)
 
     def _rotary(self, rope: Rope, dim: int) -> Rotary:
         """The same one for all layers with the same positions."""
@@ -111,7 +119,12 @@ class LayerBuilder:
     def embedding(self, name: str, vocab_size: int, size: int) -> Embedding:
         return Embedding(name, vocab_size, size, self._table_product, self._placement)
 
-    def lm_head(self, name: str, embedding: Embedding, config: ModelConfig) -> nn.Module:
+    def position_embedding(self, name: str, num_positions: int, size: int, *, offset: int = 0) -> PositionEmbedding:
+        return PositionEmbedding(name, num_positions, size, self._placement, offset=offset)
+
+    def lm_head(self, name: str, embedding: Embedding, config: ModelConfig, *, bias: bool = False) -> nn.Module:
+        """A tied head has no bias."""
         if config.tie_word_embeddings:
+            assert not bias
             return TiedHead(embedding, self._head_product)
-        return Linear(config.hidden_size, {name: config.vocab_size}, False, self._table_product, self._placement)
+        return Linear(config.hidden_size, {name: config.vocab_size}, bias, self._table_product, self._placement)

@@ -1,4 +1,4 @@
-"""Norms, embedding and tied head."""
+"""Norms, embeddings and tied head."""
 
 from __future__ import annotations
 
@@ -41,6 +41,34 @@ class RMSNorm(WeightLayer):
 
     def of(self, x: Value) -> Value:
         return self._ops.rms_norm(x, self.weight.data, self._eps)
+
+
+class LayerNorm(WeightLayer):
+    """Zero mean and unit variance over the last dimension, computed in float32, then scaled and shifted."""
+
+    def __init__(self, name: str, size: int, eps: float, ops: LayerOps, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.empty(2, size)  # and the bias
+        self.parts = (f"{name}.weight", f"{name}.bias")
+        self._eps, self._ops = eps, ops
+
+    @overload
+    def forward(self, x: Stream) -> Normed: ...
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+    def forward(self, x: Stream | Tensor) -> Normed | Tensor:  # [tokens, size]
+        return Normed(x, self) if isinstance(x, Stream) else self.of(x)
+
+    def of(self, x: Value) -> Value:
+        return self._ops.layer_norm(x, self.weight.data, self._eps)
+
+    def randomize(self, part: str, generator: torch.Generator) -> None:
+        super().randomize(part, generator)
+        if part == self.parts[0]:
+            self._part(part).add_(1.0)
+
+    def _part(self, part: str) -> Tensor:
+        return self.weight.data[self.parts.index(part)]
 
 
 class HeadNorm(WeightLayer):
@@ -105,6 +133,20 @@ class Embedding(WeightLayer):
         x = torch.empty(len(rows), self.weight.shape[1], dtype=self._dtype, device=rows.device)
         embed_newest(rows, tokens, lengths, self.weight.data, x, positions)
         return x
+
+
+class PositionEmbedding(WeightLayer):
+    """A learned vector for every position, from a line of the table on."""
+
+    def __init__(self, name: str, num_positions: int, size: int, placement: Placement, *, offset: int = 0) -> None:
+        super().__init__()
+        self.weight = placement.empty(offset + num_positions, size)
+        self.parts = (f"{name}.weight",)
+        self._offset = offset
+
+    def forward(self, positions: Tensor) -> Tensor:  # [tokens] -> [tokens, size]
+        """Past the end it is the last one: a row that ran ahead is there, and what it computes is dropped."""
+        return F.embedding((positions + self._offset).clamp_(max=len(self.weight) - 1), self.weight)
 
 
 class TiedHead(WeightLayer):

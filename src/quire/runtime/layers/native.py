@@ -27,6 +27,18 @@ class NativeOps(TorchOps):
     def rms_norm(self, x: Value, weight: Tensor, eps: float) -> Value:
         return x.writer.norm(x, weight, eps) if isinstance(x, Symbol) else ops.rms_norm(x, weight, eps)
 
+    def layer_norm(self, x: Value, weight_bias: Tensor, eps: float) -> Value:
+        if isinstance(x, Symbol):
+            return x.writer.layer_norm(x, weight_bias, eps)
+        return ops.layer_norm(x, weight_bias, eps)
+
+    def activate(self, x: Value, activation: str) -> Value:
+        if isinstance(x, Symbol):
+            x.writer.activate(x, activation)
+        else:
+            ops.activate(x, activation)
+        return x
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ops.rotate(x, cos, sin)
         return x

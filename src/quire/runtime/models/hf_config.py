@@ -10,6 +10,7 @@ from quire.runtime.models.hf_rope import read_rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 GATED = ("silu", "gelu", "gelu_tanh")  # that gates have
+PLAIN = (*GATED, "relu")  # that plain MLPs have
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -59,21 +60,32 @@ def refuse_windows(config: Fields) -> None:
         raise config.refuse("layer_types", "only full_attention layers are supported")
 
 
-def read_heads(config: Fields, num_kv_heads: int | None = None, head_dim: int | None = None) -> Heads:
-    num_query = config.integer("num_attention_heads")
+def refuse_set(config: Fields, key: str, *, usual: bool) -> None:
+    """Refuse a flag that is set otherwise than the published models have it."""
+    if config.flag(key, usual) is not usual:
+        raise config.refuse(key, f"only {str(usual).lower()} is supported")
+
+
+def read_heads(
+    config: Fields,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    *,
+    heads: str = "num_attention_heads",  # the keys
+    hidden: str = "hidden_size",
+) -> Heads:
+    num_query = config.integer(heads)
     if num_query < 1:
-        raise config.refuse("num_attention_heads", f"must be at least 1, is {num_query}")
+        raise config.refuse(heads, f"must be at least 1, is {num_query}")
     if "num_key_value_heads" in config.values or num_kv_heads is None:
         num_kv = config.integer("num_key_value_heads", num_query)
     else:
         num_kv = num_kv_heads
-    hidden = config.integer("hidden_size")
+    size = config.integer(hidden)
     explicit = config.optional_integer("head_dim") if "head_dim" in config.values else head_dim
-    if explicit is None and hidden % num_query:
-        raise config.refuse(
-            "hidden_size", f"{hidden} is not a multiple of {num_query} heads, and head_dim is not given"
-        )
-    return Heads(num_query, num_kv, explicit if explicit is not None else hidden // num_query)
+    if explicit is None and size % num_query:
+        raise config.refuse(hidden, f"{size} is not a multiple of {num_query} heads, and head_dim is not given")
+    return Heads(num_query, num_kv, explicit if explicit is not None else size // num_query)
 
 
 def read_activation(

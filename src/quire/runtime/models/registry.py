@@ -21,6 +21,7 @@ class Entry(NamedTuple):
 
 
 ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
+    "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",)),
     "llama": Entry("decoder", "LLAMA", ("LlamaForCausalLM",), in_gguf=True),
     "mistral": Entry("decoder", "MISTRAL", ("MistralForCausalLM",)),
     "mixtral": Entry("mixture", "MIXTRAL", ("MixtralForCausalLM",)),
