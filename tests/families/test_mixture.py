@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from family_bench import SIZES, check_parity, hf_checkpoint, hf_model
+from family_bench import SIZES, check_parity, hf_checkpoint, hf_model, logits_of
+from interpreter import HAS_TRITON
 from quire.runtime.loading.hf.config import hf_model_config
 from quire.types.errors import ModelLoadError
 
 transformers = pytest.importorskip("transformers")
-BACKENDS = ["reference", "auto", "triton"]
+BACKENDS = ["reference", "auto", *(["triton"] if HAS_TRITON else [])]
 QWEN = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 
 
@@ -41,7 +43,7 @@ def test_mixtral(attention: str, tmp_path: Path) -> None:
         ("reference", {"mlp_only_layers": [0]}),
         ("auto", {"decoder_sparse_step": 2}),
         ("auto", {"norm_topk_prob": True}),
-        ("triton", {"mlp_only_layers": [1], "norm_topk_prob": True}),
+        (BACKENDS[-1], {"mlp_only_layers": [1], "norm_topk_prob": True}),
     ],
 )
 def test_qwen3_moe(attention: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -98,3 +100,32 @@ def test_what_mixtral_takes_for_granted_is_what_transformers_does(tmp_path: Path
     assert config.norm_eps == theirs.rms_norm_eps
     assert config.experts is not None
     assert config.experts.num_used == theirs.num_experts_per_tok
+
+
+def upcycled(dense: torch.nn.Module, num: int) -> torch.nn.Module:
+    """A mixture whose experts are all the dense model's MLP; its routers are random."""
+    mixture = hf_model(mixtral(num_local_experts=num))
+    theirs = dense.state_dict()
+    with torch.no_grad():
+        for name, value in mixture.named_parameters():
+            path = name.partition(".mlp.")[0]
+            if name.endswith("experts.gate_up_proj"):
+                pair = theirs[f"{path}.mlp.gate_proj.weight"], theirs[f"{path}.mlp.up_proj.weight"]
+                value.copy_(torch.cat(pair).expand_as(value))
+            elif name.endswith("experts.down_proj"):
+                value.copy_(theirs[f"{path}.mlp.down_proj.weight"].expand_as(value))
+            elif not name.endswith("mlp.gate.weight"):
+                value.copy_(theirs[name])
+    return mixture
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_a_dense_model_upcycled_to_equal_experts_gives_its_own_tokens(attention: str, tmp_path: Path) -> None:
+    theta = {"rope_type": "default", "rope_theta": 1e6}
+    dense = hf_model(transformers.LlamaConfig(**SIZES, rope_parameters=theta, rms_norm_eps=1e-5))
+    dense.save_pretrained(tmp_path / "dense")
+    upcycled(dense, 4).save_pretrained(tmp_path / "mixture")
+    plain, mixed = (logits_of(tmp_path / name, attention=attention) for name in ("dense", "mixture"))
+    for (tokens, logits), (mixed_tokens, mixed_logits) in zip(plain, mixed, strict=True):
+        assert mixed_tokens == tokens
+        torch.testing.assert_close(mixed_logits, logits, rtol=1e-4, atol=1e-4)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token_buckets
 from quire.config.facts import HardwareFacts
-from quire.config.model import DTYPE_BYTES, ModelConfig, packed_bytes
+from quire.config.model import DTYPE_BYTES, Experts, ModelConfig, packed_bytes
 from quire.config.sizes import MIB, at_least, at_most, format_size
 from quire.types.errors import DoesNotFit
 
@@ -286,7 +286,18 @@ def _widest(model: ModelConfig) -> int:
     """The number of values per token when a layer's activations are at their peak."""
     heads = model.heads
     attention = 2 * (heads.query_size + 2 * heads.kv_size) + 2 * heads.query_size
-    return 4 * model.hidden_size + max(attention, 3 * model.intermediate_size)
+    mlp = 3 * model.intermediate_size
+    if model.experts is not None:
+        mlp = max(mlp if model.experts.dense_layers else 0, _widest_mixture(model.hidden_size, model.experts))
+    return 4 * model.hidden_size + max(attention, mlp)
+
+
+def _widest_mixture(hidden: int, experts: Experts) -> int:
+    """Logits, what the shared expert gives, and beside their sum either what all experts of a token give or, where one
+    runs after the other, the rows of one that all tokens may go to."""
+    at_once = experts.num_used * (experts.size + hidden + 2)
+    one = 3 * experts.size + 3 * hidden
+    return 2 * experts.num + hidden + max(3 * experts.shared_size, hidden + max(at_once, one))
 
 
 def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:

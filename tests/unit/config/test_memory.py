@@ -16,7 +16,7 @@ from quire.config.memory import (
     kv_block_bytes,
     plan_memory,
 )
-from quire.config.model import Dtype, StoredLevels
+from quire.config.model import Dtype, Experts, StoredLevels
 from quire.config.sizes import GIB, MIB
 from quire.config.tiers import TierConfig
 from quire.types.errors import DoesNotFit
@@ -236,3 +236,20 @@ def test_the_host_tier_of_a_gpu_lies_beside_it_and_needs_room_to_pass_through() 
     held.check()
     with pytest.raises(DoesNotFit, match="host_cache_memory: .* are available; lower it to"):
         _tiered("cuda", SERVER.available_memory // held.block_bytes + 1).check()
+
+
+def test_a_mixture_has_room_for_what_all_experts_of_a_token_give() -> None:
+    config = EngineConfig(
+        CacheConfig(16, 10),
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=2_048),
+        DeviceConfig("cpu", "float32", "float32"),
+    )
+    experts = Experts(num=64, num_used=8, size=256)
+
+    def activations(experts: Experts | None) -> int:
+        return plan_memory(replace(SMALL, experts=experts), config, LAPTOP, 12 * GIB).activations
+
+    few = activations(replace(experts, num_used=4))
+    assert activations(experts) - few == 512 * 4 * 4 * (256 + SMALL.hidden_size + 2)
+    assert activations(replace(experts, shared_size=1 << 16)) > activations(experts)
+    assert activations(replace(experts, size=8, num_used=1, dense_layers=(0,))) == activations(None)

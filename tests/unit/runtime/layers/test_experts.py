@@ -1,0 +1,124 @@
+"""A layer's experts, in each form, against plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from interpreter import HAS_TRITON
+from quire.config.engine import DeviceConfig
+from quire.config.model import Experts
+from quire.kernels.reference.experts import choose_experts, mix_experts
+from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.experts import MoEMLP
+from quire.runtime.layers.stream import Stream
+from quire.runtime.layers.weights import weight_layers
+from quire.runtime.quantization.fp8 import rounded
+from tiny_models import DEVICE, tiny_config
+
+HIDDEN, SIZE, NUM = 48, 24, 5
+PLAIN = Experts(NUM, 2, SIZE)
+SETTINGS = {
+    "normalized": PLAIN,
+    "not normalized, scaled": replace(PLAIN, is_normalized=False, scale=1.5, num_used=3),
+    "shared": replace(PLAIN, shared_size=32),
+    "shared by a gate": replace(PLAIN, shared_size=32, shared_has_gate=True),
+}
+FORMS = ["reference", "auto", *(["triton"] if HAS_TRITON else [])]
+
+
+class Layer:
+    """A norm of ones and a mixture of random weights, in one of its forms."""
+
+    def __init__(self, settings: Experts, attention: str, quantization: Any = None) -> None:
+        config = tiny_config(hidden_size=HIDDEN, experts=settings)
+        device = DeviceConfig(DEVICE, "float32", "float32", attention_backend=attention, quantization=quantization)
+        builder = LayerBuilder(device, config.heads)
+        self.settings, self.norm = settings, builder.rms_norm("norm", HIDDEN, 1e-6)
+        self.norm.weight.data.fill_(1.0)
+        self.moe: MoEMLP = builder.moe_mlp(config)
+        self.tensors: dict[str, Tensor] = {}
+        layers = list(weight_layers(self.moe))
+        shapes = {name: layer.part_shape(part) for layer, parts in layers for name, part in parts.items()}
+        generator = torch.Generator().manual_seed(1)
+        for name in sorted(shapes):
+            self.tensors[name] = torch.randn(shapes[name], generator=generator) * 0.2
+        for layer, parts in layers:
+            for name, part in parts.items():
+                layer.load(part, self.tensors[name])
+            layer.finish()
+
+    def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        return self.moe(self.norm(Stream(x.clone().to(DEVICE), rows))).cpu()
+
+    def wanted(self, x: Tensor, quantized: bool = False) -> Tensor:
+        tensors, settings = self.tensors, self.settings
+        x = x * (x.pow(2).mean(dim=-1, keepdim=True) + 1e-6).rsqrt()
+        held = rounded if quantized else lambda weight: weight
+        gate, up, down = (
+            torch.stack([held(tensors[f"experts.{expert}.{name}_proj.weight"]) for expert in range(NUM)])
+            for name in ("gate", "up", "down")
+        )
+        chosen, weights = choose_experts(
+            x @ tensors["gate.weight"].t(),
+            settings.num_used,
+            is_normalized=settings.is_normalized,
+            scale=settings.scale,
+        )
+        out = mix_experts(x, torch.cat((gate, up), dim=1), down, chosen, weights, "silu")
+        if settings.shared_size:
+            gate, up, down = (held(tensors[f"shared_expert.{name}_proj.weight"]) for name in ("gate", "up", "down"))
+            one = torch.ones(len(x), 1, dtype=torch.long)
+            shared = mix_experts(x, torch.cat((gate, up))[None], down[None], one - 1, one.float(), "silu")
+            if settings.shared_has_gate:
+                shared = shared * torch.sigmoid(x @ tensors["shared_expert_gate.weight"].t())
+            out = out + shared
+        return out
+
+
+def numbers(tokens: int) -> Tensor:
+    return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("attention", FORMS)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_mixture_is_the_weighted_sum_of_its_experts(settings: str, attention: str) -> None:
+    layer = Layer(SETTINGS[settings], attention)
+    for tokens in (1, 9):
+        x = numbers(tokens)
+        torch.testing.assert_close(layer(x), layer.wanted(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", FORMS)
+def test_no_tokens_are_no_work(attention: str) -> None:
+    assert Layer(PLAIN, attention)(numbers(0)).shape == (0, HIDDEN)
+
+
+def test_no_token_depends_on_the_others() -> None:
+    layer, x = Layer(PLAIN, "auto"), numbers(9)
+    together = layer(x)
+    for place in range(9):
+        assert torch.equal(layer(x[place : place + 1])[0], together[place])
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+def test_padding_spoils_nobody() -> None:
+    layer, x = Layer(SETTINGS["shared by a gate"], "triton"), numbers(9)
+    rows = torch.zeros(9, dtype=torch.int32, device=DEVICE)
+    wanted = layer(x, rows)
+    rows[2], x[2] = -1, float("nan")
+    found = layer(x, rows)
+    kept = torch.arange(9) != 2
+    assert torch.equal(found[kept], wanted[kept])
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+def test_float8_experts_are_near_what_rounded_weights_give() -> None:
+    import triton_cases  # noqa: F401  float8 as hardware rounds it
+
+    layer, x = Layer(PLAIN, "triton", "fp8"), numbers(6)
+    torch.testing.assert_close(layer(x), layer.wanted(x, quantized=True), rtol=1e-4, atol=1e-4)
