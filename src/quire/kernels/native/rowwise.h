@@ -45,18 +45,26 @@ void rotate(T* x, int64_t stride, const T* cos, const T* sin, int64_t angle_stri
     }
 }
 
-// gate_up [rows, 2 * size] -> silu(gate) * up [rows, size]
+enum Activation : int64_t { SILU, GELU_TANH };
+
+inline Floats activate(int64_t activation, Floats x) {
+    Floats inside = x;
+    if (activation == GELU_TANH) {  // 0.5 (1 + tanh z) is sigmoid(2 z)
+        inside = add_product(x, x * x * x, all(0.044715f)) * 1.5957691216057308f;
+    }
+    return x / (1.0f + exponential(smaller(-inside, all(LARGEST_EXPONENT))));
+}
+
+// gate_up [rows, 2 * size] -> activation(gate) * up [rows, size]
 template <typename T>
-void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t size) {
+void gate(int64_t activation, const T* gate_up, T* out, int64_t rows, int64_t size) {
 #pragma omp parallel for schedule(static) if (rows * size > 16384)
     for (int64_t row = 0; row < rows; ++row) {
         const T* gate = gate_up + row * 2 * size;
         const T* up = gate + size;
         T* to = out + row * size;
         in_pieces(size, [&](int64_t i, int64_t count) {
-            const Floats g = fetch(gate + i, count);
-            const Floats decay = exponential(smaller(-g, all(LARGEST_EXPONENT)));
-            put(to + i, rounded<T>(g / (1.0f + decay)) * fetch(up + i, count), count);
+            put(to + i, rounded<T>(activate(activation, fetch(gate + i, count))) * fetch(up + i, count), count);
         });
     }
 }

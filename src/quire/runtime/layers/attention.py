@@ -37,8 +37,11 @@ class Attention(nn.Module):
         by_head = qkv.view(len(qkv), -1, heads.dim)
         num_rotated = heads.num_query + heads.num_kv
         qk, value = by_head[:, :num_rotated], by_head[:, num_rotated:]
-        rotation = self.rotary(step)
-        qk = self._ops.rotate(qk if norm is None else norm(qk), rotation.cos, rotation.sin)
+        if norm is not None:
+            qk = norm(qk)
+        if self.rotary.turns:
+            rotation = self.rotary(step)
+            qk = self._ops.rotate(qk, rotation.cos, rotation.sin)
         query, key = qk[:, : heads.num_query], qk[:, heads.num_query :]
         cache = step.caches[self._layer]
         self._ops.write(key, value, cache, step.slots)
@@ -66,7 +69,8 @@ class Attention(nn.Module):
         num_rotated, block_size = heads.num_query + heads.num_kv, step.caches[self._layer].key.shape[2]
         if norm is not None:
             writer.norm_heads(qkv, norm.scales, norm.eps)
-        writer.rotate(qkv, self.rotary, num_rotated, heads.dim)
+        if self.rotary.turns:
+            writer.rotate(qkv, self.rotary, num_rotated, heads.dim)
         writer.write(qkv, self._layer, heads.query_size, heads.num_kv, heads.dim)
         sizes = (heads.num_query, heads.num_kv, heads.dim)
         return writer.attend(qkv, self._layer, sizes, block_size, self._rule)

@@ -59,17 +59,28 @@ class LayerBuilder:
         gate_up = Linear(hidden, both, bias, self._product, self._placement)
         return GatedMLP(gate_up, self.linear("down_proj", intermediate, hidden, bias=bias), activation, self._ops)
 
-    def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(name, size, eps, self._ops, self._placement)
+    def rms_norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
+        return RMSNorm(name, size, eps, self._ops, self._placement, offset)
 
-    def head_norm(self, heads: Heads, eps: float) -> HeadNorm:
-        return HeadNorm(heads, eps, self._placement)
+    def head_norm(self, heads: Heads, eps: float, offset: float = 0.0) -> HeadNorm:
+        return HeadNorm(heads, eps, self._placement, offset)
+
+    def rounded(self, number: float) -> float:
+        """A number as the model's tensors hold it."""
+        return torch.tensor(number, dtype=self._placement.dtype).item()
 
     def attention(self, heads: Heads, layer: int, rope: Rope, rule: AttentionRule | None = None) -> Attention:
         """`rule`: that of the layer; by default the usual scale and nothing besides."""
         rule = rule or AttentionRule(heads.dim**-0.5)
         self.backend.accept(rule)
         return Attention(heads, layer, rule, self._rotary(rope, heads.dim), self._ops)
+
+    def attention_of(self, config: ModelConfig, layer: int) -> Attention:
+        """With the rotary positions, window, scale and cap that the config has for the layer."""
+        heads, scale = config.heads, config.attention_scale
+        scale = heads.dim**-0.5 if scale is None else scale
+        rule = AttentionRule(scale, config.attention_softcap, config.window_of(layer))
+        return self.attention(heads, layer, config.rope_of(layer), rule)
 
     def _rotary(self, rope: Rope, dim: int) -> Rotary:
         """The same one for all layers with the same positions."""

@@ -32,6 +32,11 @@ class Rotary(nn.Module):
         self._angles = torch.empty(0, dim)  # [positions, dim]: cos of dim / 2 frequencies, then sin
 
     @property
+    def turns(self) -> bool:
+        """Whether anything is rotated at all."""
+        return self._rope.dim != 0
+
+    @property
     def is_static(self) -> bool:
         """Whether angles depend on nothing but a token's position."""
         return self._rope.kind != "dynamic"
@@ -78,6 +83,8 @@ class Rotary(nn.Module):
 
 def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
     """Inverse frequencies [dim / 2], float32, and the factor on cos and sin."""
+    if rope.dim == 0:
+        return torch.zeros(dim // 2), 1.0
     plain = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     if rope.frequency_factors:
         plain = plain / torch.tensor(rope.frequency_factors, dtype=torch.float32)

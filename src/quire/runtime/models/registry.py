@@ -25,6 +25,8 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "mistral": Entry("decoder", "MISTRAL", ("MistralForCausalLM",)),
     "qwen2": Entry("decoder", "QWEN2", ("Qwen2ForCausalLM",), in_gguf=True),
     "qwen3": Entry("decoder", "QWEN3", ("Qwen3ForCausalLM",), in_gguf=True),
+    "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",)),
+    "gemma3_text": Entry("gemma", "GEMMA3", ("Gemma3ForCausalLM",)),
 }
 CLASSES = {known: name for name, entry in ENTRIES.items() for known in entry.classes}
 IN_GGUF = tuple(name for name, entry in ENTRIES.items() if entry.in_gguf)
