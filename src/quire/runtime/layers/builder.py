@@ -14,7 +14,7 @@ from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.choice import choose_float8_product, choose_product
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.mlp import GatedMLP
-from quire.runtime.layers.modules import Embedding, HeadNorm, RMSNorm, TiedHead
+from quire.runtime.layers.modules import Embedding, HeadNorm, ProjectionNorm, RMSNorm, TiedHead
 from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.rotary import Rotary
@@ -64,6 +64,9 @@ class LayerBuilder:
 
     def head_norm(self, heads: Heads, eps: float, offset: float = 0.0) -> HeadNorm:
         return HeadNorm(heads, eps, self._placement, offset)
+
+    def projection_norm(self, heads: Heads, eps: float) -> ProjectionNorm:
+        return ProjectionNorm(heads, eps, self._ops, self._placement)
 
     def rounded(self, number: float) -> float:
         """A number as the model's tensors hold it."""

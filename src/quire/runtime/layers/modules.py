@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.config.model import Heads
+from quire.kernels.native.program import Symbol
 from quire.kernels.norm import Norm
 from quire.runtime.layers.ops import LayerOps, normalize
 from quire.runtime.layers.product import Multiply, Product
@@ -84,6 +85,31 @@ class HeadNorm(WeightLayer):
 
     def _part(self, part: str) -> Tensor:
         return self.weight.data[self.parts.index(part)]
+
+
+class ProjectionNorm(WeightLayer):
+    """RMSNorm of all query heads of a token together, and of all its key heads (OLMo 2)."""
+
+    parts = ("q_norm.weight", "k_norm.weight")
+    random_mean = 1.0
+
+    def __init__(self, heads: Heads, eps: float, ops: LayerOps, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.empty(heads.query_size + heads.kv_size)
+        self._spans = (slice(0, heads.query_size), slice(heads.query_size, heads.query_size + heads.kv_size))
+        self._eps, self._ops = eps, ops
+
+    def forward(self, qkv: Value) -> Value:
+        """qkv [tokens, (query + 2 * kv heads) * dim], overwritten."""
+        for span in self._spans:
+            if isinstance(qkv, Symbol):
+                qkv.writer.norm_part(qkv, self.weight.data[span], self._eps, span.start)
+            else:
+                qkv[:, span] = self._ops.rms_norm(qkv[:, span].contiguous(), self.weight.data[span], self._eps)
+        return qkv
+
+    def _part(self, part: str) -> Tensor:
+        return self.weight.data[self._spans[self.parts.index(part)]]
 
 
 class Embedding(WeightLayer):

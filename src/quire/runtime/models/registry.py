@@ -25,6 +25,9 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "mistral": Entry("decoder", "MISTRAL", ("MistralForCausalLM",)),
     "qwen2": Entry("decoder", "QWEN2", ("Qwen2ForCausalLM",), in_gguf=True),
     "qwen3": Entry("decoder", "QWEN3", ("Qwen3ForCausalLM",), in_gguf=True),
+    "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",)),
+    "smollm3": Entry("decoder", "SMOLLM3", ("SmolLM3ForCausalLM",)),
+    "olmo2": Entry("olmo", "OLMO2", ("Olmo2ForCausalLM",)),
     "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",)),
     "gemma3_text": Entry("gemma", "GEMMA3", ("Gemma3ForCausalLM",)),
 }
