@@ -35,7 +35,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
     "qwen2_moe": {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 64,
     },
     "qwen3": {"head_dim": 32},

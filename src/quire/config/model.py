@@ -37,7 +37,7 @@ class Rope:
     scaling: tuple[tuple[str, float], ...] = ()
     max_position: int = 2_048  # the sequence length that the model was trained for
     frequency_factors: tuple[float, ...] = ()  # dim / 2 divisors of the default frequencies; (): none
-    dim: int | None = None  # how many numbers of each head are rotated, the first ones; None: all
+    dim: int | None = None  # how many numbers of each head are rotated, the first ones; None: all; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,16 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = field(default=())
     levels: StoredLevels = field(default_factory=StoredLevels)
     weights: WeightCounts = field(default_factory=WeightCounts)
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """The rotary positions of a layer; None: it has none."""
+        if layer in self.layers_without_rope:
+            return None
+        return self.local_rope if self.local_rope is not None and self.window_of(layer) is not None else self.rope
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a token of a layer sees, itself included; None: all."""
+        return self.windows[layer] if self.windows else None
 
     @property
     def layer_weights(self) -> tuple[int, int]:

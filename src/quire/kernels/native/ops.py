@@ -67,11 +67,13 @@ def has_tile_units() -> bool:
     return bool(open_library().quire_has_tile_units())
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * size], contiguous -> [rows, size]
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """[rows, 2 * size], contiguous: gate, then up -> activation(gate) * up [rows, size]; one of ACTIVATIONS."""
     rows, both = gate_up.shape
     _check(gate_up.is_contiguous())
     out = torch.empty(rows, both // 2, dtype=gate_up.dtype)
-    open_library().quire_silu_mul(TYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, both // 2)
+    kind = ACTIVATIONS[activation]
+    open_library().quire_gate(TYPES[gate_up.dtype], kind, gate_up.data_ptr(), out.data_ptr(), rows, both // 2)
     return out
 
 

@@ -28,7 +28,7 @@ struct Operation {
     int64_t kv_heads, block_size;
     int64_t window;      // of attention, see Rule
     const void* weight;  // of a norm [groups, size] or [2, size] with its bias, a PackedLinear, or attention's sinks
-    double number;       // a norm's eps, or the scale of attention
+    double number;       // a norm's eps, the scale of attention, or of what is added
     double cap;          // of attention
 };
 
@@ -49,11 +49,11 @@ struct ProgramRun {
     void** values;
 };
 
-template <typename T> void add_rows_to(T* x, const T* more, int64_t count) {
+template <typename T> void add_rows_to(T* x, const T* more, float scale, int64_t count) {
 #pragma omp parallel for schedule(static) if (count > 65536)
     for (int64_t begin = 0; begin < count; begin += 4096)
         in_pieces(std::min<int64_t>(4096, count - begin), [&](int64_t i, int64_t n) {
-            put(x + begin + i, fetch(x + begin + i, n) + fetch(more + begin + i, n), n);
+            put(x + begin + i, fetch(x + begin + i, n) + rounded<T>(fetch(more + begin + i, n) * scale), n);
         });
 }
 
@@ -131,8 +131,8 @@ template <typename T> struct Interpreter {
                     }
                     attend(op, *cut);
                     break;
-                case GATE: silu_mul(at(op.x), at(op.out), run.rows, op.size); break;
-                case ADD: add_rows_to(at(op.x), at(op.y), run.rows * width(op.x)); break;
+                case GATE: gate(op.layer, at(op.x), at(op.out), run.rows, op.size); break;
+                case ADD: add_rows_to(at(op.x), at(op.y), static_cast<float>(op.number), run.rows * width(op.x)); break;
                 case SELECT: select(op); break;
                 case LAYER_NORM:
                     layer_norm(at(op.x), width(op.x), static_cast<const T*>(op.weight), at(op.out), width(op.out),

@@ -118,6 +118,12 @@ class ProgramWriter:
         groups, size = scales.shape
         self._add(RMS_NORM, x.buffer, out=x.buffer, groups=groups, size=size, weight=scales, number=eps)
 
+    def norm_part(self, x: Symbol, weight: Tensor, eps: float, column: int) -> None:
+        """As many values of each row as there are weights, from a column on."""
+        self._add(
+            RMS_NORM, x.buffer, out=x.buffer, column=column, groups=1, size=len(weight), weight=weight, number=eps
+        )
+
     def multiply(self, x: Symbol, linear: LinearWeights) -> Symbol:
         weight, bias = linear.weight, linear.bias
         assert weight.dtype == self._dtype
@@ -150,18 +156,19 @@ class ProgramWriter:
         )  # fmt: skip
         return out
 
-    def gate(self, x: Symbol) -> Symbol:
-        """silu(gate) * up of rows of gate, then up."""
+    def gate(self, x: Symbol, activation: str) -> Symbol:
+        """activation(gate) * up of rows of gate, then up; one of ACTIVATIONS."""
         out = self._new(x.width // 2)
-        self._add(GATE, x.buffer, out=out.buffer, size=out.width)
+        self._add(GATE, x.buffer, out=out.buffer, size=out.width, layer=ACTIVATIONS[activation])
         return out
 
     def activate(self, x: Symbol, activation: str) -> None:
         self._add(ACTIVATE, x.buffer, layer=ACTIVATIONS[activation])
 
-    def add(self, x: Symbol, y: Symbol) -> None:
+    def add(self, x: Symbol, y: Symbol, scale: float = 1.0) -> None:
+        """x plus y times a factor."""
         assert x.width == y.width
-        self._add(ADD, x.buffer, y=y.buffer)
+        self._add(ADD, x.buffer, y=y.buffer, number=scale)
 
     def select(self, x: Symbol, *, fresh: bool = False) -> Symbol:
         """The rows of x that are wanted. Call `narrow` when all that goes on has been selected."""

@@ -73,22 +73,6 @@ void rotate(T* x, int64_t stride, const T* cos, const T* sin, int64_t angle_stri
     }
 }
 
-// gate_up [rows, 2 * size] -> silu(gate) * up [rows, size]
-template <typename T>
-void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t size) {
-#pragma omp parallel for schedule(static) if (rows * size > 16384)
-    for (int64_t row = 0; row < rows; ++row) {
-        const T* gate = gate_up + row * 2 * size;
-        const T* up = gate + size;
-        T* to = out + row * size;
-        in_pieces(size, [&](int64_t i, int64_t count) {
-            const Floats g = fetch(gate + i, count);
-            const Floats decay = exponential(smaller(-g, all(LARGEST_EXPONENT)));
-            put(to + i, rounded<T>(g / (1.0f + decay)) * fetch(up + i, count), count);
-        });
-    }
-}
-
 enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU };
 
 // 1 / (1 + e^-x)
@@ -105,7 +89,7 @@ inline Floats gelu(Floats x) {
 }
 
 template <Activation KIND> inline Floats activated(Floats x) {
-    if constexpr (KIND == SILU) return x * logistic(x);
+    if constexpr (KIND == SILU) return x / (1.0f + exponential(smaller(-x, all(LARGEST_EXPONENT))));
     if constexpr (KIND == GELU) return gelu(x);
     if constexpr (KIND == GELU_TANH)
         return x * logistic(1.5957691216057308f * add_product(x, 0.044715f * x * x, x));  // 0.5 (1 + tanh z)
@@ -127,6 +111,28 @@ template <typename T> void activate(int64_t kind, T* x, int64_t count) {
         case GELU: activate_all<GELU>(x, count); break;
         case GELU_TANH: activate_all<GELU_TANH>(x, count); break;
         case RELU: activate_all<RELU>(x, count); break;
+    }
+}
+
+template <Activation KIND, typename T> void gate_all(const T* gate_up, T* out, int64_t rows, int64_t size) {
+#pragma omp parallel for schedule(static) if (rows * size > 16384)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T* gate = gate_up + row * 2 * size;
+        const T* up = gate + size;
+        T* to = out + row * size;
+        in_pieces(size, [&](int64_t i, int64_t count) {
+            put(to + i, rounded<T>(activated<KIND>(fetch(gate + i, count))) * fetch(up + i, count), count);
+        });
+    }
+}
+
+// gate_up [rows, 2 * size] -> activation(gate) * up [rows, size]
+template <typename T> void gate(int64_t kind, const T* gate_up, T* out, int64_t rows, int64_t size) {
+    switch (kind) {
+        case SILU: gate_all<SILU>(gate_up, out, rows, size); break;
+        case GELU: gate_all<GELU>(gate_up, out, rows, size); break;
+        case GELU_TANH: gate_all<GELU_TANH>(gate_up, out, rows, size); break;
+        case RELU: gate_all<RELU>(gate_up, out, rows, size); break;
     }
 }
 

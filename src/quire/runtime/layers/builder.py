@@ -16,7 +16,15 @@ from quire.runtime.layers.choice import choose_float8_product, choose_product
 from quire.runtime.layers.experts import EachExpert, ExpertSet, MoEMLP, Router
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.mlp import MLP, GatedMLP
-from quire.runtime.layers.modules import Embedding, HeadNorm, LayerNorm, PositionEmbedding, RMSNorm, TiedHead
+from quire.runtime.layers.modules import (
+    Embedding,
+    HeadNorm,
+    LayerNorm,
+    PositionEmbedding,
+    ProjectionNorm,
+    RMSNorm,
+    TiedHead,
+)
 from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.rotary import Rotary
@@ -96,11 +104,18 @@ class LayerBuilder:
     def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
         return LayerNorm(name, size, eps, self._ops, self._placement)
 
-    def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(name, size, eps, self._ops, self._placement)
+    def rms_norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
+        return RMSNorm(name, size, eps, self._ops, self._placement, offset)
 
-    def head_norm(self, heads: Heads, eps: float) -> HeadNorm:
-        return HeadNorm(heads, eps, self._placement)
+    def head_norm(self, heads: Heads, eps: float, offset: float = 0.0) -> HeadNorm:
+        return HeadNorm(heads, eps, self._placement, offset)
+
+    def projection_norm(self, heads: Heads, eps: float) -> ProjectionNorm:
+        return ProjectionNorm(heads, eps, self._ops, self._placement)
+
+    def rounded(self, number: float) -> float:
+        """A number as the model's tensors hold it."""
+        return torch.tensor(number, dtype=self._placement.dtype).item()
 
     def attention(self, heads: Heads, layer: int, rope: Rope | None, rule: AttentionRule | None = None) -> Attention:
         """Without `rope` nothing is rotated. `rule`: that of the layer; by default the usual scale and nothing
@@ -109,6 +124,13 @@ class LayerBuilder:
         self.backend.accept(rule)
         rotary = None if rope is None else self._rotary(rope, heads.dim if rope.dim is None else rope.dim)
         return Attention(heads, layer, rule, rotary, self._ops)
+
+    def attention_of(self, config: ModelConfig, layer: int) -> Attention:
+        """With the rotary positions, window, scale and cap that the config has for the layer."""
+        heads, scale = config.heads, config.attention_scale
+        scale = heads.dim**-0.5 if scale is None else scale
+        rule = AttentionRule(scale, config.attention_softcap, config.window_of(layer))
+        return self.attention(heads, layer, config.rope_of(layer), rule)
 
     def _rotary(self, rope: Rope, dim: int) -> Rotary:
         """The same one for all layers with the same positions."""

@@ -95,6 +95,8 @@ class Linear(WeightLayer):
             if self.fused is not None and isinstance(x.norm, RMSNorm):
                 return self.fused.after_norm(x.stream.x, x.norm.as_norm, x.stream.take_pending())
             x = x.value()
+        if isinstance(x, Tensor) and len(x) == 0:
+            return x.new_empty(0, self.num_outputs)
         if isinstance(x, Symbol) and not isinstance(self.multiply, NativeMultiply):
             return x.writer.call(partial(_multiply, self.multiply), (x,), self.num_outputs)
         return self.multiply(x)

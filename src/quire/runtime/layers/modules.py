@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.config.model import Heads
+from quire.kernels.native.program import Symbol
 from quire.kernels.norm import Norm
 from quire.runtime.layers.ops import LayerOps, normalize
 from quire.runtime.layers.product import Multiply, Product
-from quire.runtime.layers.stream import Normed, Stream, Value
+from quire.runtime.layers.stream import Normed, PostNormed, Projected, Stream, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
 from quire.runtime.quantization.levels import LevelWeight
 
@@ -20,24 +21,34 @@ from quire.runtime.quantization.levels import LevelWeight
 class RMSNorm(WeightLayer):
     """Unit root mean square over the last dimension, computed in float32, then scaled.
 
-    Of a residual stream it is computed by the layer that reads it.
+    Of a residual stream it is computed by the layer that reads it, of a layer's result when that is added. A checkpoint
+    may store weights less `offset`.
     """
 
     random_mean = 1.0
 
-    def __init__(self, name: str, size: int, eps: float, ops: LayerOps, placement: Placement) -> None:
+    def __init__(
+        self, name: str, size: int, eps: float, ops: LayerOps, placement: Placement, offset: float = 0.0
+    ) -> None:
         super().__init__()
         self.weight = placement.empty(size)
         self.parts = (f"{name}.weight",)
-        self._eps, self._ops = eps, ops
+        self._eps, self._ops, self._offset = eps, ops, offset
         self.as_norm = Norm(self.weight.data, eps)
 
     @overload
     def forward(self, x: Stream) -> Normed: ...
     @overload
+    def forward(self, x: Projected) -> PostNormed: ...
+    @overload
     def forward(self, x: Tensor) -> Tensor: ...
-    def forward(self, x: Stream | Tensor) -> Normed | Tensor:  # [tokens, size]
+    def forward(self, x: Stream | Projected | Tensor) -> Normed | PostNormed | Tensor:  # [tokens, size]
+        if isinstance(x, Projected):
+            return PostNormed(x, self)
         return Normed(x, self) if isinstance(x, Stream) else self.of(x)
+
+    def load(self, part: str, tensor: Tensor) -> None:
+        super().load(part, tensor if self._offset == 0.0 else tensor.float() + self._offset)
 
     def of(self, x: Value) -> Value:
         return self._ops.rms_norm(x, self.weight.data, self._eps)
@@ -72,15 +83,16 @@ class LayerNorm(WeightLayer):
 
 
 class HeadNorm(WeightLayer):
-    """RMSNorm of every query and key head (Qwen3), both kinds in one pass."""
+    """RMSNorm of every query and key head (Qwen3), both kinds in one pass. A checkpoint may store weights less
+    `offset`."""
 
     parts = ("q_norm.weight", "k_norm.weight")
     random_mean = 1.0
 
-    def __init__(self, heads: Heads, eps: float, placement: Placement) -> None:
+    def __init__(self, heads: Heads, eps: float, placement: Placement, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = placement.empty(2, heads.dim)
-        self.eps = eps
+        self.eps, self._offset = eps, offset
         self._counts = (heads.num_query, heads.num_kv)
         self._scales: Tensor | None = None
 
@@ -88,6 +100,9 @@ class HeadNorm(WeightLayer):
     def scales(self) -> Tensor:  # [query + kv heads, dim]
         assert self._scales is not None, "finish() was not called"
         return self._scales
+
+    def load(self, part: str, tensor: Tensor) -> None:
+        super().load(part, tensor if self._offset == 0.0 else tensor.float() + self._offset)
 
     def finish(self) -> None:
         counts = torch.tensor(self._counts, device=self.weight.device)
@@ -98,6 +113,31 @@ class HeadNorm(WeightLayer):
 
     def _part(self, part: str) -> Tensor:
         return self.weight.data[self.parts.index(part)]
+
+
+class ProjectionNorm(WeightLayer):
+    """RMSNorm of all query heads of a token together, and of all its key heads (OLMo 2)."""
+
+    parts = ("q_norm.weight", "k_norm.weight")
+    random_mean = 1.0
+
+    def __init__(self, heads: Heads, eps: float, ops: LayerOps, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.empty(heads.query_size + heads.kv_size)
+        self._spans = (slice(0, heads.query_size), slice(heads.query_size, heads.query_size + heads.kv_size))
+        self._eps, self._ops = eps, ops
+
+    def forward(self, qkv: Value) -> Value:
+        """qkv [tokens, (query + 2 * kv heads) * dim], overwritten."""
+        for span in self._spans:
+            if isinstance(qkv, Symbol):
+                qkv.writer.norm_part(qkv, self.weight.data[span], self._eps, span.start)
+            else:
+                qkv[:, span] = self._ops.rms_norm(qkv[:, span].contiguous(), self.weight.data[span], self._eps)
+        return qkv
+
+    def _part(self, part: str) -> Tensor:
+        return self.weight.data[self._spans[self.parts.index(part)]]
 
 
 class Embedding(WeightLayer):

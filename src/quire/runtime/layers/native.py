@@ -45,10 +45,10 @@ class NativeOps(TorchOps):
 
     def gate(self, gate_up: Value, activation: str) -> Value:
         if isinstance(gate_up, Symbol):
-            if activation == "silu":
-                return gate_up.writer.gate(gate_up)
+            if activation in ops.ACTIVATIONS:
+                return gate_up.writer.gate(gate_up, activation)
             return gate_up.writer.call(lambda x, _: self.gate(x, activation), (gate_up,), gate_up.width // 2)
-        return ops.silu_mul(gate_up) if activation == "silu" else super().gate(gate_up, activation)
+        return ops.gate(gate_up, activation) if activation in ops.ACTIVATIONS else super().gate(gate_up, activation)
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         if key.dtype == cache.key.dtype:

@@ -78,6 +78,8 @@ class Rotary(nn.Module):
 
 def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
     """Inverse frequencies [dim / 2], float32, and the factor on cos and sin."""
+    if rope.dim == 0:
+        return torch.zeros(dim // 2), 1.0
     plain = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     if rope.frequency_factors:
         plain = plain / torch.tensor(rope.frequency_factors, dtype=torch.float32)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 from quire.config.fields import Fields
 from quire.config.model import Heads, ModelConfig
 from quire.runtime.models.hf_rope import read_rope
 
+SLIDING, FULL = "sliding_attention", "full_attention"  # what `layer_types` says of layers
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 GATED = ("silu", "gelu", "gelu_tanh")  # that gates have
 PLAIN = (*GATED, "relu")  # that plain MLPs have
@@ -43,7 +45,7 @@ def read_decoder(
         "intermediate_size": config.integer("intermediate_size"),
         "num_layers": config.integer("num_hidden_layers"),
         "heads": read_heads(config, num_kv_heads, head_dim),
-        "rope": read_rope(config, max_position),
+        "rope": fields.pop("rope", None) or read_rope(config, max_position),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
         "activation": read_activation(config, GATED),
         "tie_word_embeddings": config.flag("tie_word_embeddings", False),
@@ -52,7 +54,7 @@ def read_decoder(
 
 
 def refuse_windows(config: Fields) -> None:
-    """For families that may have windows, but whose published models do not use them."""
+    """For families that have none."""
     if config.flag("use_sliding_window", False):
         raise config.refuse("use_sliding_window", "sliding-window attention is not supported")
     kinds = config.raw("layer_types")
@@ -64,6 +66,28 @@ def refuse_set(config: Fields, key: str, *, usual: bool) -> None:
     """Refuse a flag that is set otherwise than the published models have it."""
     if config.flag(key, usual) is not usual:
         raise config.refuse(key, f"only {str(usual).lower()} is supported")
+
+
+def read_window(config: Fields, default: int | None) -> int | None:
+    """How many tokens a token sees where it does not see all; null in config.json: it always does."""
+    window = config.optional_integer("sliding_window") if "sliding_window" in config.values else default
+    if window is not None and window < 1:
+        raise config.refuse("sliding_window", f"must be at least 1, is {window}")
+    return window
+
+
+def read_windows(config: Fields, window: int | None, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """The window of each layer, by `layer_types`; where config.json is silent, `has_window` says which have one."""
+    count, given = config.integer("num_hidden_layers"), config.raw("layer_types")
+    if given is None:
+        kinds = [SLIDING if has_window(layer) and window is not None else FULL for layer in range(count)]
+    elif not isinstance(given, list) or len(given) != count or any(kind not in (SLIDING, FULL) for kind in given):
+        raise config.refuse("layer_types", f"must be {SLIDING} or {FULL} for each of {count} layers")
+    else:
+        kinds = given
+    if window is None and SLIDING in kinds:
+        raise config.refuse("sliding_window", f"is missing, though layer_types has {SLIDING}")
+    return () if SLIDING not in kinds else tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def read_heads(

@@ -24,17 +24,20 @@ _HAS_LENGTH = ("yarn", "llama3")
 _HARMLESS = {"finetuned", _LENGTH}
 
 
-def read_rope(config: Fields, max_position: int) -> Rope:
-    """The Rope of a config. Raises ModelLoadError for a kind, or a parameter of one, that is not known."""
+def read_rope(config: Fields, max_position: int, theta: float = 10_000.0, layer_type: str | None = None) -> Rope:
+    """The Rope of a config, or of its layers of one type. Raises ModelLoadError for a kind, or a parameter of one, that
+    is not known. `theta`: where config.json is silent."""
     where = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
     values = config.raw(where) or {}
+    if layer_type is not None and isinstance(values, dict) and isinstance(values.get(layer_type), dict):
+        where, values = f"{where}.{layer_type}", values[layer_type]
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
         raise config.refuse(where, "must hold one set of parameters for all layers")
     parameters = Fields(config.file, {f"{where}.{key}": value for key, value in values.items()}, prefix=f"{where}.")
     kind = parameters.text("rope_type", parameters.text("type", "default"))
     if kind not in _REQUIRED:
         raise parameters.refuse("rope_type", f"{kind!r} is not supported", fix=f"supported: {', '.join(_REQUIRED)}")
-    theta = parameters.number("rope_theta", config.number("rope_theta", 10_000.0))
+    theta = parameters.number("rope_theta", config.number("rope_theta", theta))
     if parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
         raise config.refuse("partial_rotary_factor", "only whole heads can be rotated")
     for key in values:

@@ -29,6 +29,11 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "qwen2_moe": Entry("mixture", "QWEN2_MOE", ("Qwen2MoeForCausalLM",)),
     "qwen3": Entry("decoder", "QWEN3", ("Qwen3ForCausalLM",), in_gguf=True),
     "qwen3_moe": Entry("mixture", "QWEN3_MOE", ("Qwen3MoeForCausalLM",)),
+    "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",)),
+    "smollm3": Entry("decoder", "SMOLLM3", ("SmolLM3ForCausalLM",)),
+    "olmo2": Entry("olmo", "OLMO2", ("Olmo2ForCausalLM",)),
+    "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",)),
+    "gemma3_text": Entry("gemma", "GEMMA3", ("Gemma3ForCausalLM",)),
 }
 CLASSES = {known: name for name, entry in ENTRIES.items() for known in entry.classes}
 IN_GGUF = tuple(name for name, entry in ENTRIES.items() if entry.in_gguf)
