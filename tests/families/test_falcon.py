@@ -16,9 +16,9 @@ from tiny_models import VOCAB
 transformers = pytest.importorskip("transformers")
 SIZES = {
     "vocab_size": VOCAB,
-    "hidden_size": 64,
+    "hidden_size": 32,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "num_attention_heads": 2,
     "max_position_embeddings": 64,
 }
 
@@ -36,7 +36,7 @@ def test_all_blocks_are_one_compiled_program(tmp_path: Path) -> None:
     assert num_calls(load_bench(hf_checkpoint(tmp_path, config()))) == 0
 
 
-NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}
+NEW = {"new_decoder_architecture": True, "num_kv_heads": 2, "num_attention_heads": 4, "hidden_size": 64}
 
 
 @pytest.mark.parametrize("attention", BACKENDS)

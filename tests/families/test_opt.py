@@ -18,10 +18,10 @@ from tiny_models import VOCAB
 transformers = pytest.importorskip("transformers")
 SIZES = {
     "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "ffn_dim": 80,
+    "hidden_size": 32,
+    "ffn_dim": 48,
     "num_hidden_layers": 2,
-    "num_attention_heads": 3,
+    "num_attention_heads": 2,
     "max_position_embeddings": 64,
 }
 
@@ -59,7 +59,7 @@ def test_a_checkpoint_of_the_stack_alone_is_the_same_model(tmp_path: Path) -> No
         ("do_layer_norm_before", False),
         ("_remove_final_layer_norm", True),
         ("layer_norm_elementwise_affine", False),
-        ("word_embed_proj_dim", 32),
+        ("word_embed_proj_dim", 16),
     ],
 )
 def test_what_would_change_the_output_is_refused(tmp_path: Path, key: str, value: object) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from family_bench import BACKENDS, change_config, check_parity, hf_checkpoint, load_bench, num_calls
+from quire.config.model import Rope
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.types.errors import ModelLoadError
@@ -16,10 +17,10 @@ from tiny_models import VOCAB
 transformers = pytest.importorskip("transformers")
 SIZES = {
     "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 80,
+    "hidden_size": 32,
+    "intermediate_size": 48,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "num_attention_heads": 2,
     "max_position_embeddings": 64,
 }
 
@@ -39,15 +40,26 @@ def test_all_blocks_are_one_compiled_program(tmp_path: Path) -> None:
 
 def test_grouped_heads_of_which_most_is_not_rotated(tmp_path: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}
-    changes = {"num_key_value_heads": 2, "rope_parameters": rope, "hidden_act": "gelu"}
+    changes = {
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "num_key_value_heads": 2,
+        "rope_parameters": rope,
+        "hidden_act": "gelu",
+    }
     check_parity(hf_checkpoint(tmp_path, config(**changes)), attention="auto")
 
 
 def test_a_factor_outside_the_rope_parameters_is_read(tmp_path: Path) -> None:
     hf_checkpoint(tmp_path, config())
-    change_config(tmp_path, rope_parameters=None, rope_theta=10_000.0, partial_rotary_factor=0.4)
-    with pytest.raises(ModelLoadError, match="of 16 numbers cannot be rotated in pairs"):  # 6.4 are 6, 0.2 are 3
-        change_config(tmp_path, partial_rotary_factor=0.2)
+    change_config(tmp_path, rope_parameters=None, rope_theta=500.0, partial_rotary_factor=0.4)
+    assert open_checkpoint(files_at(tmp_path)).config.rope == Rope(500.0, max_position=64, dim=6)
+
+
+def test_a_part_of_a_head_that_has_no_pairs_is_refused(tmp_path: Path) -> None:
+    hf_checkpoint(tmp_path, config())
+    change_config(tmp_path, rope_parameters=None, partial_rotary_factor=0.2)
+    with pytest.raises(ModelLoadError, match="partial_rotary_factor: 0.2 of 16 numbers cannot be rotated in pairs"):
         open_checkpoint(files_at(tmp_path))
 
 

@@ -16,11 +16,11 @@ from tiny_models import VOCAB
 transformers = pytest.importorskip("transformers")
 SIZES = {
     "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 80,
+    "hidden_size": 32,
+    "intermediate_size": 48,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "max_position_embeddings": 64,
 }
 
