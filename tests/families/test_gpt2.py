@@ -16,7 +16,7 @@ from quire.types.errors import ModelLoadError
 from tiny_models import VOCAB
 
 transformers = pytest.importorskip("transformers")
-SIZES = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 3, "n_positions": 64}
+SIZES = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
 
 
 def config(**changes: Any) -> Any:

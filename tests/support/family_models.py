@@ -27,22 +27,34 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
-# What config.json of a tiny model says beside COMMON; None takes a setting of COMMON away.
+# What config.json of a tiny model says beside COMMON; ... takes a setting of COMMON away.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_inner": 96, "n_positions": 512, "bos_token_id": 1},
+    "falcon": {"num_key_value_heads": ..., "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
+    "gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 4.0},
+    "gemma3_text": {
+        "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "gpt2": {"n_inner": 96, "n_positions": 512, "num_key_value_heads": ..., "intermediate_size": ...},
+    "gpt_neox": {"num_key_value_heads": ..., "rotary_pct": 0.25},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3,
+                "logits_scaling": 2.0},
     "llama": {},
-    "mistral": {"sliding_window": None, "head_dim": 16},
+    "mistral": {"sliding_window": 9, "head_dim": 16},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "olmo2": {},
+    "opt": {"num_key_value_heads": ..., "intermediate_size": ..., "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "phi": {"partial_rotary_factor": 0.5},
     "qwen2": {"tie_word_embeddings": True},
     "qwen2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 64,
     },
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-}
+    "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},
+    "starcoder2": {"sliding_window": None},
+}  # fmt: skip
 NUM_TOKENS = 12  # of every answer
 
 
@@ -66,8 +78,9 @@ class FamilyCase:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for name, value in model.named_parameters():
-                is_scale = value.dim() == 1 and name.endswith("weight")  # of a norm
-                mean = 1.0 if is_scale else 0.0
+                mean = (
+                    float(value.mean().round()) if value.dim() == 1 else 0.0
+                )  # of norms: one, or zero where one is added
                 value.normal_(mean, 0.15, generator=generator)
         model.save_pretrained(self.directory)
         return model

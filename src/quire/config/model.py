@@ -106,6 +106,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what every layer adds
     logit_scale: float = 1.0
+    parallel_residual: bool = False  # attention and MLP read the same stream; where a family has both forms
+    shared_norm: bool = False  # by the same norm; likewise
     experts: Experts | None = None
     dtype: Dtype = "bfloat16"  # the checkpoint's dtype
     bos_id: int | None = None

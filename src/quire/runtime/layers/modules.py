@@ -186,7 +186,7 @@ class PositionEmbedding(WeightLayer):
 
     def forward(self, positions: Tensor) -> Tensor:  # [tokens] -> [tokens, size]
         """Past the end it is the last one: a row that ran ahead is there, and what it computes is dropped."""
-        return F.embedding((positions + self._offset).clamp_(max=len(self.weight) - 1), self.weight)
+        return F.embedding((positions + self._offset).clamp_(0, len(self.weight) - 1), self.weight)
 
 
 class TiedHead(WeightLayer):

@@ -24,9 +24,16 @@ _HAS_LENGTH = ("yarn", "llama3")
 _HARMLESS = {"finetuned", _LENGTH}
 
 
-def read_rope(config: Fields, max_position: int, theta: float = 10_000.0, layer_type: str | None = None) -> Rope:
-    """The Rope of a config, or of its layers of one type. Raises ModelLoadError for a kind, or a parameter of one, that
-    is not known. `theta`: where config.json is silent."""
+def read_rope(
+    config: Fields,
+    max_position: int,
+    theta: float = 10_000.0,  # where config.json is silent
+    layer_type: str | None = None,  # of layers of one type
+    *,
+    head_dim: int | None = None,  # of families that may rotate a part of each head; None: they rotate whole heads
+    share: float = 1.0,  # that is rotated where config.json is silent
+) -> Rope:
+    """The Rope of a config. Raises ModelLoadError for a kind, or a parameter of one, that is not known."""
     where = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
     values = config.raw(where) or {}
     if layer_type is not None and isinstance(values, dict) and isinstance(values.get(layer_type), dict):
@@ -38,13 +45,23 @@ def read_rope(config: Fields, max_position: int, theta: float = 10_000.0, layer_
     if kind not in _REQUIRED:
         raise parameters.refuse("rope_type", f"{kind!r} is not supported", fix=f"supported: {', '.join(_REQUIRED)}")
     theta = parameters.number("rope_theta", config.number("rope_theta", theta))
-    if parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise config.refuse("partial_rotary_factor", "only whole heads can be rotated")
+    share = parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", share))
+    dim = None if share == 1.0 else _rotated(config, head_dim, share)
     for key in values:
         if key not in _COMMON | _HARMLESS and key not in _REQUIRED[kind] + _OPTIONAL.get(kind, ()):
             raise parameters.refuse(key, f"is not a parameter of {kind} rope")
     scaling = _read_scaling(config, parameters, kind, max_position)
-    return Rope(theta, cast("Kind", kind), tuple(scaling.items()), max_position)
+    return Rope(theta, cast("Kind", kind), tuple(scaling.items()), max_position, dim=dim)
+
+
+def _rotated(config: Fields, head_dim: int | None, share: float) -> int:
+    """How many numbers of each head are rotated."""
+    if head_dim is None:
+        raise config.refuse("partial_rotary_factor", "only whole heads can be rotated")
+    dim = int(head_dim * share)
+    if not 2 <= dim <= head_dim or dim % 2:
+        raise config.refuse("partial_rotary_factor", f"{share} of {head_dim} numbers cannot be rotated in pairs")
+    return dim
 
 
 def _read_scaling(config: Fields, parameters: Fields, kind: str, max_position: int) -> dict[str, float]:

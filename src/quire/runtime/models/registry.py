@@ -21,7 +21,6 @@ class Entry(NamedTuple):
 
 
 ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
-    "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",)),
     "llama": Entry("decoder", "LLAMA", ("LlamaForCausalLM",), in_gguf=True),
     "mistral": Entry("decoder", "MISTRAL", ("MistralForCausalLM",)),
     "mixtral": Entry("mixture", "MIXTRAL", ("MixtralForCausalLM",)),
@@ -34,6 +33,12 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "olmo2": Entry("olmo", "OLMO2", ("Olmo2ForCausalLM",)),
     "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",)),
     "gemma3_text": Entry("gemma", "GEMMA3", ("Gemma3ForCausalLM",)),
+    "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",)),
+    "opt": Entry("opt", "OPT", ("OPTForCausalLM",)),
+    "gpt_neox": Entry("gpt_neox", "GPT_NEOX", ("GPTNeoXForCausalLM",)),
+    "phi": Entry("phi", "PHI", ("PhiForCausalLM",)),
+    "starcoder2": Entry("starcoder2", "STARCODER2", ("Starcoder2ForCausalLM",)),
+    "falcon": Entry("falcon", "FALCON", ("FalconForCausalLM",)),
 }
 CLASSES = {known: name for name, entry in ENTRIES.items() for known in entry.classes}
 IN_GGUF = tuple(name for name, entry in ENTRIES.items() if entry.in_gguf)

@@ -137,10 +137,10 @@ def test_linear_and_dynamic_rope_have_a_factor(tmp_path: Path, kind: str) -> Non
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "architecture": (
-        {"architectures": ["PhiForCausalLM"]},
-        "PhiForCausalLM is not supported; supported: LlamaForCausalLM",
+        {"architectures": ["MambaForCausalLM"]},
+        "MambaForCausalLM is not supported; supported: LlamaForCausalLM",
     ),
-    "model type": ({"architectures": None, "model_type": "phi"}, "model_type: 'phi' is not supported"),
+    "model type": ({"architectures": None, "model_type": "mamba"}, "model_type: 'mamba' is not supported"),
     "no architecture": ({"architectures": []}, "must name one architecture"),
     "quantized": (
         {"quantization_config": {"quant_method": "gptq"}},
