@@ -77,11 +77,9 @@ class FamilyCase:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
-            for name, value in model.named_parameters():
-                mean = (
-                    float(value.mean().round()) if value.dim() == 1 else 0.0
-                )  # of norms: one, or zero where one is added
-                value.normal_(mean, 0.15, generator=generator)
+            for value in model.parameters():
+                is_norm = value.dim() == 1  # or a bias; weights of norms are about one, or zero where one is added
+                value.normal_(float(value.mean().round()) if is_norm else 0.0, 0.15, generator=generator)
         model.save_pretrained(self.directory)
         return model
 
