@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from family_parity import BACKENDS, COMMON, check_parity, hf_checkpoint
+from family_parity import BACKENDS, COMMON, PROMPTS, check_parity, hf_checkpoint, logits_of
+from gguf_files import stored, write_gguf
+from quire.runtime.models.gemma import GEMMA3
+from tiny_models import greedy_reference
 
 transformers = pytest.importorskip("transformers")
 SMALL = COMMON | {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 6}
@@ -47,3 +51,35 @@ def test_gemma_3_in_the_older_spelling(tmp_path: Path) -> None:
     }  # fmt: skip
     path.write_text(json.dumps(config))
     check_parity(tmp_path, model, "auto")
+
+
+def test_gemma_3_in_gguf(tmp_path: Path) -> None:
+    """Files store norm weights plus one, and say little of windows and positions."""
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    more = {"layer_types": None, "num_hidden_layers": 7, "rope_parameters": rope, "query_pre_attn_scalar": 16}
+    model = hf_checkpoint(tmp_path / "hf", gemma3(**more))
+    assert GEMMA3.gguf is not None
+    names = {hf: gguf for gguf, hf in {**GEMMA3.gguf.inner}.items()}
+    outer = {hf: gguf for gguf, hf in GEMMA3.gguf.outer.items()}
+    tensors = []
+    for name, tensor in model.state_dict().items():
+        values = (tensor + 1.0 if name.endswith("norm.weight") else tensor).numpy()
+        if name.startswith("model.layers."):
+            _, _, number, rest = name.split(".", 3)
+            tensors.append(stored(f"blk.{number}.{names[rest.removesuffix('.weight')]}.weight", values))
+        elif name != "lm_head.weight":
+            tensors.append(stored(outer[name], values))
+    settings = {
+        "context_length": 64, "embedding_length": COMMON["hidden_size"], "block_count": 7,
+        "feed_forward_length": COMMON["intermediate_size"], "attention.head_count": 4, "attention.head_count_kv": 2,
+        "attention.key_length": 16, "attention.value_length": 16, "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.sliding_window": 6, "rope.freq_base": 1_000_000.0, "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0,
+    }  # fmt: skip
+    metadata = {"general.architecture": "gemma3"} | {f"gemma3.{key}": value for key, value in settings.items()}
+    path = write_gguf(tmp_path / "m.gguf", metadata, tensors)
+    for prompt, logits in zip(PROMPTS, logits_of(path, PROMPTS, 4), strict=True):
+        torch.testing.assert_close(logits, greedy_reference(model, prompt, 4)[1], rtol=1e-3, atol=2e-4)

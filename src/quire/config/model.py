@@ -38,7 +38,7 @@ class Rope:
     max_position: int = 2_048  # the sequence length that the model was trained for
     frequency_factors: tuple[float, ...] = ()  # dim / 2 divisors of the default frequencies; (): none
     long_factors: tuple[float, ...] = ()  # in their place in sequences past the original length (longrope)
-    dim: int | None = None  # how many numbers of each head are rotated, the first ones; None: all; 0: none
+    dim: int | None = None  # how many numbers of each head are rotated, the first ones; None: all
 
 
 @dataclass(frozen=True, slots=True)

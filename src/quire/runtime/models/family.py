@@ -39,12 +39,16 @@ GGUF_INNER = {
 class GgufFamily:
     """How GGUF files of a family differ from Hugging Face's.
 
-    `has_pairs`: files store each head's query and key rows as pairs (0, dim/2, 1, dim/2 + 1, ...).
+    `has_pairs`: files store each head's query and key rows as pairs (0, dim/2, 1, dim/2 + 1, ...). `norm_offset`: what
+    they add to norm weights. `read` completes a config by `settings`, which only this family has.
     """
 
     outer: Mapping[str, str] = field(default_factory=lambda: GGUF_OUTER)
     inner: Mapping[str, str] = field(default_factory=lambda: GGUF_INNER)
     has_pairs: bool = False
+    norm_offset: float = 0.0
+    settings: frozenset[str] = frozenset()
+    read: Callable[[Fields, ModelConfig], ModelConfig] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

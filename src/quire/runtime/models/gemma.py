@@ -17,7 +17,7 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models.decoder import Decoder, DecoderAttention
-from quire.runtime.models.family import Family
+from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily
 from quire.runtime.models.hf_config import (
     FULL,
     GATED,
@@ -116,5 +116,47 @@ def _cap(config: Fields, key: str, default: float | None = None) -> float | None
     return cap
 
 
-GEMMA2 = Family(name="gemma2", build=Gemma, read=read_gemma2)
-GEMMA3 = Family(name="gemma3_text", build=Gemma, read=read_gemma3)
+def gguf_gemma2(fields: Fields, config: ModelConfig) -> ModelConfig:
+    caps = (fields.number("attn_logit_softcapping", 50.0), fields.number("final_logit_softcapping", 30.0))
+    config = replace(config, attention_softcap=caps[0], logit_softcap=caps[1])
+    return _finish_gguf(fields, config, every=2, deepest=46)
+
+
+def gguf_gemma3(fields: Fields, config: ModelConfig) -> ModelConfig:
+    local = Rope(fields.number("rope.freq_base_swa", 10_000.0), max_position=config.rope.max_position)
+    config = replace(config, qk_norm=True, local_rope=local, logit_softcap=fields.optional_number(_LOGIT_CAP))
+    return _finish_gguf(fields, config, every=6, deepest=62)
+
+
+def _finish_gguf(fields: Fields, config: ModelConfig, *, every: int, deepest: int) -> ModelConfig:
+    """`deepest`: how many layers the largest model has, which alone does not scale scores by the size of a head."""
+    window = fields.integer("attention.sliding_window", 4_096)
+    every = fields.integer("attention.sliding_window_pattern", every)
+    if window < 1 or every < 1:
+        raise fields.refuse("attention.sliding_window", f"a window of {window} in {every} layers is not supported")
+    windows = tuple(None if (layer + 1) % every == 0 else window for layer in range(config.num_layers))
+    size = config.hidden_size // config.heads.num_query if config.num_layers == deepest else config.heads.dim
+    return replace(
+        config, windows=windows, attention_scale=size**-0.5, activation="gelu_tanh",
+        embedding_scale=config.hidden_size**0.5,
+    )  # fmt: skip
+
+
+_LOGIT_CAP = "final_logit_softcapping"
+_GGUF_INNER = GGUF_INNER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GGUF2 = GgufFamily(
+    inner=_GGUF_INNER, norm_offset=NORM_OFFSET, read=gguf_gemma2,
+    settings=frozenset({
+        "attn_logit_softcapping", _LOGIT_CAP, "attention.sliding_window", "attention.sliding_window_pattern",
+    }),
+)  # fmt: skip
+_GGUF3 = replace(
+    _GGUF2, read=gguf_gemma3, settings=_GGUF2.settings - {"attn_logit_softcapping"} | {"rope.freq_base_swa"}
+)
+
+GEMMA2 = Family(name="gemma2", build=Gemma, read=read_gemma2, gguf=_GGUF2)
+GEMMA3 = Family(name="gemma3_text", build=Gemma, read=read_gemma3, gguf=_GGUF3)

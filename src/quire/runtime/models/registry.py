@@ -17,7 +17,8 @@ class Entry(NamedTuple):
     file: str
     variable: str
     classes: tuple[str, ...]  # that config.json calls its `architectures`
-    in_gguf: bool = False  # files of this `general.architecture` are read
+    in_gguf: bool = False  # GGUF files of it are read
+    gguf_name: str | None = None  # their `general.architecture`, where it differs from `model_type`
 
 
 ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
@@ -32,8 +33,8 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "smollm3": Entry("decoder", "SMOLLM3", ("SmolLM3ForCausalLM",)),
     "olmo2": Entry("olmo", "OLMO2", ("Olmo2ForCausalLM",)),
     "phi3": Entry("phi3", "PHI3", ("Phi3ForCausalLM",)),
-    "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",)),
-    "gemma3_text": Entry("gemma", "GEMMA3", ("Gemma3ForCausalLM",)),
+    "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",), in_gguf=True),
+    "gemma3_text": Entry("gemma", "GEMMA3", ("Gemma3ForCausalLM",), in_gguf=True, gguf_name="gemma3"),
     "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",)),
     "opt": Entry("opt", "OPT", ("OPTForCausalLM",)),
     "gpt_neox": Entry("gpt_neox", "GPT_NEOX", ("GPTNeoXForCausalLM",)),
@@ -42,7 +43,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "falcon": Entry("falcon", "FALCON", ("FalconForCausalLM",)),
 }
 CLASSES = {known: name for name, entry in ENTRIES.items() for known in entry.classes}
-IN_GGUF = tuple(name for name, entry in ENTRIES.items() if entry.in_gguf)
+IN_GGUF = {entry.gguf_name or name: name for name, entry in ENTRIES.items() if entry.in_gguf}
 
 
 def find_family(name: str) -> Family:

@@ -41,7 +41,7 @@ def mlp(*, in_python: bool = False) -> tuple[Program, list[Tensor]]:
     down, bias, packed_down = linear(2, WIDTH, 48, bias=True)
     x = writer.stream
     both = writer.multiply(writer.norm(x, weight, 1e-5), packed_up)
-    gated = writer.gate(both) if not in_python else writer.call(lambda each, _: gate(each), (both,), 48)
+    gated = writer.gate(both, "silu") if not in_python else writer.call(lambda each, _: gate(each), (both,), 48)
     writer.add(x, writer.multiply(gated, packed_down))
     change = writer.norm(x, weight, 1e-5)
     selected, change = writer.select(x, fresh=True), writer.select(change)

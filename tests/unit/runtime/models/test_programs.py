@@ -8,8 +8,11 @@ from torch import Tensor
 
 from quire.config.model import Heads
 from quire.kernels.native.loader import why_not_native
-from quire.kernels.native.program import Program
+from quire.kernels.native.program import Program, Symbol
 from quire.runtime.layers.blocks import Blocks
+from quire.runtime.layers.native import NativeOps
+from quire.runtime.layers.ops import TorchOps
+from quire.runtime.layers.stream import Value
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.quantization.levels import LevelWeight
 from quire.types.step import Chunk
@@ -78,11 +81,25 @@ def test_a_program_samples_what_its_blocks_sample(
     assert answers(architecture, levels=levels)[:-1] == program
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_gates_of_all_activations_are_compiled(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    *program, calls = answers("llama", levels=False, activation=activation)
+    assert calls == [0]
+    monkeypatch.setattr(Blocks, "_run_program", Blocks._go_through)
+    assert answers("llama", levels=False, activation=activation)[:-1] == program
+
+
 def test_an_operation_without_a_compiled_form_is_called_between_compiled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    *program, calls = answers("llama", levels=False, activation="gelu")
+    def gate(ops: NativeOps, x: Value, activation: str) -> Value:
+        if isinstance(x, Symbol):
+            return x.writer.call(lambda each, _: gate(ops, each, activation), (x,), x.width // 2)
+        return TorchOps().gate(x, activation)
+
+    monkeypatch.setattr(NativeOps, "gate", gate)
+    *program, calls = answers("llama", levels=False)
     assert calls == [3]  # the gate of each layer
     monkeypatch.setattr(Blocks, "_run_program", Blocks._go_through)
-    assert answers("llama", levels=False, activation="gelu")[:-1] == program
+    assert answers("llama", levels=False)[:-1] == program
 
 
 def test_no_program_is_written_where_torch_attends() -> None:

@@ -57,7 +57,8 @@ class GgufCheckpoint:
         if values.dtype not in FLOATS:
             raise ModelLoadError(self.source(name), f"has type {tensor.ggml_type.name}, not a weight's", tensor=stored)
         refuse_non_finite(values, self.source(name), stored)
-        return values
+        offset = self._family.norm_offset
+        return values.float() - offset if offset and name.endswith("norm.weight") else values
 
     def read_levels(self, name: str) -> LevelWeight | None:
         tensor = self._tensor(name)

@@ -29,6 +29,7 @@ _READ = {
     "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
 }  # fmt: skip
+_WINDOW = "attention.sliding_window"
 _HARMLESS = {"tensor_data_layout", "rope.scaling.finetuned", "pooling_type", "attention.layer_norm_epsilon"}
 
 
@@ -37,8 +38,10 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
     from quire.runtime.models.build import count_weights
 
     name = gguf_architecture(model)
-    fields = Fields(model.name, model.metadata, prefix=f"{name}.")
-    _refuse_unknown(fields, name)
+    family = gguf_family(name)
+    prefix = Fields(model.name, model.metadata).text("general.architecture") + "."
+    fields = Fields(model.name, model.metadata, prefix=prefix)
+    _refuse_unknown(fields, prefix, family.settings)
     heads = _read_heads(fields)
     tensors = model.owners
     vocab_size = _read_vocab_size(model, fields)
@@ -61,6 +64,8 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
         eos_ids=_read_eos_ids(model, vocab_size),
         levels=_read_levels(model),
     )
+    if family.read is not None:
+        config = family.read(fields, config)
     check_config(config, model.name)
     return count_weights(config)
 
@@ -72,7 +77,7 @@ def gguf_architecture(model: GgufModel) -> str:
         raise ModelLoadError(
             model.name, f"architecture {name!r} is not supported", fix=f"supported in GGUF: {', '.join(IN_GGUF)}"
         )
-    return name
+    return IN_GGUF[name]
 
 
 def gguf_family(architecture: str) -> GgufFamily:
@@ -89,18 +94,17 @@ def _read_levels(model: GgufModel) -> StoredLevels:
     return StoredLevels(sum(size for size, _ in sizes), sum(packed_bytes(size, nibbles=four) for size, four in sizes))
 
 
-def _refuse_unknown(fields: Fields, architecture: str) -> None:
-    prefix = architecture + "."
+def _refuse_unknown(fields: Fields, prefix: str, settings: frozenset[str]) -> None:
     for key in fields.values:
-        if key.startswith(prefix) and key[len(prefix) :] not in _READ | _HARMLESS:
+        if key.startswith(prefix) and key[len(prefix) :] not in _READ | _HARMLESS | settings:
             raise ModelLoadError(fields.file, "is a setting this engine does not know", tensor=key)
     if fields.integer("expert_count", 0) > 0:
         raise fields.refuse("expert_count", "mixtures of experts are not supported")
     if not fields.flag("attention.causal", True):
         raise fields.refuse("attention.causal", "only causal models generate text")
-    window = fields.integer("attention.sliding_window", 0)
+    window = 0 if _WINDOW in settings else fields.integer(_WINDOW, 0)
     if 0 < window < fields.integer("context_length"):
-        raise fields.refuse("attention.sliding_window", f"a window of {window} tokens is not supported")
+        raise fields.refuse(_WINDOW, f"a window of {window} tokens is not supported")
 
 
 def _read_heads(fields: Fields) -> Heads:
