@@ -33,10 +33,11 @@ class Rope:
     """Rotary position embedding, half-split layout. `scaling` holds the parameters of `kind` by their HF names."""
 
     theta: float = 10_000.0
-    kind: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
+    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] = "default"
     scaling: tuple[tuple[str, float], ...] = ()
     max_position: int = 2_048  # the sequence length that the model was trained for
     frequency_factors: tuple[float, ...] = ()  # dim / 2 divisors of the default frequencies; (): none
+    long_factors: tuple[float, ...] = ()  # in their place in sequences past the original length (longrope)
     dim: int | None = None  # how many numbers of each head are rotated, the first ones; None: all; 0: none
 
 

@@ -69,9 +69,10 @@ class LayerBuilder:
     def gated_mlp(
         self, hidden: int, intermediate: int, activation: str, *, bias: bool, names: tuple[str, str, str] = GATED
     ) -> GatedMLP:
-        """`names`: of the matrices for gate, up and down."""
+        """`names`: of the matrices for gate, up and down; one may hold gate and up."""
         gate, up, down = names
-        gate_up = Linear(hidden, {gate: intermediate, up: intermediate}, bias, self._product, self._placement)
+        both = {gate: 2 * intermediate} if gate == up else {gate: intermediate, up: intermediate}
+        gate_up = Linear(hidden, both, bias, self._product, self._placement)
         return GatedMLP(gate_up, self.linear(down, intermediate, hidden, bias=bias), activation, self._ops)
 
     def moe_mlp(self, config: ModelConfig, names: tuple[str, str, str] = GATED) -> MoEMLP:

@@ -136,7 +136,7 @@ def read_smollm3(config: Fields) -> ModelConfig:
     bias = config.flag("attention_bias", False)
     return read_decoder(
         config, "smollm3", 32_768, num_kv_heads=4, qkv_bias=bias, o_bias=bias, mlp_bias=config.flag("mlp_bias", False),
-        rope=read_rope(config, config.integer("max_position_embeddings", 32_768), 2_000_000.0),
+        rope=read_rope(config, config.integer("max_position_embeddings", 32_768), theta=2_000_000.0),
         tie_word_embeddings=config.flag("tie_word_embeddings", True),
         layers_without_rope=tuple(layer for layer in range(count) if not has_rope[layer]),
         windows=read_windows(config, window, lambda layer: not has_rope[layer]),

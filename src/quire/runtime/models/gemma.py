@@ -82,7 +82,7 @@ def read_gemma3(config: Fields) -> ModelConfig:
     }
     return _read_gemma(
         config, "gemma3_text", 131_072, windows=windows, qk_norm=True, **caps,
-        rope=read_rope(config, length, 1_000_000.0, FULL), local_rope=_read_local_rope(config, length),
+        rope=read_rope(config, length, theta=1_000_000.0, layer_type=FULL), local_rope=_read_local_rope(config, length),
     )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def _read_local_rope(config: Fields, length: int) -> Rope:
     """Scaling in the old spelling is of the other layers only."""
     parameters = config.raw("rope_parameters")
     if isinstance(parameters, dict) and SLIDING in parameters:
-        return read_rope(config, length, 10_000.0, SLIDING)
+        return read_rope(config, length, layer_type=SLIDING)
     plain = {"rope_theta": config.number("rope_local_base_freq", 10_000.0)}
     return read_rope(Fields(config.file, plain), length)
 

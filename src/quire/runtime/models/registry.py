@@ -31,6 +31,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",)),
     "smollm3": Entry("decoder", "SMOLLM3", ("SmolLM3ForCausalLM",)),
     "olmo2": Entry("olmo", "OLMO2", ("Olmo2ForCausalLM",)),
+    "phi3": Entry("phi3", "PHI3", ("Phi3ForCausalLM",)),
     "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",)),
     "gemma3_text": Entry("gemma", "GEMMA3", ("Gemma3ForCausalLM",)),
     "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",)),

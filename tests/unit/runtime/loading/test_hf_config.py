@@ -168,9 +168,10 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["sliding_attention"]},
         "must be sliding_attention or full_attention for each of",
     ),
+    "longrope factors": ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope_scaling.short_factor: is missing"),
     "rope kind": (
-        {"rope_scaling": {"type": "longrope", "factor": 2}},
-        "'longrope' is not supported; supported: default",
+        {"rope_scaling": {"type": "ntk", "factor": 2}},
+        "'ntk' is not supported; supported: default",
     ),
     "rope key": (
         {"rope_scaling": {"type": "linear", "factor": 2, "zest": 1}},
