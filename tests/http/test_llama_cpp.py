@@ -164,6 +164,7 @@ def test_templates_properties_and_slots(server: TestServer) -> None:
     assert post(server, "/apply-template", messages=CHAT) == {"prompt": "user:hi\nbot:"}
     props = server.get("/props").json()
     assert (props["total_slots"], props["chat_template"]) == (8, TEMPLATE)
+    assert props["model_path"] == props["model_alias"]
     assert props["default_generation_settings"]["n_ctx"] == 512
     assert server.get("/slots").json() == [{"id": place, "n_ctx": 512, "is_processing": False} for place in range(8)]
 

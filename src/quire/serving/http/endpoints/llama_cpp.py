@@ -205,6 +205,7 @@ def props(service: Service) -> Handler:
                 },
                 "total_slots": engine.max_num_seqs,
                 "model_alias": service.names[0],
+                "model_path": service.names[0],  # clients show it; where the file lies is nobody's business
                 "chat_template": texts.template_source or "",
                 "bos_token": "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
                 "eos_token": eos,
