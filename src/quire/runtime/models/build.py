@@ -13,6 +13,7 @@ from quire.config.model import ModelConfig, WeightCounts
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import Embedding
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.weights import weight_layers
