@@ -60,10 +60,14 @@ def test_layers_say_how_many_weights_a_mixture_has(make: Callable[[], Any], tmp_
     model = hf_model(make())
     model.save_pretrained(tmp_path)
     config = hf_model_config(tmp_path)
+    assert config.experts is not None
     assert config.num_parameters == sum(weight.numel() for weight in model.parameters())
     routers = sum(value.numel() for name, value in model.named_parameters() if name.endswith("gate.weight"))
     inside = (value for name, value in model.named_parameters() if ".layers." in name and value.dim() > 1)
     assert config.layer_weights[0] == sum(value.numel() for value in inside) - routers
+    stacked = sum(value.numel() for name, value in model.named_parameters() if ".experts." in name)
+    num, used = config.experts.num, config.experts.num_used
+    assert config.num_active == config.num_parameters - stacked // num * (num - used)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
+    "sliding_window": 6,
 }
 
 
@@ -38,12 +39,12 @@ def test_all_blocks_are_one_compiled_program(tmp_path: Path) -> None:
     assert num_calls(load_bench(hf_checkpoint(tmp_path, config()))) == 0
 
 
-def test_without_biases_and_with_a_head_of_its_own(tmp_path: Path) -> None:
-    changes = {"use_bias": False, "tie_word_embeddings": False, "sliding_window": 64}
+def test_without_biases_and_window_and_with_a_head_of_its_own(tmp_path: Path) -> None:
+    changes = {"use_bias": False, "tie_word_embeddings": False, "sliding_window": None}
     check_parity(hf_checkpoint(tmp_path, config(**changes)), attention="auto")
 
 
-@pytest.mark.parametrize(("key", "value"), [("sliding_window", 32), ("hidden_act", "mish")])
+@pytest.mark.parametrize(("key", "value"), [("sliding_window", 0), ("hidden_act", "mish")])
 def test_what_would_change_the_output_is_refused(tmp_path: Path, key: str, value: object) -> None:
     change_config(hf_checkpoint(tmp_path, config()), **{key: value})
     with pytest.raises(ModelLoadError, match=key):

@@ -123,7 +123,7 @@ def token_buckets(model: ModelConfig, config: EngineConfig) -> tuple[int, ...]:
     needs no graph: its kernels take longer to run than to launch."""
     is_float8 = config.device.quantization == "fp8"
     flops, seconds = (_FLOAT8_FLOPS, _FLOAT8_LAUNCH_SECONDS) if is_float8 else (_FLOPS, _LAUNCH_SECONDS)
-    launch_bound = model.num_layers * seconds * flops / (2 * model.num_parameters)
+    launch_bound = model.num_layers * seconds * flops / (2 * model.num_active)
     most = min(int(launch_bound), config.scheduler.max_num_batched_tokens)
     buckets, last = [], 0
     for limit, gap in _TOKEN_BUCKETS:

@@ -134,3 +134,12 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         return self.weights.parameters
+
+    @property
+    def num_active(self) -> int:
+        """The number of weights that a token meets: all but those of experts it does not go to."""
+        if self.experts is None:
+            return self.num_parameters
+        others = self.experts.num - self.experts.num_used
+        mixtures = self.num_layers - len(self.experts.dense_layers)
+        return self.num_parameters - mixtures * others * 3 * self.hidden_size * self.experts.size

@@ -4,19 +4,25 @@
 
 #include <optional>
 
-#include "multiply.h"
+#include "experts.h"
 #include "paged_attention.h"
-#include "rowwise.h"
 
 namespace {
 
-struct PackedLinear {
-    int64_t format, inputs, outputs;
-    const uint8_t* weight;
-    const void* bias;  // [outputs] or null
+enum Kind : int64_t {
+    RMS_NORM,
+    MULTIPLY,
+    ROTATE,
+    WRITE,
+    ATTEND,
+    GATE,
+    ADD,
+    SELECT,
+    NARROW,
+    LAYER_NORM,
+    ACTIVATE,
+    MIX
 };
-
-enum Kind : int64_t { RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE };
 
 // One operation on buffers [rows, width]. What a kind does not use is zero.
 struct Operation {
@@ -27,7 +33,7 @@ struct Operation {
     int64_t layer;         // whose cache, which angles, or which activation
     int64_t kv_heads, block_size;
     int64_t window;      // of attention, see Rule
-    const void* weight;  // of a norm [groups, size] or [2, size] with its bias, a PackedLinear, or attention's sinks
+    const void* weight;  // of a norm [groups, size] or [2, size] with its bias, a PackedLinear, PackedExperts, or sinks
     double number;       // a norm's eps, the scale of attention, or of what is added
     double cap;          // of attention
 };
@@ -75,9 +81,14 @@ template <typename T> struct Interpreter {
     }
 
     void multiply(const Operation& op) const {
-        const PackedLinear& linear = *static_cast<const PackedLinear*>(op.weight);
-        const Product product{run.rows, linear.inputs, linear.outputs, linear.outputs};
-        multiply_for<T>(linear.format)(at(op.x), linear.weight, static_cast<const T*>(linear.bias), product, at(op.out));
+        multiply_by(*static_cast<const PackedLinear*>(op.weight), at(op.x), run.rows, at(op.out));
+    }
+
+    void mix(const Operation& op) const {
+        const PackedExperts& experts = *static_cast<const PackedExperts*>(op.weight);
+        const T* shared = experts.shared < 0 ? nullptr : at(experts.shared);
+        const T* gate = experts.shared_gate < 0 ? nullptr : at(experts.shared_gate);
+        mix_experts<T>(at(op.x), at(op.y), shared, gate, experts, run.rows, at(op.out));
     }
 
     void turn(const Operation& op) const {
@@ -142,6 +153,7 @@ template <typename T> struct Interpreter {
                 case NARROW:
                     if (run.wanted != nullptr) run.rows = run.num_wanted;
                     break;
+                case MIX: mix(op); break;
             }
         }
     }
@@ -152,10 +164,19 @@ template <typename T> struct Interpreter {
     }
 };
 
+template <typename T> bool has_kernels(const PackedLinear* linears, int64_t count) {
+    return std::all_of(linears, linears + count,
+                       [](const PackedLinear& linear) { return multiply_for<T>(linear.format) != nullptr; });
+}
+
 // Whether every product has a kernel for rows of T.
 template <typename T> bool can_multiply(const Operation* operations, int64_t count) {
     return std::all_of(operations, operations + count, [](const Operation& op) {
-        return op.kind != MULTIPLY || multiply_for<T>(static_cast<const PackedLinear*>(op.weight)->format) != nullptr;
+        if (op.kind == MIX) {
+            const PackedExperts& experts = *static_cast<const PackedExperts*>(op.weight);
+            return has_kernels<T>(experts.gate_up, experts.num) && has_kernels<T>(experts.down, experts.num);
+        }
+        return op.kind != MULTIPLY || has_kernels<T>(static_cast<const PackedLinear*>(op.weight), 1);
     });
 }
 

@@ -21,13 +21,20 @@ from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.loader import TYPES, open_library
 from quire.kernels.native.ops import ACTIVATIONS, PackedWeight
 
-RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE = range(11)
+RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX = range(12)
 _STREAM = 0  # the buffer that a run is given
 
 
 class _Linear(Structure):
     _fields_ = (
         ("format", c_int64), ("inputs", c_int64), ("outputs", c_int64), ("weight", c_void_p), ("bias", c_void_p),
+    )  # fmt: skip
+
+
+class _Experts(Structure):
+    _fields_ = (
+        ("num", c_int64), ("used", c_int64), ("is_normalized", c_int64), ("shared", c_int64), ("shared_gate", c_int64),
+        ("scale", c_double), ("gate_up", c_void_p), ("down", c_void_p),
     )  # fmt: skip
 
 
@@ -57,6 +64,17 @@ class LinearWeights:
 
     weight: PackedWeight
     bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The experts of a layer: gate and up in one product, gated by silu, then down."""
+
+    gate_up: Sequence[LinearWeights]
+    down: Sequence[LinearWeights]
+    num_used: int  # by each row: those that its logits rank first, weighted by the softmax over all
+    is_normalized: bool  # weights are divided by their sum
+    scale: float  # of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +143,26 @@ class ProgramWriter:
         )
 
     def multiply(self, x: Symbol, linear: LinearWeights) -> Symbol:
-        weight, bias = linear.weight, linear.bias
-        assert weight.dtype == self._dtype
-        assert weight.inputs == x.width
-        out, pointer = self._new(weight.outputs), None if bias is None else bias.data_ptr()
-        packed = _Linear(weight.format, weight.inputs, weight.outputs, weight.data.data_ptr(), pointer)
-        self._kept += [linear, packed]
+        assert linear.weight.inputs == x.width
+        out, packed = self._new(linear.weight.outputs), self._pack(linear)
+        self._kept.append(packed)
         self._add(MULTIPLY, x.buffer, out=out.buffer, pointer=ctypes.addressof(packed))
+        return out
+
+    def mix(self, x: Symbol, logits: Symbol, experts: ExpertWeights, shared: Sequence[Symbol] = ()) -> Symbol:
+        """The weighted sum of what the experts of each row make of it. shared: what is added, and the logits [rows, 1]
+        of the sigmoid that it is multiplied by; or less."""
+        num, out = len(experts.gate_up), self._new(x.width)
+        assert logits.width == num
+        gate_up, down = ((_Linear * num)(*map(self._pack, each)) for each in (experts.gate_up, experts.down))
+        others = [each.buffer for each in shared]
+        packed = _Experts(
+            num, experts.num_used, experts.is_normalized, *(*others, -1, -1)[:2], experts.scale,
+            ctypes.addressof(gate_up), ctypes.addressof(down),
+        )  # fmt: skip
+        self._kept += [gate_up, down, packed]
+        self._add(MIX, x.buffer, y=logits.buffer, out=out.buffer, pointer=ctypes.addressof(packed))
+        self._uses[-1] += tuple(others)
         return out
 
     def rotate(self, x: Symbol, angles: Hashable, heads: int, dim: int) -> None:
@@ -200,6 +231,13 @@ class ProgramWriter:
     def _new(self, width: int) -> Symbol:
         self._widths.append(width)
         return Symbol(self, len(self._widths) - 1, width)
+
+    def _pack(self, linear: LinearWeights) -> _Linear:
+        weight, bias = linear.weight, linear.bias
+        assert weight.dtype == self._dtype
+        self._kept.append(linear)
+        pointer = None if bias is None else bias.data_ptr()
+        return _Linear(weight.format, weight.inputs, weight.outputs, weight.data.data_ptr(), pointer)
 
     def _add(
         self, kind: int, x: int, *, y: int = 0, out: int = 0, weight: Tensor | None = None, pointer: int | None = None,

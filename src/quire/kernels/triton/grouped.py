@@ -19,7 +19,8 @@ from quire.kernels.triton.activation import ACTIVATIONS, activate
 from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows, num_processors, power_of_two, warps_for
 from quire.kernels.triton.products import sum_tiles
 
-_MOST_AT_ONCE = 4096  # pairs that a program looks at together
+_FEWEST_AT_ONCE, _MOST_AT_ONCE = 128, 4096  # pairs that a program looks at together: one for each thread, or more
+_FEWEST_BINS = 32
 _TILES_AT_ONCE = 128
 _COLUMNS = 1024
 
@@ -211,10 +212,13 @@ def route(
         USED=num_used, NORMALIZED=is_normalized, HAS_ROWS=rows is not None, BLOCK=block, RANKS=power_of_two(num_used),
         DEPENDENT=dependent, num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
-    block = min(power_of_two(pairs), _MOST_AT_ONCE)
+    block, bins = (
+        max(_FEWEST_AT_ONCE, min(power_of_two(pairs), _MOST_AT_ONCE)),
+        max(_FEWEST_BINS, power_of_two(num + 1)),
+    )
     _place_kernel[(num + 1,)](
         chosen, places, routing.tile_experts, pairs, num, tiles,
-        BLOCK=block, BINS=power_of_two(num + 1), BLOCK_M=tiling.block_m, TILES=_TILES_AT_ONCE, DEPENDENT=dependent,
+        BLOCK=block, BINS=bins, BLOCK_M=tiling.block_m, TILES=_TILES_AT_ONCE, DEPENDENT=dependent,
         num_warps=4, num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
     return routing

@@ -28,6 +28,7 @@ from quire.runtime.layers.modules import (
 from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.rotary import Rotary
+from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
 from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored
 
 TORCH_DTYPES = {
@@ -89,15 +90,15 @@ class LayerBuilder:
         return MoEMLP(gate, experts, settings, shared, shared_gate)
 
     def _experts(self, hidden: int, settings: Experts, activation: str, names: tuple[str, str, str]) -> ExpertSet:
-        num, size = settings.num, settings.size
-        if self.backend.kernels != "triton":
+        """Those of an outline are stacked too: thousands of layers would take seconds to make."""
+        num, size, device = settings.num, settings.size, self._placement.device
+        triton = self.backend.kernels == "triton"
+        if not triton and device.type != "meta":
             return EachExpert(self.gated_mlp(hidden, size, activation, bias=False, names=names) for _ in range(num))
-        from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
-
         gate, up, down = names
         gate_up = ExpertLinear(num, hidden, {gate: size, up: size}, self._placement, float8=self._float8)
         turned = ExpertLinear(num, size, {down: hidden}, self._placement, float8=self._float8)
-        return StackedExperts(gate_up, turned, activation, dependent_rows=dependent_rows(self._placement.device))
+        return StackedExperts(gate_up, turned, activation, dependent_rows=dependent_rows(device) if triton else 0)
 
     def mlp(self, up: Linear, down: Linear, activation: str) -> MLP:
         return MLP(up, down, activation, self._ops)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from quire.config.model import Experts
-from quire.kernels.native.program import Symbol
+from quire.kernels.native.program import ExpertWeights, Symbol
 from quire.kernels.reference.experts import choose_experts
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.mlp import GatedMLP
@@ -26,8 +26,8 @@ class ExpertSet(Protocol):
     """A module that holds all experts of a layer."""
 
     def mix(
-        self, x: Tensor, logits: Tensor, experts: Experts, shared: tuple[Tensor, ...], rows: Tensor | None = None
-    ) -> Tensor:
+        self, x: Value, logits: Value, experts: Experts, shared: tuple[Value, ...], rows: Tensor | None = None
+    ) -> Value:
         """x [tokens, hidden] -> [tokens, hidden], by the router's logits [tokens, experts].
 
         shared: what the shared expert gave [tokens, hidden], and its gate's logits [tokens, 1]; or less.
@@ -41,12 +41,14 @@ class EachExpert(nn.ModuleList):
 
     def mix(
         self,
-        x: Tensor,
-        logits: Tensor,
+        x: Value,
+        logits: Value,
         experts: Experts,
-        shared: tuple[Tensor, ...],
+        shared: tuple[Value, ...],
         rows: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
+    ) -> Value:
+        if isinstance(x, Symbol):
+            return self._write_down(x, logits, experts, shared)
         used = experts.num_used
         chosen, weights = choose_experts(logits, used, is_normalized=experts.is_normalized, scale=experts.scale)
         out = _shared_part(shared) if shared else torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -62,6 +64,16 @@ class EachExpert(nn.ModuleList):
             tokens = order[mine] // used
             out.index_add_(0, tokens, expert(x.index_select(0, tokens)).value().float().mul_(factors[mine]))
         return out.to(x.dtype)
+
+    def _write_down(self, x: Symbol, logits: Symbol, experts: Experts, shared: tuple[Symbol, ...]) -> Symbol:
+        """The operation of a program."""
+        mlps = cast("list[GatedMLP]", list(self))
+        linears = [pair for mlp in mlps if (pair := mlp.as_native()) is not None]
+        if len(linears) < len(self):
+            return x.writer.call(partial(_mix, self, experts), (x, logits, *shared), x.width)
+        gate_up, down = zip(*linears, strict=True)
+        weights = ExpertWeights(gate_up, down, experts.num_used, experts.is_normalized, experts.scale)
+        return x.writer.mix(x, logits, weights, shared)
 
 
 class MoEMLP(nn.Module):
@@ -90,9 +102,6 @@ class MoEMLP(nn.Module):
         if self.shared_expert_gate is not None:
             shared += (self.shared_expert_gate(value),)
         logits = self.gate(value)
-        if isinstance(value, Symbol):
-            inputs = (value, logits, *shared)
-            return value.writer.call(partial(_mix, self.experts, self._settings), inputs, value.width)
         return self.experts.mix(value, logits, self._settings, shared, rows)
 
 
@@ -102,6 +111,6 @@ def _shared_part(shared: tuple[Tensor, ...]) -> Tensor:  # [tokens, hidden], flo
     return output.float() * factor
 
 
-def _mix(experts: ExpertSet, settings: Experts, x: Tensor, logits: Tensor, *others: Tensor) -> Tensor:
+def _mix(experts: ExpertSet, settings: Experts, x: Tensor, logits: Tensor, *others: Tensor) -> Value:
     """An operation of a program; the last argument is what the run was given."""
     return experts.mix(x, logits, settings, others[:-1])

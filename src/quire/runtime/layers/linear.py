@@ -23,7 +23,7 @@ class Linear(WeightLayer):
     Takes no memory before its first part comes, so that a model whose weights are repacked never holds them all twice.
     """
 
-    shrinks = True  # where weights are quantized
+    shrinks = True
 
     def __init__(
         self,

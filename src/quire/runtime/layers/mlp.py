@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from quire.kernels.native.program import LinearWeights
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import RMSNorm
+from quire.runtime.layers.native import NativeMultiply
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.stream import Normed, Projected, Value
 
@@ -32,6 +34,13 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Value | Normed) -> Projected:  # [tokens, hidden]
         return self.down_proj.later(self._gated(x))
+
+    def as_native(self) -> tuple[LinearWeights, LinearWeights] | None:
+        """The weights for gate and up, and for down, where compiled kernels multiply by both and gate by silu."""
+        first, second = self.gate_up_proj.multiply, self.down_proj.multiply
+        if isinstance(first, NativeMultiply) and isinstance(second, NativeMultiply) and self._activation == "silu":
+            return LinearWeights(first.weight, first.bias), LinearWeights(second.weight, second.bias)
+        return None
 
     def _gated(self, x: Value | Normed) -> Value:  # [tokens, intermediate]
         fused = self.gate_up_proj.fused

@@ -1,16 +1,19 @@
-"""All experts of a layer as stacked weights, multiplied on a GPU in one launch for all."""
+"""All experts of a layer as stacked weights, multiplied on a GPU in one launch for all. Without Triton they can be
+outlined, not run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from quire.config.model import Experts
-from quire.kernels.triton.grouped import Stack, choose_grouped_tiling, combine, grouped_product, route
-from quire.kernels.triton.quantize import quantize_rows
 from quire.runtime.layers.weights import Placement, WeightLayer
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.grouped import Stack
 
 
 class ExpertLinear(WeightLayer):
@@ -18,6 +21,8 @@ class ExpertLinear(WeightLayer):
 
     Takes no memory before its first part comes.
     """
+
+    shrinks = True
 
     def __init__(
         self, num: int, inputs: int, outputs: Mapping[str, int], placement: Placement, *, float8: bool
@@ -47,6 +52,9 @@ class ExpertLinear(WeightLayer):
         super().randomize(part, generator)
 
     def finish(self) -> None:
+        from quire.kernels.triton.grouped import Stack
+        from quire.kernels.triton.quantize import quantize_rows
+
         weight = self.weight.data
         self._stack = Stack(weight, None)
         if self._float8:
@@ -75,6 +83,8 @@ class StackedExperts(nn.Module):
     def mix(
         self, x: Tensor, logits: Tensor, experts: Experts, shared: tuple[Tensor, ...], rows: Tensor | None = None
     ) -> Tensor:
+        from quire.kernels.triton.grouped import choose_grouped_tiling, combine, grouped_product, route
+
         gate_up, down, used = self.gate_up_proj.stack, self.down_proj.stack, experts.num_used
         tiling = choose_grouped_tiling(len(x) * used, experts.num, experts.size, x.element_size(), x.device)
         dependent = len(x) >= self._dependent_rows

@@ -67,6 +67,7 @@ class WeightLayer(nn.Module):
 
     parts: tuple[str, ...] = ()
     random_mean = 0.0
+    shrinks = False  # where a model's weights are quantized
     weight: nn.Parameter
 
     def part_shape(self, part: str) -> tuple[int, ...]:

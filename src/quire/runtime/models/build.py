@@ -65,9 +65,10 @@ def count_weights(config: ModelConfig) -> ModelConfig:
     for layer, parts in weight_layers(model):
         shapes = [layer.part_shape(part) for part in parts.values()]
         parameters += sum(map(math.prod, shapes))
-        if isinstance(layer, Linear) and layer.shrinks and id(layer) in inside:
-            in_blocks += sum(math.prod(shape) for shape in shapes if len(shape) == 2)
-            outputs += layer.num_outputs
+        if layer.shrinks and id(layer) in inside:
+            matrices = [shape for shape in shapes if len(shape) == 2]
+            in_blocks += sum(map(math.prod, matrices))
+            outputs += layer.num_outputs if isinstance(layer, Linear) else sum(shape[0] for shape in matrices)
     return replace(config, weights=WeightCounts(parameters, in_blocks, outputs))
 
 

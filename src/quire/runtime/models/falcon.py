@@ -34,7 +34,7 @@ class FalconBlock(nn.Module):
         by_group, outputs = Stored(grouped=heads), heads.query_size + 2 * heads.kv_size
         self.self_attention = SelfAttention(
             build.linear("query_key_value", hidden, outputs, bias=config.qkv_bias, stored=by_group),
-            build.attention(heads, layer, config.rope),
+            build.attention_of(config, layer),
             build.linear("dense", heads.query_size, hidden, bias=config.o_bias),
         )
         self.mlp = build.mlp(

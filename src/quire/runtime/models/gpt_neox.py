@@ -29,7 +29,7 @@ class NeoxBlock(nn.Module):
         by_head = Stored(grouped=heads)
         self.attention = SelfAttention(
             build.linear("query_key_value", hidden, 3 * hidden, bias=config.qkv_bias, stored=by_head),
-            build.attention(heads, layer, config.rope),
+            build.attention_of(config, layer),
             build.linear("dense", hidden, hidden, bias=config.o_bias),
         )
         self.post_attention_layernorm = build.layer_norm("post_attention_layernorm", hidden, config.norm_eps)

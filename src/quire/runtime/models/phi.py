@@ -24,7 +24,7 @@ class PhiBlock(nn.Module):
         self.input_layernorm = build.layer_norm("input_layernorm", hidden, config.norm_eps)
         self.self_attn = SelfAttention(
             build.qkv_linear(hidden, heads, bias=True),
-            build.attention(heads, layer, config.rope),
+            build.attention_of(config, layer),
             build.linear("dense", heads.query_size, hidden, bias=True),
         )
         self.mlp = build.mlp(

@@ -1,4 +1,4 @@
-"""StarCoder2: layer norms, rotary positions, grouped-query attention and a plain MLP, with biases."""
+"""StarCoder2: layer norms, rotary positions, grouped-query attention over a window, a plain MLP, biases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models.base import BaseModel
 from quire.runtime.models.family import Family
-from quire.runtime.models.hf_config import PLAIN, read_activation, read_decoder, refuse_windows
+from quire.runtime.models.hf_config import PLAIN, read_activation, read_decoder, read_window, refuse_windows
 
 
 class Starcoder2Block(nn.Module):
@@ -23,7 +23,7 @@ class Starcoder2Block(nn.Module):
         self.input_layernorm = build.layer_norm("input_layernorm", hidden, config.norm_eps)
         self.self_attn = SelfAttention(
             build.qkv_linear(hidden, heads, bias=config.qkv_bias),
-            build.attention(heads, layer, config.rope),
+            build.attention_of(config, layer),
             build.linear("o_proj", heads.query_size, hidden, bias=config.o_bias),
         )
         self.post_attention_layernorm = build.layer_norm("post_attention_layernorm", hidden, config.norm_eps)
@@ -57,8 +57,8 @@ class Starcoder2(BaseModel):
 
 def read_starcoder2(config: Fields) -> ModelConfig:
     refuse_windows(config)
-    bias = config.flag("use_bias", True)
-    result = read_decoder(
+    bias, window = config.flag("use_bias", True), read_window(config, None)
+    return read_decoder(
         config,
         "starcoder2",
         4_096,
@@ -69,12 +69,8 @@ def read_starcoder2(config: Fields) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
+        windows=() if window is None else (window,) * config.integer("num_hidden_layers"),
     )
-    window, length = config.optional_integer("sliding_window"), result.rope.max_position
-    if window is not None and window < length:
-        reason = f"a window of {window} tokens, below max_position_embeddings = {length}, is not supported"
-        raise config.refuse("sliding_window", reason, fix="a model whose sliding_window is null will load")
-    return result
 
 
 STARCODER2 = Family(name="starcoder2", build=Starcoder2, read=read_starcoder2)

@@ -12,6 +12,9 @@ from torch import Tensor
 from interpreter import HAS_TRITON
 from quire.config.engine import DeviceConfig
 from quire.config.model import Experts
+from quire.kernels.native.loader import why_not_native
+from quire.kernels.native.ops import has_tile_units
+from quire.kernels.native.program import Program, ProgramStep, ProgramWriter
 from quire.kernels.reference.experts import choose_experts, mix_experts
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.experts import MoEMLP
@@ -20,7 +23,7 @@ from quire.runtime.layers.weights import weight_layers
 from quire.runtime.quantization.fp8 import rounded
 from tiny_models import DEVICE, tiny_config
 
-HIDDEN, SIZE, NUM = 48, 24, 5
+HIDDEN, SIZE, NUM = 64, 32, 5
 PLAIN = Experts(NUM, 2, SIZE)
 SETTINGS = {
     "normalized": PLAIN,
@@ -28,15 +31,20 @@ SETTINGS = {
     "shared": replace(PLAIN, shared_size=32),
     "shared by a gate": replace(PLAIN, shared_size=32, shared_has_gate=True),
 }
-FORMS = ["reference", "auto", *(["triton"] if HAS_TRITON else [])]
+REFUSAL = why_not_native(torch.float32, torch.device("cpu")) if DEVICE == "cpu" else "runs on a CPU"
+FORMS = ["reference", "auto", *([] if REFUSAL else ["program"]), *(["triton"] if HAS_TRITON else [])]
+EMPTY = torch.empty(0, dtype=torch.int64)
+NOTHING = ProgramStep(EMPTY, EMPTY, EMPTY, None, (), ())  # a step without attention
 
 
 class Layer:
     """A norm of ones and a mixture of random weights, in one of its forms."""
 
-    def __init__(self, settings: Experts, attention: str, quantization: Any = None) -> None:
+    def __init__(self, settings: Experts, attention: str, dtype: Any = "float32", quantization: Any = None) -> None:
         config = tiny_config(hidden_size=HIDDEN, experts=settings)
-        device = DeviceConfig(DEVICE, "float32", "float32", attention_backend=attention, quantization=quantization)
+        self.is_program = attention == "program"
+        backend = "native" if self.is_program else attention
+        device = DeviceConfig(DEVICE, dtype, dtype, attention_backend=backend, quantization=quantization)
         builder = LayerBuilder(device, config.heads)
         self.settings, self.norm = settings, builder.rms_norm("norm", HIDDEN, 1e-6)
         self.norm.weight.data.fill_(1.0)
@@ -53,7 +61,16 @@ class Layer:
             layer.finish()
 
     def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        if self.is_program:
+            return self.program(x).run(x.clone(), NOTHING) - x
         return self.moe(self.norm(Stream(x.clone().to(DEVICE), rows))).cpu()
+
+    def program(self, x: Tensor) -> Program:
+        """Adds the mixture to its rows."""
+        writer = ProgramWriter(x.dtype, HIDDEN)
+        stream = Stream(writer.stream)
+        stream.add(self.moe(self.norm(stream)))
+        return writer.finish(stream.settle())
 
     def wanted(self, x: Tensor, quantized: bool = False) -> Tensor:
         tensors, settings = self.tensors, self.settings
@@ -98,8 +115,9 @@ def test_no_tokens_are_no_work(attention: str) -> None:
     assert Layer(PLAIN, attention)(numbers(0)).shape == (0, HIDDEN)
 
 
-def test_no_token_depends_on_the_others() -> None:
-    layer, x = Layer(PLAIN, "auto"), numbers(9)
+@pytest.mark.parametrize("attention", [form for form in FORMS if form in ("auto", "program")])
+def test_no_token_depends_on_the_others(attention: str) -> None:
+    layer, x = Layer(PLAIN, attention), numbers(9)
     together = layer(x)
     for place in range(9):
         assert torch.equal(layer(x[place : place + 1])[0], together[place])
@@ -120,5 +138,20 @@ def test_padding_spoils_nobody() -> None:
 def test_float8_experts_are_near_what_rounded_weights_give() -> None:
     import triton_cases  # noqa: F401  float8 as hardware rounds it
 
-    layer, x = Layer(PLAIN, "triton", "fp8"), numbers(6)
+    layer, x = Layer(PLAIN, "triton", quantization="fp8"), numbers(6)
     torch.testing.assert_close(layer(x), layer.wanted(x, quantized=True), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+def test_a_program_mixes_without_python() -> None:
+    assert Layer(SETTINGS["shared by a gate"], "program").program(numbers(2)).num_calls == 0
+
+
+@pytest.mark.skipif(
+    why_not_native(torch.bfloat16, torch.device("cpu")) is not None or DEVICE != "cpu", reason="no bfloat16 kernels"
+)
+def test_a_program_mixes_bfloat16() -> None:
+    layer, x = Layer(SETTINGS["shared by a gate"], "program", "bfloat16"), numbers(9).bfloat16()
+    assert layer.program(x).num_calls == 0 or not has_tile_units()
+    found = layer(x).float()
+    torch.testing.assert_close(found, layer.wanted(x.float()), rtol=0.05, atol=0.1)

@@ -1,0 +1,128 @@
+// Mixtures of experts: rows that go to the same expert are multiplied together, one expert after the other.
+#pragma once
+
+#include "multiply.h"
+#include "rowwise.h"
+
+namespace {
+
+struct PackedLinear {
+    int64_t format, inputs, outputs;
+    const uint8_t* weight;
+    const void* bias;  // [outputs] or null
+};
+
+// The experts of one layer: gate and up in one product, then down.
+struct PackedExperts {
+    int64_t num, used;
+    int64_t is_normalized;        // a row's weights are divided by their sum
+    int64_t shared, shared_gate;  // buffers: what the expert of all rows gave, its gate's logits; -1: there is none
+    double scale;                 // of a row's weights
+    const PackedLinear *gate_up, *down;  // [num]
+};
+
+template <typename T> void multiply_by(const PackedLinear& linear, const T* x, int64_t rows, T* out) {
+    const Product product{rows, linear.inputs, linear.outputs, linear.outputs};
+    multiply_for<T>(linear.format)(x, linear.weight, static_cast<const T*>(linear.bias), product, out);
+}
+
+template <typename T> float one(const T* from) { return fetch(from, 1)[0]; }
+
+// The experts that a row's logits [num] rank first, and their weights: the softmax over all. Of equal ones the first.
+template <typename T>
+void choose_experts(const T* logits, const PackedExperts& experts, float* shares, int64_t* chosen, float* weights) {
+    float largest = one(logits), sum = 0.0f, used = 0.0f;
+    for (int64_t i = 0; i < experts.num; ++i) {
+        shares[i] = one(logits + i);
+        largest = std::max(largest, shares[i]);
+    }
+    for (int64_t i = 0; i < experts.num; ++i) sum += shares[i] = std::exp(shares[i] - largest);
+    for (int64_t rank = 0; rank < experts.used; ++rank) {
+        const int64_t best = std::max_element(shares, shares + experts.num) - shares;
+        chosen[rank] = best;
+        used += weights[rank] = shares[best] / sum;
+        shares[best] = -1.0f;
+    }
+    for (int64_t rank = 0; rank < experts.used; ++rank)
+        weights[rank] = (experts.is_normalized ? weights[rank] / used : weights[rank]) * static_cast<float>(experts.scale);
+}
+
+// Pairs of a row and one of its experts, in the order of experts, then of rows.
+struct Pairs {
+    std::vector<int64_t> begins;  // [num + 1]: of each expert's pairs
+    std::vector<int64_t> rows;    // [pairs]
+    std::vector<float> weights;   // [pairs]
+
+    template <typename T> Pairs(const T* logits, const PackedExperts& experts, int64_t num_rows) {
+        const int64_t count = num_rows * experts.used;
+        std::vector<int64_t> chosen(count);
+        std::vector<float> found(count), shares(experts.num);
+        begins.assign(experts.num + 1, 0);
+        for (int64_t row = 0; row < num_rows; ++row)
+            choose_experts(logits + row * experts.num, experts, shares.data(), &chosen[row * experts.used],
+                           &found[row * experts.used]);
+        for (const int64_t expert : chosen) ++begins[expert + 1];
+        for (int64_t expert = 0; expert < experts.num; ++expert) begins[expert + 1] += begins[expert];
+        rows.resize(count);
+        weights.resize(count);
+        std::vector<int64_t> next(begins.begin(), begins.end() - 1);
+        for (int64_t pair = 0; pair < count; ++pair) {
+            const int64_t place = next[chosen[pair]]++;
+            rows[place] = pair / experts.used;
+            weights[place] = found[pair];
+        }
+    }
+
+    int64_t most() const {  // of one expert
+        int64_t found = 0;
+        for (size_t i = 1; i < begins.size(); ++i) found = std::max(found, begins[i] - begins[i - 1]);
+        return found;
+    }
+};
+
+// sums [rows, hidden]: what the shared expert gave, by the sigmoid of its gate; or zeros.
+template <typename T> void begin_sums(const T* shared, const T* gate, int64_t rows, int64_t hidden, float* sums) {
+#pragma omp parallel for schedule(static) if (rows * hidden > 65536)
+    for (int64_t row = 0; row < rows; ++row) {
+        const float factor = gate == nullptr ? 1.0f : 1.0f / (1.0f + std::exp(-one(gate + row)));
+        in_pieces(hidden, [&](int64_t i, int64_t n) {
+            put(sums + row * hidden + i, shared == nullptr ? Floats{} : fetch(shared + row * hidden + i, n) * factor, n);
+        });
+    }
+}
+
+// x [rows, hidden] -> out [rows, hidden]: the weighted sum of what a row's experts make of it, in the order of experts.
+template <typename T>
+void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, const PackedExperts& experts,
+                 int64_t rows, T* out) {
+    const int64_t size = experts.down->inputs, hidden = experts.down->outputs;
+    const Pairs pairs(logits, experts, rows);
+    const int64_t most = pairs.most();
+    const std::unique_ptr<float[]> sums(new float[rows * hidden]);
+    const std::unique_ptr<T[]> taken(new T[most * hidden]), both(new T[most * 2 * size]), inner(new T[most * size]);
+    begin_sums(shared, gate, rows, hidden, sums.get());
+    for (int64_t expert = 0; expert < experts.num; ++expert) {
+        const int64_t begin = pairs.begins[expert], count = pairs.begins[expert + 1] - begin;
+        if (count == 0) continue;
+        for (int64_t i = 0; i < count; ++i)
+            std::memcpy(&taken[i * hidden], x + pairs.rows[begin + i] * hidden, hidden * sizeof(T));
+        multiply_by(experts.gate_up[expert], taken.get(), count, both.get());
+        gate_all<SILU>(both.get(), inner.get(), count, size);
+        multiply_by(experts.down[expert], inner.get(), count, taken.get());
+#pragma omp parallel for schedule(static) if (count * hidden > 65536)
+        for (int64_t i = 0; i < count; ++i) {  // no row comes twice
+            float* to = &sums[pairs.rows[begin + i] * hidden];
+            const Floats weight = all(pairs.weights[begin + i]);
+            in_pieces(hidden, [&](int64_t j, int64_t n) {
+                put(to + j, add_product(fetch(to + j, n), fetch(&taken[i * hidden + j], n), weight), n);
+            });
+        }
+    }
+#pragma omp parallel for schedule(static) if (rows * hidden > 65536)
+    for (int64_t row = 0; row < rows; ++row)
+        in_pieces(hidden, [&](int64_t i, int64_t n) {
+            put(out + row * hidden + i, fetch(&sums[row * hidden + i], n), n);
+        });
+}
+
+}  // namespace
