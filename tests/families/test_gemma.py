@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from family_parity import BACKENDS, COMMON, PROMPTS, check_parity, hf_checkpoint, logits_of
 from gguf_files import stored, write_gguf
+from quire.runtime.loading.hf.checkpoint import HfCheckpoint
 from quire.runtime.models.gemma import GEMMA3
-from tiny_models import greedy_reference
+from quire.types.step import Chunk
+from tiny_models import DEVICE, Bench, engine_config, greedy_reference
 
 transformers = pytest.importorskip("transformers")
 SMALL = COMMON | {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 6}
@@ -83,3 +86,21 @@ def test_gemma_3_in_gguf(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", metadata, tensors)
     for prompt, logits in zip(PROMPTS, logits_of(path, PROMPTS, 4), strict=True):
         torch.testing.assert_close(logits, greedy_reference(model, prompt, 4)[1], rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("attention", ["reference", "native"])
+def test_norm_weights_keep_the_digits_that_one_more_would_cost_them(attention: str, tmp_path: Path) -> None:
+    """In bfloat16, one plus a small number is one: its digits are kept, and used, in float32."""
+    hf_checkpoint(tmp_path, gemma3())
+    checkpoint = HfCheckpoint(tmp_path)
+    bench = Bench(checkpoint, engine_config(dtype="bfloat16"), attention=attention)  # type: ignore[arg-type]
+    norm = bench.worker._runner._model.model.norm  # type: ignore[attr-defined]
+    x = torch.randn(3, COMMON["hidden_size"], generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
+    with torch.inference_mode():
+        found = norm(x).float().cpu()
+    expected = F.rms_norm(x.float().cpu(), x.shape[1:], checkpoint.read("model.norm.weight").float() + 1.0, 1e-6)
+    torch.testing.assert_close(norm.weight.cpu(), checkpoint.read("model.norm.weight").float() + 1.0)
+    torch.testing.assert_close(found, expected, rtol=8e-3, atol=1e-3)
+    bench.add(0, [5, 6, 7, 8])
+    bench.run(chunks=[Chunk(0, 0, 4, (0,))])
+    bench.run(decode=[0])

@@ -44,7 +44,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "olmo2": {},
     "opt": {"num_key_value_heads": ..., "intermediate_size": ..., "ffn_dim": 96, "word_embed_proj_dim": 64},
-    "phi3": {"pad_token_id": 0},
     "phi": {"partial_rotary_factor": 0.5},
     "phi3": {"original_max_position_embeddings": 512, "pad_token_id": 0},
     "qwen2": {"tie_word_embeddings": True},

@@ -15,7 +15,7 @@ import torch
 _HERE = Path(__file__).parent
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
-    "quire_rms_norm": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_double],
+    "quire_rms_norm": [None, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_double],
     "quire_layer_norm": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_double],
     "quire_activate": [None, c_int64, c_int64, c_void_p, c_int64],
     "quire_rotate": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 5],

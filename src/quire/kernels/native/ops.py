@@ -27,10 +27,18 @@ class PackedWeight:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, size], [size] -> [rows, size]
-    _check(x.stride(1) == 1 and weight.dtype == x.dtype and weight.shape == x.shape[1:])
+    _check(x.stride(1) == 1 and weight.dtype in (x.dtype, torch.float32) and weight.shape == x.shape[1:])
     out = torch.empty(x.shape, dtype=x.dtype)
     open_library().quire_rms_norm(
-        TYPES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps
+        TYPES[x.dtype],
+        TYPES[weight.dtype],
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        eps,
     )
     return out
 

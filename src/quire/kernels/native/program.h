@@ -36,6 +36,7 @@ struct Operation {
     const void* weight;  // of a norm [groups, size] or [2, size] with its bias, a PackedLinear, PackedExperts, or sinks
     double number;       // a norm's eps, the scale of attention, or of what is added
     double cap;          // of attention
+    int64_t wide;        // whether a norm's weights are float32 whatever the rows are
 };
 
 struct Angles {
@@ -72,7 +73,11 @@ template <typename T> struct Interpreter {
     int64_t width(int64_t buffer) const { return run.widths[buffer]; }
 
     void norm(const Operation& op) const {
-        const T* weight = static_cast<const T*>(op.weight);
+        if (op.wide) norm_by(op, static_cast<const float*>(op.weight));
+        else norm_by(op, static_cast<const T*>(op.weight));
+    }
+
+    template <typename W> void norm_by(const Operation& op, const W* weight) const {
         for (int64_t group = 0; group < op.groups; ++group) {
             const int64_t from = op.column + group * op.size;
             rms_norm(at(op.x) + from, width(op.x), weight + group * op.size, at(op.out) + from, width(op.out), run.rows,

@@ -42,7 +42,7 @@ class _Operation(Structure):
     _fields_ = (
         ("kind", c_int64), ("x", c_int64), ("y", c_int64), ("out", c_int64), ("column", c_int64), ("groups", c_int64),
         ("size", c_int64), ("layer", c_int64), ("kv_heads", c_int64), ("block_size", c_int64), ("window", c_int64),
-        ("weight", c_void_p), ("number", c_double), ("cap", c_double),
+        ("weight", c_void_p), ("number", c_double), ("cap", c_double), ("wide", c_int64),
     )  # fmt: skip
 
 
@@ -244,7 +244,9 @@ class ProgramWriter:
         **fields: Any,
     ) -> None:  # fmt: skip
         if weight is not None:
-            assert weight.dtype == self._dtype
+            if kind == RMS_NORM:
+                fields["wide"] = int(weight.dtype == torch.float32)
+            assert weight.dtype == self._dtype or fields.get("wide")
             assert weight.is_contiguous()
             self._kept.append(weight)
             pointer = weight.data_ptr()

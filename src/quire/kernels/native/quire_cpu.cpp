@@ -61,10 +61,17 @@ const char* quire_isa() {
         ;
 }
 
-void quire_rms_norm(int64_t type, const void* x, int64_t x_stride, const void* weight, void* out, int64_t rows,
-                    int64_t size, double eps) {
-    DISPATCH(type, rms_norm<T>(static_cast<const T*>(x), x_stride, static_cast<const T*>(weight), static_cast<T*>(out),
-                               size, rows, size, static_cast<float>(eps)))
+// weight_type: that of x, or float32.
+void quire_rms_norm(int64_t type, int64_t weight_type, const void* x, int64_t x_stride, const void* weight, void* out,
+                    int64_t rows, int64_t size, double eps) {
+    const auto norm = [&](auto* from, auto* scales) {
+        using T = std::remove_const_t<std::remove_pointer_t<decltype(from)>>;
+        rms_norm(from, x_stride, scales, static_cast<T*>(out), size, rows, size, static_cast<float>(eps));
+    };
+    DISPATCH(type, {
+        if (weight_type == 0) norm(static_cast<const T*>(x), static_cast<const float*>(weight));
+        else norm(static_cast<const T*>(x), static_cast<const T*>(weight));
+    })
 }
 
 void quire_layer_norm(int64_t type, const void* x, int64_t x_stride, const void* weight_bias, void* out, int64_t rows,

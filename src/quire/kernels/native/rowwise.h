@@ -5,8 +5,8 @@
 
 namespace {
 
-template <typename T>
-void rms_norm(const T* x, int64_t stride, const T* weight, T* out, int64_t out_stride, int64_t rows, int64_t size,
+template <typename T, typename W>
+void rms_norm(const T* x, int64_t stride, const W* weight, T* out, int64_t out_stride, int64_t rows, int64_t size,
               float eps) {
 #pragma omp parallel for schedule(static) if (rows * size > 32768)
     for (int64_t row = 0; row < rows; ++row) {

@@ -22,7 +22,7 @@ class RMSNorm(WeightLayer):
     """Unit root mean square over the last dimension, computed in float32, then scaled.
 
     Of a residual stream it is computed by the layer that reads it, of a layer's result when that is added. A checkpoint
-    may store weights less `offset`.
+    may store weights less `offset`; then they are kept in float32, as their sum has more digits than either.
     """
 
     random_mean = 1.0
@@ -31,7 +31,7 @@ class RMSNorm(WeightLayer):
         self, name: str, size: int, eps: float, ops: LayerOps, placement: Placement, offset: float = 0.0
     ) -> None:
         super().__init__()
-        self.weight = placement.empty(size)
+        self.weight = placement.empty(size, dtype=torch.float32 if offset else None)
         self.parts = (f"{name}.weight",)
         self._eps, self._ops, self._offset = eps, ops, offset
         self.as_norm = Norm(self.weight.data, eps)
@@ -91,7 +91,7 @@ class HeadNorm(WeightLayer):
 
     def __init__(self, heads: Heads, eps: float, placement: Placement, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = placement.empty(2, heads.dim)
+        self.weight = placement.empty(2, heads.dim, dtype=torch.float32 if offset else None)
         self.eps, self._offset = eps, offset
         self._counts = (heads.num_query, heads.num_kv)
         self._scales: Tensor | None = None
