@@ -22,7 +22,7 @@ BUILT_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/quire/kerne
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve demo test test-clients check format bench soak kills cuts parity clean
+.PHONY: help setup serve demo test test-clients check format bench soak kills cuts parity families clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ cuts: $(DEV_STAMP) $(MODEL_STAMP) ## 64 streams with random cuts (SECONDS=600): 
 
 parity: $(DEV_STAMP) $(MODEL_STAMP) ## compare the default model with transformers over the whole matrix (long)
 	QUIRE_TEST_WHOLE=1 $(BIN)/python -m pytest -q tests/parity
+
+families: $(DEV_STAMP) ## print the table of model families and the engine's features, each against transformers
+	$(BIN)/python -m tests.families.matrix
 
 clean: ## remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) $(CLIENTS) tests/clients/javascript/node_modules build dist src/*.egg-info src/quire/kernels/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

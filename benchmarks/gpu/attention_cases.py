@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.reference.attention import paged_attention
 from quire.kernels.triton.attention_cascade import (
     SharedPrefix,
@@ -19,7 +20,6 @@ from quire.kernels.triton.attention_cascade import (
 from quire.kernels.triton.attention_config import PrefillConfig, SplitConfig, prefill_config
 from quire.kernels.triton.attention_decode import paged_decode
 from quire.kernels.triton.attention_prefill import PrefillPlan, lay_out_tiles, paged_prefill
-from quire.kernels.triton.attention_rule import AttentionRule
 from quire.kernels.triton.attention_schedule import allocate_split_plan, fill_split_plan
 
 HEADS = {"8B": (32, 8), "0.6B": (16, 8)}  # query, key/value

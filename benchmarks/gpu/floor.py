@@ -44,7 +44,7 @@ def prefill_seconds(model: BenchModel, work: Workload, precision: Precision = BF
 def step_seconds(model: BenchModel, rows: int, cached_tokens: int, precision: Precision = BF16) -> float:
     """One decode step of `rows` sequences that hold `cached_tokens` together."""
     weights, head = model.layer_parameters, model.head_parameters
-    read = (weights * precision.weight_bytes + head * HEAD_BYTES) / BANDWIDTH
+    read = (model.read_parameters(rows) * precision.weight_bytes + head * HEAD_BYTES) / BANDWIDTH
     matrix = 2 * rows * (weights / precision.rate + head / BF16_RATE)
     return max(read, matrix) + cached_tokens * model.kv_numbers * precision.kv_bytes / BANDWIDTH
 

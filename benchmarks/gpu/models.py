@@ -16,10 +16,32 @@ class BenchModel:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of all layers: what every token is multiplied by, the head apart."""
+        """Weights of all layers that one token is multiplied by, the head apart."""
+        c = self.config
+        return self._attention + c["num_hidden_layers"] * c["hidden_size"] * 3 * self._widths(c)
+
+    def read_parameters(self, rows: int) -> float:
+        """Weights of all layers that a step of so many tokens reads. Routers spread tokens evenly over experts."""
+        c = self.config
+        experts = c.get("num_experts", 0)
+        if not experts:
+            return self.layer_parameters
+        used = experts * (1 - (1 - c["num_experts_per_tok"] / experts) ** rows)
+        each = 3 * c["hidden_size"] * c["moe_intermediate_size"]
+        return self._attention + c["num_hidden_layers"] * used * each
+
+    @property
+    def _attention(self) -> int:
         c = self.config
         heads = c["head_dim"] * (2 * c["num_attention_heads"] + 2 * c["num_key_value_heads"])
-        return c["num_hidden_layers"] * c["hidden_size"] * (heads + 3 * c["intermediate_size"])
+        return int(c["num_hidden_layers"] * c["hidden_size"] * heads)
+
+    @staticmethod
+    def _widths(config: dict[str, Any]) -> int:
+        """Of the MLPs that one token goes through."""
+        if "num_experts" in config:
+            return int(config["num_experts_per_tok"] * config["moe_intermediate_size"])
+        return int(config["intermediate_size"])
 
     @property
     def head_parameters(self) -> int:
@@ -68,6 +90,27 @@ MODELS = {
             "head_dim": 128, "vocab_size": 128_256, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
             "rope_theta": 500_000.0, "tie_word_embeddings": True, "bos_token_id": 128_000, "eos_token_id": 128_001,
             "mlp_bias": False,
+        }
+    ),
+    "qwen3-30b-a3b": BenchModel(
+        {
+            **_COMMON, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+            "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+            "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 48,
+            "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936,
+            "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
+            "tie_word_embeddings": False, "bos_token_id": 151_643, "eos_token_id": 151_645,
+        }
+    ),
+    "gemma-3-4b": BenchModel(
+        {
+            "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "torch_dtype": "bfloat16",
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2560, "intermediate_size": 10_240,
+            "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+            "vocab_size": 262_208, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "sliding_window": 1024,
+            "sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "attention_bias": False, "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1,
         }
     ),
     "llama-3.1-8b": BenchModel(

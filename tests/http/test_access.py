@@ -249,3 +249,43 @@ def test_errors_of_the_guard_the_router_and_the_connection_are_counted(serve: Se
     assert counting.seen[:3] == [(401, ""), (404, ""), (400, "top_p")]
     assert counting.seen[3] in [(400, "other"), (400, "n")]  # an unknown field is never a label
     assert counting.seen[4:] == [(400, ""), (431, "")]
+
+
+EVIL, PAGE = {"Origin": "https://evil.example"}, {"Origin": "https://app.example"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        (EVIL, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://127.0.0.1:1"}, 403),  # another program of the same machine
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({**EVIL, "Sec-Fetch-Site": "cross-site"}, 403),
+        ({**EVIL, "Sec-Fetch-Site": "same-site"}, 403),
+        ({**EVIL, "Sec-Fetch-Site": "same-origin"}, 200),  # behind a proxy that changes Host
+        ({"Sec-Fetch-Site": "none"}, 200),
+        (PAGE, 200),
+        ({**PAGE, "Sec-Fetch-Site": "cross-site"}, 200),
+    ],
+)
+def test_without_keys_a_page_of_another_site_changes_nothing(serve: Serve, headers: Any, status: int) -> None:
+    server = serve(access=AccessConfig(cors_origins=("https://app.example",)))
+    with server.client(headers=headers) as client:
+        sent = client.post("/v1/files", files={"file": ("a", b"x")}, data={"purpose": "batch"})
+        assert sent.status_code == status
+        assert client.post("/v1/completions", json={"prompt": "x"}).status_code == status
+        assert client.delete("/v1/files/none").status_code == (404 if status == 200 else 403)
+        assert client.get("/v1/models").status_code == 200
+    if status == 403:
+        assert sent.json()["error"]["code"] == "cross_site"
+        assert server.get("/v1/files").json()["data"] == []
+
+
+def test_the_servers_own_pages_and_holders_of_keys_may_call(serve: Serve) -> None:
+    server = serve()
+    assert server.post("/v1/completions", {"prompt": "x"}, headers={"Origin": server.url}).status_code == 200
+    keyed = serve(access=AccessConfig(key_digests=digests(KEY)))
+    headers = {**EVIL, "Sec-Fetch-Site": "cross-site", "Authorization": f"Bearer {KEY}"}
+    assert keyed.post("/v1/completions", {"prompt": "x"}, headers=headers).status_code == 200

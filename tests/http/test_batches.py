@@ -15,7 +15,9 @@ import pytest
 from http_server import TestServer, digests
 from quire.config.engine import SchedulerConfig
 from quire.config.server import AccessConfig
+from quire.serving.batch_lines import BatchLine, read_line, result_line
 from quire.serving.cli import main
+from quire.serving.http.batches import batch_run
 from quire.serving.http.batches.runner import BatchRunner
 from tests.http.conftest import Serve
 
@@ -220,16 +222,81 @@ def test_files_and_batches_of_another_key_are_not_found(serve: Serve) -> None:
     assert stolen.status_code == 404
 
 
-def test_files_are_bounded(serve: Serve) -> None:
-    server = serve(limits={"file_bytes": 100, "files": 2})
+def test_each_key_has_its_own_room(serve: Serve) -> None:
+    server = serve(limits={"files": 2, "batches": 1}, access=AccessConfig(key_digests=digests("one", "two")))
+    one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    upload(server, b"x", headers=one)
+    file = upload(server, b"x", headers=one)
     with server.client() as client:
-        form = {"data": {"purpose": "batch"}}
-        large = client.post("/v1/files", files={"file": ("a", b"x" * 101)}, **form)
-        assert (large.status_code, large.json()["error"]["code"]) == (413, "file_too_large")
-        for _ in range(2):
-            assert client.post("/v1/files", files={"file": ("a", b"x")}, **form).status_code == 200
-        third = client.post("/v1/files", files={"file": ("a", b"x")}, **form)
-        assert (third.status_code, third.json()["error"]["code"]) == (400, "too_many_files")
+        full = client.post("/v1/files", files={"file": ("a", b"x")}, data={"purpose": "batch"}, headers=one)
+    assert full.json()["error"]["code"] == "too_many_files"
+    assert "an API key has room for 2 files" in full.json()["error"]["message"]
+    upload(server, b"x", headers=two)
+    body = {"input_file_id": file["id"], "endpoint": CHAT}
+    refused = server.post("/v1/batches", body, headers=one)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_files")
+
+
+def test_the_results_of_a_batch_count_as_files(serve: Serve) -> None:
+    rows = [chat_line(f"{number}") for number in range(8)]
+    size = len(as_lines(rows))
+    server = serve(limits={"files_bytes": size + 1_500, "batch_requests": 1})
+    done = ended(server, start(server, rows)["id"])
+    assert done["status"] == "failed"
+    assert "do not fit" in done["errors"]["data"][0]["message"]
+    files = server.get("/v1/files").json()["data"]
+    assert len(files) == 2
+    assert sum(file["bytes"] for file in files) <= size + 1_500
+    assert 0 < len(lines_of(server, done["output_file_id"])) == done["request_counts"]["completed"] < 8
+
+
+def test_text_that_is_no_unicode_is_an_error_of_its_line(serve: Serve) -> None:
+    server = serve()
+    half = json.dumps(chat_line("half")).replace('"hi"', '"\\ud800"').encode() + b"\n"
+    name = json.dumps(chat_line("name")).replace('"name"', '"\\ud800"').encode() + b"\n"
+    done = ended(server, start(server, [half, name, chat_line("good")])["id"])
+    assert done["status"] == "completed"
+    assert done["request_counts"] == {"total": 3, "completed": 1, "failed": 2}
+    errors = {row["error"]["line"]: row["error"]["message"] for row in lines_of(server, done["error_file_id"])}
+    assert errors.keys() == {1, 2}
+    assert "half a character" in errors[2]
+    server.wait(server.is_idle)
+
+
+def test_a_batch_whose_run_fails_says_so_and_keeps_its_results(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve(limits={"batch_requests": 1})
+
+    def fail(custom_id: str, *args: Any) -> bytes:
+        if custom_id == "bad":
+            raise RuntimeError("nobody foresaw it")
+        return result_line(custom_id, *args)
+
+    monkeypatch.setattr(batch_run, "result_line", fail)
+    done = ended(server, start(server, [chat_line("good"), chat_line("bad")])["id"])
+    assert done["status"] == "failed"
+    assert "cause is in its log" in done["errors"]["data"][0]["message"]
+    assert [row["custom_id"] for row in lines_of(server, done["output_file_id"])] == ["good"]
+    again = ended(server, start(server, [chat_line("next")])["id"])  # no place was lost
+    assert again["status"] == "completed"
+
+
+def test_batches_that_wait_hold_no_lines(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve()
+    server.elsewhere = (1, 1)  # another request waits
+    read: list[int] = []
+
+    def note(number: int, *args: Any) -> BatchLine:
+        read.append(number)
+        return read_line(number, *args)
+
+    monkeypatch.setattr(batch_run, "read_line", note)
+    names = [start(server, [chat_line(f"{number}") for number in range(8)])["id"] for _ in range(4)]
+    gate = server.service.batches._gate
+    server.wait(lambda: len(gate._waiting) == 4 * server.service.limits["batch_requests"])
+    assert read == []
+    server.elsewhere = (0, 0)
+    assert {ended(server, name)["status"] for name in names} == {"completed"}
+    assert len(read) == 32
 
 
 def test_a_batch_with_too_many_lines_or_none_fails_with_the_reason(serve: Serve) -> None:
@@ -238,39 +305,6 @@ def test_a_batch_with_too_many_lines_or_none_fails_with_the_reason(serve: Serve)
         batch = ended(server, start(server, rows)["id"])
         assert batch["status"] == "failed"
         assert "must be in [1, 2]" in batch["errors"]["data"][0]["message"]
-
-
-@pytest.mark.parametrize(
-    ("content_type", "body", "field"),
-    [
-        ("multipart/form-data", b"x", "content-type"),
-        ("multipart/form-data; boundary=b", b"x", "body"),
-        ("multipart/form-data; boundary=b", b"--b\r\n", "body"),
-        ("multipart/form-data; boundary=b", b"--b--", "purpose"),
-        ("multipart/form-data; boundary=b", b"--b\r\n\r\n\r\n--b", "body"),
-        (
-            "multipart/form-data; boundary=b",
-            b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--',
-            "file",
-        ),
-    ],
-)
-def test_a_form_that_is_none_is_refused_by_its_part(
-    server: TestServer, content_type: str, body: bytes, field: str
-) -> None:
-    with server.client() as client:
-        answer = client.post("/v1/files", content=body, headers={"content-type": content_type})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
-
-
-def test_lists_come_in_pages(serve: Serve) -> None:
-    server = serve()
-    names = [upload(server, b"x")["id"] for _ in range(3)]
-    first = server.get("/v1/files", params={"limit": "2"}).json()
-    assert (len(first["data"]), first["has_more"]) == (2, True)
-    rest = server.get("/v1/files", params={"after": first["last_id"]}).json()
-    assert {row["id"] for row in (*first["data"], *rest["data"])} == set(names)
-    assert server.get("/v1/files", params={"limit": "none"}).status_code == 400
 
 
 def test_the_guide_does_what_it_says(server: TestServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

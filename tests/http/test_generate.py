@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from http_server import TestServer
+from http_server import MODEL, TestServer
+from quire.config.server import ModelSource
 from tests.http.conftest import Serve
 from tests.unit.serving.scripted import EOS_ID, ids
 
+BATCH = "/v1/chat/completions/batch"
 CHAT = [{"role": "user", "content": "hi"}]
 ANSWER = [*ids(" answer 0 to <abc>"), EOS_ID]
 
@@ -80,6 +82,17 @@ def test_a_stream_carries_new_tokens_or_all_so_far(server: TestServer, kind: Any
     assert (chunks[-1]["token_ids"] if is_cumulative else joined) == ANSWER
     assert all(len(chunk["logprobs"]["content"]) == len(chunk["token_ids"]) for chunk in chunks)
     assert chunks[-1]["finish_reason"] == "stop"
+
+
+def test_events_with_all_tokens_so_far_stay_in_proportion_to_the_answer(serve: Serve) -> None:
+    server = serve(lambda *_: "x" * 440, step_seconds=0.002)
+    params = {"logprobs": 1, "output_kind": "cumulative", "max_tokens": 400}
+    events = server.events("/v1/generate", {"token_ids": ids("abc"), "sampling_params": params})
+    sizes = [len(choice["token_ids"]) for event in events[:-1] for choice in event["choices"]]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == 400
+    assert len(sizes) > 16
+    assert sum(sizes) <= 20 * 400
 
 
 @pytest.mark.parametrize(
@@ -164,7 +177,7 @@ def test_what_an_endpoint_refuses_its_rendering_refuses(server: TestServer) -> N
 # --------------------------------------------------------------------------------- several conversations in one request
 def test_every_conversation_is_answered_in_order(server: TestServer) -> None:
     talks = [[{"role": "user", "content": name}] for name in ("one", "two", "three")]
-    body = server.post("/v1/chat/completions/batch", {"messages": talks, "n": 2, "return_token_ids": True}).json()
+    body = server.post(BATCH, {"messages": talks, "n": 2, "return_token_ids": True}).json()
     texts = [choice["message"]["content"] for choice in body["choices"]]
     assert texts == [f" answer {n} to <user:{name}\nbot:>" for name in ("one", "two", "three") for n in range(2)]
     assert [choice["index"] for choice in body["choices"]] == list(range(6))
@@ -185,14 +198,52 @@ def test_every_conversation_is_answered_in_order(server: TestServer) -> None:
     ],
 )
 def test_an_error_in_one_conversation_names_it(server: TestServer, change: Any, status: int, param: str) -> None:
-    answer = server.post("/v1/chat/completions/batch", change)
+    answer = server.post(BATCH, change)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+
+def test_what_conversations_share_is_checked_once_and_bounded(serve: Serve) -> None:
+    server = serve(limits={"body_bytes": 4_000})
+    body: dict[str, Any] = {"messages": [CHAT] * 20, "stop": ["x" * 900]}
+    refused = server.post(BATCH, body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+    assert "16000 bytes" in refused.json()["error"]["message"]
+    body = {"messages": [CHAT] * 20, "nonsense": "x" * 900}  # is left out
+    answer = server.post(BATCH, body)
+    assert len(answer.json()["choices"]) == 20
+    assert [warning.partition(":")[0] for warning in answer.json()["warnings"]] == ["nonsense"]
+    assert answer.headers["x-quire-warnings"] == "nonsense"
+
+
+def test_conversations_obey_the_headers_and_the_query_of_their_request(serve: Serve) -> None:
+    server = serve(lambda *_: "x" * 400, step_seconds=0.01)
+    body = {"messages": [CHAT] * 2, "max_tokens": 1}
+    for options in ({"headers": {"X-Quire-Strict": "1"}}, {"params": {"strict": "1"}}):
+        strict = server.post(BATCH, {**body, "user_": "me"}, **options)
+        assert (strict.status_code, strict.json()["error"]["code"]) == (400, "unknown_parameter")
+    for options in ({"headers": {"X-Quire-Explain": "1"}}, {"params": {"explain": "1"}}):
+        explained = server.post(BATCH, body, **options).json()
+        assert [choice["quire"]["ledger"][-1]["kind"] for choice in explained["choices"]] == ["finished"] * 2
+    late = server.post(BATCH, {"messages": [CHAT] * 2, "max_tokens": 300}, headers={"X-Request-Timeout": "0.3"})
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "request_timeout")
+    wrong = server.post(BATCH, body, headers={"X-Request-Timeout": "soon"})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "X-Request-Timeout")
+
+
+def test_tokens_of_reasoning_are_counted_over_all_conversations(serve: Serve) -> None:
+    source = ModelSource(model=MODEL, served_names=(MODEL,), reasoning_parser="deepseek_r1")
+    server = serve(lambda *_: "<think>abc</think>d", source=source)
+    alone = server.post("/v1/chat/completions", {"messages": CHAT}).json()["usage"]
+    usage = server.post(BATCH, {"messages": [CHAT] * 3}).json()["usage"]
+    assert alone["completion_tokens_details"]["reasoning_tokens"] > 0
+    counts = alone["completion_tokens_details"]["reasoning_tokens"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 3 * counts}
 
 
 def test_conversations_of_a_client_that_hangs_up_end(serve: Serve) -> None:
     server = serve(lambda *_: "x" * 400, step_seconds=0.005)
     with server.client() as client:
-        request = client.build_request("POST", "/v1/chat/completions/batch", json={"messages": [CHAT] * 3})
+        request = client.build_request("POST", BATCH, json={"messages": [CHAT] * 3})
         request.extensions["timeout"] = {"connect": 10, "read": 0.2, "write": 10, "pool": 10}
         with pytest.raises(Exception, match="timed out"):
             client.send(request)

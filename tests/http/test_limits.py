@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -139,15 +139,33 @@ def test_bodies_that_do_not_come_keep_nobody_out(serve: Serve) -> None:
     with ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(connect(server)).sendall(head + b"Content-Length: 400\r\n\r\n{")
-        server.wait(lambda: server.service.num_body_bytes == 20)
+        server.wait(lambda: server.service.bodies.num_bytes == 20)
         assert server.post(COMPLETIONS, {"prompt": "x"}).status_code == 200
 
 
 def test_bodies_together_are_bounded(serve: Serve) -> None:
-    server = serve(limits={"bodies_bytes": 100})
-    answer = server.post(COMPLETIONS, {"prompt": "x" * 200})
+    server = serve(limits={"bodies_bytes": 100_000})
+    answer = server.post(COMPLETIONS, {"prompt": "x" * 200_000})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert server.post(COMPLETIONS, {"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/v1/files", b"multipart/form-data; boundary=b"), (COMPLETIONS, b"application/json")]
+)
+def test_large_bodies_that_come_slowly_keep_small_ones_not_out(serve: Serve, path: str, kind: bytes) -> None:
+    server = serve(limits={"bodies_bytes": 200_000})
+    head = b"POST " + path.encode() + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: " + kind
+    pools = (server.service.bodies, server.service.uploads)
+    with ExitStack() as stack:
+        for _ in range(2):
+            slow = stack.enter_context(connect(server))
+            slow.sendall(head + b"\r\nContent-Length: 100001\r\n\r\n" + b" " * 100_000)
+        server.wait(lambda: sum(pool.num_bytes for pool in pools) == 200_000)
+        assert server.post(COMPLETIONS, {"prompt": "x"}).status_code == 200
+        large = server.post(COMPLETIONS, {"prompt": "x", "user": "x" * 90_000})
+        assert large.status_code == (429 if path == COMPLETIONS else 200)  # an upload keeps no other request out
+    server.wait(lambda: all(pool.num_bytes == 0 for pool in pools))
 
 
 @pytest.mark.parametrize(
@@ -222,6 +240,32 @@ def test_a_head_that_is_too_large_is_refused(serve: Serve) -> None:
             connection.sendall(b"Z: " + b"b" * 3_000 + b"\r\n\r\n")
             assert connection.recv(65_536).startswith(b"HTTP/1.1 431 ")
     assert server.get("/health").status_code == 200
+
+
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked"
+)
+
+
+@pytest.mark.parametrize("trailers", [b"X: y\r\n" * 20_000, b"X: " + b"y" * 120_000])
+def test_trailers_without_end_close_the_connection(serve: Serve, trailers: bytes) -> None:
+    server = serve(limits={"header_bytes": 2_000})
+    with connect(server) as connection:
+        connection.sendall(CHUNKED + b"\r\n\r\n2\r\n{}\r\n0\r\n")
+        with suppress(ConnectionError):
+            for start in range(0, len(trailers), 4_096):
+                connection.sendall(trailers[start : start + 4_096])
+        assert is_closed(connection)
+    assert server.get("/health").status_code == 200
+
+
+def test_a_trailer_is_no_header(server: TestServer) -> None:
+    body = b'{"prompt":"x"}'
+    with connect(server) as connection:
+        connection.sendall(CHUNKED + b"\r\n\r\n%x\r\n" % len(body) + body + b"\r\n0\r\nX-Request-Id: late\r\n\r\n")
+        answer = connection.recv(65_536)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"late" not in answer
 
 
 def test_connections_over_the_cap_are_told_and_closed(serve: Serve) -> None:

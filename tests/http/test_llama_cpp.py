@@ -14,6 +14,7 @@ from quire.serving.text.infill import FAMILIES, InfillFormat, Marks, infill_form
 from quire.serving.text.special_tokens import SpecialTokens
 from quire.serving.text.tokenizer import Tokenizer
 from tests.http.conftest import Serve
+from tests.http.test_default_sampling import sampled_with
 from tests.unit.serving.scripted import EOS_ID, TEMPLATE, ids
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -58,6 +59,97 @@ def test_completion_follows_a_grammar_or_a_schema(serve: Serve) -> None:
     assert (both.status_code, both.json()["error"]["param"]) == (400, "json_schema")
 
 
+def test_a_chat_follows_llama_cpps_grammar_or_schema(serve: Serve) -> None:
+    server = serve(lambda *_: "maybe")
+
+    def said(**fields: Any) -> str:
+        body = post(server, "/v1/chat/completions", messages=CHAT, max_tokens=32, **fields)
+        assert "warnings" not in body
+        text: str = body["choices"][0]["message"]["content"]
+        return text
+
+    assert said(grammar='root ::= "yes" | "no"') in ("yes", "no")
+    assert said(json_schema={"const": "42"}) == '"42"'
+    assert said(response_format={"type": "json_object", "schema": {"const": "42"}}) == '"42"'
+    assert said(grammar="", json_schema={}) == "maybe"
+    for fields, field in (
+        ({"grammar": "root ::= (", "json_schema": {}}, "grammar"),
+        ({"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema"),
+        ({"grammar": 'root ::= "a"', "json_schema": {"const": 1}}, "json_schema"),
+    ):
+        answer = server.post("/v1/chat/completions", {"messages": CHAT, **fields})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+def test_completion_tells_settings_times_and_the_prompt(server: TestServer) -> None:
+    body = post(server, "/completion", prompt="abc", n_predict=4, temperature=0.5, seed=7)
+    settings, timings = body["generation_settings"], body["timings"]
+    assert (settings["n_predict"], settings["temperature"], settings["seed"]) == (4, 0.5, 7)
+    assert (body["prompt"], body["has_new_line"]) == ("abc", False)
+    assert (timings["prompt_n"] + timings["cache_n"], timings["predicted_n"]) == (3, 4)
+    assert timings["prompt_ms"] >= 0
+    assert timings["predicted_per_second"] >= 0
+    few = post(
+        server, "/completion", prompt="abc", n_predict=4, response_fields=["content", "timings/predicted_n", "x"]
+    )
+    assert few == {"content": body["content"], "timings/predicted_n": 4}
+
+
+def test_completion_returns_probabilities(server: TestServer) -> None:
+    body = post(server, "/completion", prompt="abc", n_predict=3, n_probs=2)
+    probabilities = body["completion_probabilities"]
+    assert [one["id"] for one in probabilities] == list(ids(" an"))
+    for one in probabilities:
+        assert one["bytes"] == list(one["token"].encode())
+        assert one["logprob"] <= 0
+        assert [set(top) for top in one["top_logprobs"]] == [{"id", "token", "logprob", "bytes"}] * 2
+    with server.client() as client:
+        answer = client.post("/completion", json={"prompt": "abc", "n_predict": 3, "n_probs": 2, "stream": True})
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert [one for event in events for one in event["completion_probabilities"]] == probabilities
+    assert "completion_probabilities" not in post(server, "/completion", prompt="abc", n_predict=3, n_probs=0)
+
+
+def test_completion_answers_several_prompts_with_a_list(server: TestServer) -> None:
+    bodies = post(server, "/completion", prompt=["abc", "d"], n_predict=64)
+    assert [(body["content"], body["index"]) for body in bodies] == [(" answer 0 to <abc>", 0), (" answer 0 to <d>", 1)]
+    assert post(server, "/completion", prompt=["abc"], n_predict=64)["content"] == " answer 0 to <abc>"
+    streamed = server.post("/completion", {"prompt": ["a", "b"], "stream": True})
+    assert (streamed.status_code, streamed.json()["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("bias", "meant"),
+    [
+        ([["ab", False], [7, 1.5]], {**dict.fromkeys(ids("ab"), -100.0), 7: 1.5}),
+        ({"ab": -2, "7": 1}, {**dict.fromkeys(ids("ab"), -2.0), 7: 1.0}),
+        ([["7", 1]], dict.fromkeys(ids("7"), 1.0)),
+    ],
+)
+def test_a_bias_names_tokens_by_id_or_text(server: TestServer, bias: Any, meant: dict[int, float]) -> None:
+    assert sampled_with(server, "/completion", {"prompt": "x", "logit_bias": bias}).logit_bias == meant
+
+
+@pytest.mark.parametrize("bias", [3, [3], [["a"]], [["", 1]], [[-1, 1]], {"a": "x"}, [["a", 101]], {"a": True}])
+def test_a_bias_that_is_none_is_refused(server: TestServer, bias: Any) -> None:
+    answer = server.post("/completion", {"prompt": "x", "logit_bias": bias})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("logit_bias")
+
+
+def test_tokenize_and_detokenize_know_llama_cpps_names(server: TestServer) -> None:
+    tokens = post(server, "/tokenize", content="hé")["tokens"]
+    assert tokens == list(ids("hé"))
+    assert post(server, "/detokenize", tokens=tokens)["content"] == "hé"
+    pieces = post(server, "/tokenize", content="hé", with_pieces=True)["tokens"]
+    assert [piece["id"] for piece in pieces] == tokens
+    raw = [piece["piece"] for piece in pieces]
+    assert b"".join(bytes(one) if isinstance(one, list) else one.encode() for one in raw) == "hé".encode()
+    assert post(server, "/tokenize", content="")["tokens"] == []
+    both = server.post("/tokenize", {"content": "a", "prompt": "a"})
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "prompt")
+
+
 def test_errors_name_llama_cpps_fields(server: TestServer) -> None:
     for body, field in (
         ({}, "prompt"),
@@ -72,6 +164,7 @@ def test_templates_properties_and_slots(server: TestServer) -> None:
     assert post(server, "/apply-template", messages=CHAT) == {"prompt": "user:hi\nbot:"}
     props = server.get("/props").json()
     assert (props["total_slots"], props["chat_template"]) == (8, TEMPLATE)
+    assert props["model_path"] == props["model_alias"]
     assert props["default_generation_settings"]["n_ctx"] == 512
     assert server.get("/slots").json() == [{"id": place, "n_ctx": 512, "is_processing": False} for place in range(8)]
 

@@ -125,6 +125,25 @@ def test_an_answer_that_is_cut_off_is_incomplete(client: openai.OpenAI) -> None:
     assert answer.max_output_tokens == 3
 
 
+def test_input_tokens_are_counted_without_an_answer(server: TestServer, client: openai.OpenAI) -> None:
+    first = client.responses.create(model=MODEL, input="hello?")
+    for fields in ({}, {"instructions": "be brief"}, {"tools": [WEATHER]}, {"previous_response_id": first.id}):
+        body: dict[str, Any] = {"input": "hello?", **fields}
+        counted = server.post(f"{PATH}/input_tokens", body).json()
+        assert counted.pop("object") == "response.input_tokens"
+        assert counted == {"input_tokens": server.post(PATH, body).json()["usage"]["input_tokens"]}
+    assert client.responses.input_tokens.count(model=MODEL, input="hello?").input_tokens == first.usage.input_tokens  # type: ignore[union-attr]
+    wrong = server.post(f"{PATH}/input_tokens", {"input": 3})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "input")
+
+
+def test_a_chats_input_tokens_are_counted(server: TestServer) -> None:
+    body = {"messages": [{"role": "user", "content": "hello?"}], "some_new_field": 1}
+    counted = server.post("/v1/chat/completions/input_tokens", body).json()
+    assert counted["input_tokens"] == server.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"]
+    assert [warning.partition(":")[0] for warning in counted["warnings"]] == ["some_new_field"]
+
+
 def test_an_empty_answer_is_an_empty_message(server: TestServer) -> None:
     answer = server.post(PATH, {"input": "empty?"}).json()
     assert [item["content"][0]["text"] for item in answer["output"]] == [""]
@@ -511,3 +530,9 @@ def test_truncation_leaves_out_the_oldest_messages(server: TestServer) -> None:
 )
 def test_what_is_wrong_is_refused_by_its_own_name(server: TestServer, fields: dict[str, Any], param: str) -> None:
     assert refusal(server, **fields)["param"] == param
+
+
+@pytest.mark.parametrize("part", ["text", "refusal", 1, None, ["text"], {"type": ["text"]}, {"type": None}])
+def test_a_part_that_is_none_is_refused_by_its_place(server: TestServer, part: Any) -> None:
+    answer = server.post("/v1/responses", {"input": [{"role": "user", "content": [part]}]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[0].content[0]")

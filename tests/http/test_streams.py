@@ -112,6 +112,14 @@ def test_many_streams_share_events_and_lose_nothing(serve: Serve) -> None:
     assert len(few) < len(many)
 
 
+def test_an_event_may_be_larger_than_what_waits_for_a_slow_reader(serve: Serve) -> None:
+    server = serve(lambda prompt, index: "x" * 200, limits={"stream_bytes": 1_000}, step_seconds=0.003)
+    body = {"prompt": "abc", "max_tokens": 200, "n": 3, "stream_interval": 60, "logprobs": 5}
+    events = server.events("/v1/completions", body)
+    assert text_of(events) == "x" * 600
+    assert {choice["finish_reason"] for event in events[:-1] for choice in event["choices"]} == {None, "length"}
+
+
 def test_a_client_that_does_not_read_is_cut_off_and_its_request_ended(serve: Serve) -> None:
     """The answer is larger than its buffer and the kernel's together."""
     server = serve(

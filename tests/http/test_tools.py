@@ -289,6 +289,13 @@ def test_reasoning_that_the_prompt_opened_is_read_to_its_end(server: TestServer)
     assert (message["reasoning_content"], message["content"]) == ("still so", "Done.")
 
 
+def test_an_answer_without_reasoning_says_so_where_the_model_can_reason(serve: Serve) -> None:
+    source = ModelSource(model=MODEL, served_names=(MODEL,), chat_template=TEMPLATE)
+    server = serve(lambda prompt, index: "Hello.", source=source)
+    message = server.post(CHAT, {"messages": ask("hello?")}).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["reasoning"], message["content"]) == (None, None, "Hello.")
+
+
 def test_reasoning_can_be_left_out(server: TestServer) -> None:
     message = server.post(CHAT, {"messages": ask("hello?"), "include_reasoning": False}).json()["choices"][0]["message"]
     assert message == {"role": "assistant", "content": "Hello.", "refusal": None}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attention_cases import DTYPES, FLOAT8, Heads, close, paged, rule_for
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.triton.attention_cascade import (
     CascadePlan,
     SharedPrefix,
@@ -16,7 +17,6 @@ from quire.kernels.triton.attention_cascade import (
 )
 from quire.kernels.triton.attention_config import SplitConfig
 from quire.kernels.triton.attention_decode import paged_decode
-from quire.kernels.triton.attention_rule import AttentionRule
 from quire.kernels.triton.attention_schedule import allocate_split_plan, fill_split_plan
 from triton_cases import DEVICE, ON_GPU
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attention_cases import DTYPES, FLOAT8, Heads, Paged, close, paged, rule_for
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.triton.attention_config import SplitConfig
 from quire.kernels.triton.attention_decode import paged_decode
-from quire.kernels.triton.attention_rule import AttentionRule
 from quire.kernels.triton.attention_schedule import SplitPlan, allocate_split_plan, fill_split_plan
 from triton_cases import DEVICE, ON_GPU
 

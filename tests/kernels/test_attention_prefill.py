@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attention_cases import DTYPES, FLOAT8, Heads, close, paged, rule_for
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.triton.attention_config import PrefillConfig, prefill_config
 from quire.kernels.triton.attention_prefill import PrefillPlan, lay_out_tiles, paged_prefill
-from quire.kernels.triton.attention_rule import AttentionRule
 from triton_cases import DEVICE, ON_GPU
 
 Chunks = list[tuple[int, int]]  # position of the first token, tokens

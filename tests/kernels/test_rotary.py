@@ -53,6 +53,27 @@ def test_queries_turn_and_keys_and_values_reach_their_slots(
         torch.testing.assert_close(cache, wanted, **near)
 
 
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("dim", "turned"), [(64, 16), (80, 32), (96, 2), (64, 0)])
+def test_numbers_behind_those_that_turn_stay(dim: int, turned: int, normed: bool) -> None:
+    qkv, weights = rand(5, 3 + 2 * 1, dim), rand(2, dim, seed=3)
+    positions, rows = _step(4)
+    caches = tuple(rand(8, 1, 4, dim, seed=i) for i in (1, 2))
+    wanted_caches = tuple(cache.clone() for cache in caches)
+    table = _table(turned) if turned else torch.empty(64, 0, device=DEVICE)
+    query, _ = reference.rotate_and_store(
+        qkv, table, positions, rows, BLOCKS, wanted_caches, norms=(*weights, 1e-6) if normed else None
+    )
+    found = qkv.clone().flatten(1)
+    rotate_and_store(
+        found, table if turned else None, positions, rows, BLOCKS.to(DEVICE), LayerMemory(*caches),
+        norms=HeadNorms(*weights, 1e-6) if normed else None,
+    )  # fmt: skip
+    torch.testing.assert_close(found.view(5, -1, dim)[:, :3], query)
+    for cache, wanted in zip(caches, wanted_caches, strict=True):
+        torch.testing.assert_close(cache, wanted)
+
+
 def test_queries_go_to_a_buffer_of_their_own_and_keys_stay() -> None:
     qkv = rand(5, 4 * 64)
     caches = torch.zeros(2, 8, 1, 4, 64, device=DEVICE)

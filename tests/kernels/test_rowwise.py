@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from quire.kernels.reference import activation as reference_activation
 from quire.kernels.reference import elementwise, embedding, norm, quantize
-from quire.kernels.triton.activation import gate
+from quire.kernels.triton.activation import activate_rows, gate
 from quire.kernels.triton.embedding import embed, embed_newest
+from quire.kernels.triton.layer_norm import layer_norm
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
 from quire.kernels.triton.quantize import quantize_rows
 from triton_cases import DEVICE, DTYPES, TOLERANCE, rand
@@ -58,6 +60,32 @@ def test_a_float8_norm_without_a_scale_is_refused() -> None:
     x = rand(1, 64)
     with pytest.raises(ValueError, match="come together"):
         rms_norm(x, x[0], 1e-5, torch.empty(1, 64, dtype=torch.float8_e4m3fn, device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_a_layer_norm_is_that_of_torch(rows: int, size: int, dtype: torch.dtype) -> None:
+    x, weight_bias = rand(rows, size, dtype=dtype) + 3.0, rand(2, size, dtype=dtype, seed=1)
+    found, wanted = layer_norm(x, weight_bias, 1e-5), elementwise.layer_norm(x, weight_bias, 1e-5)
+    torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(wanted, F.layer_norm(x, (size,), *weight_bias, 1e-5), rtol=1e-2, atol=1e-2)
+
+
+def test_a_layer_norm_reads_rows_that_lie_apart_and_takes_none() -> None:
+    wide, weight_bias = rand(3, 200), rand(2, 64, seed=1)
+    wanted = elementwise.layer_norm(wide[:, :64], weight_bias, 1e-5)
+    torch.testing.assert_close(layer_norm(wide[:, :64], weight_bias, 1e-5), wanted)
+    assert layer_norm(wide[:0, :64], weight_bias, 1e-5).shape == (0, 64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize(("rows", "size"), [(1, 32), (3, 1100), (0, 32)])
+def test_rows_are_activated_in_place_as_by_torch(rows: int, size: int, activation: str, dtype: torch.dtype) -> None:
+    x = rand(rows, size, dtype=dtype, scale=2.0)
+    wanted = reference_activation.activate(x, activation)
+    activate_rows(x, activation)
+    torch.testing.assert_close(x, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

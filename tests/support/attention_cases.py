@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.reference.attention import paged_attention
-from quire.kernels.triton.attention_rule import AttentionRule
 from triton_cases import DEVICE, ON_GPU, TOLERANCE
 
 FLOAT8 = torch.float8_e4m3fn

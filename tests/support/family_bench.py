@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from interpreter import HAS_TRITON
+from quire.runtime.layers.blocks import Blocks
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.types.step import Chunk
@@ -26,6 +30,7 @@ SIZES = {
     "eos_token_id": None,
     "attn_implementation": "eager",
 }
+BACKENDS = ["reference", "auto", pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="no triton"))]
 PROMPTS = ([5, 9, 2, 11, 7, 3, 8, 1, 30, 12], [4, 4, 17])
 NUM_DECODED = 4
 
@@ -38,7 +43,8 @@ def hf_model(hf_config: Any, seed: int = 0) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, value in model.named_parameters():
-            value.normal_(1.0 if "norm" in key else 0.0, 0.15, generator=generator)
+            is_scale = value.dim() == 1 and key.endswith("weight")  # of a norm
+            value.normal_(1.0 if is_scale else 0.0, 0.15, generator=generator)
     return model
 
 
@@ -48,6 +54,26 @@ def hf_checkpoint(folder: Path, hf_config: Any, seed: int = 0) -> Path:
     return folder
 
 
+def load_bench(path: Path, *, attention: str = "auto", **config: Any) -> Bench:
+    checkpoint = open_checkpoint(files_at(path))
+    return Bench(checkpoint, engine_config(**config), attention=attention)  # type: ignore[arg-type]
+
+
+def num_calls(bench: Bench) -> int:
+    """Operations of the traced program that are not compiled."""
+    model: Any = bench.worker._runner._model
+    model.trace(bench.worker.cache.layers)
+    blocks = next(module for module in model.modules() if isinstance(module, Blocks))
+    (program,) = blocks._programs.values()
+    return program.num_calls
+
+
+def change_config(path: Path, **changes: Any) -> None:
+    """Write other settings into the folder's config.json."""
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
 def logits_of(
     path: Path, prompts: Sequence[Sequence[int]] = PROMPTS, *, attention: str = "auto", **config: Any
 ) -> list[tuple[list[int], Tensor]]:
@@ -55,8 +81,7 @@ def logits_of(
 
     The first prompt comes in two chunks, the others beside its second; then all rows decode together.
     """
-    checkpoint = open_checkpoint(files_at(path))
-    bench = Bench(checkpoint, engine_config(**config), attention=attention)  # type: ignore[arg-type]
+    bench = load_bench(path, attention=attention, **config)
     for row, prompt in enumerate(prompts):
         bench.add(row, prompt)
     first, *others = prompts

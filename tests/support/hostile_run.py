@@ -17,7 +17,7 @@ import httpx
 from hostile_bodies import HEADS, Hostile, hostile
 from quire.serving.http.limits import Limits
 
-EXPECTED = frozenset({200, 400, 401, 404, 405, 408, 411, 413, 415, 421, 429, 431})
+EXPECTED = frozenset({200, 400, 401, 403, 404, 405, 408, 411, 413, 415, 421, 429, 431})
 READ_SECONDS = 120.0
 HEAD_SECONDS = 2.0
 

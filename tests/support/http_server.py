@@ -142,6 +142,9 @@ class TestServer:
             self.dispatcher.start()
         await self.server.serve(sockets=[self._socket])
         self.service.close()
+        if self._starts_up:  # no step may tell a loop that is gone of its tokens
+            self.link.gate.clear()
+            await asyncio.to_thread(self.link.settle)
 
     def _ask_drain(self) -> None:
         self.drains_asked += 1

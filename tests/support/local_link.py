@@ -68,8 +68,8 @@ class LocalLink:
         return await self._ask(lambda core: core.reset_cache())
 
     def close(self) -> None:
-        self.gate.set()
         self._orders.put(None)
+        self.gate.set()
         if self._thread.is_alive():
             self._thread.join()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
-from quire.config.model import Heads, ModelConfig, Rope
+from quire.config.model import Heads, ModelConfig, Quantization, Rope
 from quire.config.tiers import TierConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.weights import load_weights
@@ -165,11 +165,14 @@ def engine_config(
     device: str = DEVICE,
     layout: Literal["paged", "virtual"] = "paged",
     tiers: TierConfig | None = None,
+    budget: int = 2_048,
+    kv_dtype: str | None = None,
+    quantization: Quantization | None = None,
 ) -> EngineConfig:
     return EngineConfig(
         CacheConfig(block_size, num_blocks, layout=layout, tiers=tiers or TierConfig()),
-        SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=2_048, max_model_len=max_len),
-        DeviceConfig(device, dtype, dtype),  # type: ignore[arg-type]
+        SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=max_len),
+        DeviceConfig(device, dtype, kv_dtype or dtype, quantization=quantization),  # type: ignore[arg-type]
     )
 
 

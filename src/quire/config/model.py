@@ -33,11 +33,12 @@ class Rope:
     """Rotary position embedding, half-split layout. `scaling` holds the parameters of `kind` by their HF names."""
 
     theta: float = 10_000.0
-    kind: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
+    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] = "default"
     scaling: tuple[tuple[str, float], ...] = ()
     max_position: int = 2_048  # the sequence length that the model was trained for
     frequency_factors: tuple[float, ...] = ()  # dim / 2 divisors of the default frequencies; (): none
-    dim: int | None = None  # how many numbers of each head are rotated, the first ones; None: all
+    long_factors: tuple[float, ...] = ()  # in their place in sequences past the original length (longrope)
+    dim: int | None = None  # how many numbers of each head are rotated, the first ones; None: all; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +107,24 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what every layer adds
     logit_scale: float = 1.0
+    parallel_residual: bool = False  # attention and MLP read the same stream; where a family has both forms
+    shared_norm: bool = False  # by the same norm; likewise
     experts: Experts | None = None
     dtype: Dtype = "bfloat16"  # the checkpoint's dtype
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = field(default=())
     levels: StoredLevels = field(default_factory=StoredLevels)
     weights: WeightCounts = field(default_factory=WeightCounts)
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """The rotary positions of a layer; None: it has none."""
+        if layer in self.layers_without_rope:
+            return None
+        return self.local_rope if self.local_rope is not None and self.window_of(layer) is not None else self.rope
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a token of a layer sees, itself included; None: all."""
+        return self.windows[layer] if self.windows else None
 
     @property
     def layer_weights(self) -> tuple[int, int]:

@@ -42,6 +42,8 @@ def read_line(number: int, text: bytes, urls: Collection[str]) -> BatchLine:
     name, url, body = value["custom_id"], value["url"], value["body"]
     if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_CHARACTERS:
         raise InvalidRequest(f"{where}: custom_id", f"must be text of 1 to {MAX_ID_CHARACTERS} characters")
+    if not _is_whole(name):
+        raise InvalidRequest(f"{where}: custom_id", "holds half a character", "write UTF-8")
     if value.get("method", "POST") != "POST":
         raise InvalidRequest(f"{where}: method", "must be POST")
     if url not in urls:
@@ -51,6 +53,15 @@ def read_line(number: int, text: bytes, urls: Collection[str]) -> BatchLine:
     if body.get("stream"):
         raise InvalidRequest(f"{where}: body.stream", "cannot be true in a batch", "leave it out")
     return BatchLine(number, name, url, body)
+
+
+def _is_whole(text: str) -> bool:
+    """Whether a text can be written as UTF-8; JSON may escape half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def custom_id_of(text: bytes) -> str | None:

@@ -19,12 +19,22 @@ inline void begin(State state, int64_t rows, int64_t width) {
     std::fill(state.total, state.total + rows, 0.0f);
 }
 
-// The highest of each row so far, of scores times `scale`. What lies past the seen positions of a row is hidden first.
+// `count` scores, a multiple of LANES, to cap * tanh(score * scale / cap).
+inline void cap_scores(float* scores, int64_t count, float scale, float cap) {
+    const float twice = 2.0f * scale / cap;
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Floats x = smaller(load(scores + i) * twice, all(LARGEST_EXPONENT));
+        store(scores + i, all(cap) - all(2.0f * cap) / (exponential(x) + all(1.0f)));
+    }
+}
+
+// The highest of each row so far, of scores times `scale`. What a row does not see is hidden first.
 template <int64_t TILE>
-inline void find_highest(float* scores, float scale, const int64_t* seen, const float* before, int64_t rows,
+inline void find_highest(float* scores, float scale, const Sight* seen, const float* before, int64_t rows,
                          float* highest) {
     for (int64_t row = 0; row < rows; ++row, scores += TILE) {
-        for (int64_t t = seen[row]; t < TILE; ++t) scores[t] = -INFINITY;
+        std::fill(scores, scores + seen[row].first, -INFINITY);
+        std::fill(scores + seen[row].end, scores + TILE, -INFINITY);
         Floats most = load(scores);
         for (int64_t t = LANES; t < TILE; t += LANES) most = larger(most, load(scores + t));
         highest[row] = std::max(before[row], largest(most) * scale);
@@ -34,7 +44,7 @@ inline void find_highest(float* scores, float scale, const int64_t* seen, const 
 // Scores [rows, TILE] to weights e^(s * scale - highest), for the state's rows from `from` on; what a row has so far
 // shrinks when its maximum grows. `weights` may be the scores' own memory.
 template <int64_t TILE, typename T>
-inline void soften(float* scores, float scale, T* weights, const int64_t* seen, State state, int64_t from, int64_t rows,
+inline void soften(float* scores, float scale, T* weights, const Sight* seen, State state, int64_t from, int64_t rows,
                    int64_t width) {
     constexpr int64_t CHUNK = 32, STEP = std::min<int64_t>(TILE / LANES, 4);
     float highest[CHUNK], shrink[CHUNK];
@@ -99,11 +109,19 @@ template <typename Each> inline void for_rows(const Group& group, const Shape& s
                 for (int64_t own = 0; own < shape.group(); ++own) each(row++, token, head * shape.group() + own);
 }
 
+// What a row's output is divided by is its sum, of which a sink takes its share.
+template <typename T> float last_scale(const State& state, int64_t row, const T* sinks, int64_t head) {
+    if (sinks == nullptr) return 1.0f / state.total[row];
+    const float sink = load_some(sinks + head, 1)[0], highest = std::max(state.highest[row], sink);
+    const float keep = exponential(all(state.highest[row] - highest))[0];
+    return keep / (state.total[row] * keep + exponential(all(sink - highest))[0]);
+}
+
 template <typename T>
-void give_output(const Group& group, const State& state, const Shape& shape, T* out) {
+void give_output(const Group& group, const State& state, const Shape& shape, const Rule& rule, T* out) {
     for_rows(group, shape, [&](int64_t row, int64_t token, int64_t head) {
         T* to = out + (token * shape.query_heads + head) * shape.dim;
-        const float scale = 1.0f / state.total[row];
+        const float scale = last_scale(state, row, static_cast<const T*>(rule.sinks), head);
         const float* from = state.out + row * shape.width();
         in_pieces(shape.dim, [&](int64_t i, int64_t n) { put(to + i, load(from + i) * scale, n); });
     });
@@ -125,14 +143,17 @@ template <typename T> struct Keys {
 };
 
 // Method: how the queries of one group look at one piece of the keys.
-//   Method(shape, keys, scale, rows); take(group, query, stride); attend(group, begin, end, state), which fills a fresh
+//   Method(shape, keys, rule, rows); take(group, query, stride); attend(group, begin, end, state), which fills a fresh
 //   state.
 template <typename Method, typename T>
-void attend_all(const T* query, int64_t stride, Keys<T> keys, const Cut& cut, T* out, Shape shape, float scale) {
+void attend_all(const T* query, int64_t stride, Keys<T> keys, const Cut& cut, T* out, Shape shape, Rule rule) {
     const std::vector<Group>& groups = cut.groups();
     const int64_t count = static_cast<int64_t>(groups.size()), block = cut.most_rows(), width = shape.width();
-    std::vector<int64_t> first(count + 1);
-    for (int64_t i = 0; i < count; ++i) first[i + 1] = first[i] + groups[i].pieces();
+    std::vector<int64_t> first(count + 1), skipped(count);  // pieces before a group's first; those no row of it sees
+    for (int64_t i = 0; i < count; ++i) {
+        skipped[i] = first_seen(groups[i], rule) / PIECE;
+        first[i + 1] = first[i] + groups[i].pieces() - skipped[i];
+    }
     // Few groups, long keys: pieces go to different threads.
     const bool split = count < enough_tasks() && first[count] > count;
     const auto floats = [&](int64_t states) {  // not cleared: `begin` does that
@@ -145,37 +166,38 @@ void attend_all(const T* query, int64_t stride, Keys<T> keys, const Cut& cut, T*
     };
 #pragma omp parallel
     {
-        Method method(shape, keys, scale, block);
+        Method method(shape, keys, rule, block);
         const std::unique_ptr<float[]> own = floats(split ? 0 : 2);
         const auto attend = [&](const Group& group, int64_t piece, State state) {
             begin(state, group.all_rows(), width);
-            method.attend(group, piece * PIECE, std::min((piece + 1) * PIECE, group.end), state);
+            const int64_t seen = first_seen(group, rule) / Method::STEP * Method::STEP;
+            method.attend(group, std::max(piece * PIECE, seen), std::min((piece + 1) * PIECE, group.end), state);
         };
         if (split) {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t place = 0; place < first[count]; ++place) {
                 const int64_t i = std::upper_bound(first.begin(), first.end(), place) - first.begin() - 1;
                 method.take(groups[i], query, stride);
-                attend(groups[i], place - first[i], part(partial.get(), place));
+                attend(groups[i], place - first[i] + skipped[i], part(partial.get(), place));
             }
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < count; ++i) {
                 const State whole = part(partial.get(), first[i]);
                 for (int64_t place = first[i] + 1; place < first[i + 1]; ++place)
                     fold(whole, part(partial.get(), place), groups[i].all_rows(), width);
-                give_output(groups[i], whole, shape, out);
+                give_output(groups[i], whole, shape, rule, out);
             }
         } else {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t i = 0; i < count; ++i) {
                 const State whole = part(own.get(), 0), next = part(own.get(), 1);
                 method.take(groups[i], query, stride);
-                attend(groups[i], 0, whole);
-                for (int64_t piece = 1; piece < groups[i].pieces(); ++piece) {
+                attend(groups[i], skipped[i], whole);
+                for (int64_t piece = skipped[i] + 1; piece < groups[i].pieces(); ++piece) {
                     attend(groups[i], piece, next);
                     fold(whole, next, groups[i].all_rows(), width);
                 }
-                give_output(groups[i], whole, shape, out);
+                give_output(groups[i], whole, shape, rule, out);
             }
         }
     }

@@ -52,12 +52,14 @@ class TiledAttention {
   public:
     static constexpr int64_t MAX_ROWS = 4 * TILE_ROWS;  // of a group: they share the reading of keys and values
 
+    static constexpr int64_t STEP = KEYS_AT_ONCE;
+
     static bool fits(const Shape& shape) {
         return shape.dim % 32 == 0 && shape.dim <= 256 && shape.block_tokens() * shape.group() <= TILE_ROWS;
     }
 
-    TiledAttention(const Shape& shape, Keys<bf16> keys, float scale, int64_t)
-        : shape_(shape), keys_(keys), scale_(scale) {
+    TiledAttention(const Shape& shape, Keys<bf16> keys, const Rule& rule, int64_t)
+        : shape_(shape), keys_(keys), rule_(rule) {
         static thread_local std::vector<uint8_t> room;
         const int64_t dim = shape.dim, query = MAX_ROWS * 2 * dim, positions = KEYS_AT_ONCE * 2 * dim;
         const int64_t square = MAX_ROWS * KEYS_AT_ONCE, added = TILE_ROWS * 4 * dim;
@@ -105,13 +107,15 @@ class TiledAttention {
     void attend_run(const Work* work, const Run& run, int64_t head, int64_t from, int64_t tile, int64_t count,
                     State state) {
         const int64_t dim = shape_.dim, place = from * KEYS_AT_ONCE, end = from + run.rows;
-        int64_t seen[MAX_ROWS];
-        see(work, run, tile, count, shape_, seen);
+        Sight seen[MAX_ROWS];
+        see(work, run, tile, count, shape_, rule_, seen);
         turn_keys(*run.longest, head, tile, count);
         weave_values(*run.longest, head, tile, count);
         const int64_t first = from / TILE_ROWS * TILE_ROWS;
         for (int64_t row = first; row < end; row += TILE_ROWS) score(row, count);
-        soften<KEYS_AT_ONCE>(scores_ + place, scale_, weights_ + place, seen, state, from, run.rows, dim);
+        const bool capped = rule_.cap > 0.0f;
+        if (capped) cap_scores(scores_ + place, run.rows * KEYS_AT_ONCE, rule_.scale, rule_.cap);
+        soften<KEYS_AT_ONCE>(scores_ + place, capped ? 1.0f : rule_.scale, weights_ + place, seen, state, from, run.rows, dim);
         for (int64_t row = first; row < end; row += TILE_ROWS) {
             weigh(row, (count + 31) / 32);
             const int64_t own = std::max(from, row), own_end = std::min(end, row + TILE_ROWS);
@@ -201,7 +205,7 @@ class TiledAttention {
 
     const Shape shape_;
     const Keys<bf16> keys_;
-    const float scale_;
+    const Rule rule_;
     bf16 *query_, *weights_, *turned_, *values_;
     float *scores_, *added_;
 };

@@ -52,8 +52,10 @@ template <typename T> class PlainAttention {
   public:
     static constexpr int64_t MAX_ROWS = 32;  // of a group: with a tile of keys and values they stay in the first cache
 
-    PlainAttention(const Shape& shape, Keys<T> keys, float scale, int64_t rows)
-        : shape_(shape), keys_(keys), scale_(scale), query_(rows * shape.width()), copies_(TILE * shape.width()),
+    static constexpr int64_t STEP = TILE;
+
+    PlainAttention(const Shape& shape, Keys<T> keys, const Rule& rule, int64_t rows)
+        : shape_(shape), keys_(keys), rule_(rule), query_(rows * shape.width()), copies_(TILE * shape.width()),
           scores_(rows * TILE), seen_(rows) {}
 
     void take(const Group& group, const T* query, int64_t stride) {
@@ -61,7 +63,7 @@ template <typename T> class PlainAttention {
         for_rows(group, shape_, [&](int64_t row, int64_t token, int64_t head) {
             const T* from = query + token * stride + head * shape_.dim;
             float* to = query_.data() + row * shape_.width();
-            in_pieces(shape_.dim, [&](int64_t i, int64_t n) { store(to + i, fetch(from + i, n) * scale_); });
+            in_pieces(shape_.dim, [&](int64_t i, int64_t n) { store(to + i, fetch(from + i, n) * rule_.scale); });
         });
     }
 
@@ -74,7 +76,7 @@ template <typename T> class PlainAttention {
   private:
     void attend_tile(const Group& group, int64_t head, int64_t tile, int64_t count, State state) {
         const auto attend = [&](const Work* work, const Run& run, int64_t row, int64_t there) {
-            see(work, run, tile, there, shape_, seen_.data());
+            see(work, run, tile, there, shape_, rule_, seen_.data());
             attend_run(run, group.head + head, head * group.rows + row, tile, there, state);
         };
         for_runs(group, tile, count, keys_.tables, shape_, attend);
@@ -90,6 +92,7 @@ template <typename T> class PlainAttention {
         by_rows<FUSED>(0, run.rows, [&](auto n, int64_t row) {
             dot_rows<n>(query + row * width, where, count, width, ahead, scores + row * TILE, TILE);
         });
+        if (rule_.cap > 0.0f) cap_scores(scores, run.rows * TILE, 1.0f, rule_.cap);
         soften<TILE>(scores, 1.0f, scores, seen_.data(), state, from, run.rows, width);
         locate(keys_.values, *run.longest, head, tile, count, where);
         ahead = look_ahead(keys_.keys, run, head, tile + TILE, next);
@@ -135,9 +138,9 @@ template <typename T> class PlainAttention {
 
     const Shape shape_;
     const Keys<T> keys_;
-    const float scale_;
+    const Rule rule_;
     std::vector<float> query_, copies_, scores_;
-    std::vector<int64_t> seen_;
+    std::vector<Sight> seen_;
 };
 
 }  // namespace

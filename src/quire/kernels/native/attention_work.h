@@ -20,6 +20,15 @@ struct Shape {
     int64_t block_tokens() const { return std::max<int64_t>(1, BLOCK_ROWS / group()); }
 };
 
+// How scores are made of queries and keys: see AttentionRule in attention_rule.py. 0 or null: there is no such thing.
+struct Rule {
+    float scale, cap;
+    int64_t window;
+    const void* sinks;  // [query heads], of the queries' type
+    // The first position that a token sees which sees those before `visible`.
+    int64_t first(int64_t visible) const { return window == 0 ? 0 : std::max<int64_t>(0, visible - window); }
+};
+
 struct Span {
     int64_t token, count, visible, table;  // first batch token, tokens, keys the first one sees, offset of its table
 };
@@ -159,11 +168,28 @@ inline void for_runs(const Group& group, int64_t begin, int64_t count, const int
     }
 }
 
-// How many of `count` positions from `begin` on each row of a run sees; `work` is its first.
-inline void see(const Work* work, const Run& run, int64_t begin, int64_t count, const Shape& shape, int64_t* seen) {
+// Which of the positions of a tile a row sees: [first, end).
+struct Sight {
+    int64_t first, end;
+};
+
+// What each row of a run sees of `count` positions from `begin` on; `work` is its first.
+inline void see(const Work* work, const Run& run, int64_t begin, int64_t count, const Shape& shape, const Rule& rule,
+                Sight* sights) {
+    const auto inside = [&](int64_t position) { return std::clamp<int64_t>(position - begin, 0, count); };
     for (const Work* end = work + run.count; work < end; ++work)
-        for (int64_t i = 0; i < work->count; ++i, seen += shape.group())
-            std::fill(seen, seen + shape.group(), std::clamp<int64_t>(work->visible + i - begin, 0, count));
+        for (int64_t i = 0; i < work->count; ++i, sights += shape.group()) {
+            const int64_t visible = work->visible + i;
+            std::fill(sights, sights + shape.group(), Sight{inside(rule.first(visible)), inside(visible)});
+        }
+}
+
+// The first position that any token of a group sees.
+inline int64_t first_seen(const Group& group, const Rule& rule) {
+    int64_t first = group.end;
+    for (const Work* work = group.works; work < group.works + group.count; ++work)
+        first = std::min(first, rule.first(work->visible));
+    return first;
 }
 
 }  // namespace

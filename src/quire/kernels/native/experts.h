@@ -107,7 +107,7 @@ void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, co
         for (int64_t i = 0; i < count; ++i)
             std::memcpy(&taken[i * hidden], x + pairs.rows[begin + i] * hidden, hidden * sizeof(T));
         multiply_by(experts.gate_up[expert], taken.get(), count, both.get());
-        silu_mul(both.get(), inner.get(), count, size);
+        gate_all<SILU>(both.get(), inner.get(), count, size);
         multiply_by(experts.down[expert], inner.get(), count, taken.get());
 #pragma omp parallel for schedule(static) if (count * hidden > 65536)
         for (int64_t i = 0; i < count; ++i) {  // no row comes twice

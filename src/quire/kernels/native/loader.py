@@ -16,7 +16,9 @@ _HERE = Path(__file__).parent
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
     "quire_rms_norm": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_double],
-    "quire_rotate": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4],
+    "quire_layer_norm": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_double],
+    "quire_activate": [None, c_int64, c_int64, c_void_p, c_int64],
+    "quire_rotate": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 5],
     "quire_panel_outputs": [c_int64],
     "quire_level_panels_pay": [c_int64],
     "quire_multiply_rows": [None, *[c_void_p] * 3, *[c_int64] * 3],
@@ -24,10 +26,11 @@ _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
     "quire_multiply": [c_int64, c_int64, c_int64, *[c_void_p] * 4, *[c_int64] * 3],
     "quire_can_run": [c_int64, c_int64, c_void_p, c_int64],
     "quire_run": [None, c_int64, c_void_p, c_int64, c_void_p],
-    "quire_silu_mul": [None, c_int64, c_void_p, c_void_p, c_int64, c_int64],
+    "quire_gate": [None, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "quire_write_cache": [None, c_int64, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
     "quire_paged_attention": [
-        None, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, *[c_int64] * 4, c_double,
+        None, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, *[c_int64] * 4, c_double, c_double,
+        c_int64, c_void_p,
     ],
 }  # fmt: skip
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.loader import TYPES, open_library
 
 PLAIN, NIBBLES, BYTES = 0, 1, 2  # numbers, or levels of four or eight bits
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 ROW_INPUTS = 16  # `multiply_rows` takes a multiple of them
 
 
@@ -33,13 +35,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, size], 
     return out
 
 
+def layer_norm(x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:  # [rows, size], [2, size] -> [rows, size]
+    _check(x.stride(1) == 1 and weight_bias.dtype == x.dtype and weight_bias.shape == (2, x.shape[1]))
+    _check(weight_bias.is_contiguous())
+    out = torch.empty(x.shape, dtype=x.dtype)
+    open_library().quire_layer_norm(
+        TYPES[x.dtype], x.data_ptr(), x.stride(0), weight_bias.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps
+    )
+    return out
+
+
+def activate(x: Tensor, activation: str) -> None:
+    """In place, by one of ACTIVATIONS."""
+    _check(x.is_contiguous())
+    open_library().quire_activate(TYPES[x.dtype], ACTIVATIONS[activation], x.data_ptr(), x.numel())
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn heads [rows, heads, dim] in place by cos and signed sin [rows, 1, dim]."""
+    """Turn the first numbers of heads [rows, heads, dim] in place by cos and signed sin [rows, 1, those numbers]."""
     rows, heads, dim = x.shape
     _check(x.stride(1) == dim and cos.dtype == sin.dtype == x.dtype and cos.stride(0) == sin.stride(0))
+    _check(cos.shape[-1] == sin.shape[-1] <= dim)
     open_library().quire_rotate(
-        TYPES[x.dtype], x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, heads, dim
-    )
+        TYPES[x.dtype], x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), cos.stride(0), rows, heads, dim,
+        cos.shape[-1],
+    )  # fmt: skip
 
 
 def has_tile_units() -> bool:
@@ -47,11 +67,13 @@ def has_tile_units() -> bool:
     return bool(open_library().quire_has_tile_units())
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * size], contiguous -> [rows, size]
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """[rows, 2 * size], contiguous: gate, then up -> activation(gate) * up [rows, size]; one of ACTIVATIONS."""
     rows, both = gate_up.shape
     _check(gate_up.is_contiguous())
     out = torch.empty(rows, both // 2, dtype=gate_up.dtype)
-    open_library().quire_silu_mul(TYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, both // 2)
+    kind = ACTIVATIONS[activation]
+    open_library().quire_gate(TYPES[gate_up.dtype], kind, gate_up.data_ptr(), out.data_ptr(), rows, both // 2)
     return out
 
 
@@ -66,7 +88,9 @@ def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
     )  # fmt: skip
 
 
-def paged_attention(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, spans: Tensor, scale: float) -> Tensor:
+def paged_attention(
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, spans: Tensor, rule: AttentionRule
+) -> Tensor:
     """Causal attention of runs of tokens over their cached keys -> [tokens, query heads * dim].
 
     query [tokens, query heads, dim]; keys and values [blocks, kv heads, block, dim]; spans [n, 4] int64, together all
@@ -77,10 +101,13 @@ def paged_attention(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor,
     _check(query.dtype == keys.dtype == values.dtype and query.stride(1) == dim)
     _check(keys.is_contiguous() and values.is_contiguous() and tables.is_contiguous() and spans.is_contiguous())
     _check(tables.dtype == spans.dtype == torch.int64)
+    _check(rule.sinks is None or (rule.sinks.dtype == query.dtype and rule.sinks.is_contiguous()))
+    sinks = None if rule.sinks is None else rule.sinks.data_ptr()
     out = torch.empty(tokens, query_heads * dim, dtype=query.dtype)
     open_library().quire_paged_attention(
         TYPES[query.dtype], query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), tables.data_ptr(),
-        spans.data_ptr(), spans.shape[0], out.data_ptr(), query_heads, kv_heads, dim, block_size, scale,
+        spans.data_ptr(), spans.shape[0], out.data_ptr(), query_heads, kv_heads, dim, block_size,
+        rule.scale, rule.softcap or 0.0, rule.window or 0, sinks,
     )  # fmt: skip
     return out
 

@@ -24,12 +24,12 @@ template <typename T> Cut cut_for(const Span* spans, int64_t num_spans, const in
 // `cut`: made by cut_for<T> of the same tables and shape.
 template <typename T>
 void paged_attention(const T* query, int64_t stride, Keys<T> keys, const Cut& cut, T* out, const Shape& shape,
-                     float scale) {
+                     const Rule& rule) {
 #ifdef __AMX_BF16__
     if constexpr (std::is_same_v<T, bf16>)
-        if (on_tile_units<T>(shape)) return attend_all<TiledAttention>(query, stride, keys, cut, out, shape, scale);
+        if (on_tile_units<T>(shape)) return attend_all<TiledAttention>(query, stride, keys, cut, out, shape, rule);
 #endif
-    attend_all<PlainAttention<T>>(query, stride, keys, cut, out, shape, scale);
+    attend_all<PlainAttention<T>>(query, stride, keys, cut, out, shape, rule);
 }
 
 }  // namespace

@@ -9,7 +9,20 @@
 
 namespace {
 
-enum Kind : int64_t { RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, MIX };
+enum Kind : int64_t {
+    RMS_NORM,
+    MULTIPLY,
+    ROTATE,
+    WRITE,
+    ATTEND,
+    GATE,
+    ADD,
+    SELECT,
+    NARROW,
+    LAYER_NORM,
+    ACTIVATE,
+    MIX
+};
 
 // One operation on buffers [rows, width]. What a kind does not use is zero.
 struct Operation {
@@ -17,15 +30,17 @@ struct Operation {
     int64_t x, y, out;  // buffers: read; read too; written
     int64_t column;     // of x, where its part begins
     int64_t groups, size;  // parts of a row, side by side, and the values of each
-    int64_t layer;         // whose cache, or which angles
+    int64_t layer;         // whose cache, which angles, or which activation
     int64_t kv_heads, block_size;
-    const void* weight;  // of a norm [groups, size], or a PackedLinear, or PackedExperts
-    double number;       // a norm's eps, or the scale of attention
+    int64_t window;      // of attention, see Rule
+    const void* weight;  // of a norm [groups, size] or [2, size] with its bias, a PackedLinear, PackedExperts, or sinks
+    double number;       // a norm's eps, the scale of attention, or of what is added
+    double cap;          // of attention
 };
 
 struct Angles {
     const void *cos, *sin;
-    int64_t stride;
+    int64_t stride, dim;
 };
 
 // One step, and where its buffers lie. NARROW lets `rows` fall to num_wanted.
@@ -40,11 +55,11 @@ struct ProgramRun {
     void** values;
 };
 
-template <typename T> void add_rows_to(T* x, const T* more, int64_t count) {
+template <typename T> void add_rows_to(T* x, const T* more, float scale, int64_t count) {
 #pragma omp parallel for schedule(static) if (count > 65536)
     for (int64_t begin = 0; begin < count; begin += 4096)
         in_pieces(std::min<int64_t>(4096, count - begin), [&](int64_t i, int64_t n) {
-            put(x + begin + i, fetch(x + begin + i, n) + fetch(more + begin + i, n), n);
+            put(x + begin + i, fetch(x + begin + i, n) + rounded<T>(fetch(more + begin + i, n) * scale), n);
         });
 }
 
@@ -79,7 +94,7 @@ template <typename T> struct Interpreter {
     void turn(const Operation& op) const {
         const Angles& angles = run.angles[op.layer];
         rotate(at(op.x) + op.column, width(op.x), static_cast<const T*>(angles.cos), static_cast<const T*>(angles.sin),
-               angles.stride, run.rows, op.groups, op.size);
+               angles.stride, run.rows, op.groups, op.size, angles.dim);
     }
 
     // Keys, then values, of a row from `column` on.
@@ -92,7 +107,8 @@ template <typename T> struct Interpreter {
     void attend(const Operation& op, const Cut& cut) const {
         const Keys<T> cache{static_cast<const T*>(run.keys[op.layer]), static_cast<const T*>(run.values[op.layer]),
                             run.tables};
-        paged_attention<T>(at(op.x), width(op.x), cache, cut, at(op.out), shape(op), static_cast<float>(op.number));
+        const Rule rule{static_cast<float>(op.number), static_cast<float>(op.cap), op.window, op.weight};
+        paged_attention<T>(at(op.x), width(op.x), cache, cut, at(op.out), shape(op), rule);
     }
 
     // Rows of x that are wanted; where all are, `out` becomes another name of x.
@@ -126,9 +142,14 @@ template <typename T> struct Interpreter {
                     }
                     attend(op, *cut);
                     break;
-                case GATE: silu_mul(at(op.x), at(op.out), run.rows, op.size); break;
-                case ADD: add_rows_to(at(op.x), at(op.y), run.rows * width(op.x)); break;
+                case GATE: gate(op.layer, at(op.x), at(op.out), run.rows, op.size); break;
+                case ADD: add_rows_to(at(op.x), at(op.y), static_cast<float>(op.number), run.rows * width(op.x)); break;
                 case SELECT: select(op); break;
+                case LAYER_NORM:
+                    layer_norm(at(op.x), width(op.x), static_cast<const T*>(op.weight), at(op.out), width(op.out),
+                               run.rows, op.size, static_cast<float>(op.number));
+                    break;
+                case ACTIVATE: activate(op.layer, at(op.x), run.rows * width(op.x)); break;
                 case NARROW:
                     if (run.wanted != nullptr) run.rows = run.num_wanted;
                     break;

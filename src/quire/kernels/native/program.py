@@ -17,10 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.loader import TYPES, open_library
-from quire.kernels.native.ops import PackedWeight
+from quire.kernels.native.ops import ACTIVATIONS, PackedWeight
 
-RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, MIX = range(10)
+RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX = range(12)
 _STREAM = 0  # the buffer that a run is given
 
 
@@ -40,13 +41,13 @@ class _Experts(Structure):
 class _Operation(Structure):
     _fields_ = (
         ("kind", c_int64), ("x", c_int64), ("y", c_int64), ("out", c_int64), ("column", c_int64), ("groups", c_int64),
-        ("size", c_int64), ("layer", c_int64), ("kv_heads", c_int64), ("block_size", c_int64), ("weight", c_void_p),
-        ("number", c_double),
+        ("size", c_int64), ("layer", c_int64), ("kv_heads", c_int64), ("block_size", c_int64), ("window", c_int64),
+        ("weight", c_void_p), ("number", c_double), ("cap", c_double),
     )  # fmt: skip
 
 
 class _Angles(Structure):
-    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("stride", c_int64))
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("stride", c_int64), ("dim", c_int64))
 
 
 class _Run(Structure):
@@ -103,7 +104,7 @@ class ProgramStep:
     spans: Tensor
     wanted: Tensor | None  # [rows]: those that the program returns; None: all
     caches: Sequence[tuple[Tensor, Tensor]]  # keys and values [blocks, kv heads, block, dim] of each layer
-    angles: Sequence[tuple[Tensor, Tensor]]  # cos and sin [rows, ..., dim], in the order of `Program.angles`
+    angles: Sequence[tuple[Tensor, Tensor]]  # cos and sin [rows, ..., numbers turned], in the order of `Program.angles`
     given: Any = None  # to operations in Python
 
 
@@ -125,10 +126,21 @@ class ProgramWriter:
         self._add(RMS_NORM, x.buffer, out=out.buffer, groups=1, size=x.width, weight=weight, number=eps)
         return out
 
+    def layer_norm(self, x: Symbol, weight_bias: Tensor, eps: float) -> Symbol:
+        out = self._new(x.width)
+        self._add(LAYER_NORM, x.buffer, out=out.buffer, size=x.width, weight=weight_bias, number=eps)
+        return out
+
     def norm_heads(self, x: Symbol, scales: Tensor, eps: float) -> None:
         """The first heads of each row, by scales [heads, dim]."""
         groups, size = scales.shape
         self._add(RMS_NORM, x.buffer, out=x.buffer, groups=groups, size=size, weight=scales, number=eps)
+
+    def norm_part(self, x: Symbol, weight: Tensor, eps: float, column: int) -> None:
+        """As many values of each row as there are weights, from a column on."""
+        self._add(
+            RMS_NORM, x.buffer, out=x.buffer, column=column, groups=1, size=len(weight), weight=weight, number=eps
+        )
 
     def multiply(self, x: Symbol, linear: LinearWeights) -> Symbol:
         assert linear.weight.inputs == x.width
@@ -154,7 +166,7 @@ class ProgramWriter:
         return out
 
     def rotate(self, x: Symbol, angles: Hashable, heads: int, dim: int) -> None:
-        """The first heads of each row, by the angles that a run has under this name."""
+        """The first heads of each row, as many numbers of each as the angles have that a run has under this name."""
         if angles not in self._angles:
             self._angles.append(angles)
         self._add(ROTATE, x.buffer, groups=heads, size=dim, layer=self._angles.index(angles))
@@ -163,25 +175,31 @@ class ProgramWriter:
         """Keys, then values, from a column of each row on, into a layer's cache."""
         self._add(WRITE, x.buffer, column=column, groups=kv_heads, size=dim, layer=layer)
 
-    def attend(self, x: Symbol, layer: int, heads: tuple[int, int, int], block_size: int, scale: float) -> Symbol:
+    def attend(
+        self, x: Symbol, layer: int, heads: tuple[int, int, int], block_size: int, rule: AttentionRule
+    ) -> Symbol:
         """The query heads that each row begins with. heads: query, kv, dim."""
         query, kv, dim = heads
         out = self._new(query * dim)
         self._add(
             ATTEND, x.buffer, out=out.buffer, groups=query, size=dim, layer=layer, kv_heads=kv, block_size=block_size,
-            number=scale,
+            number=rule.scale, cap=rule.softcap or 0.0, window=rule.window or 0, weight=rule.sinks,
         )  # fmt: skip
         return out
 
-    def gate(self, x: Symbol) -> Symbol:
-        """silu(gate) * up of rows of gate, then up."""
+    def gate(self, x: Symbol, activation: str) -> Symbol:
+        """activation(gate) * up of rows of gate, then up; one of ACTIVATIONS."""
         out = self._new(x.width // 2)
-        self._add(GATE, x.buffer, out=out.buffer, size=out.width)
+        self._add(GATE, x.buffer, out=out.buffer, size=out.width, layer=ACTIVATIONS[activation])
         return out
 
-    def add(self, x: Symbol, y: Symbol) -> None:
+    def activate(self, x: Symbol, activation: str) -> None:
+        self._add(ACTIVATE, x.buffer, layer=ACTIVATIONS[activation])
+
+    def add(self, x: Symbol, y: Symbol, scale: float = 1.0) -> None:
+        """x plus y times a factor."""
         assert x.width == y.width
-        self._add(ADD, x.buffer, y=y.buffer)
+        self._add(ADD, x.buffer, y=y.buffer, number=scale)
 
     def select(self, x: Symbol, *, fresh: bool = False) -> Symbol:
         """The rows of x that are wanted. Call `narrow` when all that goes on has been selected."""
@@ -360,7 +378,7 @@ def _parts(entries: Sequence[_Operation | _Call]) -> list[_Call | tuple[int, int
 def _angles(pair: tuple[Tensor, Tensor]) -> _Angles:
     cos, sin = pair
     assert cos.stride(0) == sin.stride(0)
-    return _Angles(cos.data_ptr(), sin.data_ptr(), cos.stride(0))
+    return _Angles(cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[-1])
 
 
 def _pointers(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:

@@ -67,10 +67,21 @@ void quire_rms_norm(int64_t type, const void* x, int64_t x_stride, const void* w
                                size, rows, size, static_cast<float>(eps)))
 }
 
+void quire_layer_norm(int64_t type, const void* x, int64_t x_stride, const void* weight_bias, void* out, int64_t rows,
+                      int64_t size, double eps) {
+    DISPATCH(type, layer_norm<T>(static_cast<const T*>(x), x_stride, static_cast<const T*>(weight_bias),
+                                 static_cast<T*>(out), size, rows, size, static_cast<float>(eps)))
+}
+
+// kind: see Activation; x [count], in place.
+void quire_activate(int64_t type, int64_t kind, void* x, int64_t count) {
+    DISPATCH(type, activate<T>(kind, static_cast<T*>(x), count))
+}
+
 void quire_rotate(int64_t type, void* x, int64_t stride, const void* cos, const void* sin, int64_t angle_stride,
-                  int64_t rows, int64_t heads, int64_t dim) {
+                  int64_t rows, int64_t heads, int64_t head_dim, int64_t dim) {
     DISPATCH(type, rotate<T>(static_cast<T*>(x), stride, static_cast<const T*>(cos), static_cast<const T*>(sin),
-                             angle_stride, rows, heads, dim))
+                             angle_stride, rows, heads, head_dim, dim))
 }
 
 // Whether there is a kernel for every weight. float32: weights in panels; bfloat16: in tiles, on tile units.
@@ -118,8 +129,8 @@ void quire_multiply_rows(const float* x, const float* weight, float* out, int64_
     multiply_rows(x, weight, Product{rows, inputs, outputs, outputs}, out);
 }
 
-void quire_silu_mul(int64_t type, const void* gate_up, void* out, int64_t rows, int64_t size) {
-    DISPATCH(type, silu_mul<T>(static_cast<const T*>(gate_up), static_cast<T*>(out), rows, size))
+void quire_gate(int64_t type, int64_t activation, const void* gate_up, void* out, int64_t rows, int64_t size) {
+    DISPATCH(type, gate<T>(activation, static_cast<const T*>(gate_up), static_cast<T*>(out), rows, size))
 }
 
 void quire_write_cache(int64_t type, const void* key, int64_t key_stride, const void* value, int64_t value_stride,
@@ -129,16 +140,18 @@ void quire_write_cache(int64_t type, const void* key, int64_t key_stride, const 
                                   static_cast<T*>(key_cache), static_cast<T*>(value_cache), slots, rows, heads, dim))
 }
 
-// spans: [num_spans, 4] of int64, see Span; tables: all block tables, one behind the other; out [tokens, heads * dim].
+// spans: [num_spans, 4] of int64, see Span; tables: all block tables, one behind the other; out [tokens, heads * dim];
+// cap, window, sinks: see Rule.
 void quire_paged_attention(int64_t type, const void* query, int64_t query_stride, const void* keys, const void* values,
                            const int64_t* tables, const int64_t* spans, int64_t num_spans, void* out,
-                           int64_t query_heads, int64_t kv_heads, int64_t dim, int64_t block_size, double scale) {
+                           int64_t query_heads, int64_t kv_heads, int64_t dim, int64_t block_size, double scale, double cap,
+                           int64_t window, const void* sinks) {
+    const Rule rule{static_cast<float>(scale), static_cast<float>(cap), window, sinks};
     const Shape shape{query_heads, kv_heads, dim, block_size};
     DISPATCH(type, {
         const Keys<T> cache{static_cast<const T*>(keys), static_cast<const T*>(values), tables};
         const Cut cut = cut_for<T>(reinterpret_cast<const Span*>(spans), num_spans, tables, shape);
-        paged_attention<T>(static_cast<const T*>(query), query_stride, cache, cut, static_cast<T*>(out), shape,
-                           static_cast<float>(scale));
+        paged_attention<T>(static_cast<const T*>(query), query_stride, cache, cut, static_cast<T*>(out), shape, rule);
     })
 }
 }

@@ -24,17 +24,45 @@ void rms_norm(const T* x, int64_t stride, const T* weight, T* out, int64_t out_s
     }
 }
 
-// heads [rows, heads, dim] turned in place; cos and sin [rows, dim], the first half of sin carrying the minus sign.
+// (x - mean) / deviation * weight + bias; weight_bias [2, size].
+template <typename T>
+void layer_norm(const T* x, int64_t stride, const T* weight_bias, T* out, int64_t out_stride, int64_t rows,
+                int64_t size, float eps) {
+    const T* bias = weight_bias + size;
+#pragma omp parallel for schedule(static) if (rows * size > 32768)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T* in = x + row * stride;
+        T* to = out + row * out_stride;
+        Floats total = {};
+        in_pieces(size, [&](int64_t i, int64_t count) { total = total + fetch(in + i, count); });
+        const float mean = sum(total) / static_cast<float>(size);
+        Floats squares = {};
+        in_pieces(size, [&](int64_t i, int64_t count) {
+            float line[LANES] = {};  // those behind the end stay zero
+            put(line, fetch(in + i, count) - mean, count);
+            const Floats value = load(line);
+            squares = add_product(squares, value, value);
+        });
+        const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + eps);
+        in_pieces(size, [&](int64_t i, int64_t count) {
+            const Floats normal = (fetch(in + i, count) - mean) * scale;
+            put(to + i, add_product(fetch(bias + i, count), normal, fetch(weight_bias + i, count)), count);
+        });
+    }
+}
+
+// The first `dim` numbers of heads [rows, heads, head_dim] turned in place; cos and sin [rows, dim], the first half of
+// sin carrying the minus sign.
 template <typename T>
 void rotate(T* x, int64_t stride, const T* cos, const T* sin, int64_t angle_stride, int64_t rows, int64_t heads,
-            int64_t dim) {
+            int64_t head_dim, int64_t dim) {
     const int64_t half = dim / 2;
 #pragma omp parallel for schedule(static) if (rows * heads * dim > 65536)
     for (int64_t row = 0; row < rows; ++row) {
         const T* c = cos + row * angle_stride;
         const T* s = sin + row * angle_stride;
         for (int64_t head = 0; head < heads; ++head) {
-            T* first = x + row * stride + head * dim;
+            T* first = x + row * stride + head * head_dim;
             T* second = first + half;
             in_pieces(half, [&](int64_t i, int64_t count) {
                 const Floats a = fetch(first + i, count), b = fetch(second + i, count);
@@ -45,19 +73,66 @@ void rotate(T* x, int64_t stride, const T* cos, const T* sin, int64_t angle_stri
     }
 }
 
-// gate_up [rows, 2 * size] -> silu(gate) * up [rows, size]
-template <typename T>
-void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t size) {
+enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU };
+
+// 1 / (1 + e^-x)
+inline Floats logistic(Floats x) { return 1.0f / (1.0f + exponential(smaller(-x, all(LARGEST_EXPONENT)))); }
+
+// x times the normal distribution's share below x: Abramowitz and Stegun 7.1.26, off by less than 1e-7 |x|.
+inline Floats gelu(Floats x) {
+    const Floats z = larger(x, -x) * 0.70710678118654752f, t = 1.0f / add_product(all(1.0f), z, all(0.3275911f));
+    Floats p = all(1.061405429f);
+    for (const float next : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f})
+        p = add_product(all(next), p, t);
+    const Floats tail = 0.5f * p * t * exponential(-z * z);  // the share above |x|
+    return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+
+template <Activation KIND> inline Floats activated(Floats x) {
+    if constexpr (KIND == SILU) return x / (1.0f + exponential(smaller(-x, all(LARGEST_EXPONENT))));
+    if constexpr (KIND == GELU) return gelu(x);
+    if constexpr (KIND == GELU_TANH)
+        return x * logistic(1.5957691216057308f * add_product(x, 0.044715f * x * x, x));  // 0.5 (1 + tanh z)
+    return x < 0.0f ? all(0.0f) : x;
+}
+
+// x [count], in place
+template <Activation KIND, typename T> void activate_all(T* x, int64_t count) {
+#pragma omp parallel for schedule(static) if (count > 16384)
+    for (int64_t begin = 0; begin < count; begin += 4096)
+        in_pieces(std::min<int64_t>(4096, count - begin), [&](int64_t i, int64_t n) {
+            put(x + begin + i, activated<KIND>(fetch(x + begin + i, n)), n);
+        });
+}
+
+template <typename T> void activate(int64_t kind, T* x, int64_t count) {
+    switch (kind) {
+        case SILU: activate_all<SILU>(x, count); break;
+        case GELU: activate_all<GELU>(x, count); break;
+        case GELU_TANH: activate_all<GELU_TANH>(x, count); break;
+        case RELU: activate_all<RELU>(x, count); break;
+    }
+}
+
+template <Activation KIND, typename T> void gate_all(const T* gate_up, T* out, int64_t rows, int64_t size) {
 #pragma omp parallel for schedule(static) if (rows * size > 16384)
     for (int64_t row = 0; row < rows; ++row) {
         const T* gate = gate_up + row * 2 * size;
         const T* up = gate + size;
         T* to = out + row * size;
         in_pieces(size, [&](int64_t i, int64_t count) {
-            const Floats g = fetch(gate + i, count);
-            const Floats decay = exponential(smaller(-g, all(LARGEST_EXPONENT)));
-            put(to + i, rounded<T>(g / (1.0f + decay)) * fetch(up + i, count), count);
+            put(to + i, rounded<T>(activated<KIND>(fetch(gate + i, count))) * fetch(up + i, count), count);
         });
+    }
+}
+
+// gate_up [rows, 2 * size] -> activation(gate) * up [rows, size]
+template <typename T> void gate(int64_t kind, const T* gate_up, T* out, int64_t rows, int64_t size) {
+    switch (kind) {
+        case SILU: gate_all<SILU>(gate_up, out, rows, size); break;
+        case GELU: gate_all<GELU>(gate_up, out, rows, size); break;
+        case GELU_TANH: gate_all<GELU_TANH>(gate_up, out, rows, size); break;
+        case RELU: gate_all<RELU>(gate_up, out, rows, size); break;
     }
 }
 

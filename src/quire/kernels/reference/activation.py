@@ -1,4 +1,4 @@
-"""The gate of a feed-forward network, in plain torch."""
+"""Activations and the gate of a feed-forward network, in plain torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """By name: "silu", "gelu" (by the error function) or "gelu_tanh"."""
-    if activation == "silu":
-        return F.silu(x)
+    """By name: "silu", "relu", "gelu" (by the error function) or "gelu_tanh"."""
+    if activation in ("silu", "relu"):
+        return F.silu(x) if activation == "silu" else F.relu(x)
     return F.gelu(x, approximate={"gelu": "none", "gelu_tanh": "tanh"}[activation])
 
 

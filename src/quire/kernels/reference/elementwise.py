@@ -14,11 +14,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normal.to(x.dtype)
 
 
+def layer_norm(x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:
+    """Zero mean and unit variance over the last dimension, times weight, plus bias: [2, size]; all in float32."""
+    wide = x.float()
+    centred = wide - wide.mean(dim=-1, keepdim=True)
+    normal = centred * torch.rsqrt(centred.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return (normal * weight_bias[0].float() + weight_bias[1].float()).to(x.dtype)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions, half-split layout. x: [tokens, heads, dim]; cos, sin: [tokens, dim / 2]."""
-    first, second = x.chunk(2, dim=-1)
+    """Rotary positions, half-split layout. x: [tokens, heads, dim]; cos, sin: [tokens, turned numbers / 2]."""
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from quire.kernels.reference.quantize import to_float8
 
 def rotate_and_store(
     qkv: Tensor,  # [tokens, query + 2 * kv heads, dim]
-    table: Tensor,  # [angles, dim]: cos, then sin
+    table: Tensor,  # [angles, turned numbers of a head]: cos, then sin
     positions: Tensor,  # [tokens]
     rows: Tensor,  # [tokens]; negative: padding
     blocks: Tensor,  # [rows, max blocks]

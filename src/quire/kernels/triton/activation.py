@@ -1,4 +1,4 @@
-"""The gate of a feed-forward network: activation(gate) * up, in one pass over both halves."""
+"""Activations of a feed-forward network, and its gate: activation(gate) * up, in one pass over both halves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows, power_of_two, to_float8, warps_for
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _BLOCK = 1024
 _MOST_AT_ONCE = 16384  # numbers of a row held in registers; longer rows are computed twice when quantized
 
@@ -21,9 +21,20 @@ def activate(x, KIND: tl.constexpr):
         y = x * tl.sigmoid(x)
     elif KIND == 1:
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    else:
+    elif KIND == 2:
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 0.5 (1 + tanh z) is sigmoid(2 z)
+    else:
+        y = tl.maximum(x, 0.0)
     return y
+
+
+@triton.jit
+def _activate_kernel(x_ptr, x_stride, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = x_ptr + row * x_stride + column
+    x = tl.load(at, mask=column < size, other=0.0)
+    tl.store(at, activate(x.to(tl.float32), KIND).to(x.dtype), mask=column < size)
 
 
 @triton.jit
@@ -73,6 +84,19 @@ def _gate_quantized_kernel(
             small, scale = to_float8(y.to(tl.float32), amax)
             tl.store(out_row + start + column, small, mask=start + column < size)
             tl.store(scale_ptr + row, scale)
+
+
+def activate_rows(x: Tensor, activation: str) -> None:
+    """x [rows, size] by one of ACTIVATIONS, in place."""
+    rows, size = x.shape
+    check_rows(x, "x")
+    kind = ACTIVATIONS[activation]
+    if rows == 0:
+        return
+    block = min(power_of_two(size), _BLOCK)
+    _activate_kernel[(rows, triton.cdiv(size, block))](
+        x, x.stride(0), size, KIND=kind, BLOCK=block, num_warps=max(1, block // 256), num_stages=1
+    )
 
 
 def gate(

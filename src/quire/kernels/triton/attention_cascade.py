@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.triton.attention_config import SplitConfig, split_config
 from quire.kernels.triton.attention_decode import PrefixPart, paged_prefix
-from quire.kernels.triton.attention_rule import AttentionRule
 from quire.kernels.triton.attention_schedule import SplitPlan, allocate_split_plan, fill_split_plan
 
 UNIT_ROWS = 64  # packed query rows: small groups leave some of them empty, large ones are cut, and both run well

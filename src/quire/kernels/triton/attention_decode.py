@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.attention_rule import AttentionRule, check_cache, check_heads
 from quire.kernels.triton.attention_pairs import arrive, kept, load_queries, unit_at, write_pair
-from quire.kernels.triton.attention_rule import AttentionRule, check_cache, check_heads
 from quire.kernels.triton.attention_schedule import PROGRAM_NUMBERS, SplitPlan
 from quire.kernels.triton.attention_split import ask_for_tile, attend_tiles, base_of, leave_part, part_slot, program_of
 from quire.kernels.triton.attention_turned import attend_turned

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.attention_rule import AttentionRule, check_cache, check_heads
 from quire.kernels.triton.attention_config import PrefillConfig
 from quire.kernels.triton.attention_decode import COMPUTE
-from quire.kernels.triton.attention_rule import AttentionRule, check_cache, check_heads
 from quire.kernels.triton.attention_tile import EMPTY, LOG2_E, block_ids, fold, load_rows, score, slots, take_in
 from quire.kernels.triton.launch import await_inputs, power_of_two
 

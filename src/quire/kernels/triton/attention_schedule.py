@@ -69,6 +69,11 @@ def with_config(plan: SplitPlan, config: SplitConfig) -> SplitPlan:
     return replace(plan, config=config, programs=programs, parts=parts, extremes=extremes)
 
 
+def with_own_lists(plan: SplitPlan) -> SplitPlan:
+    """A plan that holds a step beside this one; both leave parts in the same memory, one launch after the other."""
+    return replace(plan, programs=torch.zeros_like(plan.programs), units=torch.zeros_like(plan.units))
+
+
 def fill_split_plan(
     plan: SplitPlan,
     lengths: Tensor,  # [units], int32 or int64: positions end before it; 0: the unit is padding

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.attention_config import prefill_config
 from quire.kernels.triton.attention_decode import paged_decode
 from quire.kernels.triton.attention_prefill import PrefillPlan, lay_out_tiles, paged_prefill
-from quire.kernels.triton.attention_rule import AttentionRule
 from quire.kernels.triton.attention_schedule import allocate_split_plan, fill_split_plan
 from quire.kernels.triton.copy import copy_blocks
 from quire.kernels.triton.embedding import embed

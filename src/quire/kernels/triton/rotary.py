@@ -39,28 +39,43 @@ def _to_cache(x, scale, memory, FLOAT8_CACHE: tl.constexpr):
 
 
 @triton.jit
-def _normed(first, second, head, query_norm_ptr, key_norm_ptr, eps, half, place, QUERIES: tl.constexpr):
+def _normed(
+    first, second, head, query_norm_ptr, key_norm_ptr, eps, half, column, partner, inside, QUERIES: tl.constexpr
+):
     """Both halves [H, HALF] of query and key heads over their root mean square, times the weight of their kind."""
     dtype = first.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
     square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     inverse = tl.rsqrt(square / (2 * half) + eps)[:, None]
-    inside, is_query = place < half, (head < QUERIES)[:, None]
-    query_1 = tl.load(query_norm_ptr + place, mask=inside, other=0.0).to(tl.float32)[None, :]
-    query_2 = tl.load(query_norm_ptr + half + place, mask=inside, other=0.0).to(tl.float32)[None, :]
-    key_1 = tl.load(key_norm_ptr + place, mask=inside, other=0.0).to(tl.float32)[None, :]
-    key_2 = tl.load(key_norm_ptr + half + place, mask=inside, other=0.0).to(tl.float32)[None, :]
+    is_query = (head < QUERIES)[:, None]
+    query_1 = tl.load(query_norm_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    query_2 = tl.load(query_norm_ptr + partner, mask=inside, other=0.0).to(tl.float32)[None, :]
+    key_1 = tl.load(key_norm_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    key_2 = tl.load(key_norm_ptr + partner, mask=inside, other=0.0).to(tl.float32)[None, :]
     first = (first * inverse).to(dtype).to(tl.float32) * tl.where(is_query, query_1, key_1)
     second = (second * inverse).to(dtype).to(tl.float32) * tl.where(is_query, query_2, key_2)
     return first.to(dtype), second.to(dtype)
 
 
 @triton.jit
+def _columns(place, turned, half, PARTIAL: tl.constexpr):
+    """The two numbers of a head that are pair `place`: `turned` pairs that rotate, then those that stay."""
+    if PARTIAL:
+        column = tl.where(place < turned, place, place + turned)
+        partner = column + tl.where(place < turned, turned, half - turned)
+    else:
+        column = place
+        partner = place + half
+    return column, partner
+
+
+@triton.jit
 def _rotary_kernel(
     qkv_ptr, query_ptr, table_ptr, angle_ptr, position_ptr, row_ptr, blocks_ptr, key_ptr, value_ptr,
     query_norm_ptr, key_norm_ptr, eps, key_scale, value_scale, qkv_stride, query_stride, blocks_stride, max_blocks,
-    half, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    HAS_NORM: tl.constexpr, FLOAT8_CACHE: tl.constexpr, DEPENDENT: tl.constexpr,
+    half, turned, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, HAS_NORM: tl.constexpr, PARTIAL: tl.constexpr, FLOAT8_CACHE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -70,22 +85,27 @@ def _rotary_kernel(
     if row >= 0:
         dim = 2 * half
         inside = (head < QUERIES + 2 * KEYS)[:, None] & (place < half)[None, :]
-        at = qkv_ptr + token * qkv_stride + head[:, None] * dim + place[None, :]
-        raw_first, raw_second = tl.load(at, mask=inside, other=0.0), tl.load(at + half, mask=inside, other=0.0)
+        columns, partners = _columns(place, turned, half, PARTIAL)
+        column, partner = columns[None, :], partners[None, :]
+        at = qkv_ptr + token * qkv_stride + head[:, None] * dim
+        raw_first = tl.load(at + column, mask=inside, other=0.0)
+        raw_second = tl.load(at + partner, mask=inside, other=0.0)
         first, second = raw_first, raw_second
         if HAS_NORM:
-            first, second = _normed(first, second, head, query_norm_ptr, key_norm_ptr, eps, half, place, QUERIES)
-        angle = table_ptr + tl.load(angle_ptr + token).to(tl.int64) * dim + place
-        cos = tl.load(angle, mask=place < half, other=0.0).to(tl.float32)[None, :]
-        sin = tl.load(angle + half, mask=place < half, other=0.0).to(tl.float32)[None, :]
+            first, second = _normed(
+                first, second, head, query_norm_ptr, key_norm_ptr, eps, half, columns, partners, place < half, QUERIES
+            )
+        angle = table_ptr + tl.load(angle_ptr + token).to(tl.int64) * 2 * turned + place
+        cos = tl.load(angle, mask=place < turned, other=1.0).to(tl.float32)[None, :]
+        sin = tl.load(angle + turned, mask=place < turned, other=0.0).to(tl.float32)[None, :]
         wide_1, wide_2 = first.to(tl.float32), second.to(tl.float32)
         turned_1 = (wide_1 * cos - wide_2 * sin).to(first.dtype)
         turned_2 = (wide_2 * cos + wide_1 * sin).to(first.dtype)
 
         is_query = inside & (head < QUERIES)[:, None]
-        to = query_ptr + token * query_stride + head[:, None] * dim + place[None, :]
-        tl.store(to, turned_1, mask=is_query)
-        tl.store(to + half, turned_2, mask=is_query)
+        to = query_ptr + token * query_stride + head[:, None] * dim
+        tl.store(to + column, turned_1, mask=is_query)
+        tl.store(to + partner, turned_2, mask=is_query)
 
         position = tl.load(position_ptr + token).to(tl.int64)
         has_block = position // BLOCK_SIZE < max_blocks
@@ -93,18 +113,18 @@ def _rotary_kernel(
         slot = block * KEYS * BLOCK_SIZE + position % BLOCK_SIZE
         is_key = inside & ((head >= QUERIES) & (head < QUERIES + KEYS))[:, None]
         is_key &= has_block
-        to = key_ptr + (slot + (head - QUERIES)[:, None] * BLOCK_SIZE) * dim + place[None, :]
-        tl.store(to, _to_cache(turned_1, key_scale, key_ptr, FLOAT8_CACHE), mask=is_key)
-        tl.store(to + half, _to_cache(turned_2, key_scale, key_ptr, FLOAT8_CACHE), mask=is_key)
+        to = key_ptr + (slot + (head - QUERIES)[:, None] * BLOCK_SIZE) * dim
+        tl.store(to + column, _to_cache(turned_1, key_scale, key_ptr, FLOAT8_CACHE), mask=is_key)
+        tl.store(to + partner, _to_cache(turned_2, key_scale, key_ptr, FLOAT8_CACHE), mask=is_key)
         is_value = inside & (head >= QUERIES + KEYS)[:, None] & has_block
-        to = value_ptr + (slot + (head - QUERIES - KEYS)[:, None] * BLOCK_SIZE) * dim + place[None, :]
-        tl.store(to, _to_cache(raw_first, value_scale, value_ptr, FLOAT8_CACHE), mask=is_value)
-        tl.store(to + half, _to_cache(raw_second, value_scale, value_ptr, FLOAT8_CACHE), mask=is_value)
+        to = value_ptr + (slot + (head - QUERIES - KEYS)[:, None] * BLOCK_SIZE) * dim
+        tl.store(to + column, _to_cache(raw_first, value_scale, value_ptr, FLOAT8_CACHE), mask=is_value)
+        tl.store(to + partner, _to_cache(raw_second, value_scale, value_ptr, FLOAT8_CACHE), mask=is_value)
 
 
 def rotate_and_store(
     qkv: Tensor,  # [tokens, (query + 2 * kv heads) * dim]: query, key and value heads of each token
-    table: Tensor,  # [angles, dim]: cos of dim / 2 frequencies, then sin, half-split layout; any float dtype
+    table: Tensor | None,  # [angles, turned]: cos of turned / 2 frequencies, then sin, half-split layout; any float
     positions: Tensor,  # [tokens] int: place of each token in its sequence
     rows: Tensor,  # [tokens] int: line of `blocks` of each token; negative: a padding token, nothing is written
     blocks: Tensor,  # [rows, max blocks] int32
@@ -116,6 +136,7 @@ def rotate_and_store(
 ) -> None:
     """Norm (if given) and turn queries and keys, leave queries in `query`, put keys and values in the paged cache.
 
+    As many numbers of each head are turned as the table has, the first ones; without a table none.
     Sums and products are float32, rounded to qkv's dtype after the norm, its weight and the turn. A token whose
     position lies past the end of its line of `blocks` is turned but not stored: it would land in another's block.
     """
@@ -127,7 +148,9 @@ def rotate_and_store(
     check_rows(query, "query")
     check_rows(blocks, "blocks")
     check(width % dim == 0 and query_heads > 0 and dim % 2 == 0, "qkv does not fit the cache")
-    check(table.is_contiguous() and table.shape[1] == dim, "table is [angles, dim], contiguous")
+    turned = 0 if table is None else table.shape[1]
+    check(table is None or table.is_contiguous(), "table is contiguous")
+    check(turned <= dim and turned % 2 == 0, "the table has an even number of angles, at most those of a head")
     check(memory.key.is_contiguous() and memory.value.is_contiguous(), "the cache must be contiguous")
     check(memory.value.shape == memory.key.shape and memory.value.dtype == memory.key.dtype, "K and V caches differ")
     check(positions.is_contiguous() and rows.is_contiguous(), "positions and rows must be contiguous")
@@ -136,10 +159,11 @@ def rotate_and_store(
     heads_at_once = min(_HEADS_AT_ONCE, power_of_two(query_heads + 2 * kv_heads))
     half = power_of_two(dim // 2)
     _rotary_kernel[(tokens, triton.cdiv(query_heads + 2 * kv_heads, heads_at_once))](
-        qkv, query, table, positions if angles is None else angles, positions, rows, blocks, memory.key, memory.value,
+        qkv, query, qkv if table is None else table, positions if angles is None else angles, positions, rows, blocks,
+        memory.key, memory.value,
         norms and norms.query, norms and norms.key, norms.eps if norms else 0.0, memory.key_scale, memory.value_scale,
-        qkv.stride(0), query.stride(0), blocks.stride(0), blocks.shape[1], dim // 2,
+        qkv.stride(0), query.stride(0), blocks.stride(0), blocks.shape[1], dim // 2, turned // 2,
         QUERIES=query_heads, KEYS=kv_heads, BLOCK_SIZE=block_size, HALF=half, HEADS=heads_at_once,
-        HAS_NORM=norms is not None, FLOAT8_CACHE=memory.key.dtype == FLOAT8, DEPENDENT=dependent,
+        HAS_NORM=norms is not None, PARTIAL=turned < dim, FLOAT8_CACHE=memory.key.dtype == FLOAT8, DEPENDENT=dependent,
         num_warps=max(1, heads_at_once * half // 256), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip

@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_rule import AttentionRule
+
 Counts = npt.NDArray[np.int64]
 Kernels = Literal["torch", "native", "triton"]
 
@@ -77,7 +79,12 @@ class AttentionBackend(Protocol):
     def kernels(self) -> Kernels:
         """Whose kernels it runs, which decides how the worker keeps its state."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: Any) -> Tensor:
+    def accept(self, rule: AttentionRule) -> None:
+        """Called for the rule of every layer when the model is built. Raises ConfigError for one it cannot follow."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: Any, rule: AttentionRule
+    ) -> Tensor:
         """query [tokens, query heads, dim], key and value [tokens, kv heads, dim] -> [tokens, query heads * dim]."""
 
 

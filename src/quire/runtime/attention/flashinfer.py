@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.config.model import Heads
+from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, Counts, Kernels, LayerCache
 from quire.runtime.layers.weights import Placement
 from quire.runtime.transfer import to_device
@@ -64,10 +65,16 @@ class FlashInferAttention:
 
     kernels: Kernels = "torch"
 
-    def __init__(self, heads: Heads, scale: float, placement: Placement, block_size: int) -> None:
+    def __init__(self, heads: Heads, placement: Placement, block_size: int) -> None:
         self._heads, self._placement = heads, placement
         dtype = placement.dtype
-        self._common = {"pos_encoding_mode": "NONE", "sm_scale": scale, "q_data_type": dtype, "kv_data_type": dtype}
+        self._common: dict[str, Any] = {
+            "pos_encoding_mode": "NONE",
+            "sm_scale": heads.dim**-0.5,
+            "q_data_type": dtype,
+            "kv_data_type": dtype,
+        }
+        self._rule: AttentionRule | None = None  # that of all layers
         self._loaded = Fence(placement.device)
         self._plan: FlashInferPlan | None = None
         flashinfer = _package()
@@ -77,6 +84,14 @@ class FlashInferAttention:
         )
         self._prefill: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, _LAYOUT)
         self._compile(block_size)
+
+    def accept(self, rule: AttentionRule) -> None:
+        """One scale for all layers, which the wrappers are planned with, and nothing besides."""
+        if not rule.is_plain:
+            raise _cannot_run("the model has sliding windows, capped scores or attention sinks", 'use "auto"')
+        if self._rule is not None and rule.scale != self._rule.scale:
+            raise _cannot_run("layers of the model scale their scores differently", 'use "auto"')
+        self._rule, self._common["sm_scale"] = rule, rule.scale
 
     def prepare(self, batch: AttentionBatch) -> FlashInferPlan:
         """Waits until the device has read the plan of the step before, which it has when that step began."""
@@ -89,8 +104,17 @@ class FlashInferAttention:
         self._plan = FlashInferPlan(len(batch.lengths), bool(batch.chunks))
         return self._plan
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: FlashInferPlan) -> Tensor:  # noqa: ARG002
-        """The step's own keys are read from the cache too."""
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,  # noqa: ARG002  read from the cache instead
+        value: Tensor,  # noqa: ARG002
+        cache: LayerCache,
+        plan: FlashInferPlan,
+        rule: AttentionRule,
+    ) -> Tensor:
+        assert rule.is_plain
+        assert rule.scale == self._common["sm_scale"], "not the scale that was accepted"
         assert plan is self._plan, "another step was prepared since"
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [tokens, query heads, dim]
         memory, count = (cache.key, cache.value), plan.num_decodes

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.config.model import Heads
+from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, Counts, Kernels, LayerCache
+from quire.runtime.attention.ruled import attend_ruled
 from quire.runtime.transfer import to_device
 
 
@@ -71,6 +73,7 @@ class DecodeGroup:
     end: int
     gather: Gather
     mask: Tensor | None  # [rows, 1, 1, longest], added to the scores; None when all rows are equally long
+    positions: Tensor  # [rows, 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class ChunkTile:
     end: int
     gather: Gather | None
     mask: Tensor | None  # [tokens, length]
+    positions: Tensor  # [1, tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +98,13 @@ class GatherAttention:
 
     kernels: Kernels = "torch"
 
-    def __init__(self, heads: Heads, scale: float, compute: torch.dtype) -> None:
-        self._heads, self._scale, self._compute = heads, scale, compute
+    def __init__(self, heads: Heads, compute: torch.dtype) -> None:
+        self._heads, self._compute = heads, compute
         self._group = heads.num_query // heads.num_kv
         self._scratch = Scratch()
+
+    def accept(self, rule: AttentionRule) -> None:
+        """All of them."""
 
     def prepare(self, batch: AttentionBatch) -> GatherPlan:
         slot_bytes = self._heads.kv_size * batch.cache.key.element_size()
@@ -105,25 +112,30 @@ class GatherAttention:
         groups = tuple(self._decode_group(batch, begin, end) for begin, end in runs)
         return GatherPlan(groups, tuple(tile for chunk in batch.chunks for tile in self._tiles(chunk, batch)))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: GatherPlan) -> Tensor:
-        parts = [self._attend_group(query, cache, group) for group in plan.groups]
-        parts += [self._attend_tile(query, key, value, cache, tile) for tile in plan.tiles]
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: GatherPlan, rule: AttentionRule
+    ) -> Tensor:
+        parts = [self._attend_group(query, cache, group, rule) for group in plan.groups]
+        for tile in plan.tiles:
+            some = slice(tile.begin, tile.end)
+            parts.append(self._attend_tile(query[some], (key[some], value[some]), cache, tile, rule))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode_group(self, batch: AttentionBatch, begin: int, end: int) -> DecodeGroup:
         lengths = batch.lengths[begin:end]
         longest, shortest = int(lengths[0]), int(lengths[-1])
         blocks = batch.block_ids[begin:end, : -(-longest // batch.block_size)]
-        mask = None
+        mask, seen = None, to_device(torch.from_numpy(lengths.copy()), blocks.device)
         if shortest < longest:
-            seen = to_device(torch.from_numpy(lengths.copy()), blocks.device)
             mask = _additive(torch.arange(longest, device=blocks.device) >= seen[:, None], self._compute)[:, None, None]
-        return DecodeGroup(begin, end, self._scratch.gather(blocks, longest, batch.cache), mask)
+        gather = self._scratch.gather(blocks, longest, batch.cache)
+        return DecodeGroup(begin, end, gather, mask, seen[:, None] - 1)
 
     def _tiles(self, chunk: ChunkSpan, batch: AttentionBatch) -> list[ChunkTile]:
-        if chunk.start == 0 and batch.cache.key.dtype != torch.float8_e4m3fn:  # what was rounded is read back
-            return [ChunkTile(chunk.begin, chunk.begin + chunk.num_tokens, None, None)]
         device, tiles = chunk.block_ids.device, []
+        if chunk.start == 0 and batch.cache.key.dtype != torch.float8_e4m3fn:  # what was rounded is read back
+            positions = torch.arange(chunk.num_tokens, device=device)
+            return [ChunkTile(chunk.begin, chunk.begin + chunk.num_tokens, None, None, positions[None])]
         step = max(1, MASK_ELEMENTS // chunk.length)
         for first in range(0, chunk.num_tokens, step):
             count = min(step, chunk.num_tokens - first)
@@ -131,26 +143,34 @@ class GatherAttention:
             positions = torch.arange(length, device=device)
             mask = _additive(positions[None, :] > positions[length - count :, None], self._compute)
             blocks = chunk.block_ids[None, : -(-length // batch.block_size)]
-            begin = chunk.begin + first
-            tiles.append(ChunkTile(begin, begin + count, self._scratch.gather(blocks, length, batch.cache), mask))
+            begin, gather = chunk.begin + first, self._scratch.gather(blocks, length, batch.cache)
+            tiles.append(ChunkTile(begin, begin + count, gather, mask, positions[None, length - count :]))
         return tiles
 
-    def _attend_group(self, query: Tensor, cache: LayerCache, group: DecodeGroup) -> Tensor:
+    def _attend_group(self, query: Tensor, cache: LayerCache, group: DecodeGroup, rule: AttentionRule) -> Tensor:
         keys, values = self._ready(group.gather.fill(cache))
         rows = group.end - group.begin
         q = self._cast(query[group.begin : group.end])
         q = q.reshape(rows, self._heads.num_kv, self._group, -1)  # [rows, kv heads, group, dim]
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.mask, scale=self._scale)
+        if rule.is_plain:
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.mask, scale=rule.scale)
+        else:
+            out = attend_ruled(q.unsqueeze(3), keys, values, group.positions, rule)
         return out.reshape(rows, -1).to(query.dtype)
 
-    def _attend_tile(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, tile: ChunkTile) -> Tensor:
-        tokens = slice(tile.begin, tile.end)
+    def _attend_tile(
+        self, query: Tensor, own: tuple[Tensor, Tensor], cache: LayerCache, tile: ChunkTile, rule: AttentionRule
+    ) -> Tensor:
+        """`own`: the keys and values of the tile's tokens."""
         kv_heads, group, count = self._heads.num_kv, self._group, tile.end - tile.begin
         if tile.gather is None:
-            keys, values = self._ready((key[tokens].transpose(0, 1), value[tokens].transpose(0, 1)))
+            keys, values = (self._cast(side.transpose(0, 1)) for side in own)
         else:
             keys, values = (side[0] for side in self._ready(tile.gather.fill(cache)))  # [kv heads, length, dim]
-        q = self._cast(query[tokens]).reshape(count, kv_heads, group, -1).permute(1, 2, 0, 3)
+        q = self._cast(query).reshape(count, kv_heads, group, -1).permute(1, 2, 0, 3)
+        if not rule.is_plain:
+            ruled = attend_ruled(q[None], keys[None], values[None], tile.positions, rule)[0]
+            return ruled.permute(2, 0, 1, 3).reshape(count, -1).to(query.dtype)
         shape = (kv_heads, group, keys.shape[1], keys.shape[2])
         out = F.scaled_dot_product_attention(  # [kv heads, group, tokens, dim]
             q,
@@ -158,7 +178,7 @@ class GatherAttention:
             values[:, None].expand(shape),
             attn_mask=tile.mask,
             is_causal=tile.mask is None,
-            scale=self._scale,
+            scale=rule.scale,
         )
         return out.permute(2, 0, 1, 3).reshape(count, -1).to(query.dtype)
 

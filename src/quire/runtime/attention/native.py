@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native import ops
 from quire.runtime.attention.backend import AttentionBatch, Kernels, LayerCache
 
@@ -23,8 +24,8 @@ class NativeAttention:
 
     kernels: Kernels = "native"
 
-    def __init__(self, scale: float) -> None:
-        self._scale = scale
+    def accept(self, rule: AttentionRule) -> None:
+        """All of them."""
 
     def prepare(self, batch: AttentionBatch) -> NativePlan:
         decodes, width = batch.block_ids.shape
@@ -37,5 +38,13 @@ class NativeAttention:
             begin += len(chunk.block_ids)
         return NativePlan(torch.from_numpy(np.concatenate(spans)), torch.cat(tables))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: NativePlan) -> Tensor:  # noqa: ARG002
-        return ops.paged_attention(query, cache.key, cache.value, plan.tables, plan.spans, self._scale)
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,  # noqa: ARG002  read from the cache instead
+        value: Tensor,  # noqa: ARG002
+        cache: LayerCache,
+        plan: NativePlan,
+        rule: AttentionRule,
+    ) -> Tensor:
+        return ops.paged_attention(query, cache.key, cache.value, plan.tables, plan.spans, rule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.config.model import Heads
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.reference.attention import paged_attention
 from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, Kernels, LayerCache
 
@@ -15,8 +15,8 @@ class ReferenceAttention:
 
     kernels: Kernels = "torch"
 
-    def __init__(self, heads: Heads, scale: float) -> None:
-        self._heads, self._scale = heads, scale
+    def accept(self, rule: AttentionRule) -> None:
+        """All of them."""
 
     def prepare(self, batch: AttentionBatch) -> tuple[ChunkSpan, ...]:
         decodes = tuple(
@@ -32,11 +32,13 @@ class ReferenceAttention:
         value: Tensor,  # noqa: ARG002
         cache: LayerCache,
         plan: tuple[ChunkSpan, ...],
+        rule: AttentionRule,
     ) -> Tensor:
         out = torch.empty_like(query)  # [tokens, query heads, dim]
         for span in plan:
             tokens = slice(span.begin, span.begin + span.num_tokens)
             out[tokens] = paged_attention(
-                query[tokens], cache.key, cache.value, span.block_ids, span.start, self._scale
-            )
+                query[tokens], cache.key, cache.value, span.block_ids, span.start, rule.scale, window=rule.window,
+                softcap=rule.softcap, sinks=rule.sinks, key_scale=rule.key_scale, value_scale=rule.value_scale,
+            )  # fmt: skip
         return out.flatten(1)

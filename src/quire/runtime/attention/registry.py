@@ -68,21 +68,20 @@ def make_backend(
     kv_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
     """Build the backend called `name`; `compute` is the precision in which it may multiply."""
-    scale = heads.dim**-0.5
     chosen = resolve_backend(name, heads, placement, block_size, kv_dtype)
     if chosen == "reference":
-        return ReferenceAttention(heads, scale)
+        return ReferenceAttention()
     if chosen == "gather":
-        return GatherAttention(heads, scale, compute)
+        return GatherAttention(heads, compute)
     if chosen == VIRTUAL_BACKEND:
         flash = can_flash(heads, placement.dtype, placement.device)
-        return FlashVirtualAttention(scale, placement.device) if flash else VirtualAttention(heads, scale, compute)
+        return FlashVirtualAttention(placement.device) if flash else VirtualAttention(heads, compute)
     if chosen == "native":
         from quire.runtime.attention.native import NativeAttention
 
-        return NativeAttention(scale)
+        return NativeAttention()
     if chosen == "flashinfer":
-        return FlashInferAttention(heads, scale, placement, block_size)
+        return FlashInferAttention(heads, placement, block_size)
     from quire.runtime.attention.triton import TritonAttention
 
-    return TritonAttention(heads, scale, dependent_rows=dependent_rows(placement.device))
+    return TritonAttention(heads, dependent_rows=dependent_rows(placement.device))

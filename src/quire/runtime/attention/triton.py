@@ -6,7 +6,7 @@ read by every layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.config.model import Heads
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.triton.attention_cascade import (
     CascadePlan,
     SharedPrefix,
@@ -26,13 +27,19 @@ from quire.kernels.triton.attention_cascade import (
 from quire.kernels.triton.attention_config import decode_configs, prefill_config
 from quire.kernels.triton.attention_decode import paged_decode
 from quire.kernels.triton.attention_prefill import PrefillPlan, lay_out_tiles, paged_prefill
-from quire.kernels.triton.attention_rule import AttentionRule
-from quire.kernels.triton.attention_schedule import SplitPlan, allocate_split_plan, fill_split_plan, with_config
+from quire.kernels.triton.attention_schedule import (
+    SplitPlan,
+    allocate_split_plan,
+    fill_split_plan,
+    with_config,
+    with_own_lists,
+)
 from quire.runtime.attention.backend import Kernels, LayerCache
 from quire.runtime.transfer import Courier
 
 SPARE_TILES = 48  # that are not full, one at most of each chunk
 _CASCADE_BYTES = 40 << 20  # of keys and values that are read while a cascade's second launch ramps up and down
+Splits = Mapping[int | None, SplitPlan]  # by the window of the layers that read it
 Spans = npt.NDArray[np.int64]  # [chunks, 4]: first token in the batch, its position, tokens, row
 
 
@@ -47,8 +54,8 @@ class TritonPlan:
     positions: Tensor  # [tokens], int64
     tables: Tensor  # [all rows, max blocks], int32
     num_decodes: int
-    split: SplitPlan | None  # of the decode rows
-    cascade: CascadePlan | None  # of their shared prefixes
+    splits: Splits  # of the decode rows; none where there are no such rows
+    cascade: CascadePlan | None  # of their shared prefixes, for layers without a window
     prefill: PrefillPlan | None  # of the chunks
 
 
@@ -60,15 +67,19 @@ class TritonAttention:
 
     kernels: Kernels = "triton"
 
-    def __init__(self, heads: Heads, scale: float, *, dependent_rows: int) -> None:
+    def __init__(self, heads: Heads, *, dependent_rows: int) -> None:
         self._heads, self._dependent_rows = heads, dependent_rows
-        self._rule = AttentionRule(scale)
+        self._windows: dict[int | None, None] = {}  # of all layers, each once, in their order
         self._prefill = prefill_config(heads.dim)
         self._reserved: _Reserved | None = None
 
+    def accept(self, rule: AttentionRule) -> None:
+        """All of them, before `reserve`."""
+        self._windows[rule.window] = None
+
     def reserve(self, cache: LayerCache, max_rows: int) -> None:
         """Allocate the work lists for steps of up to `max_rows` decode rows over caches like this one."""
-        self._reserved = _Reserved.of(cache, self._heads, max_rows)
+        self._reserved = _Reserved.of(cache, self._heads, max_rows, tuple(self._windows))
 
     def is_dependent(self, num_tokens: int) -> bool:
         """Whether kernels of a step are launched while the ones before them still run."""
@@ -118,36 +129,41 @@ class TritonAttention:
         *,
         cascade: bool = False,  # prefixes are read once for each of the groups that are set
     ) -> TritonPlan:
-        """The plan of a step, by one launch at most. Holds until the next one is made.
+        """The plan of a step, by one launch for each window that layers have. Holds until the next one is made.
 
         How decode rows are run depends on how many `lengths` there are, padding included, and on nothing else.
         """
         count = len(lengths)
-        split = self._memory.split_for(count) if count else None
-        prefixes = self._memory.cascade if count and cascade else None
-        if split is not None:
-            begins = None if prefixes is None else prefixes.begins[:count]
-            fill_split_plan(split, lengths, begins=begins, table_rows=rows[:count])
+        splits = self._memory.splits_for(count) if count else {}
+        prefixes = self._memory.cascade if cascade and None in splits else None
+        for window, split in splits.items():
+            begins = None if prefixes is None or window is not None else prefixes.begins[:count]
+            fill_split_plan(split, lengths, begins=begins, table_rows=rows[:count], window=window)
         prefill = None if tiles is None else PrefillPlan(self._prefill, tiles)
-        return TritonPlan(rows, positions, tables, count, split, prefixes, prefill)
+        return TritonPlan(rows, positions, tables, count, splits, prefixes, prefill)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: TritonPlan) -> Tensor:  # noqa: ARG002
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,  # noqa: ARG002
+        value: Tensor,  # noqa: ARG002
+        cache: LayerCache,
+        plan: TritonPlan,
+        rule: AttentionRule,
+    ) -> Tensor:
         """Chunks read their own keys from the cache too: measured on an H200, that is no slower than `key` itself."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [tokens, query heads, dim]
         dependent = self.is_dependent(len(query))
-        if plan.split is not None:
+        if plan.num_decodes:
             count, prefix = plan.num_decodes, None
             memory = (query[:count], cache.key, cache.value, plan.tables)
-            if plan.cascade is not None:
-                prefix = attend_prefixes(*memory, plan.cascade, self._rule, dependent=dependent)
-            paged_decode(
-                *memory, plan.split, self._rule, out=out[:count], prefix=prefix, dependent=dependent,
-            )  # fmt: skip
+            if plan.cascade is not None and rule.window is None:
+                prefix = attend_prefixes(*memory, plan.cascade, rule, dependent=dependent)
+            split = plan.splits[rule.window]
+            paged_decode(*memory, split, rule, out=out[:count], prefix=prefix, dependent=dependent)
         if plan.prefill is not None:
-            paged_prefill(
-                query, cache.key, cache.value, plan.tables, plan.prefill, self._rule,
-                out=out, dependent=dependent,
-            )  # fmt: skip
+            memory = (query, cache.key, cache.value, plan.tables)
+            paged_prefill(*memory, plan.prefill, rule, out=out, dependent=dependent)
         return out.flatten(1)
 
     @property
@@ -158,25 +174,29 @@ class TritonAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Reserved:
-    """Work lists in memory of their own: those of decode rows, all in one place, and that of their prefixes."""
+    """Work lists in memory of their own: those of decode rows, all of a window in one place, and that of their
+    prefixes."""
 
-    splits: tuple[tuple[int, SplitPlan], ...]  # ascending: the most rows that each is for
+    splits: tuple[tuple[int, Splits], ...]  # ascending: the most rows that each is for
     cascade: CascadePlan
     least_saved: int
     courier: Courier
 
     @classmethod
-    def of(cls, cache: LayerCache, heads: Heads, max_rows: int) -> _Reserved:
+    def of(cls, cache: LayerCache, heads: Heads, max_rows: int, windows: tuple[int | None, ...]) -> _Reserved:
         key = cache.key
         configs = decode_configs((heads.num_query, heads.num_kv), key.shape[3], key.dtype, key.device, max_rows)
         largest = max((config for _, config in configs), key=lambda config: config.programs)
         memory = allocate_split_plan(key, heads.num_query, max_rows, config=largest)
-        splits = tuple((most, with_config(memory, config)) for most, config in configs)
+        lists = {window: with_own_lists(memory) for window in windows}
+        splits = tuple(
+            (most, {window: with_config(own, config) for window, own in lists.items()}) for most, config in configs
+        )
         token_bytes = 2 * key.shape[1] * key.shape[3] * key.element_size()
         cascade = allocate_cascade_plan(key, heads.num_query, max_rows, max_rows)
         return cls(splits, cascade, -(-_CASCADE_BYTES // token_bytes), Courier(key.device))
 
-    def split_for(self, rows: int) -> SplitPlan:
+    def splits_for(self, rows: int) -> Splits:
         if rows > self.splits[-1][0]:
             raise ValueError(f"{rows} decode rows, but {self.splits[-1][0]} were reserved for")
-        return next(split for most, split in self.splits if rows <= most)
+        return next(splits for most, splits in self.splits if rows <= most)

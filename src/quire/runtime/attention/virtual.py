@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.config.model import Heads
+from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import Kernels, LayerCache
 from quire.runtime.sampling.samples import Longs
 from quire.types.errors import ConfigError
@@ -76,9 +77,12 @@ class VirtualAttention:
 
     kernels: Kernels = "torch"
 
-    def __init__(self, heads: Heads, scale: float, compute: torch.dtype) -> None:
-        self._heads, self._scale, self._compute = heads, scale, compute
+    def __init__(self, heads: Heads, compute: torch.dtype) -> None:
+        self._heads, self._compute = heads, compute
         self._group = heads.num_query // heads.num_kv
+
+    def accept(self, rule: AttentionRule) -> None:
+        refuse_rule(rule)
 
     def prepare(self, spans: VirtualSpans) -> tuple[_Tile, ...]:
         numbers = np.stack((spans.begins, spans.counts, spans.firsts, spans.lengths), axis=1).tolist()
@@ -93,12 +97,13 @@ class VirtualAttention:
         value: Tensor,  # noqa: ARG002
         cache: LayerCache,
         plan: tuple[_Tile, ...],
+        rule: AttentionRule,
     ) -> Tensor:
         assert isinstance(cache, VirtualLayer)
         out = torch.empty(len(query), self._heads.query_size, dtype=query.dtype, device=query.device)
         for tile in plan:
             some = slice(tile.begin, tile.begin + tile.count)
-            out[some] = self._attend(query[some], cache, tile)
+            out[some] = self._attend(query[some], cache, tile, rule.scale)
         return out
 
     def _tiles(self, begin: int, count: int, first: int, length: int, device: torch.device) -> list[_Tile]:
@@ -116,7 +121,8 @@ class VirtualAttention:
             tiles.append(_Tile(begin + done, some, first, seen, mask, causal=False))
         return tiles
 
-    def _attend(self, query: Tensor, cache: VirtualLayer, tile: _Tile) -> Tensor:  # -> [tokens, query heads * dim]
+    def _attend(self, query: Tensor, cache: VirtualLayer, tile: _Tile, scale: float) -> Tensor:
+        """[tokens, query heads * dim]"""
         kv_heads, group, dim, length = self._heads.num_kv, self._group, self._heads.dim, tile.length
         keys, values = (
             _cast(side[tile.first : tile.first + length].transpose(0, 1), self._compute)  # [kv heads, length, dim]
@@ -125,7 +131,7 @@ class VirtualAttention:
         q = _cast(query, self._compute)
         if tile.count == 1:  # the queries of a key/value head ride as positions
             q = q.reshape(1, kv_heads, group, dim)
-            out = F.scaled_dot_product_attention(q, keys[None], values[None], scale=self._scale)
+            out = F.scaled_dot_product_attention(q, keys[None], values[None], scale=scale)
             return out.reshape(1, -1).to(query.dtype)
         q = q.reshape(tile.count, kv_heads, group, dim).permute(1, 2, 0, 3)
         shape = (kv_heads, group, length, dim)
@@ -135,9 +141,17 @@ class VirtualAttention:
             values[:, None].expand(shape),
             attn_mask=tile.mask,
             is_causal=tile.causal,
-            scale=self._scale,
+            scale=scale,
         )
         return out.permute(2, 0, 1, 3).reshape(tile.count, -1).to(query.dtype)
+
+
+def refuse_rule(rule: AttentionRule) -> None:
+    """Raise ConfigError for what torch's kernels do not compute."""
+    named = {"sliding windows": rule.window, "capped scores": rule.softcap, "attention sinks": rule.sinks}
+    found = [name for name, value in named.items() if value is not None]
+    if found:
+        raise ConfigError("kv_layout", f'"virtual" cannot run this model: it has {found[0]}', 'use "paged"')
 
 
 def check_virtual(device: torch.device) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from quire.config.model import Heads
+from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import Kernels, LayerCache
-from quire.runtime.attention.virtual import VirtualLayer, VirtualSpans
+from quire.runtime.attention.virtual import VirtualLayer, VirtualSpans, refuse_rule
 from quire.runtime.sampling.samples import Longs
 from quire.runtime.transfer import Courier
 
@@ -38,8 +39,11 @@ class FlashVirtualAttention:
 
     kernels: Kernels = "torch"
 
-    def __init__(self, scale: float, device: torch.device) -> None:
-        self._scale, self._courier = scale, Courier(device)
+    def __init__(self, device: torch.device) -> None:
+        self._courier = Courier(device)
+
+    def accept(self, rule: AttentionRule) -> None:
+        refuse_rule(rule)
 
     def prepare(self, spans: VirtualSpans) -> tuple[FlashRun, ...]:
         """Decode rows and chunks apart: for single tokens the kernel cuts long sequences in pieces."""
@@ -53,9 +57,10 @@ class FlashVirtualAttention:
         value: Tensor,  # noqa: ARG002
         cache: LayerCache,
         plan: tuple[FlashRun, ...],
+        rule: AttentionRule,
     ) -> Tensor:
         assert isinstance(cache, VirtualLayer)
-        parts = [self._attend(query[run.begin : run.end], cache, run) for run in plan]
+        parts = [self._attend(query[run.begin : run.end], cache, run, rule.scale) for run in plan]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _run(self, spans: VirtualSpans, low: int, high: int) -> FlashRun:
@@ -66,7 +71,8 @@ class FlashVirtualAttention:
         start, first, length = self._courier.send(starts, firsts, _int32(lengths))
         return FlashRun(begin, begin + int(counts.sum()), start, first, length, int(counts.max()), int(lengths.max()))
 
-    def _attend(self, query: Tensor, cache: VirtualLayer, run: FlashRun) -> Tensor:  # -> [tokens, query heads * dim]
+    def _attend(self, query: Tensor, cache: VirtualLayer, run: FlashRun, scale: float) -> Tensor:
+        """[tokens, query heads * dim]"""
         out: Tensor = torch.ops.aten._flash_attention_forward(
             query,
             cache.key_tokens,
@@ -78,7 +84,7 @@ class FlashVirtualAttention:
             0.0,  # no dropout
             run.most_tokens > 1,  # causal, the last token of a span seeing all its keys
             False,  # nothing to debug
-            scale=self._scale,
+            scale=scale,
             seqused_k=run.lengths,
         )[0]
         return out.flatten(1)

@@ -1,4 +1,4 @@
-"""Attention of one layer: from the product for q, k and v to what every token has read."""
+"""Attention of one layer: from the product for q, k and v to what every token has read, and that between products."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.model import Heads
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.program import Symbol
+from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import HeadNorm
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.step import ForwardStep
-from quire.runtime.layers.stream import Value
+from quire.runtime.layers.stream import Normed, Projected, Value
 
 
 class Attention(nn.Module):
-    """Causal attention over a paged cache, after head norms and rotary positions. Side effect: fills the step's slots
-    of the layer's cache."""
+    """Causal attention over a paged cache, after head norms and rotary positions, if there are any. Side effect: fills
+    the step's slots of the layer's cache."""
 
-    def __init__(self, heads: Heads, layer: int, scale: float, rotary: Rotary, ops: LayerOps) -> None:
+    def __init__(self, heads: Heads, layer: int, rule: AttentionRule, rotary: Rotary | None, ops: LayerOps) -> None:
         super().__init__()
-        self._heads, self._layer, self._scale, self._ops = heads, layer, scale, ops
+        self._heads, self._layer, self._rule, self._ops = heads, layer, rule, ops
         self.rotary = rotary
 
     def forward(self, qkv: Value, step: ForwardStep, norm: HeadNorm | None = None) -> Value:
         """qkv: [tokens, (query + 2 * kv heads) * dim], overwritten -> [tokens, query heads * dim]."""
         if isinstance(qkv, Symbol):
             return self._write_down(qkv, step, norm)
-        if step.backend.kernels == "triton" and self.rotary.is_static:
+        if step.backend.kernels == "triton" and (self.rotary is None or self.rotary.is_static):
             return self._by_triton(qkv, step, norm)
         return self._by_parts(qkv, step, norm)
 
@@ -36,12 +38,13 @@ class Attention(nn.Module):
         by_head = qkv.view(len(qkv), -1, heads.dim)
         num_rotated = heads.num_query + heads.num_kv
         qk, value = by_head[:, :num_rotated], by_head[:, num_rotated:]
-        rotation = self.rotary(step)
-        qk = self._ops.rotate(qk if norm is None else norm(qk), rotation.cos, rotation.sin)
+        qk = qk if norm is None else norm(qk)
+        if self.rotary is not None:
+            qk = self._ops.rotate(qk, *self.rotary(step))
         query, key = qk[:, : heads.num_query], qk[:, heads.num_query :]
         cache = step.caches[self._layer]
         self._ops.write(key, value, cache, step.slots)
-        attended: Tensor = step.backend.attend(query, key, value, cache, step.attention)
+        attended: Tensor = step.backend.attend(query, key, value, cache, step.attention, self._rule)
         return attended
 
     def _by_triton(self, qkv: Tensor, step: ForwardStep, norm: HeadNorm | None) -> Tensor:
@@ -50,13 +53,14 @@ class Attention(nn.Module):
 
         heads, cache, plan = self._heads, step.caches[self._layer], step.attention
         norms = None if norm is None else HeadNorms(norm.weight.data[0], norm.weight.data[1], norm.eps)
+        angles = None if self.rotary is None else self.rotary.angles(step.max_length)
         rotate_and_store(
-            qkv, self.rotary.angles(step.max_length), plan.positions, plan.rows, plan.tables,
+            qkv, angles, plan.positions, plan.rows, plan.tables,
             LayerMemory(cache.key, cache.value), norms=norms, dependent=step.backend.is_dependent(len(qkv)),
         )  # fmt: skip
         by_head = qkv.view(len(qkv), -1, heads.dim)
         query, key, value = torch.split(by_head, [heads.num_query, heads.num_kv, heads.num_kv], dim=1)
-        attended: Tensor = step.backend.attend(query, key, value, cache, plan)
+        attended: Tensor = step.backend.attend(query, key, value, cache, plan, self._rule)
         return attended
 
     def _write_down(self, qkv: Symbol, step: ForwardStep, norm: HeadNorm | None) -> Symbol:
@@ -65,7 +69,19 @@ class Attention(nn.Module):
         num_rotated, block_size = heads.num_query + heads.num_kv, step.caches[self._layer].key.shape[2]
         if norm is not None:
             writer.norm_heads(qkv, norm.scales, norm.eps)
-        writer.rotate(qkv, self.rotary, num_rotated, heads.dim)
+        if self.rotary is not None:
+            writer.rotate(qkv, self.rotary, num_rotated, heads.dim)
         writer.write(qkv, self._layer, heads.query_size, heads.num_kv, heads.dim)
         sizes = (heads.num_query, heads.num_kv, heads.dim)
-        return writer.attend(qkv, self._layer, sizes, block_size, self._scale)
+        return writer.attend(qkv, self._layer, sizes, block_size, self._rule)
+
+
+class SelfAttention(nn.Module):
+    """Attention between the product for q, k and v and the one that goes back to the stream."""
+
+    def __init__(self, qkv_proj: Linear, attention: Attention, out_proj: Linear) -> None:
+        super().__init__()
+        self.qkv_proj, self.attention, self.out_proj = qkv_proj, attention, out_proj
+
+    def forward(self, x: Value | Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
+        return self.out_proj.later(self.attention(self.qkv_proj(x), step))

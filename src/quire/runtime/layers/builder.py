@@ -7,6 +7,7 @@ from torch import nn
 
 from quire.config.engine import DeviceConfig
 from quire.config.model import Experts, Heads, ModelConfig, Rope
+from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
@@ -14,13 +15,21 @@ from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.choice import choose_float8_product, choose_product
 from quire.runtime.layers.experts import EachExpert, ExpertSet, MoEMLP, Router
 from quire.runtime.layers.linear import Linear
-from quire.runtime.layers.mlp import GatedMLP
-from quire.runtime.layers.modules import Embedding, HeadNorm, RMSNorm, TiedHead
+from quire.runtime.layers.mlp import MLP, GatedMLP
+from quire.runtime.layers.modules import (
+    Embedding,
+    HeadNorm,
+    LayerNorm,
+    PositionEmbedding,
+    ProjectionNorm,
+    RMSNorm,
+    TiedHead,
+)
 from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
-from quire.runtime.layers.weights import Placement
+from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -51,8 +60,8 @@ class LayerBuilder:
         self._ops = choose_ops(dtype, device, triton=triton)
         self._rotaries: dict[tuple[Rope, int], Rotary] = {}
 
-    def linear(self, name: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
-        return Linear(inputs, {name: outputs}, bias, self._product, self._placement)
+    def linear(self, name: str, inputs: int, outputs: int, *, bias: bool, stored: Stored = AS_IT_IS) -> Linear:
+        return Linear(inputs, {name: outputs}, bias, self._product, self._placement, stored)
 
     def qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
         outputs = {"q_proj": heads.query_size, "k_proj": heads.kv_size, "v_proj": heads.kv_size}
@@ -61,9 +70,10 @@ class LayerBuilder:
     def gated_mlp(
         self, hidden: int, intermediate: int, activation: str, *, bias: bool, names: tuple[str, str, str] = GATED
     ) -> GatedMLP:
-        """`names`: of the matrices for gate, up and down."""
+        """`names`: of the matrices for gate, up and down; one may hold gate and up."""
         gate, up, down = names
-        gate_up = Linear(hidden, {gate: intermediate, up: intermediate}, bias, self._product, self._placement)
+        both = {gate: 2 * intermediate} if gate == up else {gate: intermediate, up: intermediate}
+        gate_up = Linear(hidden, both, bias, self._product, self._placement)
         return GatedMLP(gate_up, self.linear(down, intermediate, hidden, bias=bias), activation, self._ops)
 
     def moe_mlp(self, config: ModelConfig, names: tuple[str, str, str] = GATED) -> MoEMLP:
@@ -90,14 +100,39 @@ class LayerBuilder:
         turned = ExpertLinear(num, size, {down: hidden}, self._placement, float8=self._float8)
         return StackedExperts(gate_up, turned, activation, dependent_rows=dependent_rows(device) if triton else 0)
 
-    def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(name, size, eps, self._ops, self._placement)
+    def mlp(self, up: Linear, down: Linear, activation: str) -> MLP:
+        return MLP(up, down, activation, self._ops)
 
-    def head_norm(self, heads: Heads, eps: float) -> HeadNorm:
-        return HeadNorm(heads, eps, self._placement)
+    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
+        return LayerNorm(name, size, eps, self._ops, self._placement)
 
-    def attention(self, heads: Heads, layer: int, rope: Rope) -> Attention:
-        return Attention(heads, layer, heads.dim**-0.5, self._rotary(rope, heads.dim), self._ops)
+    def rms_norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
+        return RMSNorm(name, size, eps, self._ops, self._placement, offset)
+
+    def head_norm(self, heads: Heads, eps: float, offset: float = 0.0) -> HeadNorm:
+        return HeadNorm(heads, eps, self._placement, offset)
+
+    def projection_norm(self, heads: Heads, eps: float) -> ProjectionNorm:
+        return ProjectionNorm(heads, eps, self._ops, self._placement)
+
+    def rounded(self, number: float) -> float:
+        """A number as the model's tensors hold it."""
+        return torch.tensor(number, dtype=self._placement.dtype).item()
+
+    def attention(self, heads: Heads, layer: int, rope: Rope | None, rule: AttentionRule | None = None) -> Attention:
+        """Without `rope` nothing is rotated. `rule`: that of the layer; by default the usual scale and nothing
+        besides."""
+        rule = rule or AttentionRule(heads.dim**-0.5)
+        self.backend.accept(rule)
+        rotary = None if rope is None else self._rotary(rope, heads.dim if rope.dim is None else rope.dim)
+        return Attention(heads, layer, rule, rotary, self._ops)
+
+    def attention_of(self, config: ModelConfig, layer: int) -> Attention:
+        """With the rotary positions, window, scale and cap that the config has for the layer."""
+        heads, scale = config.heads, config.attention_scale
+        scale = heads.dim**-0.5 if scale is None else scale
+        rule = AttentionRule(scale, config.attention_softcap, config.window_of(layer))
+        return self.attention(heads, layer, config.rope_of(layer), rule)
 
     def _rotary(self, rope: Rope, dim: int) -> Rotary:
         """The same one for all layers with the same positions."""
@@ -108,7 +143,12 @@ class LayerBuilder:
     def embedding(self, name: str, vocab_size: int, size: int) -> Embedding:
         return Embedding(name, vocab_size, size, self._table_product, self._placement)
 
-    def lm_head(self, name: str, embedding: Embedding, config: ModelConfig) -> nn.Module:
+    def position_embedding(self, name: str, num_positions: int, size: int, *, offset: int = 0) -> PositionEmbedding:
+        return PositionEmbedding(name, num_positions, size, self._placement, offset=offset)
+
+    def lm_head(self, name: str, embedding: Embedding, config: ModelConfig, *, bias: bool = False) -> nn.Module:
+        """A tied head has no bias."""
         if config.tie_word_embeddings:
+            assert not bias
             return TiedHead(embedding, self._head_product)
-        return Linear(config.hidden_size, {name: config.vocab_size}, False, self._table_product, self._placement)
+        return Linear(config.hidden_size, {name: config.vocab_size}, bias, self._table_product, self._placement)

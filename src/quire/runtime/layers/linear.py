@@ -13,7 +13,7 @@ from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.native import NativeMultiply
 from quire.runtime.layers.product import FusedMultiply, Multiply, Product
 from quire.runtime.layers.stream import Normed, Projected, Value
-from quire.runtime.layers.weights import Placement, WeightLayer
+from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored, WeightLayer
 from quire.runtime.quantization.levels import LevelWeight, stack
 
 
@@ -26,7 +26,13 @@ class Linear(WeightLayer):
     shrinks = True
 
     def __init__(
-        self, inputs: int, outputs: Mapping[str, int], bias: bool, product: Product, placement: Placement
+        self,
+        inputs: int,
+        outputs: Mapping[str, int],
+        bias: bool,
+        product: Product,
+        placement: Placement,
+        stored: Stored = AS_IT_IS,
     ) -> None:
         super().__init__()
         rows = sum(outputs.values())
@@ -34,23 +40,28 @@ class Linear(WeightLayer):
         self.bias = placement.promise(rows, dtype=product.held) if bias else None
         kinds = ("weight", "bias") if bias else ("weight",)
         self.parts = tuple(f"{name}.{kind}" for name in outputs for kind in kinds)
-        self._product, self._placement, self._dtype = product, placement, placement.dtype
+        self._product, self._placement, self._dtype, self._stored = product, placement, placement.dtype, stored
         self._spans: dict[str, slice] = {}
         begin = 0
         for name, count in outputs.items():
             self._spans[name] = slice(begin, begin + count)
             begin += count
         self._levels: dict[str, LevelWeight] = {}  # parts loaded as such, by name
-        self._outputs = rows
+        self.num_outputs = rows
         self.multiply: Multiply | None = None  # how the finished weight is multiplied by
         self.fused: FusedMultiply | None = None  # the same, where it takes norms and additions along
 
+    def part_shape(self, part: str) -> tuple[int, ...]:
+        return self._stored.shape(super().part_shape(part))
+
     def load(self, part: str, tensor: Tensor) -> None:
         self._hold()
-        self._part(part).copy_(tensor.to(self._dtype))  # rounded to the run dtype even when held wider
+        self._part(part).copy_(
+            self._stored.in_order(tensor).to(self._dtype)
+        )  # rounded to the run dtype even when held wider
 
     def takes_levels(self, part: str) -> bool:
-        return self._product.takes_levels and part.endswith(".weight")
+        return self._product.takes_levels and self._stored == AS_IT_IS and part.endswith(".weight")
 
     def load_levels(self, part: str, weight: LevelWeight) -> None:
         self._levels[part.removesuffix(".weight")] = weight
@@ -80,12 +91,14 @@ class Linear(WeightLayer):
         assert self.multiply is not None, "finish() was not called"
         if isinstance(x, Normed):
             if x.stream.is_empty:
-                return x.stream.x.new_empty(0, self._outputs)
+                return x.stream.x.new_empty(0, self.num_outputs)
             if self.fused is not None and isinstance(x.norm, RMSNorm):
                 return self.fused.after_norm(x.stream.x, x.norm.as_norm, x.stream.take_pending())
             x = x.value()
+        if isinstance(x, Tensor) and len(x) == 0:
+            return x.new_empty(0, self.num_outputs)
         if isinstance(x, Symbol) and not isinstance(self.multiply, NativeMultiply):
-            return x.writer.call(partial(_multiply, self.multiply), (x,), self._outputs)
+            return x.writer.call(partial(_multiply, self.multiply), (x,), self.num_outputs)
         return self.multiply(x)
 
     def later(self, x: Value) -> Projected:

@@ -12,6 +12,18 @@ from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.stream import Normed, Projected, Value
 
 
+class MLP(nn.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, up_proj: Linear, down_proj: Linear, activation: str, ops: LayerOps) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = up_proj, down_proj
+        self._activation, self._ops = activation, ops
+
+    def forward(self, x: Value | Normed) -> Projected:  # [tokens, hidden]
+        return self.down_proj.later(self._ops.activate(self.up_proj(x), self._activation))
+
+
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)), gate and up in one product."""
 

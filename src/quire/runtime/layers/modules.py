@@ -1,4 +1,4 @@
-"""Norms, embedding and tied head."""
+"""Norms, embeddings and tied head."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.config.model import Heads
+from quire.kernels.native.program import Symbol
 from quire.kernels.norm import Norm
 from quire.runtime.layers.ops import LayerOps, normalize
 from quire.runtime.layers.product import Multiply, Product
-from quire.runtime.layers.stream import Normed, Stream, Value
+from quire.runtime.layers.stream import Normed, PostNormed, Projected, Stream, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
 from quire.runtime.quantization.levels import LevelWeight
 
@@ -20,17 +21,47 @@ from quire.runtime.quantization.levels import LevelWeight
 class RMSNorm(WeightLayer):
     """Unit root mean square over the last dimension, computed in float32, then scaled.
 
-    Of a residual stream it is computed by the layer that reads it.
+    Of a residual stream it is computed by the layer that reads it, of a layer's result when that is added. A checkpoint
+    may store weights less `offset`.
     """
 
     random_mean = 1.0
 
-    def __init__(self, name: str, size: int, eps: float, ops: LayerOps, placement: Placement) -> None:
+    def __init__(
+        self, name: str, size: int, eps: float, ops: LayerOps, placement: Placement, offset: float = 0.0
+    ) -> None:
         super().__init__()
         self.weight = placement.empty(size)
         self.parts = (f"{name}.weight",)
-        self._eps, self._ops = eps, ops
+        self._eps, self._ops, self._offset = eps, ops, offset
         self.as_norm = Norm(self.weight.data, eps)
+
+    @overload
+    def forward(self, x: Stream) -> Normed: ...
+    @overload
+    def forward(self, x: Projected) -> PostNormed: ...
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+    def forward(self, x: Stream | Projected | Tensor) -> Normed | PostNormed | Tensor:  # [tokens, size]
+        if isinstance(x, Projected):
+            return PostNormed(x, self)
+        return Normed(x, self) if isinstance(x, Stream) else self.of(x)
+
+    def load(self, part: str, tensor: Tensor) -> None:
+        super().load(part, tensor if self._offset == 0.0 else tensor.float() + self._offset)
+
+    def of(self, x: Value) -> Value:
+        return self._ops.rms_norm(x, self.weight.data, self._eps)
+
+
+class LayerNorm(WeightLayer):
+    """Zero mean and unit variance over the last dimension, computed in float32, then scaled and shifted."""
+
+    def __init__(self, name: str, size: int, eps: float, ops: LayerOps, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.empty(2, size)  # and the bias
+        self.parts = (f"{name}.weight", f"{name}.bias")
+        self._eps, self._ops = eps, ops
 
     @overload
     def forward(self, x: Stream) -> Normed: ...
@@ -40,19 +71,28 @@ class RMSNorm(WeightLayer):
         return Normed(x, self) if isinstance(x, Stream) else self.of(x)
 
     def of(self, x: Value) -> Value:
-        return self._ops.rms_norm(x, self.weight.data, self._eps)
+        return self._ops.layer_norm(x, self.weight.data, self._eps)
+
+    def randomize(self, part: str, generator: torch.Generator) -> None:
+        super().randomize(part, generator)
+        if part == self.parts[0]:
+            self._part(part).add_(1.0)
+
+    def _part(self, part: str) -> Tensor:
+        return self.weight.data[self.parts.index(part)]
 
 
 class HeadNorm(WeightLayer):
-    """RMSNorm of every query and key head (Qwen3), both kinds in one pass."""
+    """RMSNorm of every query and key head (Qwen3), both kinds in one pass. A checkpoint may store weights less
+    `offset`."""
 
     parts = ("q_norm.weight", "k_norm.weight")
     random_mean = 1.0
 
-    def __init__(self, heads: Heads, eps: float, placement: Placement) -> None:
+    def __init__(self, heads: Heads, eps: float, placement: Placement, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = placement.empty(2, heads.dim)
-        self.eps = eps
+        self.eps, self._offset = eps, offset
         self._counts = (heads.num_query, heads.num_kv)
         self._scales: Tensor | None = None
 
@@ -60,6 +100,9 @@ class HeadNorm(WeightLayer):
     def scales(self) -> Tensor:  # [query + kv heads, dim]
         assert self._scales is not None, "finish() was not called"
         return self._scales
+
+    def load(self, part: str, tensor: Tensor) -> None:
+        super().load(part, tensor if self._offset == 0.0 else tensor.float() + self._offset)
 
     def finish(self) -> None:
         counts = torch.tensor(self._counts, device=self.weight.device)
@@ -70,6 +113,31 @@ class HeadNorm(WeightLayer):
 
     def _part(self, part: str) -> Tensor:
         return self.weight.data[self.parts.index(part)]
+
+
+class ProjectionNorm(WeightLayer):
+    """RMSNorm of all query heads of a token together, and of all its key heads (OLMo 2)."""
+
+    parts = ("q_norm.weight", "k_norm.weight")
+    random_mean = 1.0
+
+    def __init__(self, heads: Heads, eps: float, ops: LayerOps, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.empty(heads.query_size + heads.kv_size)
+        self._spans = (slice(0, heads.query_size), slice(heads.query_size, heads.query_size + heads.kv_size))
+        self._eps, self._ops = eps, ops
+
+    def forward(self, qkv: Value) -> Value:
+        """qkv [tokens, (query + 2 * kv heads) * dim], overwritten."""
+        for span in self._spans:
+            if isinstance(qkv, Symbol):
+                qkv.writer.norm_part(qkv, self.weight.data[span], self._eps, span.start)
+            else:
+                qkv[:, span] = self._ops.rms_norm(qkv[:, span].contiguous(), self.weight.data[span], self._eps)
+        return qkv
+
+    def _part(self, part: str) -> Tensor:
+        return self.weight.data[self._spans[self.parts.index(part)]]
 
 
 class Embedding(WeightLayer):
@@ -105,6 +173,20 @@ class Embedding(WeightLayer):
         x = torch.empty(len(rows), self.weight.shape[1], dtype=self._dtype, device=rows.device)
         embed_newest(rows, tokens, lengths, self.weight.data, x, positions)
         return x
+
+
+class PositionEmbedding(WeightLayer):
+    """A learned vector for every position, from a line of the table on."""
+
+    def __init__(self, name: str, num_positions: int, size: int, placement: Placement, *, offset: int = 0) -> None:
+        super().__init__()
+        self.weight = placement.empty(offset + num_positions, size)
+        self.parts = (f"{name}.weight",)
+        self._offset = offset
+
+    def forward(self, positions: Tensor) -> Tensor:  # [tokens] -> [tokens, size]
+        """Past the end it is the last one: a row that ran ahead is there, and what it computes is dropped."""
+        return F.embedding((positions + self._offset).clamp_(0, len(self.weight) - 1), self.weight)
 
 
 class TiedHead(WeightLayer):

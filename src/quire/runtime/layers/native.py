@@ -27,16 +27,28 @@ class NativeOps(TorchOps):
     def rms_norm(self, x: Value, weight: Tensor, eps: float) -> Value:
         return x.writer.norm(x, weight, eps) if isinstance(x, Symbol) else ops.rms_norm(x, weight, eps)
 
+    def layer_norm(self, x: Value, weight_bias: Tensor, eps: float) -> Value:
+        if isinstance(x, Symbol):
+            return x.writer.layer_norm(x, weight_bias, eps)
+        return ops.layer_norm(x, weight_bias, eps)
+
+    def activate(self, x: Value, activation: str) -> Value:
+        if isinstance(x, Symbol):
+            x.writer.activate(x, activation)
+        else:
+            ops.activate(x, activation)
+        return x
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ops.rotate(x, cos, sin)
         return x
 
     def gate(self, gate_up: Value, activation: str) -> Value:
         if isinstance(gate_up, Symbol):
-            if activation == "silu":
-                return gate_up.writer.gate(gate_up)
+            if activation in ops.ACTIVATIONS:
+                return gate_up.writer.gate(gate_up, activation)
             return gate_up.writer.call(lambda x, _: self.gate(x, activation), (gate_up,), gate_up.width // 2)
-        return ops.silu_mul(gate_up) if activation == "silu" else super().gate(gate_up, activation)
+        return ops.gate(gate_up, activation) if activation in ops.ACTIVATIONS else super().gate(gate_up, activation)
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         if key.dtype == cache.key.dtype:

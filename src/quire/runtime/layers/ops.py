@@ -21,8 +21,15 @@ class LayerOps(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [tokens, size] over its root mean square, times weight [size]."""
 
+    def layer_norm(self, x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:
+        """x [tokens, size] with zero mean and unit variance, times weight, plus bias: [2, size]."""
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """x by the activation of this name. May overwrite x."""
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Heads [tokens, heads, dim] turned by cos and signed sin [tokens, 1, dim]. May overwrite x."""
+        """Heads [tokens, heads, dim] whose first numbers are turned by cos and signed sin [tokens, 1, those numbers].
+        May overwrite x."""
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """[tokens, 2 * size], gate then up -> activation(gate) * up [tokens, size]."""
@@ -35,14 +42,23 @@ class TorchOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return normalize(x, eps).mul_(weight)
 
+    def layer_norm(self, x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weight_bias[0], weight_bias[1], eps)
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        return _activate(x, activation)
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        swapped = x.roll(x.shape[-1] // 2, dims=-1)  # the halves change places
-        return (x * cos).addcmul_(swapped, sin)
+        size = cos.shape[-1]
+        whole = size == x.shape[-1]
+        turned = x if whole else x[..., :size]
+        swapped = turned.roll(size // 2, dims=-1)  # the halves change places
+        turned = (turned * cos).addcmul_(swapped, sin)
+        return turned if whole else torch.cat((turned, x[..., size:]), dim=-1)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate=GELU[activation])
-        return active.mul_(up)
+        return _activate(gate, activation).mul_(up)
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         dim, dtype = key.shape[-1], cache.key.dtype
@@ -51,18 +67,32 @@ class TorchOps:
 
 
 class TritonOps(TorchOps):
-    """One launch each for the norm and the gate. Most norms are taken along by the product behind them."""
+    """One launch each for the norm and the gate. Most root-mean-square norms are taken along by the product behind."""
 
     def __init__(self) -> None:
-        from quire.kernels.triton import activation, norm
+        from quire.kernels.triton import activation, layer_norm, norm
 
-        self._norm, self._activation = norm, activation
+        self._norm, self._layer_norm, self._activation = norm, layer_norm, activation
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm.rms_norm(x, weight, eps)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         return self._activation.gate(gate_up, activation)
+
+    def layer_norm(self, x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:
+        return self._layer_norm.layer_norm(x, weight_bias, eps)
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        self._activation.activate_rows(x, activation)
+        return x
+
+
+def _activate(x: Tensor, activation: str) -> Tensor:
+    """A new tensor."""
+    if activation in GELU:
+        return F.gelu(x, approximate=GELU[activation])
+    return F.silu(x) if activation == "silu" else F.relu(x)
 
 
 def _held(numbers: Tensor, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,8 @@ class FusedMultiply(ABC):
     """
 
     @abstractmethod
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Any) -> Tensor:
+        """x: rows of numbers, or what `gated` gave."""
 
     @abstractmethod
     def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:

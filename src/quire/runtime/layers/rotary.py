@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ class Rotary(nn.Module):
     @property
     def is_static(self) -> bool:
         """Whether angles depend on nothing but a token's position."""
-        return self._rope.kind != "dynamic"
+        return self._rope.kind not in CHANGING or not is_stretched(self._rope)
 
     def forward(self, step: ForwardStep) -> Rotation:
         """The rotation of a step's tokens, the same for every layer that asks."""
@@ -44,8 +45,9 @@ class Rotary(nn.Module):
         return found
 
     def _rotation(self, step: ForwardStep) -> Rotation:
-        if self._rope.kind == "dynamic" and step.max_length > self._rope.max_position:
-            both = self._tabulate(step.positions, dynamic_frequencies(self._rope, self._dim, step.lengths))
+        change = CHANGING.get(self._rope.kind)
+        if change is not None and step.max_length > first_length(self._rope):
+            both = self._tabulate(step.positions, change(self._rope, self._dim, step.lengths))
         else:
             if step.max_length > len(self._table):
                 self._grow(step.max_length)
@@ -54,7 +56,7 @@ class Rotary(nn.Module):
         return Rotation(cos, sin)
 
     def angles(self, length: int) -> Tensor:  # [length at least, dim]
-        """Cos of dim / 2 frequencies, then sin, for every position; not for dynamic scaling, which needs lengths.
+        """Cos of dim / 2 frequencies, then sin, for every position; not where they change with the sequence's length.
 
         The table stays where it is while it is long enough, so that graphs can be captured over it.
         """
@@ -78,6 +80,8 @@ class Rotary(nn.Module):
 
 def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
     """Inverse frequencies [dim / 2], float32, and the factor on cos and sin."""
+    if rope.dim == 0:
+        return torch.zeros(dim // 2), 1.0
     plain = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     if rope.frequency_factors:
         plain = plain / torch.tensor(rope.frequency_factors, dtype=torch.float32)
@@ -88,6 +92,8 @@ def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
         return plain / _need(rope, scaling, "factor"), 1.0
     if rope.kind == "llama3":
         return _llama3(plain, rope, scaling), 1.0
+    if rope.kind == "longrope":
+        return plain, _need(rope, scaling, "attention_factor")
     return _yarn(dim, rope, scaling)
 
 
@@ -104,6 +110,27 @@ def dynamic_frequencies(rope: Rope, dim: int, lengths: Tensor) -> Tensor:
     scaled = 1.0 / ((rope.theta * stretch)[:, None] ** exponents)
     plain = frequencies(rope, dim)[0].to(lengths.device)
     return torch.where(lengths[:, None] > rope.max_position, scaled, plain)
+
+
+def long_frequencies(rope: Rope, dim: int, lengths: Tensor) -> Tensor:
+    """The frequencies [tokens, dim / 2] of longrope: other ones for tokens of a long sequence, `lengths` long when they
+    are computed."""
+    short, long = (frequencies(each, dim)[0] for each in (rope, replace(rope, frequency_factors=rope.long_factors)))
+    is_long = lengths[:, None] > first_length(rope)
+    return torch.where(is_long, long.to(lengths.device), short.to(lengths.device))
+
+
+CHANGING = {"dynamic": dynamic_frequencies, "longrope": long_frequencies}  # with the length of the sequence
+
+
+def first_length(rope: Rope) -> float:
+    """How long sequences may be before their frequencies change."""
+    return dict(rope.scaling).get("original_max_position_embeddings", rope.max_position)
+
+
+def is_stretched(rope: Rope) -> bool:
+    """Whether sequences may be longer than that. Those of dynamic scaling may have any length."""
+    return rope.kind == "dynamic" or rope.max_position > first_length(rope)
 
 
 def _llama3(plain: Tensor, rope: Rope, scaling: dict[str, float]) -> Tensor:

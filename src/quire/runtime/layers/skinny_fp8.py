@@ -36,7 +36,9 @@ class Float8Multiply(FusedMultiply):
     few: int  # rows up to which our own kernel runs, at least one
     dependent_rows: int  # rows from which a kernel is launched while the one before still runs
 
-    def __call__(self, x: Tensor) -> Tensor:  # [tokens, out]
+    def __call__(self, x: Rows) -> Tensor:  # [tokens, out]
+        if isinstance(x, Float8Rows):
+            return self._product(x)
         return self._by_kernel(x) if len(x) == 1 else self._product(self._quantized(x))
 
     def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:  # [tokens, out]

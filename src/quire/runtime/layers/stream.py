@@ -44,13 +44,13 @@ class Stream:
         """Whether no token is left: there is nothing to compute."""
         return isinstance(self.x, Tensor) and len(self.x) == 0
 
-    def add(self, *changes: Value | Projected) -> None:
-        """Add what layers computed from the stream as it was."""
+    def add(self, *changes: Value | Projected | PostNormed, scale: float = 1.0) -> None:
+        """Add what layers computed from the stream as it was, each times `scale`."""
         if self._narrows:
             changes = tuple(self._narrow(changes))
         for change in changes:
             self.settle()
-            self._add(change)
+            self._add(change, scale)
 
     def settle(self) -> Value:
         """Add what is pending, and return the stream."""
@@ -69,7 +69,7 @@ class Stream:
         tokens for. None: all tokens are."""
         self._wanted, self._narrows = wanted, wanted is not None or isinstance(self.x, Symbol)
 
-    def _narrow(self, changes: tuple[Value | Projected, ...]) -> list[Value | Projected]:
+    def _narrow(self, changes: tuple[Value | Projected | PostNormed, ...]) -> list[Value | Projected | PostNormed]:
         self._narrows, wanted = False, self._wanted
         x = self.settle()
         if isinstance(x, Symbol):
@@ -82,19 +82,17 @@ class Stream:
         self.rows = None  # no padding is wanted
         return [_selected(change, lambda rows: rows.index_select(0, wanted)) for change in changes]
 
-    def _add(self, change: Value | Projected) -> None:
+    def _add(self, change: Value | Projected | PostNormed, scale: float) -> None:
         if self.is_empty:
             return
-        if isinstance(change, Projected):
-            fused = change.linear.fused
-            if fused is not None:
-                self.pending = fused.add_to(self.x, change.x)
-                return
-            change = change.value()
+        if isinstance(change, Projected) and change.linear.fused is not None and scale == 1.0:
+            self.pending = change.linear.fused.add_to(self.x, change.x)
+            return
+        value = value_of(change)
         if isinstance(self.x, Symbol):
-            self.x.writer.add(self.x, change)
+            self.x.writer.add(self.x, value, scale)
         else:
-            self.x.add_(change)
+            self.x.add_(value if scale == 1.0 else value.mul_(scale))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +117,23 @@ class Projected:
         return self.linear(self.x)
 
 
-def value_of(x: Value | Normed | Projected) -> Value:
+@dataclass(frozen=True, slots=True)
+class PostNormed:
+    """The norm of what a layer computed, before it is added to the stream; not computed yet."""
+
+    change: Value | Projected
+    norm: StreamNorm
+
+    def value(self) -> Value:
+        return self.norm.of(value_of(self.change))
+
+
+def value_of(x: Value | Normed | Projected | PostNormed) -> Value:
     """What was handed on, computed."""
-    return x.value() if isinstance(x, Normed | Projected) else x
+    return x.value() if isinstance(x, Normed | Projected | PostNormed) else x
 
 
-def _selected(change: Value | Projected, select: Any) -> Value | Projected:
+def _selected(change: Value | Projected | PostNormed, select: Any) -> Value | Projected | PostNormed:
+    if isinstance(change, PostNormed):
+        return PostNormed(_selected(change.change, select), change.norm)
     return Projected(change.linear, select(change.x)) if isinstance(change, Projected) else select(change)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from quire.config.model import Heads
 from quire.runtime.quantization.levels import LevelWeight
 
 RANDOM_STD = 0.02  # the spread most published models are initialized with
@@ -30,6 +31,31 @@ class Placement:
     def keep(self, promised: nn.Parameter) -> nn.Parameter:
         """The promised memory, or the same parameter where it has it already."""
         return self.empty(*promised.shape, dtype=promised.dtype) if promised.is_meta else promised
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a checkpoint stores a matrix and its bias, where that is not by outputs, then inputs, in their order."""
+
+    turned: bool = False  # by inputs, then outputs
+    grouped: Heads | None = None  # for each key/value head: its query heads, itself, its values; not all queries first
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """As stored, of a part of this shape."""
+        return shape[::-1] if self.turned else shape
+
+    def in_order(self, tensor: Tensor) -> Tensor:
+        """What was stored, as the layer has it."""
+        tensor = tensor.t() if self.turned else tensor
+        if self.grouped is None:
+            return tensor
+        heads = self.grouped
+        groups = tensor.reshape(heads.num_kv, -1, heads.dim, *tensor.shape[1:])  # kv heads; query heads of each + 2
+        queries, key, value = torch.split(groups, [groups.shape[1] - 2, 1, 1], dim=1)
+        return torch.cat([part.flatten(0, 2) for part in (queries, key, value)])
+
+
+AS_IT_IS = Stored()
 
 
 class WeightLayer(nn.Module):

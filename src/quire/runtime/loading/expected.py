@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 
 from quire.config.model import ModelConfig
 from quire.runtime.models.build import describe_weights
+from quire.runtime.models.registry import find_family
 from quire.types.errors import ModelLoadError
 
 Shape = tuple[int, ...]
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
 
 
 def check_tensors(
@@ -26,7 +27,9 @@ def check_tensors(
     """
     expected, present = describe_weights(config), {name for name in names if ".rotary_emb." not in name}
     if config.tie_word_embeddings and HEAD in present:
-        expected[HEAD] = expected[EMBEDDING]  # a second copy, which old exporters wrote down
+        expected[HEAD] = expected[
+            find_family(config.architecture).embedding
+        ]  # a second copy, which old exporters wrote down
     for name, wanted in expected.items():
         if name not in present:
             raise ModelLoadError(file, "is missing from the checkpoint", tensor=name, fix="download the model again")

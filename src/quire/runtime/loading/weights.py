@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from quire.runtime.layers.weights import weight_layers
+from quire.runtime.models.registry import find_family
 from quire.types.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]  # what, done, total
 
 _HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old exporters wrote down; derived from the config
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 
 
 @torch.inference_mode()
@@ -78,8 +79,9 @@ def _check_names(checkpoint: Checkpoint, wanted: set[str]) -> None:
 
 def _check_tied(checkpoint: Checkpoint) -> None:
     """A tied model may carry its head a second time, but only if it is the embedding."""
-    if checkpoint.shape(_HEAD) == checkpoint.shape(_EMBEDDING) and torch.equal(
-        checkpoint.read(_HEAD), checkpoint.read(_EMBEDDING)
+    embedding = find_family(checkpoint.config.architecture).embedding
+    if checkpoint.shape(_HEAD) == checkpoint.shape(embedding) and torch.equal(
+        checkpoint.read(_HEAD), checkpoint.read(embedding)
     ):
         return
     raise ModelLoadError(

@@ -13,6 +13,7 @@ from quire.config.model import ModelConfig, WeightCounts
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import Embedding
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.weights import weight_layers
@@ -67,7 +68,7 @@ def count_weights(config: ModelConfig) -> ModelConfig:
         if layer.shrinks and id(layer) in inside:
             matrices = [shape for shape in shapes if len(shape) == 2]
             in_blocks += sum(map(math.prod, matrices))
-            outputs += sum(shape[0] for shape in matrices)
+            outputs += layer.num_outputs if isinstance(layer, Linear) else sum(shape[0] for shape in matrices)
     return replace(config, weights=WeightCounts(parameters, in_blocks, outputs))
 
 

@@ -58,4 +58,5 @@ class Family:
     build: Callable[[ModelConfig, LayerBuilder], BaseModel]
     read: Callable[[Fields], ModelConfig]
     rename: Callable[[str], str | None] = str  # a tensor of the checkpoint to the layer's part; None: it is left out
+    embedding: str = "model.embed_tokens.weight"  # which tied heads are
     gguf: GgufFamily | None = None  # None: not read from GGUF

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, cast
 
 from quire.config.fields import Fields
 from quire.config.model import Rope
 
-Kind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+Kind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -15,33 +16,70 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "yarn": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": (),
 }
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("factor", "attention_factor"),
 }
+_LISTS = ("short_factor", "long_factor")  # of longrope
 _LENGTH = "original_max_position_embeddings"
-_HAS_LENGTH = ("yarn", "llama3")
+_HAS_LENGTH = ("yarn", "llama3", "longrope")
 _HARMLESS = {"finetuned", _LENGTH}
 
 
-def read_rope(config: Fields, max_position: int) -> Rope:
+def read_rope(
+    config: Fields,
+    max_position: int,
+    theta: float = 10_000.0,  # where config.json is silent
+    layer_type: str | None = None,  # of layers of one type
+    *,
+    head_dim: int | None = None,  # of families that may rotate a part of each head; None: they rotate whole heads
+    share: float = 1.0,  # that is rotated where config.json is silent
+) -> Rope:
     """The Rope of a config. Raises ModelLoadError for a kind, or a parameter of one, that is not known."""
     where = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
     values = config.raw(where) or {}
+    if layer_type is not None and isinstance(values, dict) and isinstance(values.get(layer_type), dict):
+        where, values = f"{where}.{layer_type}", values[layer_type]
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
         raise config.refuse(where, "must hold one set of parameters for all layers")
     parameters = Fields(config.file, {f"{where}.{key}": value for key, value in values.items()}, prefix=f"{where}.")
     kind = parameters.text("rope_type", parameters.text("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its first name
     if kind not in _REQUIRED:
         raise parameters.refuse("rope_type", f"{kind!r} is not supported", fix=f"supported: {', '.join(_REQUIRED)}")
-    theta = parameters.number("rope_theta", config.number("rope_theta", 10_000.0))
-    if parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise config.refuse("partial_rotary_factor", "only whole heads can be rotated")
+    theta = parameters.number("rope_theta", config.number("rope_theta", theta))
+    share = parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", share))
+    dim = None if share == 1.0 else _rotated(config, head_dim, share)
     for key in values:
+        if kind == "longrope" and key in _LISTS:
+            continue
         if key not in _COMMON | _HARMLESS and key not in _REQUIRED[kind] + _OPTIONAL.get(kind, ()):
             raise parameters.refuse(key, f"is not a parameter of {kind} rope")
     scaling = _read_scaling(config, parameters, kind, max_position)
-    return Rope(theta, cast("Kind", kind), tuple(scaling.items()), max_position)
+    short, long = (_read_factors(parameters, key) if kind == "longrope" else () for key in _LISTS)
+    return Rope(theta, cast("Kind", kind), tuple(scaling.items()), max_position, short, long, dim)
+
+
+def _rotated(config: Fields, head_dim: int | None, share: float) -> int:
+    """How many numbers of each head are rotated."""
+    if head_dim is None:
+        raise config.refuse("partial_rotary_factor", "only whole heads can be rotated")
+    dim = int(head_dim * share)
+    if not 2 <= dim <= head_dim or dim % 2:
+        raise config.refuse("partial_rotary_factor", f"{share} of {head_dim} numbers cannot be rotated in pairs")
+    return dim
+
+
+def _read_factors(parameters: Fields, key: str) -> tuple[float, ...]:
+    """The divisors of all frequencies."""
+    given = parameters.raw(key)
+    if not isinstance(given, list) or any(isinstance(one, bool) or not isinstance(one, int | float) for one in given):
+        raise parameters.refuse(key, "must be a list of numbers" if given is not None else "is missing")
+    if any(not 0 < one < math.inf for one in given):
+        raise parameters.refuse(key, "must hold finite numbers above 0")
+    return tuple(map(float, given))
 
 
 def _read_scaling(config: Fields, parameters: Fields, kind: str, max_position: int) -> dict[str, float]:
@@ -57,6 +95,10 @@ def _read_scaling(config: Fields, parameters: Fields, kind: str, max_position: i
             scaling[key] = parameters.number(key)
     if kind == "yarn":
         scaling.setdefault("factor", max_position / scaling[_LENGTH])
+    if kind == "longrope":
+        factor = scaling.pop("factor", max_position / scaling[_LENGTH])
+        usual = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(scaling[_LENGTH]))
+        scaling.setdefault("attention_factor", usual)
     for key, value in scaling.items():
         if value <= 0 and key not in ("truncate", "mscale", "mscale_all_dim"):
             raise parameters.refuse(key, f"must be above 0, is {value}")

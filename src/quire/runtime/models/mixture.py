@@ -16,7 +16,6 @@ from quire.runtime.layers.experts import MoEMLP
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
-from quire.runtime.models.base import BaseModel
 from quire.runtime.models.decoder import Decoder, DecoderAttention
 from quire.runtime.models.family import Family
 from quire.runtime.models.hf_config import read_decoder, refuse_windows
@@ -59,12 +58,12 @@ class QwenMoeBlock(nn.Module):
         x.add(self.mlp(self.post_attention_layernorm(x)))
 
 
-def build_mixtral(config: ModelConfig, build: LayerBuilder) -> BaseModel:
-    return Decoder(config, build, MixtralBlock)
+class Mixtral(Decoder):
+    block = MixtralBlock
 
 
-def build_qwen(config: ModelConfig, build: LayerBuilder) -> BaseModel:
-    return Decoder(config, build, QwenMoeBlock)
+class QwenMoe(Decoder):
+    block = QwenMoeBlock
 
 
 def read_mixtral(config: Fields) -> ModelConfig:
@@ -129,6 +128,6 @@ def check_experts(config: Fields, experts: Experts) -> Experts:
     return experts
 
 
-MIXTRAL = Family(name="mixtral", build=build_mixtral, read=read_mixtral)
-QWEN3_MOE = Family(name="qwen3_moe", build=build_qwen, read=read_qwen3_moe)
-QWEN2_MOE = Family(name="qwen2_moe", build=build_qwen, read=read_qwen2_moe)
+MIXTRAL = Family(name="mixtral", build=Mixtral, read=read_mixtral)
+QWEN3_MOE = Family(name="qwen3_moe", build=QwenMoe, read=read_qwen3_moe)
+QWEN2_MOE = Family(name="qwen2_moe", build=QwenMoe, read=read_qwen2_moe)

@@ -28,6 +28,18 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "qwen2_moe": Entry("mixture", "QWEN2_MOE", ("Qwen2MoeForCausalLM",)),
     "qwen3": Entry("decoder", "QWEN3", ("Qwen3ForCausalLM",), in_gguf=True),
     "qwen3_moe": Entry("mixture", "QWEN3_MOE", ("Qwen3MoeForCausalLM",)),
+    "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",)),
+    "smollm3": Entry("decoder", "SMOLLM3", ("SmolLM3ForCausalLM",)),
+    "olmo2": Entry("olmo", "OLMO2", ("Olmo2ForCausalLM",)),
+    "phi3": Entry("phi3", "PHI3", ("Phi3ForCausalLM",)),
+    "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",)),
+    "gemma3_text": Entry("gemma", "GEMMA3", ("Gemma3ForCausalLM",)),
+    "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",)),
+    "opt": Entry("opt", "OPT", ("OPTForCausalLM",)),
+    "gpt_neox": Entry("gpt_neox", "GPT_NEOX", ("GPTNeoXForCausalLM",)),
+    "phi": Entry("phi", "PHI", ("PhiForCausalLM",)),
+    "starcoder2": Entry("starcoder2", "STARCODER2", ("Starcoder2ForCausalLM",)),
+    "falcon": Entry("falcon", "FALCON", ("FalconForCausalLM",)),
 }
 CLASSES = {known: name for name, entry in ENTRIES.items() for known in entry.classes}
 IN_GGUF = tuple(name for name, entry in ENTRIES.items() if entry.in_gguf)

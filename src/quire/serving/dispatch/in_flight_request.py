@@ -34,6 +34,7 @@ class Follower:
     held: list[Delta] = field(default_factory=list)  # not sent yet: see `interval`
     token_ids: list[int] = field(default_factory=list)
     is_over: bool = False
+    released: int = 0  # bytes that the mailbox had got after the last release
 
     def push(self, token_id: int, entry: TokenLogprobs | None) -> Delta:
         """Take one token and return its delta. The delta carries the finish reason if the token completed a stop string
@@ -60,6 +61,12 @@ class Follower:
         for delta in self.held:
             self.request.mailbox.put(delta)
         self.held.clear()
+        self.released = self.request.mailbox.put_bytes
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the client has not read what was released last, though it had the time of a whole interval."""
+        return self.request.mailbox.taken_bytes < self.released
 
 
 @dataclass(slots=True, eq=False)

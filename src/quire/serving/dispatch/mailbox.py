@@ -63,7 +63,7 @@ class Mailbox:
         self._deltas: deque[Delta] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._is_signalled = False
-        self._put_bytes = self._taken_bytes = 0  # each has one writer, so they need no lock
+        self.put_bytes = self.taken_bytes = 0  # each has one writer, so they need no lock
         self.num_open = num_requests  # engine requests that have not ended
         self.failure: Failure | None = None
         self.is_gone = False  # the client hung up
@@ -72,12 +72,12 @@ class Mailbox:
 
     # ------------------------------------------------------------------------------- called by the link's thread
     def put(self, delta: Delta) -> None:
-        self._put_bytes += delta.size
+        self.put_bytes += delta.size
         self._deltas.append(delta)
 
     @property
     def pending_bytes(self) -> int:
-        return self._put_bytes - self._taken_bytes
+        return self.put_bytes - self.taken_bytes
 
     # ---------------------------------------------------------------------------------- called by the event loop
     @property
@@ -90,7 +90,7 @@ class Mailbox:
         taken = []
         while self._deltas:
             taken.append(self._deltas.popleft())
-        self._taken_bytes += sum(delta.size for delta in taken)
+        self.taken_bytes += sum(delta.size for delta in taken)
         self.has_delivered = self.has_delivered or bool(taken)
         return taken
 
@@ -99,7 +99,7 @@ class Mailbox:
         for _ in range(len(self._deltas)):
             delta = self._deltas.popleft()
             if delta.choice in choices:
-                self._taken_bytes += delta.size
+                self.taken_bytes += delta.size
             else:
                 self._deltas.append(delta)
 

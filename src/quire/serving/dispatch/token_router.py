@@ -170,12 +170,11 @@ class TokenRouter:
     def _push(self, follower: Follower, token_id: int, entry: TokenLogprobs | None, update: BatchUpdate) -> None:
         request = follower.request
         delta = follower.push(token_id, entry)
-        if request.streams:
-            if follower.hold(delta):
-                follower.release()
-                update.mailboxes.add(request.mailbox)
-            if request.mailbox.pending_bytes > self._stream_bytes:
+        if request.streams and follower.hold(delta):
+            if follower.is_unread and request.mailbox.pending_bytes > self._stream_bytes:
                 update.overflowed.append(request)
+            follower.release()
+            update.mailboxes.add(request.mailbox)
         if follower.is_over:
             self._link.abort(Abort(request.submit.request_id, follower.index, follower.text.stopped_by))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import cached_property
 from typing import Any
 from urllib.parse import parse_qs
@@ -145,6 +145,25 @@ class Exchange:
         sent = [*headers, length, *self._warning_header()]
         await self._send({"type": "http.response.start", "status": status, "headers": sent})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def reply_in_pieces(
+        self, pieces: Iterator[bytes], num_bytes: int, headers: Headers, stall_seconds: float
+    ) -> None:
+        """An answer of a known length. Each piece is made in a thread when the client has read most of those before
+        it."""
+        length = (b"content-length", str(num_bytes).encode())
+        piece = await asyncio.to_thread(next, pieces, b"")  # before the head: it may be an error
+        self.has_started = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": [*headers, length]})
+        gone = asyncio.create_task(self.until_gone())
+        try:
+            while piece and not gone.done():
+                await self.write(piece, stall_seconds=stall_seconds)
+                piece = await asyncio.to_thread(next, pieces, b"")
+        finally:
+            gone.cancel()
+        if not piece:
+            await self.write(b"", is_last=True, stall_seconds=stall_seconds)
 
     async def reply_json(self, value: Any, status: int = 200) -> None:
         await self.reply(status, msgspec.json.encode(value))

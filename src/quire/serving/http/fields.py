@@ -143,12 +143,15 @@ CANDIDATES = (
 STRUCTURE = (
     Field("response_format", ResponseFormat(),
           '`{"type": "json_schema", "json_schema": {"schema": ...}}`: the answer is JSON of this schema; '
-          '`{"type": "json_object"}`: any JSON object; `{"type": "text"}`: anything.'),
+          '`{"type": "json_object"}`: any JSON object, or JSON of the `schema` beside the type; `{"type": "text"}`: '
+          "anything."),
     Field("structured_outputs", StructuredOutputs(),
           "The answer matches one of: `json` (a schema), `regex`, `choice` (a list of texts), `grammar` (Lark or "
           "EBNF), `json_object` (true)."),
     *(Field(name, Guided(name), f"The old name of `structured_outputs.{member}`.")
       for name, member in GUIDED.items()),
+    Field("grammar", Guided("grammar", or_empty=True), "llama.cpp's name of `structured_outputs.grammar`."),
+    Field("json_schema", Guided("json_schema", or_empty=True), "llama.cpp's name of `structured_outputs.json`."),
 )  # fmt: skip
 
 _STREAM_OPTIONS: dict[str, Validator] = {
@@ -208,8 +211,6 @@ FOREIGN_SAMPLING = (
     not_supported("dry_multiplier", "DRY repetition penalty.", 0, why=_FOREIGN),
     not_supported("xtc_probability", "Excluding top choices.", 0, why=_FOREIGN),
     not_supported("no_repeat_ngram_size", "Forbidding repeated n-grams.", 0, why=_FOREIGN),
-    not_supported("grammar", "A GBNF grammar.", "", why="is not read here: send structured_outputs.grammar"),
-    not_supported("json_schema", "A JSON schema.", {}, why="is not read here: send response_format"),
     not_supported("guided_whitespace_pattern", "White space in JSON.", why="cannot be chosen here"),
 )  # fmt: skip
 

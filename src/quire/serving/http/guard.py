@@ -1,4 +1,5 @@
-"""What every request passes before a route sees it: its id, the host it was meant for, and its key."""
+"""What every request passes before a route sees it: its id, the host it was meant for, the site it came from, and its
+key."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ logger = logging.getLogger("quire.edge")
 
 _LIVENESS = frozenset({b"/health", b"/ping", b"/ready"})
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # they change nothing
 App = Any  # an ASGI application
 
 
@@ -47,6 +49,7 @@ class Guard:
         self._root, self._is_admin_elsewhere = listen.root_path, listen.has_admin_listener
         open_pages = frozenset() if config.access.metrics_need_key else {b"/metrics"}
         self._public = _LIVENESS | frozenset(public) | open_pages
+        self._origins = frozenset(origin.lower() for origin in config.access.cors_origins)
         self._hosts = None if listen.uds is not None else _loopback_hosts(host)
         self._admin_hosts = None if listen.admin_port is None else _loopback_hosts(listen.admin_host)
 
@@ -106,6 +109,11 @@ class Guard:
         if hosts is not None and not self._keys.asks_for_key and not _is_one_of(hosts, headers.get(b"host", b"")):
             message = "host: names another host than this server; use http://127.0.0.1 or set an API key"
             return ApiError(421, message, code="wrong_host")
+        if scope["method"] not in _SAFE_METHODS and not self._keys.asks_for_key and self._is_foreign(headers):
+            message = (
+                "origin: a page of another site may not call this server; start it with --cors-origin, or with keys"
+            )
+            return ApiError(403, message, code="cross_site")
         if raw_path not in self._public:
             is_admin = scope["path"].startswith("/admin") or raw_path.startswith(b"/admin")
             if is_admin and (
@@ -118,6 +126,15 @@ class Guard:
             if owner:
                 scope["quire.principal"] = owner
         return None
+
+    def _is_foreign(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a page of another site sent this in somebody's browser. A form needs nobody's leave for that."""
+        site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
+        if site in (b"same-origin", b"none") or (site is None and origin is None):
+            return False
+        named, host = ((text or b"").decode("latin-1").lower() for text in (origin, headers.get(b"host")))
+        is_own = bool(host) and named.partition("://")[2] == host
+        return not is_own and "*" not in self._origins and named not in self._origins
 
     def _take_id(self, exchange: Exchange) -> None:
         """Take the id that the client chose, as far as it can stand in a header, a log line and a response."""

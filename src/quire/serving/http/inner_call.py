@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.serving.http.errors import internal_error
+from quire.serving.http.errors import Headers, internal_error
 from quire.serving.http.exchange import AsgiHandler, Scope
 
 logger = logging.getLogger("quire.edge")
@@ -31,8 +31,11 @@ class InnerResponse:
         return float(given) if given.isdigit() else 1.0
 
 
-async def call_endpoint(handler: AsgiHandler, path: str, body: bytes, principal: str) -> InnerResponse:
-    """Send a JSON body to the handler of a POST endpoint, as the client whose key has the digest `principal`.
+async def call_endpoint(
+    handler: AsgiHandler, path: str, body: bytes, principal: str, *, headers: Headers = (), query: bytes = b""
+) -> InnerResponse:
+    """Send a JSON body to the handler of a POST endpoint, as the client whose key has the digest `principal`. `headers`
+    come besides that of the body's type.
 
     Cancelling the call ends its engine requests, as hanging up does. An exception that the handler does not turn into
     an error response is logged and becomes one here.
@@ -43,13 +46,13 @@ async def call_endpoint(handler: AsgiHandler, path: str, body: bytes, principal:
         "method": "POST",
         "path": path,
         "raw_path": path.encode(),
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
+        "query_string": query,
+        "headers": [(b"content-type", b"application/json"), *headers],
         "path_params": {},
         "quire.request_id": request_id,
         "quire.principal": principal,
     }
-    unread, status, headers, parts = [body], 0, dict[bytes, bytes](), list[bytes]()
+    unread, status, replied, parts = [body], 0, dict[bytes, bytes](), list[bytes]()
 
     async def receive() -> MutableMapping[str, Any]:
         if unread:
@@ -61,7 +64,7 @@ async def call_endpoint(handler: AsgiHandler, path: str, body: bytes, principal:
         nonlocal status
         if message["type"] == "http.response.start":
             status = message["status"]
-            headers.update(message["headers"])
+            replied.update(message["headers"])
         else:
             parts.append(message.get("body", b""))
 
@@ -70,4 +73,4 @@ async def call_endpoint(handler: AsgiHandler, path: str, body: bytes, principal:
     except Exception:
         logger.exception("request %s failed", request_id)
         return InnerResponse(request_id, 500, {}, internal_error().body())
-    return InnerResponse(request_id, status, headers, b"".join(parts))
+    return InnerResponse(request_id, status, replied, b"".join(parts))

@@ -75,7 +75,15 @@ LIMITS: tuple[Limit, ...] = (
     # what all requests together may hold
     Limit("queue_requests", 1_024, "requests", "requests that wait for the engine, at all edges together", _BUSY),
     Limit("queue_tokens", 2**20, "tokens", "their prompt tokens; alone, a request of any size fits", _BUSY),
-    Limit("bodies_bytes", 256 * MIB, "bytes", "bodies that one edge is reading or parsing", _BUSY, highest=2**40),
+    Limit(
+        "bodies_bytes",
+        256 * MIB,
+        "bytes",
+        "bodies that one edge is reading or parsing; uploads count apart, up to as much; a body of up to 64 KiB always "
+        "fits",
+        _BUSY,
+        highest=2**40,
+    ),
     Limit(
         "stream_bytes", MIB, "bytes", "text of one stream that its client has not read", "the stream ends with an error"
     ),
@@ -109,9 +117,9 @@ LIMITS: tuple[Limit, ...] = (
     ),
     # files and batches
     Limit("file_bytes", 64 * MIB, "bytes", "one uploaded file", "413 invalid_request_error", highest=2**30),
-    Limit("files", 1_024, "files", "uploaded files and files of batches", _BAD),
+    Limit("files", 1_024, "files", "uploaded files of one API key and the results of its batches", _BAD),
     Limit("files_bytes", 1_024 * MIB, "bytes", "all of them together", _BAD, highest=2**50),
-    Limit("batches", 64, "batches", "batches that have not ended", _BUSY, highest=65_536),
+    Limit("batches", 64, "batches", "batches of one API key that have not ended", _BUSY, highest=65_536),
     Limit("batch_lines", 50_000, "requests", "the lines of one batch", "the batch fails"),
     Limit(
         "batch_requests",

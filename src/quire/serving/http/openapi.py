@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from quire.serving.http.validators.values import Prunable, nullable
 _ERRORS = {
     "400": "A parameter is wrong or not supported; the message names it.",
     "401": "A key is needed.",
+    "403": "A web page of another site sent it, and the server has no keys.",
     "404": "There is no such model, path or request.",
     "405": "The path does not take this method.",
     "408": "The body came too slowly.",
@@ -29,6 +30,7 @@ _ERRORS = {
     "504": "The request was not done within its time limit.",
 }
 _GET_ERRORS = ("400", "401", "404", "405", "421", "500", "503")
+_ERRORS_BY_METHOD: dict[str, Iterable[str]] = {"GET": _GET_ERRORS, "DELETE": (*_GET_ERRORS, "403"), "POST": _ERRORS}
 
 
 def build_openapi(
@@ -94,7 +96,7 @@ def _operation(endpoint: Endpoint, limits: Limits, *, strict: bool) -> Schema:
     if endpoint.fields:
         request = {"application/json": {"schema": request_schema(endpoint, limits, strict=strict)}}
         found["requestBody"] = {"required": True, "content": request}
-    errors = _errors(endpoint, _ERRORS if endpoint.method == "POST" else _GET_ERRORS)
+    errors = _errors(endpoint, _ERRORS_BY_METHOD[endpoint.method])
     return {**found, "responses": {"200": {"description": endpoint.summary, "content": content}, **errors}}
 
 
@@ -131,7 +133,7 @@ def _flag(place: str, name: str, doc: str) -> Schema:
     return {"name": name, "in": place, "description": doc, "schema": {"enum": list(FLAG_WORDS)}}
 
 
-def _errors(endpoint: Endpoint, codes: Any) -> dict[str, Any]:
+def _errors(endpoint: Endpoint, codes: Iterable[str]) -> dict[str, Any]:
     """Error responses. What is no HTTP request is always answered with an Error."""
     schema = ref("Error") if endpoint.error == "Error" else {"anyOf": [ref(endpoint.error), ref("Error")]}
     content = {"application/json": {"schema": schema}}

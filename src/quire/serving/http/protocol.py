@@ -42,6 +42,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stall: asyncio.TimerHandle | None = None
         self._in_head = self._is_full = False
         self._raw_bytes = self._head_bytes = 0  # of the head: received after its first piece; in its headers
+        self._idle_bytes = 0  # received since the last of the body: trailers, and what stands between chunks
         if len(self.connections) > self.limits["connections"]:
             self._refuse(503, "the server has too many connections; try again later", "too_many_connections")
             return
@@ -73,7 +74,10 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._raw_bytes > self.limits["header_bytes"]:
                 self._refuse_head()
         if not self.transport.is_closing():
+            self._idle_bytes += len(data)
             super().data_received(data)
+            if not self._in_head and self._idle_bytes > self.limits["header_bytes"]:
+                self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - says nothing a client could use
         self._refuse(400, "this is not an HTTP/1.1 request", "bad_http")
@@ -87,6 +91,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_by(self.limits["header_seconds"])
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:  # a trailer; nobody reads it
+            return
         self._head_bytes += len(name) + len(value) + _SEPARATORS
         super().on_header(name, value)
 
@@ -95,7 +101,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._in_head, self._idle_bytes = False, 0
         self._expect_by(self.limits["body_seconds"] + _GRACE)
         if self._head_bytes > self.limits["header_bytes"]:
             self._refuse_head()
@@ -108,10 +114,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._idle_bytes = 0
         if not self.transport.is_closing() and not self._is_full:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._idle_bytes = 0
         self._expect_by(None)
         if not self.transport.is_closing() and not self._is_full:
             super().on_message_complete()

@@ -44,24 +44,35 @@ from quire.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 logger = logging.getLogger("quire.edge")
 
+SMALL_BODY = 2**16  # bytes
 LARGE_BODY = 2**18  # bytes: working on one leaves memory behind that is worth giving back
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class BodyMeter:
-    """Counts the bytes of one body as they come."""
+@dataclass(slots=True)
+class BodyPool:
+    """The bytes of bodies that are being read or worked on."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    max_bytes: int
+    num_bytes: int = 0
+
+
+class BodyMeter:
+    """Counts the bytes of one body as they come. A small body is never refused, so that large ones that come slowly
+    keep nobody else out."""
+
+    def __init__(self, pool: BodyPool) -> None:
+        self._pool = pool
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Raises ApiError when all bodies together become too much."""
-        if self._service.num_body_bytes + num_bytes > self._service.limits["bodies_bytes"]:
+        """Raises ApiError when this body is large and all together become too much."""
+        pool = self._pool
+        if self.num_bytes + num_bytes > SMALL_BODY and pool.num_bytes + num_bytes > pool.max_bytes:
             raise too_busy("the server is reading too many large requests; try again later", 1)
-        self._service.num_body_bytes += num_bytes
+        pool.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
 
@@ -193,7 +204,8 @@ class Service:
     prefix_file: Path | None = None  # where resident prompts are written down; None: in memory
     recalls_prefixes: bool = True  # it is this edge that registers them with a new engine
     files_directory: Path | None = None  # of uploaded files and batches; None: a temporary one
-    num_body_bytes: int = 0
+    bodies: BodyPool = field(init=False)
+    uploads: BodyPool = field(init=False)  # apart: the largest bodies keep only each other out
     batches: BatchRunner = field(init=False)
     threads: TextThreads = field(init=False)
     keys: KeyRing = field(init=False)
@@ -203,6 +215,7 @@ class Service:
     pinned_prefixes: PinnedPrefixes = field(init=False)
 
     def __post_init__(self) -> None:
+        self.bodies, self.uploads = (BodyPool(self.limits["bodies_bytes"]) for _ in range(2))
         self.threads = TextThreads(num_text_threads(self.config.api_workers))
         self.keys = KeyRing(self.config.access)
         self.watch = RequestWatch(self.observer, logs_all=self.config.access_log)
@@ -257,13 +270,14 @@ class Service:
         return await asyncio.wrap_future(self.threads.submit(num_bytes, work, *args, **kwargs))
 
     @contextmanager
-    def metered(self) -> Iterator[BodyMeter]:
-        """While a body is read and worked on; what has come of it counts against all bodies together."""
-        meter = BodyMeter(self)
+    def metered(self, *, is_upload: bool = False) -> Iterator[BodyMeter]:
+        """While a body is read and worked on; what has come of it counts against all bodies, or uploads, together."""
+        pool = self.uploads if is_upload else self.bodies
+        meter = BodyMeter(pool)
         try:
             yield meter
         finally:
-            self.num_body_bytes -= meter.num_bytes
+            pool.num_bytes -= meter.num_bytes
             if meter.num_bytes > LARGE_BODY:
                 self.threads.submit(0, give_back_memory)
 

@@ -1,4 +1,5 @@
-"""Structured outputs under the other names that clients know: OpenAI's response_format, and vLLM's guided_*."""
+"""Structured outputs under the other names that clients know: OpenAI's response_format, vLLM's guided_*, and
+llama.cpp's grammar and json_schema."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ from quire.types.decoding import StructuredOutputsParams
 from quire.types.errors import InvalidRequest
 
 GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
-_TYPES = ("text", "json_object", "json_schema")
+OTHER_NAMES = {**GUIDED, "grammar": "grammar", "json_schema": "json"}  # of one member of structured_outputs
+MEMBERS_OF_TYPE = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}
+_TYPES = tuple(MEMBERS_OF_TYPE)
 SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 
 def structure_of_response_format(value: object) -> StructuredOutputsParams | None:
     """What `response_format` asks for; None: any text. Raises InvalidRequest naming the path at fault.
 
-    A schema always binds: `strict` may say so, and `false` does not loosen it.
+    A schema always binds: `strict` may say so, and `false` does not loosen it. llama.cpp and others take one beside
+    the type `json_object`.
     """
     if value is None:
         return None
@@ -27,26 +31,27 @@ def structure_of_response_format(value: object) -> StructuredOutputsParams | Non
     if kind not in _TYPES:
         shown = "is missing" if "type" not in value else f"{kind!r:.80} is not known here"
         raise InvalidRequest("response_format.type", shown, f"use one of {', '.join(_TYPES)}")
-    wanted = ("type", "json_schema") if kind == "json_schema" else ("type",)
-    _refuse_others("response_format", value, wanted)
+    _refuse_others("response_format", value, ("type", *MEMBERS_OF_TYPE[kind]))
     if kind == "text":
         return None
-    if kind == "json_object":
+    if kind == "json_object" and value.get("schema") is None:
         return StructuredOutputsParams(json_object=True)
+    if kind == "json_object":
+        return _schema("response_format.schema", value)
     return _json_schema(value.get("json_schema"))
 
 
 def structure_of_guided(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """What those of the `guided_*` fields ask for that are set. Raises InvalidRequest naming the field at fault."""
-    asked = {name: given[name] for name in GUIDED if given.get(name) is not None}
+    """What those of the fields in OTHER_NAMES ask for that are set. Raises InvalidRequest naming the field at fault."""
+    asked = {name: given[name] for name in OTHER_NAMES if given.get(name) is not None}
     if not asked:
         return None
     if len(asked) > 1:
         first, second = sorted(asked)[:2]
         raise InvalidRequest(second, f"cannot be used together with {first}", "send one of them")
     ((name, value),) = asked.items()
-    with _named(f"structured_outputs.{GUIDED[name]}", name):
-        return StructuredOutputsParams(**{GUIDED[name]: value})
+    with _named(f"structured_outputs.{OTHER_NAMES[name]}", name):
+        return StructuredOutputsParams(**{OTHER_NAMES[name]: value})
 
 
 def _json_schema(described: object) -> StructuredOutputsParams:
@@ -59,11 +64,16 @@ def _json_schema(described: object) -> StructuredOutputsParams:
             raise InvalidRequest(f"{path}.{name}", "must be a string")
     if described.get("strict") not in (None, True, False):
         raise InvalidRequest(f"{path}.strict", "must be true or false")
-    schema = described.get("schema")
+    return _schema(f"{path}.schema", described)
+
+
+def _schema(path: str, holder: Mapping[str, Any]) -> StructuredOutputsParams:
+    """What the member `schema` of `holder` asks for."""
+    schema = holder.get("schema")
     if not isinstance(schema, Mapping):
-        shown = "is missing" if "schema" not in described else "must be an object"
-        raise InvalidRequest(f"{path}.schema", shown, "send a JSON schema")
-    with _named("structured_outputs.json", f"{path}.schema"):
+        shown = "is missing" if "schema" not in holder else "must be an object"
+        raise InvalidRequest(path, shown, "send a JSON schema")
+    with _named("structured_outputs.json", path):
         return StructuredOutputsParams(json=schema)
 
 

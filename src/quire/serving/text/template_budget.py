@@ -149,7 +149,8 @@ _SHALLOW = _names(
 )
 _CONSUMES = _names("batch dictsort groupby join list max min reverse slice sort sum unique")
 _COMPARES = _names("== != < <= > >= eq equalto ne lt lessthan le gt greaterthan ge in")
-_WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #0-9.]*(?:\d{4}|\*)")
+_WIDE_PERCENT = re.compile(r"%(?:\([^()%]{0,64}\))?[-+ #0-9.]*(?:\d{4}|\*)")
+_ODD_KEY = re.compile(r"%\((?![^()%]{0,64}\))")  # one in which a wide field could hide
 _WIDE_SPEC = re.compile(r"\d{4}")
 _REPR_GROWTH = 10  # one character may be written as \U0001f600
 
@@ -169,7 +170,7 @@ def guarded_tests() -> dict[str, Any]:
 
 def check_percent(budget: Budget, template: str, arguments: object) -> None:
     """Refuse a printf template that could write far more than it is given."""
-    if _WIDE_PERCENT.search(template):
+    if _WIDE_PERCENT.search(template) or _ODD_KEY.search(template):
         raise TemplateTooCostly(f"a format field is computed or wider than {MAX_FIELD_WIDTH}")
     repeats = template.count("%")
     budget.fits(len(template) + repeats * (_REPR_GROWTH * budget.weigh(arguments) + MAX_FIELD_WIDTH))

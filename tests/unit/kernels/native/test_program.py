@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.native import ops
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.native.ops import BYTES, NIBBLES, PLAIN, PackedWeight
 from quire.kernels.native.panels import cut_panels
 from quire.kernels.native.program import LinearWeights, Program, ProgramStep, ProgramWriter
+from quire.kernels.reference import elementwise
+from quire.kernels.reference.activation import activate
 
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
@@ -115,3 +120,45 @@ def test_bfloat16_runs_on_tile_units_and_is_refused_without_them() -> None:
 
 def _weights(dtype: torch.dtype, kind: int, data: Tensor) -> LinearWeights:
     return LinearWeights(PackedWeight(dtype, kind, WIDTH, WIDTH, data), None)
+
+
+@pytest.mark.parametrize("size", [5, 32, 83])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_norm_is_that_of_torch(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight_bias = (torch.randn(7, size) + 3.0).to(dtype), torch.randn(2, size).to(dtype)
+    wanted = elementwise.layer_norm(x, weight_bias, 1e-5)
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(ops.layer_norm(x, weight_bias, 1e-5), wanted, **near)
+    writer = ProgramWriter(dtype, size)
+    writer.add(writer.stream, writer.layer_norm(writer.stream, weight_bias, 1e-5))
+    found = writer.finish(writer.stream).run(x.clone(), step())
+    assert torch.equal(found, x + ops.layer_norm(x, weight_bias, 1e-5))
+
+
+@pytest.mark.parametrize("activation", sorted(ops.ACTIVATIONS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_activation_is_that_of_torch(activation: str, dtype: torch.dtype) -> None:
+    x = torch.cat((torch.linspace(-12, 12, 4_803), torch.tensor([-1e4, 0.0, 1e4]))).view(2, -1).to(dtype)
+    wanted = activate(x, activation)
+    near = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-6}
+    writer = ProgramWriter(dtype, x.shape[1])
+    writer.activate(writer.stream, activation)
+    found = writer.finish(writer.stream).run(x.clone(), step())
+    torch.testing.assert_close(found, wanted, **near)
+    ops.activate(x, activation)
+    assert torch.equal(x, found)
+
+
+@pytest.mark.parametrize("turned", [2, 12, 32])
+def test_only_the_first_numbers_of_a_head_turn(turned: int) -> None:
+    x, angles = torch.randn(5, 3, 32), torch.randn(5, turned // 2)
+    wanted = elementwise.rotate(x, angles.cos(), angles.sin())
+    cos, sin = torch.cat((angles.cos(),) * 2, dim=1), torch.cat((-angles.sin(), angles.sin()), dim=1)
+    found = x.clone()
+    ops.rotate(found, cos[:, None], sin[:, None])
+    torch.testing.assert_close(found, wanted)
+    writer = ProgramWriter(torch.float32, 96)
+    writer.rotate(writer.stream, "angles", 3, 32)
+    given = replace(step(), angles=[(cos, sin)])
+    assert torch.equal(writer.finish(writer.stream).run(x.view(5, 96).clone(), given), found.view(5, 96))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.config.model import Heads
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.loader import why_not_native
 from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, LayerCache
 from quire.runtime.attention.gather import GatherAttention, split_by_length
@@ -18,6 +19,7 @@ from quire.runtime.layers.weights import Placement
 from quire.types.errors import ConfigError
 
 HEADS = Heads(num_query=6, num_kv=2, dim=8)
+RULE = AttentionRule(0.3)
 CPU = Placement(torch.float32, torch.device("cpu"))
 MISSING = why_not_native(CPU.dtype, CPU.device)
 needs_native = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -65,34 +67,36 @@ def batch_of(
 )
 def test_gathering_gives_what_the_reference_gives(decodes: list[int], chunks: list[tuple[int, int]], size: int) -> None:
     batch, cache, tensors = batch_of(decodes, chunks, size, HEADS)
-    reference = ReferenceAttention(HEADS, 0.3)
-    gather = GatherAttention(HEADS, 0.3, torch.float32)
-    expected = reference.attend(*tensors, cache, reference.prepare(batch))
-    found = gather.attend(*tensors, cache, gather.prepare(batch))
+    reference = ReferenceAttention()
+    gather = GatherAttention(HEADS, torch.float32)
+    expected = reference.attend(*tensors, cache, reference.prepare(batch), RULE)
+    found = gather.attend(*tensors, cache, gather.prepare(batch), RULE)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_long_chunk_is_cut_into_tiles_without_changing_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.runtime.attention.gather.MASK_ELEMENTS", 100)
     batch, cache, tensors = batch_of([], [(30, 21)], 4, HEADS)
-    gather = GatherAttention(HEADS, 0.3, torch.float32)
+    gather = GatherAttention(HEADS, torch.float32)
     plan = gather.prepare(batch)
     assert len(plan.tiles) > 5
-    reference = ReferenceAttention(HEADS, 0.3)
-    expected = reference.attend(*tensors, cache, reference.prepare(batch))
-    torch.testing.assert_close(gather.attend(*tensors, cache, plan), expected, rtol=1e-4, atol=1e-5)
+    reference = ReferenceAttention()
+    expected = reference.attend(*tensors, cache, reference.prepare(batch), RULE)
+    torch.testing.assert_close(gather.attend(*tensors, cache, plan, RULE), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_half_precision_can_be_attended_in_float32() -> None:
     batch, cache, (query, key, value) = batch_of([20, 5], [(0, 4)], 4, HEADS)
     cache = LayerCache.of(cache.key.bfloat16(), cache.value.bfloat16())
     batch = replace(batch, cache=cache)
-    gather = GatherAttention(HEADS, 0.3, torch.float32)
+    gather = GatherAttention(HEADS, torch.float32)
     half = [tensor.bfloat16() for tensor in (query, key, value)]
-    out = gather.attend(*half, cache, gather.prepare(batch))
-    reference = ReferenceAttention(HEADS, 0.3)
+    out = gather.attend(*half, cache, gather.prepare(batch), RULE)
+    reference = ReferenceAttention()
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out, reference.attend(*half, cache, reference.prepare(batch)), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        out, reference.attend(*half, cache, reference.prepare(batch), RULE), rtol=1e-2, atol=1e-2
+    )
 
 
 def test_rows_are_cut_where_padding_costs_more_than_a_group() -> None:
@@ -142,19 +146,60 @@ def test_the_native_backend_gives_what_the_reference_gives(size: int, heads: Hea
     batch = replace(batch, cache=cache)
     given = [tensor.to(dtype) for tensor in tensors]
     native = make_backend("native", heads, torch.float32, Placement(dtype, torch.device("cpu")))
-    reference = ReferenceAttention(heads, heads.dim**-0.5)
-    expected = reference.attend(*given, cache, reference.prepare(batch))
+    reference = ReferenceAttention()
+    expected = reference.attend(*given, cache, reference.prepare(batch), RULE)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    found = native.attend(*given, cache, native.prepare(batch))
+    found = native.attend(*given, cache, native.prepare(batch), RULE)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
+RULES = [
+    AttentionRule(0.3, window=1),
+    AttentionRule(0.3, window=5),
+    AttentionRule(0.3, window=300),
+    AttentionRule(0.4, softcap=1.5),
+    AttentionRule(0.3, window=70, softcap=2.0),
+    AttentionRule(0.3, window=9, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0, 90.0, -90.0])),
+    AttentionRule(0.3, softcap=3.0, sinks=torch.linspace(-2, 2, 6)),
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("size", [1, 16])
+@pytest.mark.parametrize("name", ["gather", "native"])
+def test_windows_caps_and_sinks_are_those_of_the_reference(name: str, size: int, rule: AttentionRule) -> None:
+    if name == "native" and MISSING is not None:
+        pytest.skip(MISSING)
+    batch, cache, tensors = batch_of([700, 513, 256, 33, 5, 1], [(0, 6), (0, 40), (270, 16)], size, HEADS)
+    backend, reference = make_backend(name, HEADS, torch.float32, CPU), ReferenceAttention()
+    backend.accept(rule)
+    expected = reference.attend(*tensors, cache, reference.prepare(batch), rule)
+    found = backend.attend(*tensors, cache, backend.prepare(batch), rule)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @needs_native
-def test_a_row_of_the_native_backend_does_not_depend_on_its_neighbours() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_windows_caps_and_sinks_are_right_on_tile_units_too(rule: AttentionRule) -> None:
+    heads = Heads(6, 2, 64)
+    batch, cache, tensors = batch_of([700, 513, 256, 33, 5, 1], [(0, 6), (270, 16)], 16, heads)
+    cache = LayerCache.of(cache.key.bfloat16(), cache.value.bfloat16())
+    batch, given = replace(batch, cache=cache), [tensor.bfloat16() for tensor in tensors]
+    rule = replace(rule, scale=rule.scale / 3, sinks=None if rule.sinks is None else rule.sinks.bfloat16())
+    native = make_backend("native", heads, torch.float32, Placement(torch.bfloat16, torch.device("cpu")))
+    reference = ReferenceAttention()
+    expected = reference.attend(*given, cache, reference.prepare(batch), rule)
+    found = native.attend(*given, cache, native.prepare(batch), rule)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+@needs_native
+@pytest.mark.parametrize("rule", [RULE, *RULES])
+def test_a_row_of_the_native_backend_does_not_depend_on_its_neighbours(rule: AttentionRule) -> None:
     batch, cache, tensors = batch_of([900, 300, 40], [], 16, HEADS)
     native = make_backend("native", HEADS, torch.float32, CPU)
-    together = native.attend(*tensors, cache, native.prepare(batch))
+    together = native.attend(*tensors, cache, native.prepare(batch), rule)
     for row in range(3):
         alone = replace(batch, lengths=batch.lengths[row : row + 1], block_ids=batch.block_ids[row : row + 1])
-        single = native.attend(*(t[row : row + 1] for t in tensors), cache, native.prepare(alone))
+        single = native.attend(*(t[row : row + 1] for t in tensors), cache, native.prepare(alone), rule)
         assert torch.equal(single[0], together[row])

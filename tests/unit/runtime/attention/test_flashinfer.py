@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.config.model import Heads
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.reference.attention import paged_attention
 from quire.runtime.attention import flashinfer as backend_module
 from quire.runtime.attention.backend import LayerCache
@@ -27,6 +28,7 @@ from tests.unit.runtime.worker.test_worker import checkpoint
 from tiny_models import Bench, engine_config
 
 HEADS = Heads(num_query=6, num_kv=2, dim=8)
+RULE = AttentionRule(0.3)
 CPU = Placement(torch.float32, torch.device("cpu"))
 GPU = Placement(torch.bfloat16, torch.device("cuda"))
 
@@ -108,6 +110,13 @@ def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+def accepting(size: int) -> FlashInferAttention:
+    """For layers by RULE, over blocks of this size."""
+    backend = FlashInferAttention(HEADS, CPU, size)
+    backend.accept(RULE)
+    return backend
+
+
 @pytest.fixture
 def anywhere(package: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in has no device of its own, so the registry may hand it out on this one."""
@@ -129,9 +138,9 @@ def anywhere(package: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("package")
 def test_it_gives_what_the_reference_gives(decodes: list[int], chunks: list[tuple[int, int]], size: int) -> None:
     batch, cache, tensors = batch_of(decodes, chunks, size, HEADS)
-    backend, reference = FlashInferAttention(HEADS, 0.3, CPU, size), ReferenceAttention(HEADS, 0.3)
-    expected = reference.attend(*tensors, cache, reference.prepare(batch))
-    found = backend.attend(*tensors, cache, backend.prepare(batch))
+    backend, reference = accepting(size), ReferenceAttention()
+    expected = reference.attend(*tensors, cache, reference.prepare(batch), RULE)
+    found = backend.attend(*tensors, cache, backend.prepare(batch), RULE)
     torch.testing.assert_close(found, expected)
 
 
@@ -140,38 +149,38 @@ def test_a_chunk_with_more_blocks_than_it_needs_is_planned_with_those_it_needs()
     batch, cache, tensors = batch_of([], [(7, 5)], 4, HEADS)
     spare = torch.cat((batch.chunks[0].block_ids, torch.tensor([0, 0])))
     batch = replace(batch, chunks=(replace(batch.chunks[0], block_ids=spare),))
-    backend, reference = FlashInferAttention(HEADS, 0.3, CPU, 4), ReferenceAttention(HEADS, 0.3)
-    expected = reference.attend(*tensors, cache, reference.prepare(batch))
-    torch.testing.assert_close(backend.attend(*tensors, cache, backend.prepare(batch)), expected)
+    backend, reference = accepting(4), ReferenceAttention()
+    expected = reference.attend(*tensors, cache, reference.prepare(batch), RULE)
+    torch.testing.assert_close(backend.attend(*tensors, cache, backend.prepare(batch), RULE), expected)
 
 
 @pytest.mark.usefixtures("package")
 def test_a_step_is_planned_once_and_run_for_every_layer() -> None:
     batch, cache, tensors = batch_of([40, 2], [(0, 6)], 4, HEADS)
     other = LayerCache.of(cache.value, cache.key)
-    backend, reference = FlashInferAttention(HEADS, 0.3, CPU, 4), ReferenceAttention(HEADS, 0.3)
+    backend, reference = accepting(4), ReferenceAttention()
     before = [wrapper.num_plans for wrapper in StandInWrapper.made]
     plan = backend.prepare(batch)
     for layer in (cache, other):
-        expected = reference.attend(*tensors, layer, reference.prepare(batch))
-        torch.testing.assert_close(backend.attend(*tensors, layer, plan), expected)
+        expected = reference.attend(*tensors, layer, reference.prepare(batch), RULE)
+        torch.testing.assert_close(backend.attend(*tensors, layer, plan, RULE), expected)
     assert [wrapper.num_plans for wrapper in StandInWrapper.made] == [count + 1 for count in before]
 
 
 @pytest.mark.usefixtures("package")
 def test_a_plan_does_not_outlive_the_next_one() -> None:
     batch, cache, tensors = batch_of([40, 2], [], 4, HEADS)
-    backend = FlashInferAttention(HEADS, 0.3, CPU, 4)
+    backend = accepting(4)
     old = backend.prepare(batch)
     backend.prepare(batch)
     with pytest.raises(AssertionError, match="another step"):
-        backend.attend(*tensors, cache, old)
+        backend.attend(*tensors, cache, old, RULE)
 
 
 @pytest.mark.parametrize(("num_query", "tensor_cores"), [(2, False), (6, False), (8, True), (14, True)])
 @pytest.mark.usefixtures("package")
 def test_decode_rows_use_tensor_cores_where_many_query_heads_share_keys(num_query: int, tensor_cores: bool) -> None:
-    FlashInferAttention(Heads(num_query, 2, 64), 0.3, CPU, 16)
+    FlashInferAttention(Heads(num_query, 2, 64), CPU, 16)
     assert StandInWrapper.made[0].options == {"use_tensor_cores": tensor_cores}
 
 
@@ -196,6 +205,16 @@ def test_it_is_refused_with_the_package_to_install_where_that_is_missing(monkeyp
     monkeypatch.setattr(backend_module, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"flashinfer-python is not installed; run pip install .*'\.\[flashinfer\]'"):
         resolve_backend("flashinfer", HEADS, GPU)
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [(AttentionRule(0.3, window=4), "sliding windows"), (AttentionRule(0.2), "scale their scores differently")],
+)
+def test_rules_that_its_wrappers_are_not_planned_for_are_refused(rule: AttentionRule, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"'flashinfer' cannot run here: .*{reason}.*use \"auto\""):
+        accepting(4).accept(rule)
 
 
 @pytest.mark.usefixtures("package")
@@ -246,7 +265,7 @@ def test_kernels_that_cannot_be_compiled_are_a_setting_to_mend(monkeypatch: pyte
 
     monkeypatch.setattr(StandInPrefill, "plan", fail)
     with pytest.raises(ConfigError, match="not compiled: Ninja build failed.; put nvcc and ninja on PATH"):
-        FlashInferAttention(HEADS, 0.3, CPU, 16)
+        FlashInferAttention(HEADS, CPU, 16)
 
 
 def test_a_package_that_lacks_something_of_its_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,4 +274,4 @@ def test_a_package_that_lacks_something_of_its_own_is_named(monkeypatch: pytest.
 
     monkeypatch.setattr(backend_module, "import_module", fail)
     with pytest.raises(ConfigError, match="cannot be imported: No module named 'tvm_ffi'"):
-        FlashInferAttention(HEADS, 0.3, CPU, 16)
+        FlashInferAttention(HEADS, CPU, 16)

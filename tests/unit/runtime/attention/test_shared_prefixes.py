@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.config.model import Heads
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.loader import why_not_native
 from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, LayerCache
 from quire.runtime.attention.reference import ReferenceAttention
@@ -69,9 +70,7 @@ def attend(
         lengths, torch.tensor(ids, dtype=torch.int64).view(len(decodes), widest), tuple(spans), size, cache
     )
     placement = Placement(cache.key.dtype, CPU)
-    backend = (
-        ReferenceAttention(heads, heads.dim**-0.5) if plain else make_backend("native", heads, torch.float32, placement)
-    )
+    backend = ReferenceAttention() if plain else make_backend("native", heads, torch.float32, placement)
     order = decodes + chunked
     where = [
         (tables[i], p) for i in order for p in range(sequences[i].length - sequences[i].tokens, sequences[i].length)
@@ -79,7 +78,7 @@ def attend(
     key = torch.stack([cache.key[table[p // size], :, p % size] for table, p in where])
     value = torch.stack([cache.value[table[p // size], :, p % size] for table, p in where])
     rows = torch.cat([query[i] for i in order])
-    out = backend.attend(rows, key, value, cache, backend.prepare(batch))
+    out = backend.attend(rows, key, value, cache, backend.prepare(batch), AttentionRule(heads.dim**-0.5))
     parts = dict(zip(order, out.split([sequences[i].tokens for i in order]), strict=True))
     return [parts[i] for i in range(len(sequences))]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from quire.config.model import Heads
+from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.attention.reference import ReferenceAttention
 from quire.runtime.attention.registry import make_backend, resolve_backend
@@ -21,6 +24,14 @@ pytest.importorskip("triton")
 from quire.kernels.triton.attention_cascade import SharedPrefix
 
 HEADS = Heads(num_query=4, num_kv=2, dim=16)
+RULE = AttentionRule(HEADS.dim**-0.5)
+WINDOWED = (  # rules of the layers of one model
+    AttentionRule(0.3, window=7),
+    RULE,
+    AttentionRule(0.3, window=20, softcap=2.0),
+    AttentionRule(0.3, softcap=2.0),
+    AttentionRule(0.3, window=7, sinks=torch.linspace(-2, 2, 4, device=DEVICE)),
+)
 PLACEMENT = Placement(torch.float32, torch.device(DEVICE))
 
 
@@ -29,11 +40,11 @@ PLACEMENT = Placement(torch.float32, torch.device(DEVICE))
     ("decodes", "chunks"),
     [([40, 9, 1], []), ([], [(7, 5), (0, 1)]), ([40, 2], [(0, 6), (16, 16)])],
 )
-def test_it_gives_what_the_reference_gives(decodes: list[int], chunks: list[tuple[int, int]], size: int) -> None:
+@pytest.mark.parametrize("rules", [(RULE,), WINDOWED])
+def test_it_gives_what_the_reference_gives(
+    decodes: list[int], chunks: list[tuple[int, int]], size: int, rules: tuple[AttentionRule, ...]
+) -> None:
     batch, cache, tensors = batch_of(decodes, chunks, size, HEADS)
-    reference = ReferenceAttention(HEADS, HEADS.dim**-0.5)
-    expected = reference.attend(*tensors, cache, reference.prepare(batch))
-
     held = [*batch.block_ids, *(chunk.block_ids for chunk in batch.chunks)]
     tables = torch.nn.utils.rnn.pad_sequence(held, batch_first=True).int()
     spans = [(each.begin, each.start, each.num_tokens, len(decodes) + i) for i, each in enumerate(batch.chunks)]
@@ -41,6 +52,8 @@ def test_it_gives_what_the_reference_gives(decodes: list[int], chunks: list[tupl
     positions = [int(length) - 1 for length in batch.lengths] + [s + i for _, s, n, _ in spans for i in range(n)]
     backend = make_backend("triton", HEADS, torch.float32, PLACEMENT, size)
     key, value = cache.key.to(DEVICE), cache.value.to(DEVICE)
+    for rule in rules:
+        backend.accept(rule)
     backend.reserve(LayerCache.of(key, value), 8)
     plan = backend.plan(
         torch.tensor(rows, dtype=torch.int32, device=DEVICE),
@@ -49,8 +62,12 @@ def test_it_gives_what_the_reference_gives(decodes: list[int], chunks: list[tupl
         tables.to(DEVICE),
         backend.tiles(spans).to(DEVICE) if spans else None,
     )
-    found = backend.attend(*(tensor.to(DEVICE) for tensor in tensors), LayerCache.of(key, value), plan)
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+    reference, given = ReferenceAttention(), [tensor.to(DEVICE) for tensor in tensors]
+    for rule in rules:
+        here = rule if rule.sinks is None else replace(rule, sinks=rule.sinks.cpu())
+        expected = reference.attend(*tensors, cache, reference.prepare(batch), here)
+        found = backend.attend(*given, LayerCache.of(key, value), plan, rule)
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_cascade_over_shared_blocks_gives_what_plain_decoding_gives() -> None:
@@ -62,15 +79,19 @@ def test_a_cascade_over_shared_blocks_gives_what_plain_decoding_gives() -> None:
     tables[4, :5] = tables[0, :5]
     cache = LayerCache.of(key, value)
     backend = make_backend("triton", HEADS, torch.float32, PLACEMENT, size)
+    for rule in WINDOWED:
+        backend.accept(rule)
     backend.reserve(cache, 8)
     query, own = torch.randn(6, HEADS.num_query, HEADS.dim, generator=generator).to(DEVICE), key[:6, :, 0]
     rows = torch.tensor(entries, dtype=torch.int32, device=DEVICE)
     seen = torch.tensor(lengths, device=DEVICE)
 
     def attend(groups: list[SharedPrefix], *, cascade: bool) -> Tensor:
+        """What layers without a window find, and after them what layers with one do."""
         backend.set_groups(groups)
         plan = backend.plan(rows, seen - 1, seen, tables, None, cascade=cascade)
-        return backend.attend(query, own, own, cache, plan)[seen > 0]
+        found = [backend.attend(query, own, own, cache, plan, rule)[seen > 0] for rule in WINDOWED]
+        return torch.cat(found)
 
     plain = attend([], cascade=False)
     both = [SharedPrefix((0, 1), 32, 5), SharedPrefix((3, 4), 20, 4)]
@@ -81,6 +102,7 @@ def test_a_cascade_over_shared_blocks_gives_what_plain_decoding_gives() -> None:
 
 def test_decode_rows_beyond_what_was_reserved_are_refused() -> None:
     backend = make_backend("triton", HEADS, torch.float32, PLACEMENT)
+    backend.accept(RULE)
     backend.reserve(LayerCache.of(*(torch.zeros(1, 2, 16, 16, device=DEVICE) for _ in range(2))), 2)
     rows = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="3 decode rows, but 2 were reserved"):
@@ -104,6 +126,6 @@ def test_no_decode_rows_and_no_chunks_make_an_empty_plan() -> None:
     backend = make_backend("triton", HEADS, torch.float32, PLACEMENT)
     nothing = torch.empty(0, dtype=torch.int64, device=DEVICE)
     plan = backend.plan(nothing.int(), nothing, nothing, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), None)
-    assert (plan.split, plan.prefill, plan.num_decodes) == (None, None, 0)
+    assert (plan.splits, plan.prefill, plan.num_decodes) == ({}, None, 0)
     assert backend.tiles([]).shape == (0, 8)
     assert np.asarray(backend.tiles([(0, 0, 3, 1)])).shape == (1, 8)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.config.model import Heads
+from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.reference.attention import paged_attention
 from quire.runtime.attention import virtual as virtual_module
 from quire.runtime.attention.registry import make_backend
@@ -73,15 +74,15 @@ def test_torchs_own_kernel_over_views_equals_the_reference(
     backend = make_backend("virtual", HEADS, torch.float32, CPU)
     plan = backend.prepare(spans)  # type: ignore[attr-defined]
     for layer in layers:
-        out = backend.attend(query, query, query, layer, plan)
+        out = backend.attend(query, query, query, layer, plan, AttentionRule(HEADS.dim**-0.5))
         torch.testing.assert_close(out, expected(layer, spans, query), atol=1e-5, rtol=1e-5)
 
 
 def test_half_types_are_multiplied_in_the_precision_asked_for() -> None:
     layers, spans, query = case([9, 4], [(3, 5)])
     half = [VirtualLayer.over(layers[0].key_slots.half()[: -(-len(layers[0].key_slots) // 12) * 12 - 12], 0, LAYERS, 2)]
-    backend = VirtualAttention(HEADS, HEADS.dim**-0.5, torch.float32)
-    out = backend.attend(query.half(), query, query, half[0], backend.prepare(spans))
+    backend = VirtualAttention(HEADS, torch.float32)
+    out = backend.attend(query.half(), query, query, half[0], backend.prepare(spans), AttentionRule(HEADS.dim**-0.5))
     assert out.dtype == torch.float16
     torch.testing.assert_close(out.float(), expected(half[0], spans, query.half()).float(), atol=2e-3, rtol=2e-3)
 
@@ -125,11 +126,21 @@ def test_the_packed_kernel_is_told_where_each_row_begins(
 ) -> None:
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", packed_flash)
     layers, spans, query = case(decodes, chunks)
-    backend = FlashVirtualAttention(HEADS.dim**-0.5, torch.device("cpu"))
+    backend = FlashVirtualAttention(torch.device("cpu"))
     plan = backend.prepare(spans)
     assert len(plan) == bool(decodes) + bool(chunks)
     for layer in layers:
-        torch.testing.assert_close(backend.attend(query, query, query, layer, plan), expected(layer, spans, query))
+        torch.testing.assert_close(
+            backend.attend(query, query, query, layer, plan, AttentionRule(HEADS.dim**-0.5)),
+            expected(layer, spans, query),
+        )
+
+
+@pytest.mark.parametrize("rule", [AttentionRule(0.3, window=4), AttentionRule(0.3, softcap=50.0)])
+def test_rules_beyond_a_scale_are_refused(rule: AttentionRule) -> None:
+    for backend in (VirtualAttention(HEADS, torch.float32), FlashVirtualAttention(torch.device("cpu"))):
+        with pytest.raises(ConfigError, match='"virtual" cannot run this model: .*; use "paged"'):
+            backend.accept(rule)
 
 
 def test_without_the_drivers_package_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,7 @@ def test_mistral_without_a_window_or_with_one_that_never_closes_is_read(tmp_path
     for window in (None, 512, 4096):
         config = read(tmp_path, {"architectures": ["MistralForCausalLM"], "sliding_window": window})
         assert config.architecture == "mistral"
+        assert config.windows == (() if window is None else (window,) * config.num_layers)
 
 
 def test_missing_settings_are_what_transformers_takes_them_for(tmp_path: Path) -> None:
@@ -136,10 +137,10 @@ def test_linear_and_dynamic_rope_have_a_factor(tmp_path: Path, kind: str) -> Non
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "architecture": (
-        {"architectures": ["PhiForCausalLM"]},
-        "PhiForCausalLM is not supported; supported: LlamaForCausalLM",
+        {"architectures": ["MambaForCausalLM"]},
+        "MambaForCausalLM is not supported; supported: LlamaForCausalLM",
     ),
-    "model type": ({"architectures": None, "model_type": "phi"}, "model_type: 'phi' is not supported"),
+    "model type": ({"architectures": None, "model_type": "mamba"}, "model_type: 'mamba' is not supported"),
     "no architecture": ({"architectures": []}, "must name one architecture"),
     "quantized": (
         {"quantization_config": {"quant_method": "gptq"}},
@@ -160,16 +161,17 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "window": ({"use_sliding_window": True}, "sliding-window attention is not supported"),
     "layer types": ({"layer_types": ["full_attention", "sliding_attention"]}, "only full_attention layers"),
     "mistral window": (
-        {"architectures": ["MistralForCausalLM"], "sliding_window": 256},
-        "a window of 256 tokens, below max_position_embeddings = 512, is not supported",
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
+        "sliding_window: must be at least 1, is 0",
     ),
-    "mistral default window": (
-        {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 32_768},
-        "a window of 4096 tokens",
+    "qwen layer types": (
+        {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["sliding_attention"]},
+        "must be sliding_attention or full_attention for each of",
     ),
+    "longrope factors": ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope_scaling.short_factor: is missing"),
     "rope kind": (
-        {"rope_scaling": {"type": "longrope", "factor": 2}},
-        "'longrope' is not supported; supported: default",
+        {"rope_scaling": {"type": "ntk", "factor": 2}},
+        "'ntk' is not supported; supported: default",
     ),
     "rope key": (
         {"rope_scaling": {"type": "linear", "factor": 2, "zest": 1}},

@@ -13,6 +13,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.config.model import Heads
+from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.virtual import VirtualAttention, VirtualLayer, VirtualSpans
 from quire.runtime.attention.virtual_flash import FlashVirtualAttention, can_flash
 
@@ -70,12 +71,12 @@ def test_the_packed_kernel_reads_each_row_where_it_begins(dtype: torch.dtype) ->
         device=CUDA,
     )
     query = torch.randn(sum(counts), HEADS.num_query + 2, HEADS.dim, generator=generator, device=CUDA, dtype=dtype)
-    query, scale = query[:, : HEADS.num_query], HEADS.dim**-0.5
-    packed, single = FlashVirtualAttention(scale, CUDA), VirtualAttention(HEADS, scale, torch.float32)
+    query, rule = query[:, : HEADS.num_query], AttentionRule(HEADS.dim**-0.5)
+    packed, single = FlashVirtualAttention(CUDA), VirtualAttention(HEADS, torch.float32)
     for number in range(layers):
         layer = VirtualLayer.over(heads, number, layers, HEADS.num_kv)
-        out = packed.attend(query, query, query, layer, packed.prepare(spans))
-        wanted = single.attend(query, query, query, layer, single.prepare(spans))
+        out = packed.attend(query, query, query, layer, packed.prepare(spans), rule)
+        wanted = single.attend(query, query, query, layer, single.prepare(spans), rule)
         torch.testing.assert_close(out, wanted, atol=1e-2, rtol=1e-2)
 
 

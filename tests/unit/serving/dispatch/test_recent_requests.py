@@ -27,7 +27,7 @@ def request(name: str, num_prompt: int = 2, n: int = 1, *, streams: bool = False
     sampling = SamplingParams(n=n)
     submit = Submit(name, tuple(range(num_prompt)), sampling)
     record = RequestRecord(name, "completions", num_prompt, sampling, streams, 0.0)
-    mailbox: Any = SimpleNamespace(put=lambda delta: None)
+    mailbox: Any = SimpleNamespace(put=lambda delta: None, put_bytes=0)
     return InFlightRequest(submit, record, mailbox, first, streams)
 
 

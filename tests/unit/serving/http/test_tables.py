@@ -43,6 +43,8 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "generate": {"token_ids": [1]},
     "chat_render": {"messages": [{"role": "user", "content": "x"}]},
     "completions_render": {"prompt": "x"},
+    "chat_input_tokens": {"messages": [{"role": "user", "content": "x"}]},
+    "responses_input_tokens": {"input": "x"},
     "llama_completion": {"prompt": "x"},
     "llama_infill": {"input_prefix": "x", "input_suffix": "y"},
     "llama_apply_template": {"messages": [{"role": "user", "content": "x"}]},

@@ -91,6 +91,13 @@ def test_what_overflows_the_stack_ends_in_its_own_process(own: GrammarChecker) -
     assert own.check(regex("a+"))
 
 
+def test_a_crash_is_remembered_and_what_ran_out_of_time_is_not(own: GrammarChecker) -> None:
+    for plan in (plan_of(EXPLOSIVE.params()), plan_of(DEEP.params())):
+        with pytest.raises(InvalidRequest):
+            own.check(plan)
+    assert list(own._kept) == [plan_of(DEEP.params())]
+
+
 def test_a_slow_check_does_not_hold_up_another(own: GrammarChecker) -> None:
     own.check(regex("a"))
     slow = own.begin(plan_of(EXPLOSIVE.params()))

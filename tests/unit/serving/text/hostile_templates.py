@@ -37,6 +37,8 @@ ENDLESS = {
 }
 
 GREEDY = {
+    "a wide field behind a key with brackets": "{{ '%(a(b))99999999d' % {'a(b)': 1} }}",
+    "a wide field behind a long key": "{{ ('%(' ~ 'a' * 100 ~ ')99999999d') % {'a' * 100: 1} }}",
     "a long repetition": "{{ 'a' * 10**9 }}",
     "a repetition from the left": "{{ 10**9 * 'a' }}",
     "a long list": "{{ [0] * 10**9 }}",

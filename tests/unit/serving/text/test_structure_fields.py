@@ -53,6 +53,22 @@ def test_what_is_wrong_is_named_by_its_path(value: Any, path: str) -> None:
     assert caught.value.field == path
 
 
+def test_a_schema_may_stand_beside_the_type_json_object() -> None:
+    found = structure_of_response_format({"type": "json_object", "schema": SCHEMA})
+    assert found == StructuredOutputsParams(json=SCHEMA)
+    assert structure_of_response_format({"type": "json_object", "schema": None}) == StructuredOutputsParams(
+        json_object=True
+    )
+    with pytest.raises(InvalidRequest) as caught:
+        structure_of_response_format({"type": "json_object", "schema": 123})
+    assert caught.value.field == "response_format.schema"
+
+
+def test_the_names_of_llama_cpp_are_understood() -> None:
+    assert structure_of_guided({"grammar": "start: A"}) == StructuredOutputsParams(grammar="start: A")
+    assert structure_of_guided({"json_schema": SCHEMA}) == StructuredOutputsParams(json=SCHEMA)
+
+
 def test_the_old_names_are_understood() -> None:
     assert structure_of_guided({}) is None
     assert structure_of_guided({"guided_regex": None, "n": 2}) is None

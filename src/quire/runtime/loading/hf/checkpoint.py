@@ -13,6 +13,7 @@ from quire.runtime.loading.hf.config import hf_model_config
 from quire.runtime.loading.hf.directory import INDEX, weight_files
 from quire.runtime.loading.hf.safetensors import SafetensorsFile
 from quire.runtime.loading.values import refuse_blank, refuse_non_finite
+from quire.runtime.models.registry import find_family
 from quire.runtime.quantization.levels import LevelWeight
 from quire.types.errors import ModelLoadError
 
@@ -25,14 +26,17 @@ WEIGHT_DTYPES: dict[str, torch.dtype] = {
 
 
 class HfCheckpoint:
-    """Reads one tensor at a time, as stored (float64 as float32): a view of its file that outlives `close`."""
+    """Reads one tensor at a time, as stored (float64 as float32): a view of its file that outlives `close`.
+
+    Tensors have the names that the family's layers give them.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.file = str(directory)
         self.config: ModelConfig = hf_model_config(directory)
         self._files: list[SafetensorsFile] = []
         try:
-            self._owners = self._open(directory)
+            self._owners, self._stored = self._name(self._open(directory))
             self.names = frozenset(self._owners)
             check_tensors(self.config, self.names, shape=self.shape, source=self.source, file=self.file)
         except ModelLoadError:
@@ -40,7 +44,7 @@ class HfCheckpoint:
             raise
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._owners[name].tensors[name].shape
+        return self._owners[name].tensors[self._stored[name]].shape
 
     def source(self, name: str) -> str:
         return self._owners[name].name
@@ -51,7 +55,7 @@ class HfCheckpoint:
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU. Raises ModelLoadError when its numbers are damaged beyond doubt."""
         owner = self._owners[name]
-        tensor, raw = owner.tensors[name], owner.raw(name)
+        tensor, raw = owner.tensors[self._stored[name]], owner.raw(self._stored[name])
         dtype = WEIGHT_DTYPES.get(tensor.dtype)
         if dtype is None:
             raise ModelLoadError(
@@ -68,6 +72,18 @@ class HfCheckpoint:
         """Unmap the files. Idempotent."""
         for file in self._files:
             file.close()
+
+    def _name(self, owners: dict[str, SafetensorsFile]) -> tuple[dict[str, SafetensorsFile], dict[str, str]]:
+        """By the layers' names: the tensors' files, and their names there."""
+        rename = find_family(self.config.architecture).rename
+        stored: dict[str, str] = {}
+        for name, file in owners.items():
+            known = rename(name)
+            if known in stored:
+                raise ModelLoadError(file.name, f"is the same tensor as {stored[known]}", tensor=name)
+            if known is not None:
+                stored[known] = name
+        return {known: owners[name] for known, name in stored.items()}, stored
 
     def _open(self, directory: Path) -> dict[str, SafetensorsFile]:
         paths, index = weight_files(directory)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import BinaryIO
 
 import msgspec
 
 from quire.serving.batch_lines import (
-    BatchLine,
     answered_keys,
     custom_id_of,
     error_key,
@@ -20,17 +20,17 @@ from quire.serving.batch_lines import (
     read_lines,
     result_line,
 )
-from quire.serving.dispatch.dispatcher import Dispatcher
 from quire.serving.http.batches.batch_store import Batch, BatchStore
 from quire.serving.http.batches.file_store import FileStore, StoredFile, epoch_seconds
+from quire.serving.http.batches.gate import BackgroundGate, Place
 from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import AsgiHandler
 from quire.serving.http.inner_call import InnerResponse, call_endpoint
 from quire.types.errors import InvalidRequest, QuireError
 
-POLL_SECONDS = 0.05  # between two looks for spare capacity
 WATCH_SECONDS = 0.25  # between two looks whether the batch was cancelled
 SAVE_SECONDS = 0.5  # between two writes of a batch's counts, at least
+ROOM_SECONDS = 2.0  # between two looks how much room its owner has, at most
 MAX_TRIES = 5  # of a line during which the engine went down
 BACKGROUND_PRIORITY = 1_000_000  # where the engine knows priorities: behind everybody
 
@@ -39,43 +39,13 @@ class BatchFailed(QuireError):
     """The batch cannot be run. The text is written for its owner."""
 
 
-class BackgroundGate:
-    """Lets requests of batches through while the server has capacity to spare: no other request waits, and batches
-    use at most half of the sequences that the engine can run."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a line asks for: the body, written as JSON, for an endpoint."""
 
-    def __init__(self, dispatcher: Dispatcher, max_requests: int, num_edges: int) -> None:
-        self._dispatcher, self._max_requests, self._num_edges = dispatcher, max_requests, num_edges
-        self._num_running = 0
-
-    async def enter(self) -> bool:
-        """Wait for capacity. Returns False if the server shuts down first; after True, call `leave`."""
-        while not self._has_room():
-            if self._dispatcher.is_draining:
-                return False
-            await asyncio.sleep(POLL_SECONDS)
-        self._num_running += 1
-        return True
-
-    def leave(self) -> None:
-        self._num_running -= 1
-
-    def _has_room(self) -> bool:
-        engine, dispatcher = self._dispatcher.engine, self._dispatcher
-        if engine is None or dispatcher.is_draining:
-            return False
-        share = max(1, engine.max_num_seqs // (2 * self._num_edges))
-        if self._num_running >= min(self._max_requests, share):
-            return False
-        return dispatcher.num_waiting == 0 and dispatcher.edge_loads.elsewhere()[0] == 0
-
-    @property
-    def knows_priorities(self) -> bool:
-        engine = self._dispatcher.known_engine
-        return engine is not None and engine.policy == "priority"
-
-    @property
-    def is_closed(self) -> bool:
-        return self._dispatcher.is_draining
+    custom_id: str
+    url: str
+    body: bytes
 
 
 class BatchRun:
@@ -97,34 +67,40 @@ class BatchRun:
         self._handler, self._gate, self._limits = handler, gate, limits
         self._seen: set[str] = set()  # custom_ids of this run
         self._saved_at = 0.0
-        self._num_bytes = 0
+        self._room, self._looked_at = 0, 0.0  # bytes that the owner may still write, and when that was looked up
+        self._reading = asyncio.Lock()
         self._stopped_by: str | None = None  # the state that ended the run early
 
     async def run(self) -> None:
         """Run the batch until it ends, or until the server shuts down. Raises BatchFailed."""
-        batch = self._batch
         source = await self._input()
         output, errors = await asyncio.to_thread(self._outputs)
-        answered = await asyncio.to_thread(answered_keys, self._files.data_path(output), keeps_failures=True)
-        refused = await asyncio.to_thread(answered_keys, self._files.data_path(errors), keeps_failures=True)
+        try:
+            if await self._run_lines(source, output, errors):
+                await self._finalize(output, errors)
+        except Exception:
+            await self._publish_results(output, errors)
+            raise
+
+    async def _run_lines(self, source: StoredFile, output: StoredFile, errors: StoredFile) -> bool:
+        """Returns False if the server shuts down first; the next start goes on from there."""
+        batch, path_of = self._batch, self._files.data_path
+        answered = await asyncio.to_thread(answered_keys, path_of(output), keeps_failures=True)
+        refused = await asyncio.to_thread(answered_keys, path_of(errors), keeps_failures=True)
         batch.completed, batch.failed, self._done = len(answered), len(refused), answered | refused
         batch.enter("in_progress")
         await self._save()
         with ExitStack() as stack:
-            self._lines = read_lines(
-                stack.enter_context(self._files.data_path(source).open("rb")), self._limits["body_bytes"] + 4_096
-            )
-            self._output = stack.enter_context(self._files.data_path(output).open("ab"))
-            self._errors = stack.enter_context(self._files.data_path(errors).open("ab"))
-            try:
-                await self._work()
-            except BatchFailed:
-                await self._publish_results(output, errors)
-                raise
-            if self._gate.is_closed and self._stopped_by is None and batch.completed + batch.failed < batch.total:
-                await self._save()
-                return  # the next start goes on from here
-        await self._finalize(output, errors)
+            file = stack.enter_context(path_of(source).open("rb"))
+            self._lines = read_lines(file, self._limits["body_bytes"] + 4_096)
+            self._output = stack.enter_context(path_of(output).open("ab"))
+            self._errors = stack.enter_context(path_of(errors).open("ab"))
+            await self._work()
+        is_cut_off = self._gate.is_closed and self._stopped_by is None
+        if is_cut_off and batch.completed + batch.failed < batch.total:
+            await self._save()
+            return False
+        return True
 
     async def _input(self) -> StoredFile:
         batch = self._batch
@@ -148,7 +124,10 @@ class BatchRun:
         batch, purpose = self._batch, "batch_output"
         names = (f"{batch.id}_output.jsonl", f"{batch.id}_error.jsonl")
         if not batch.reserved:
-            batch.reserved = [self._files.begin(batch.owner, name, purpose).id for name in names]
+            try:
+                batch.reserved = [file.id for file in self._files.begin(batch.owner, names, purpose)]
+            except ApiError as error:
+                raise BatchFailed(str(error)) from None
             self._batches.save(batch)
         one, two = (
             StoredFile(file_id, batch.owner, name, purpose, batch.created_at)
@@ -182,57 +161,76 @@ class BatchRun:
             worker.cancel()
 
     async def _worker(self) -> None:
-        for number, text in self._lines:
-            if error_key(number) in self._done:
-                continue
-            if not await self._answer(number, text):
-                return
+        """Run line after line. Reads none before it may run, so that batches that wait hold none."""
+        while (place := await self._gate.enter()) is not None:
+            try:
+                async with self._reading:
+                    number, text = await asyncio.to_thread(self._next_line)
+                if number is None or not await self._answer(number, text, place):
+                    return
+            finally:
+                place.leave()
 
-    async def _answer(self, number: int, text: bytes | None) -> bool:
+    def _next_line(self) -> tuple[int | None, bytes | None]:
+        """The number and the text of the next line without an error of its own; no number: it was the last."""
+        return next(
+            ((number, text) for number, text in self._lines if error_key(number) not in self._done), (None, None)
+        )
+
+    async def _answer(self, number: int, text: bytes | None, place: Place) -> bool:
         """Run one line and write its result. Returns False if the server shuts down before it has one."""
         try:
             if text is None:
                 raise InvalidRequest(f"line {number}", f"is above {self._limits['body_bytes']} bytes", "split it")
-            line = await asyncio.to_thread(read_line, number, text, (self._batch.endpoint,))
-            if line.custom_id in self._seen:
+            call = await asyncio.to_thread(self._read_call, number, text)
+            if call.custom_id in self._seen:
                 raise InvalidRequest(f"line {number}: custom_id", "is that of another line", "choose another")
         except InvalidRequest as error:
             name = None if text is None else custom_id_of(text)
             await self._write(self._errors, error_line(name, "invalid_line", str(error), number), is_failure=True)
             return True
-        self._seen.add(line.custom_id)
-        if line.custom_id in self._done:
+        self._seen.add(call.custom_id)
+        if call.custom_id in self._done:
             return True
-        response = await self._send(line)
+        response = await self._send(call, place)
         if response is None:
             return False
         failed = response.status != 200
-        made = result_line(line.custom_id, response.request_id, response.status, response.body)
+        made = result_line(call.custom_id, response.request_id, response.status, response.body)
         await self._write(self._errors if failed else self._output, made, is_failure=failed)
         return True
 
-    async def _send(self, line: BatchLine) -> InnerResponse | None:
+    def _read_call(self, number: int, text: bytes) -> Call:
+        """Raises InvalidRequest."""
+        line = read_line(number, text, (self._batch.endpoint,))
+        body = {"priority": BACKGROUND_PRIORITY, **line.body} if self._gate.knows_priorities else line.body
+        try:
+            return Call(line.custom_id, line.url, msgspec.json.encode(body))
+        except (ValueError, OverflowError, RecursionError):  # half a character, an endless number, a deep list
+            reason = "holds text or numbers that JSON cannot have"
+            raise InvalidRequest(f"line {number}: body", reason, "write UTF-8 and numbers of 64 bits") from None
+
+    async def _send(self, call: Call, place: Place) -> InnerResponse | None:
         """Send a line to its endpoint, again where the server was full or its engine went down. None: it shuts
         down."""
-        body = {"priority": BACKGROUND_PRIORITY, **line.body} if self._gate.knows_priorities else line.body
-        encoded, num_tries = msgspec.json.encode(body), 0
-        while await self._gate.enter():
-            try:
-                response = await call_endpoint(self._handler, line.url, encoded, self._batch.owner)
-            finally:
-                self._gate.leave()
+        num_tries = 0
+        while True:
+            response = await call_endpoint(self._handler, call.url, call.body, self._batch.owner)
             num_tries += response.status == 503
             if response.status not in (429, 503) or num_tries >= MAX_TRIES:
                 return response
-            await asyncio.sleep(response.retry_after)
-        return None
+            if not await place.wait_for_retry(response.retry_after):
+                return None
 
     async def _write(self, file: BinaryIO, line: bytes, *, is_failure: bool) -> None:
+        if len(line) > self._room or time.monotonic() - self._looked_at >= ROOM_SECONDS:
+            self._looked_at = time.monotonic()
+            self._room = await asyncio.to_thread(self._files.room, self._batch.owner)
+        self._room -= len(line)
+        if self._room < 0:
+            raise BatchFailed(f"its results do not fit; {self._files.bounds}; delete some (DELETE /v1/files/ID)")
         file.write(line)
         file.flush()
-        self._num_bytes += len(line)
-        if self._num_bytes > self._limits["files_bytes"]:
-            raise BatchFailed(f"its results have more than {self._limits['files_bytes']} bytes")
         self._batch.failed += is_failure
         self._batch.completed += not is_failure
         if time.monotonic() - self._saved_at >= SAVE_SECONDS:
@@ -257,8 +255,8 @@ class BatchRun:
         self._batch.error_file_id = await asyncio.to_thread(self._publish, errors)
 
     def _publish(self, file: StoredFile) -> str | None:
-        with suppress(FileNotFoundError):
-            if self._files.data_path(file).stat().st_size:
-                return self._files.finish(file).id
-            self._files.delete(file)
+        path = self._files.data_path(file)
+        if path.exists() and path.stat().st_size:
+            return self._files.finish(file).id
+        self._files.delete(file)
         return None

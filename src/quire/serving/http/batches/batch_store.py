@@ -75,7 +75,7 @@ class Batch:
 
 class BatchStore:
     """Keeps batches in a folder: `ID.json` describes a batch; the edge that runs it locks `ID.lock`; `ID.cancel` asks
-    that edge to stop. Bounded in number: the oldest that ended is forgotten.
+    that edge to stop. Each owner's are bounded in number: the oldest that ended is forgotten.
 
     Methods read and write the disk, so call them in a thread.
     """
@@ -84,12 +84,13 @@ class BatchStore:
         self._directory, self._limits = directory, limits
 
     def create(self, owner: str, endpoint: str, input_file_id: str, metadata: dict[str, str] | None) -> Batch:
-        """Raises ApiError (429) when too many batches have not ended."""
+        """Raises ApiError (429) when too many batches of this owner have not ended."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        known = self._all()
+        known = self.owned_by(owner)
         open_ones = sum(batch.status not in ENDED for batch in known)
         if open_ones >= self._limits["batches"]:
-            message = f"{open_ones} batches have not ended, limit {self._limits['batches']}; wait or cancel one"
+            limit = self._limits["batches"]
+            message = f"{open_ones} batches of this API key have not ended, limit {limit}; wait or cancel one"
             raise ApiError(429, message, code="too_many_batches", headers=((b"retry-after", b"60"),))
         ended = sorted((batch for batch in known if batch.status in ENDED), key=lambda batch: batch.created_at)
         for batch in ended[: max(0, len(ended) - 10 * self._limits["batches"])]:

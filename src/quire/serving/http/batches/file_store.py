@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import secrets
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,38 +46,55 @@ class StoredFile:
 
 
 class FileStore:
-    """Keeps files in a folder: `ID.json` describes a file, `ID.data` holds it. Bounded in number and bytes.
+    """Keeps files in a folder: `ID.json` describes a file, `ID.data` holds it. While a batch writes a file, `ID.part`
+    describes it, and nobody finds it. Each owner's files are bounded in number and bytes.
 
     Methods read and write the disk, so call them in a thread.
     """
 
     def __init__(self, directory: Path, limits: Mapping[str, int]) -> None:
         self._directory, self._limits = directory, limits
+        self._owners: dict[str, str] = {}  # of files, by id: what was read once need not be read again
+
+    @property
+    def bounds(self) -> str:
+        """What the files of one owner are bounded by, in words."""
+        return f"an API key has room for {self._limits['files']} files of {self._limits['files_bytes']} bytes together"
 
     def add(self, owner: str, filename: str, purpose: str, data: bytes) -> StoredFile:
         """Keep an uploaded file. Raises ApiError (400, 413) over a limit."""
-        self._check_room(len(data))
-        file = self.begin(owner, filename, purpose)
-        self.data_path(file).write_bytes(data)
-        return self.finish(file)
+        if len(data) > self._limits["file_bytes"]:
+            message = f"file: has {len(data)} bytes, limit {self._limits['file_bytes']}; split it"
+            raise ApiError(413, message, code="file_too_large", param="file")
+        with self._locked():
+            self.check_room(owner, 1, len(data), "file")
+            file = self._describe(owner, filename, purpose)
+            self.data_path(file).write_bytes(data)
+            return self.finish(file)
 
-    def begin(self, owner: str, filename: str, purpose: str) -> StoredFile:
-        """Describe a file that is still to be written to `data_path`. Nobody finds it before `finish`."""
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return StoredFile(f"file-{secrets.token_hex(12)}", owner, filename, purpose, epoch_seconds())
+    def begin(self, owner: str, filenames: Iterable[str], purpose: str) -> list[StoredFile]:
+        """Make room for files that a batch will write to their `data_path`. Nobody finds them before `finish`. Raises
+        ApiError (400) over a limit."""
+        files = [self._describe(owner, name, purpose) for name in filenames]
+        with self._locked():
+            self.check_room(owner, len(files))
+            for file in files:
+                write_json(self._directory / f"{file.id}.part", asdict(file))
+        return files
 
     def finish(self, file: StoredFile) -> StoredFile:
         """Make a file that was written known."""
         size = self.data_path(file).stat().st_size
         known = StoredFile(file.id, file.owner, file.filename, file.purpose, file.created_at, size)
         write_json(self._directory / f"{file.id}.json", asdict(known))
+        (self._directory / f"{file.id}.part").unlink(missing_ok=True)
         return known
 
     def get(self, owner: str, file_id: str) -> StoredFile:
         """Raises ApiError (404) for a file that is not there or not the owner's."""
         found = self._read(self._directory / f"{file_id}.json") if _FILE_ID.fullmatch(file_id) else None
         if found is None or found.owner != owner:
-            raise ApiError(404, f"file_id: no file of yours is called {file_id[:80]!a}", code="file_not_found")
+            raise _not_found(file_id)
         return found
 
     def owned_by(self, owner: str) -> list[StoredFile]:
@@ -85,36 +103,63 @@ class FileStore:
         own = [file for file in found if file is not None and file.owner == owner]
         return sorted(own, key=lambda file: (-file.created_at, file.id))
 
-    def content(self, file: StoredFile) -> bytes:
-        return self.data_path(file).read_bytes()
+    def pieces(self, file: StoredFile, num_bytes: int) -> Iterator[bytes]:
+        """What is in a file, in pieces of up to so many bytes. Raises ApiError (404) if it was deleted meanwhile."""
+        try:
+            data = self.data_path(file).open("rb")
+        except FileNotFoundError:
+            raise _not_found(file.id) from None
+        with data:
+            while piece := data.read(num_bytes):
+                yield piece
 
     def delete(self, file: StoredFile) -> None:
-        (self._directory / f"{file.id}.json").unlink(missing_ok=True)
-        self.data_path(file).unlink(missing_ok=True)
+        for suffix in ("json", "part", "data"):
+            (self._directory / f"{file.id}.{suffix}").unlink(missing_ok=True)
 
     def data_path(self, file: StoredFile) -> Path:
         return self._directory / f"{file.id}.data"
 
-    def num_bytes(self) -> int:
-        """Bytes of all files, those that are still written too."""
-        return sum(size for _, size in self._sizes())
+    def check_room(self, owner: str, num_files: int, num_bytes: int = 0, param: str | None = None) -> None:
+        """Raises ApiError (400) if the owner has no room for so many more files and bytes."""
+        sizes = self._sizes(owner)
+        if len(sizes) + num_files > self._limits["files"] or sum(sizes) + num_bytes > self._limits["files_bytes"]:
+            message = f"file: {self.bounds}; delete some first (DELETE /v1/files/ID)"
+            raise ApiError(400, message, code="too_many_files", param=param)
 
-    def _check_room(self, num_bytes: int) -> None:
-        limits = self._limits
-        if num_bytes > limits["file_bytes"]:
-            message = f"file: has {num_bytes} bytes, limit {limits['file_bytes']}; split it"
-            raise ApiError(413, message, code="file_too_large", param="file")
-        sizes = self._sizes()
-        if len(sizes) >= limits["files"] or sum(size for _, size in sizes) + num_bytes > limits["files_bytes"]:
-            bounds = f"{limits['files']} files, {limits['files_bytes']} bytes"
-            message = f"file: the server keeps no more than {bounds}; delete some first (DELETE /v1/files/ID)"
-            raise ApiError(400, message, code="too_many_files", param="file")
+    def room(self, owner: str) -> int:
+        """How many bytes more the owner's files may have; negative if they have too many."""
+        return self._limits["files_bytes"] - sum(self._sizes(owner))
 
-    def _sizes(self) -> list[tuple[str, int]]:
-        if not self._directory.exists():
-            return []
-        with os.scandir(self._directory) as entries:
-            return [(entry.name, entry.stat().st_size) for entry in entries if entry.name.endswith(".data")]
+    def _sizes(self, owner: str) -> list[int]:
+        """The sizes of an owner's files, those that are still written too."""
+        paths = {path.stem: path for ending in ("part", "json") for path in self._directory.glob(f"file-*.{ending}")}
+        before = self._owners
+        new = {file_id: self._read(path) for file_id, path in paths.items() if file_id not in before}
+        known = before | {file_id: file.owner for file_id, file in new.items() if file is not None}
+        self._owners = {file_id: known[file_id] for file_id in paths if file_id in known}
+        return [self._size(file_id) for file_id in paths if known.get(file_id) == owner]
+
+    def _size(self, file_id: str) -> int:
+        try:
+            return (self._directory / f"{file_id}.data").stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    @staticmethod
+    def _describe(owner: str, filename: str, purpose: str) -> StoredFile:
+        return StoredFile(f"file-{secrets.token_hex(12)}", owner, filename, purpose, epoch_seconds())
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """While room is looked for and taken, no other edge or thread does."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
 
     @staticmethod
     def _read(path: Path) -> StoredFile | None:
@@ -123,8 +168,9 @@ class FileStore:
         except (OSError, ValueError, TypeError):
             return None
 
-    def remove_all(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
+
+def _not_found(file_id: str) -> ApiError:
+    return ApiError(404, f"file_id: no file of yours is called {file_id[:80]!a}", code="file_not_found")
 
 
 def epoch_seconds() -> int:

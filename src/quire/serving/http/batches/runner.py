@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from quire.serving.dispatch.dispatcher import Dispatcher
-from quire.serving.http.batches.batch_run import BackgroundGate, BatchFailed, BatchRun
+from quire.serving.http.batches.batch_run import BatchFailed, BatchRun
 from quire.serving.http.batches.batch_store import Batch, BatchStore
 from quire.serving.http.batches.file_store import FileStore
+from quire.serving.http.batches.gate import BackgroundGate
 from quire.serving.http.exchange import AsgiHandler
 
 logger = logging.getLogger("quire.edge")
@@ -67,6 +68,9 @@ class BatchRunner:
         except OSError as error:
             logger.error("batch %s: %s", batch.id, error)
             await self._fail(batch, "the server could not read or write its files")
+        except Exception:
+            logger.exception("batch %s failed", batch.id)
+            await self._fail(batch, "the server failed to run it; the cause is in its log")
         finally:
             os.close(lock)
 

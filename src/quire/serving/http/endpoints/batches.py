@@ -50,6 +50,7 @@ class Batches:
             if source.purpose != "batch":
                 reason = f"has the purpose {source.purpose}"
                 raise InvalidRequest("input_file_id", reason, "upload it with purpose=batch")
+            await asyncio.to_thread(self._runner.files.check_room, owner, 2)  # for its results
             create = self._runner.batches.create
             batch = await asyncio.to_thread(create, owner, given["endpoint"], source.id, given.get("metadata"))
             self._runner.launch(batch)

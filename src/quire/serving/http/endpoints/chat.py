@@ -195,8 +195,9 @@ def _choice(options: ResponseOptions, result: ChoiceResult) -> dict[str, Any]:
         "content": content if content or is_plain else None,  # null: the model only reasoned or called
         "refusal": None,
     }
-    if result.reasoning:
-        message |= {"reasoning_content": result.reasoning, "reasoning": result.reasoning}
+    if options.has_reasoning and options.parameters.get("include_reasoning", True):
+        # null where there is none: clients read the members of every answer of such a model
+        message |= dict.fromkeys(("reasoning_content", "reasoning"), result.reasoning or None)
     if result.calls and _ASKED_FUNCTIONS in options.parameters:
         message["function_call"] = {"name": result.calls[0].name, "arguments": result.calls[0].arguments}
     elif result.calls:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from quire.serving.http.deadlines import HEADER, Deadlines
 from quire.serving.http.endpoint import PlainEndpoint
 from quire.serving.http.endpoints.chat import CHAT
 from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import AsgiHandler, Exchange, Handler
-from quire.serving.http.fields import Field
+from quire.serving.http.fields import Field, check_body
 from quire.serving.http.inner_call import InnerResponse, call_endpoint
 from quire.serving.http.json_body import decode_json
 from quire.serving.http.schemas import TEXT, WHOLE, Schema, many, record
@@ -21,8 +24,11 @@ from quire.serving.http.validators.prompts import Messages
 from quire.serving.http.validators.values import Bounds, Only
 from quire.types.errors import InvalidRequest
 
-_OF_CONVERSATION = ("prompt_token_ids", "prompt_logprobs", "prompt_text")
+_OF_CONVERSATION = ("prompt_token_ids", "prompt_logprobs", "prompt_text", "quire")
+_PASSED_ON = (HEADER, b"x-quire-strict", b"x-quire-explain", b"traceparent")
 _COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
+_DETAILS = (("prompt_tokens_details", "cached_tokens"), ("completion_tokens_details", "reasoning_tokens"))
+MAX_COPIES = 4  # bodies of the largest size that the parameters which conversations share may fill together
 _STREAM = Only((False,), "is not supported for several conversations")
 
 
@@ -47,17 +53,23 @@ def handle_chat_batch(service: Service) -> Handler:
     chat, path = AsgiHandler(CHAT.make_handler(service)), CHAT.paths[0]
 
     async def handle(exchange: Exchange) -> None:
+        strict = exchange.is_asked("strict") or service.config.strict
+        Deadlines.of(exchange, service.config.timeouts, time.monotonic())  # the calls obey it; here it is only checked
+        about_query = exchange.check_query("explain", "strict", strict=strict)
         with service.metered() as meter:
             body = await exchange.read_body(service.limits, meter.add)
-            given = decode_json(body, service.limits["nesting"])
-        if not isinstance(given, dict):
-            raise InvalidRequest("body", "must be a JSON object", 'send {"messages": [[...], [...]]}')
-        conversations = Conversations().check("messages", given.get("messages"), service.limits)
-        if given.get("stream") is not None:
-            _STREAM.check("stream", given["stream"], service.limits)
-        bodies = [msgspec.json.encode({**given, "messages": messages}) for messages in conversations]
+            num_bytes = len(body)
+            talks = await service.in_thread_for(num_bytes, Talks.read, body, service.limits, strict=strict)
+            del body
+        headers = tuple((name, exchange.headers[name]) for name in _PASSED_ON if name in exchange.headers)
+
+        async def call(place: int) -> InnerResponse:
+            one = await service.in_thread_for(num_bytes, talks.body, place)
+            query = exchange.scope.get("query_string", b"")
+            return await call_endpoint(chat, path, one, exchange.principal, headers=headers, query=query)
+
         gone = asyncio.create_task(exchange.until_gone())
-        calls = [asyncio.create_task(call_endpoint(chat, path, one, exchange.principal)) for one in bodies]
+        calls = [asyncio.create_task(call(place)) for place in range(len(talks.conversations))]
         try:
             responses = await _all(calls, gone)
         finally:
@@ -65,10 +77,40 @@ def handle_chat_batch(service: Service) -> Handler:
                 task.cancel()
             await asyncio.gather(gone, *calls, return_exceptions=True)
         if responses is not None:
-            joined = await service.in_thread(_join, f"chatcmpl-{exchange.request_id}", responses)
+            exchange.warnings = (*about_query, *talks.warnings)
+            joined = await service.in_thread(_join, f"chatcmpl-{exchange.request_id}", responses, exchange.warnings)
             await exchange.reply(200, joined)
 
     return handle
+
+
+@dataclass(frozen=True, slots=True)
+class Talks:
+    """The conversations of a request, and what they share."""
+
+    conversations: list[Any]
+    shared: bytes  # the other parameters, as a JSON object
+    warnings: tuple[str, ...]
+
+    @classmethod
+    def read(cls, body: bytes, limits: Bounds, *, strict: bool) -> Talks:
+        """Check the parameters once for all conversations, and leave out those without effect. Raises
+        InvalidRequest."""
+        decoded = decode_json(body, limits["nesting"])
+        given, warnings = check_body(CHAT_BATCH.fields_by_name, decoded, limits, strict=strict)
+        conversations = given["messages"]
+        raw = {name: decoded[name] for name in given if name not in ("messages", "stream")}
+        shared = msgspec.json.encode(raw)
+        if len(shared) * len(conversations) > MAX_COPIES * limits["body_bytes"]:
+            sizes = f"{len(conversations)} conversations with {len(shared)} bytes of other parameters each"
+            fix = f"send fewer, so that they have at most {MAX_COPIES * limits['body_bytes']} bytes together"
+            raise InvalidRequest("messages", f"has {sizes}", fix)
+        return cls(conversations, shared, tuple(warnings))
+
+    def body(self, place: int) -> bytes:
+        """The request for one conversation."""
+        messages = b'{"messages":' + msgspec.json.encode(self.conversations[place])
+        return messages + (b"}" if self.shared == b"{}" else b"," + self.shared[1:])
 
 
 async def _all(calls: list[asyncio.Task[InnerResponse]], gone: asyncio.Task[None]) -> list[InnerResponse] | None:
@@ -98,17 +140,19 @@ def _failure(place: int, response: InnerResponse) -> ApiError:
     return ApiError(response.status, message, code=error["code"], param=param, headers=later)
 
 
-def _join(response_id: str, responses: list[InnerResponse]) -> bytes:
+def _join(response_id: str, responses: list[InnerResponse], about_all: Sequence[str]) -> bytes:
     bodies = [msgspec.json.decode(response.body) for response in responses]
     choices: list[dict[str, Any]] = []
     for body in bodies:
         own = {name: body.pop(name) for name in _OF_CONVERSATION if body.get(name) is not None}
         for choice in body.pop("choices"):
             choices.append({**choice, "index": len(choices), **own})
-    usage = {name: sum(body["usage"][name] for body in bodies) for name in _COUNTS}
-    cached = sum(body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in bodies)
-    usage["prompt_tokens_details"] = {"cached_tokens": cached}
-    warnings = list(dict.fromkeys(text for body in bodies for text in body.get("warnings", ())))
+    usages = [body["usage"] for body in bodies]
+    usage: dict[str, Any] = {name: sum(one[name] for one in usages) for name in _COUNTS}
+    for name, count in _DETAILS:
+        found = [one[name][count] for one in usages if name in one]
+        usage |= {name: {count: sum(found)}} if found else {}
+    warnings = list(dict.fromkeys([*about_all, *(text for body in bodies for text in body.get("warnings", ()))]))
     first = {name: bodies[0][name] for name in ("object", "created", "model", "system_fingerprint")}
     more = {"warnings": warnings} if warnings else {}
     return msgspec.json.encode({"id": response_id, **first, "choices": choices, "usage": usage, **more})
@@ -117,7 +161,7 @@ def _join(response_id: str, responses: list[InnerResponse]) -> bytes:
 _DESCRIPTION = """\
 Takes the parameters of `/v1/chat/completions`, but several conversations. The response has the choices of all of them,
 in order: with `n`, the first `n` belong to the first conversation. An error in one conversation is an error of the
-request."""
+request. `?explain=1` explains each choice."""
 _FIELDS = tuple(
     Field("messages", Conversations(), "The conversations, each a list of messages.", is_required=True)
     if field.name == "messages"

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from email.message import Message
 from typing import Any, Literal
 
 from quire.serving.http.batches.file_store import StoredFile
 from quire.serving.http.endpoint import Endpoint, PlainEndpoint
 from quire.serving.http.exchange import Exchange, Handler
+from quire.serving.http.multipart import read_form
 from quire.serving.http.schemas import FLAG, TEXT, WHOLE, Schema, many, or_null, record, ref
 from quire.serving.http.service import Service
 from quire.types.errors import InvalidRequest
 
 MAX_PAGE = 10_000
 MAX_NAME_CHARACTERS = 255
+PIECE_BYTES = 2**18  # of a download
 PURPOSES = ("batch", "user_data", "evals", "fine-tune", "assistants", "vision")
 
 
@@ -28,10 +29,12 @@ class Files:
 
     async def upload(self, exchange: Exchange) -> None:
         service = self._service
-        with service.metered() as meter:
+        with service.metered(is_upload=True) as meter:
             body = await exchange.read_form(service.limits, meter.add)
-            parts = read_form(exchange.headers[b"content-type"].decode("latin-1"), body)
-            purpose = parts.get("purpose", ("", b""))[1].decode("utf-8", "replace")
+            content_type = exchange.headers[b"content-type"].decode("latin-1")
+            parts = await service.in_thread_for(len(body), read_form, content_type, body)
+            del body
+            purpose = parts.get("purpose", ("", b""))[1][:64].decode("utf-8", "replace")
             if purpose not in PURPOSES:
                 raise InvalidRequest("purpose", f"must be one of {', '.join(PURPOSES)}", "batch is the usual one")
             if "file" not in parts:
@@ -52,10 +55,11 @@ class Files:
         await exchange.reply_json((await self._file(exchange)).as_json())
 
     async def content(self, exchange: Exchange) -> None:
+        """Send the file piece by piece, as fast as the client reads."""
         file = await self._file(exchange)
-        data = await asyncio.to_thread(self._service.batches.files.content, file)
+        pieces = self._service.batches.files.pieces(file, PIECE_BYTES)
         headers = ((b"content-type", b"application/octet-stream"), (b"x-content-type-options", b"nosniff"))
-        await exchange.reply(200, data, headers)
+        await exchange.reply_in_pieces(pieces, file.num_bytes, headers, self._service.limits["stall_seconds"])
 
     async def delete(self, exchange: Exchange) -> None:
         file = await self._file(exchange)
@@ -71,7 +75,7 @@ def page(exchange: Exchange, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A page of a list, by the query parameters `after`, `limit` and `order` (desc: the newest first)."""
     given = exchange.query
     limit, after, order = (given.get(name, [""])[-1] for name in ("limit", "after", "order"))
-    if limit and (not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_PAGE):
+    if limit and (not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_PAGE):
         raise InvalidRequest("limit", f"must be in [1, {MAX_PAGE}]", "choose a value inside it")
     if order not in ("", "asc", "desc"):
         raise InvalidRequest("order", "must be asc or desc")
@@ -83,45 +87,6 @@ def page(exchange: Exchange, rows: list[dict[str, Any]]) -> dict[str, Any]:
     shown = rows[: int(limit) if limit else MAX_PAGE]
     ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
     return {"object": "list", "data": shown, **ends, "has_more": len(shown) < len(rows)}
-
-
-def read_form(content_type: str, body: bytes) -> dict[str, tuple[str, bytes]]:
-    """The parts of a multipart/form-data body by name: the file name, if any, and the data. Raises InvalidRequest."""
-    boundary = _parameter(content_type, "boundary")
-    if not boundary or len(boundary) > 200:
-        raise InvalidRequest("content-type", "has no boundary", "send multipart/form-data; boundary=...")
-    mark = b"--" + boundary.encode("latin-1", "replace")
-    if not body.startswith(mark):
-        raise InvalidRequest("body", "does not begin with its boundary", "send multipart/form-data")
-    found: dict[str, tuple[str, bytes]] = {}
-    place = len(mark)
-    while body[place : place + 2] == b"\r\n":
-        head_end = body.find(b"\r\n\r\n", place)
-        end = body.find(b"\r\n" + mark, head_end + 2)
-        if head_end < 0 or end < 0 or len(found) >= 16:
-            raise InvalidRequest("body", "is no multipart/form-data of up to 16 parts", "send the file as a form")
-        disposition = _disposition(body[place + 2 : head_end])
-        name = _parameter(disposition, "name")
-        found[name] = (_parameter(disposition, "filename"), body[head_end + 4 : max(end, head_end + 4)])
-        place = end + 2 + len(mark)
-    if body[place : place + 2] != b"--":
-        raise InvalidRequest("body", "ends before its last boundary", "send the whole form")
-    return found
-
-
-def _disposition(head: bytes) -> str:
-    for line in head.split(b"\r\n"):
-        name, _, value = line.partition(b":")
-        if name.strip().lower() == b"content-disposition":
-            return value.strip().decode("utf-8", "replace")
-    return ""
-
-
-def _parameter(header: str, name: str) -> str:
-    message = Message()
-    message["content-type"] = header.replace("\r", " ").replace("\n", " ")
-    value = message.get_param(name, "")
-    return value if isinstance(value, str) else value[-1]
 
 
 def _route(

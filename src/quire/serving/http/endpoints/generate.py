@@ -4,7 +4,7 @@ are exactly those of the model."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -44,6 +44,7 @@ from quire.types.step import TokenLogprobs
 
 _encode = msgspec.json.encode
 _KINDS = {"cumulative": "cumulative", "delta": "delta", "final_only": "delta", 0: "cumulative", 1: "delta", 2: "delta"}
+GROWTH = 16  # a cumulative event has at least this part more tokens than the one before
 _AROUND = ("stream", "stream_options", "stream_interval", "return_tokens_as_token_ids", "return_token_ids")
 
 
@@ -88,7 +89,7 @@ _FIELDS = (
     Field("sampling_params", Options(SAMPLING_MEMBERS),
           "The sampling parameters of `/v1/completions` by the same names. `max_tokens`: as many as fit, unless it is "
           "given. `output_kind`: events of a stream carry the new tokens (`delta`, the default) or all so far "
-          "(`cumulative`)."),
+          "(`cumulative`); those come when the answer has grown by a sixteenth, and at its end."),
     *_STREAM,
     *NAMES,
     *(field for field in LABELS if field.name == "priority"),
@@ -164,6 +165,28 @@ def _choice(options: ResponseOptions, result: ChoiceResult) -> dict[str, Any]:
     }
 
 
+@dataclass(slots=True)
+class SoFar:
+    """All tokens of one choice whose events repeat those before. Such an event is due when the answer has grown by a
+    share, so that all events together stay in proportion to the answer."""
+
+    ids: list[int] = field(default_factory=list)
+    columns: list[LogprobColumns] = field(default_factory=list)
+    num_told: int = 0
+
+    def extend(self, ids: list[int], columns: list[LogprobColumns]) -> tuple[list[int], list[LogprobColumns]]:
+        self.ids += ids
+        self.columns += columns
+        return self.ids, self.columns
+
+    def is_due(self) -> bool:
+        """Whether to tell them now."""
+        if len(self.ids) - self.num_told < max(1, self.num_told // GROWTH):
+            return False
+        self.num_told = len(self.ids)
+        return True
+
+
 class TokenStream:
     """A StreamFormat: one event for new tokens of a choice."""
 
@@ -172,8 +195,7 @@ class TokenStream:
     def __init__(self, options: ResponseOptions, requests: Sequence[InFlightRequest], names: Names) -> None:
         self._options, self._requests, self._names = options, requests, names
         self._is_cumulative = options.parameters.get("output_kind") == "cumulative"
-        self._ids: dict[int, list[int]] = {}
-        self._logprobs: dict[int, list[LogprobColumns]] = {}
+        self._so_far: dict[int, SoFar] = {}  # of cumulative choices
         self._num_tokens = 0
 
     def opening(self) -> bytes:
@@ -205,9 +227,10 @@ class TokenStream:
         columns = [delta.logprobs for delta in deltas if delta.logprobs]
         self._num_tokens += len(ids)
         if self._is_cumulative:
-            ids = [*self._ids.get(choice, ()), *ids]
-            columns = [*self._logprobs.get(choice, ()), *columns]
-            self._ids[choice], self._logprobs[choice] = ids, columns
+            so_far = self._so_far.setdefault(choice, SoFar())
+            ids, columns = so_far.extend(ids, columns)
+            if last.finish_reason is None and not so_far.is_due():
+                return b""
         told = {
             "index": choice,
             "token_ids": ids,

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from quire.serving.dispatch.in_flight_request import InFlightRequest, RenderLogprobs
-from quire.serving.dispatch.mailbox import Delta
 from quire.serving.http.endpoint import Endpoint, PlainEndpoint
 from quire.serving.http.endpoints.completions import with_infill_stops
+from quire.serving.http.endpoints.llama_cpp_format import LlamaFormat
 from quire.serving.http.endpoints.tokenize import TextEndpoint
 from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import Exchange, Handler
-from quire.serving.http.fields import MODEL, SAMPLING, TEMPLATE, TOOLS, Field, no_effect
+from quire.serving.http.fields import (
+    FOREIGN_SAMPLING,
+    MODEL,
+    SAMPLING,
+    TEMPLATE,
+    TOOLS,
+    Field,
+    no_effect,
+    not_supported,
+)
 from quire.serving.http.generation.conversation import render_messages
 from quire.serving.http.generation.handler import GenerationEndpoint
-from quire.serving.http.generation.results import ResultReader
-from quire.serving.http.generation.settings import GenerationSettings, Parameters, ResponseOptions
+from quire.serving.http.generation.settings import GenerationSettings, Parameters
 from quire.serving.http.request_head import RequestHead
 from quire.serving.http.schemas import FLAG, IDS, TEXT, WHOLE, Schema, many, record
 from quire.serving.http.service import Service
 from quire.serving.http.validators.prompts import Messages, Prompts
-from quire.serving.http.validators.values import Bounds, Flag, Number, Text, Texts, Whole
+from quire.serving.http.validators.values import MAX_TOKEN_ID, Bounds, Flag, Number, Text, Texts, Whole, shown
 from quire.types.errors import EngineDead, InvalidRequest
 
-_encode = msgspec.json.encode
 MAX_FILES = 256
-_STOP_TYPES = {"stop": "eos", "length": "limit"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,43 @@ class ExtraFiles:
         return {"type": "array", "items": file, "maxItems": MAX_FILES}
 
 
+@dataclass(frozen=True, slots=True)
+class LlamaBias:
+    """Pairs of a token and a number, or an object of them. A token is its id or a text, all of whose tokens are meant;
+    false in place of the number bans it."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> list[tuple[int | str, float]]:
+        pairs = list(value.items()) if isinstance(value, dict) else value
+        if not isinstance(pairs, list) or len(pairs) > limits["logit_bias"]:
+            most = limits["logit_bias"]
+            raise InvalidRequest(where, f"must be a list of at most {most} pairs", "send [[token, bias], ...]")
+        found = []
+        for place, pair in enumerate(pairs):
+            if not isinstance(pair, list | tuple) or len(pair) != 2:
+                raise InvalidRequest(f"{where}[{place}]", f"must be a pair, got {shown(pair)}", "send [token, bias]")
+            token, bias = pair
+            if isinstance(value, dict) and token.isascii() and token.isdigit() and len(token) <= 10:
+                token = int(token)
+            token = (
+                Text("stop_characters", 1).check(f"{where}[{place}]", token, limits)
+                if isinstance(token, str)
+                else Whole(0, MAX_TOKEN_ID).check(f"{where}[{place}]", token, limits)
+            )
+            number = Number(-100.0, 100.0)
+            found.append((token, -100.0 if bias is False else number.check(f"{where}[{place}]", bias, limits)))
+        return found
+
+    def schema(self, limits: Bounds) -> Schema:
+        bias = {"anyOf": [Number(-100.0, 100.0).schema(limits), {"enum": [False]}]}
+        text = Text("stop_characters", 1).schema(limits)
+        token = {"anyOf": [Whole(0, MAX_TOKEN_ID).schema(limits), text]}
+        items = {"anyOf": [*token["anyOf"], *bias["anyOf"]]}
+        pair = {"type": "array", "prefixItems": [token, bias], "items": items, "minItems": 2, "maxItems": 2}
+        by_name = {"type": "object", "propertyNames": text, "additionalProperties": bias}
+        most = limits["logit_bias"]
+        return {"anyOf": [{"type": "array", "items": pair, "maxItems": most}, {**by_name, "maxProperties": most}]}
+
+
 _SHARED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 _COMMON = (
     MODEL,
@@ -83,11 +122,17 @@ _COMMON = (
     Field("return_tokens", Flag(), "Return the token ids of the answer.", False),
     Field("grammar", Text("prompt_characters", 1), "A grammar (GBNF or Lark) that the answer follows."),
     Field("json_schema", JsonSchema(), "A JSON schema that the answer follows."),
+    Field("n_probs", Whole(0, "logprobs"), "Return the log-probabilities of this many likeliest tokens.", 0),
+    Field("logit_bias", LlamaBias(),
+          "Added to the logits of these tokens: `[[id or text, number], ...]`, or an object of these; false is -100."),
+    Field("response_fields", Texts("prompts", "label"), "Return only these members; `a/b` is member `b` of `a`."),
+    not_supported("post_sampling_probs", "Probabilities after sampling.", False),
+    *FOREIGN_SAMPLING,
     no_effect("cache_prompt", "Prompts are always cached.", True),
     no_effect("timings_per_token", "Timings.", False),
 )  # fmt: skip
 _COMPLETION_FIELDS = (
-    Field("prompt", Prompts(lone=True), "Text or token ids.", is_required=True),
+    Field("prompt", Prompts(), "Text, token ids, or a list of either, which has a list of answers.", is_required=True),
     *_COMMON,
 )
 _INFILL_FIELDS = (
@@ -97,14 +142,18 @@ _INFILL_FIELDS = (
     Field("prompt", Text("prompt_characters"), "What is known of the gap's beginning; goes after `input_prefix`."),
     *_COMMON,
 )
-_RENAMED = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+_RENAMED = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "n_probs": "logprobs"}
 
 
-def translate_common(given: Parameters) -> Parameters:
+def translate_common(service: Service, given: Parameters) -> Parameters:
     """Rename llama.cpp's parameters."""
     if "grammar" in given and "json_schema" in given:
         raise InvalidRequest("json_schema", "cannot be used together with grammar", "send one of them")
     structure = {"grammar": given.pop("grammar", None), "json": given.pop("json_schema", None)}
+    if not given.get("n_probs"):
+        given.pop("n_probs", None)
+    if "logit_bias" in given:
+        given["logit_bias"] = _token_biases(service, given["logit_bias"])
     found = {_RENAMED.get(name, name): value for name, value in given.items()}
     if found.get("max_tokens", -1) < 0:
         found.pop("max_tokens", None)
@@ -113,8 +162,22 @@ def translate_common(given: Parameters) -> Parameters:
     return found
 
 
+def _token_biases(service: Service, pairs: list[tuple[int | str, float]]) -> dict[int, float]:
+    """The biases of the tokens that are meant."""
+    found: dict[int, float] = {}
+    for token, bias in pairs:
+        ids = service.texts.tokenizer.encode(token, False) if isinstance(token, str) else [token]
+        found |= dict.fromkeys(ids, bias)
+    if len(found) > service.limits["logit_bias"]:
+        reason = f"means {len(found)} tokens, limit {service.limits['logit_bias']}"
+        raise InvalidRequest("logit_bias", reason, "send fewer or shorter texts")
+    return found
+
+
 def translate_completion(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
-    return translate_common(given)
+    if given.get("stream") and len(given["prompt"]) > 1:
+        raise InvalidRequest("prompt", "must be one prompt where the answer is streamed", "set stream=false")
+    return translate_common(service, given)
 
 
 def translate_infill(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
@@ -122,93 +185,7 @@ def translate_infill(service: Service, given: Parameters, head: RequestHead) -> 
     prefix = given.pop("input_prefix") + given.pop("prompt", "")
     suffix, files = given.pop("input_suffix"), given.pop("input_extra", [])
     prompt = service.texts.infill_prompt("input_suffix", prefix, suffix, files)
-    return with_infill_stops(service, {**translate_common(given), "prompt": [prompt]})
-
-
-class LlamaFormat:
-    """A ResponseFormat: one text with counts."""
-
-    def __init__(self, service: Service) -> None:
-        self._reader = ResultReader(service.texts.tokenizer)
-
-    def logprobs_renderer(self, options: ResponseOptions) -> RenderLogprobs:  # noqa: ARG002
-        raise InvalidRequest("n_probs", "is not known here", "use /v1/completions")
-
-    def body(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> bytes:
-        (result,) = self._reader.results(options, requests, None)
-        ids = result.token_ids if options.parameters.get("return_tokens") else ()
-        told = {"content": result.content, "tokens": ids}
-        return _encode(
-            told | _end(options, requests[0], result.finish_reason, result.stop_reason, len(result.token_ids))
-        )
-
-    def stream(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> LlamaStream:
-        return LlamaStream(options, requests)
-
-
-class LlamaStream:
-    """A StreamFormat: events with new text; the last says why it ended."""
-
-    content_type = b"text/event-stream; charset=utf-8"
-
-    def __init__(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> None:
-        self._options, self._request = options, requests[0]
-        self._num_tokens = 0
-        self._ended: tuple[str | None, int | str | None] = (None, None)
-
-    def opening(self) -> bytes:
-        return b""
-
-    def events(self, deltas: Sequence[Delta]) -> bytes:
-        text = "".join(delta.text for delta in deltas)
-        ids = [token for delta in deltas for token in delta.token_ids]
-        self._num_tokens += len(ids)
-        if deltas and deltas[-1].finish_reason is not None:
-            self._ended = deltas[-1].finish_reason, deltas[-1].stop_reason
-        return _event({"content": text, "tokens": ids, **_begin(self._request, self._num_tokens)}) if text else b""
-
-    def closing(self) -> bytes:
-        told = {"content": "", "tokens": []}
-        return _event(told | _end(self._options, self._request, *self._ended, self._num_tokens))
-
-    @staticmethod
-    def failure(error: ApiError) -> bytes:
-        return b"data: " + error.body() + b"\n\n"
-
-    @staticmethod
-    def ping(*, is_queued: bool) -> bytes:
-        return b": queued\n\n" if is_queued else b": working\n\n"
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(value) + b"\n\n"
-
-
-def _begin(request: InFlightRequest, num_tokens: int) -> dict[str, Any]:
-    counts = {"tokens_predicted": num_tokens, "tokens_evaluated": len(request.submit.prompt_token_ids)}
-    return {"index": 0, "id_slot": -1, "stop": False, **counts}
-
-
-def _end(
-    options: ResponseOptions,
-    request: InFlightRequest,
-    finish_reason: str | None,
-    stop_reason: int | str | None,
-    num_tokens: int,
-) -> dict[str, Any]:
-    """The members of a whole answer and of the last event."""
-    finished, word = request.finished, stop_reason if isinstance(stop_reason, str) else ""
-    told = {
-        **_begin(request, num_tokens),
-        "stop": True,
-        "model": options.model,
-        "tokens_cached": 0 if finished is None else finished.num_cached_tokens,
-        "truncated": False,
-        "stop_type": "word" if word else _STOP_TYPES.get(finish_reason or "", "none"),
-        "stopping_word": word,
-        "timings": {"prompt_n": len(request.submit.prompt_token_ids), "predicted_n": num_tokens},
-    }
-    return {**told, "warnings": options.warnings} if options.warnings else told
+    return with_infill_stops(service, {**translate_common(service, given), "prompt": [prompt]})
 
 
 def apply_template(service: Service, given: dict[str, Any]) -> dict[str, Any]:
@@ -228,6 +205,7 @@ def props(service: Service) -> Handler:
                 },
                 "total_slots": engine.max_num_seqs,
                 "model_alias": service.names[0],
+                "model_path": service.names[0],  # clients show it; where the file lies is nobody's business
                 "chat_template": texts.template_source or "",
                 "bos_token": "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
                 "eos_token": eos,
@@ -271,12 +249,12 @@ _TEXT_END: dict[str, Schema] = {
     "tokens_evaluated": WHOLE,
 }
 _SCHEMAS: dict[str, Schema] = {
-    "LlamaAnswer": record(_TEXT_END, is_open=True),
+    "LlamaAnswer": {"anyOf": [record({}, _TEXT_END, is_open=True), many(record({}, _TEXT_END, is_open=True))]},
     "LlamaPrompt": record({"prompt": TEXT}, {"warnings": many(TEXT)}),
     "LlamaProps": record({"total_slots": WHOLE, "chat_template": TEXT}, is_open=True),
     "LlamaSlots": many(record({"id": WHOLE, "n_ctx": WHOLE, "is_processing": FLAG})),
 }
-_OWN_NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "structured_outputs": "grammar"}
+_OWN_NAMES = {**{own: name for name, own in _RENAMED.items()}, "structured_outputs": "grammar"}
 LLAMA_CPP: tuple[Endpoint, ...] = (
     GenerationEndpoint(
         name="llama_completion",

@@ -19,6 +19,7 @@ from quire.serving.http.endpoints.ollama_request import (
     generate_parameters,
 )
 from quire.serving.http.endpoints.tokenize import TextEndpoint
+from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import Exchange, Handler
 from quire.serving.http.fields import MODEL, Field
 from quire.serving.http.generation.handler import GenerationEndpoint, GenerationHandler
@@ -27,7 +28,6 @@ from quire.serving.http.service import Service
 from quire.serving.http.validators.values import Flag, Text
 
 API_VERSION = "0.12.6"  # the version of Ollama whose API this is; clients ask for it before they use newer parts
-_STREAM = "application/x-ndjson"
 _DESCRIPTION = (
     'Ollama\'s API: see [the guide](../guides/other_apis.md). Errors are `{"error": "text"}`; a stream that breaks '
     "ends with one."
@@ -39,6 +39,10 @@ class OllamaEndpoint(GenerationEndpoint):
     """An endpoint that generates, and replies to requests without a prompt that the model is loaded."""
 
     is_chat: bool
+    description: str = _DESCRIPTION
+    error: str = "OllamaError"
+    stream_type: str = "application/x-ndjson"
+    write_error: Callable[[ApiError], bytes] = write_error
 
     def make_handler(self, service: Service) -> Handler:
         return OllamaHandler(service, self, is_chat=self.is_chat)
@@ -60,14 +64,10 @@ CHAT = OllamaEndpoint(
     name="ollama_chat",
     paths=("/api/chat",),
     summary="Answer a conversation, by Ollama's API",
-    description=_DESCRIPTION,
     fields=CHAT_FIELDS,
     response="OllamaChat",
     event="OllamaChat",
-    error="OllamaError",
-    stream_type=_STREAM,
     schemas=SCHEMAS,
-    write_error=write_error,
     is_chat=True,
     generation=GenerationSettings(
         id_prefix="chat",
@@ -81,13 +81,9 @@ GENERATE = OllamaEndpoint(
     name="ollama_generate",
     paths=("/api/generate",),
     summary="Answer or continue a prompt, by Ollama's API",
-    description=_DESCRIPTION,
     fields=GENERATE_FIELDS,
     response="OllamaGenerate",
     event="OllamaGenerate",
-    error="OllamaError",
-    stream_type=_STREAM,
-    write_error=write_error,
     is_chat=False,
     generation=GenerationSettings(
         id_prefix="generate",

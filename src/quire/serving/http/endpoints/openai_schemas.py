@@ -18,7 +18,11 @@ _CALL_DELTA = record(
 )
 _MESSAGE = record(
     {"role": {"const": "assistant"}, "content": or_null(TEXT), "refusal": {"type": "null"}},
-    {**_REASONING, "tool_calls": many(_CALL), "function_call": record({"name": TEXT, "arguments": TEXT})},
+    {
+        **{name: or_null(text) for name, text in _REASONING.items()},
+        "tool_calls": many(_CALL),
+        "function_call": record({"name": TEXT, "arguments": TEXT}),
+    },
 )
 _DELTA = record(
     {},

@@ -12,6 +12,7 @@ from quire.serving.http.endpoints.documents import document_pages
 from quire.serving.http.endpoints.files import FILES
 from quire.serving.http.endpoints.fork import FORK
 from quire.serving.http.endpoints.generate import GENERATE
+from quire.serving.http.endpoints.input_tokens import INPUT_TOKENS
 from quire.serving.http.endpoints.llama_cpp import LLAMA_CPP
 from quire.serving.http.endpoints.ollama import OLLAMA, ROOT
 from quire.serving.http.endpoints.pages import PAGES
@@ -26,6 +27,7 @@ _DESCRIBED: tuple[Endpoint, ...] = (
     CHAT_BATCH,
     GENERATE,
     *RENDERS,
+    *INPUT_TOKENS,
     FORK,
     TOKENIZE,
     DETOKENIZE,

@@ -14,7 +14,8 @@ from quire.serving.http.json_body import decode_json
 from quire.serving.http.schemas import IDS, TEXT, WHOLE, many, or_null, record
 from quire.serving.http.service import Service
 from quire.serving.http.validators.prompts import Messages, Prompts
-from quire.serving.http.validators.values import Flag, TokenIds
+from quire.serving.http.validators.values import Flag, Text, TokenIds
+from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest
 from quire.types.sampling import check_vocabulary
 
@@ -59,10 +60,12 @@ class TextHandler:
 
 
 def tokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
-    if ("prompt" in given) == ("messages" in given):
-        raise InvalidRequest("prompt", "must be there, or messages, and not both", "send one of them")
+    if sum(name in given for name in ("prompt", "messages", "content")) != 1:
+        raise InvalidRequest("prompt", "must be there, or messages or content, and only one", "send one of them")
     tokenizer = service.texts.tokenizer
-    if "prompt" in given:
+    if "content" in given:
+        text, add_special = given["content"], given.get("add_special", given.get("add_special_tokens", False))
+    elif "prompt" in given:
         prompt = given["prompt"][0]
         text, add_special = prompt.text, given.get("add_special_tokens", True)
         if text is None:
@@ -75,13 +78,24 @@ def tokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
     tokens = tokenizer.encode(text, add_special)
     names = [tokenizer.raw_token(token) for token in tokens] if given.get("return_token_strs") else None
     length = service.engine().max_model_len
-    return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": names}
+    shown = [_piece(tokenizer, token) for token in tokens] if given.get("with_pieces") else tokens
+    return {"count": len(tokens), "max_model_len": length, "tokens": shown, "token_strs": names}
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
+    """A token as llama.cpp shows it: its text, or its bytes where they are no text alone."""
+    raw = tokenizer.token_bytes(token)
+    try:
+        return {"id": token, "piece": raw.decode()}
+    except UnicodeDecodeError:
+        return {"id": token, "piece": list(raw)}
 
 
 def detokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
     tokens = given["tokens"]
     check_vocabulary("tokens", tokens, service.engine().vocab_size)
-    return {"prompt": service.texts.tokenizer.decode(tokens, skip_special_tokens=False)}
+    text = service.texts.tokenizer.decode(tokens, skip_special_tokens=False)
+    return {"prompt": text, "content": text}  # as vLLM and as llama.cpp name it
 
 
 PROMPT_FIELDS = (
@@ -99,12 +113,21 @@ TOKENIZE = TextEndpoint(
         MODEL,
         *PROMPT_FIELDS,
         Field("return_token_strs", Flag(), "Also return each token as the vocabulary spells it.", False),
+        Field("content", Text("prompt_characters"), "llama.cpp's name of `prompt`: without special tokens by default."),
+        Field("add_special", Flag(), "llama.cpp's name of `add_special_tokens`; needs `content`.", False),
+        Field("with_pieces", Flag(), "Return each token as an object with `id` and `piece`, its text or bytes.", False),
+        not_supported("parse_special", "Special tokens in the text.", True, why="cannot be turned off here"),
         not_supported("chat_template", "A template with the request.", why="is set by the operator only"),
     ),
     response="Tokens",
     schemas={
         "Tokens": record(
-            {"count": WHOLE, "max_model_len": WHOLE, "tokens": IDS, "token_strs": or_null(many(TEXT))},
+            {
+                "count": WHOLE,
+                "max_model_len": WHOLE,
+                "tokens": {"anyOf": [IDS, many(record({"id": WHOLE, "piece": {"anyOf": [TEXT, IDS]}}))]},
+                "token_strs": or_null(many(TEXT)),
+            },
             {"warnings": many(TEXT)},
         )
     },
@@ -119,6 +142,6 @@ DETOKENIZE = TextEndpoint(
         Field("tokens", TokenIds("prompt_tokens"), "The token ids to turn into text.", is_required=True),
     ),
     response="Text",
-    schemas={"Text": record({"prompt": TEXT}, {"warnings": many(TEXT)})},
+    schemas={"Text": record({"prompt": TEXT, "content": TEXT}, {"warnings": many(TEXT)})},
     work=detokenize,
 )

@@ -8,7 +8,8 @@ from typing import Any
 
 from quire.serving.http.validators.values import Bounds, Schema, UnknownField, drop_unknown_fields
 from quire.serving.text.structure_fields import (
-    GUIDED,
+    MEMBERS_OF_TYPE,
+    OTHER_NAMES,
     SCHEMA_FIELDS,
     structure_of_guided,
     structure_of_response_format,
@@ -21,8 +22,8 @@ from quire.types.decoding import (
 )
 from quire.types.errors import InvalidRequest, UnknownParameter
 
-_FORMAT_MEMBERS = ("type", "json_schema")
-STRUCTURE_FIELDS = ("structured_outputs", "response_format", *GUIDED)
+_FORMAT_MEMBERS = ("type", "schema", "json_schema")
+STRUCTURE_FIELDS = ("structured_outputs", "response_format", *OTHER_NAMES)
 _TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_CHARACTERS}
 _MEMBERS: dict[str, Schema] = {
     "json": {"anyOf": [{"type": "object"}, _TEXT]},
@@ -58,19 +59,22 @@ class ResponseFormat:
         unknown = list(_unknown(where, value, _FORMAT_MEMBERS))
         if isinstance(value.get("json_schema"), dict):
             unknown += _unknown(f"{where}.json_schema", value["json_schema"], SCHEMA_FIELDS)
-            if value.get("type") in ("text", "json_object"):
-                unknown.append(
-                    (value, "json_schema", UnknownParameter(f"{where}.json_schema", "needs type=json_schema"))
-                )
+        kind = value.get("type")
+        if isinstance(kind, str) and kind in MEMBERS_OF_TYPE:
+            unknown += _out_of_place(where, value, kind)
         return value, drop_unknown_fields(unknown)
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
-        plain = {
-            "type": "object",
-            "properties": {"type": {"enum": ["text", "json_object"]}},
-            "required": ["type"],
-            "additionalProperties": False,
-        }
+        kinds: dict[str, dict[str, Schema]] = {"text": {}, "json_object": {"schema": {"type": "object"}}}
+        plain = [
+            {
+                "type": "object",
+                "properties": {"type": {"const": kind}, **members},
+                "required": ["type"],
+                "additionalProperties": False,
+            }
+            for kind, members in kinds.items()
+        ]
         described = {
             "type": "object",
             "properties": {
@@ -88,20 +92,31 @@ class ResponseFormat:
             "required": ["type", "json_schema"],
             "additionalProperties": False,
         }
-        return {"anyOf": [plain, by_schema]}
+        return {"anyOf": [*plain, by_schema]}
 
 
 @dataclass(frozen=True, slots=True)
 class Guided:
-    """One member of StructuredOutputs under its old name."""
+    """One member of StructuredOutputs under another name. With `or_empty`, an empty value asks for nothing."""
 
     name: str
+    or_empty: bool = False
 
     def check(self, where: str, value: Any, limits: Bounds) -> StructuredOutputsParams | None:  # noqa: ARG002
+        if self.or_empty and value in ("", {}):
+            return None
         return structure_of_guided({self.name: value})
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
-        return _MEMBERS[GUIDED[self.name]]
+        return _MEMBERS[OTHER_NAMES[self.name]]
+
+
+def _out_of_place(where: str, value: dict[str, Any], kind: str) -> Iterator[UnknownField]:
+    """Members that belong to another type of format."""
+    for other, members in MEMBERS_OF_TYPE.items():
+        for name in members:
+            if other != kind and name in value:
+                yield value, name, UnknownParameter(f"{where}.{name}", f"needs type={other}")
 
 
 def _unknown(where: str, holder: dict[str, Any], known: tuple[str, ...]) -> Iterator[UnknownField]:

@@ -38,12 +38,12 @@ def _head(keys: CallKeys) -> re.Pattern[str]:
 
 @lru_cache(maxsize=16)
 def _half_head(keys: CallKeys) -> re.Pattern[str]:
-    """Every beginning of a list or an object whose first member is the name; groups: the name, and what follows it."""
+    """Every beginning of an object whose first member is the name; groups: the name, and what follows it."""
     pattern = r'(?:([^"\\]*)("?.*))?'
     for character in reversed(f'{{"{keys.name}":"'):
         space = _SPACE if character in '{":' else ""
         pattern = rf"(?:{re.escape(character)}{space}{pattern})?"
-    return re.compile(rf"\s*\[?\s*{pattern}", re.DOTALL)
+    return re.compile(pattern, re.DOTALL)
 
 
 class CallObject:
@@ -145,8 +145,8 @@ class CallList:
         """Return whether the text so far, which ended before it was whole, is or may be the beginning of a call."""
         if self.is_call:
             return True
-        unread = self._before + (self._object.unread() if self._object is not None else self._buffer)
-        found = _half_head(self._keys).fullmatch(unread)
+        unread = self.unread().lstrip()
+        found = _half_head(self._keys).fullmatch(unread.removeprefix("[").lstrip())
         if found is None or found.group(1) is None:
             return found is not None
         name, rest = found.groups()

@@ -24,8 +24,9 @@ def _write_call(lark: LarkGrammar, prefix: str, function: Function) -> str:
     pieces = [lark.fixed(f"\n{FUNCTION}{function['name']}>\n")]
     for place, (name, schema, is_required) in enumerate(parameters_of(function)):
         end = f"\n{PARAMETER_END}\n"
-        if "enum" in schema and all(isinstance(value, str) for value in schema["enum"]):
-            value = f"{one_of(map(lark.fixed, schema['enum']))} {lark.fixed(end)}"
+        values = schema.get("enum")
+        if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+            value = f"{one_of(map(lark.fixed, values))} {lark.fixed(end)}"
         elif "string" in types_of(schema) or not types_of(schema):
             value = lark.text_until(f"{prefix}_value_{place}", end)
         else:
@@ -71,7 +72,8 @@ class Qwen3CoderReader(CallReader):
         return True
 
     def _read_value(self, function: str, key: str, lead: str) -> Reading[None]:
-        schema = (self._parameters.get(function, {}).get("properties") or {}).get(key)
+        properties = self._parameters.get(function, {}).get("properties")
+        schema = properties.get(key) if isinstance(properties, dict) else None
         if types_of(schema) not in (frozenset(), frozenset({"string"})):
             text = (yield from self._until(PARAMETER_END)).removeprefix("\n").removesuffix("\n")
             self._add_arguments(f"{lead}{json.dumps(key)}: {text_to_json(text, schema)}")

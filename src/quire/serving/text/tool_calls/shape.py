@@ -89,6 +89,7 @@ def parameters_of(function: Function) -> list[tuple[str, dict[str, Any], bool]]:
     properties, required = whole.get("properties") or {}, whole.get("required") or ()
     if not isinstance(properties, Mapping):
         return []
+    required = required if isinstance(required, list | tuple) else ()
     return [
         (name, {**shared, **(schema if isinstance(schema, Mapping) else {})}, name in required)
         for name, schema in properties.items()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
 import pytest
 
 from quire.serving.text.chat_template import ChatTemplate
+from quire.serving.text.lark import LarkGrammar
 from quire.serving.text.parts import CallArguments, CallBegun
 from quire.serving.text.tool_calls.derived import PROBE_TOOLS, DerivedForm
 from quire.serving.text.tool_calls.formats import tool_format, tool_format_named
@@ -123,6 +125,7 @@ HALF_CALLS = [
     ("hermes", '<tool_call>{"name": "f", "argu'),
     ("hermes", "<tool_call>"),
     ("hermes", "<tool_c"),
+    ("hermes", "<tool_call>" + " " * 40 + "[" + " " * 40 + '{"name'),
     ("llama3_json", '{"name": "f", "par'),
     ("llama3_json", '{"na'),
     ("llama3_json", "<|python"),
@@ -171,6 +174,27 @@ def test_half_a_call_is_never_text(name: str, text: str) -> None:
 @pytest.mark.parametrize(("name", "text"), CUT_SHORT)
 def test_a_call_that_breaks_off_keeps_the_arguments_that_were_written(name: str, text: str) -> None:
     check(name, text, CUT_SHORT[name, text])
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "granite", "mistral", "pythonic", "qwen3_coder", "harmony"])
+@pytest.mark.parametrize("space", [" ", "\n"])
+def test_blanks_in_half_a_call_are_read_in_linear_time(name: str, space: str) -> None:
+    form = tool_format_named(name)
+    for mark in form.marks:
+        started = time.process_time()
+        read(lambda: form.reader(TOOLS, None), mark + space * 15_000 + "{" + space * 40 + "x", ())
+        read(lambda: form.reader(TOOLS, None), mark + "[" + space * 15_000 + "{" + space * 40 + "x", ())
+        assert time.process_time() - started < 2.0
+
+
+@pytest.mark.parametrize("properties", [["q"], "q", 1, True, None, {"q": ["string"]}, {"q": None}])
+def test_a_schema_that_describes_nothing_is_read_past(properties: Any) -> None:
+    tools = {"f": {"type": "object", "properties": properties, "required": 5}}
+    text = "<tool_call><function=f><parameter=q>1</parameter></function></tool_call>"
+    expected = [("call", "f"), ("arguments", '{"q": "1"}')]
+    assert read(lambda: tool_format_named("qwen3_coder").reader(tools, None), text, ()) == expected
+    for name in ("qwen3_coder", "pythonic"):
+        assert tool_format_named(name).shape({}).calls(LarkGrammar(), [{"name": "f", "parameters": tools["f"]}], 1)
 
 
 def test_arguments_are_passed_on_before_the_call_is_whole() -> None:

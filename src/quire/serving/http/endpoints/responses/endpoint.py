@@ -196,24 +196,25 @@ _OWN_NAMES: dict[str, str] = {
     "structured_outputs": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-RESPONSES: tuple[Endpoint, ...] = (
-    ResponsesEndpoint(
-        name="responses",
-        paths=("/v1/responses",),
-        summary="Answer a conversation of items, and keep the answer",
-        fields=FIELDS,
-        response="Response",
-        event="ResponseEvent",
-        schemas=SCHEMAS,
-        description=_DESCRIPTION,
-        generation=ResponsesSettings(
-            id_prefix="resp",
-            prompt_field="input",
-            make_format=ResponsesFormat,
-            translate=translate,
-            own_names=_OWN_NAMES,
-        ),
+RESPONSE = ResponsesEndpoint(
+    name="responses",
+    paths=("/v1/responses",),
+    summary="Answer a conversation of items, and keep the answer",
+    fields=FIELDS,
+    response="Response",
+    event="ResponseEvent",
+    schemas=SCHEMAS,
+    description=_DESCRIPTION,
+    generation=ResponsesSettings(
+        id_prefix="resp",
+        prompt_field="input",
+        make_format=ResponsesFormat,
+        translate=translate,
+        own_names=_OWN_NAMES,
     ),
+)
+RESPONSES: tuple[Endpoint, ...] = (
+    RESPONSE,
     _about_one("response", "", "A stored response", "GET", "Response", lambda stored: stored.get),
     _about_one("delete_response", "", "Forget a response", "DELETE", "DeletedResponse", lambda stored: stored.delete),
     _about_one("cancel_response", "/cancel", "End a response that runs", "POST", "Response",

@@ -141,10 +141,10 @@ class TextFormat:
             raise type(error)(field, error.reason, error.fix) from None
 
     def schema(self, limits: Bounds) -> Schema:
-        plain, nested = ResponseFormat().schema(limits)["anyOf"]
+        *plain, nested = ResponseFormat().schema(limits)["anyOf"]
         described = nested["properties"]["json_schema"]
         members = {"type": {"const": "json_schema"}, **described["properties"]}
-        return {"anyOf": [plain, {**described, "properties": members, "required": ["type", "schema"]}]}
+        return {"anyOf": [*plain, {**described, "properties": members, "required": ["type", "schema"]}]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,10 @@ def _check_texts(where: str, content: Any, limits: Bounds) -> list[str]:
         raise InvalidRequest(where, f"has {len(content)} parts, limit {limits['content_parts']}", "join them")
     texts = []
     for place, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else part
+        if not isinstance(part, dict):
+            fix = 'send {"type": "input_text", "text": ...}'
+            raise InvalidRequest(f"{where}[{place}]", f"must be an object, got {shown(part)}", fix)
+        kind = part.get("type")
         if kind not in (*_TEXT_PARTS, "refusal"):
             reason = f"is {shown(kind)}; this model takes text only"
             raise UnsupportedParameter(f"{where}[{place}]", reason, 'send {"type": "input_text", "text": ...}')

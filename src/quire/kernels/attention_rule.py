@@ -25,6 +25,11 @@ class AttentionRule:
     value_scale: float = 1.0
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a token sees all before it, by scores as they are."""
+        return self.softcap is None and self.window is None and self.sinks is None
+
+    @property
     def factor(self) -> float:
         """What turns a product of query and cached key into an exponent of 2."""
         return self.scale * self.key_scale * math.log2(math.e)

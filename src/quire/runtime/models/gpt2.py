@@ -1,0 +1,97 @@
+"""GPT-2: layer norms before attention and MLP, learned positions, the head tied to the embedding.
+
+Its checkpoints store matrices by inputs, then outputs, and q, k and v in one of them.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from quire.config.fields import Fields
+from quire.config.model import ModelConfig, Rope
+from quire.runtime.layers.attention import SelfAttention
+from quire.runtime.layers.blocks import Blocks
+from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.stream import Stream
+from quire.runtime.layers.weights import Stored
+from quire.runtime.models.base import BaseModel
+from quire.runtime.models.family import Family
+from quire.runtime.models.hf_config import PLAIN, read_activation, read_heads, refuse_set
+
+TURNED = Stored(turned=True)
+
+
+class Gpt2Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
+        super().__init__()
+        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
+        self.ln_1 = build.layer_norm("ln_1", hidden, eps)
+        self.attn = SelfAttention(
+            build.linear("c_attn", hidden, 3 * hidden, bias=True, stored=TURNED),
+            build.attention(config.heads, layer, None),
+            build.linear("c_proj", hidden, hidden, bias=True, stored=TURNED),
+        )
+        self.ln_2 = build.layer_norm("ln_2", hidden, eps)
+        self.mlp = build.mlp(
+            build.linear("c_fc", hidden, inner, bias=True, stored=TURNED),
+            build.linear("c_proj", inner, hidden, bias=True, stored=TURNED),
+            config.activation,
+        )
+
+    def forward(self, x: Stream, step: ForwardStep) -> None:
+        x.add(self.attn(self.ln_1(x), step))
+        x.add(self.mlp(self.ln_2(x)))
+
+
+class Gpt2Stack(nn.Module):
+    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.wte = build.embedding("wte", config.vocab_size, hidden)
+        self.wpe = build.position_embedding("wpe", config.rope.max_position, hidden)
+        self.h = Blocks([Gpt2Block(config, layer, build) for layer in range(config.num_layers)], hidden)
+        self.ln_f = build.layer_norm("ln_f", hidden, config.norm_eps)
+
+
+class Gpt2(BaseModel):
+    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+        super().__init__(config)
+        self.transformer = Gpt2Stack(config, build)
+        self.lm_head = build.lm_head("lm_head", self.transformer.wte, config)
+        self.assemble(self.transformer.wte, self.transformer.h, self.transformer.ln_f, self.lm_head)
+
+    def embed(self, vectors: Tensor, step: ForwardStep) -> Tensor:
+        return super().embed(vectors, step).add_(self.transformer.wpe(step.positions))
+
+
+def read_gpt2(config: Fields) -> ModelConfig:
+    refuse_set(config, "scale_attn_weights", usual=True)
+    refuse_set(config, "scale_attn_by_inverse_layer_idx", usual=False)
+    refuse_set(config, "add_cross_attention", usual=False)
+    hidden = config.integer("n_embd")
+    inner = config.optional_integer("n_inner")
+    return ModelConfig(
+        architecture="gpt2",
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=4 * hidden if inner is None else inner,
+        num_layers=config.integer("n_layer"),
+        heads=read_heads(config, heads="n_head", hidden="n_embd"),
+        rope=Rope(max_position=config.integer("n_positions", 1_024)),
+        norm_eps=config.number("layer_norm_epsilon", 1e-5),
+        activation=read_activation(config, PLAIN, "activation_function", "gelu_new"),
+        tie_word_embeddings=config.flag("tie_word_embeddings", True),
+    )
+
+
+def rename_gpt2(name: str) -> str | None:
+    """Some checkpoints are of the stack alone, and some hold the mask of attention, which is no weight."""
+    if name.endswith((".attn.bias", ".attn.masked_bias")):
+        return None
+    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+
+
+GPT2 = Family(
+    name="gpt2", build=Gpt2, read=read_gpt2, rename=rename_gpt2, embedding="transformer.wte.weight"
+)  # fmt: skip

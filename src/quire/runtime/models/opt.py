@@ -1,0 +1,107 @@
+"""OPT: layer norms before attention and MLP, learned positions from line 2 of their table on, the head tied."""
+
+from __future__ import annotations
+
+import re
+
+from torch import Tensor, nn
+
+from quire.config.fields import Fields
+from quire.config.model import ModelConfig, Rope
+from quire.runtime.layers.attention import SelfAttention
+from quire.runtime.layers.blocks import Blocks
+from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.stream import Stream
+from quire.runtime.models.base import BaseModel
+from quire.runtime.models.family import Family
+from quire.runtime.models.hf_config import PLAIN, read_activation, read_heads, refuse_set
+
+POSITION_OFFSET = 2
+
+
+class OptBlock(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
+        super().__init__()
+        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
+        self.self_attn_layer_norm = build.layer_norm("self_attn_layer_norm", hidden, eps)
+        self.self_attn = SelfAttention(
+            build.qkv_linear(hidden, config.heads, bias=config.qkv_bias),
+            build.attention(config.heads, layer, None),
+            build.linear("out_proj", hidden, hidden, bias=config.o_bias),
+        )
+        self.final_layer_norm = build.layer_norm("final_layer_norm", hidden, eps)
+        self.mlp = build.mlp(
+            build.linear("fc1", hidden, inner, bias=config.mlp_bias),
+            build.linear("fc2", inner, hidden, bias=config.mlp_bias),
+            config.activation,
+        )
+
+    def forward(self, x: Stream, step: ForwardStep) -> None:
+        x.add(self.self_attn(self.self_attn_layer_norm(x), step))
+        x.add(self.mlp(self.final_layer_norm(x)))
+
+
+class OptDecoder(nn.Module):
+    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+        super().__init__()
+        hidden, length = config.hidden_size, config.rope.max_position
+        self.embed_tokens = build.embedding("embed_tokens", config.vocab_size, hidden)
+        self.embed_positions = build.position_embedding("embed_positions", length, hidden, offset=POSITION_OFFSET)
+        self.layers = Blocks([OptBlock(config, layer, build) for layer in range(config.num_layers)], hidden)
+        self.final_layer_norm = build.layer_norm("final_layer_norm", hidden, config.norm_eps)
+
+
+class OptStack(nn.Module):
+    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+        super().__init__()
+        self.decoder = OptDecoder(config, build)
+
+
+class Opt(BaseModel):
+    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+        super().__init__(config)
+        self.model = OptStack(config, build)
+        decoder = self.model.decoder
+        self.lm_head = build.lm_head("lm_head", decoder.embed_tokens, config)
+        self.assemble(decoder.embed_tokens, decoder.layers, decoder.final_layer_norm, self.lm_head)
+
+    def embed(self, vectors: Tensor, step: ForwardStep) -> Tensor:
+        return super().embed(vectors, step).add_(self.model.decoder.embed_positions(step.positions))
+
+
+def read_opt(config: Fields) -> ModelConfig:
+    refuse_set(config, "do_layer_norm_before", usual=True)
+    refuse_set(config, "_remove_final_layer_norm", usual=False)
+    refuse_set(config, "layer_norm_elementwise_affine", usual=True)
+    hidden = config.integer("hidden_size")
+    projected = config.integer("word_embed_proj_dim", hidden)
+    if projected != hidden:
+        raise config.refuse("word_embed_proj_dim", f"{projected} is not hidden_size = {hidden}: not supported")
+    bias = config.flag("enable_bias", True)
+    return ModelConfig(
+        architecture="opt",
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=config.integer("ffn_dim"),
+        num_layers=config.integer("num_hidden_layers"),
+        heads=read_heads(config),
+        rope=Rope(max_position=config.integer("max_position_embeddings", 2_048)),
+        norm_eps=1e-5,
+        activation=read_activation(config, PLAIN, "activation_function", "relu"),
+        tie_word_embeddings=config.flag("tie_word_embeddings", True),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+    )
+
+
+def rename_opt(name: str) -> str:
+    """Checkpoints have the MLP's matrices beside the norms, and some are of the stack alone."""
+    whole = name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+    return re.sub(r"(layers\.\d+)\.(fc[12])\.", r"\1.mlp.\2.", whole)
+
+
+OPT = Family(
+    name="opt", build=Opt, read=read_opt, rename=rename_opt, embedding="model.decoder.embed_tokens.weight"
+)  # fmt: skip

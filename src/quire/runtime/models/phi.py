@@ -1,0 +1,75 @@
+"""Phi 1, 1.5 and 2: one layer norm for attention and MLP, which stand beside each other; biases, the head's too."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from quire.config.fields import Fields
+from quire.config.model import ModelConfig
+from quire.runtime.layers.attention import SelfAttention
+from quire.runtime.layers.blocks import Blocks
+from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.stream import Stream
+from quire.runtime.models.base import BaseModel
+from quire.runtime.models.family import Family
+from quire.runtime.models.hf_config import PLAIN, read_activation, read_heads, refuse_set
+from quire.runtime.models.hf_rope import read_rope
+
+
+class PhiBlock(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
+        super().__init__()
+        hidden, inner, heads = config.hidden_size, config.intermediate_size, config.heads
+        self.input_layernorm = build.layer_norm("input_layernorm", hidden, config.norm_eps)
+        self.self_attn = SelfAttention(
+            build.qkv_linear(hidden, heads, bias=True),
+            build.attention_of(config, layer),
+            build.linear("dense", heads.query_size, hidden, bias=True),
+        )
+        self.mlp = build.mlp(
+            build.linear("fc1", hidden, inner, bias=True),
+            build.linear("fc2", inner, hidden, bias=True),
+            config.activation,
+        )
+
+    def forward(self, x: Stream, step: ForwardStep) -> None:
+        normed = self.input_layernorm(x).value()
+        x.add(self.self_attn(normed, step), self.mlp(normed))
+
+
+class PhiStack(nn.Module):
+    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+        super().__init__()
+        self.embed_tokens = build.embedding("embed_tokens", config.vocab_size, config.hidden_size)
+        blocks = [PhiBlock(config, layer, build) for layer in range(config.num_layers)]
+        self.layers = Blocks(blocks, config.hidden_size)
+        self.final_layernorm = build.layer_norm("final_layernorm", config.hidden_size, config.norm_eps)
+
+
+class Phi(BaseModel):
+    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+        super().__init__(config)
+        self.model = PhiStack(config, build)
+        self.lm_head = build.lm_head("lm_head", self.model.embed_tokens, config, bias=True)
+        self.assemble(self.model.embed_tokens, self.model.layers, self.model.final_layernorm, self.lm_head)
+
+
+def read_phi(config: Fields) -> ModelConfig:
+    refuse_set(config, "qk_layernorm", usual=False)
+    refuse_set(config, "tie_word_embeddings", usual=False)  # its head has a bias
+    length, heads = config.integer("max_position_embeddings", 2_048), read_heads(config)
+    return ModelConfig(
+        architecture="phi",
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=config.integer("hidden_size"),
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=config.integer("num_hidden_layers"),
+        heads=heads,
+        rope=read_rope(config, length, head_dim=heads.dim, share=0.5),
+        norm_eps=config.number("layer_norm_eps", 1e-5),
+        activation=read_activation(config, PLAIN, default="gelu_new"),
+    )
+
+
+PHI = Family(name="phi", build=Phi, read=read_phi)

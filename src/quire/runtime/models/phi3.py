@@ -1,0 +1,67 @@
+"""Phi-3 and Phi-4: the plain decoder, stored with q, k and v in one matrix and gate and up in another.
+
+Sequences past the length that the model was first trained for are rotated by other frequencies (longrope).
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from quire.config.fields import Fields
+from quire.config.model import ModelConfig
+from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.stream import Normed, Projected, Stream
+from quire.runtime.models.decoder import Decoder
+from quire.runtime.models.family import Family
+from quire.runtime.models.hf_config import read_decoder, read_heads, read_window
+from quire.runtime.models.hf_rope import read_rope
+
+
+class Phi3Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
+        super().__init__()
+        heads, hidden = config.heads, config.hidden_size
+        self.qkv_proj = build.linear("qkv_proj", hidden, heads.query_size + 2 * heads.kv_size, bias=False)
+        self.attention = build.attention_of(config, layer)
+        self.o_proj = build.linear("o_proj", heads.query_size, hidden, bias=False)
+
+    def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
+        return self.o_proj.later(self.attention(self.qkv_proj(x), step))
+
+
+class Phi3Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
+        super().__init__()
+        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
+        self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps)
+        self.self_attn = Phi3Attention(config, layer, build)
+        self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps)
+        self.mlp = build.gated_mlp(
+            hidden, inner, config.activation, bias=False, names=("gate_up_proj", "gate_up_proj", "down_proj")
+        )
+
+    def forward(self, x: Stream, step: ForwardStep) -> None:
+        x.add(self.self_attn(self.input_layernorm(x), step))
+        x.add(self.mlp(self.post_attention_layernorm(x)))
+
+
+class Phi3(Decoder):
+    block = Phi3Block
+
+
+def read_phi3(config: Fields) -> ModelConfig:
+    window, count = read_window(config, None), config.integer("num_hidden_layers")
+    windows = () if window is None else (window,) * count
+    dim = read_heads(config).dim
+    rope = read_rope(config, config.integer("max_position_embeddings", 4_096), head_dim=dim)
+    turned = dim if rope.dim is None else rope.dim
+    if rope.kind == "longrope" and any(
+        len(each) != turned // 2 for each in (rope.frequency_factors, rope.long_factors)
+    ):
+        raise config.refuse("rope_scaling", f"short_factor and long_factor must have {turned // 2} numbers each")
+    eps = config.number("rms_norm_eps", 1e-5)
+    return read_decoder(config, "phi3", 4_096, windows=windows, norm_eps=eps, rope=rope)
+
+
+PHI3 = Family(name="phi3", build=Phi3, read=read_phi3)

@@ -1,0 +1,101 @@
+"""Where the requests of batches wait until the server has capacity to spare."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from quire.serving.dispatch.dispatcher import Dispatcher
+
+POLL_SECONDS = 0.05  # between two looks for spare capacity
+
+
+class Place:
+    """The right to run one request. `leave` gives it back."""
+
+    def __init__(self, gate: BackgroundGate) -> None:
+        self._gate = gate
+        self._is_held = True
+
+    def leave(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._gate.free_place()
+
+    async def wait_for_retry(self, seconds: float) -> bool:
+        """Wait so long and then for capacity, before all that have no place. Returns False if the server shuts down
+        first."""
+        await asyncio.sleep(seconds)
+        self._is_held = False
+        self._is_held = await self._gate.wait_again()
+        return self._is_held
+
+
+class BackgroundGate:
+    """Lets requests of batches through while the server has capacity to spare: no other request waits, and batches
+    use at most half of the sequences that the engine can run. All that wait share one timer."""
+
+    def __init__(self, dispatcher: Dispatcher, max_requests: int, num_edges: int) -> None:
+        self._dispatcher, self._max_requests, self._num_edges = dispatcher, max_requests, num_edges
+        self._num_running = 0
+        self._waiting: deque[asyncio.Future[bool]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def enter(self) -> Place | None:
+        """Wait for capacity. Returns None if the server shuts down first."""
+        return Place(self) if await self._wait(goes_first=False) else None
+
+    async def wait_again(self) -> bool:
+        """For one that has a place: give it back, and be the next to get one."""
+        self._num_running -= 1
+        return await self._wait(goes_first=True)
+
+    def free_place(self) -> None:
+        self._num_running -= 1
+        self._look()
+
+    @property
+    def knows_priorities(self) -> bool:
+        engine = self._dispatcher.known_engine
+        return engine is not None and engine.policy == "priority"
+
+    @property
+    def is_closed(self) -> bool:
+        return self._dispatcher.is_draining
+
+    async def _wait(self, *, goes_first: bool) -> bool:
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        if goes_first:
+            self._waiting.appendleft(future)
+        else:
+            self._waiting.append(future)
+        self._look()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not future.cancelled() and future.result():
+                self.free_place()
+            raise
+
+    def _look(self) -> None:
+        """Let in as many as there is room for; look again later while others wait."""
+        while self._waiting and (self.is_closed or self._has_room()):
+            future = self._waiting.popleft()
+            if not future.done():  # else it was cancelled
+                self._num_running += not self.is_closed
+                future.set_result(not self.is_closed)
+        if self._waiting and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(POLL_SECONDS, self._look_again)
+
+    def _look_again(self) -> None:
+        self._timer = None
+        self._look()
+
+    def _has_room(self) -> bool:
+        engine, dispatcher = self._dispatcher.engine, self._dispatcher
+        if engine is None:
+            return False
+        share = max(1, engine.max_num_seqs // (2 * self._num_edges))
+        if self._num_running >= min(self._max_requests, share):
+            return False
+        return dispatcher.num_waiting == 0 and dispatcher.edge_loads.elsewhere()[0] == 0

@@ -1,0 +1,207 @@
+"""Responses in the shape of llama.cpp's server: texts with counts, times, settings and probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire.serving.dispatch.in_flight_request import InFlightRequest, RenderLogprobs
+from quire.serving.dispatch.mailbox import Delta
+from quire.serving.http.endpoints.openai_logprobs import TokenName, TokenNames, number
+from quire.serving.http.errors import ApiError
+from quire.serving.http.generation.results import ChoiceResult, ResultReader
+from quire.serving.http.generation.settings import ResponseOptions
+from quire.serving.http.service import Service
+from quire.types.step import TokenLogprobs
+
+_encode = msgspec.json.encode
+_STOP_TYPES = {"stop": "eos", "length": "limit"}
+_SETTINGS = {  # llama.cpp's names of sampling parameters
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "ignore_eos": "ignore_eos",
+}
+
+
+class LlamaFormat:
+    """A ResponseFormat: one text with counts; a list of them where the prompts were a list."""
+
+    def __init__(self, service: Service) -> None:
+        self._tokenizer = service.texts.tokenizer
+        self._reader, self._names = ResultReader(self._tokenizer), TokenNames(self._tokenizer)
+
+    def logprobs_renderer(self, options: ResponseOptions) -> RenderLogprobs:  # noqa: ARG002
+        return render_probabilities(self._names)
+
+    def body(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> bytes:
+        render = self.logprobs_renderer(options) if options.wants_logprobs else None
+        answers = [self._answer(options, result) for result in self._reader.results(options, requests, render)]
+        return _encode(answers[0] if len(answers) == 1 else answers)
+
+    def _answer(self, options: ResponseOptions, result: ChoiceResult) -> dict[str, Any]:
+        ids = result.token_ids if options.parameters.get("return_tokens") else ()
+        told: dict[str, Any] = {"content": result.content, "tokens": ids}
+        if options.wants_logprobs:
+            told["completion_probabilities"] = [msgspec.Raw(column[0]) for column in result.logprobs]
+        request, ended = result.request, (result.finish_reason, result.stop_reason)
+        told |= _end(options, request, ended, len(result.token_ids), has_new_line="\n" in result.content)
+        told["prompt"] = self._tokenizer.decode(request.submit.prompt_token_ids.tolist(), skip_special_tokens=False)
+        return _chosen(options, told)
+
+    def stream(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> LlamaStream:
+        return LlamaStream(options, requests[0])
+
+
+class LlamaStream:
+    """A StreamFormat: events with new text; the last says why it ended."""
+
+    content_type = b"text/event-stream; charset=utf-8"
+
+    def __init__(self, options: ResponseOptions, request: InFlightRequest) -> None:
+        self._options, self._request = options, request
+        self._num_tokens = 0
+        self._ended: tuple[str | None, int | str | None] = (None, None)
+        self._has_new_line = False
+        self._columns: list[msgspec.Raw] = []  # of tokens whose text was not sent yet
+
+    def opening(self) -> bytes:
+        return b""
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        text = "".join(delta.text for delta in deltas)
+        ids = [token for delta in deltas for token in delta.token_ids]
+        self._num_tokens += len(ids)
+        self._has_new_line |= "\n" in text
+        self._columns += [msgspec.Raw(delta.logprobs[0]) for delta in deltas if delta.logprobs]
+        if deltas and deltas[-1].finish_reason is not None:
+            self._ended = deltas[-1].finish_reason, deltas[-1].stop_reason
+        if not text:
+            return b""
+        told = {"content": text, "tokens": ids, **_begin(self._request, self._num_tokens), **self._probabilities()}
+        return _event(told)
+
+    def closing(self) -> bytes:
+        told = {"content": "", "tokens": [], **self._probabilities()}
+        ended, num_tokens = self._ended, self._num_tokens
+        told |= _end(self._options, self._request, ended, num_tokens, has_new_line=self._has_new_line)
+        return _event(_chosen(self._options, told))
+
+    def _probabilities(self) -> dict[str, Any]:
+        columns, self._columns = self._columns, []
+        return {"completion_probabilities": columns} if self._options.wants_logprobs else {}
+
+    @staticmethod
+    def failure(error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n"
+
+    @staticmethod
+    def ping(*, is_queued: bool) -> bytes:
+        return b": queued\n\n" if is_queued else b": working\n\n"
+
+
+def render_probabilities(names: TokenNames) -> RenderLogprobs:
+    """One column: {"id", "token", "logprob", "bytes", "top_logprobs"}."""
+
+    def entry(token: int, name: TokenName, value: float) -> bytes:
+        return b'{"id":' + str(token).encode() + b"," + name.head[1:] + number(value) + name.tail
+
+    def render(given: TokenLogprobs, offset: int) -> tuple[bytes, ...]:  # noqa: ARG001 - there are no offsets
+        pairs = list(zip(given.token_ids.tolist(), given.logprobs.tolist(), strict=True))
+        first, *top = [entry(token, names[token], value) for token, value in pairs]
+        return (first + b',"top_logprobs":[' + b",".join(one + b"}" for one in top) + b"]}",)
+
+    return render
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + _encode(value) + b"\n\n"
+
+
+def _begin(request: InFlightRequest, num_tokens: int) -> dict[str, Any]:
+    counts = {"tokens_predicted": num_tokens, "tokens_evaluated": len(request.submit.prompt_token_ids)}
+    return {"index": request.first_choice, "id_slot": -1, "stop": False, **counts}
+
+
+def _end(
+    options: ResponseOptions,
+    request: InFlightRequest,
+    ended: tuple[str | None, int | str | None],
+    num_tokens: int,
+    *,
+    has_new_line: bool,
+) -> dict[str, Any]:
+    """The members of a whole answer and of the last event."""
+    finish_reason, stop_reason = ended
+    word = stop_reason if isinstance(stop_reason, str) else ""
+    told = {
+        **_begin(request, num_tokens),
+        "stop": True,
+        "model": options.model,
+        "tokens_cached": 0 if request.finished is None else request.finished.num_cached_tokens,
+        "truncated": False,
+        "has_new_line": has_new_line,
+        "stop_type": "word" if word else _STOP_TYPES.get(finish_reason or "", "none"),
+        "stopping_word": word,
+        "generation_settings": _settings(options, request),
+        "timings": _timings(request, num_tokens),
+    }
+    return {**told, "warnings": options.warnings} if options.warnings else told
+
+
+def _settings(options: ResponseOptions, request: InFlightRequest) -> dict[str, Any]:
+    sampling = request.submit.sampling
+    length = -1 if sampling.max_tokens is None else sampling.max_tokens
+    return {
+        "n_predict": length,
+        "max_tokens": length,
+        "seed": -1 if sampling.seed is None else sampling.seed,
+        **{name: getattr(sampling, own) for name, own in _SETTINGS.items()},
+        "stop": sampling.stop or (),
+        "n_probs": sampling.logprobs or 0,
+        "stream": options.stream,
+    }
+
+
+def _timings(request: InFlightRequest, num_tokens: int) -> dict[str, Any]:
+    """Counts and times of the prompt's tokens that were not cached, and of the answer's."""
+    record, finished = request.record, request.finished
+    end = max(at for at in (record.received_at, record.last_token_at, record.finished_at) if at is not None)
+    submitted = record.received_at if record.submitted_at is None else record.submitted_at
+    first = end if record.first_token_at is None else record.first_token_at
+    cached = 0 if finished is None else finished.num_cached_tokens
+    spent = {
+        "prompt": (len(request.submit.prompt_token_ids) - cached, first - submitted),
+        "predicted": (num_tokens, end - first),
+    }
+    told: dict[str, Any] = {"cache_n": cached}
+    for name, (count, seconds) in spent.items():
+        ms = max(0.0, seconds * 1000)
+        told |= {
+            f"{name}_n": count,
+            f"{name}_ms": ms,
+            f"{name}_per_token_ms": ms / count if count else 0.0,
+            f"{name}_per_second": count / ms * 1000 if ms else 0.0,
+        }
+    return told
+
+
+def _chosen(options: ResponseOptions, told: dict[str, Any]) -> dict[str, Any]:
+    """Only the members that `response_fields` asks for; one inside another is named with slashes, here and there."""
+    paths = options.parameters.get("response_fields")
+    if not paths:
+        return told
+    found = {}
+    for path in paths:
+        value: Any = told
+        for name in path.split("/"):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            found[path] = value
+    return found

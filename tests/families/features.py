@@ -1,0 +1,123 @@
+"""What every family must do: each feature of the engine gives the tokens that transformers gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from family_models import NUM_TOKENS, FamilyCase
+from quire.config.tiers import TierConfig
+from quire.engine.speculation.draft_length import DraftLength
+from worker_executor import TinyEngine
+
+LENGTHS = (5, 37, 1, 18)
+
+
+def engine(case: FamilyCase, speculative: dict[str, Any] | None = None, **settings: Any) -> TinyEngine:
+    return TinyEngine(case.checkpoint(), speculative, **settings)  # type: ignore[arg-type]
+
+
+def check(case: FamilyCase, made: TinyEngine, prompts: list[list[int]]) -> None:
+    found = made.answers(prompts, max_tokens=NUM_TOKENS)
+    assert found == [[case.expected(prompt)] for prompt in prompts]
+
+
+def prompts_of(case: FamilyCase) -> list[list[int]]:
+    return [case.prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+def parity(case: FamilyCase) -> None:
+    """The plain layers, by torch."""
+    check(case, engine(case, attention="reference"), prompts_of(case))
+
+
+def chunked(case: FamilyCase) -> None:
+    """Prompts in pieces of a few tokens, and blocks of other sizes."""
+    for block_size, budget in ((4, 7), (16, 8)):
+        check(case, engine(case, block_size=block_size, budget=budget), prompts_of(case))
+
+
+def prefix(case: FamilyCase) -> None:
+    """A second and a third turn begin with what the cache holds."""
+    made, prompt = engine(case), case.prompt(21)
+    for turn in range(3):
+        before = made.core.stats().prompt_tokens
+        check(case, made, [prompt])
+        if turn:
+            assert made.core.stats().prompt_tokens - before < len(prompt) / 2
+        prompt = [*prompt, *case.expected(prompt), *case.prompt(3, 9 + turn)]
+
+
+def preemption(case: FamilyCase) -> None:
+    """Too few blocks for all: some are computed again, or moved to host memory and back."""
+    for tiers in (TierConfig(), TierConfig(host_blocks=64)):
+        made = engine(case, num_blocks=17, tiers=tiers)
+        check(case, made, [case.prompt(20, seed) for seed in range(3)])
+        assert made.core.stats().preemptions > 0
+
+
+def forks(case: FamilyCase) -> None:
+    """Several samples of one prompt share its blocks; each is what it is alone."""
+    made = engine(case)
+    (several,) = made.answers([case.prompt(9)], n=3, temperature=0.8, seed=7, max_tokens=NUM_TOKENS)
+    assert len(several) == 3
+    again = engine(case)
+    for tokens in ([case.prompt(30, 5)], [case.prompt(9)]):
+        found = again.answers(tokens, n=3, temperature=0.8, seed=7, max_tokens=NUM_TOKENS)
+    assert found == [several]
+    (greedy,) = made.answers([case.prompt(9)], n=2, max_tokens=NUM_TOKENS)
+    assert greedy == [case.expected(case.prompt(9))] * 2
+
+
+def speculation(case: FamilyCase) -> None:
+    """Drafts by n-grams and by the model's own first layers change nothing."""
+    said_twice = case.prompt(6) * 4
+    for method in (
+        {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
+        {"method": "self_draft", "num_layers": 2, "num_speculative_tokens": 3},
+    ):
+        made = engine(case, method)
+        made.proposers.lengths.length = lambda *given, **rest: DraftLength(given[1])  # type: ignore[attr-defined]
+        check(case, made, [said_twice, case.prompt(11, 3)])
+
+
+def program(case: FamilyCase) -> None:
+    """The compiled CPU path: the blocks as a program."""
+    made = engine(case, attention="native")
+    check(case, made, prompts_of(case))
+    blocks = made.executor.worker._runner._model._parts[1]  # type: ignore[attr-defined]
+    assert len(blocks._programs) == 1
+
+
+def graphs(case: FamilyCase) -> None:
+    """The Triton path with its graphs, in the interpreter where there is no GPU."""
+    pytest.importorskip("triton")
+    made = engine(case, attention="triton", rows=3, max_len=64)
+    check(case, made, [case.prompt(7), case.prompt(3, 1)])
+
+
+def float8(case: FamilyCase) -> None:
+    """Weights and cache in float8: answers are whole, and do not depend on how prompts are cut."""
+    found = [
+        engine(case, budget=budget, quantization="fp8", kv_dtype="float8").answers(
+            [case.prompt(19)], max_tokens=NUM_TOKENS
+        )
+        for budget in (512, 9)
+    ]
+    assert found[0] == found[1]
+    assert len(found[0][0][0]) == NUM_TOKENS
+
+
+FEATURES: dict[str, Callable[[FamilyCase], None]] = {
+    "parity": parity,
+    "chunked": chunked,
+    "prefix": prefix,
+    "preemption": preemption,
+    "forks": forks,
+    "speculation": speculation,
+    "graphs": graphs,
+    "CPU program": program,
+    "fp8": float8,
+}

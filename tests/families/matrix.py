@@ -1,0 +1,44 @@
+"""The table of families and features: `python -m tests.families.matrix`. A cell says ok, or why not."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NOT_YET: dict[tuple[str, str], str] = {}  # (family, feature): why not
+
+
+def main() -> int:
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
+    import torch
+
+    import interpreter  # noqa: F401  where there is no GPU
+    from family_models import FamilyCase
+    from quire.runtime.models.registry import ENTRIES
+    from tests.families.features import FEATURES
+
+    torch.set_num_threads(1)
+    failed = 0
+    print("| family |", " | ".join(FEATURES), "|")
+    print("|---" * (len(FEATURES) + 1) + "|")
+    for family in sorted(ENTRIES):
+        cells: list[str] = []
+        with tempfile.TemporaryDirectory() as directory:
+            case = FamilyCase(family, Path(directory))
+            for feature, run in FEATURES.items():
+                reason = NOT_YET.get((family, feature))
+                try:
+                    if reason is None:
+                        run(case)
+                    cells.append(reason or "ok")
+                except Exception as error:  # noqa: BLE001  the table shows what failed
+                    failed += 1
+                    cells.append(f"FAILED: {type(error).__name__}")
+        print("|", family, "|", " | ".join(cells), "|", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

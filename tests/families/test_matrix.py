@@ -1,0 +1,47 @@
+"""Every family with every feature of the engine. `python -m tests.families.matrix` prints the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from family_models import CONFIGS, FamilyCase
+from quire.runtime.models.registry import ENTRIES
+from tests.families.features import FEATURES
+from tests.families.matrix import NOT_YET
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models so small gain nothing from more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=sorted(ENTRIES))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FamilyCase:
+    return FamilyCase(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    assert CONFIGS.keys() == ENTRIES.keys()
+
+
+def test_every_reason_why_not_is_of_a_family_and_a_feature() -> None:
+    assert all(family in ENTRIES and feature in FEATURES for family, feature in NOT_YET)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_family_gives_the_tokens_of_transformers(case: FamilyCase, feature: str) -> None:
+    reason = NOT_YET.get((case.name, feature))
+    if reason is not None:
+        with pytest.raises(Exception):  # noqa: B017, PT011  a reason that no longer holds must go
+            FEATURES[feature](case)
+        return
+    FEATURES[feature](case)

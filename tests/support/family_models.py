@@ -1,0 +1,99 @@
+"""A tiny random model of every family, as transformers makes and saves it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
+from quire.runtime.loading.files import files_at
+from tiny_models import greedy_reference
+
+VOCAB = 97
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+# What config.json of a tiny model says beside COMMON; ... takes a setting of COMMON away.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "falcon": {"num_key_value_heads": ..., "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
+    "gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 4.0},
+    "gemma3_text": {
+        "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "gpt2": {"n_inner": 96, "n_positions": 512, "num_key_value_heads": ..., "intermediate_size": ...},
+    "gpt_neox": {"num_key_value_heads": ..., "rotary_pct": 0.25},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3,
+                "logits_scaling": 2.0},
+    "llama": {},
+    "mistral": {"sliding_window": 9, "head_dim": 16},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "olmo2": {},
+    "opt": {"num_key_value_heads": ..., "intermediate_size": ..., "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "phi": {"partial_rotary_factor": 0.5},
+    "phi3": {"original_max_position_embeddings": 512, "pad_token_id": 0},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},
+    "starcoder2": {"sliding_window": None},
+}  # fmt: skip
+NUM_TOKENS = 12  # of every answer
+
+
+@dataclass
+class FamilyCase:
+    """One family's tiny model, and what transformers answers with it."""
+
+    name: str
+    directory: Path
+    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    @cached_property
+    def model(self) -> torch.nn.Module:
+        """Saves it too."""
+        import transformers
+
+        settings = {key: value for key, value in (COMMON | CONFIGS[self.name]).items() if value is not ...}
+        config = transformers.AutoConfig.for_model(self.name, **settings)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for value in model.parameters():
+                is_norm = value.dim() == 1  # or a bias; weights of norms are about one, or zero where one is added
+                value.normal_(float(value.mean().round()) if is_norm else 0.0, 0.15, generator=generator)
+        model.save_pretrained(self.directory)
+        return model
+
+    def checkpoint(self) -> Checkpoint:
+        assert self.model is not None  # its files are there
+        return open_checkpoint(files_at(self.directory))
+
+    def prompt(self, length: int, seed: int = 0) -> list[int]:
+        return random.Random(seed).choices(range(3, VOCAB), k=length)
+
+    def expected(self, prompt: list[int]) -> list[int]:
+        """transformers' greedy tokens."""
+        key = tuple(prompt)
+        if key not in self.answers:
+            self.answers[key], _ = greedy_reference(self.model, prompt, NUM_TOKENS)
+        return self.answers[key]
