@@ -19,8 +19,9 @@ from quire.kernels.reference.experts import choose_experts, mix_experts
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.experts import MoEMLP
 from quire.runtime.layers.stream import Stream
-from quire.runtime.layers.weights import weight_layers
+from quire.runtime.layers.weights import WeightLayer, weight_layers
 from quire.runtime.quantization.fp8 import rounded
+from quire.runtime.quantization.levels import LevelWeight
 from tiny_models import DEVICE, tiny_config
 
 HIDDEN, SIZE, NUM = 64, 32, 5
@@ -40,7 +41,9 @@ NOTHING = ProgramStep(EMPTY, EMPTY, EMPTY, None, (), ())  # a step without atten
 class Layer:
     """A norm of ones and a mixture of random weights, in one of its forms."""
 
-    def __init__(self, settings: Experts, attention: str, dtype: Any = "float32", quantization: Any = None) -> None:
+    def __init__(
+        self, settings: Experts, attention: str, dtype: Any = "float32", quantization: Any = None, levels: bool = False
+    ) -> None:
         config = tiny_config(hidden_size=HIDDEN, experts=settings)
         self.is_program = attention == "program"
         backend = "native" if self.is_program else attention
@@ -57,8 +60,20 @@ class Layer:
             self.tensors[name] = torch.randn(shapes[name], generator=generator) * 0.2
         for layer, parts in layers:
             for name, part in parts.items():
-                layer.load(part, self.tensors[name])
+                self.load(layer, name, part, levels=levels)
             layer.finish()
+
+    def load(self, layer: WeightLayer, name: str, part: str, *, levels: bool) -> None:
+        if not levels:
+            layer.load(part, self.tensors[name])
+            return
+        assert layer.takes_levels(part)
+        groups = self.tensors[name].view(self.tensors[name].shape[0], -1, 32)
+        scales = (groups.abs().amax(dim=-1) / 127).half()
+        stored = (groups / scales.float().unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
+        weight = LevelWeight(stored.view(self.tensors[name].shape), scales, torch.zeros_like(scales), nibbles=False)
+        self.tensors[name] = weight.values()
+        layer.load_levels(part, weight)
 
     def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         if self.is_program:
@@ -145,6 +160,13 @@ def test_float8_experts_are_near_what_rounded_weights_give() -> None:
 @pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 def test_a_program_mixes_without_python() -> None:
     assert Layer(SETTINGS["shared by a gate"], "program").program(numbers(2)).num_calls == 0
+
+
+@pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+def test_a_program_mixes_levels_as_they_are_stored() -> None:
+    layer, x = Layer(SETTINGS["shared"], "program", levels=True), numbers(5)
+    assert layer.program(x).num_calls == 0
+    torch.testing.assert_close(layer(x), layer.wanted(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(
