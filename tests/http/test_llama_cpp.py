@@ -89,6 +89,8 @@ def test_completion_tells_settings_times_and_the_prompt(server: TestServer) -> N
     assert (timings["prompt_n"] + timings["cache_n"], timings["predicted_n"]) == (3, 4)
     assert timings["prompt_ms"] >= 0
     assert timings["predicted_per_second"] >= 0
+    one = post(server, "/completion", prompt="abc", n_predict=1)["timings"]
+    assert (one["predicted_n"], one["predicted_per_second"], one["predicted_per_token_ms"]) == (1, 0.0, 0.0)
     few = post(
         server, "/completion", prompt="abc", n_predict=4, response_fields=["content", "timings/predicted_n", "x"]
     )

@@ -176,18 +176,19 @@ def _timings(request: InFlightRequest, num_tokens: int) -> dict[str, Any]:
     submitted = record.received_at if record.submitted_at is None else record.submitted_at
     first = end if record.first_token_at is None else record.first_token_at
     cached = 0 if finished is None else finished.num_cached_tokens
-    spent = {
-        "prompt": (len(request.submit.prompt_token_ids) - cached, first - submitted),
-        "predicted": (num_tokens, end - first),
+    computed = len(request.submit.prompt_token_ids) - cached
+    spent = {  # the first token of the answer comes with the prompt: its time and rate are those of the others
+        "prompt": (computed, computed, first - submitted),
+        "predicted": (num_tokens, max(0, num_tokens - 1), end - first),
     }
     told: dict[str, Any] = {"cache_n": cached}
-    for name, (count, seconds) in spent.items():
+    for name, (count, num_timed, seconds) in spent.items():
         ms = max(0.0, seconds * 1000)
         told |= {
             f"{name}_n": count,
             f"{name}_ms": ms,
-            f"{name}_per_token_ms": ms / count if count else 0.0,
-            f"{name}_per_second": count / ms * 1000 if ms else 0.0,
+            f"{name}_per_token_ms": ms / num_timed if num_timed else 0.0,
+            f"{name}_per_second": num_timed / ms * 1000 if ms else 0.0,
         }
     return told
 
