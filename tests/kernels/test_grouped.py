@@ -8,11 +8,12 @@ from torch import Tensor
 
 from quire.kernels.reference import quantize
 from quire.kernels.reference.experts import choose_experts, mix_experts
+from quire.kernels.triton import grouped
 from quire.kernels.triton.grouped import (
     GroupedTiling,
     Routing,
     Stack,
-    choose_grouped_tiling,
+    choose_grouped_tilings,
     combine,
     grouped_product,
     most_tiles,
@@ -87,7 +88,7 @@ def test_a_mixture_is_that_of_torch(
 ) -> None:
     x, logits = rand(tokens, hidden, dtype=dtype), rand(tokens, num, dtype=dtype, seed=3)
     gate_up, down = weights(num, hidden, size, dtype)
-    tiling = tiling or choose_grouped_tiling(tokens * used, num, size, x.element_size(), DEVICE)
+    tiling = tiling or choose_grouped_tilings(tokens * used, num, x.element_size(), DEVICE)[0]
     stacks = (Stack(gate_up, None), Stack(down, None))
     routing = route(logits, used, tiling, is_normalized=True)
     found = mix(x, stacks, routing, tiling)
@@ -95,6 +96,20 @@ def test_a_mixture_is_that_of_torch(
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert torch.equal(mix(x, stacks, route(logits, used, tiling, is_normalized=True), tiling), found)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64, 256, 512, 1_024, 8_192])
+@pytest.mark.parametrize("x_bytes", [2, 4])
+def test_tilings_share_a_routing_and_fit_into_shared_memory(
+    tokens: int, x_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = 99 << 10
+    monkeypatch.setattr(grouped, "shared_memory", lambda _: small)
+    first, second = choose_grouped_tilings(tokens * 8, 128, x_bytes, DEVICE)
+    assert first.block_m == second.block_m
+    for tiling, weights_held in ((first, 2), (second, 1)):
+        held = tiling.stages * (weights_held * tiling.block_n + tiling.block_m) * tiling.block_k * x_bytes
+        assert held <= small
 
 
 def test_padding_reads_nothing_and_spoils_nobody() -> None:

@@ -16,7 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.activation import ACTIVATIONS, activate
-from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows, num_processors, power_of_two, warps_for
+from quire.kernels.triton.launch import (
+    FLOAT8,
+    await_inputs,
+    check,
+    check_rows,
+    num_processors,
+    power_of_two,
+    shared_memory,
+    warps_for,
+)
 from quire.kernels.triton.products import sum_tiles
 
 _FEWEST_AT_ONCE, _MOST_AT_ONCE = 128, 4096  # pairs that a program looks at together: one for each thread, or more
@@ -172,14 +181,31 @@ def most_tiles(pairs: int, num: int, block_m: int) -> int:
     return min(pairs, pairs // block_m + min(pairs, num))
 
 
-def choose_grouped_tiling(pairs: int, num: int, outputs: int, x_bytes: int, device: torch.device) -> GroupedTiling:
-    """By a rule: tiles as high as an expert's usual share, and no fewer programs than the device runs at once."""
-    block_m = max(16, min(128, power_of_two(-(-pairs // num))))
-    if block_m >= 64:
-        return GroupedTiling(block_m, 128 if block_m == 128 else 64, 128 // x_bytes, 8 if block_m == 128 else 4, 3)
-    tiles = most_tiles(pairs, num, block_m)
-    few = tiles * -(-outputs // 64) < 2 * num_processors(device)
-    return GroupedTiling(block_m, 32 if few else 64, 256 // x_bytes, 4, 3)
+def choose_grouped_tilings(
+    pairs: int, num: int, x_bytes: int, device: torch.device
+) -> tuple[GroupedTiling, GroupedTiling]:
+    """How gate and up, and how down is cut: tiles as high as an expert's usual share, the rest as measured on an H200.
+
+    Both have the same block_m, as they share a routing.
+    """
+    block_m, line = max(16, min(128, power_of_two(-(-pairs // num)))), 128 // x_bytes
+    if block_m > 32:
+        warps = 8 if block_m == 128 else 4
+        tilings = GroupedTiling(block_m, 128, line, warps, 4), GroupedTiling(block_m, 128, line, warps, 3)
+    elif block_m == 32:
+        tilings = GroupedTiling(32, 128, line, 4, 3), GroupedTiling(32, 128, line, 4, 4)
+    elif pairs < num_processors(device) // 2:  # few experts: many stages keep enough of their weights under way
+        tilings = (GroupedTiling(16, 64, 2 * line, 4, 5),) * 2
+    else:
+        tilings = GroupedTiling(16, 64, 2 * line, 4, 5), GroupedTiling(16, 128, line, 8, 4)
+    first, second = tilings
+    return _fitting(first, 2, x_bytes, device), _fitting(second, 1, x_bytes, device)
+
+
+def _fitting(tiling: GroupedTiling, weights: int, x_bytes: int, device: torch.device) -> GroupedTiling:
+    """With as many stages as the device's shared memory holds, for so many weight tiles in each."""
+    stage = (weights * tiling.block_n + tiling.block_m) * tiling.block_k * x_bytes
+    return tiling._replace(stages=max(1, min(tiling.stages, shared_memory(device) // stage)))
 
 
 def route(

@@ -43,6 +43,14 @@ def num_processors(device: torch.device) -> int:
     return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have; as many as it likes in the interpreter."""
+    if device.type == "cpu":
+        return 1 << 30
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+
+
 def power_of_two(size: int) -> int:
     """The smallest power of two that holds `size`."""
     return 1 << max(0, size - 1).bit_length()

@@ -83,18 +83,18 @@ class StackedExperts(nn.Module):
     def mix(
         self, x: Tensor, logits: Tensor, experts: Experts, shared: tuple[Tensor, ...], rows: Tensor | None = None
     ) -> Tensor:
-        from quire.kernels.triton.grouped import choose_grouped_tiling, combine, grouped_product, route
+        from quire.kernels.triton.grouped import choose_grouped_tilings, combine, grouped_product, route
 
         gate_up, down, used = self.gate_up_proj.stack, self.down_proj.stack, experts.num_used
-        tiling = choose_grouped_tiling(len(x) * used, experts.num, experts.size, x.element_size(), x.device)
+        first, second = choose_grouped_tilings(len(x) * used, experts.num, x.element_size(), x.device)
         dependent = len(x) >= self._dependent_rows
         routing = route(
-            logits, used, tiling,
+            logits, used, first,
             is_normalized=experts.is_normalized, scale=experts.scale, rows=rows, dependent=dependent,
         )  # fmt: skip
         inner = grouped_product(
-            x, gate_up, routing, tiling, num_used=used, activation=self._activation, dependent=dependent
+            x, gate_up, routing, first, num_used=used, activation=self._activation, dependent=dependent
         )
-        y = grouped_product(inner, down, routing, tiling, num_used=1, dependent=dependent)
+        y = grouped_product(inner, down, routing, second, num_used=1, dependent=dependent)
         output, gate = (*shared, None, None)[:2]
         return combine(y, routing, shared=output, gate=gate, dependent=dependent)
