@@ -55,6 +55,8 @@ PEER = {
         "start": 87.0, "nano": 9_490, "chat512": 9_680, "batch1 tpot": 4.96, "batch1 ttft": 13.2,
         "prefill": 41_600, "shared": 6_800, "n8": 16_400, "beam": 3.9,
     },
+    "qwen3-30b-a3b": {"start": 137.0, "nano": 5_750, "chat512": 5_510, "batch1 tpot": 4.11, "batch1 ttft": 16.0},
+    "gemma-3-4b": {"start": 123.0, "nano": 10_950, "batch1 tpot": 3.53, "batch1 ttft": 16.1},
     "llama-3.1-8b fp8": {  # weights and cache
         "start": 88.0, "nano": 12_260, "chat512": 12_640, "batch1 tpot": 3.56, "batch1 ttft": 13.9,
         "prefill": 64_100, "shared": 8_300, "n8": 21_500,
