@@ -75,7 +75,7 @@ def test_layers_say_how_many_weights_a_mixture_has(make: Callable[[], Any], tmp_
     [
         (mixtral, {"num_local_experts": 4096}, "num_local_experts"),
         (mixtral, {"num_experts_per_tok": 6}, "num_experts_per_tok"),
-        (mixtral, {"sliding_window": 16}, "sliding_window"),
+        (mixtral, {"sliding_window": 0}, "sliding_window"),
         (qwen3_moe, {"decoder_sparse_step": 0}, "decoder_sparse_step"),
         (qwen3_moe, {"mlp_only_layers": "all"}, "mlp_only_layers"),
         (qwen3_moe, {"moe_intermediate_size": 0}, "moe_intermediate_size"),

@@ -41,7 +41,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
                 "logits_scaling": 2.0},
     "llama": {},
     "mistral": {"sliding_window": 9, "head_dim": 16},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
     "olmo2": {},
     "opt": {"num_key_value_heads": ..., "intermediate_size": ..., "ffn_dim": 96, "word_embed_proj_dim": 64},
     "phi": {"partial_rotary_factor": 0.5},

@@ -18,7 +18,7 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models.decoder import Decoder, DecoderAttention
 from quire.runtime.models.family import Family
-from quire.runtime.models.hf_config import read_decoder, refuse_windows
+from quire.runtime.models.hf_config import read_decoder, read_window, read_windows, refuse_windows
 
 MOST_EXPERTS = 1_024
 
@@ -74,13 +74,9 @@ def read_mixtral(config: Fields) -> ModelConfig:
         config.integer("num_experts_per_tok", 2),
         given.integer("intermediate_size"),
     )
-    result = read_decoder(
-        given, "mixtral", 131_072, num_kv_heads=8, norm_eps=eps, experts=check_experts(config, experts)
-    )
-    window = config.optional_integer("sliding_window")
-    if window is not None and window < result.rope.max_position:
-        raise config.refuse("sliding_window", f"a window of {window} tokens is not supported")
-    return result
+    windows = read_windows(config, read_window(config, None), lambda _: True)
+    checked = check_experts(config, experts)
+    return read_decoder(given, "mixtral", 131_072, num_kv_heads=8, norm_eps=eps, experts=checked, windows=windows)
 
 
 def read_qwen3_moe(config: Fields) -> ModelConfig:
