@@ -45,7 +45,7 @@ def test_a_request_ends_the_same_whether_its_text_goes_to_outputs_or_to_a_stream
     submit, finished, deltas = stopping(**more), whole(), list[Delta]()
     offline = RequestFollower(submit, TOKENIZER, wants_all=True)
     record = RequestRecord("r", "completions", 2, submit.sampling, True, 0.0)
-    mailbox: Any = SimpleNamespace(put=deltas.append)
+    mailbox: Any = SimpleNamespace(put=deltas.append, put_bytes=0)
     served = InFlightRequest(submit, record, mailbox, streams=True)
     shown = ""
     for follower in served.follow(TOKENIZER, 0):  # none where samples are ranked

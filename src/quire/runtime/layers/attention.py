@@ -22,7 +22,7 @@ class Attention(nn.Module):
 
     def __init__(self, heads: Heads, layer: int, rule: AttentionRule, rotary: Rotary | None, ops: LayerOps) -> None:
         super().__init__()
-        self._heads, self._layer, self._rule, self._ops = heads, layer, rule, ops
+        self._heads, self._layer, self.rule, self._ops = heads, layer, rule, ops
         self.rotary = rotary
 
     def forward(self, qkv: Value, step: ForwardStep, norm: HeadNorm | None = None) -> Value:
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         query, key = qk[:, : heads.num_query], qk[:, heads.num_query :]
         cache = step.caches[self._layer]
         self._ops.write(key, value, cache, step.slots)
-        attended: Tensor = step.backend.attend(query, key, value, cache, step.attention, self._rule)
+        attended: Tensor = step.backend.attend(query, key, value, cache, step.attention, self.rule)
         return attended
 
     def _by_triton(self, qkv: Tensor, step: ForwardStep, norm: HeadNorm | None) -> Tensor:
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         )  # fmt: skip
         by_head = qkv.view(len(qkv), -1, heads.dim)
         query, key, value = torch.split(by_head, [heads.num_query, heads.num_kv, heads.num_kv], dim=1)
-        attended: Tensor = step.backend.attend(query, key, value, cache, plan, self._rule)
+        attended: Tensor = step.backend.attend(query, key, value, cache, plan, self.rule)
         return attended
 
     def _write_down(self, qkv: Symbol, step: ForwardStep, norm: HeadNorm | None) -> Symbol:
@@ -73,7 +73,7 @@ class Attention(nn.Module):
             writer.rotate(qkv, self.rotary, num_rotated, heads.dim)
         writer.write(qkv, self._layer, heads.query_size, heads.num_kv, heads.dim)
         sizes = (heads.num_query, heads.num_kv, heads.dim)
-        return writer.attend(qkv, self._layer, sizes, block_size, self._rule)
+        return writer.attend(qkv, self._layer, sizes, block_size, self.rule)
 
 
 class SelfAttention(nn.Module):

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.model import ModelConfig
+from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import LayerCache
+from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.modules import Embedding
 from quire.runtime.layers.rotary import Rotary
@@ -59,6 +61,11 @@ class BaseModel(nn.Module):
 
     def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> None:
         self._parts[1].trace(caches, num_layers)
+
+    @property
+    def rules(self) -> list[AttentionRule]:
+        """Those of all attention layers."""
+        return [module.rule for module in self.modules() if isinstance(module, Attention)]
 
     def _rotaries(self) -> list[Rotary]:
         return [module for module in self.modules() if isinstance(module, Rotary)]  # each of them once

@@ -37,6 +37,8 @@ def make_drafter(
         coverage = OwnCoverage(config.cache, config.scheduler.num_rows, target.rows.max_blocks)
     else:
         model = ShallowDecoder(decoder, speculation.num_layers)
+        for rule in decoder.rules:  # its layers have met another backend
+            builder.backend.accept(rule)
         cache, coverage = target.cache.first(speculation.num_layers), TargetCoverage()
     scheduler, device = config.scheduler, torch.device(config.device.device)
     sampler = make_sampler(scheduler.num_rows, draft.vocab_size, device, builder.backend.kernels, scheduler.num_samples)
