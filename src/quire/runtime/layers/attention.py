@@ -52,7 +52,7 @@ class Attention(nn.Module):
         from quire.kernels.triton.rotary import HeadNorms, LayerMemory, rotate_and_store
 
         heads, cache, plan = self._heads, step.caches[self._layer], step.attention
-        norms = None if norm is None else HeadNorms(norm.weight.data[0], norm.weight.data[1], norm.eps)
+        norms = None if norm is None else HeadNorms(norm.of_queries, norm.of_keys, norm.eps)
         angles = None if self.rotary is None else self.rotary.angles(step.max_length)
         rotate_and_store(
             qkv, angles, plan.positions, plan.rows, plan.tables,

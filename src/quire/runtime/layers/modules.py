@@ -107,6 +107,7 @@ class HeadNorm(WeightLayer):
     def finish(self) -> None:
         counts = torch.tensor(self._counts, device=self.weight.device)
         self._scales = self.weight.data.repeat_interleave(counts, dim=0)
+        self.of_queries, self.of_keys = self.weight.data.unbind()  # [dim] each
 
     def forward(self, qk: Tensor) -> Tensor:  # [tokens, query + kv heads, dim]
         return normalize(qk, self.eps).mul_(self.scales)

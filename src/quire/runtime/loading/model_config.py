@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from quire.config.model import ModelConfig
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.gguf.config import gguf_architecture, gguf_model_config
 from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.hf.config import hf_family, hf_model_config
 
+Found = TypeVar("Found")
+
 
 def read_family(files: ModelFiles) -> str:
     """The name of the model's family. Needs no torch. Raises ModelLoadError for one that is not supported."""
-    if files.kind == "hf":
-        return hf_family(files.path)
-    model = GgufModel(files.path)
-    try:
-        return gguf_architecture(model)
-    finally:
-        model.close()
+    return hf_family(files.path) if files.kind == "hf" else _read_gguf(files, gguf_architecture)
 
 
 def read_model_config(files: ModelFiles) -> ModelConfig:
     """Read and check the model's numbers; touches no weights. Raises ModelLoadError."""
-    if files.kind == "hf":
-        return hf_model_config(files.path)
+    return hf_model_config(files.path) if files.kind == "hf" else _read_gguf(files, gguf_model_config)
+
+
+def _read_gguf(files: ModelFiles, read: Callable[[GgufModel], Found]) -> Found:
     model = GgufModel(files.path)
     try:
-        return gguf_model_config(model)
+        return read(model)
     finally:
         model.close()
