@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from family_models import CONFIGS, FamilyCase
 from quire.runtime.models.registry import ENTRIES
@@ -13,20 +10,6 @@ from tests.families.features import FEATURES
 from tests.families.matrix import NOT_YET
 
 pytest.importorskip("transformers")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models so small gain nothing from more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", params=sorted(ENTRIES))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FamilyCase:
-    return FamilyCase(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def test_every_family_has_a_tiny_model() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from family_bench import BACKENDS, change_config, check_parity, hf_checkpoint, load_bench, num_calls
+from family_bench import change_config, check_parity, hf_checkpoint
 from quire.config.model import Rope
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
@@ -27,15 +27,6 @@ SIZES = {
 
 def config(**changes: Any) -> Any:
     return transformers.PhiConfig(**{**SIZES, **changes})
-
-
-@pytest.mark.parametrize("attention", BACKENDS)
-def test_logits_are_those_of_transformers(tmp_path: Path, attention: str) -> None:
-    check_parity(hf_checkpoint(tmp_path, config()), attention=attention)
-
-
-def test_all_blocks_are_one_compiled_program(tmp_path: Path) -> None:
-    assert num_calls(load_bench(hf_checkpoint(tmp_path, config()))) == 0
 
 
 def test_grouped_heads_of_which_most_is_not_rotated(tmp_path: Path) -> None:

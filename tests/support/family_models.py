@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from family_bench import hf_model
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
 from tiny_models import greedy_reference
@@ -74,13 +75,8 @@ class FamilyCase:
 
         settings = {key: value for key, value in (COMMON | CONFIGS[self.name]).items() if value is not ...}
         config = transformers.AutoConfig.for_model(self.name, **settings)
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for value in model.parameters():
-                is_norm = value.dim() == 1  # or a bias; weights of norms are about one, or zero where one is added
-                value.normal_(float(value.mean().round()) if is_norm else 0.0, 0.15, generator=generator)
+        config._attn_implementation = "eager"
+        model = hf_model(config)
         model.save_pretrained(self.directory)
         return model
 
