@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.config.kv_cache import PLAIN, KVGroups
 from quire.config.model import CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.policy import PolicyName, PolicySettings
 from quire.config.recording import RecordingConfig
@@ -44,6 +45,7 @@ class CacheConfig:
     # separates the blocks of different models on disk, where blocks outlive the process. Without a disk tier: empty.
     namespace: str = ""
     tiers: TierConfig = field(default_factory=TierConfig)  # host and disk tiers
+    groups: KVGroups = PLAIN  # of layers that keep different things
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.config.kv_cache import KVCacheSpec
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 CacheDtype = Literal["float32", "bfloat16", "float16", "float8"]  # float8 is e4m3fn
 Quantization = Literal["fp8"]
@@ -125,6 +127,12 @@ class ModelConfig:
     def window_of(self, layer: int) -> int | None:
         """How many tokens a token of a layer sees, itself included; None: all."""
         return self.windows[layer] if self.windows else None
+
+    @property
+    def kv_specs(self) -> tuple[KVCacheSpec, ...]:
+        """What each layer keeps for later tokens."""
+        numbers, windows = 2 * self.heads.kv_size, (self.window_of(layer) for layer in range(self.num_layers))
+        return tuple(KVCacheSpec("full" if window is None else "window", numbers, window) for window in windows)
 
     @property
     def layer_weights(self) -> tuple[int, int]:

@@ -36,6 +36,15 @@ class BlockCopy(NamedTuple):
     target: int
 
 
+class StateMove(NamedTuple):
+    """From token `position` on, the state of a row's recurrent layers is kept in `slot`. The slot that held it before
+    keeps the state after the first `position` tokens."""
+
+    row: int
+    position: int
+    slot: int
+
+
 class NewRow(NamedTuple):
     """A sequence gets a row. `token_ids` are all of its tokens so far: the prompt, then what it has generated."""
 
@@ -48,6 +57,7 @@ class NewRow(NamedTuple):
     sample_index: int  # index among the request's n samples
     seed: int  # the user's, or one that the engine derived
     num_candidates: int = 0  # how many most likely next tokens its samples report
+    state: int = -1  # the slot of its state after the tokens that are computed already; -1: none is computed
 
 
 class RowTokens(NamedTuple):
@@ -102,8 +112,8 @@ class DraftOrder(NamedTuple):
 class StepPlan:
     """One forward pass. The scheduler makes the plan, and every worker executes it.
 
-    The order of execution is: released, new_rows, writes, grants, transfers, copies, forward pass over decode_rows and
-    then chunks, sampling, drafting.
+    The order of execution is: released, window_owners, new_rows, writes, grants, transfers, copies, forward pass over
+    decode_rows and then chunks, sampling, drafting.
     """
 
     step: int
@@ -115,6 +125,10 @@ class StepPlan:
     )  # grant i: block grant_blocks[i] goes to row grant_rows[i]
     grant_slots: Ints = field(default_factory=lambda: NO_ROWS)  # ... as its grant_slots[i]-th block
     grant_blocks: Ints = field(default_factory=lambda: NO_ROWS)
+    # Layers with a window keep the tokens of block window_owners[i] in its window blocks, the i-th of window_blocks.
+    window_owners: Ints = field(default_factory=lambda: NO_ROWS)
+    window_blocks: Ints = field(default_factory=lambda: NO_ROWS)  # [owners * window blocks of each]
+    states: tuple[StateMove, ...] = ()  # of rows that this step computes, for each row by position
     copies: tuple[BlockCopy, ...] = ()
     released: tuple[int, ...] = ()  # rows that are free again
     writes: tuple[RowTokens, ...] = ()  # new tokens of paced rows

@@ -29,13 +29,14 @@ class LayerCache:
     value_slots: Tensor
     key_blocks: Tensor  # [blocks * kv heads, block * dim]
     value_blocks: Tensor
+    table: int = 0  # whose blocks the layer reads: 0: those of a row's table; c: the c-th window blocks of these
 
     @classmethod
-    def of(cls, key: Tensor, value: Tensor) -> LayerCache:
+    def of(cls, key: Tensor, value: Tensor, table: int = 0) -> LayerCache:
         blocks, kv_heads, size, dim = key.shape
         slots, whole = (-1, dim), (blocks * kv_heads, size * dim)
         keys, values = indexable(key), indexable(value)
-        return cls(key, value, keys.view(slots), values.view(slots), keys.view(whole), values.view(whole))
+        return cls(key, value, keys.view(slots), values.view(slots), keys.view(whole), values.view(whole), table)
 
 
 def indexable(memory: Tensor) -> Tensor:

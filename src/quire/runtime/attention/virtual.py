@@ -25,7 +25,7 @@ from quire.types.install import install_extra
 _MASK_ELEMENTS = 1 << 22  # largest mask made for one tile of a chunk
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualLayer(LayerCache):
     """One layer of a cache whose tokens hold all layers: seen as slots of a single head, and as tokens."""
 
@@ -37,11 +37,11 @@ class VirtualLayer(LayerCache):
         """`heads` [tokens * layers * 2 * kv heads, dim] is all memory; slots are counted from the layer's first."""
         dim, key, value = heads.shape[1], 2 * layer * num_kv, (2 * layer + 1) * num_kv
         count = len(heads) - value
-        slots = LayerCache.of(*(heads[first : first + count].view(-1, 1, 1, dim) for first in (key, value)))
-        tokens = heads.view(-1, 2 * num_layers * num_kv, dim)
+        keys, values = (heads[first : first + count].view(-1, 1, 1, dim) for first in (key, value))
+        slots, tokens = LayerCache.of(keys, values), heads.view(-1, 2 * num_layers * num_kv, dim)
         return cls(
             slots.key, slots.value, slots.key_slots, slots.value_slots, slots.key_blocks, slots.value_blocks,
-            tokens[:, key : key + num_kv], tokens[:, value : value + num_kv],
+            key_tokens=tokens[:, key : key + num_kv], value_tokens=tokens[:, value : value + num_kv],
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import CacheConfig
+from quire.config.kv_cache import KVLayout
 from quire.config.model import Heads
 from quire.runtime.attention.backend import LayerCache, indexable
 from quire.types.step import BlockCopy
@@ -19,22 +20,23 @@ _BLOCKS_AT_ONCE = 32  # bounds the scratch memory of a copy
 
 
 class KVCache:
-    """Owns keys and values. On a CPU, blocks never touched cost no memory: pages come with the first write."""
+    """Owns keys and values, in the planes of `layout`. On a CPU, blocks never touched cost no memory: pages
+    come with the first write."""
 
     def __init__(
-        self, config: CacheConfig, heads: Heads, num_layers: int, dtype: torch.dtype, device: torch.device
+        self, config: CacheConfig, heads: Heads, layout: KVLayout, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (num_layers, 2, config.num_blocks, heads.num_kv, config.block_size, heads.dim)
-        self._memory = _zeros(shape, dtype, device)
-        self.blocks = indexable(self._memory).view(num_layers * 2, config.num_blocks, -1)  # [planes, blocks, numbers]
-        self.layers = tuple(LayerCache.of(layer[0], layer[1]) for layer in self._memory)
+        shape = (layout.num_planes, 2, config.num_blocks, heads.num_kv, config.block_size, heads.dim)
+        memory = _zeros(shape, dtype, device)
+        # [planes * 2, blocks, numbers]: keys and values of each plane
+        self.blocks = indexable(memory).view(layout.num_planes * 2, config.num_blocks, -1)
+        self.layers = tuple(LayerCache.of(memory[plane, 0], memory[plane, 1], table) for plane, table in layout.places)
         self.num_blocks, self.block_size = config.num_blocks, config.block_size
 
     def first(self, num_layers: int) -> KVCache:
         """The same memory, as a model of so many of its layers sees it."""
         other = copying.copy(self)
-        other._memory, other.blocks = self._memory[:num_layers], self.blocks[: 2 * num_layers]
-        other.layers = self.layers[:num_layers]
+        other.blocks, other.layers = self.blocks[: 2 * num_layers], self.layers[:num_layers]
         return other
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -61,7 +63,7 @@ class KVCache:
         assert key.shape[0] == self.num_blocks
         assert key.shape[2] == self.block_size
         assert all(layer.key.is_contiguous() and layer.value.is_contiguous() for layer in self.layers)
-        assert len({layer.key.data_ptr() for layer in self.layers}) == len(self.layers)
+        assert len({(layer.key.data_ptr(), layer.table) for layer in self.layers}) == len(self.layers)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

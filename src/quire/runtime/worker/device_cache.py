@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import CacheConfig
+from quire.config.kv_cache import KVLayout
 from quire.config.model import Heads
 from quire.kernels.triton.copy import copy_blocks, gather_blocks, scatter_blocks
 from quire.runtime.transfer import Courier
@@ -20,9 +21,9 @@ class DeviceCache(KVCache):
     """Does not wait for the device."""
 
     def __init__(
-        self, config: CacheConfig, heads: Heads, num_layers: int, dtype: torch.dtype, device: torch.device
+        self, config: CacheConfig, heads: Heads, layout: KVLayout, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(config, heads, num_layers, dtype, device)
+        super().__init__(config, heads, layout, dtype, device)
         self._courier = Courier(device)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:

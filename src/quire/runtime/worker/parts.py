@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from quire.config.engine import EngineConfig, token_buckets
+from quire.config.kv_cache import lay_out
 from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import TORCH_DTYPES
 from quire.runtime.models.build import Model
@@ -74,11 +75,13 @@ def _make_cache(
 
         make = DeviceCache
     kv_dtype, device = TORCH_DTYPES[config.device.kv_dtype], torch.device(config.device.device)
-    shape = (config.cache, model_config.heads, model_config.num_layers, kv_dtype, device)
-    if config.cache.layout == "virtual":
+    cache, heads = config.cache, model_config.heads
+    if cache.layout == "virtual":
         num_rows, capacity, block_size, _ = row_shape
-        return VirtualCache(*shape, (num_rows, -(-capacity // block_size)))
-    return make(*shape)
+        shape = (num_rows, -(-capacity // block_size))
+        return VirtualCache(cache, heads, model_config.num_layers, kv_dtype, device, shape)
+    layout = lay_out(model_config.kv_specs, split=cache.groups.window is not None)
+    return make(cache, heads, layout, kv_dtype, device)
 
 
 def _device_parts(

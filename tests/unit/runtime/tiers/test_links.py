@@ -14,6 +14,7 @@ import torch
 from deferred_streams import World
 from interpreter import HAS_TRITON
 from quire.config.engine import CacheConfig
+from quire.config.kv_cache import one_group
 from quire.config.model import Heads
 from quire.runtime.tiers.host_store import HostStore
 from quire.runtime.tiers.link import NOTHING_COPIED, Copied, Link, SynchronousLink
@@ -35,7 +36,7 @@ class Reachable(PageableMemory):
 
 
 def make_cache(kind: type[KVCache] = KVCache, dtype: torch.dtype = torch.float32) -> KVCache:
-    return kind(CacheConfig(2, NUM_BLOCKS), Heads(2, 1, 16), 2, dtype, CPU)
+    return kind(CacheConfig(2, NUM_BLOCKS), Heads(2, 1, 16), one_group(2), dtype, CPU)
 
 
 def make_host(cache: KVCache) -> HostStore:

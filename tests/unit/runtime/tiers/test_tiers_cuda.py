@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quire.config.engine import CacheConfig
+from quire.config.kv_cache import one_group
 from quire.config.model import Heads
 from quire.config.tiers import TierConfig
 from quire.runtime.executor.single import SingleExecutor
@@ -35,7 +36,9 @@ NUM_BLOCKS, NUM_SLOTS = 96, 200
 
 
 def make_link(dtype: torch.dtype, route: RouteName, ring_bytes: int) -> tuple[DeviceCache, HostStore, StagedLink]:
-    cache = DeviceCache(CacheConfig(16, NUM_BLOCKS), Heads(8, 8, 128), 8, dtype, CUDA)  # 512 KiB blocks at 2 bytes
+    cache = DeviceCache(
+        CacheConfig(16, NUM_BLOCKS), Heads(8, 8, 128), one_group(8), dtype, CUDA
+    )  # 512 KiB blocks at 2 bytes
     shape = (cache.blocks.shape[0], cache.blocks.shape[2])
     host = HostStore(NUM_SLOTS, shape, cache.blocks.dtype, CudaPinning(CUDA))
     link = StagedLink(

@@ -131,7 +131,7 @@ def test_capturing_changes_no_row_and_no_block() -> None:
     made = bench("triton")
     graphs, _ = graphs_of(made)
     start(made, [0, 1])
-    rows, memory = made.worker.rows, made.worker.cache._memory
+    rows, memory = made.worker.rows, made.worker.cache.blocks
     before = [each.clone() for each in (rows.tokens, rows.history.lengths, memory)]
     with torch.inference_mode():
         for kind in (Kind(1), Kind(4, narrow=True), Kind(2, listed=8)):
@@ -144,7 +144,7 @@ def test_capturing_changes_no_row_and_no_block() -> None:
 def test_padding_writes_nothing_anywhere() -> None:
     made = bench("triton")
     start(made, [0, 1, 2])
-    memory = made.worker.cache._memory
+    memory = made.worker.cache.blocks
     made.reserve(0, 8)
     made.reserve(1, 8)
     made.reserve(2, 8)

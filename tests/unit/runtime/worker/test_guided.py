@@ -398,7 +398,7 @@ def test_capturing_guided_graphs_changes_no_row_and_no_block() -> None:
 
     made = bench("triton")
     start(made, [0, 1])
-    rows, memory = made.worker.rows, made.worker.cache._memory
+    rows, memory = made.worker.rows, made.worker.cache.blocks
     before = [each.clone() for each in (rows.tokens, rows.history.lengths, memory)]
     with torch.inference_mode():
         for kind in (Kind(1, guided=True), Kind(4, narrow=True, listed=8, guided=True)):
