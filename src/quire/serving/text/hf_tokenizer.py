@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders
 
 from quire.serving.text.edges import set_edges
 from quire.serving.text.special_tokens import SpecialTokens
@@ -46,6 +46,8 @@ def _read_tokenizer(path: Path) -> Tokenizer:
         raise ModelLoadError(str(path), f"not a tokenizer: {error}", fix="fetch the file again") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if isinstance(tokenizer.decoder, decoders.WordPiece):  # one that does not tidy spaces
+        tokenizer.decoder = decoders.WordPiece(tokenizer.decoder.prefix, cleanup=False)
     return tokenizer
 
 
