@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from quire import LLM, InvalidRequest
+from quire.runtime.loading.files import ModelFiles
+from quire.serving.text.tokenizer import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif("QUIRE_TEST_WHOLE" not in os.environ, reason="fetches 84 MB; make parity runs it")
@@ -62,6 +64,15 @@ def test_embeddings_are_those_of_transformers(folder: Path, dtype: str, atol: fl
     torch.testing.assert_close(vectors, reference(folder, TEXTS), rtol=0.0, atol=atol)
     paraphrase, unrelated = vectors[0] @ vectors[1], vectors[0] @ vectors[2]
     assert paraphrase > unrelated + 0.3
+
+
+def test_word_pieces_are_the_same_without_a_tokenizer_json(folder: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer_config.json", "vocab.txt"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    whole, plain = (load_tokenizer(ModelFiles("minilm", path, "hf")) for path in (folder, tmp_path))
+    for text in [*TEXTS, "[CLS] a [MASK]\u200d b\tc\u3000d 1,234.5 don't ＡＢＣ \x00\ufffd"]:
+        assert plain.encode(text) == whole.encode(text)
+        assert plain.decode(plain.encode(text)) == whole.decode(whole.encode(text))
 
 
 def test_texts_are_cut_into_the_tokens_of_transformers(folder: Path) -> None:

@@ -11,7 +11,7 @@ from quire.runtime.loading.progress import Progress
 from quire.types.errors import ConfigError, ModelLoadError
 from quire.types.install import install_extra
 
-WANTED = ("*.json", "*.safetensors", "*.jinja")  # never code, never pickles
+WANTED = ("*.json", "*.safetensors", "*.jinja", "vocab.txt")  # never code, never pickles
 UNWANTED = ("consolidated*", "original/*", "onnx/*", "*/*")  # the same weights once more, in other forms
 
 MODULES, POOLING = "modules.json", "*_Pooling/config.json"  # of sentence encoders, the one file they have in a folder

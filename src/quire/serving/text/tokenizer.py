@@ -228,6 +228,9 @@ class Tokenizer:
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
         """The text of `ids`. Ids outside the vocabulary have none; bytes that are no UTF-8 become U+FFFD."""
+        if self.decoding.rules.continuation:  # the library leaves the mark of a first piece
+            shown = (index for index in ids if not (skip_special_tokens and index in self.special_ids))
+            return "".join(map(self.token_text, shown)).removeprefix(" ")
         if spaces_between_special_tokens or not self.decoding.rules.joiner:
             return self._backend.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)
         return self._decode_unspaced(ids, skip_special_tokens)
