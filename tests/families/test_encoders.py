@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from encoder_models import CONFIGS, TEXTS, expected_states, hf_encoder, hidden_states, load_encoder
-from family_bench import change_config
+from family_bench import BACKENDS, change_config
 from quire.runtime.loading.files import files_at
 from quire.runtime.loading.model_config import read_model_config
 from quire.runtime.models.registry import of_kind
@@ -22,11 +22,12 @@ def test_every_encoder_has_a_tiny_model() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [64, 1_000])  # several batches, or one
+@pytest.mark.parametrize("kernels", BACKENDS)
 @pytest.mark.parametrize("family", sorted(CONFIGS))
-def test_hidden_states_are_those_of_transformers(family: str, max_tokens: int, tmp_path: Path) -> None:
+def test_hidden_states_are_those_of_transformers(family: str, kernels: str, max_tokens: int, tmp_path: Path) -> None:
     model = hf_encoder(family)
     model.save_pretrained(tmp_path)
-    states = hidden_states(load_encoder(tmp_path, max_tokens=max_tokens), TEXTS)
+    states = hidden_states(load_encoder(tmp_path, max_tokens=max_tokens, kernels=kernels), TEXTS)
     for text, found in zip(TEXTS, states, strict=True):
         torch.testing.assert_close(found, expected_states(model, list(text)), rtol=1e-4, atol=1e-4)
 

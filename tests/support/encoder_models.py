@@ -14,6 +14,7 @@ from quire.config.engine import DeviceConfig
 from quire.runtime.encoder.encoder import TextEncoder
 from quire.runtime.loading.files import files_at
 from quire.runtime.loading.model_config import read_model_config
+from tiny_models import DEVICE
 
 VOCAB = 97
 COMMON: dict[str, Any] = {
@@ -50,10 +51,11 @@ def expected_states(model: torch.nn.Module, text: list[int]) -> Tensor:  # [toke
         return model(input_ids=torch.tensor([text])).last_hidden_state[0]  # type: ignore[no-any-return]
 
 
-def load_encoder(path: Path, *, device: str = "cpu", dtype: Any = "float32", max_tokens: int = 200) -> TextEncoder:
+def load_encoder(path: Path, *, dtype: Any = "float32", max_tokens: int = 200, kernels: str = "auto") -> TextEncoder:
+    """`kernels`: those of the attention backend of this name. On the device that tests run on."""
     files = files_at(path)
     model = read_model_config(files)
-    where = DeviceConfig(device=device, dtype=dtype, kv_dtype=dtype)
+    where = DeviceConfig(device=DEVICE, dtype=dtype, kv_dtype=dtype, attention_backend=kernels)
     return TextEncoder(files, model, EncoderConfig(where, model.rope.max_position, 64, max_tokens))
 
 
