@@ -26,12 +26,10 @@ from quire.runtime.models.hf_config import PLAIN, read_activation, read_heads, r
 class BertEmbeddings(nn.Module):
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__()
-        hidden, settings, length = config.hidden_size, config.encoder or Encoder(), config.rope.max_position
+        hidden, length, own = config.hidden_size, config.rope.max_position, config.encoder or Encoder()
+        types, offset = own.num_types, own.position_offset
         self.word = build.embedding("word_embeddings", config.vocab_size, hidden)
-        self.position = build.position_embedding(
-            "position_embeddings", length, hidden, offset=settings.position_offset
-        )  # fmt: skip
-        types = settings.num_types
+        self.position = build.position_embedding("position_embeddings", length, hidden, offset=offset)
         self.token_type = build.embedding("token_type_embeddings", types, hidden) if types else None
         self.norm = build.layer_norm("LayerNorm", hidden, config.norm_eps)
 
@@ -138,14 +136,14 @@ DISTILBERT_NAMES = {
     ".ffn.lin2.": ".mlp.down.",
     ".output_layer_norm.": ".mlp_norm.",
 }
-HEADS = ("pooler.", "cls.", "lm_head.", "vocab_")  # of training and of classifiers: embeddings are hidden states
-NO_WEIGHTS = ("embeddings.position_ids", "embeddings.token_type_ids")
+# Heads of training and of classifiers, as embeddings are hidden states; and what is no weight.
+LEFT_OUT = ("pooler.", "cls.", "lm_head.", "vocab_", "embeddings.position_ids", "embeddings.token_type_ids")
 
 
 def rename_bert(names: Mapping[str, str], prefix: str, name: str) -> str | None:
     """Checkpoints with a head have a prefix; old ones call the parts of norms gamma and beta."""
     name = name.removeprefix(prefix).replace(".gamma", ".weight").replace(".beta", ".bias")
-    if name.startswith(HEADS) or name in NO_WEIGHTS:
+    if name.startswith(LEFT_OUT):
         return None
     for theirs, ours in names.items():
         name = name.replace(theirs, ours)
