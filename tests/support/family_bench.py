@@ -45,7 +45,10 @@ def hf_model(hf_config: Any, seed: int = 0) -> torch.nn.Module:
     """A model of random weights, norms and biases too."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
+    return randomize(transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval(), seed)
+
+
+def randomize(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for value in model.parameters():

@@ -271,7 +271,7 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     of attention's buffers: gathered keys and values, rounded up to a power of two, and masks of prompt chunks."""
     heads, scheduler, kv_bytes = model.heads, config.scheduler, DTYPE_BYTES[config.device.kv_dtype]
     value_bytes = facts.weight_bytes(config.device.dtype, config.device.device)
-    widest = scheduler.max_num_batched_tokens * _widest(model) * max(value_bytes, DTYPE_BYTES["float32"])
+    widest = scheduler.max_num_batched_tokens * widest_activations(model) * max(value_bytes, DTYPE_BYTES["float32"])
     attention = _attention(config, facts)
     if attention in IN_PLACE_BYTES:
         return widest + IN_PLACE_BYTES[attention]
@@ -282,7 +282,7 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     return widest + 2 * gathered + converted + masks
 
 
-def _widest(model: ModelConfig) -> int:
+def widest_activations(model: ModelConfig) -> int:
     """The number of values per token when a layer's activations are at their peak."""
     heads = model.heads
     attention = 2 * (heads.query_size + 2 * heads.kv_size) + 2 * heads.query_size
@@ -308,8 +308,9 @@ def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
         return 0
     rows, value_bytes = min(config.scheduler.num_rows, GRAPH_ROWS), DTYPE_BYTES[config.device.dtype]
     tokens = token_buckets(model, config)
-    choosing = NUM_GRAPHS * GRAPH_BYTES + 2 * rows * (_widest(model) + model.vocab_size) * value_bytes
-    return choosing + len(tokens) * TOKEN_GRAPH_BYTES + 2 * max(tokens, default=0) * _widest(model) * value_bytes
+    widest = widest_activations(model)
+    choosing = NUM_GRAPHS * GRAPH_BYTES + 2 * rows * (widest + model.vocab_size) * value_bytes
+    return choosing + len(tokens) * TOKEN_GRAPH_BYTES + 2 * max(tokens, default=0) * widest * value_bytes
 
 
 def _rows(scheduler: SchedulerConfig, block_size: int) -> int:

@@ -58,6 +58,15 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoder:
+    """What only encoders have: `num_types` kinds of tokens, each with a vector that is added (0: none), and a table of
+    positions whose first one is in line `position_offset`."""
+
+    num_types: int = 0
+    position_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WeightCounts:
     """How many weights the layers of a model have, as the layers themselves say: all of them; those in the matrices of
     blocks, which quantization shrinks; and the output features of these matrices, each of which has a scale."""
@@ -83,8 +92,8 @@ def packed_bytes(num_weights: int, *, nibbles: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The numbers of a decoder-only transformer. What a family of models always has is said by its file in
-    `runtime/models`, not here."""
+    """The numbers of a decoder-only transformer, or of an encoder. What a family of models always has is said by its
+    file in `runtime/models`, not here."""
 
     architecture: str  # the family's name
     vocab_size: int
@@ -112,6 +121,7 @@ class ModelConfig:
     parallel_residual: bool = False  # attention and MLP read the same stream; where a family has both forms
     shared_norm: bool = False  # by the same norm; likewise
     experts: Experts | None = None
+    encoder: Encoder | None = None  # None: a decoder
     dtype: Dtype = "bfloat16"  # the checkpoint's dtype
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = field(default=())

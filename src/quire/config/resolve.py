@@ -45,9 +45,9 @@ def resolve_engine_config(
     batches, whose last answer counts, and not as streams, whose every token does.
     """
     parsed = read_arguments(args)
-    device = _resolve_device(args, facts, model)
+    device = resolve_device(args, facts, model)
     kind = device.device.partition(":")[0]
-    capacity = _capacity(args, facts, device.device)
+    capacity = device_capacity(args, facts, device.device)
     scheduler = SchedulerConfig(
         max_num_seqs=args.max_num_seqs if args.max_num_seqs is not None else DEFAULT_NUM_SEQS[kind],
         max_num_batched_tokens=(
@@ -119,7 +119,7 @@ def _batched_tokens(device: str, facts: HardwareFacts, model: ModelConfig, *, of
     return SMALL_MODEL_TOKENS if is_small else GPU_BATCHED_TOKENS
 
 
-def _resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelConfig) -> DeviceConfig:
+def resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelConfig) -> DeviceConfig:
     device = facts.device if args.device == "auto" else args.device
     kind = device.partition(":")[0]
     if kind == "cuda" and cuda_index(device) >= len(facts.cuda):
@@ -194,7 +194,7 @@ def _check_pages(config: EngineConfig, facts: HardwareFacts, model: ModelConfig)
     raise ConfigError("block_size", f'with kv_layout "virtual", {reason}', fix)
 
 
-def _capacity(args: EngineArguments, facts: HardwareFacts, device: str) -> int:
+def device_capacity(args: EngineArguments, facts: HardwareFacts, device: str) -> int:
     """Return the bytes that the process may use on the device."""
     utilization = args.gpu_memory_utilization
     if device == "cpu":

@@ -14,6 +14,7 @@ from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Value
+from quire.runtime.layers.texts import TextAttention, Texts
 
 
 class Attention(nn.Module):
@@ -79,9 +80,9 @@ class Attention(nn.Module):
 class SelfAttention(nn.Module):
     """Attention between the product for q, k and v and the one that goes back to the stream."""
 
-    def __init__(self, qkv_proj: Linear, attention: Attention, out_proj: Linear) -> None:
+    def __init__(self, qkv_proj: Linear, attention: Attention | TextAttention, out_proj: Linear) -> None:
         super().__init__()
         self.qkv_proj, self.attention, self.out_proj = qkv_proj, attention, out_proj
 
-    def forward(self, x: Value | Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
+    def forward(self, x: Value | Normed, step: ForwardStep | Texts) -> Projected:  # x: [tokens, hidden]
         return self.out_proj.later(self.attention(self.qkv_proj(x), step))

@@ -29,6 +29,7 @@ from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
+from quire.runtime.layers.texts import TextAttention
 from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored
 
 TORCH_DTYPES = {
@@ -38,6 +39,7 @@ TORCH_DTYPES = {
     "float8": torch.float8_e4m3fn,
 }
 GATED = ("gate_proj", "up_proj", "down_proj")
+QKV = ("q_proj", "k_proj", "v_proj")
 
 
 class LayerBuilder:
@@ -63,8 +65,8 @@ class LayerBuilder:
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool, stored: Stored = AS_IT_IS) -> Linear:
         return Linear(inputs, {name: outputs}, bias, self._product, self._placement, stored)
 
-    def qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
-        outputs = {"q_proj": heads.query_size, "k_proj": heads.kv_size, "v_proj": heads.kv_size}
+    def qkv_linear(self, inputs: int, heads: Heads, *, bias: bool, names: tuple[str, str, str] = QKV) -> Linear:
+        outputs = dict(zip(names, (heads.query_size, heads.kv_size, heads.kv_size), strict=True))
         return Linear(inputs, outputs, bias, self._product, self._placement)
 
     def gated_mlp(
@@ -133,6 +135,10 @@ class LayerBuilder:
         scale = heads.dim**-0.5 if scale is None else scale
         rule = AttentionRule(scale, config.attention_softcap, config.window_of(layer))
         return self.attention(heads, layer, config.rope_of(layer), rule)
+
+    def text_attention(self, heads: Heads) -> TextAttention:
+        """Of encoders: over the whole text, without positions and without a cache."""
+        return TextAttention(heads)
 
     def _rotary(self, rope: Rope, dim: int) -> Rotary:
         """The same one for all layers with the same positions."""

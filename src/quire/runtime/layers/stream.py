@@ -52,6 +52,10 @@ class Stream:
             self.settle()
             self._add(change, scale)
 
+    def renew(self, norm: StreamNorm) -> None:
+        """Put its norm in its place, as models with norms after every layer do."""
+        self.x = norm.of(self.settle())
+
     def settle(self) -> Value:
         """Add what is pending, and return the stream."""
         if self.pending is not None:

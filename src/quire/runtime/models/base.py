@@ -69,3 +69,7 @@ class BaseModel(nn.Module):
 
     def _rotaries(self) -> list[Rotary]:
         return [module for module in self.modules() if isinstance(module, Rotary)]  # each of them once
+
+
+class BaseEncoder(nn.Module):
+    """`forward` gives the hidden states [tokens, hidden] of `Texts`. It keeps nothing of them."""

@@ -11,7 +11,7 @@ from quire.config.model import ModelConfig
 
 if TYPE_CHECKING:
     from quire.runtime.layers.builder import LayerBuilder
-    from quire.runtime.models.base import BaseModel
+    from quire.runtime.models.base import BaseEncoder, BaseModel
 
 # GGUF's names of the tensors that most families have. Outside blocks: whole names. Inside: what stands between the
 # block's number and `.weight` or `.bias`.
@@ -59,7 +59,7 @@ class Family:
     """
 
     name: str  # as `model_type` of config.json has it
-    build: Callable[[ModelConfig, LayerBuilder], BaseModel]
+    build: Callable[[ModelConfig, LayerBuilder], BaseModel | BaseEncoder]
     read: Callable[[Fields], ModelConfig]
     rename: Callable[[str], str | None] = str  # a tensor of the checkpoint to the layer's part; None: it is left out
     embedding: str = "model.embed_tokens.weight"  # which tied heads are
