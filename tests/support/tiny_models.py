@@ -239,6 +239,7 @@ class Bench:
         builder = LayerBuilder(config.device, checkpoint.config.heads, config.cache.block_size)
         model = build_model(checkpoint.config, builder)
         load_weights(model, checkpoint)
+        self.model_config = checkpoint.config
         self.sampler = sampler or GreedySampler()
         self.worker = Worker(model, builder.backend, self.sampler, checkpoint.config, config)
         order = torch.randperm(config.cache.num_blocks, generator=torch.Generator().manual_seed(1))

@@ -41,7 +41,8 @@ class Rows:
         self.tables = _zeros(num_rows, self.max_blocks, device)  # [rows, max blocks]
         self.windows: WindowTables | None = None
         if num_windows:
-            self.windows = WindowTables(num_windows, num_blocks, (num_rows, self.max_blocks), self.courier, device)
+            memory = _zeros(num_windows * num_rows, self.max_blocks, device).view(num_windows, num_rows, -1)
+            self.windows = WindowTables(memory, num_blocks, self.courier)
         self.history = TokenHistory(
             tokens=self.tokens,
             lengths=torch.zeros(num_rows, dtype=torch.int64, device=device),

@@ -6,6 +6,7 @@ blocks: entries of their blocks still name some block of the cache, and nothing 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,18 +18,16 @@ class WindowTables:
     """`tables` are those of all rows, one for each of the window blocks that belong to a block. They stay where they
     are, so that a captured graph can read them."""
 
-    def __init__(
-        self, num_windows: int, num_blocks: int, table_shape: tuple[int, int], courier: Courier, device: torch.device
-    ) -> None:
-        self.memory = torch.zeros(num_windows, *table_shape, dtype=torch.int32, device=device)
-        self.tables: tuple[Tensor, ...] = tuple(self.memory)  # each [rows, max blocks]
-        self._of_block = torch.zeros(num_windows, num_blocks, dtype=torch.int32, device=device)
-        self._courier = courier
+    def __init__(self, memory: Tensor, num_blocks: int, courier: Courier) -> None:
+        """memory: zeros [windows, rows, max blocks], int32."""
+        self.memory, self._courier = memory, courier
+        self.tables: tuple[Tensor, ...] = tuple(memory)  # each [rows, max blocks]
+        self._of_block = torch.zeros(len(memory), num_blocks, dtype=torch.int32, device=memory.device)
 
     def assign(self, owners: Ints, window_blocks: Ints) -> None:
-        """The window blocks of owners[i] are the i-th of window_blocks [owners * windows]."""
+        """The window blocks of owners[i], which are all different, are the i-th of window_blocks [owners * windows]."""
         by_window = window_blocks.reshape(len(owners), -1).T
-        where, blocks = self._courier.send(owners.astype("int64"), by_window)
+        where, blocks = self._courier.send(owners.astype(np.int64), by_window)
         self._of_block.index_copy_(1, where, blocks)
 
     def follow(self, places: Tensor, block_ids: Tensor) -> None:
