@@ -9,11 +9,12 @@ from math import gcd
 from quire.config.arguments import DTYPES, VIRTUAL_BACKEND, EngineArguments, check_uncached, read_arguments
 from quire.config.engine import MAX_BLOCK_SIZE, CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts, cuda_index
+from quire.config.kv_cache import PLAIN, KVGroups, lay_out
 from quire.config.memory import MemoryPlan, kv_block_bytes, plan_memory
 from quire.config.model import CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.policy import RESERVING
 from quire.config.sizes import GIB, MIB, format_size, parse_size
-from quire.config.speculation import resolve_speculation
+from quire.config.speculation import SpeculationConfig, resolve_speculation
 from quire.config.tiers import resolve_tiers
 from quire.types.errors import ConfigError, DoesNotFit
 
@@ -28,6 +29,7 @@ SMALL_MODEL = 2_000_000_000  # models with fewer parameters get SMALL_MODEL_TOKE
 DEFAULT_GPU_UTILIZATION = 0.9
 SHORTEST_MODEL_LEN = 256  # max_model_len is never lowered below this to fit into memory
 GPU_PAGE = 2 * MIB  # the smallest page that CUDA maps
+SPLIT_WINDOWS = False  # whether layers with a window get blocks of their own: not while the engine hands out none
 CPU_CACHE_LIMIT, CPU_CACHE_SHARE = GIB, 4  # default KV cache on a CPU: a quarter of the available memory, at most 1 GiB
 
 
@@ -63,9 +65,11 @@ def resolve_engine_config(
     )
     caching = _prefix_caching(args, model, scheduler)
     host_field = "host_cache_memory" if args.swap_space is None else "swap_space"
-    tiers = resolve_tiers(parsed.tiers, kv_block_bytes(model, device.kv_dtype, args.block_size), host_field)
-    cache = CacheConfig(args.block_size, 1, caching, parsed.layout, parsed.eviction, tiers=tiers)
     speculation = None if parsed.speculation is None else resolve_speculation(parsed.speculation, model, draft_model)
+    groups = _groups(model, scheduler, device, parsed.layout, speculation)
+    block_bytes = kv_block_bytes(model, device.kv_dtype, args.block_size, groups)
+    tiers = resolve_tiers(parsed.tiers, block_bytes, host_field)
+    cache = CacheConfig(args.block_size, 1, caching, parsed.layout, parsed.eviction, tiers=tiers, groups=groups)
     unsized = EngineConfig(cache, scheduler, device, speculation, parsed.recording)
     unsized = _resolve_layout(unsized, facts, model)
     try:
@@ -107,6 +111,24 @@ def _prefix_caching(args: EngineArguments, model: ModelConfig, scheduler: Schedu
     why = f"with dynamic rope scaling nothing is cached unless max_model_len is {rope.max_position} or less"
     check_uncached(args, scheduler.policy, why)
     return False
+
+
+def _groups(
+    model: ModelConfig,
+    scheduler: SchedulerConfig,
+    device: DeviceConfig,
+    layout: str,
+    speculation: SpeculationConfig | None,
+) -> KVGroups:
+    """The groups of a model's layers. Those with a window get blocks of their own if that saves memory and all that
+    reads the cache can follow: not sequences in adjacent blocks, not the model of a draft, not FlashInfer."""
+    groups = lay_out(model.kv_specs, split=True)
+    drafts = speculation is not None and speculation.method != "ngram"
+    reads_one = layout != "paged" or scheduler.policy in RESERVING or device.attention_backend == "flashinfer"
+    is_long = groups.window is not None and groups.window < scheduler.max_model_len
+    if not SPLIT_WINDOWS or reads_one or drafts or not is_long:
+        return PLAIN
+    return KVGroups(groups.window, groups.num_tables - 1)
 
 
 def _batched_tokens(device: str, facts: HardwareFacts, model: ModelConfig, *, offline: bool) -> int:
@@ -223,15 +245,17 @@ def _size_cache(
 ) -> EngineConfig:
     """Set the number of blocks and, if the user gave no max_model_len, the longest length that fits into memory."""
     while True:
-        num_blocks = _num_blocks(args, plan_memory(model, unsized, facts, capacity), unsized.scheduler.num_rows)
+        one = plan_memory(model, unsized, facts, capacity)
+        num_blocks = _num_blocks(args, one, unsized.scheduler.num_rows)
         sized = replace(unsized, cache=replace(unsized.cache, num_blocks=num_blocks))
-        length, held = unsized.scheduler.max_model_len, num_blocks * args.block_size
+        length, held = unsized.scheduler.max_model_len, one.longest_in(num_blocks)
         if args.max_model_len is not None or held >= length:
             return sized
         if args.num_kv_blocks is not None or args.kv_cache_memory is not None:
-            return replace(sized, scheduler=replace(unsized.scheduler, max_model_len=held))
+            longest = held or args.block_size  # what needs more blocks than there are is refused by the plan
+            return replace(sized, scheduler=replace(unsized.scheduler, max_model_len=longest))
         if length <= SHORTEST_MODEL_LEN:
-            raise _too_short(plan_memory(model, unsized, facts, capacity))
+            raise _too_short(one)
         shorter = max(SHORTEST_MODEL_LEN, held, length * 3 // 4)
         unsized = replace(unsized, scheduler=replace(unsized.scheduler, max_model_len=min(shorter, length - 1)))
 

@@ -37,6 +37,7 @@ struct Operation {
     double number;       // a norm's eps, the scale of attention, or of what is added
     double cap;          // of attention
     int64_t wide;        // whether a norm's weights are float32 whatever the rows are
+    int64_t table;       // whose blocks the layer's cache is in, see ProgramRun
 };
 
 struct Angles {
@@ -47,7 +48,8 @@ struct Angles {
 // One step, and where its buffers lie. NARROW lets `rows` fall to num_wanted.
 struct ProgramRun {
     int64_t rows, num_wanted, num_spans;
-    const int64_t *slots, *tables, *spans;
+    const int64_t *const *slots, *const *tables;  // of each table of blocks; all are laid out as the spans say
+    const int64_t* spans;
     const int64_t* wanted;  // [num_wanted], or null: all rows are
     void** buffers;
     const int64_t* widths;
@@ -106,12 +108,12 @@ template <typename T> struct Interpreter {
     void write(const Operation& op) const {
         const T* keys = at(op.x) + op.column;
         write_cache(keys, width(op.x), keys + op.groups * op.size, width(op.x), static_cast<T*>(run.keys[op.layer]),
-                    static_cast<T*>(run.values[op.layer]), run.slots, run.rows, op.groups, op.size);
+                    static_cast<T*>(run.values[op.layer]), run.slots[op.table], run.rows, op.groups, op.size);
     }
 
     void attend(const Operation& op, const Cut& cut) const {
         const Keys<T> cache{static_cast<const T*>(run.keys[op.layer]), static_cast<const T*>(run.values[op.layer]),
-                            run.tables};
+                            run.tables[op.table]};
         const Rule rule{static_cast<float>(op.number), static_cast<float>(op.cap), op.window, op.weight};
         paged_attention<T>(at(op.x), width(op.x), cache, cut, at(op.out), shape(op), rule);
     }
@@ -129,6 +131,7 @@ template <typename T> struct Interpreter {
 
     Shape shape(const Operation& op) const { return {op.groups, op.kv_heads, op.size, op.block_size}; }
 
+    // One cut serves the layers of all tables: rows with the same blocks in the first one share those of the others too.
     void go() const {
         Shape planned{};
         std::optional<Cut> cut;
@@ -142,8 +145,8 @@ template <typename T> struct Interpreter {
                 case ATTEND:
                     if (!cut || !same(planned, shape(op))) {
                         planned = shape(op);
-                        cut.emplace(
-                            cut_for<T>(reinterpret_cast<const Span*>(run.spans), run.num_spans, run.tables, planned));
+                        cut.emplace(cut_for<T>(reinterpret_cast<const Span*>(run.spans), run.num_spans,
+                                               run.tables[0], planned));
                     }
                     attend(op, *cut);
                     break;

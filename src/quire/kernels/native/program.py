@@ -42,7 +42,7 @@ class _Operation(Structure):
     _fields_ = (
         ("kind", c_int64), ("x", c_int64), ("y", c_int64), ("out", c_int64), ("column", c_int64), ("groups", c_int64),
         ("size", c_int64), ("layer", c_int64), ("kv_heads", c_int64), ("block_size", c_int64), ("window", c_int64),
-        ("weight", c_void_p), ("number", c_double), ("cap", c_double), ("wide", c_int64),
+        ("weight", c_void_p), ("number", c_double), ("cap", c_double), ("wide", c_int64), ("table", c_int64),
     )  # fmt: skip
 
 
@@ -99,8 +99,8 @@ class _Call:
 class ProgramStep:
     """What a program is run with, besides its rows. int64 and contiguous, as the functions of `ops` take it."""
 
-    slots: Tensor
-    tables: Tensor
+    slots: Sequence[Tensor]  # of each table of blocks: most layers read the first one
+    tables: Sequence[Tensor]  # all laid out alike
     spans: Tensor
     wanted: Tensor | None  # [rows]: those that the program returns; None: all
     caches: Sequence[tuple[Tensor, Tensor]]  # keys and values [blocks, kv heads, block, dim] of each layer
@@ -171,19 +171,21 @@ class ProgramWriter:
             self._angles.append(angles)
         self._add(ROTATE, x.buffer, groups=heads, size=dim, layer=self._angles.index(angles))
 
-    def write(self, x: Symbol, layer: int, column: int, kv_heads: int, dim: int) -> None:
-        """Keys, then values, from a column of each row on, into a layer's cache."""
-        self._add(WRITE, x.buffer, column=column, groups=kv_heads, size=dim, layer=layer)
+    def write(self, x: Symbol, place: tuple[int, int], column: int, kv_heads: int, dim: int) -> None:
+        """Keys, then values, from a column of each row on, into the cache of a layer. place: the layer, its table."""
+        layer, table = place
+        self._add(WRITE, x.buffer, column=column, groups=kv_heads, size=dim, layer=layer, table=table)
 
     def attend(
-        self, x: Symbol, layer: int, heads: tuple[int, int, int], block_size: int, rule: AttentionRule
+        self, x: Symbol, place: tuple[int, int], heads: tuple[int, int, int], block_size: int, rule: AttentionRule
     ) -> Symbol:
-        """The query heads that each row begins with. heads: query, kv, dim."""
-        query, kv, dim = heads
+        """The query heads that each row begins with. place: the layer, its table; heads: query, kv, dim."""
+        (query, kv, dim), (layer, table) = heads, place
         out = self._new(query * dim)
         self._add(
             ATTEND, x.buffer, out=out.buffer, groups=query, size=dim, layer=layer, kv_heads=kv, block_size=block_size,
             number=rule.scale, cap=rule.softcap or 0.0, window=rule.window or 0, weight=rule.sinks,
+            table=table,
         )  # fmt: skip
         return out
 
@@ -313,7 +315,7 @@ class Program:
         """Rows [tokens, width] through all operations -> the rows that are wanted. May overwrite x."""
         assert x.is_contiguous()
         assert x.dtype == self._dtype
-        for numbers in (step.slots, step.tables, step.spans):
+        for numbers in (*step.slots, *step.tables, step.spans):
             assert numbers.dtype == torch.int64
             assert numbers.is_contiguous()
         rows, wanted = len(x), step.wanted
@@ -328,8 +330,9 @@ class Program:
         angles = (_Angles * len(step.angles))(*map(_angles, step.angles))
         if self._caches is not step.caches:
             self._caches, self._keys, self._values = step.caches, *map(_pointers, zip(*step.caches, strict=True))
+        slots, tables = _pointers(step.slots), _pointers(step.tables)
         run = _Run(
-            rows, num_wanted, len(step.spans), step.slots.data_ptr(), step.tables.data_ptr(), step.spans.data_ptr(),
+            rows, num_wanted, len(step.spans), slots.ctypes.data, tables.ctypes.data, step.spans.data_ptr(),
             None if wanted is None else wanted.data_ptr() or buffers.ctypes.data,  # that of no rows is null
             buffers.ctypes.data, self._widths.ctypes.data, ctypes.addressof(angles), self._keys.ctypes.data,
             self._values.ctypes.data,

@@ -44,15 +44,16 @@ class Attention(nn.Module):
             qk = self._ops.rotate(qk, *self.rotary(step))
         query, key = qk[:, : heads.num_query], qk[:, heads.num_query :]
         cache = step.caches[self._layer]
-        self._ops.write(key, value, cache, step.slots)
-        attended: Tensor = step.backend.attend(query, key, value, cache, step.attention, self.rule)
+        self._ops.write(key, value, cache, step.slots_of(cache))
+        attended: Tensor = step.backend.attend(query, key, value, cache, step.attention_of(cache), self.rule)
         return attended
 
     def _by_triton(self, qkv: Tensor, step: ForwardStep, norm: HeadNorm | None) -> Tensor:
         """Norms, positions and the write to the cache in one launch."""
         from quire.kernels.triton.rotary import HeadNorms, LayerMemory, rotate_and_store
 
-        heads, cache, plan = self._heads, step.caches[self._layer], step.attention
+        heads, cache = self._heads, step.caches[self._layer]
+        plan = step.attention_of(cache)
         norms = None if norm is None else HeadNorms(norm.of_queries, norm.of_keys, norm.eps)
         angles = None if self.rotary is None else self.rotary.angles(step.max_length)
         rotate_and_store(
@@ -66,15 +67,15 @@ class Attention(nn.Module):
 
     def _write_down(self, qkv: Symbol, step: ForwardStep, norm: HeadNorm | None) -> Symbol:
         """The operations of a program."""
-        heads, writer = self._heads, qkv.writer
-        num_rotated, block_size = heads.num_query + heads.num_kv, step.caches[self._layer].key.shape[2]
+        heads, writer, cache = self._heads, qkv.writer, step.caches[self._layer]
+        num_rotated, place = heads.num_query + heads.num_kv, (self._layer, cache.table)
         if norm is not None:
             writer.norm_heads(qkv, norm.scales, norm.eps)
         if self.rotary is not None:
             writer.rotate(qkv, self.rotary, num_rotated, heads.dim)
-        writer.write(qkv, self._layer, heads.query_size, heads.num_kv, heads.dim)
+        writer.write(qkv, place, heads.query_size, heads.num_kv, heads.dim)
         sizes = (heads.num_query, heads.num_kv, heads.dim)
-        return writer.attend(qkv, self._layer, sizes, block_size, self.rule)
+        return writer.attend(qkv, place, sizes, cache.key.shape[2], self.rule)
 
 
 class SelfAttention(nn.Module):

@@ -61,5 +61,7 @@ class Blocks(nn.ModuleList):
         plan: NativePlan = step.attention
         rotations = [cast("Rotary", rotary)(step) for rotary in program.angles]
         angles = [(rotation.cos, rotation.sin) for rotation in rotations]
-        given = ProgramStep(step.slots, plan.tables, plan.spans, step.wanted, self._pairs, angles, step)
+        slots = (step.slots, *(window.slots for window in step.windows))
+        tables = (plan.tables, *(window.attention.tables for window in step.windows))
+        given = ProgramStep(slots, tables, plan.spans, step.wanted, self._pairs, angles, step)
         return program.run(x, given)
