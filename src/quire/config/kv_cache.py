@@ -61,14 +61,6 @@ class KVGroups:
     num_states: int = 0  # states of whole sequences that memory has room for; 0: no layer keeps a state
     blocks_per_state: int = 0  # a state takes so many blocks, which follow all others
 
-    def blocks_needed(self, num_blocks: int, block_size: int, max_chunk: int) -> int:
-        """Return how many blocks a sequence of `num_blocks` blocks takes, window blocks included, if a step computes up
-        to `max_chunk` of its tokens."""
-        if self.window is None:
-            return num_blocks
-        in_window = -(-(self.window + max_chunk) // block_size) + 1
-        return num_blocks + self.num_window_blocks * min(num_blocks, in_window)
-
     @property
     def is_plain(self) -> bool:
         return self.window is None and not self.num_states

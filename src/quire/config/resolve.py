@@ -29,7 +29,6 @@ SMALL_MODEL = 2_000_000_000  # models with fewer parameters get SMALL_MODEL_TOKE
 DEFAULT_GPU_UTILIZATION = 0.9
 SHORTEST_MODEL_LEN = 256  # max_model_len is never lowered below this to fit into memory
 GPU_PAGE = 2 * MIB  # the smallest page that CUDA maps
-SPLIT_WINDOWS = False  # whether layers with a window get blocks of their own: not while the engine hands out none
 CPU_CACHE_LIMIT, CPU_CACHE_SHARE = GIB, 4  # default KV cache on a CPU: a quarter of the available memory, at most 1 GiB
 
 
@@ -126,7 +125,7 @@ def _groups(
     drafts = speculation is not None and speculation.method != "ngram"
     reads_one = layout != "paged" or scheduler.policy in RESERVING or device.attention_backend == "flashinfer"
     is_long = groups.window is not None and groups.window < scheduler.max_model_len
-    if not SPLIT_WINDOWS or reads_one or drafts or not is_long:
+    if reads_one or drafts or not is_long:
         return PLAIN
     return KVGroups(groups.window, groups.num_tables - 1)
 

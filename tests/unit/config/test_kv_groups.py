@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from quire.config import resolve
 from quire.config.arguments import EngineArguments
 from quire.config.kv_cache import PLAIN, KVGroups
 from quire.config.memory import MemoryPlan, kv_block_bytes
@@ -18,11 +17,6 @@ from tests.unit.config.machines import LAPTOP, LARGE, SERVER, SMALL
 
 GEMMA = replace(SMALL, windows=((512,) * 5 + (None,)) * 5)  # 25 layers with a window, 5 without
 MIXED = KVGroups(512, 5)
-
-
-@pytest.fixture(autouse=True)
-def _splitting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "SPLIT_WINDOWS", True)
 
 
 def resolved(model: ModelConfig = GEMMA, **settings: object) -> tuple[KVGroups, MemoryPlan]:
