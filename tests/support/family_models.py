@@ -38,6 +38,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"n_inner": 96, "n_positions": 512, "num_key_value_heads": ..., "intermediate_size": ...},
     "gpt_neox": {"num_key_value_heads": ..., "rotary_pct": 0.25},
+    "gpt_oss": {
+        "head_dim": 16, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.5,
+    },
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3,
                 "logits_scaling": 2.0},
     "llama": {},

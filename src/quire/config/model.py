@@ -53,6 +53,8 @@ class Experts:
     is_normalized: bool = True  # a token's weights are divided by their sum: a softmax over its experts alone
     scale: float = 1.0  # of the weights of a token's experts
     dense_layers: tuple[int, ...] = ()  # that have a plain MLP
+    has_bias: bool = False  # the router and the experts' matrices
+    clamp: tuple[float, float, float] | None = None  # of the gate: limit, alpha and shift, see `kernels/clamp.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    attention_sinks: bool = False  # each query head has a score without a value
     windows: tuple[int | None, ...] = ()  # of each layer: a token sees so many, itself included; (): all layers see all
     local_rope: Rope | None = None  # of the layers with a window, where it differs
     layers_without_rope: tuple[int, ...] = ()
@@ -142,4 +145,6 @@ class ModelConfig:
             return self.num_parameters
         others = self.experts.num - self.experts.num_used
         mixtures = self.num_layers - len(self.experts.dense_layers)
-        return self.num_parameters - mixtures * others * 3 * self.hidden_size * self.experts.size
+        hidden, size = self.hidden_size, self.experts.size
+        biases = 2 * size + hidden if self.experts.has_bias else 0
+        return self.num_parameters - mixtures * others * (3 * hidden * size + biases)

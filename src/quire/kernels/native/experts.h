@@ -19,6 +19,7 @@ struct PackedExperts {
     int64_t shared, shared_gate;  // buffers: what the expert of all rows gave, its gate's logits; -1: there is none
     double scale;                 // of a row's weights
     const PackedLinear *gate_up, *down;  // [num]
+    const Clamp* clamp;                  // of the gate, or null
 };
 
 template <typename T> void multiply_by(const PackedLinear& linear, const T* x, int64_t rows, T* out) {
@@ -107,7 +108,7 @@ void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, co
         for (int64_t i = 0; i < count; ++i)
             std::memcpy(&taken[i * hidden], x + pairs.rows[begin + i] * hidden, hidden * sizeof(T));
         multiply_by(experts.gate_up[expert], taken.get(), count, both.get());
-        gate_all<SILU>(both.get(), inner.get(), count, size);
+        ::gate<T>(SILU, experts.clamp, both.get(), inner.get(), count, size);
         multiply_by(experts.down[expert], inner.get(), count, taken.get());
 #pragma omp parallel for schedule(static) if (count * hidden > 65536)
         for (int64_t i = 0; i < count; ++i) {  // no row comes twice

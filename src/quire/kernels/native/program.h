@@ -33,7 +33,8 @@ struct Operation {
     int64_t layer;         // whose cache, which angles, or which activation
     int64_t kv_heads, block_size;
     int64_t window;      // of attention, see Rule
-    const void* weight;  // of a norm [groups, size] or [2, size] with its bias, a PackedLinear, PackedExperts, or sinks
+    // of a norm [groups, size] or [2, size] with its bias, a PackedLinear, PackedExperts, sinks, or a Clamp or null
+    const void* weight;
     double number;       // a norm's eps, the scale of attention, or of what is added
     double cap;          // of attention
     int64_t wide;        // whether a norm's weights are float32 whatever the rows are
@@ -147,7 +148,9 @@ template <typename T> struct Interpreter {
                     }
                     attend(op, *cut);
                     break;
-                case GATE: gate(op.layer, at(op.x), at(op.out), run.rows, op.size); break;
+                case GATE:
+                    gate(op.layer, static_cast<const Clamp*>(op.weight), at(op.x), at(op.out), run.rows, op.size);
+                    break;
                 case ADD: add_rows_to(at(op.x), at(op.y), static_cast<float>(op.number), run.rows * width(op.x)); break;
                 case SELECT: select(op); break;
                 case LAYER_NORM:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.clamp import Clamp
 from quire.kernels.native.loader import TYPES, open_library
-from quire.kernels.native.ops import ACTIVATIONS, PackedWeight
+from quire.kernels.native.ops import ACTIVATIONS, PackedWeight, doubles
 
 RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX = range(12)
 _STREAM = 0  # the buffer that a run is given
@@ -34,7 +35,7 @@ class _Linear(Structure):
 class _Experts(Structure):
     _fields_ = (
         ("num", c_int64), ("used", c_int64), ("is_normalized", c_int64), ("shared", c_int64), ("shared_gate", c_int64),
-        ("scale", c_double), ("gate_up", c_void_p), ("down", c_void_p),
+        ("scale", c_double), ("gate_up", c_void_p), ("down", c_void_p), ("clamp", c_void_p),
     )  # fmt: skip
 
 
@@ -75,6 +76,7 @@ class ExpertWeights:
     num_used: int  # by each row: those that its logits rank first, weighted by the softmax over all
     is_normalized: bool  # weights are divided by their sum
     scale: float  # of the weights
+    clamp: Clamp | None = None  # of the gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +147,7 @@ class ProgramWriter:
     def multiply(self, x: Symbol, linear: LinearWeights) -> Symbol:
         assert linear.weight.inputs == x.width
         out, packed = self._new(linear.weight.outputs), self._pack(linear)
-        self._kept.append(packed)
-        self._add(MULTIPLY, x.buffer, out=out.buffer, pointer=ctypes.addressof(packed))
+        self._add(MULTIPLY, x.buffer, out=out.buffer, pointer=self._keep(packed))
         return out
 
     def mix(self, x: Symbol, logits: Symbol, experts: ExpertWeights, shared: Sequence[Symbol] = ()) -> Symbol:
@@ -158,10 +159,9 @@ class ProgramWriter:
         others = [each.buffer for each in shared]
         packed = _Experts(
             num, experts.num_used, experts.is_normalized, *(*others, -1, -1)[:2], experts.scale,
-            ctypes.addressof(gate_up), ctypes.addressof(down),
+            self._keep(gate_up), self._keep(down), self._keep(doubles(experts.clamp)),
         )  # fmt: skip
-        self._kept += [gate_up, down, packed]
-        self._add(MIX, x.buffer, y=logits.buffer, out=out.buffer, pointer=ctypes.addressof(packed))
+        self._add(MIX, x.buffer, y=logits.buffer, out=out.buffer, pointer=self._keep(packed))
         self._uses[-1] += tuple(others)
         return out
 
@@ -187,10 +187,10 @@ class ProgramWriter:
         )  # fmt: skip
         return out
 
-    def gate(self, x: Symbol, activation: str) -> Symbol:
+    def gate(self, x: Symbol, activation: str, clamp: Clamp | None = None) -> Symbol:
         """activation(gate) * up of rows of gate, then up; one of ACTIVATIONS."""
-        out = self._new(x.width // 2)
-        self._add(GATE, x.buffer, out=out.buffer, size=out.width, layer=ACTIVATIONS[activation])
+        out, kind, limits = self._new(x.width // 2), ACTIVATIONS[activation], self._keep(doubles(clamp))
+        self._add(GATE, x.buffer, out=out.buffer, size=out.width, layer=kind, pointer=limits)
         return out
 
     def activate(self, x: Symbol, activation: str) -> None:
@@ -231,6 +231,11 @@ class ProgramWriter:
     def _new(self, width: int) -> Symbol:
         self._widths.append(width)
         return Symbol(self, len(self._widths) - 1, width)
+
+    def _keep(self, memory: Any) -> int | None:
+        """The address of what operations point to, or None."""
+        self._kept.append(memory)
+        return None if memory is None else ctypes.addressof(memory)
 
     def _pack(self, linear: LinearWeights) -> _Linear:
         weight, bias = linear.weight, linear.bias

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.model import Experts
+from quire.kernels.clamp import Clamp
 from quire.kernels.native.program import ExpertWeights, Symbol
 from quire.kernels.reference.experts import choose_experts
 from quire.runtime.layers.linear import Linear
@@ -72,7 +73,9 @@ class EachExpert(nn.ModuleList):
         if len(linears) < len(self):
             return x.writer.call(partial(_mix, self, experts), (x, logits, *shared), x.width)
         gate_up, down = zip(*linears, strict=True)
-        weights = ExpertWeights(gate_up, down, experts.num_used, experts.is_normalized, experts.scale)
+        weights = ExpertWeights(
+            gate_up, down, experts.num_used, experts.is_normalized, experts.scale, clamp_of(experts)
+        )
         return x.writer.mix(x, logits, weights, shared)
 
 
@@ -103,6 +106,10 @@ class MoEMLP(nn.Module):
             shared += (self.shared_expert_gate(value),)
         logits = self.gate(value)
         return self.experts.mix(value, logits, self._settings, shared, rows)
+
+
+def clamp_of(experts: Experts) -> Clamp | None:
+    return None if experts.clamp is None else Clamp(*experts.clamp)
 
 
 def _shared_part(shared: tuple[Tensor, ...]) -> Tensor:  # [tokens, hidden], float32, new

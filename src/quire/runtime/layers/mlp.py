@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from quire.kernels.clamp import Clamp
 from quire.kernels.native.program import LinearWeights
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import RMSNorm
@@ -25,12 +26,14 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), gate and up in one product."""
+    """down(activation(gate(x)) * up(x)), gate and up in one product. `clamp`: the limits of the gate, if it has any."""
 
-    def __init__(self, gate_up_proj: Linear, down_proj: Linear, activation: str, ops: LayerOps) -> None:
+    def __init__(
+        self, gate_up_proj: Linear, down_proj: Linear, activation: str, ops: LayerOps, clamp: Clamp | None = None
+    ) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
-        self._activation, self._ops = activation, ops
+        self._activation, self._ops, self._clamp = activation, ops, clamp
 
     def forward(self, x: Value | Normed) -> Projected:  # [tokens, hidden]
         return self.down_proj.later(self._gated(x))
@@ -43,7 +46,7 @@ class GatedMLP(nn.Module):
         return None
 
     def _gated(self, x: Value | Normed) -> Value:  # [tokens, intermediate]
-        fused = self.gate_up_proj.fused
+        fused = self.gate_up_proj.fused if self._clamp is None else None
         if fused is not None and isinstance(x, Normed) and isinstance(x.norm, RMSNorm) and not x.stream.is_empty:
             return fused.gated(x.stream.x, x.norm.as_norm, self._activation, x.stream.take_pending())
-        return self._ops.gate(self.gate_up_proj(x), self._activation)
+        return self._ops.gate(self.gate_up_proj(x), self._activation, self._clamp)

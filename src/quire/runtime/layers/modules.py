@@ -1,4 +1,4 @@
-"""Norms, embeddings and tied head."""
+"""Norms, sinks, embeddings and tied head."""
 
 from __future__ import annotations
 
@@ -114,6 +114,16 @@ class HeadNorm(WeightLayer):
 
     def _part(self, part: str) -> Tensor:
         return self.weight.data[self.parts.index(part)]
+
+
+class Sinks(WeightLayer):
+    """A score for each query head that has no value: it only takes its share of the softmax. Stays where it is."""
+
+    parts = ("sinks",)
+
+    def __init__(self, heads: Heads, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.empty(heads.num_query)
 
 
 class ProjectionNorm(WeightLayer):

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.kernels.clamp import Clamp
 from quire.kernels.native import ops
 from quire.kernels.native.ops import ROW_INPUTS, PackedWeight, multiply, multiply_rows
 from quire.kernels.native.panels import cut_level_panels, cut_panels, level_panels_pay
@@ -43,12 +44,14 @@ class NativeOps(TorchOps):
         ops.rotate(x, cos, sin)
         return x
 
-    def gate(self, gate_up: Value, activation: str) -> Value:
+    def gate(self, gate_up: Value, activation: str, clamp: Clamp | None = None) -> Value:
         if isinstance(gate_up, Symbol):
             if activation in ops.ACTIVATIONS:
-                return gate_up.writer.gate(gate_up, activation)
-            return gate_up.writer.call(lambda x, _: self.gate(x, activation), (gate_up,), gate_up.width // 2)
-        return ops.gate(gate_up, activation) if activation in ops.ACTIVATIONS else super().gate(gate_up, activation)
+                return gate_up.writer.gate(gate_up, activation, clamp)
+            return gate_up.writer.call(lambda x, _: self.gate(x, activation, clamp), (gate_up,), gate_up.width // 2)
+        if activation in ops.ACTIVATIONS:
+            return ops.gate(gate_up, activation, clamp)
+        return super().gate(gate_up, activation, clamp)
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         if key.dtype == cache.key.dtype:

@@ -27,7 +27,8 @@ class DecoderAttention(nn.Module):
         super().__init__()
         self.qkv_proj = build.qkv_linear(config.hidden_size, config.heads, bias=config.qkv_bias)
         self.qk_norm = build.head_norm(config.heads, config.norm_eps, self.norm_offset) if config.qk_norm else None
-        self.attention = build.attention_of(config, layer)
+        self.sinks = build.sinks(config.heads) if config.attention_sinks else None
+        self.attention = build.attention_of(config, layer, self.sinks)
         self.o_proj = build.linear("o_proj", config.heads.query_size, config.hidden_size, bias=config.o_bias)
 
     def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.config.model import Heads
+from quire.kernels.clamp import Clamp
 from quire.kernels.reference.elementwise import rms_norm, silu_and_multiply
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.linear import Linear
@@ -122,3 +123,12 @@ def test_gating_is_the_activation_times_the_other_half_far_from_zero_too(activat
     gate, up = gate_up.chunk(2, dim=-1)
     plain = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}[activation]
     torch.testing.assert_close(ops.gate(gate_up, activation), plain(gate) * up)
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("clamp", [Clamp(7.0, 1.702, 1.0), Clamp(10.0)])
+def test_a_gate_within_limits_is_silu_of_what_is_kept(clamp: Clamp, ops: LayerOps) -> None:
+    gate_up = torch.cat((torch.linspace(-20, 20, 40), torch.linspace(30, -12, 40))).view(1, 80)
+    gate, up = gate_up[:, :40].clamp(max=clamp.limit), gate_up[:, 40:].clamp(-clamp.limit, clamp.limit)
+    wanted = F.silu(gate * clamp.alpha) / clamp.alpha * (up + clamp.shift)
+    torch.testing.assert_close(ops.gate(gate_up, "silu", clamp), wanted)
