@@ -15,8 +15,8 @@ from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.choice import choose_float8_product, choose_product
 from quire.runtime.layers.experts import EachExpert, ExpertSet, MoEMLP, Router, clamp_of
-from quire.runtime.layers.linear import Linear
-from quire.runtime.layers.mlp import MLP, GatedMLP
+from quire.runtime.layers.linear import KeysAsValues, Linear
+from quire.runtime.layers.mlp import MLP, GatedMLP, SideGate
 from quire.runtime.layers.modules import (
     Embedding,
     HeadNorm,
@@ -24,6 +24,7 @@ from quire.runtime.layers.modules import (
     PositionEmbedding,
     ProjectionNorm,
     RMSNorm,
+    Scalar,
     Sinks,
     TiedHead,
 )
@@ -65,8 +66,10 @@ class LayerBuilder:
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool, stored: Stored = AS_IT_IS) -> Linear:
         return Linear(inputs, {name: outputs}, bias, self._product, self._placement, stored)
 
-    def qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
+    def qkv_linear(self, inputs: int, heads: Heads, *, bias: bool, keys_are_values: bool = False) -> Linear:
         outputs = {"q_proj": heads.query_size, "k_proj": heads.kv_size, "v_proj": heads.kv_size}
+        if keys_are_values:
+            return KeysAsValues(inputs, heads, bias, self._product, self._placement)
         return Linear(inputs, outputs, bias, self._product, self._placement)
 
     def gated_mlp(
@@ -119,8 +122,14 @@ class LayerBuilder:
     def rms_norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
         return RMSNorm(name, size, eps, self._ops, self._placement, offset)
 
-    def head_norm(self, heads: Heads, eps: float, offset: float = 0.0) -> HeadNorm:
-        return HeadNorm(heads, eps, self._placement, offset)
+    def head_norm(self, heads: Heads, eps: float, offset: float = 0.0, *, of_values: bool = False) -> HeadNorm:
+        return HeadNorm(heads, eps, self._placement, offset, of_values=of_values)
+
+    def scalar(self, name: str) -> Scalar:
+        return Scalar(name, self._placement)
+
+    def side_gate(self, column: int, activation: str) -> SideGate:
+        return SideGate(column, activation, self._ops)
 
     def projection_norm(self, heads: Heads, eps: float) -> ProjectionNorm:
         return ProjectionNorm(heads, eps, self._ops, self._placement)
@@ -129,13 +138,17 @@ class LayerBuilder:
         """A number as the model's tensors hold it."""
         return torch.tensor(number, dtype=self._placement.dtype).item()
 
-    def attention(self, heads: Heads, layer: int, rope: Rope | None, rule: AttentionRule | None = None) -> Attention:
+    def attention(
+        self, heads: Heads, layer: int, rope: Rope | None, rule: AttentionRule | None = None,
+        shared: tuple[bool, bool] = (False, False),
+    ) -> Attention:  # fmt: skip
         """Without `rope` nothing is rotated. `rule`: that of the layer; by default the usual scale and nothing
-        besides."""
+        besides. `shared`: whether it lends and borrows keys and values, see Attention."""
         rule = rule or AttentionRule(heads.dim**-0.5)
         self.backend.accept(rule)
         rotary = None if rope is None else self._rotary(rope, heads.dim if rope.dim is None else rope.dim)
-        return Attention(heads, layer, rule, rotary, self._ops)
+        lends, borrows = shared
+        return Attention(heads, layer, rule, rotary, self._ops, lends=lends, borrows=borrows)
 
     def sinks(self, heads: Heads) -> Sinks:
         return Sinks(heads, self._placement)
@@ -146,7 +159,9 @@ class LayerBuilder:
         scale = heads.dim**-0.5 if scale is None else scale
         held = None if sinks is None else sinks.weight.data
         rule = AttentionRule(scale, config.attention_softcap, config.window_of(layer), held)
-        return self.attention(heads, layer, config.rope_of(layer), rule)
+        source = config.kv_layer_of(layer)
+        shared = (config.kv_layers.count(layer) > 1, source != layer)
+        return self.attention(heads, source, config.rope_of(layer), rule, shared)
 
     def _rotary(self, rope: Rope, dim: int) -> Rotary:
         """The same one for all layers with the same positions."""

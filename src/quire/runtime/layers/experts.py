@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from quire.config.model import Experts
 from quire.kernels.clamp import Clamp
-from quire.kernels.native.program import ExpertWeights, Symbol
+from quire.kernels.native.program import Symbol
+from quire.kernels.native.weights import ExpertWeights
 from quire.kernels.reference.experts import choose_experts
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.mlp import GatedMLP

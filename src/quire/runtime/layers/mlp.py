@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from quire.kernels.clamp import Clamp
-from quire.kernels.native.program import LinearWeights
+from quire.kernels.native.weights import LinearWeights
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.native import NativeMultiply
 from quire.runtime.layers.ops import LayerOps
-from quire.runtime.layers.stream import Normed, Projected, Value
+from quire.runtime.layers.stream import Normed, Projected, Stream, Value
 
 
 class MLP(nn.Module):
@@ -23,6 +23,17 @@ class MLP(nn.Module):
 
     def forward(self, x: Value | Normed) -> Projected:  # [tokens, hidden]
         return self.down_proj.later(self._ops.activate(self.up_proj(x), self._activation))
+
+
+class SideGate(nn.Module):
+    """activation(x) times what a layer reads beside the stream: as many numbers, from a column on."""
+
+    def __init__(self, column: int, activation: str, ops: LayerOps) -> None:
+        super().__init__()
+        self._column, self._activation, self._ops = column, activation, ops
+
+    def forward(self, x: Value, stream: Stream) -> Value:  # [tokens, size]
+        return self._ops.times(self._ops.activate(x, self._activation), stream.beside, self._column)
 
 
 class GatedMLP(nn.Module):

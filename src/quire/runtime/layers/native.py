@@ -13,8 +13,9 @@ from quire.kernels.clamp import Clamp
 from quire.kernels.native import ops
 from quire.kernels.native.ops import ROW_INPUTS, PackedWeight, multiply, multiply_rows
 from quire.kernels.native.panels import cut_level_panels, cut_panels, level_panels_pay
-from quire.kernels.native.program import LinearWeights, Symbol
+from quire.kernels.native.program import Symbol
 from quire.kernels.native.tiles import TILE_INPUTS, tile_levels, tile_plain
+from quire.kernels.native.weights import LinearWeights
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.ops import TorchOps
 from quire.runtime.layers.product import Multiply, NumbersProduct, PackedProduct
@@ -52,6 +53,12 @@ class NativeOps(TorchOps):
         if activation in ops.ACTIVATIONS:
             return ops.gate(gate_up, activation, clamp)
         return super().gate(gate_up, activation, clamp)
+
+    def times(self, x: Value, y: Value, column: int) -> Value:
+        if isinstance(x, Symbol):
+            x.writer.times(x, y, column)
+            return x
+        return super().times(x, y, column)
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         if key.dtype == cache.key.dtype:

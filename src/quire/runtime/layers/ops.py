@@ -37,6 +37,9 @@ class LayerOps(Protocol):
         """[tokens, 2 * size], gate then up -> activation(gate) * up [tokens, size]; by silu within limits with a
         clamp."""
 
+    def times(self, x: Tensor, y: Tensor, column: int) -> Tensor:
+        """x [tokens, size] by as many columns of y, from a column on. May overwrite x."""
+
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """key, value [tokens, kv heads, dim] into slots [tokens * kv heads] of a layer's cache."""
 
@@ -64,6 +67,9 @@ class TorchOps:
             return reference_gate(gate_up, activation, clamp)
         gate, up = gate_up.chunk(2, dim=-1)
         return _activate(gate, activation).mul_(up)
+
+    def times(self, x: Tensor, y: Tensor, column: int) -> Tensor:
+        return x.mul_(y[:, column : column + x.shape[1]])
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         dim, dtype = key.shape[-1], cache.key.dtype

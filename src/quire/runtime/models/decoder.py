@@ -57,7 +57,8 @@ class DecoderStack(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = build.embedding("embed_tokens", config.vocab_size, config.hidden_size)
-        self.layers = Blocks((block(config, layer, build) for layer in range(config.num_layers)), config.hidden_size)
+        blocks = (block(config, layer, build) for layer in range(config.num_layers))
+        self.layers = Blocks(blocks, config.hidden_size, config.num_layers * config.per_layer_input)
         self.norm = build.rms_norm("norm", config.hidden_size, config.norm_eps, norm_offset)
 
 
