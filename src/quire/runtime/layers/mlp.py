@@ -33,6 +33,7 @@ class SideGate(nn.Module):
         self._column, self._activation, self._ops = column, activation, ops
 
     def forward(self, x: Value, stream: Stream) -> Value:  # [tokens, size]
+        assert stream.beside is not None
         return self._ops.times(self._ops.activate(x, self._activation), stream.beside, self._column)
 
 

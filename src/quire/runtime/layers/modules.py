@@ -220,6 +220,9 @@ class PairedEmbedding(nn.Module):
         return torch.cat([table.newest(rows, tokens, lengths, positions) for table in self._tables], dim=1)
 
 
+TokenTable = Embedding | PairedEmbedding
+
+
 class PositionEmbedding(WeightLayer):
     """A learned vector for every position, from a line of the table on."""
 

@@ -63,12 +63,13 @@ class DecoderStack(nn.Module):
 
 
 class Decoder(BaseModel):
+    stack: type[DecoderStack] = DecoderStack
     block: type[nn.Module] = DecoderBlock
     norm_offset = 0.0
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__(config)
-        self.model = DecoderStack(config, build, self.block, self.norm_offset)
+        self.model = self.stack(config, build, self.block, self.norm_offset)
         self.lm_head = build.lm_head("lm_head", self.model.embed_tokens, config)
         self.assemble(self.model.embed_tokens, self.model.layers, self.model.norm, self.lm_head)
 

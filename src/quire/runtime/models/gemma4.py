@@ -1,8 +1,8 @@
 """Gemma 4 (text): Gemma's block with normed value heads, inputs of each layer, and keys and values that layers share.
 
 Queries are not scaled: their norm does it. Layers that see all tokens turn a part of each head, and may take their keys
-for values. The last layers may read the keys and values of an earlier layer of their kind. What a layer reads beside the
-stream is a vector of its own, of the token and of its embedding. Checkpoints store norm weights as they are.
+for values. The last layers may read the keys and values of an earlier layer of their kind. What a layer reads beside
+the stream is a vector of its own, of the token and of its embedding. Checkpoints store norm weights as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.modules import PairedEmbedding
 from quire.runtime.layers.step import BESIDE, ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Stream
+from quire.runtime.models.decoder import DecoderStack
 from quire.runtime.models.family import Family
 from quire.runtime.models.gemma import Gemma, GemmaBlock, read_cap, read_gemma
 from quire.runtime.models.hf_config import FULL, SLIDING, read_window, read_windows, refuse_set
@@ -68,7 +69,23 @@ class Gemma4Block(GemmaBlock):
         x.scale(self.layer_scalar.number)
 
 
+class Gemma4Stack(DecoderStack):
+    """With what makes the inputs of each layer, if they have any."""
+
+    def __init__(
+        self, config: ModelConfig, build: LayerBuilder, block: type[nn.Module], norm_offset: float = 0.0
+    ) -> None:
+        super().__init__(config, build, block, norm_offset)
+        hidden, size, total = config.hidden_size, config.per_layer_input, config.num_layers * config.per_layer_input
+        if size:
+            self.embed_tokens_per_layer = build.embedding("embed_tokens_per_layer", config.vocab_size, total)
+            self.per_layer_model_projection = build.linear("per_layer_model_projection", hidden, total, bias=False)
+            self.per_layer_projection_norm = build.rms_norm("per_layer_projection_norm", size, config.norm_eps)
+
+
 class Gemma4(Gemma):
+    model: Gemma4Stack
+    stack = Gemma4Stack
     block = Gemma4Block
     norm_offset = 0.0
 
@@ -77,12 +94,6 @@ class Gemma4(Gemma):
         self._hidden, self._size, model = config.hidden_size, config.per_layer_input, self.model
         self._scales = (build.rounded(self._size**0.5), self._hidden**-0.5, 2**-0.5)
         if self._size:
-            total = config.num_layers * self._size
-            model.embed_tokens_per_layer = build.embedding("embed_tokens_per_layer", config.vocab_size, total)
-            model.per_layer_model_projection = build.linear(
-                "per_layer_model_projection", self._hidden, total, bias=False
-            )
-            model.per_layer_projection_norm = build.rms_norm("per_layer_projection_norm", self._size, config.norm_eps)
             tables = PairedEmbedding(model.embed_tokens, model.embed_tokens_per_layer)
             self.assemble(tables, model.layers, model.norm, self.lm_head)
 

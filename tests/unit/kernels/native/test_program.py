@@ -177,3 +177,24 @@ def test_a_gate_within_limits_is_that_of_torch(dtype: torch.dtype) -> None:
     found = program.run(x, step(torch.arange(3)))
     torch.testing.assert_close(found.float(), wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
     torch.testing.assert_close(ops.gate(x, "silu", clamp), found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wanted", [None, torch.tensor([2, 0])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_a_run_is_given_beside_the_stream_are_selected_with_it(
+    dtype: torch.dtype, wanted: Tensor | None
+) -> None:
+    x, beside = torch.randn(3, 5).to(dtype), torch.randn(3, 40).to(dtype)
+    writer = ProgramWriter(dtype, 5)
+    other = writer.beside(40)
+    writer.times(writer.stream, other, 7)
+    rows, more = writer.select(writer.stream, fresh=True), writer.select(other)
+    writer.narrow()
+    writer.times(rows, more, 35)
+    writer.scale(rows, 0.3)
+    found = writer.finish(rows).run(x.clone(), replace(step(wanted), beside=beside))
+    expected = x * beside[:, 7:12]
+    expected = (expected if wanted is None else expected[wanted]) * (beside if wanted is None else beside[wanted])[
+        :, 35:
+    ]
+    torch.testing.assert_close(found, expected * 0.3, rtol=0, atol=0)
