@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from family_bench import SIZES, change_config, check_parity, hf_model, logits_of
+from family_bench import SIZES, change_config, check_parity, hf_model, load_bench, logits_of, num_calls
 from interpreter import HAS_TRITON
 from quire.runtime.loading.hf.config import hf_model_config
 from quire.types.errors import ModelLoadError
@@ -30,6 +30,8 @@ SMALL = SIZES | {
 }  # fmt: skip
 SHARED = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
 
+MIXTURE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24}
+
 
 def gemma4(**changes: Any) -> Any:
     return transformers.Gemma4TextConfig(**(SMALL | changes))
@@ -49,6 +51,7 @@ def saved(folder: Path, **changes: Any) -> torch.nn.Module:
     [
         *((attention, {"final_logit_softcapping": 3.0, "attention_bias": True}) for attention in BACKENDS),
         *((attention, {"attention_k_eq_v": True, "hidden_size_per_layer_input": 6}) for attention in BACKENDS[:3]),
+        *((attention, MIXTURE) for attention in BACKENDS),
         *((attention, {**SHARED, "hidden_size_per_layer_input": 8}) for attention in BACKENDS[:3]),
     ],
 )
@@ -70,6 +73,15 @@ def test_layers_say_how_many_weights_there_are(tmp_path: Path) -> None:
     model = saved(tmp_path, **SHARED, hidden_size_per_layer_input=8, attention_k_eq_v=True)
     scalars = len(model.model.layers)
     assert hf_model_config(tmp_path).num_parameters == sum(each.numel() for each in model.parameters()) + scalars
+
+
+def test_a_mixture_runs_as_a_program_and_in_bfloat16(tmp_path: Path) -> None:
+    """All experts are used: which are would depend on digits that bfloat16 has not."""
+    saved(tmp_path, **(MIXTURE | {"top_k_experts": 5, "moe_intermediate_size": 32, "hidden_size": 64}))
+    assert num_calls(load_bench(tmp_path)) == 0
+    wanted, found = logits_of(tmp_path), logits_of(tmp_path, dtype="bfloat16")
+    for (_, logits), (_, near) in zip(wanted, found, strict=True):
+        torch.testing.assert_close(near[0], logits[0], rtol=0.1, atol=0.6)
 
 
 def test_what_gemma_4_takes_for_granted_is_what_transformers_does(tmp_path: Path) -> None:
@@ -94,7 +106,8 @@ def test_what_gemma_4_takes_for_granted_is_what_transformers_does(tmp_path: Path
         ({"per_layer_config": {"1": {"head_dim": 32}}}, "per_layer_config"),
         ({"per_layer_config": {"1": {"num_key_value_heads": 1}}}, "per_layer_config"),
         ({"per_layer_config": [1]}, "per_layer_config"),
-        ({"enable_moe_block": True}, "enable_moe_block"),
+        ({"enable_moe_block": True, "top_k_experts": 2, "moe_intermediate_size": 4}, "num_experts"),
+        (MIXTURE | {"top_k_experts": 6}, "top_k_experts"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers"),

@@ -61,6 +61,14 @@ def test_tokens_go_to_the_experts_that_torch_ranks_first(tokens: int, num: int, 
     check_places(routing, SMALL.block_m)
 
 
+def test_each_expert_may_have_a_factor() -> None:
+    logits, factors = rand(7, 5), rand(5, seed=2)
+    routing = route(logits, 3, SMALL, is_normalized=True, factors=factors)
+    chosen, shares = choose_experts(logits, 3, is_normalized=True, factors=factors)
+    assert torch.equal(routing.chosen.long(), chosen)
+    torch.testing.assert_close(routing.weights, shares)
+
+
 def test_padding_goes_to_no_expert() -> None:
     logits = rand(40, 5)
     rows = torch.arange(40, dtype=torch.int32, device=DEVICE)

@@ -53,6 +53,7 @@ class Experts:
     is_normalized: bool = True  # a token's weights are divided by their sum: a softmax over its experts alone
     scale: float = 1.0  # of the weights of a token's experts
     dense_layers: tuple[int, ...] = ()  # that have a plain MLP
+    beside_mlp: bool = False  # layers have a plain MLP too
     has_bias: bool = False  # the router and the experts' matrices
     clamp: tuple[float, float, float] | None = None  # of the gate: limit, alpha and shift, see `kernels/clamp.py`
 

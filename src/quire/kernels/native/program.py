@@ -128,10 +128,15 @@ class ProgramWriter:
         num, out = len(experts.gate_up), self._new(x.width)
         assert logits.width == num
         gate_up, down = ((PackedLinear * num)(*map(self._pack, each)) for each in (experts.gate_up, experts.down))
-        others = [each.buffer for each in shared]
+        others, factors = [each.buffer for each in shared], experts.factors
+        assert factors is None or (
+            factors.dtype == torch.float32 and factors.shape == (num,) and factors.is_contiguous()
+        )
+        self._kept.append(factors)
         packed = PackedExperts(
             num, experts.num_used, experts.is_normalized, *(*others, -1, -1)[:2], experts.scale,
             self._keep(gate_up), self._keep(down), self._keep(doubles(experts.clamp)),
+            None if factors is None else factors.data_ptr(), ACTIVATIONS[experts.activation],
         )  # fmt: skip
         self._add(MIX, x.buffer, y=logits.buffer, out=out.buffer, pointer=self._keep(packed))
         self._uses[-1] += tuple(others)

@@ -22,6 +22,7 @@ class PackedExperts(Structure):
     _fields_ = (
         ("num", c_int64), ("used", c_int64), ("is_normalized", c_int64), ("shared", c_int64), ("shared_gate", c_int64),
         ("scale", c_double), ("gate_up", c_void_p), ("down", c_void_p), ("clamp", c_void_p),
+        ("factors", c_void_p), ("activation", c_int64),
     )  # fmt: skip
 
 
@@ -35,7 +36,7 @@ class LinearWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The experts of a layer: gate and up in one product, gated by silu, then down."""
+    """The experts of a layer: gate and up in one product, then down."""
 
     gate_up: Sequence[LinearWeights]
     down: Sequence[LinearWeights]
@@ -43,3 +44,5 @@ class ExpertWeights:
     is_normalized: bool  # weights are divided by their sum
     scale: float  # of the weights
     clamp: Clamp | None = None  # of the gate
+    activation: str = "silu"  # likewise
+    factors: Tensor | None = None  # [experts] float32: of each expert's weight

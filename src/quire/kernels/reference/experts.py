@@ -16,11 +16,14 @@ def choose_experts(
     *,
     is_normalized: bool,  # weights are divided by their sum: a softmax over the chosen experts alone
     scale: float = 1.0,  # of the weights
+    factors: Tensor | None = None,  # [experts]: of each expert's weight
 ) -> tuple[Tensor, Tensor]:
     """The experts that each token ranks first [tokens, used], int64, and their weights [tokens, used], float32."""
     weights, chosen = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), num_used, dim=-1)
     if is_normalized:
         weights = weights / weights.sum(dim=-1, keepdim=True)
+    if factors is not None:
+        weights = weights * factors[chosen]
     return chosen, weights * scale
 
 

@@ -64,9 +64,9 @@ class Routing(NamedTuple):
 
 @triton.jit
 def _choose_kernel(
-    logits_ptr, rows_ptr, chosen_ptr, weights_ptr, stride, num, scale,
-    USED: tl.constexpr, NORMALIZED: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    logits_ptr, rows_ptr, factors_ptr, chosen_ptr, weights_ptr, stride, num, scale,
+    USED: tl.constexpr, NORMALIZED: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    BLOCK: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     expert, ranks = tl.arange(0, BLOCK), tl.arange(0, RANKS)
@@ -86,6 +86,8 @@ def _choose_kernel(
         left = tl.where(expert == best, -2.0, left)
     if NORMALIZED:
         weights = weights / tl.sum(weights, 0)
+    if HAS_FACTORS:
+        weights *= tl.load(factors_ptr + chosen)
     chosen = tl.where(is_real, chosen, -1)
     tl.store(chosen_ptr + token * USED + ranks, chosen, mask=ranks < USED)
     tl.store(weights_ptr + token * USED + ranks, weights * scale, mask=ranks < USED)
@@ -225,6 +227,7 @@ def route(
     *,
     is_normalized: bool,  # weights are divided by their sum
     scale: float = 1.0,  # of the weights
+    factors: Tensor | None = None,  # [experts] float32: of each expert's weight
     rows: Tensor | None = None,  # [tokens] int: below 0 for a token of padding, which goes nowhere
     dependent: bool = False,
 ) -> Routing:
@@ -234,6 +237,7 @@ def route(
     check_rows(logits, "logits")
     check(1 <= num_used <= num, "each token has at least one expert, and no expert twice")
     check(rows is None or (rows.shape == (tokens,) and rows.is_contiguous()), "rows: a number per token")
+    check(factors is None or (factors.shape == (num,) and factors.is_contiguous()), "factors: a number per expert")
     check(pairs + num * tiling.block_m < 1 << 31, "at most 2**31 pairs")
     tiles = most_tiles(pairs, num, tiling.block_m)
     chosen = torch.empty(tokens, num_used, dtype=torch.int32, device=device)
@@ -244,9 +248,10 @@ def route(
         return routing
     block = power_of_two(num)
     _choose_kernel[(tokens,)](
-        logits, rows, chosen, weights, logits.stride(0), num, scale,
-        USED=num_used, NORMALIZED=is_normalized, HAS_ROWS=rows is not None, BLOCK=block, RANKS=power_of_two(num_used),
-        DEPENDENT=dependent, num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
+        logits, rows, factors, chosen, weights, logits.stride(0), num, scale,
+        USED=num_used, NORMALIZED=is_normalized, HAS_ROWS=rows is not None, HAS_FACTORS=factors is not None,
+        BLOCK=block, RANKS=power_of_two(num_used), DEPENDENT=dependent,
+        num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
     block, bins = (
         max(_FEWEST_AT_ONCE, min(power_of_two(pairs), _MOST_AT_ONCE)),

@@ -14,7 +14,7 @@ from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.choice import choose_float8_product, choose_product
-from quire.runtime.layers.experts import EachExpert, ExpertSet, MoEMLP, Router, clamp_of
+from quire.runtime.layers.experts import EachExpert, ExpertScales, ExpertSet, MoEMLP, NormedRouter, Router, clamp_of
 from quire.runtime.layers.linear import KeysAsValues, Linear
 from quire.runtime.layers.mlp import MLP, GatedMLP, SideGate
 from quire.runtime.layers.modules import (
@@ -100,6 +100,18 @@ class LayerBuilder:
         if settings.shared_has_gate:
             shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self._placement)
         return MoEMLP(gate, experts, settings, shared, shared_gate)
+
+    def normed_router(self, config: ModelConfig) -> NormedRouter:
+        """Its norm's weights are stored times the root of their number."""
+        assert config.experts is not None
+        hidden, num = config.hidden_size, config.experts.num
+        norm = RMSNorm("scale", hidden, config.norm_eps, self._ops, self._placement, factor=hidden**-0.5)
+        proj = Router(hidden, {"proj": num}, False, self._table_product, self._placement)
+        return NormedRouter(norm, proj, ExpertScales(num, self._placement))
+
+    def experts(self, config: ModelConfig) -> ExpertSet:
+        assert config.experts is not None
+        return self._experts(config.hidden_size, config.experts, config.activation, GATED)
 
     def _experts(self, hidden: int, settings: Experts, activation: str, names: tuple[str, str, str]) -> ExpertSet:
         """Those of an outline are stacked too: thousands of layers would take seconds to make."""

@@ -45,20 +45,20 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
-        self._activation, self._ops, self._clamp = activation, ops, clamp
+        self.activation, self._ops, self._clamp = activation, ops, clamp
 
     def forward(self, x: Value | Normed) -> Projected:  # [tokens, hidden]
         return self.down_proj.later(self._gated(x))
 
     def as_native(self) -> tuple[LinearWeights, LinearWeights] | None:
-        """The weights for gate and up, and for down, where compiled kernels multiply by both and gate by silu."""
+        """The weights for gate and up, and for down, where compiled kernels multiply by both."""
         first, second = self.gate_up_proj.multiply, self.down_proj.multiply
-        if isinstance(first, NativeMultiply) and isinstance(second, NativeMultiply) and self._activation == "silu":
+        if isinstance(first, NativeMultiply) and isinstance(second, NativeMultiply):
             return LinearWeights(first.weight, first.bias), LinearWeights(second.weight, second.bias)
         return None
 
     def _gated(self, x: Value | Normed) -> Value:  # [tokens, intermediate]
         fused = self.gate_up_proj.fused if self._clamp is None else None
         if fused is not None and isinstance(x, Normed) and isinstance(x.norm, RMSNorm) and not x.stream.is_empty:
-            return fused.gated(x.stream.x, x.norm.as_norm, self._activation, x.stream.take_pending())
-        return self._ops.gate(self.gate_up_proj(x), self._activation, self._clamp)
+            return fused.gated(x.stream.x, x.norm.as_norm, self.activation, x.stream.take_pending())
+        return self._ops.gate(self.gate_up_proj(x), self.activation, self._clamp)

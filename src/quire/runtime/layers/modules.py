@@ -22,18 +22,20 @@ class RMSNorm(WeightLayer):
     """Unit root mean square over the last dimension, computed in float32, then scaled.
 
     Of a residual stream it is computed by the layer that reads it, of a layer's result when that is added. A checkpoint
-    may store weights less `offset`; then they are kept in float32, as their sum has more digits than either.
+    may store weights less `offset` or without `factor`; then they are kept in float32, as they have more digits.
     """
 
     random_mean = 1.0
 
     def __init__(
-        self, name: str, size: int, eps: float, ops: LayerOps, placement: Placement, offset: float = 0.0
-    ) -> None:
+        self, name: str, size: int, eps: float, ops: LayerOps, placement: Placement, offset: float = 0.0,
+        factor: float = 1.0,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.weight = placement.empty(size, dtype=torch.float32 if offset else None)
+        self._changes = offset != 0.0 or factor != 1.0
+        self.weight = placement.empty(size, dtype=torch.float32 if self._changes else None)
         self.parts = (f"{name}.weight",)
-        self._eps, self._ops, self._offset = eps, ops, offset
+        self._eps, self._ops, self._offset, self._factor = eps, ops, offset, factor
         self.as_norm = Norm(self.weight.data, eps)
 
     @overload
@@ -48,7 +50,7 @@ class RMSNorm(WeightLayer):
         return Normed(x, self) if isinstance(x, Stream) else self.of(x)
 
     def load(self, part: str, tensor: Tensor) -> None:
-        super().load(part, tensor if self._offset == 0.0 else tensor.float() + self._offset)
+        super().load(part, (tensor.float() + self._offset) * self._factor if self._changes else tensor)
 
     def of(self, x: Value) -> Value:
         return self._ops.rms_norm(x, self.weight.data, self._eps)

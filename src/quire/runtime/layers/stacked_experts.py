@@ -92,8 +92,9 @@ class StackedExperts(nn.Module):
         self._activation, self._dependent_rows = activation, dependent_rows
 
     def mix(
-        self, x: Tensor, logits: Tensor, experts: Experts, shared: tuple[Tensor, ...], rows: Tensor | None = None
-    ) -> Tensor:
+        self, x: Tensor, logits: Tensor, experts: Experts, shared: tuple[Tensor, ...] = (),
+        rows: Tensor | None = None, factors: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         from quire.kernels.triton.grouped import choose_grouped_tilings, combine, grouped_product, route
 
         gate_up, down, used = self.gate_up_proj.stack, self.down_proj.stack, experts.num_used
@@ -101,7 +102,7 @@ class StackedExperts(nn.Module):
         dependent = len(x) >= self._dependent_rows
         routing = route(
             logits, used, first,
-            is_normalized=experts.is_normalized, scale=experts.scale, rows=rows, dependent=dependent,
+            is_normalized=experts.is_normalized, scale=experts.scale, factors=factors, rows=rows, dependent=dependent,
         )  # fmt: skip
         inner = grouped_product(
             x, gate_up, routing, first,

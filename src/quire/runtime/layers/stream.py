@@ -139,6 +139,14 @@ class PostNormed:
         return self.norm.of(value_of(self.change))
 
 
+def sum_of(x: Value, y: Value) -> Value:
+    """x + y [tokens, size]; x is overwritten."""
+    if isinstance(x, Symbol):
+        x.writer.add(x, y)
+        return x
+    return x.add_(y)
+
+
 def value_of(x: Value | Normed | Projected | PostNormed) -> Value:
     """What was handed on, computed."""
     return x.value() if isinstance(x, Normed | Projected | PostNormed) else x

@@ -20,8 +20,9 @@ class Piece:
     tensor: str  # its name in the files
     expert: int | None = None  # None: all of it
     turned: bool = False  # by inputs, then outputs
-    first: int = 0  # of the outputs, of which every `step`-th belongs to this piece
-    step: int = 1
+    number: int = 0  # of the piece among `count` of the same expert
+    count: int = 1
+    in_turns: bool = False  # whether their outputs are, or they lie one behind the other
     exponents: str | None = None  # the tensor beside it, of MXFP4
 
     def shape(self, stored: Shape) -> Shape:
@@ -29,11 +30,17 @@ class Piece:
         if self.expert is None:
             return stored
         inner = stored[1:][::-1] if self.turned else stored[1:]
-        return (len(range(self.first, inner[0], self.step)), *inner[1:]) if inner else ()
+        return (len(range(*self._outputs(inner[0]).indices(inner[0]))), *inner[1:]) if inner else ()
 
     def of_expert(self, values: Tensor) -> Tensor:
         """The piece, of what is stored of its expert."""
-        return (values.t() if self.turned else values)[self.first :: self.step]
+        values = values.t() if self.turned else values
+        return values[self._outputs(len(values))]
+
+    def _outputs(self, total: int) -> slice:
+        if self.in_turns:
+            return slice(self.number, None, self.count)
+        return slice(self.number * total // self.count, (self.number + 1) * total // self.count)
 
 
 def pieces_of(name: str, stored: str, stacked: Mapping[str, Stacked], num_experts: int) -> Iterator[tuple[str, Piece]]:
@@ -51,5 +58,5 @@ def pieces_of(name: str, stored: str, stacked: Mapping[str, Stacked], num_expert
     for expert in range(num_experts):
         for number, part in enumerate(found.parts):
             turned = found.turned and not is_packed  # blocks are of inputs: these come last
-            piece = Piece(stored, expert, turned, number, len(found.parts), exponents)
+            piece = Piece(stored, expert, turned, number, len(found.parts), found.in_turns, exponents)
             yield f"{path}.experts.{expert}.{part}", piece

@@ -40,11 +40,13 @@ class Stacked:
     """A tensor that holds a matrix or a bias of every expert of a layer: [experts, outputs, inputs] or [experts,
     outputs].
 
-    `parts`: what it is of each expert; of several, their outputs come in turns. `turned`: by inputs, then outputs.
+    `parts`: what it is of each expert; of several, one comes behind the other, or their outputs come `in_turns`.
+    `turned`: by inputs, then outputs.
     """
 
     parts: tuple[str, ...]
     turned: bool = False
+    in_turns: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from torch import nn
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig, Rope
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.step import ForwardStep
-from quire.runtime.layers.stream import Stream
+from quire.runtime.layers.stream import PostNormed, Projected, Stream, Value
 from quire.runtime.models.decoder import Decoder, DecoderAttention
 from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily
 from quire.runtime.models.hf_config import (
@@ -43,7 +44,7 @@ class GemmaBlock(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
 
-        def norm(name: str) -> nn.Module:
+        def norm(name: str) -> RMSNorm:
             return build.rms_norm(name, config.hidden_size, config.norm_eps, self.norm_offset)
 
         self.input_layernorm = norm("input_layernorm")
@@ -55,7 +56,10 @@ class GemmaBlock(nn.Module):
 
     def forward(self, x: Stream, step: ForwardStep) -> None:
         x.add(self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), step)))
-        x.add(self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))))
+        x.add(PostNormed(self.feed_forward(x), self.post_feedforward_layernorm))
+
+    def feed_forward(self, x: Stream) -> Projected | Value:
+        return self.mlp(self.pre_feedforward_layernorm(x))
 
 
 class Gemma(Decoder):

@@ -12,16 +12,17 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from quire.config.fields import Fields
-from quire.config.model import ModelConfig
+from quire.config.model import Experts, ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.modules import PairedEmbedding
 from quire.runtime.layers.step import BESIDE, ForwardStep
-from quire.runtime.layers.stream import Normed, Projected, Stream
+from quire.runtime.layers.stream import Normed, Projected, Stream, Value, sum_of
 from quire.runtime.models.decoder import DecoderStack
-from quire.runtime.models.family import Family
+from quire.runtime.models.family import Family, Stacked
 from quire.runtime.models.gemma import Gemma, GemmaBlock, read_cap, read_gemma
-from quire.runtime.models.hf_config import FULL, SLIDING, read_window, read_windows, refuse_set
+from quire.runtime.models.hf_config import FULL, SLIDING, read_window, read_windows
 from quire.runtime.models.hf_rope import read_rope
+from quire.runtime.models.mixture import check_experts
 
 USUAL_ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -60,6 +61,22 @@ class Gemma4Block(GemmaBlock):
             self.per_layer_input_gate = build.linear("per_layer_input_gate", hidden, size, bias=False)
             self.per_layer_projection = build.linear("per_layer_projection", size, hidden, bias=False)
             self.post_per_layer_input_norm = build.rms_norm("post_per_layer_input_norm", hidden, config.norm_eps)
+        self._settings = config.experts
+        if config.experts is not None:
+            self.router, self.experts = build.normed_router(config), build.experts(config)
+            self.pre_feedforward_layernorm_2 = build.rms_norm("pre_feedforward_layernorm_2", hidden, config.norm_eps)
+            self.post_feedforward_layernorm_1 = build.rms_norm("post_feedforward_layernorm_1", hidden, config.norm_eps)
+            self.post_feedforward_layernorm_2 = build.rms_norm("post_feedforward_layernorm_2", hidden, config.norm_eps)
+
+    def feed_forward(self, x: Stream) -> Projected | Value:
+        """The MLP, and in models that have them the experts beside it, each normed."""
+        fed = super().feed_forward(x)
+        if self._settings is None or x.is_empty:
+            return fed
+        first = self.post_feedforward_layernorm_1.of(fed.value())
+        logits, value = self.router(x), self.pre_feedforward_layernorm_2(x).value()
+        mixed = self.experts.mix(value, logits, self._settings, (), x.rows, self.router.factors)
+        return sum_of(first, self.post_feedforward_layernorm_2.of(mixed))
 
     def forward(self, x: Stream, step: ForwardStep) -> None:
         super().forward(x, step)
@@ -109,7 +126,6 @@ class Gemma4(Gemma):
 
 
 def read_gemma4(config: Fields) -> ModelConfig:
-    refuse_set(config, "enable_moe_block", usual=False)
     if config.raw("use_bidirectional_attention") not in (None, "vision"):  # text is causal
         raise config.refuse("use_bidirectional_attention", "only causal models generate text")
     refuse_head_sizes(config)
@@ -125,7 +141,14 @@ def read_gemma4(config: Fields) -> ModelConfig:
         rope=read_rope(given, length, layer_type=FULL), local_rope=read_rope(given, length, layer_type=SLIDING),
         attention_scale=1.0, per_layer_input=size, kv_layers=read_kv_layers(config, windows),
         keys_are_values=config.flag("attention_k_eq_v", False), double_wide=config.flag("use_double_wide_mlp", False),
+        experts=read_experts(config) if config.flag("enable_moe_block", False) else None,
     )  # fmt: skip
+
+
+def read_experts(config: Fields) -> Experts:
+    keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    num, num_used, size = map(config.integer, keys)
+    return check_experts(config, Experts(num, num_used, size, beside_mlp=True), keys)
 
 
 def refuse_head_sizes(config: Fields) -> None:
@@ -158,4 +181,8 @@ def read_kv_layers(config: Fields, windows: tuple[int | None, ...]) -> tuple[int
     return tuple(layer if layer < first else own[kinds[layer]] for layer in range(count))
 
 
-GEMMA4 = Family(name="gemma4_text", build=Gemma4, read=read_gemma4)
+STACKED = {
+    "gate_up_proj": Stacked(("gate_proj.weight", "up_proj.weight")),
+    "down_proj": Stacked(("down_proj.weight",)),
+}
+GEMMA4 = Family(name="gemma4_text", build=Gemma4, read=read_gemma4, stacked=STACKED)
