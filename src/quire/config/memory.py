@@ -310,10 +310,14 @@ def widest_activations(model: ModelConfig) -> int:
     """The number of values per token when a layer's activations are at their peak."""
     heads = model.heads
     attention = 2 * (heads.query_size + 2 * heads.kv_size) + 2 * heads.query_size
-    mlp = 3 * model.intermediate_size
+    mlp = 3 * max(model.mlp_size_of(layer) for layer in range(model.num_layers))
     if model.experts is not None:
-        mlp = max(mlp if model.experts.dense_layers else 0, _widest_mixture(model.hidden_size, model.experts))
-    return 4 * model.hidden_size + max(attention, mlp)
+        mlp = max(
+            mlp if model.experts.dense_layers or model.experts.beside_mlp else 0,
+            _widest_mixture(model.hidden_size, model.experts),
+        )
+    beside = 3 * model.num_layers * model.per_layer_input
+    return 4 * model.hidden_size + beside + max(attention, mlp)
 
 
 def _widest_mixture(hidden: int, experts: Experts) -> int:

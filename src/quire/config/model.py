@@ -35,7 +35,7 @@ class Rope:
     """Rotary position embedding, half-split layout. `scaling` holds the parameters of `kind` by their HF names."""
 
     theta: float = 10_000.0
-    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] = "default"
+    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"] = "default"
     scaling: tuple[tuple[str, float], ...] = ()
     max_position: int = 2_048  # the sequence length that the model was trained for
     frequency_factors: tuple[float, ...] = ()  # dim / 2 divisors of the default frequencies; (): none
@@ -55,6 +55,9 @@ class Experts:
     is_normalized: bool = True  # a token's weights are divided by their sum: a softmax over its experts alone
     scale: float = 1.0  # of the weights of a token's experts
     dense_layers: tuple[int, ...] = ()  # that have a plain MLP
+    beside_mlp: bool = False  # layers have a plain MLP too
+    has_bias: bool = False  # the router and the experts' matrices
+    clamp: tuple[float, float, float] | None = None  # of the gate: limit, alpha and shift, see `kernels/clamp.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +112,14 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    attention_sinks: bool = False  # each query head has a score without a value
     windows: tuple[int | None, ...] = ()  # of each layer: a token sees so many, itself included; (): all layers see all
     local_rope: Rope | None = None  # of the layers with a window, where it differs
     layers_without_rope: tuple[int, ...] = ()
+    kv_layers: tuple[int, ...] = ()  # of each layer: the one whose keys and values it reads; (): its own
+    keys_are_values: bool = False  # in layers that see all: one product gives both
+    per_layer_input: int = 0  # numbers that each layer reads of a token beside the stream
+    double_wide: bool = False  # layers that read the keys of others have an MLP of twice the size
     attention_scale: float | None = None  # None: 1 / sqrt(heads.dim)
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -138,6 +146,14 @@ class ModelConfig:
         """How many tokens a token of a layer sees, itself included; None: all."""
         return self.windows[layer] if self.windows else None
 
+    def kv_layer_of(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads."""
+        return self.kv_layers[layer] if self.kv_layers else layer
+
+    def mlp_size_of(self, layer: int) -> int:
+        is_wide = self.double_wide and self.kv_layer_of(layer) != layer
+        return self.intermediate_size * (2 if is_wide else 1)
+
     @property
     def kv_specs(self) -> tuple[KVCacheSpec, ...]:
         """What each layer keeps for later tokens."""
@@ -160,4 +176,6 @@ class ModelConfig:
             return self.num_parameters
         others = self.experts.num - self.experts.num_used
         mixtures = self.num_layers - len(self.experts.dense_layers)
-        return self.num_parameters - mixtures * others * 3 * self.hidden_size * self.experts.size
+        hidden, size = self.hidden_size, self.experts.size
+        biases = 2 * size + hidden if self.experts.has_bias else 0
+        return self.num_parameters - mixtures * others * (3 * hidden * size + biases)

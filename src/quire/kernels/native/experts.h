@@ -19,6 +19,9 @@ struct PackedExperts {
     int64_t shared, shared_gate;  // buffers: what the expert of all rows gave, its gate's logits; -1: there is none
     double scale;                 // of a row's weights
     const PackedLinear *gate_up, *down;  // [num]
+    const Clamp* clamp;                  // of the gate, or null
+    const float* factors;                // [num]: of the weights of each, or null
+    int64_t activation;                  // of the gate
 };
 
 template <typename T> void multiply_by(const PackedLinear& linear, const T* x, int64_t rows, T* out) {
@@ -43,8 +46,10 @@ void choose_experts(const T* logits, const PackedExperts& experts, float* shares
         used += weights[rank] = shares[best] / sum;
         shares[best] = -1.0f;
     }
-    for (int64_t rank = 0; rank < experts.used; ++rank)
+    for (int64_t rank = 0; rank < experts.used; ++rank) {
         weights[rank] = (experts.is_normalized ? weights[rank] / used : weights[rank]) * static_cast<float>(experts.scale);
+        if (experts.factors != nullptr) weights[rank] *= experts.factors[chosen[rank]];
+    }
 }
 
 // Pairs of a row and one of its experts, in the order of experts, then of rows.
@@ -107,7 +112,7 @@ void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, co
         for (int64_t i = 0; i < count; ++i)
             std::memcpy(&taken[i * hidden], x + pairs.rows[begin + i] * hidden, hidden * sizeof(T));
         multiply_by(experts.gate_up[expert], taken.get(), count, both.get());
-        gate_all<SILU>(both.get(), inner.get(), count, size);
+        ::gate<T>(experts.activation, experts.clamp, both.get(), inner.get(), count, size);
         multiply_by(experts.down[expert], inner.get(), count, taken.get());
 #pragma omp parallel for schedule(static) if (count * hidden > 65536)
         for (int64_t i = 0; i < count; ++i) {  // no row comes twice

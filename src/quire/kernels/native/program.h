@@ -21,20 +21,23 @@ enum Kind : int64_t {
     NARROW,
     LAYER_NORM,
     ACTIVATE,
-    MIX
+    MIX,
+    SCALE,
+    TIMES
 };
 
 // One operation on buffers [rows, width]. What a kind does not use is zero.
 struct Operation {
     int64_t kind;
     int64_t x, y, out;  // buffers: read; read too; written
-    int64_t column;     // of x, where its part begins
+    int64_t column;     // of x, or of y in TIMES, where its part begins
     int64_t groups, size;  // parts of a row, side by side, and the values of each
     int64_t layer;         // whose cache, which angles, or which activation
     int64_t kv_heads, block_size;
     int64_t window;      // of attention, see Rule
-    const void* weight;  // of a norm [groups, size] or [2, size] with its bias, a PackedLinear, PackedExperts, or sinks
-    double number;       // a norm's eps, the scale of attention, or of what is added
+    // of a norm [groups, size] or [2, size] with its bias, a PackedLinear, PackedExperts, sinks, or a Clamp or null
+    const void* weight;
+    double number;       // a norm's eps, the scale of attention, of what is added, or of x
     double cap;          // of attention
     int64_t wide;        // whether a norm's weights are float32 whatever the rows are
     int64_t table;       // whose blocks the layer's cache is in, see ProgramRun
@@ -63,6 +66,23 @@ template <typename T> void add_rows_to(T* x, const T* more, float scale, int64_t
     for (int64_t begin = 0; begin < count; begin += 4096)
         in_pieces(std::min<int64_t>(4096, count - begin), [&](int64_t i, int64_t n) {
             put(x + begin + i, fetch(x + begin + i, n) + rounded<T>(fetch(more + begin + i, n) * scale), n);
+        });
+}
+
+template <typename T> void scale_rows(T* x, float scale, int64_t count) {
+#pragma omp parallel for schedule(static) if (count > 65536)
+    for (int64_t begin = 0; begin < count; begin += 4096)
+        in_pieces(std::min<int64_t>(4096, count - begin),
+                  [&](int64_t i, int64_t n) { put(x + begin + i, fetch(x + begin + i, n) * scale, n); });
+}
+
+// x [rows, size] by rows of y that lie `stride` apart, in place
+template <typename T> void multiply_rows_by(T* x, const T* y, int64_t stride, int64_t rows, int64_t size) {
+#pragma omp parallel for schedule(static) if (rows * size > 65536)
+    for (int64_t row = 0; row < rows; ++row)
+        in_pieces(size, [&](int64_t i, int64_t n) {
+            T* to = x + row * size + i;
+            put(to, fetch(to, n) * fetch(y + row * stride + i, n), n);
         });
 }
 
@@ -150,7 +170,9 @@ template <typename T> struct Interpreter {
                     }
                     attend(op, *cut);
                     break;
-                case GATE: gate(op.layer, at(op.x), at(op.out), run.rows, op.size); break;
+                case GATE:
+                    gate(op.layer, static_cast<const Clamp*>(op.weight), at(op.x), at(op.out), run.rows, op.size);
+                    break;
                 case ADD: add_rows_to(at(op.x), at(op.y), static_cast<float>(op.number), run.rows * width(op.x)); break;
                 case SELECT: select(op); break;
                 case LAYER_NORM:
@@ -162,6 +184,10 @@ template <typename T> struct Interpreter {
                     if (run.wanted != nullptr) run.rows = run.num_wanted;
                     break;
                 case MIX: mix(op); break;
+                case SCALE: scale_rows(at(op.x), static_cast<float>(op.number), run.rows * width(op.x)); break;
+                case TIMES:
+                    multiply_rows_by(at(op.x), at(op.y) + op.column, width(op.y), run.rows, width(op.x));
+                    break;
             }
         }
     }

@@ -18,24 +18,15 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.clamp import Clamp
 from quire.kernels.native.loader import TYPES, open_library
-from quire.kernels.native.ops import ACTIVATIONS, PackedWeight
+from quire.kernels.native.ops import ACTIVATIONS, doubles
+from quire.kernels.native.weights import ExpertWeights, LinearWeights, PackedExperts, PackedLinear
 
-RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX = range(12)
+RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX, SCALE, TIMES = range(
+    14
+)
 _STREAM = 0  # the buffer that a run is given
-
-
-class _Linear(Structure):
-    _fields_ = (
-        ("format", c_int64), ("inputs", c_int64), ("outputs", c_int64), ("weight", c_void_p), ("bias", c_void_p),
-    )  # fmt: skip
-
-
-class _Experts(Structure):
-    _fields_ = (
-        ("num", c_int64), ("used", c_int64), ("is_normalized", c_int64), ("shared", c_int64), ("shared_gate", c_int64),
-        ("scale", c_double), ("gate_up", c_void_p), ("down", c_void_p),
-    )  # fmt: skip
 
 
 class _Operation(Structure):
@@ -56,25 +47,6 @@ class _Run(Structure):
         ("spans", c_void_p), ("wanted", c_void_p), ("buffers", c_void_p), ("widths", c_void_p), ("angles", c_void_p),
         ("keys", c_void_p), ("values", c_void_p),
     )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class LinearWeights:
-    """A weight as the kernels read it, and its bias."""
-
-    weight: PackedWeight
-    bias: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """The experts of a layer: gate and up in one product, gated by silu, then down."""
-
-    gate_up: Sequence[LinearWeights]
-    down: Sequence[LinearWeights]
-    num_used: int  # by each row: those that its logits rank first, weighted by the softmax over all
-    is_normalized: bool  # weights are divided by their sum
-    scale: float  # of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +78,7 @@ class ProgramStep:
     caches: Sequence[tuple[Tensor, Tensor]]  # keys and values [blocks, kv heads, block, dim] of each layer
     angles: Sequence[tuple[Tensor, Tensor]]  # cos and sin [rows, ..., numbers turned], in the order of `Program.angles`
     given: Any = None  # to operations in Python
+    beside: Tensor | None = None  # [rows, width]
 
 
 class ProgramWriter:
@@ -119,6 +92,7 @@ class ProgramWriter:
         self._kept: list[Any] = []  # memory that operations point into
         self._angles: list[Hashable] = []
         self._fresh: list[int] = []  # buffers that outlive a run
+        self._beside: Symbol | None = None
         self.stream = self._new(width)  # the rows that a run is given
 
     def norm(self, x: Symbol, weight: Tensor, eps: float) -> Symbol:
@@ -145,8 +119,7 @@ class ProgramWriter:
     def multiply(self, x: Symbol, linear: LinearWeights) -> Symbol:
         assert linear.weight.inputs == x.width
         out, packed = self._new(linear.weight.outputs), self._pack(linear)
-        self._kept.append(packed)
-        self._add(MULTIPLY, x.buffer, out=out.buffer, pointer=ctypes.addressof(packed))
+        self._add(MULTIPLY, x.buffer, out=out.buffer, pointer=self._keep(packed))
         return out
 
     def mix(self, x: Symbol, logits: Symbol, experts: ExpertWeights, shared: Sequence[Symbol] = ()) -> Symbol:
@@ -154,14 +127,18 @@ class ProgramWriter:
         of the sigmoid that it is multiplied by; or less."""
         num, out = len(experts.gate_up), self._new(x.width)
         assert logits.width == num
-        gate_up, down = ((_Linear * num)(*map(self._pack, each)) for each in (experts.gate_up, experts.down))
-        others = [each.buffer for each in shared]
-        packed = _Experts(
+        gate_up, down = ((PackedLinear * num)(*map(self._pack, each)) for each in (experts.gate_up, experts.down))
+        others, factors = [each.buffer for each in shared], experts.factors
+        assert factors is None or (
+            factors.dtype == torch.float32 and factors.shape == (num,) and factors.is_contiguous()
+        )
+        self._kept.append(factors)
+        packed = PackedExperts(
             num, experts.num_used, experts.is_normalized, *(*others, -1, -1)[:2], experts.scale,
-            ctypes.addressof(gate_up), ctypes.addressof(down),
+            self._keep(gate_up), self._keep(down), self._keep(doubles(experts.clamp)),
+            None if factors is None else factors.data_ptr(), ACTIVATIONS[experts.activation],
         )  # fmt: skip
-        self._kept += [gate_up, down, packed]
-        self._add(MIX, x.buffer, y=logits.buffer, out=out.buffer, pointer=ctypes.addressof(packed))
+        self._add(MIX, x.buffer, y=logits.buffer, out=out.buffer, pointer=self._keep(packed))
         self._uses[-1] += tuple(others)
         return out
 
@@ -189,10 +166,10 @@ class ProgramWriter:
         )  # fmt: skip
         return out
 
-    def gate(self, x: Symbol, activation: str) -> Symbol:
+    def gate(self, x: Symbol, activation: str, clamp: Clamp | None = None) -> Symbol:
         """activation(gate) * up of rows of gate, then up; one of ACTIVATIONS."""
-        out = self._new(x.width // 2)
-        self._add(GATE, x.buffer, out=out.buffer, size=out.width, layer=ACTIVATIONS[activation])
+        out, kind, limits = self._new(x.width // 2), ACTIVATIONS[activation], self._keep(doubles(clamp))
+        self._add(GATE, x.buffer, out=out.buffer, size=out.width, layer=kind, pointer=limits)
         return out
 
     def activate(self, x: Symbol, activation: str) -> None:
@@ -202,6 +179,19 @@ class ProgramWriter:
         """x plus y times a factor."""
         assert x.width == y.width
         self._add(ADD, x.buffer, y=y.buffer, number=scale)
+
+    def scale(self, x: Symbol, factor: float) -> None:
+        self._add(SCALE, x.buffer, number=factor)
+
+    def times(self, x: Symbol, y: Symbol, column: int) -> None:
+        """x by as many numbers of each row of y, from a column on."""
+        assert column + x.width <= y.width
+        self._add(TIMES, x.buffer, y=y.buffer, column=column)
+
+    def beside(self, width: int) -> Symbol:
+        """Rows that a run is given beside the stream."""
+        self._beside = self._new(width)
+        return self._beside
 
     def select(self, x: Symbol, *, fresh: bool = False) -> Symbol:
         """The rows of x that are wanted. Call `narrow` when all that goes on has been selected."""
@@ -228,18 +218,24 @@ class ProgramWriter:
         offsets, room = self._lay_out()
         program = Program(self._dtype, self._entries, self._widths, offsets, room, self._fresh, result.buffer)
         program.angles, program.kept = tuple(self._angles), self._kept
+        program.beside = None if self._beside is None else self._beside.buffer
         return program
 
     def _new(self, width: int) -> Symbol:
         self._widths.append(width)
         return Symbol(self, len(self._widths) - 1, width)
 
-    def _pack(self, linear: LinearWeights) -> _Linear:
+    def _keep(self, memory: Any) -> int | None:
+        """The address of what operations point to, or None."""
+        self._kept.append(memory)
+        return None if memory is None else ctypes.addressof(memory)
+
+    def _pack(self, linear: LinearWeights) -> PackedLinear:
         weight, bias = linear.weight, linear.bias
         assert weight.dtype == self._dtype
         self._kept.append(linear)
         pointer = None if bias is None else bias.data_ptr()
-        return _Linear(weight.format, weight.inputs, weight.outputs, weight.data.data_ptr(), pointer)
+        return PackedLinear(weight.format, weight.inputs, weight.outputs, weight.data.data_ptr(), pointer)
 
     def _add(
         self, kind: int, x: int, *, y: int = 0, out: int = 0, weight: Tensor | None = None, pointer: int | None = None,
@@ -261,9 +257,10 @@ class ProgramWriter:
         last = {buffer: place for place, uses in enumerate(self._uses) for buffer in uses}
         free: list[tuple[int, int]] = []  # width, offset
         offsets, held, room = [0] * len(self._widths), {}, 0
+        given = {_STREAM, *self._fresh} | (set() if self._beside is None else {self._beside.buffer})
         for place, uses in enumerate(self._uses):
             for buffer in dict.fromkeys(uses):
-                if buffer == _STREAM or buffer in self._fresh or buffer in held:
+                if buffer in given or buffer in held:
                     continue
                 width = self._widths[buffer]
                 fitting = [spot for spot in free if spot[0] >= width]
@@ -282,6 +279,7 @@ class Program:
 
     angles: tuple[Hashable, ...] = ()  # the names under which runs give angles
     kept: Sequence[Any] = ()
+    beside: int | None = None  # the buffer of what runs are given beside the stream
 
     def __init__(
         self,
@@ -324,6 +322,12 @@ class Program:
         num_wanted = rows if wanted is None else len(wanted)
         buffers = self._place(rows)
         buffers[_STREAM] = x.data_ptr()
+        if self.beside is not None:
+            assert step.beside is not None
+            assert step.beside.is_contiguous()
+            assert step.beside.dtype == self._dtype
+            assert step.beside.shape == (rows, self._widths[self.beside])
+            buffers[self.beside] = step.beside.data_ptr()
         fresh = {each: torch.empty(num_wanted, int(self._widths[each]), dtype=x.dtype) for each in self._fresh}
         for each, tensor in fresh.items():
             buffers[each] = tensor.data_ptr()

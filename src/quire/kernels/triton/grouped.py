@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.activation import ACTIVATIONS, activate
+from quire.kernels.clamp import Clamp
+from quire.kernels.triton.activation import ACTIVATIONS, activate, clamped
 from quire.kernels.triton.launch import (
     FLOAT8,
     await_inputs,
@@ -49,6 +50,7 @@ class Stack(NamedTuple):
 
     numbers: Tensor  # [experts, outputs, inputs]: of the rows' dtype, or float8
     scale: Tensor | None  # [experts, outputs] float32, of float8 numbers
+    bias: Tensor | None = None  # [experts, outputs]
 
 
 class Routing(NamedTuple):
@@ -62,9 +64,9 @@ class Routing(NamedTuple):
 
 @triton.jit
 def _choose_kernel(
-    logits_ptr, rows_ptr, chosen_ptr, weights_ptr, stride, num, scale,
-    USED: tl.constexpr, NORMALIZED: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    logits_ptr, rows_ptr, factors_ptr, chosen_ptr, weights_ptr, stride, num, scale,
+    USED: tl.constexpr, NORMALIZED: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    BLOCK: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     expert, ranks = tl.arange(0, BLOCK), tl.arange(0, RANKS)
@@ -84,6 +86,8 @@ def _choose_kernel(
         left = tl.where(expert == best, -2.0, left)
     if NORMALIZED:
         weights = weights / tl.sum(weights, 0)
+    if HAS_FACTORS:
+        weights *= tl.load(factors_ptr + chosen)
     chosen = tl.where(is_real, chosen, -1)
     tl.store(chosen_ptr + token * USED + ranks, chosen, mask=ranks < USED)
     tl.store(weights_ptr + token * USED + ranks, weights * scale, mask=ranks < USED)
@@ -123,10 +127,11 @@ def _place_kernel(
 
 @triton.jit
 def _grouped_kernel(
-    x_ptr, w_ptr, scale_ptr, out_ptr, places_ptr, tile_experts_ptr, N, K, x_stride, w_stride, out_stride,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, places_ptr, tile_experts_ptr, N, K, x_stride, w_stride, out_stride,
+    limit, alpha, shift,
     USED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    KIND: tl.constexpr, HAS_SCALE: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -145,10 +150,17 @@ def _grouped_kernel(
         )  # fmt: skip
         if HAS_SCALE:
             acc *= tl.load(scale_ptr + w_row)[:, None]
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + w_row).to(tl.float32)[:, None]
         if GATED:
             if HAS_SCALE:
                 acc_up *= tl.load(scale_ptr + w_row + N)[:, None]
-            acc = activate(acc, KIND) * acc_up
+            if HAS_BIAS:
+                acc_up += tl.load(bias_ptr + w_row + N).to(tl.float32)[:, None]
+            if CLAMPED:
+                acc = clamped(acc, acc_up, limit, alpha, shift)
+            else:
+                acc = activate(acc, KIND) * acc_up
         at = out_ptr + pair[None, :].to(tl.int64) * out_stride + n[:, None]
         tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (pair >= 0)[None, :])
 
@@ -215,6 +227,7 @@ def route(
     *,
     is_normalized: bool,  # weights are divided by their sum
     scale: float = 1.0,  # of the weights
+    factors: Tensor | None = None,  # [experts] float32: of each expert's weight
     rows: Tensor | None = None,  # [tokens] int: below 0 for a token of padding, which goes nowhere
     dependent: bool = False,
 ) -> Routing:
@@ -224,6 +237,7 @@ def route(
     check_rows(logits, "logits")
     check(1 <= num_used <= num, "each token has at least one expert, and no expert twice")
     check(rows is None or (rows.shape == (tokens,) and rows.is_contiguous()), "rows: a number per token")
+    check(factors is None or (factors.shape == (num,) and factors.is_contiguous()), "factors: a number per expert")
     check(pairs + num * tiling.block_m < 1 << 31, "at most 2**31 pairs")
     tiles = most_tiles(pairs, num, tiling.block_m)
     chosen = torch.empty(tokens, num_used, dtype=torch.int32, device=device)
@@ -234,9 +248,10 @@ def route(
         return routing
     block = power_of_two(num)
     _choose_kernel[(tokens,)](
-        logits, rows, chosen, weights, logits.stride(0), num, scale,
-        USED=num_used, NORMALIZED=is_normalized, HAS_ROWS=rows is not None, BLOCK=block, RANKS=power_of_two(num_used),
-        DEPENDENT=dependent, num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
+        logits, rows, factors, chosen, weights, logits.stride(0), num, scale,
+        USED=num_used, NORMALIZED=is_normalized, HAS_ROWS=rows is not None, HAS_FACTORS=factors is not None,
+        BLOCK=block, RANKS=power_of_two(num_used), DEPENDENT=dependent,
+        num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
     block, bins = (
         max(_FEWEST_AT_ONCE, min(power_of_two(pairs), _MOST_AT_ONCE)),
@@ -258,10 +273,11 @@ def grouped_product(
     *,
     num_used: int,  # pairs of each row of x
     activation: str | None = None,  # of ACTIVATIONS: weights are gate, then up, and the result activation(gate) * up
+    clamp: Clamp | None = None,  # of the gate
     dependent: bool = False,
 ) -> Tensor:  # [pairs, outputs]
     """Each pair's row by the weight of its expert, summed in float32. What pairs of padding get is not written."""
-    weight, scale = stack
+    weight, scale, bias = stack
     num, rows, inputs = weight.shape
     outputs, pairs = rows // (1 if activation is None else 2), routing.chosen.numel()
     check_rows(x, "x")
@@ -269,14 +285,18 @@ def grouped_product(
     check(weight.is_contiguous() and weight.dtype in (x.dtype, FLOAT8), "the weight has x's dtype or is float8")
     check((weight.dtype == FLOAT8) == (scale is not None), "a float8 weight and its scale come together")
     check(scale is None or (scale.shape == (num, rows) and scale.is_contiguous()), "scale: a number per output")
+    check(bias is None or (bias.shape == (num, rows) and bias.is_contiguous()), "bias: a number per output")
+    check(clamp is None or activation is not None, "a clamp is of a gate")
+    limit, alpha, shift = clamp or Clamp(0.0)
     out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
     if pairs == 0:
         return out
     _grouped_kernel[(len(routing.tile_experts), triton.cdiv(outputs, tiling.block_n))](
-        x, weight, scale, out, routing.places, routing.tile_experts, outputs, inputs,
-        x.stride(0), inputs, outputs,
+        x, weight, scale, bias, out, routing.places, routing.tile_experts, outputs, inputs,
+        x.stride(0), inputs, outputs, limit, alpha, shift,
         USED=num_used, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
-        GATED=activation is not None, KIND=ACTIVATIONS[activation or "silu"], HAS_SCALE=scale is not None,
+        GATED=activation is not None, KIND=ACTIVATIONS[activation or "silu"], CLAMPED=clamp is not None,
+        HAS_SCALE=scale is not None, HAS_BIAS=bias is not None,
         EVEN_K=inputs % tiling.block_k == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         DEPENDENT=dependent, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=dependent,
     )  # fmt: skip

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from quire.runtime.attention.backend import LayerCache
 
+BESIDE = "beside"  # in the memo: what blocks read of tokens besides the stream [tokens, size]
+
 
 @dataclass(frozen=True, slots=True)
 class WindowStep:

@@ -14,7 +14,7 @@ from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.linear import Linear
-from quire.runtime.layers.modules import Embedding
+from quire.runtime.layers.modules import TokenTable
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.weights import weight_layers
 from quire.runtime.models.base import BaseEncoder, BaseModel
@@ -25,7 +25,7 @@ class Model(Protocol):
     """What the runner needs of a model."""
 
     @property
-    def embedding(self) -> Embedding: ...
+    def embedding(self) -> TokenTable: ...
 
     def __call__(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
         """Hidden states of the tokens in `step.wanted` [positions, hidden], of all tokens if that is None; fills the

@@ -23,6 +23,7 @@ class Entry(NamedTuple):
     in_gguf: bool = False  # GGUF files of it are read
     gguf_name: str | None = None  # their `general.architecture`, where it differs from `model_type`
     kind: Kind = "decoder"
+    formats: tuple[str, ...] = ()  # of quantized checkpoints that are read, by `quant_method` of config.json
 
 
 ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
@@ -39,7 +40,11 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "phi3": Entry("phi3", "PHI3", ("Phi3ForCausalLM",)),
     "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",), in_gguf=True),
     "gemma3_text": Entry("gemma", "GEMMA3", ("Gemma3ForCausalLM",), in_gguf=True, gguf_name="gemma3"),
+    "gemma4_text": Entry("gemma4", "GEMMA4", ("Gemma4ForCausalLM",)),
     "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",)),
+    "gpt_oss": Entry(
+        "gpt_oss", "GPT_OSS", ("GptOssForCausalLM",), in_gguf=True, gguf_name="gpt-oss", formats=("mxfp4",)
+    ),
     "opt": Entry("opt", "OPT", ("OPTForCausalLM",)),
     "gpt_neox": Entry("gpt_neox", "GPT_NEOX", ("GPTNeoXForCausalLM",)),
     "phi": Entry("phi", "PHI", ("PhiForCausalLM",)),
