@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token_buckets
 from quire.config.facts import HardwareFacts
+from quire.config.kv_cache import PLAIN, KVGroups, lay_out
 from quire.config.model import DTYPE_BYTES, Experts, ModelConfig, packed_bytes
 from quire.config.sizes import MIB, at_least, at_most, format_size
 from quire.types.errors import DoesNotFit
@@ -58,6 +59,12 @@ class MemoryPlan:
     host_masks: int = 0  # beside a GPU: masks in host memory, most of it pinned
     host_available: int = 0  # bytes of host memory that the host tier and the masks of a GPU may use
     staging: int = 0  # GPU buffers for blocks being copied to and from host memory
+    num_states: int = 0  # of sequences, that recurrent layers keep
+    state_bytes: int = 0  # of one, in all these layers
+
+    @property
+    def states(self) -> int:
+        return self.num_states * self.state_bytes
 
     @property
     def kv_cache(self) -> int:
@@ -71,7 +78,8 @@ class MemoryPlan:
     def fixed(self) -> int:
         """Bytes of everything but the KV cache."""
         needed = self.process + self.weights + self.activations + self.sampling + self.rows + self.graphs
-        return needed + self.masks + self.draft + self.staging + (self.host_cache if self.device == "cpu" else 0)
+        host = self.host_cache if self.device == "cpu" else 0
+        return needed + self.masks + self.draft + self.staging + self.states + host
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -125,6 +133,9 @@ class MemoryPlan:
         if room >= self.block_bytes:
             tokens = room // self.block_bytes * self.block_size
             return "max_model_len", short, f"lower it to {tokens} or less; the KV cache then shrinks with it"
+        if self.num_states and room + self.states >= smallest_cache:
+            fix = f"lower it: a sequence takes {format_size(self.state_bytes)} of memory for states"
+            return "max_num_seqs", f"{short} ({format_size(self.states)} of them states)", fix
         if self.activations + self.sampling + self.masks + self.rows + self.graphs > self.weights:
             return "max_num_batched_tokens", short, "lower it, and max_num_seqs, or use a device with more memory"
         return "model", f"{short} ({format_size(self.weights)} of them weights)", "choose a smaller model or dtype"
@@ -148,6 +159,7 @@ class MemoryPlan:
             ("rows", format_size(self.rows), ""),
             *([("graphs", format_size(self.graphs), "captured decode steps")] if self.graphs else []),
             ("KV cache", format_size(self.kv_cache), f"{self.num_blocks:,} blocks of {self.block_size} tokens"),
+            *([("states", format_size(self.states), f"{self.num_states:,} sequences")] if self.num_states else []),
             *(
                 [("staging", format_size(self.staging), "buffers for copies to and from host memory")]
                 if self.staging
@@ -165,8 +177,17 @@ class MemoryPlan:
 
 
 def kv_block_bytes(model: ModelConfig, kv_dtype: str, block_size: int) -> int:
-    """Bytes of the keys and values of one block, in all layers."""
-    return 2 * model.num_layers * model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
+    """Bytes of the keys and values of one block, in all layers that attend."""
+    return 2 * model.num_attention_layers * model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
+
+
+def kv_groups(model: ModelConfig, kv_dtype: str, block_size: int, num_states: int) -> KVGroups:
+    """What the engine must know of groups, with room for so many states where layers keep some."""
+    if model.recurrent is None:
+        return PLAIN
+    side = model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
+    layout = lay_out(model.kv_specs, split=False)
+    return KVGroups(num_states=num_states, blocks_per_state=layout.blocks_per_state(side))
 
 
 def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, capacity: int) -> MemoryPlan:
@@ -203,6 +224,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         host_masks=host_masks,
         host_available=facts.available_memory,
         staging=0 if kind == "cpu" else min(SAVE_STAGING_BYTES, tier) + min(LOAD_STAGING_BYTES, tier),
+        num_states=config.cache.groups.num_states,
+        state_bytes=config.cache.groups.blocks_per_state * block_bytes,
     )
 
 
@@ -289,7 +312,11 @@ def _widest(model: ModelConfig) -> int:
     mlp = 3 * model.intermediate_size
     if model.experts is not None:
         mlp = max(mlp if model.experts.dense_layers else 0, _widest_mixture(model.hidden_size, model.experts))
-    return 4 * model.hidden_size + max(attention, mlp)
+    mixer = 0
+    if (recurrent := model.recurrent) is not None:
+        mixer = 2 * recurrent.channels + 2 * recurrent.value_size + 2 * recurrent.value_heads
+    gate = heads.query_size if model.attention_gate else 0
+    return 4 * model.hidden_size + max(attention + gate, mlp, mixer)
 
 
 def _widest_mixture(hidden: int, experts: Experts) -> int:
