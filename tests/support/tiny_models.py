@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from quire.config.memory import state_groups
 from quire.config.model import Heads, ModelConfig, Quantization, Rope
 from quire.config.tiers import TierConfig
 from quire.runtime.layers.builder import LayerBuilder
@@ -30,6 +31,7 @@ from quire.types.step import (
     NewRow,
     PromptLogprobs,
     RowTokens,
+    StateMove,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -176,6 +178,16 @@ def engine_config(
     )
 
 
+def with_states(config: EngineConfig, model: ModelConfig, spare: int = 8) -> EngineConfig:
+    """With room for a state of each row, and some more, where the model has recurrent layers."""
+    if model.recurrent is None:
+        return config
+    count, cache = config.scheduler.num_rows + spare, config.cache
+    return replace(
+        config, cache=replace(cache, groups=state_groups(model, config.device.kv_dtype, cache.block_size, count))
+    )
+
+
 @dataclass(frozen=True)
 class Greedy:
     token_ids: Tensor
@@ -223,7 +235,10 @@ class GreedySampler:
 
 
 class Bench:
-    """A worker driven by hand. Hands out blocks in a scattered order and keeps what every row should hold."""
+    """A worker driven by hand. Hands out blocks in a scattered order and keeps what every row should hold.
+
+    A row of a model with recurrent layers gets a slot for its state when it is computed first; `move` gives it another.
+    """
 
     def __init__(
         self,
@@ -233,6 +248,7 @@ class Bench:
         attention: str = "auto",
         sampler: Any = None,
     ) -> None:
+        config = with_states(config, checkpoint.config)
         config = replace(config, device=replace(config.device, attention_backend=attention))
         builder = LayerBuilder(config.device, checkpoint.config.heads, config.cache.block_size)
         model = build_model(checkpoint.config, builder)
@@ -245,6 +261,10 @@ class Bench:
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.step = 0
+        self.free_slots = list(range(config.cache.groups.num_states))[::-1]
+        self.slots: dict[int, int] = {}  # of rows that were computed, or shared with their parents
+        self._owners: set[int] = set()  # rows with a slot of their own
+        self._moves: list[StateMove] = []
         self._new: list[NewRow] = []
         self._grants: list[tuple[int, int, int]] = []
         self._copies: list[BlockCopy] = []
@@ -257,6 +277,7 @@ class Bench:
         tokens: Sequence[int],
         *,
         parent: int | None = None,
+        state: int | None = None,
         seed: int = 0,
         num_candidates: int = 0,
         num_prompt: int | None = None,
@@ -265,6 +286,8 @@ class Bench:
     ) -> None:
         self.tokens[row] = list(tokens)
         self.tables[row] = list(self.tables[parent]) if parent is not None else []
+        state = self.slots.get(parent, -1) if parent is not None else -1 if state is None else state
+        self.slots[row] = state
         self._new.append(
             NewRow(
                 row=row,
@@ -276,6 +299,7 @@ class Bench:
                 sample_index=0,
                 seed=seed,
                 num_candidates=num_candidates,
+                state=state,
             )
         )
 
@@ -289,6 +313,16 @@ class Bench:
         if not keep_blocks:
             self.free += self.tables.pop(row)
         del self.tokens[row]
+        if row in self._owners:
+            self._owners.remove(row)
+            self.free_slots.append(self.slots[row])
+
+    def move(self, row: int, position: int) -> int:
+        """From this token on the row's state is kept in another slot; returns the slot before."""
+        before, self.slots[row] = self.slots[row], self.free_slots.pop()
+        self._owners.add(row)
+        self._moves.append(StateMove(row, position, self.slots[row]))
+        return before
 
     def reserve(self, row: int, length: int) -> None:
         """Grant blocks until the row can hold `length` tokens."""
@@ -310,6 +344,11 @@ class Bench:
             self.reserve(row, len(self.tokens[row]))
         for chunk in chunks:
             self.reserve(chunk.row, chunk.start + chunk.num_tokens)
+        starts = [(row, len(self.tokens[row]) - 1) for row in decode] + [(chunk.row, chunk.start) for chunk in chunks]
+        if self.free_slots:
+            for row, start in starts:
+                if row not in self._owners:
+                    self.move(row, start)
         grants = np.asarray(self._grants, dtype=np.int32).reshape(-1, 3).T
         plan = StepPlan(
             step=self.step,
@@ -319,12 +358,14 @@ class Bench:
             grant_rows=grants[0],
             grant_slots=grants[1],
             grant_blocks=grants[2],
+            states=tuple(sorted(self._moves)),
             copies=tuple(self._copies),
             released=tuple(self._released),
             writes=tuple(self._writes),
             masks=masks,
         )
         self._new, self._grants, self._copies, self._released, self._writes = [], [], [], [], []
+        self._moves = []
         self.step += 1
         self.output = self.worker.execute(plan)
         self.worker.check()

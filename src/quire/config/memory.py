@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token_buckets
 from quire.config.facts import HardwareFacts
-from quire.config.kv_cache import PLAIN, KVGroups, lay_out
+from quire.config.kv_cache import KVGroups, lay_out
 from quire.config.model import DTYPE_BYTES, Experts, ModelConfig, packed_bytes
 from quire.config.sizes import MIB, at_least, at_most, format_size
 from quire.types.errors import DoesNotFit
@@ -181,10 +181,8 @@ def kv_block_bytes(model: ModelConfig, kv_dtype: str, block_size: int) -> int:
     return 2 * model.num_attention_layers * model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
 
 
-def kv_groups(model: ModelConfig, kv_dtype: str, block_size: int, num_states: int) -> KVGroups:
-    """What the engine must know of groups, with room for so many states where layers keep some."""
-    if model.recurrent is None:
-        return PLAIN
+def state_groups(model: ModelConfig, kv_dtype: str, block_size: int, num_states: int) -> KVGroups:
+    """What the engine must know of a model whose layers keep states, with room for so many."""
     side = model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
     layout = lay_out(model.kv_specs, split=False)
     return KVGroups(num_states=num_states, blocks_per_state=layout.blocks_per_state(side))

@@ -9,7 +9,7 @@ from math import gcd
 from quire.config.arguments import DTYPES, VIRTUAL_BACKEND, EngineArguments, check_uncached, read_arguments
 from quire.config.engine import MAX_BLOCK_SIZE, CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts, cuda_index
-from quire.config.memory import MemoryPlan, kv_block_bytes, kv_groups, plan_memory
+from quire.config.memory import MemoryPlan, kv_block_bytes, plan_memory, state_groups
 from quire.config.model import CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.policy import RESERVING
 from quire.config.sizes import GIB, MIB, format_size, parse_size
@@ -264,7 +264,9 @@ def _num_blocks(args: EngineArguments, one: MemoryPlan, num_rows: int) -> int:
             raise DoesNotFit("kv_cache_memory", f"{reason} {format_size(one.block_bytes)}", "raise it")
         if size < one.block_bytes + one.states:
             reason = f"{format_size(size)} hold no block beside {one.num_states} states of recurrent layers, which take"
-            raise DoesNotFit("kv_cache_memory", f"{reason} {format_size(one.states)}", "raise it, or lower max_num_seqs")
+            raise DoesNotFit(
+                "kv_cache_memory", f"{reason} {format_size(one.states)}", "raise it, or lower max_num_seqs"
+            )
         return (size - one.states) // one.block_bytes
     room = _cache_room(args, one) - one.states
     at_least_one = one.blocks_per_sequence if args.max_model_len is not None else 1
@@ -279,7 +281,7 @@ def _with_states(
     if model.recurrent is None:
         return unsized
     device, cache, rows = unsized.device, unsized.cache, unsized.scheduler.num_rows
-    none = replace(unsized, cache=replace(cache, groups=kv_groups(model, device.kv_dtype, cache.block_size, 0)))
+    none = replace(unsized, cache=replace(cache, groups=state_groups(model, device.kv_dtype, cache.block_size, 0)))
     plan = plan_memory(model, none, facts, capacity)
     room = max(0, _cache_room(args, plan)) // STATES_SHARE // plan.state_bytes
     scheduler = unsized.scheduler
@@ -287,7 +289,7 @@ def _with_states(
         rows = max(1, room - 1)
         scheduler = replace(scheduler, max_num_seqs=rows)
     count = max(rows + 1, min(STATES_PER_ROW * rows + SPARE_STATES, room))
-    groups = kv_groups(model, device.kv_dtype, cache.block_size, count)
+    groups = state_groups(model, device.kv_dtype, cache.block_size, count)
     return replace(unsized, cache=replace(cache, groups=groups), scheduler=scheduler)
 
 

@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "delta.h"
 #include "experts.h"
 #include "paged_attention.h"
 
@@ -21,7 +22,10 @@ enum Kind : int64_t {
     NARROW,
     LAYER_NORM,
     ACTIVATE,
-    MIX
+    MIX,
+    CONVOLVE,
+    DELTA,
+    GATE_BY
 };
 
 // One operation on buffers [rows, width]. What a kind does not use is zero.
@@ -33,7 +37,8 @@ struct Operation {
     int64_t layer;         // whose cache, which angles, or which activation
     int64_t kv_heads, block_size;
     int64_t window;      // of attention, see Rule
-    const void* weight;  // of a norm [groups, size] or [2, size] with its bias, a PackedLinear, PackedExperts, or sinks
+    // Of a norm [groups, size] or [2, size] with its bias, a PackedLinear, PackedExperts, PackedDelta, or sinks.
+    const void* weight;
     double number;       // a norm's eps, the scale of attention, or of what is added
     double cap;          // of attention
     int64_t wide;        // whether a norm's weights are float32 whatever the rows are
@@ -54,6 +59,10 @@ struct ProgramRun {
     const Angles* angles;
     void** keys;
     void** values;
+    float** states;  // of each recurrent layer
+    int64_t state_stride;
+    const int64_t* segments;
+    int64_t num_segments;
 };
 
 template <typename T> void add_rows_to(T* x, const T* more, float scale, int64_t count) {
@@ -116,6 +125,20 @@ template <typename T> struct Interpreter {
         paged_attention<T>(at(op.x), width(op.x), cache, cut, at(op.out), shape(op), rule);
     }
 
+    StateMemory memory(const Operation& op) const {
+        return {run.states[op.layer], run.state_stride, reinterpret_cast<const StateSegment*>(run.segments),
+                run.num_segments};
+    }
+
+    void mix_tokens(const Operation& op) const {
+        convolve(at(op.x), width(op.x), *static_cast<const PackedDelta*>(op.weight), memory(op), at(op.out));
+    }
+
+    void follow(const Operation& op) const {
+        const PackedDelta& delta = *static_cast<const PackedDelta*>(op.weight);
+        gated_delta(at(op.x), at(op.y) + op.column, width(op.y), at(delta.gates), delta, memory(op), at(op.out));
+    }
+
     // Rows of x that are wanted; where all are, `out` becomes another name of x.
     void select(const Operation& op) const {
         if (run.wanted == nullptr) {
@@ -159,6 +182,9 @@ template <typename T> struct Interpreter {
                     if (run.wanted != nullptr) run.rows = run.num_wanted;
                     break;
                 case MIX: mix(op); break;
+                case CONVOLVE: mix_tokens(op); break;
+                case DELTA: follow(op); break;
+                case GATE_BY: gate_by(at(op.x), at(op.y) + op.column, width(op.y), run.rows, op.size); break;
             }
         }
     }

@@ -61,5 +61,6 @@ class Blocks(nn.ModuleList):
         plan: NativePlan = step.attention
         rotations = [cast("Rotary", rotary)(step) for rotary in program.angles]
         angles = [(rotation.cos, rotation.sin) for rotation in rotations]
-        given = ProgramStep(step.slots, plan.tables, plan.spans, step.wanted, self._pairs, angles, step)
+        states = () if step.states is None else (step.states.layers, step.states.segments)
+        given = ProgramStep(step.slots, plan.tables, plan.spans, step.wanted, self._pairs, angles, step, *states)
         return program.run(x, given)

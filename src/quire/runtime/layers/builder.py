@@ -6,13 +6,14 @@ import torch
 from torch import nn
 
 from quire.config.engine import DeviceConfig
-from quire.config.model import Experts, Heads, ModelConfig, Rope
+from quire.config.model import Experts, Heads, ModelConfig, Recurrent, Rope
 from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
-from quire.runtime.layers.attention import Attention
+from quire.runtime.layers.attention import Attention, OutputGate
 from quire.runtime.layers.choice import choose_float8_product, choose_product
+from quire.runtime.layers.delta import DeltaRule
 from quire.runtime.layers.experts import EachExpert, ExpertSet, MoEMLP, Router
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.mlp import MLP, GatedMLP
@@ -66,6 +67,28 @@ class LayerBuilder:
     def qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
         outputs = {"q_proj": heads.query_size, "k_proj": heads.kv_size, "v_proj": heads.kv_size}
         return Linear(inputs, outputs, bias, self._product, self._placement)
+
+    def gated_qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
+        """Queries, keys, values, then the logits of what queries read is gated by: checkpoints have those of a head
+        behind its query."""
+        outputs = {"q_proj": 2 * heads.query_size, "k_proj": heads.kv_size, "v_proj": heads.kv_size}
+        query, gate = torch.arange(2 * heads.query_size).view(heads.num_query, 2, heads.dim).transpose(0, 1).flatten(1)
+        order = torch.cat((query, torch.arange(2 * heads.query_size, sum(outputs.values())), gate))
+        return Linear(inputs, outputs, bias, self._product, self._placement, order=order)
+
+    def output_gate(self) -> OutputGate:
+        return OutputGate(self._ops)
+
+    def stacked_linear(
+        self, inputs: int, outputs: dict[str, int], *, order: torch.Tensor | None = None, shrinks: bool = True
+    ) -> Linear:
+        """One product for several matrices; `order`: see Linear. Those that do not shrink are never quantized."""
+        kind, product = (Linear, self._product) if shrinks else (Router, self._table_product)
+        return kind(inputs, outputs, False, product, self._placement, order=order)
+
+    def delta_rule(self, recurrent: Recurrent, place: int, eps: float) -> DeltaRule:
+        """`place`: the layer's number among the recurrent ones."""
+        return DeltaRule(recurrent, place, eps, self._placement)
 
     def gated_mlp(
         self, hidden: int, intermediate: int, activation: str, *, bias: bool, names: tuple[str, str, str] = GATED
@@ -132,7 +155,7 @@ class LayerBuilder:
         heads, scale = config.heads, config.attention_scale
         scale = heads.dim**-0.5 if scale is None else scale
         rule = AttentionRule(scale, config.attention_softcap, config.window_of(layer))
-        return self.attention(heads, layer, config.rope_of(layer), rule)
+        return self.attention(heads, config.place_of(layer), config.rope_of(layer), rule)
 
     def _rotary(self, rope: Rope, dim: int) -> Rotary:
         """The same one for all layers with the same positions."""

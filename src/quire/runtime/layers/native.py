@@ -50,6 +50,12 @@ class NativeOps(TorchOps):
             return gate_up.writer.call(lambda x, _: self.gate(x, activation), (gate_up,), gate_up.width // 2)
         return ops.gate(gate_up, activation) if activation in ops.ACTIVATIONS else super().gate(gate_up, activation)
 
+    def gate_by(self, x: Value, wide: Value) -> Value:
+        if not isinstance(x, Symbol):
+            return super().gate_by(x, wide)
+        x.writer.gate_by(x, wide)
+        return x
+
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         if key.dtype == cache.key.dtype:
             ops.write_cache(key, value, cache.key, cache.value, slots)

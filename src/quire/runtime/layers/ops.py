@@ -34,6 +34,9 @@ class LayerOps(Protocol):
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """[tokens, 2 * size], gate then up -> activation(gate) * up [tokens, size]."""
 
+    def gate_by(self, x: Tensor, wide: Tensor) -> Tensor:
+        """x [tokens, size] times the sigmoid of the last numbers of each row of `wide`. May overwrite x."""
+
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """key, value [tokens, kv heads, dim] into slots [tokens * kv heads] of a layer's cache."""
 
@@ -59,6 +62,9 @@ class TorchOps:
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return _activate(gate, activation).mul_(up)
+
+    def gate_by(self, x: Tensor, wide: Tensor) -> Tensor:
+        return x * torch.sigmoid(wide[:, -x.shape[1] :])
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         dim, dtype = key.shape[-1], cache.key.dtype

@@ -63,4 +63,5 @@ class Family:
     read: Callable[[Fields], ModelConfig]
     rename: Callable[[str], str | None] = str  # a tensor of the checkpoint to the layer's part; None: it is left out
     embedding: str = "model.embed_tokens.weight"  # which tied heads are
+    nested: str | None = None  # the key of config.json that may hold all numbers of a model for text
     gguf: GgufFamily | None = None  # None: not read from GGUF

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from quire.runtime.attention.backend import AttentionBatch, BatchBackend, ChunkSpan
-from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.step import ForwardStep, StateStep
 from quire.runtime.sampling.samples import Longs, Samples
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.rows import Rows
+from quire.runtime.worker.states import RowStates
 from quire.types.step import StepPlan
 
 _NOTHING: Longs = np.empty(0, dtype=np.int64)
@@ -57,8 +58,8 @@ class Places(NamedTuple):
 class BatchBuilder:
     """Builds batches without reading the device: one upload of numbers, then gathers on the device."""
 
-    def __init__(self, rows: Rows, cache: KVCache, backend: BatchBackend) -> None:
-        self._rows, self._cache, self._backend = rows, cache, backend
+    def __init__(self, rows: Rows, cache: KVCache, backend: BatchBackend, states: RowStates | None = None) -> None:
+        self._rows, self._cache, self._backend, self._states = rows, cache, backend, states
         kv_heads = cache.layers[0].key.shape[1]
         self._heads = torch.arange(kv_heads, device=rows.device)
 
@@ -92,8 +93,13 @@ class BatchBuilder:
             caches=self._cache.layers,
             attention=self._backend.prepare(self._attention(plan, decodes)),
             backend=self._backend,
+            states=self._state_step(plan, decodes, spans),
         )
         return make_batch(step, places, chosen)
+
+    def _state_step(self, plan: StepPlan, decodes: Longs, spans: Longs) -> StateStep | None:
+        states = self._states
+        return None if states is None else StateStep(states.layers, states.segments(plan, decodes, spans))
 
     def _attention(self, plan: StepPlan, decodes: Longs) -> AttentionBatch:
         rows, size = self._rows, self._rows.block_size
