@@ -277,7 +277,8 @@ class Bench:
         tokens: Sequence[int],
         *,
         parent: int | None = None,
-        state: int | None = None,
+        blocks: Sequence[int] = (),  # that it holds already, without a parent
+        state: int = -1,
         seed: int = 0,
         num_candidates: int = 0,
         num_prompt: int | None = None,
@@ -285,9 +286,10 @@ class Bench:
         **sampling: Any,
     ) -> None:
         self.tokens[row] = list(tokens)
-        self.tables[row] = list(self.tables[parent]) if parent is not None else []
-        state = self.slots.get(parent, -1) if parent is not None else -1 if state is None else state
+        self.tables[row] = list(blocks if parent is None else self.tables[parent])
+        state = state if parent is None else self.slots[parent]
         self.slots[row] = state
+        self._owners.discard(row if parent is None else parent)  # what is shared is not written to
         self._new.append(
             NewRow(
                 row=row,
