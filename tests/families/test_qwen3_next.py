@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from family_bench import BACKENDS, PROMPTS, SIZES, change_config, check_parity, hf_checkpoint, load_bench, logits_of
+from interpreter import HAS_TRITON
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
+from quire.runtime.sampling.make import make_sampler
 from quire.types.errors import ModelLoadError
 from quire.types.step import Chunk
-from tiny_models import Bench, greedy_reference
+from tiny_models import DEVICE, Bench, engine_config, greedy_reference
 
 transformers = pytest.importorskip("transformers")
 LINEAR = {
@@ -96,6 +98,27 @@ def test_a_row_that_decodes_may_leave_its_state_behind(attention: str, path: Pat
         bench.run(decode=[0, 1])
     assert bench.tokens[0][15:] == tokens
     assert bench.tokens[1][15:] == tokens[:4]
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="no triton")
+def test_captured_steps_read_and_write_the_states_of_their_rows(path: Path, tokens: list[int]) -> None:
+    """Graphs are captured in steps in which states move, and while other rows wait for their first token."""
+    settings, device = engine_config(rows=3, num_blocks=64, max_len=64), torch.device(DEVICE)
+    sampler = make_sampler(3, SIZES["vocab_size"], device, "triton")
+    bench = Bench(open_checkpoint(files_at(path)), settings, attention="triton", sampler=sampler)  # type: ignore[arg-type]
+    for row in (0, 2):
+        bench.add(row, PROMPT)
+    bench.run(chunks=[Chunk(2, 0, 15, (2,))])
+    bench.run(decode=[2], chunks=[Chunk(0, 0, 15, (0,))])
+    kept = bench.move(0, 15)
+    bench.run(decode=[0])
+    bench.run(decode=[2, 0])
+    bench.add(1, bench.tokens[0][:16], blocks=bench.tables[0], state=kept)
+    bench.unshare_tail(1)
+    bench.run(decode=[2, 1, 0])
+    bench.run(decode=[0, 1])
+    assert [bench.tokens[row][15:] for row in range(3)] == [tokens, tokens[:3], tokens[:4]]
+    assert len(bench.worker._graphs._graphs) == 3  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("attention", ["reference", "auto"])

@@ -1,4 +1,7 @@
-"""Gated delta nets, see kernels/delta.py: one program for each run of tokens of a row, and a part of its state."""
+"""Gated delta nets, see kernels/delta.py: one program for each run of tokens of a row, and a part of its state.
+
+Steps that only decode read and write each state once; others go through delta_chunks.py.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.delta import SAME_RUN, DeltaSizes, DeltaWeights
+from quire.kernels.delta import DeltaSizes, DeltaWeights
+from quire.kernels.triton.delta_chunks import delta_chunks
+from quire.kernels.triton.delta_runs import begins_run, goes_on, log_decay
 from quire.kernels.triton.launch import check, check_rows, power_of_two
 
-_SAME_RUN = tl.constexpr(SAME_RUN)
 _CHANNELS = 128  # of one program
 _TOKENS = 16  # convolved at once
-
-
-@triton.jit
-def _begins_run(segment, slots_ptr):
-    """Whether a segment is neither padding nor the continuation of another."""
-    return (tl.load(slots_ptr + 2 * segment + 1) >= 0) & (tl.load(slots_ptr + 2 * segment) != _SAME_RUN)
-
-
-@triton.jit
-def _goes_on(segment, num_segments, slots_ptr):
-    """Whether a segment continues the run of the one before."""
-    inside = segment < num_segments
-    follows = tl.load(slots_ptr + 2 * segment, mask=inside, other=-1) == _SAME_RUN
-    return inside & follows & (tl.load(slots_ptr + 2 * segment + 1, mask=inside, other=-1) >= 0)
 
 
 @triton.jit
@@ -38,7 +28,7 @@ def _convolve_kernel(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     KEPT: tl.constexpr = WIDTH - 1
-    going = _begins_run(segment, slots_ptr)
+    going = begins_run(segment, slots_ptr)
     source = tl.load(slots_ptr + 2 * segment).to(tl.int64)
     while going:
         first = tl.load(spans_ptr + 2 * segment).to(tl.int64)
@@ -77,15 +67,7 @@ def _convolve_kernel(
         tl.debug_barrier()
         source = written
         segment += 1
-        going = _goes_on(segment, num_segments, slots_ptr)
-
-
-@triton.jit
-def _decay_and_strength(gates_ptr, token, head, rate, bias, HEADS: tl.constexpr):
-    strength = tl.load(gates_ptr + token * 2 * HEADS + head).to(tl.float32)
-    pace = tl.load(gates_ptr + token * 2 * HEADS + HEADS + head).to(tl.float32) + bias
-    pace = tl.where(pace > 20.0, pace, tl.log(1.0 + tl.exp(tl.minimum(pace, 20.0))))
-    return tl.exp(rate * pace), tl.sigmoid(strength)
+        going = goes_on(segment, num_segments, slots_ptr)
 
 
 @triton.jit
@@ -102,7 +84,7 @@ def _delta_kernel(
     query_at = mixed_ptr + head // (HEADS // KEY_HEADS) * KEY_DIM + k
     value_at = mixed_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
     matrix_at = state_ptr + head * KEY_DIM * VALUE_DIM + k[:, None] * VALUE_DIM + v[None, :]
-    going = _begins_run(segment, slots_ptr)
+    going = begins_run(segment, slots_ptr)
     source = tl.load(slots_ptr + 2 * segment).to(tl.int64)
     if going:
         rate, bias = tl.load(rate_ptr + head), tl.load(bias_ptr + head)
@@ -118,8 +100,9 @@ def _delta_kernel(
                 z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + v, mask=has_value, other=0.0).to(tl.float32)
                 query *= tl.rsqrt(tl.sum(query * query) + 1e-6) * (KEY_DIM**-0.5)
                 key *= tl.rsqrt(tl.sum(key * key) + 1e-6)
-                decay, strength = _decay_and_strength(gates_ptr, token, head, rate, bias, HEADS)
-                matrix *= decay
+                strength = tl.sigmoid(tl.load(gates_ptr + token * 2 * HEADS + head).to(tl.float32))
+                pace = tl.load(gates_ptr + token * 2 * HEADS + HEADS + head).to(tl.float32)
+                matrix *= tl.exp(log_decay(pace, rate, bias))
                 change = (value - tl.sum(matrix * key[:, None], 0)) * strength
                 matrix += key[:, None] * change[None, :]
                 read = tl.sum(matrix * query[:, None], 0)
@@ -130,7 +113,7 @@ def _delta_kernel(
             tl.debug_barrier()
             tl.store(matrix_at + written * state_stride, matrix, mask=has_both)
             segment += 1
-            going = _goes_on(segment, num_segments, slots_ptr)
+            going = goes_on(segment, num_segments, slots_ptr)
 
 
 def _check(state: Tensor, spans: Tensor, slots: Tensor, sizes: DeltaSizes) -> None:
@@ -183,6 +166,9 @@ def delta_segments(
     if len(spans) == 0:
         return out
     z, keys, values = qkvz[:, sizes.channels :], power_of_two(sizes.key_dim), power_of_two(sizes.value_dim)
+    if len(mixed) > len(spans):  # some segments are longer than a token
+        delta_chunks(mixed, z, gates, weights, state, spans, slots, sizes, out)
+        return out
     _delta_kernel[(len(spans), sizes.value_heads)](
         mixed, z, gates, weights.rate, weights.bias, weights.norm, state, spans, slots, out, z.stride(0),
         state.stride(0), len(spans), weights.eps, KEY_HEADS=sizes.key_heads, HEADS=sizes.value_heads,
