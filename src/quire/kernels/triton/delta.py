@@ -1,6 +1,6 @@
 """Gated delta nets, see kernels/delta.py: one program for each run of tokens of a row, and a part of its state.
 
-Steps that only decode read and write each state once; others go through delta_chunks.py.
+Steps that only decode are computed by two launches. In others, long runs are computed by those of delta_chunks.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.delta import DeltaSizes, DeltaWeights
-from quire.kernels.triton.delta_chunks import delta_chunks
-from quire.kernels.triton.delta_runs import begins_run, goes_on, log_decay
+from quire.kernels.triton.delta_chunks import delta_chunks, norm_and_gate
+from quire.kernels.triton.delta_runs import is_long, log_decay, run_end
 from quire.kernels.triton.launch import check, check_rows, power_of_two
 
 _CHANNELS = 128  # of one program
@@ -24,13 +24,12 @@ def _convolve_kernel(
     x_ptr, weight_ptr, state_ptr, spans_ptr, slots_ptr, out_ptr, x_stride, state_stride, num_segments, channels, tail,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    segment = tl.program_id(0)
+    start = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     KEPT: tl.constexpr = WIDTH - 1
-    going = begins_run(segment, slots_ptr)
-    source = tl.load(slots_ptr + 2 * segment).to(tl.int64)
-    while going:
+    source = tl.load(slots_ptr + 2 * start).to(tl.int64)
+    for segment in range(start, run_end(start, num_segments, slots_ptr)):
         first = tl.load(spans_ptr + 2 * segment).to(tl.int64)
         count = tl.load(spans_ptr + 2 * segment + 1)
         written = tl.load(slots_ptr + 2 * segment + 1).to(tl.int64)
@@ -66,17 +65,15 @@ def _convolve_kernel(
             tl.store(to, new.to(tl.float32) + old, mask=inside)
         tl.debug_barrier()
         source = written
-        segment += 1
-        going = goes_on(segment, num_segments, slots_ptr)
 
 
 @triton.jit
 def _delta_kernel(
     mixed_ptr, z_ptr, gates_ptr, rate_ptr, bias_ptr, norm_ptr, state_ptr, spans_ptr, slots_ptr, out_ptr, z_stride,
     state_stride, num_segments, eps, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    segment, head = tl.program_id(0), tl.program_id(1)
+    start, head = tl.program_id(0), tl.program_id(1)
     k, v = tl.arange(0, KEYS), tl.arange(0, VALUES)
     has_key, has_value = k < KEY_DIM, v < VALUE_DIM
     has_both = has_key[:, None] & has_value[None, :]
@@ -84,20 +81,22 @@ def _delta_kernel(
     query_at = mixed_ptr + head // (HEADS // KEY_HEADS) * KEY_DIM + k
     value_at = mixed_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
     matrix_at = state_ptr + head * KEY_DIM * VALUE_DIM + k[:, None] * VALUE_DIM + v[None, :]
-    going = begins_run(segment, slots_ptr)
-    source = tl.load(slots_ptr + 2 * segment).to(tl.int64)
-    if going:
+    end = run_end(start, num_segments, slots_ptr)
+    source = tl.load(slots_ptr + 2 * start).to(tl.int64)
+    takes = end > start
+    if SHORT:
+        takes &= ~is_long(start, end, spans_ptr)
+    if takes:
         rate, bias = tl.load(rate_ptr + head), tl.load(bias_ptr + head)
         weight = tl.load(norm_ptr + v, mask=has_value, other=0.0)
         matrix = tl.load(matrix_at + source * state_stride, mask=has_both & (source >= 0), other=0.0)
-        while going:
+        for segment in range(start, end):
             first = tl.load(spans_ptr + 2 * segment).to(tl.int64)
             count = tl.load(spans_ptr + 2 * segment + 1)
             for token in range(first, first + count):
                 query = tl.load(query_at + token * CHANNELS, mask=has_key, other=0.0).to(tl.float32)
                 key = tl.load(query_at + token * CHANNELS + KEY_HEADS * KEY_DIM, mask=has_key, other=0.0).to(tl.float32)
                 value = tl.load(value_at + token * CHANNELS, mask=has_value, other=0.0).to(tl.float32)
-                z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + v, mask=has_value, other=0.0).to(tl.float32)
                 query *= tl.rsqrt(tl.sum(query * query) + 1e-6) * (KEY_DIM**-0.5)
                 key *= tl.rsqrt(tl.sum(key * key) + 1e-6)
                 strength = tl.sigmoid(tl.load(gates_ptr + token * 2 * HEADS + head).to(tl.float32))
@@ -106,14 +105,15 @@ def _delta_kernel(
                 change = (value - tl.sum(matrix * key[:, None], 0)) * strength
                 matrix += key[:, None] * change[None, :]
                 read = tl.sum(matrix * query[:, None], 0)
-                normal = read * tl.rsqrt(tl.sum(read * read) / VALUE_DIM + eps) * weight
-                y = (normal * z * tl.sigmoid(z)).to(out_ptr.dtype.element_ty)
-                tl.store(out_ptr + (token * HEADS + head) * VALUE_DIM + v, y, mask=has_value)
+                if not SHORT:
+                    z_at = z_ptr + token * z_stride + head * VALUE_DIM + v
+                    z = tl.load(z_at, mask=has_value, other=0.0).to(tl.float32)
+                    read = read * tl.rsqrt(tl.sum(read * read) / VALUE_DIM + eps) * weight * z * tl.sigmoid(z)
+                read = read.to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + (token * HEADS + head) * VALUE_DIM + v, read, mask=has_value)
             written = tl.load(slots_ptr + 2 * segment + 1).to(tl.int64)
             tl.debug_barrier()
             tl.store(matrix_at + written * state_stride, matrix, mask=has_both)
-            segment += 1
-            going = goes_on(segment, num_segments, slots_ptr)
 
 
 def _check(state: Tensor, spans: Tensor, slots: Tensor, sizes: DeltaSizes) -> None:
@@ -166,13 +166,15 @@ def delta_segments(
     if len(spans) == 0:
         return out
     z, keys, values = qkvz[:, sizes.channels :], power_of_two(sizes.key_dim), power_of_two(sizes.value_dim)
-    if len(mixed) > len(spans):  # some segments are longer than a token
-        delta_chunks(mixed, z, gates, weights, state, spans, slots, sizes, out)
-        return out
+    only_decodes = len(mixed) <= len(spans)
+    read = out if only_decodes else torch.empty(out.shape, dtype=torch.float32, device=out.device)
     _delta_kernel[(len(spans), sizes.value_heads)](
-        mixed, z, gates, weights.rate, weights.bias, weights.norm, state, spans, slots, out, z.stride(0),
+        mixed, z, gates, weights.rate, weights.bias, weights.norm, state, spans, slots, read, z.stride(0),
         state.stride(0), len(spans), weights.eps, KEY_HEADS=sizes.key_heads, HEADS=sizes.value_heads,
-        KEY_DIM=sizes.key_dim, VALUE_DIM=sizes.value_dim, KEYS=keys, VALUES=values,
+        KEY_DIM=sizes.key_dim, VALUE_DIM=sizes.value_dim, KEYS=keys, VALUES=values, SHORT=not only_decodes,
         num_warps=max(1, min(8, keys * values // 2048)), num_stages=1,
     )  # fmt: skip
+    if not only_decodes:
+        delta_chunks(mixed, gates, weights, state, spans, slots, sizes, read)
+        norm_and_gate(read, z, weights, sizes, out)
     return out

@@ -8,20 +8,34 @@ import triton.language as tl
 from quire.kernels.delta import SAME_RUN
 
 _SAME_RUN = tl.constexpr(SAME_RUN)
+_LONG = tl.constexpr(16)  # tokens
 
 
 @triton.jit
-def begins_run(segment, slots_ptr):
-    """Whether a segment is neither padding nor the continuation of another."""
-    return (tl.load(slots_ptr + 2 * segment + 1) >= 0) & (tl.load(slots_ptr + 2 * segment) != _SAME_RUN)
-
-
-@triton.jit
-def goes_on(segment, num_segments, slots_ptr):
+def _goes_on(segment, num_segments, slots_ptr):
     """Whether a segment continues the run of the one before."""
     inside = segment < num_segments
-    follows = tl.load(slots_ptr + 2 * segment, mask=inside, other=-1) == _SAME_RUN
-    return inside & follows & (tl.load(slots_ptr + 2 * segment + 1, mask=inside, other=-1) >= 0)
+    return inside & (tl.load(slots_ptr + 2 * segment, mask=inside, other=-1) == _SAME_RUN)
+
+
+@triton.jit
+def run_end(segment, num_segments, slots_ptr):
+    """The end of the run that a segment begins; the segment itself if it is padding, or goes on with another's."""
+    begins = (tl.load(slots_ptr + 2 * segment + 1) >= 0) & (tl.load(slots_ptr + 2 * segment) != _SAME_RUN)
+    end = segment + begins.to(tl.int32)
+    going = begins & _goes_on(end, num_segments, slots_ptr)
+    while going:
+        end += 1
+        going = _goes_on(end, num_segments, slots_ptr)
+    return end
+
+
+@triton.jit
+def is_long(start, end, spans_ptr):
+    """Whether a run has so many tokens that it is computed by chunks."""
+    last = tl.load(spans_ptr + 2 * end - 2, mask=end > start, other=0)
+    count = tl.load(spans_ptr + 2 * end - 1, mask=end > start, other=0)
+    return (end > start) & (last + count - tl.load(spans_ptr + 2 * start) >= _LONG)
 
 
 @triton.jit
