@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from family_bench import BACKENDS, PROMPTS, SIZES, change_config, check_parity, hf_checkpoint, load_bench, logits_of
 from interpreter import HAS_TRITON
@@ -158,6 +159,24 @@ def test_a_model_for_text_and_images_is_read_for_its_text(tmp_path: Path) -> Non
         with torch.no_grad():
             wanted = model(torch.tensor([prompt])).logits[0, -1]
         torch.testing.assert_close(logits[0], wanted, rtol=1e-3, atol=2e-4)
+
+
+def test_experts_may_be_stored_as_one_tensor(tmp_path: Path) -> None:
+    some = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    hf_checkpoint(tmp_path, transformers.Qwen3NextConfig(**(SIZES | LINEAR | some)))
+    wanted, file = logits_of(tmp_path), tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for path in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
+        experts = [
+            {part: tensors.pop(f"{path}.experts.{number}.{part}_proj.weight") for part in ("gate", "up", "down")}
+            for number in range(4)
+        ]
+        both = torch.stack([torch.cat((expert["gate"], expert["up"])) for expert in experts])
+        tensors[f"{path}.experts.gate_up_proj"] = both
+        tensors[f"{path}.experts.down_proj"] = torch.stack([expert["down"] for expert in experts])
+    save_file(tensors, file, {"format": "pt"})
+    for (_, found), (_, want) in zip(logits_of(tmp_path), wanted, strict=True):
+        torch.testing.assert_close(found, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("attention", ["reference", "auto"])

@@ -47,7 +47,7 @@ class ForwardGraphs:
 
     def rehearse(self, batch: Batch) -> None:
         """Launch the kernels of a batch, each once."""
-        self._model(replace(batch.step, num_layers=1))
+        self._model(replace(batch.step, num_layers=self._model.num_varied))
 
     def capture(self, batch: Batch) -> None:
         """Capture the batch's shape now, if it was not yet."""

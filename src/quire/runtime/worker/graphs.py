@@ -115,7 +115,7 @@ class DecodeGraphs:
     def rehearse(self, kind: Kind) -> None:
         """Launch the kernels of a graph, each once, over nothing but padding."""
         self._write(NO_ROWS, kind.bucket)
-        self._choose(kind, self._logits(kind, layers=1), self._listing(kind))
+        self._choose(kind, self._logits(kind, layers=self._model.num_varied), self._listing(kind))
 
     def capture(self, bucket: int) -> None:
         """Capture plain decoding of so many rows now, if it was not yet."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +28,20 @@ WEIGHT_DTYPES: dict[str, torch.dtype] = {
 }
 
 
+STACKED = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}  # of experts: [experts, rows, columns]
+
+
+class Piece(NamedTuple):
+    """A tensor as the layers know it: a stored one, or a part of it."""
+
+    stored: str
+    expert: int | None = None  # None: all of it
+    half: int | None = None  # of the rows of an expert; None: both
+
+
 class HfCheckpoint:
     """Reads one tensor at a time, as stored (float64 as float32): a view of its file that outlives `close`.
 
@@ -36,7 +53,7 @@ class HfCheckpoint:
         self.config: ModelConfig = hf_model_config(directory)
         self._files: list[SafetensorsFile] = []
         try:
-            self._owners, self._stored = self._name(self._open(directory))
+            self._owners, self._pieces = self._name(self._open(directory))
             self.names = frozenset(self._owners)
             check_tensors(self.config, self.names, shape=self.shape, source=self.source, file=self.file)
         except ModelLoadError:
@@ -44,7 +61,9 @@ class HfCheckpoint:
             raise
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._owners[name].tensors[self._stored[name]].shape
+        stored, expert, half = self._pieces[name]
+        shape = self._owners[name].tensors[stored].shape[0 if expert is None else 1 :]
+        return shape if half is None else (shape[0] // 2, *shape[1:])
 
     def source(self, name: str) -> str:
         return self._owners[name].name
@@ -54,17 +73,22 @@ class HfCheckpoint:
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU. Raises ModelLoadError when its numbers are damaged beyond doubt."""
-        owner = self._owners[name]
-        tensor, raw = owner.tensors[self._stored[name]], owner.raw(self._stored[name])
+        owner, piece = self._owners[name], self._pieces[name]
+        tensor, raw = owner.tensors[piece.stored], owner.raw(piece.stored)
         dtype = WEIGHT_DTYPES.get(tensor.dtype)
         if dtype is None:
             raise ModelLoadError(
                 owner.name, f"has dtype {tensor.dtype}", tensor=name, fix=f"weights may be {', '.join(WEIGHT_DTYPES)}"
             )
-        refuse_blank(raw, len(tensor.shape), owner.name, name)
+        shape = self.shape(name)
+        if piece.expert is not None:
+            count = math.prod(shape) * dtype.itemsize
+            begin = (piece.expert * (1 if piece.half is None else 2) + (piece.half or 0)) * count
+            raw = raw[begin : begin + count]
+        refuse_blank(raw, len(shape), owner.name, name)
         if tensor.offset % dtype.itemsize:
             raw = raw.copy()  # torch wants numbers at multiples of their size
-        values = torch.from_numpy(raw).view(dtype).view(tensor.shape)
+        values = torch.from_numpy(raw).view(dtype).view(shape)
         refuse_non_finite(values, owner.name, name)
         return values.float() if dtype == torch.float64 else values
 
@@ -73,17 +97,17 @@ class HfCheckpoint:
         for file in self._files:
             file.close()
 
-    def _name(self, owners: dict[str, SafetensorsFile]) -> tuple[dict[str, SafetensorsFile], dict[str, str]]:
-        """By the layers' names: the tensors' files, and their names there."""
+    def _name(self, owners: dict[str, SafetensorsFile]) -> tuple[dict[str, SafetensorsFile], dict[str, Piece]]:
+        """By the layers' names: the tensors' files, and what they are there."""
         rename = find_family(self.config.architecture).rename
-        stored: dict[str, str] = {}
+        pieces: dict[str, Piece] = {}
         for name, file in owners.items():
             known = rename(name)
-            if known in stored:
-                raise ModelLoadError(file.name, f"is the same tensor as {stored[known]}", tensor=name)
-            if known is not None:
-                stored[known] = name
-        return {known: owners[name] for known, name in stored.items()}, stored
+            for part, piece in () if known is None else _pieces(known, name, file.tensors[name].shape):
+                if part in pieces:
+                    raise ModelLoadError(file.name, f"is the same tensor as {pieces[part].stored}", tensor=name)
+                pieces[part] = piece
+        return {known: owners[piece.stored] for known, piece in pieces.items()}, pieces
 
     def _open(self, directory: Path) -> dict[str, SafetensorsFile]:
         paths, index = weight_files(directory)
@@ -99,3 +123,15 @@ class HfCheckpoint:
             if name not in owners or Path(owners[name].name).name != place:
                 raise ModelLoadError(str(directory / place), f"is not there, though {INDEX} says so", tensor=name)
         return owners
+
+
+def _pieces(name: str, stored: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Piece]]:
+    """The layers' tensors that a stored one holds: some checkpoints have one for all experts of a layer."""
+    path, _, last = name.rpartition(".")
+    names = STACKED.get(last, ()) if path.endswith(".experts") and len(shape) == 3 else ()
+    if not names or (len(names) == 2 and shape[1] % 2):
+        yield name, Piece(stored)
+        return
+    for expert in range(shape[0]):
+        for half, part in enumerate(names):
+            yield f"{path}.{expert}.{part}.weight", Piece(stored, expert, half if len(names) == 2 else None)
