@@ -22,8 +22,8 @@ def test_tokens_and_states_are_those_of_the_definition(sizes: DeltaSizes, dtype:
     case = delta_case(sizes, dtype, str(DEVICE), alike=alike)
     out, state = expected(case)
     spans, slots = (torch.from_numpy(case.segments[:, at : at + 2].copy()).int().to(DEVICE) for at in (0, 2))
-    mixed = convolve_segments(case.qkvz, case.weights.convolution, case.state, spans, slots, sizes)
-    found = delta_segments(mixed, case.qkvz, case.gates, case.weights, case.state, spans, slots, sizes)
+    mixed = convolve_segments(case.qkvz, case.weights.convolution, case.state, spans, slots, sizes, has_chunks=True)
+    found = delta_segments(mixed, case.qkvz, case.gates, case.weights, case.state, spans, slots, sizes, has_chunks=True)
     rough = ROUGH[dtype]
     torch.testing.assert_close(found.double().cpu(), out, rtol=10 * rough, atol=rough)
     torch.testing.assert_close(case.state.double().cpu(), state, rtol=10 * rough, atol=rough)
@@ -37,8 +37,8 @@ def test_steps_that_only_decode(sizes: DeltaSizes, dtype: torch.dtype) -> None:
     out, state = expected(case)
     spans, slots = (torch.from_numpy(case.segments[:, at : at + 2].copy()).int().to(DEVICE) for at in (0, 2))
     rows = case.qkvz[:4], case.gates[:4]
-    mixed = convolve_segments(rows[0], case.weights.convolution, case.state, spans, slots, sizes)
-    found = delta_segments(mixed, *rows, case.weights, case.state, spans, slots, sizes)
+    mixed = convolve_segments(rows[0], case.weights.convolution, case.state, spans, slots, sizes, has_chunks=False)
+    found = delta_segments(mixed, *rows, case.weights, case.state, spans, slots, sizes, has_chunks=False)
     rough = ROUGH[dtype]
     torch.testing.assert_close(found[:3].double().cpu(), out[:3], rtol=10 * rough, atol=rough)
     torch.testing.assert_close(case.state.double().cpu(), state, rtol=10 * rough, atol=rough)

@@ -130,6 +130,8 @@ def convolve_segments(
     spans: Tensor,  # [segments, 2] int: first token, tokens
     slots: Tensor,  # [segments, 2] int: read, written
     sizes: DeltaSizes,
+    *,
+    has_chunks: bool,  # segments may have more than one token
 ) -> Tensor:  # [tokens, channels]
     """silu of the convolution over each run and the inputs before it, which states hold; they get the last ones."""
     check_rows(x, "x")
@@ -139,7 +141,7 @@ def convolve_segments(
     if len(spans) == 0:
         return out
     block = min(_CHANNELS, power_of_two(sizes.channels))
-    tokens = min(_TOKENS, power_of_two(max(1, len(x) - len(spans) + 1)))  # 1 where all segments are of one
+    tokens = _TOKENS if has_chunks else 1
     _convolve_kernel[(len(spans), triton.cdiv(sizes.channels, block))](
         x, weight, state, spans, slots, out, x.stride(0), state.stride(0), len(spans), sizes.channels,
         sizes.matrix_numbers, WIDTH=sizes.width, TOKENS=tokens, BLOCK=block, num_warps=4, num_stages=1,
@@ -156,6 +158,8 @@ def delta_segments(
     spans: Tensor,
     slots: Tensor,
     sizes: DeltaSizes,
+    *,
+    has_chunks: bool,
 ) -> Tensor:  # [tokens, value size]
     """What each token reads, normed by head and times the silu of its gate; states are updated."""
     check_rows(qkvz, "qkvz")
@@ -166,15 +170,14 @@ def delta_segments(
     if len(spans) == 0:
         return out
     z, keys, values = qkvz[:, sizes.channels :], power_of_two(sizes.key_dim), power_of_two(sizes.value_dim)
-    only_decodes = len(mixed) <= len(spans)
-    read = out if only_decodes else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    read = out if not has_chunks else torch.empty(out.shape, dtype=torch.float32, device=out.device)
     _delta_kernel[(len(spans), sizes.value_heads)](
         mixed, z, gates, weights.rate, weights.bias, weights.norm, state, spans, slots, read, z.stride(0),
         state.stride(0), len(spans), weights.eps, KEY_HEADS=sizes.key_heads, HEADS=sizes.value_heads,
-        KEY_DIM=sizes.key_dim, VALUE_DIM=sizes.value_dim, KEYS=keys, VALUES=values, SHORT=not only_decodes,
+        KEY_DIM=sizes.key_dim, VALUE_DIM=sizes.value_dim, KEYS=keys, VALUES=values, SHORT=has_chunks,
         num_warps=max(1, min(8, keys * values // 2048)), num_stages=1,
     )  # fmt: skip
-    if not only_decodes:
+    if has_chunks:
         delta_chunks(mixed, gates, weights, state, spans, slots, sizes, read)
         norm_and_gate(read, z, weights, sizes, out)
     return out

@@ -72,8 +72,8 @@ class DeltaRule(WeightLayer):
         assert states.spans is not None
         assert states.slots is not None
         memory = (states.layers[self._place], states.spans, states.slots, self._sizes)
-        mixed = convolve_segments(qkvz, self.weights.convolution, *memory)
-        return delta_segments(mixed, qkvz, ba, self.weights, *memory)
+        mixed = convolve_segments(qkvz, self.weights.convolution, *memory, has_chunks=states.has_chunks)
+        return delta_segments(mixed, qkvz, ba, self.weights, *memory, has_chunks=states.has_chunks)
 
     def _part(self, part: str) -> Tensor:
         if part == "conv1d.weight":

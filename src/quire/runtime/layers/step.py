@@ -21,6 +21,7 @@ class StateStep:
     segments: npt.NDArray[np.int64] | None = None  # [segments, 4], where the host runs the layers one by one
     spans: Tensor | None = None  # [segments, 2] int32, where Triton does: first token, tokens
     slots: Tensor | None = None  # [segments, 2] int32: that is read, that is written
+    has_chunks: bool = False  # segments may have more than one token
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,8 +153,11 @@ class DeviceBatchBuilder:
                 row, position, decode, rows.tables, None if tiles is None else tile, cascade=cascade
             ),
             backend=self._attention,
-            states=None if self._states is None else StateStep(self._states.layers, None, span, slot),
+            states=self._state_step(span, slot, has_chunks=tiles is not None),
         )
+
+    def _state_step(self, spans: Tensor, slots: Tensor, *, has_chunks: bool) -> StateStep | None:
+        return None if self._states is None else StateStep(self._states.layers, None, spans, slots, has_chunks)
 
     def _slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         if not self._plain:
