@@ -63,6 +63,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_next": {
+        "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    },
+    "qwen3_5_text": {
+        "head_dim": 16, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_5_moe_text": {
+        "intermediate_size": ..., "head_dim": 16, "layer_types": ["full_attention", *["linear_attention"] * 2],
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "linear_conv_kernel_dim": 3,
+        "shared_expert_intermediate_size": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    },
     "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},
     "starcoder2": {"sliding_window": None},
 }  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.kv_cache import PLAIN, KVGroups
+from quire.config.memory import state_groups
 from quire.config.model import Heads, ModelConfig, Quantization, Rope
 from quire.config.tiers import TierConfig
 from quire.runtime.layers.builder import LayerBuilder
@@ -31,6 +32,7 @@ from quire.types.step import (
     NewRow,
     PromptLogprobs,
     RowTokens,
+    StateMove,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -178,6 +180,16 @@ def engine_config(
     )
 
 
+def with_states(config: EngineConfig, model: ModelConfig, spare: int = 8) -> EngineConfig:
+    """With room for a state of each row, and some more, where the model has recurrent layers."""
+    if model.recurrent is None:
+        return config
+    count, cache = config.scheduler.num_rows + spare, config.cache
+    return replace(
+        config, cache=replace(cache, groups=state_groups(model, config.device.kv_dtype, cache.block_size, count))
+    )
+
+
 @dataclass(frozen=True)
 class Greedy:
     token_ids: Tensor
@@ -225,7 +237,10 @@ class GreedySampler:
 
 
 class Bench:
-    """A worker driven by hand. Hands out blocks in a scattered order and keeps what every row should hold."""
+    """A worker driven by hand. Hands out blocks in a scattered order and keeps what every row should hold.
+
+    A row of a model with recurrent layers gets a slot for its state when it is computed first; `move` gives it another.
+    """
 
     def __init__(
         self,
@@ -235,6 +250,7 @@ class Bench:
         attention: str = "auto",
         sampler: Any = None,
     ) -> None:
+        config = with_states(config, checkpoint.config)
         config = replace(config, device=replace(config.device, attention_backend=attention))
         builder = LayerBuilder(config.device, checkpoint.config.heads, config.cache.block_size)
         model = build_model(checkpoint.config, builder)
@@ -248,6 +264,10 @@ class Bench:
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.step = 0
+        self.free_slots = list(range(config.cache.groups.num_states))[::-1]
+        self.slots: dict[int, int] = {}  # of rows that were computed, or shared with their parents
+        self._owners: set[int] = set()  # rows with a slot of their own
+        self._moves: list[StateMove] = []
         self._new: list[NewRow] = []
         self._grants: list[tuple[int, int, int]] = []
         self._copies: list[BlockCopy] = []
@@ -260,6 +280,8 @@ class Bench:
         tokens: Sequence[int],
         *,
         parent: int | None = None,
+        blocks: Sequence[int] = (),  # that it holds already, without a parent
+        state: int = -1,
         seed: int = 0,
         num_candidates: int = 0,
         num_prompt: int | None = None,
@@ -267,7 +289,10 @@ class Bench:
         **sampling: Any,
     ) -> None:
         self.tokens[row] = list(tokens)
-        self.tables[row] = list(self.tables[parent]) if parent is not None else []
+        self.tables[row] = list(blocks if parent is None else self.tables[parent])
+        state = state if parent is None else self.slots[parent]
+        self.slots[row] = state
+        self._owners.discard(row if parent is None else parent)  # what is shared is not written to
         self._new.append(
             NewRow(
                 row=row,
@@ -292,6 +317,16 @@ class Bench:
         if not keep_blocks:
             self.free += self.tables.pop(row)
         del self.tokens[row]
+        if row in self._owners:
+            self._owners.remove(row)
+            self.free_slots.append(self.slots[row])
+
+    def move(self, row: int, position: int) -> int:
+        """From this token on the row's state is kept in another slot; returns the slot before."""
+        before, self.slots[row] = self.slots[row], self.free_slots.pop()
+        self._owners.add(row)
+        self._moves.append(StateMove(row, position, self.slots[row], before))
+        return before
 
     def reserve(self, row: int, length: int) -> None:
         """Grant blocks until the row can hold `length` tokens."""
@@ -325,6 +360,11 @@ class Bench:
             self.reserve(row, len(self.tokens[row]))
         for chunk in chunks:
             self.reserve(chunk.row, chunk.start + chunk.num_tokens)
+        starts = [(row, len(self.tokens[row]) - 1) for row in decode] + [(chunk.row, chunk.start) for chunk in chunks]
+        if self.free_slots:
+            for row, start in starts:
+                if row not in self._owners:
+                    self.move(row, start)
         grants = np.asarray(self._grants, dtype=np.int32).reshape(-1, 3).T
         plan = StepPlan(
             step=self.step,
@@ -334,12 +374,14 @@ class Bench:
             grant_rows=grants[0],
             grant_slots=grants[1],
             grant_blocks=grants[2],
+            states=tuple(sorted(self._moves)),
             copies=tuple(self._copies),
             released=tuple(self._released),
             writes=tuple(self._writes),
             masks=masks,
         )
         self._new, self._grants, self._copies, self._released, self._writes = [], [], [], [], []
+        self._moves = []
         self.step += 1
         return plan
 

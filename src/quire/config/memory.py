@@ -64,6 +64,15 @@ class MemoryPlan:
     max_chunk: int = 0  # tokens of a sequence that a step computes
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of one sequence, in all recurrent layers."""
+        return self.groups.blocks_per_state * self.block_bytes
+
+    @property
+    def states(self) -> int:
+        return self.groups.num_states * self.state_bytes
+
+    @property
     def kv_cache(self) -> int:
         return self.block_bytes * self.num_blocks
 
@@ -75,7 +84,8 @@ class MemoryPlan:
     def fixed(self) -> int:
         """Bytes of everything but the KV cache."""
         needed = self.process + self.weights + self.activations + self.sampling + self.rows + self.graphs
-        return needed + self.masks + self.draft + self.staging + (self.host_cache if self.device == "cpu" else 0)
+        host = self.host_cache if self.device == "cpu" else 0
+        return needed + self.masks + self.draft + self.staging + self.states + host
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -134,6 +144,9 @@ class MemoryPlan:
             return "host_cache_memory", short, less
         if room > 0 and (tokens := self.longest_in(room // self.block_bytes)) > 0:
             return "max_model_len", short, f"lower it to {tokens} or less; the KV cache then shrinks with it"
+        if self.groups.num_states and room + self.states >= smallest_cache:
+            fix = f"lower it: a sequence takes {format_size(self.state_bytes)} of memory for states"
+            return "max_num_seqs", f"{short} ({format_size(self.states)} of them states)", fix
         if self.activations + self.sampling + self.masks + self.rows + self.graphs > self.weights:
             return "max_num_batched_tokens", short, "lower it, and max_num_seqs, or use a device with more memory"
         return "model", f"{short} ({format_size(self.weights)} of them weights)", "choose a smaller model or dtype"
@@ -157,6 +170,7 @@ class MemoryPlan:
             ("rows", format_size(self.rows), ""),
             *([("graphs", format_size(self.graphs), "captured decode steps")] if self.graphs else []),
             ("KV cache", format_size(self.kv_cache), f"{self.num_blocks:,} blocks of {self.block_size} tokens"),
+            *([("states", format_size(self.states), f"{self.groups.num_states:,} sequences")] if self.states else []),
             *(
                 [("staging", format_size(self.staging), "buffers for copies to and from host memory")]
                 if self.staging
@@ -184,9 +198,17 @@ class MemoryPlan:
 
 
 def kv_block_bytes(model: ModelConfig, kv_dtype: str, block_size: int, groups: KVGroups = PLAIN) -> int:
-    """Bytes of the keys and values of one block: of all layers, unless those with a window have blocks of their own."""
+    """Bytes of the keys and values of one block: of all layers that attend, unless those with a window have blocks of
+    their own."""
     planes = lay_out(model.kv_specs, split=groups.window is not None).num_planes
     return 2 * planes * model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
+
+
+def state_groups(model: ModelConfig, kv_dtype: str, block_size: int, num_states: int) -> KVGroups:
+    """What the engine must know of a model whose layers keep states, with room for so many."""
+    side = model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
+    layout = lay_out(model.kv_specs, split=False)
+    return KVGroups(num_states=num_states, blocks_per_state=layout.blocks_per_state(side))
 
 
 def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, capacity: int) -> MemoryPlan:
@@ -316,8 +338,12 @@ def widest_activations(model: ModelConfig) -> int:
             mlp if model.experts.dense_layers or model.experts.beside_mlp else 0,
             _widest_mixture(model.hidden_size, model.experts),
         )
+    mixer = 0
+    if (recurrent := model.recurrent) is not None:
+        mixer = 2 * recurrent.channels + 2 * recurrent.value_size + 2 * recurrent.value_heads
+    gate = heads.query_size if model.attention_gate else 0
     beside = 3 * model.num_layers * model.per_layer_input
-    return 4 * model.hidden_size + beside + max(attention, mlp)
+    return 4 * model.hidden_size + beside + max(attention + gate, mlp, mixer)
 
 
 def _widest_mixture(hidden: int, experts: Experts) -> int:

@@ -70,6 +70,37 @@ class Encoder:
 
 
 @dataclass(frozen=True, slots=True)
+class Recurrent:
+    """The layers that keep a state of fixed size in place of keys and values: gated delta nets. Of queries, keys and
+    values a token's own and those of `width` - 1 tokens before are mixed first, which are part of the state."""
+
+    key_heads: int
+    value_heads: int  # a multiple of key_heads, which they share
+    key_dim: int
+    value_dim: int
+    width: int  # of the convolution
+    layers: tuple[int, ...]  # that are recurrent; all others attend
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """The numbers of a token that are convolved: query, key and value heads."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state_numbers(self) -> int:
+        """Of one layer, all of them float32: a matrix for each value head, then the last inputs of the convolution."""
+        return self.value_size * self.key_dim + (self.width - 1) * self.channels
+
+
+@dataclass(frozen=True, slots=True)
 class WeightCounts:
     """How many weights the layers of a model have, as the layers themselves say: all of them; those in the matrices of
     blocks, which quantization shrinks; and the output features of these matrices, each of which has a scale."""
@@ -130,6 +161,8 @@ class ModelConfig:
     shared_norm: bool = False  # by the same norm; likewise
     experts: Experts | None = None
     encoder: Encoder | None = None  # None: a decoder
+    recurrent: Recurrent | None = None  # None: all layers attend
+    attention_gate: bool = False  # what a token has read is multiplied by the sigmoid of logits of its own
     dtype: Dtype = "bfloat16"  # the checkpoint's dtype
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = field(default=())
@@ -157,8 +190,26 @@ class ModelConfig:
     @property
     def kv_specs(self) -> tuple[KVCacheSpec, ...]:
         """What each layer keeps for later tokens."""
-        numbers, windows = 2 * self.heads.kv_size, (self.window_of(layer) for layer in range(self.num_layers))
-        return tuple(KVCacheSpec("full" if window is None else "window", numbers, window) for window in windows)
+        return tuple(map(self._spec_of, range(self.num_layers)))
+
+    def _spec_of(self, layer: int) -> KVCacheSpec:
+        if self.is_recurrent(layer):
+            assert self.recurrent is not None
+            return KVCacheSpec("state", state_bytes=self.recurrent.state_numbers * DTYPE_BYTES["float32"])
+        window = self.window_of(layer)
+        return KVCacheSpec("full" if window is None else "window", 2 * self.heads.kv_size, window)
+
+    def is_recurrent(self, layer: int) -> bool:
+        return self.recurrent is not None and layer in self.recurrent.layers
+
+    def place_of(self, layer: int) -> int:
+        """The layer's number among those that keep what it keeps: states, or something of every token."""
+        kind = self.is_recurrent(layer)
+        return sum(self.is_recurrent(other) == kind for other in range(layer))
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - (len(self.recurrent.layers) if self.recurrent is not None else 0)
 
     @property
     def layer_weights(self) -> tuple[int, int]:

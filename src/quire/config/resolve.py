@@ -10,7 +10,7 @@ from quire.config.arguments import DTYPES, VIRTUAL_BACKEND, EngineArguments, che
 from quire.config.engine import MAX_BLOCK_SIZE, CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts, cuda_index
 from quire.config.kv_cache import PLAIN, KVGroups, lay_out
-from quire.config.memory import MemoryPlan, kv_block_bytes, plan_memory
+from quire.config.memory import MemoryPlan, kv_block_bytes, plan_memory, state_groups
 from quire.config.model import CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.policy import RESERVING
 from quire.config.sizes import GIB, MIB, format_size, parse_size
@@ -29,6 +29,8 @@ SMALL_MODEL = 2_000_000_000  # models with fewer parameters get SMALL_MODEL_TOKE
 DEFAULT_GPU_UTILIZATION = 0.9
 SHORTEST_MODEL_LEN = 256  # max_model_len is never lowered below this to fit into memory
 GPU_PAGE = 2 * MIB  # the smallest page that CUDA maps
+STATES_PER_ROW, SPARE_STATES = 2, 16  # states of recurrent layers: of running sequences, and of prefixes
+STATES_SHARE = 3  # they take at most a third of the memory that is left for the cache
 CPU_CACHE_LIMIT, CPU_CACHE_SHARE = GIB, 4  # default KV cache on a CPU: a quarter of the available memory, at most 1 GiB
 
 
@@ -192,6 +194,9 @@ def _resolve_layout(config: EngineConfig, facts: HardwareFacts, model: ModelConf
     with the other settings."""
     if config.cache.layout == "paged":
         return config
+    if model.recurrent is not None:
+        reason = 'the states of recurrent layers have no place in the layout "virtual"'
+        raise ConfigError("kv_layout", reason, 'use "paged"')
     if config.device.kv_dtype == "float8":
         reason = 'float8 cannot be read in place, as kv_layout "virtual" does'
         raise ConfigError("kv_cache_dtype", reason, 'use "auto", or kv_layout="paged"')
@@ -243,6 +248,7 @@ def _size_cache(
     args: EngineArguments, facts: HardwareFacts, model: ModelConfig, unsized: EngineConfig, capacity: int
 ) -> EngineConfig:
     """Set the number of blocks and, if the user gave no max_model_len, the longest length that fits into memory."""
+    unsized = _with_states(args, facts, model, unsized, capacity)
     while True:
         one = plan_memory(model, unsized, facts, capacity)
         num_blocks = _num_blocks(args, one, unsized.scheduler.num_rows)
@@ -279,9 +285,41 @@ def _num_blocks(args: EngineArguments, one: MemoryPlan, num_rows: int) -> int:
         if size < one.block_bytes:
             reason = f"{format_size(size)} hold no block: one of {one.block_size} tokens takes"
             raise DoesNotFit("kv_cache_memory", f"{reason} {format_size(one.block_bytes)}", "raise it")
-        return size // one.block_bytes
-    room = one.capacity - one.fixed
-    if one.device == "cpu":
-        room = min(room, CPU_CACHE_LIMIT, one.capacity // CPU_CACHE_SHARE)
+        if size < one.block_bytes + one.states:
+            states = f"{one.groups.num_states} states of recurrent layers"
+            reason = f"{format_size(size)} hold no block beside {states}, which take"
+            raise DoesNotFit(
+                "kv_cache_memory", f"{reason} {format_size(one.states)}", "raise it, or lower max_num_seqs"
+            )
+        return (size - one.states) // one.block_bytes
+    room = _cache_room(args, one) - one.states
     at_least_one = one.blocks_per_sequence if args.max_model_len is not None else 1
     return max(min(room // one.block_bytes, one.blocks_per_sequence * num_rows), at_least_one)
+
+
+def _with_states(
+    args: EngineArguments, facts: HardwareFacts, model: ModelConfig, unsized: EngineConfig, capacity: int
+) -> EngineConfig:
+    """Set how many states of recurrent layers there is room for: at least one for each row, and one more. If the user
+    did not say how many sequences run at once, they are no more than have room."""
+    if model.recurrent is None:
+        return unsized
+    device, cache, rows = unsized.device, unsized.cache, unsized.scheduler.num_rows
+    none = replace(unsized, cache=replace(cache, groups=state_groups(model, device.kv_dtype, cache.block_size, 0)))
+    plan = plan_memory(model, none, facts, capacity)
+    room = max(0, _cache_room(args, plan)) // STATES_SHARE // plan.state_bytes
+    scheduler = unsized.scheduler
+    if args.max_num_seqs is None and room <= rows:
+        rows = max(1, room - 1)
+        scheduler = replace(scheduler, max_num_seqs=rows)
+    count = max(rows + 1, min(STATES_PER_ROW * rows + SPARE_STATES, room))
+    groups = state_groups(model, device.kv_dtype, cache.block_size, count)
+    return replace(unsized, cache=replace(cache, groups=groups), scheduler=scheduler)
+
+
+def _cache_room(args: EngineArguments, plan: MemoryPlan) -> int:
+    """Return the bytes that blocks and states may take together."""
+    if args.kv_cache_memory is not None:
+        return parse_size("kv_cache_memory", args.kv_cache_memory)
+    room = plan.capacity - plan.fixed + plan.states
+    return min(room, CPU_CACHE_LIMIT, plan.capacity // CPU_CACHE_SHARE) if plan.device == "cpu" else room

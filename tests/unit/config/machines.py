@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.config.facts import CudaDevice, HardwareFacts
-from quire.config.model import Heads, ModelConfig, Rope
+from quire.config.model import Heads, ModelConfig, Recurrent, Rope
 from quire.config.sizes import GIB
 from quire.runtime.models.build import count_weights
 
@@ -58,3 +58,17 @@ _LARGE = ModelConfig(
     norm_eps=1e-5,
 )
 SMALL, LARGE = count_weights(_SMALL), count_weights(_LARGE)
+_RECURRENT = ModelConfig(
+    architecture="qwen3_5_text",
+    vocab_size=248_320,
+    hidden_size=1_024,
+    intermediate_size=3_584,
+    num_layers=24,
+    heads=Heads(num_query=8, num_kv=2, dim=256),
+    rope=Rope(max_position=262_144, dim=64),
+    norm_eps=1e-6,
+    tie_word_embeddings=True,
+    attention_gate=True,
+    recurrent=Recurrent(16, 16, 128, 128, 4, tuple(layer for layer in range(24) if layer % 4 != 3)),
+)
+RECURRENT = count_weights(_RECURRENT)

@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "delta.h"
 #include "experts.h"
 #include "paged_attention.h"
 
@@ -23,7 +24,10 @@ enum Kind : int64_t {
     ACTIVATE,
     MIX,
     SCALE,
-    TIMES
+    TIMES,
+    CONVOLVE,
+    DELTA,
+    GATE_BY
 };
 
 // One operation on buffers [rows, width]. What a kind does not use is zero.
@@ -35,7 +39,8 @@ struct Operation {
     int64_t layer;         // whose cache, which angles, or which activation
     int64_t kv_heads, block_size;
     int64_t window;      // of attention, see Rule
-    // of a norm [groups, size] or [2, size] with its bias, a PackedLinear, PackedExperts, sinks, or a Clamp or null
+    // of a norm [groups, size] or [2, size] with its bias, a PackedLinear, PackedExperts, PackedDelta, sinks, or a Clamp
+    // or null
     const void* weight;
     double number;       // a norm's eps, the scale of attention, of what is added, or of x
     double cap;          // of attention
@@ -59,6 +64,10 @@ struct ProgramRun {
     const Angles* angles;
     void** keys;
     void** values;
+    float** states;  // of each recurrent layer
+    int64_t state_stride;
+    const int64_t* segments;
+    int64_t num_segments;
 };
 
 template <typename T> void add_rows_to(T* x, const T* more, float scale, int64_t count) {
@@ -138,6 +147,20 @@ template <typename T> struct Interpreter {
         paged_attention<T>(at(op.x), width(op.x), cache, cut, at(op.out), shape(op), rule);
     }
 
+    StateMemory memory(const Operation& op) const {
+        return {run.states[op.layer], run.state_stride, reinterpret_cast<const StateSegment*>(run.segments),
+                run.num_segments};
+    }
+
+    void mix_tokens(const Operation& op) const {
+        convolve(at(op.x), width(op.x), *static_cast<const PackedDelta*>(op.weight), memory(op), at(op.out));
+    }
+
+    void follow(const Operation& op) const {
+        const PackedDelta& delta = *static_cast<const PackedDelta*>(op.weight);
+        gated_delta(at(op.x), at(op.y) + op.column, width(op.y), at(delta.gates), delta, memory(op), at(op.out));
+    }
+
     // Rows of x that are wanted; where all are, `out` becomes another name of x.
     void select(const Operation& op) const {
         if (run.wanted == nullptr) {
@@ -188,6 +211,9 @@ template <typename T> struct Interpreter {
                 case TIMES:
                     multiply_rows_by(at(op.x), at(op.y) + op.column, width(op.y), run.rows, width(op.x));
                     break;
+                case CONVOLVE: mix_tokens(op); break;
+                case DELTA: follow(op); break;
+                case GATE_BY: gate_by_sigmoid(at(op.x), at(op.y) + op.column, width(op.y), run.rows, op.size); break;
             }
         }
     }

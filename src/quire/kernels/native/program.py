@@ -1,4 +1,4 @@
-"""A model's blocks as a list of operations that one compiled call runs. The structures mirror program.h.
+"""A model's blocks as a list of operations that one compiled call runs.
 
 Blocks are traced once: their layers get symbols in place of tensors and write operations down. An operation without a
 compiled form is a Python function in the list, called between two compiled calls.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
-from ctypes import Structure, byref, c_double, c_int64, c_void_p
+from ctypes import byref
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,34 +19,17 @@ from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.clamp import Clamp
+from quire.kernels.delta import DeltaSizes, DeltaWeights
 from quire.kernels.native.loader import TYPES, open_library
 from quire.kernels.native.ops import ACTIVATIONS, doubles
+from quire.kernels.native.structures import CAngles, CDelta, COperation, CRun
 from quire.kernels.native.weights import ExpertWeights, LinearWeights, PackedExperts, PackedLinear
 
-RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX, SCALE, TIMES = range(
-    14
-)
+(
+    RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX, SCALE, TIMES,
+    CONVOLVE, DELTA, GATE_BY,
+) = range(17)  # fmt: skip
 _STREAM = 0  # the buffer that a run is given
-
-
-class _Operation(Structure):
-    _fields_ = (
-        ("kind", c_int64), ("x", c_int64), ("y", c_int64), ("out", c_int64), ("column", c_int64), ("groups", c_int64),
-        ("size", c_int64), ("layer", c_int64), ("kv_heads", c_int64), ("block_size", c_int64), ("window", c_int64),
-        ("weight", c_void_p), ("number", c_double), ("cap", c_double), ("wide", c_int64), ("table", c_int64),
-    )  # fmt: skip
-
-
-class _Angles(Structure):
-    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("stride", c_int64), ("dim", c_int64))
-
-
-class _Run(Structure):
-    _fields_ = (
-        ("rows", c_int64), ("num_wanted", c_int64), ("num_spans", c_int64), ("slots", c_void_p), ("tables", c_void_p),
-        ("spans", c_void_p), ("wanted", c_void_p), ("buffers", c_void_p), ("widths", c_void_p), ("angles", c_void_p),
-        ("keys", c_void_p), ("values", c_void_p),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +62,8 @@ class ProgramStep:
     angles: Sequence[tuple[Tensor, Tensor]]  # cos and sin [rows, ..., numbers turned], in the order of `Program.angles`
     given: Any = None  # to operations in Python
     beside: Tensor | None = None  # [rows, width]
+    states: Sequence[Tensor] = ()  # [slots, numbers] float32, of each recurrent layer
+    segments: npt.NDArray[np.int64] | None = None  # [segments, 4], of what recurrent layers compute
 
 
 class ProgramWriter:
@@ -86,7 +71,7 @@ class ProgramWriter:
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
         self._dtype = dtype
-        self._entries: list[_Operation | _Call] = []
+        self._entries: list[COperation | _Call] = []
         self._uses: list[tuple[int, ...]] = []  # buffers of each entry
         self._widths: list[int] = []
         self._kept: list[Any] = []  # memory that operations point into
@@ -175,6 +160,24 @@ class ProgramWriter:
     def activate(self, x: Symbol, activation: str) -> None:
         self._add(ACTIVATE, x.buffer, layer=ACTIVATIONS[activation])
 
+    def gate_by(self, x: Symbol, wide: Symbol) -> None:
+        """x times the sigmoid of the last numbers of each row of `wide`."""
+        self._add(GATE_BY, x.buffer, y=wide.buffer, size=x.width, column=wide.width - x.width)
+
+    def delta(self, x: Symbol, gates: Symbol, layer: int, sizes: DeltaSizes, weights: DeltaWeights) -> Symbol:
+        """A gated delta net: rows of queries, keys, values and what the result is gated by; gates: of strengths and
+        decays. `layer`: whose states."""
+        mixed, out = self._new(sizes.channels), self._new(sizes.value_size)
+        assert x.width == sizes.channels + sizes.value_size
+        pointers = [tensor.data_ptr() for tensor in weights[:4]]
+        packed = CDelta(*sizes, gates.buffer, *pointers, weights.eps)
+        self._kept += [weights, packed]
+        place = ctypes.addressof(packed)
+        self._add(CONVOLVE, x.buffer, out=mixed.buffer, pointer=place, layer=layer)
+        self._add(DELTA, mixed.buffer, y=x.buffer, out=out.buffer, pointer=place, layer=layer, column=sizes.channels)
+        self._uses[-1] += (gates.buffer,)
+        return out
+
     def add(self, x: Symbol, y: Symbol, scale: float = 1.0) -> None:
         """x plus y times a factor."""
         assert x.width == y.width
@@ -248,7 +251,7 @@ class ProgramWriter:
             assert weight.is_contiguous()
             self._kept.append(weight)
             pointer = weight.data_ptr()
-        self._entries.append(_Operation(kind=kind, x=x, y=y, out=out, weight=pointer, **fields))
+        self._entries.append(COperation(kind=kind, x=x, y=y, out=out, weight=pointer, **fields))
         self._uses.append((x, y, out))
 
     def _lay_out(self) -> tuple[list[int], int]:
@@ -284,7 +287,7 @@ class Program:
     def __init__(
         self,
         dtype: torch.dtype,
-        entries: Sequence[_Operation | _Call],
+        entries: Sequence[COperation | _Call],
         widths: Sequence[int],
         offsets: Sequence[int],
         room: int,
@@ -295,13 +298,13 @@ class Program:
         self._offsets, self._room_values = np.array(offsets, dtype=np.int64), room
         self._fresh, self._result = tuple(fresh), result
         self._library = open_library()
-        operations = [entry for entry in entries if isinstance(entry, _Operation)]
-        self._operations = (_Operation * len(operations))(*operations)
+        operations = [entry for entry in entries if isinstance(entry, COperation)]
+        self._operations = (COperation * len(operations))(*operations)
         if not self._library.quire_can_run(TYPES[dtype], self._operations, len(operations)):
             raise ValueError(f"weights of a format this CPU's native kernels do not multiply {dtype} rows by")
         self._parts = _parts(entries)
         self._caches: Sequence[tuple[Tensor, Tensor]] = ()  # whose memory the pointers are of
-        self._keys = self._values = _pointers(())
+        self._keys = self._values = self._states = _pointers(())
         self._memory = torch.empty(0, dtype=dtype)  # numpy asks for huge pages where torch does not
 
     @property
@@ -331,15 +334,18 @@ class Program:
         fresh = {each: torch.empty(num_wanted, int(self._widths[each]), dtype=x.dtype) for each in self._fresh}
         for each, tensor in fresh.items():
             buffers[each] = tensor.data_ptr()
-        angles = (_Angles * len(step.angles))(*map(_angles, step.angles))
+        angles = (CAngles * len(step.angles))(*map(_angles, step.angles))
         if self._caches is not step.caches:
             self._caches, self._keys, self._values = step.caches, *map(_pointers, zip(*step.caches, strict=True))
+            self._states = _pointers(step.states)
         slots, tables = _pointers(step.slots), _pointers(step.tables)
-        run = _Run(
+        run = CRun(
             rows, num_wanted, len(step.spans), slots.ctypes.data, tables.ctypes.data, step.spans.data_ptr(),
             None if wanted is None else wanted.data_ptr() or buffers.ctypes.data,  # that of no rows is null
             buffers.ctypes.data, self._widths.ctypes.data, ctypes.addressof(angles), self._keys.ctypes.data,
-            self._values.ctypes.data,
+            self._values.ctypes.data, self._states.ctypes.data, step.states[0].stride(0) if step.states else 0,
+            None if step.segments is None else step.segments.ctypes.data,
+            0 if step.segments is None else len(step.segments),
         )  # fmt: skip
         known = (x, *fresh.values())
         for part in self._parts:
@@ -348,7 +354,7 @@ class Program:
                 out.copy_(part.function(*inputs, step.given))
             else:
                 first, count = part
-                begin = ctypes.addressof(self._operations) + first * ctypes.sizeof(_Operation)
+                begin = ctypes.addressof(self._operations) + first * ctypes.sizeof(COperation)
                 self._library.quire_run(TYPES[self._dtype], begin, count, byref(run))
         return x if wanted is None else fresh.get(self._result, x)
 
@@ -368,7 +374,7 @@ class Program:
         return self._memory[begin : begin + rows * width].view(rows, width)
 
 
-def _parts(entries: Sequence[_Operation | _Call]) -> list[_Call | tuple[int, int]]:
+def _parts(entries: Sequence[COperation | _Call]) -> list[_Call | tuple[int, int]]:
     """Calls, and between them runs of operations: the first one and their number."""
     parts: list[_Call | tuple[int, int]] = []
     place = 0
@@ -384,10 +390,10 @@ def _parts(entries: Sequence[_Operation | _Call]) -> list[_Call | tuple[int, int
     return parts
 
 
-def _angles(pair: tuple[Tensor, Tensor]) -> _Angles:
+def _angles(pair: tuple[Tensor, Tensor]) -> CAngles:
     cos, sin = pair
     assert cos.stride(0) == sin.stride(0)
-    return _Angles(cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[-1])
+    return CAngles(cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[-1])
 
 
 def _pointers(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:

@@ -37,9 +37,11 @@ class Attention(nn.Module):
         self._num_rotated = heads.num_query + (0 if borrows else heads.num_kv)
 
     def forward(self, qkv: Value, step: ForwardStep, norm: HeadNorm | None = None) -> Value:
-        """qkv: [tokens, (query + 2 * kv heads) * dim], or queries alone; overwritten -> [tokens, query heads * dim]."""
+        """qkv: [tokens, (query + 2 * kv heads) * dim or more], or queries alone; overwritten -> [tokens, query heads *
+        dim]."""
         if isinstance(qkv, Symbol):
             return self._write_down(qkv, step, norm)
+        qkv = qkv[:, : self._heads.query_size + 2 * self._heads.kv_size]
         if step.backend.kernels == "triton" and (self.rotary is None or self.rotary.is_static):
             return self._by_triton(qkv, step, norm)
         return self._by_parts(qkv, step, norm)
@@ -94,6 +96,18 @@ class Attention(nn.Module):
             writer.write(qkv, place, heads.query_size, heads.num_kv, heads.dim)
         sizes = (heads.num_query, heads.num_kv, heads.dim)
         return writer.attend(qkv, place, sizes, cache.key.shape[2], self.rule)
+
+
+class OutputGate(nn.Module):
+    """What every token has read, times the sigmoid of logits of its own."""
+
+    def __init__(self, ops: LayerOps) -> None:
+        super().__init__()
+        self._ops = ops
+
+    def forward(self, attended: Value, wide: Value) -> Value:
+        """attended [tokens, size], overwritten; its logits are the last numbers of each row of `wide`."""
+        return self._ops.gate_by(attended, wide)
 
 
 class SelfAttention(nn.Module):

@@ -68,5 +68,6 @@ class Blocks(nn.ModuleList):
         slots = (step.slots, *(window.slots for window in step.windows))
         tables = (plan.tables, *(window.attention.tables for window in step.windows))
         beside = step.memo.get(BESIDE)
-        given = ProgramStep(slots, tables, plan.spans, step.wanted, self._pairs, angles, step, beside)
+        states = () if step.states is None else (step.states.layers, step.states.segments)
+        given = ProgramStep(slots, tables, plan.spans, step.wanted, self._pairs, angles, step, beside, *states)
         return program.run(x, given)

@@ -6,14 +6,15 @@ import torch
 from torch import nn
 
 from quire.config.engine import DeviceConfig
-from quire.config.model import Experts, Heads, ModelConfig, Rope
+from quire.config.model import Experts, Heads, ModelConfig, Recurrent, Rope
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.clamp import Clamp
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
-from quire.runtime.layers.attention import Attention
+from quire.runtime.layers.attention import Attention, OutputGate
 from quire.runtime.layers.choice import choose_float8_product, choose_product
+from quire.runtime.layers.delta import DeltaRule
 from quire.runtime.layers.experts import EachExpert, ExpertScales, ExpertSet, MoEMLP, NormedRouter, Router, clamp_of
 from quire.runtime.layers.linear import KeysAsValues, Linear
 from quire.runtime.layers.mlp import MLP, GatedMLP, SideGate
@@ -75,6 +76,28 @@ class LayerBuilder:
         if keys_are_values:
             return KeysAsValues(inputs, heads, bias, self._product, self._placement)
         return Linear(inputs, outputs, bias, self._product, self._placement)
+
+    def gated_qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
+        """Queries, keys, values, then the logits of what queries read is gated by: checkpoints have those of a head
+        behind its query."""
+        outputs = {"q_proj": 2 * heads.query_size, "k_proj": heads.kv_size, "v_proj": heads.kv_size}
+        query, gate = torch.arange(2 * heads.query_size).view(heads.num_query, 2, heads.dim).transpose(0, 1).flatten(1)
+        order = torch.cat((query, torch.arange(2 * heads.query_size, sum(outputs.values())), gate))
+        return Linear(inputs, outputs, bias, self._product, self._placement, order=order)
+
+    def output_gate(self) -> OutputGate:
+        return OutputGate(self._ops)
+
+    def stacked_linear(
+        self, inputs: int, outputs: dict[str, int], *, order: torch.Tensor | None = None, shrinks: bool = True
+    ) -> Linear:
+        """One product for several matrices; `order`: see Linear. Those that do not shrink are never quantized."""
+        kind, product = (Linear, self._product) if shrinks else (Router, self._table_product)
+        return kind(inputs, outputs, False, product, self._placement, order=order)
+
+    def delta_rule(self, recurrent: Recurrent, place: int, eps: float) -> DeltaRule:
+        """`place`: the layer's number among the recurrent ones."""
+        return DeltaRule(recurrent, place, eps, self._placement)
 
     def gated_mlp(
         self,
@@ -177,7 +200,7 @@ class LayerBuilder:
         rule = AttentionRule(scale, config.attention_softcap, config.window_of(layer), held)
         source = config.kv_layer_of(layer)
         shared = (config.kv_layers.count(layer) > 1, source != layer)
-        return self.attention(heads, source, config.rope_of(layer), rule, shared)
+        return self.attention(heads, config.place_of(source), config.rope_of(layer), rule, shared)
 
     def text_attention(self, heads: Heads) -> TextAttention:
         """Of encoders: over the whole text, without positions and without a cache."""

@@ -24,6 +24,7 @@ class Linear(WeightLayer):
     """x @ W.T (+ b), where W is the named checkpoint matrices stacked by rows. Usable after `finish`.
 
     Takes no memory before its first part comes, so that a model whose weights are repacked never holds them all twice.
+    `order`: which row of the stacked matrices each output is, where it is not the one of the same number.
     """
 
     shrinks = True
@@ -36,6 +37,7 @@ class Linear(WeightLayer):
         product: Product,
         placement: Placement,
         stored: Stored = AS_IT_IS,
+        order: Tensor | None = None,
     ) -> None:
         super().__init__()
         rows = sum(outputs.values())
@@ -49,6 +51,7 @@ class Linear(WeightLayer):
         for name, count in outputs.items():
             self._spans[name] = slice(begin, begin + count)
             begin += count
+        self._order = order
         self._levels: dict[str, LevelWeight] = {}  # parts loaded as such, by name
         self.num_outputs = rows
         self.multiply: Multiply | None = None  # how the finished weight is multiplied by
@@ -64,7 +67,8 @@ class Linear(WeightLayer):
         )  # rounded to the run dtype even when held wider
 
     def takes_levels(self, part: str) -> bool:
-        return self._product.takes_levels and self._stored == AS_IT_IS and part.endswith(".weight")
+        as_it_is = self._stored == AS_IT_IS and self._order is None
+        return self._product.takes_levels and as_it_is and part.endswith(".weight")
 
     def load_levels(self, part: str, weight: LevelWeight) -> None:
         self._levels[part.removesuffix(".weight")] = weight
@@ -83,7 +87,11 @@ class Linear(WeightLayer):
                 self.load(f"{name}.weight", levels.values())
         bias = None if self.bias is None else self.bias.data
         if whole is None:
-            self.multiply = self._product.pack(self.weight.data, bias)
+            weight = self.weight.data
+            if self._order is not None:
+                order = self._order.to(weight.device)
+                weight, bias = weight[order], None if bias is None else bias[order]
+            self.multiply = self._product.pack(weight, bias)
         else:
             self.multiply = self._product.pack_levels(whole, bias)
         self.fused = self.multiply if isinstance(self.multiply, FusedMultiply) else None

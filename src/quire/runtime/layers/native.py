@@ -60,6 +60,12 @@ class NativeOps(TorchOps):
             return x
         return super().times(x, y, column)
 
+    def gate_by(self, x: Value, wide: Value) -> Value:
+        if not isinstance(x, Symbol):
+            return super().gate_by(x, wide)
+        x.writer.gate_by(x, wide)
+        return x
+
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         if key.dtype == cache.key.dtype:
             ops.write_cache(key, value, cache.key, cache.value, slots)

@@ -40,6 +40,9 @@ class LayerOps(Protocol):
     def times(self, x: Tensor, y: Tensor, column: int) -> Tensor:
         """x [tokens, size] by as many columns of y, from a column on. May overwrite x."""
 
+    def gate_by(self, x: Tensor, wide: Tensor) -> Tensor:
+        """x [tokens, size] times the sigmoid of the last numbers of each row of `wide`. May overwrite x."""
+
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """key, value [tokens, kv heads, dim] into slots [tokens * kv heads] of a layer's cache."""
 
@@ -70,6 +73,9 @@ class TorchOps:
 
     def times(self, x: Tensor, y: Tensor, column: int) -> Tensor:
         return x.mul_(y[:, column : column + x.shape[1]])
+
+    def gate_by(self, x: Tensor, wide: Tensor) -> Tensor:
+        return x * torch.sigmoid(wide[:, -x.shape[1] :])
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         dim, dtype = key.shape[-1], cache.key.dtype

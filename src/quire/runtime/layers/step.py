@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from quire.runtime.attention.backend import LayerCache
@@ -18,6 +20,18 @@ class WindowStep:
 
     slots: Tensor
     attention: Any
+
+
+@dataclass(frozen=True, slots=True)
+class StateStep:
+    """What recurrent layers are told: their states, and which of them the segments of the batch read and write. See
+    kernels/delta.py."""
+
+    layers: tuple[Tensor, ...]  # [slots, numbers] float32, of each recurrent layer
+    segments: npt.NDArray[np.int64] | None = None  # [segments, 4], where the host runs the layers one by one
+    spans: Tensor | None = None  # [segments, 2] int32, where Triton does: first token, tokens
+    slots: Tensor | None = None  # [segments, 2] int32: that is read, that is written
+    has_chunks: bool = False  # segments may have more than one token
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +49,7 @@ class ForwardStep:
     wanted: Tensor | None = None  # [positions]: tokens whose hidden states the model returns; None: all of them
     num_layers: int | None = None  # that run, the first ones; None: all
     windows: tuple[WindowStep, ...] = ()  # for the layers of each window table
+    states: StateStep | None = None  # of models with recurrent layers
     memo: dict[Any, Any] = field(default_factory=dict)  # what layers share: made by the first that needs it
 
     def slots_of(self, cache: LayerCache) -> Tensor:

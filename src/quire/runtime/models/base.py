@@ -55,6 +55,11 @@ class BaseModel(nn.Module):
     def is_static(self) -> bool:
         return all(rotary.is_static for rotary in self._rotaries())
 
+    @property
+    def num_varied(self) -> int:
+        kinds = [frozenset(map(type, block.modules())) for block in self._parts[1]]
+        return 1 + max(kinds.index(kind) for kind in set(kinds))
+
     def reserve(self, max_length: int) -> None:
         for rotary in self._rotaries():
             rotary.angles(max_length)

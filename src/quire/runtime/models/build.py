@@ -39,6 +39,10 @@ class Model(Protocol):
         """Whether a step depends on nothing of its tokens but positions and lengths that the device knows, so that it
         can be captured."""
 
+    @property
+    def num_varied(self) -> int:
+        """How many of the first layers launch every kernel that all layers do."""
+
     def reserve(self, max_length: int) -> None:
         """Make what sequences of this length need, so that it stays where it is from now on."""
 

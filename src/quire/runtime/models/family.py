@@ -66,6 +66,12 @@ class GgufFamily:
     read: Callable[[Fields, ModelConfig], ModelConfig] | None = None
 
 
+STACKED = {  # all experts of a layer in two tensors
+    "gate_up_proj": Stacked(("gate_proj.weight", "up_proj.weight")),
+    "down_proj": Stacked(("down_proj.weight",)),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One family. Its layers carry the names that Hugging Face's checkpoints have.
@@ -79,4 +85,5 @@ class Family:
     rename: Callable[[str], str | None] = str  # a tensor of the checkpoint to the layer's part; None: it is left out
     stacked: Mapping[str, Stacked] = field(default_factory=dict)  # by what stands behind `experts.` in their names
     embedding: str = "model.embed_tokens.weight"  # which tied heads are
+    nested: str | None = None  # the key of config.json that may hold all numbers of a model for text
     gguf: GgufFamily | None = None  # None: not read from GGUF

@@ -18,7 +18,7 @@ from quire.runtime.layers.modules import PairedEmbedding
 from quire.runtime.layers.step import BESIDE, ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Stream, Value, sum_of
 from quire.runtime.models.decoder import DecoderStack
-from quire.runtime.models.family import Family, Stacked
+from quire.runtime.models.family import STACKED, Family
 from quire.runtime.models.gemma import Gemma, GemmaBlock, read_cap, read_gemma
 from quire.runtime.models.hf_config import FULL, SLIDING, read_window, read_windows
 from quire.runtime.models.hf_rope import read_rope
@@ -181,8 +181,4 @@ def read_kv_layers(config: Fields, windows: tuple[int | None, ...]) -> tuple[int
     return tuple(layer if layer < first else own[kinds[layer]] for layer in range(count))
 
 
-STACKED = {
-    "gate_up_proj": Stacked(("gate_proj.weight", "up_proj.weight")),
-    "down_proj": Stacked(("down_proj.weight",)),
-}
 GEMMA4 = Family(name="gemma4_text", build=Gemma4, read=read_gemma4, stacked=STACKED)

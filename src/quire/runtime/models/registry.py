@@ -34,6 +34,11 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "qwen2_moe": Entry("mixture", "QWEN2_MOE", ("Qwen2MoeForCausalLM",)),
     "qwen3": Entry("decoder", "QWEN3", ("Qwen3ForCausalLM",), in_gguf=True),
     "qwen3_moe": Entry("mixture", "QWEN3_MOE", ("Qwen3MoeForCausalLM",)),
+    "qwen3_next": Entry("qwen3_next", "QWEN3_NEXT", ("Qwen3NextForCausalLM",)),
+    "qwen3_5_text": Entry("qwen3_next", "QWEN3_5", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")),
+    "qwen3_5_moe_text": Entry(
+        "qwen3_next", "QWEN3_5_MOE", ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+    ),
     "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",)),
     "smollm3": Entry("decoder", "SMOLLM3", ("SmolLM3ForCausalLM",)),
     "olmo2": Entry("olmo", "OLMO2", ("Olmo2ForCausalLM",)),

@@ -26,6 +26,10 @@ class ShallowDecoder:
     def is_static(self) -> bool:
         return self._model.is_static
 
+    @property
+    def num_varied(self) -> int:
+        return self._most(self._model.num_varied)
+
     def reserve(self, max_length: int) -> None:
         self._model.reserve(max_length)
 

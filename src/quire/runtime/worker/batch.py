@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from quire.runtime.attention.backend import AttentionBatch, BatchBackend, ChunkSpan
-from quire.runtime.layers.step import ForwardStep, WindowStep
+from quire.runtime.layers.step import ForwardStep, StateStep, WindowStep
 from quire.runtime.sampling.samples import Longs, Samples
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.rows import Rows
+from quire.runtime.worker.states import RowStates
 from quire.types.step import StepPlan
 
 _NOTHING: Longs = np.empty(0, dtype=np.int64)
@@ -66,8 +67,8 @@ class _Seen(NamedTuple):
 class BatchBuilder:
     """Builds batches without reading the device: one upload of numbers, then gathers on the device."""
 
-    def __init__(self, rows: Rows, cache: KVCache, backend: BatchBackend) -> None:
-        self._rows, self._cache, self._backend = rows, cache, backend
+    def __init__(self, rows: Rows, cache: KVCache, backend: BatchBackend, states: RowStates | None = None) -> None:
+        self._rows, self._cache, self._backend, self._states = rows, cache, backend, states
         self._window = cache.window
         kv_heads = cache.layers[0].key.shape[1]
         self._heads = torch.arange(kv_heads, device=rows.device)
@@ -104,8 +105,13 @@ class BatchBuilder:
             attention=attention,
             backend=self._backend,
             windows=self._window_steps(blocks, position, others),
+            states=self._state_step(plan, decodes, spans),
         )
         return make_batch(step, places, chosen)
+
+    def _state_step(self, plan: StepPlan, decodes: Longs, spans: Longs) -> StateStep | None:
+        states = self._states
+        return None if states is None else StateStep(states.layers, states.segments(plan, decodes, spans))
 
     def _window_steps(self, places: Tensor, positions: Tensor, plans: Sequence[Any]) -> tuple[WindowStep, ...]:
         """What the layers of each window table are told, whose plans are given."""

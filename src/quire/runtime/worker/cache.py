@@ -20,19 +20,21 @@ _BLOCKS_AT_ONCE = 32  # bounds the scratch memory of a copy
 
 
 class KVCache:
-    """Owns keys and values, in the planes of `layout`. On a CPU, blocks never touched cost no memory: pages
-    come with the first write."""
+    """Owns keys and values, in the planes of `layout`, and behind them the states of recurrent layers. On a CPU, blocks
+    never touched cost no memory: pages come with the first write."""
 
     window: int | None = None  # tokens that the layers of window blocks see; None: there are no such layers
 
     def __init__(
         self, config: CacheConfig, heads: Heads, layout: KVLayout, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (layout.num_planes, 2, config.num_blocks, heads.num_kv, config.block_size, heads.dim)
+        num_blocks = config.num_blocks + config.groups.num_states * config.groups.blocks_per_state
+        shape = (layout.num_planes, 2, num_blocks, heads.num_kv, config.block_size, heads.dim)
         memory = _zeros(shape, dtype, device)
         # [planes * 2, blocks, numbers]: keys and values of each plane
-        self.blocks = indexable(memory).view(layout.num_planes * 2, config.num_blocks, -1)
+        self.blocks = indexable(memory).view(layout.num_planes * 2, num_blocks, -1)
         self.layers = tuple(LayerCache.of(memory[plane, 0], memory[plane, 1], table) for plane, table in layout.places)
+        self.states = _states(memory, config, layout)  # of each recurrent layer: [states, numbers] float32
         self.num_blocks, self.block_size, self.window = config.num_blocks, config.block_size, layout.window
 
     def first(self, num_layers: int) -> KVCache:
@@ -63,10 +65,25 @@ class KVCache:
 
     def check(self) -> None:
         key = self.layers[0].key
-        assert key.shape[0] == self.num_blocks
+        assert key.shape[0] >= self.num_blocks
         assert key.shape[2] == self.block_size
         assert all(layer.key.is_contiguous() and layer.value.is_contiguous() for layer in self.layers)
         assert len({(layer.key.data_ptr(), layer.table) for layer in self.layers}) == len(self.layers)
+
+
+def _states(memory: Tensor, config: CacheConfig, layout: KVLayout) -> tuple[Tensor, ...]:
+    """A state lies in consecutive blocks behind all others, the layers spread over the sides of the planes."""
+    groups, sides = config.groups, layout.num_planes * 2
+    if layout.num_states == 0:
+        return ()
+    assert groups.num_states > 0, "no room for states"
+    raw = memory.view(torch.uint8).view(sides, memory.shape[2], -1)[:, config.num_blocks :]
+    by_state = raw.view(sides, groups.num_states, groups.blocks_per_state * raw.shape[2])
+    begins = [number // sides * layout.state_bytes for number in range(layout.num_states)]
+    return tuple(
+        by_state[number % sides, :, begin : begin + layout.state_bytes].view(torch.float32)
+        for number, begin in enumerate(begins)
+    )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.runtime.layers.step import ForwardStep, WindowStep
+from quire.kernels.delta import NO_STATE
+from quire.runtime.layers.step import ForwardStep, StateStep, WindowStep
 from quire.runtime.sampling.samples import Longs
 from quire.runtime.worker.batch import Batch, StepShape, find_samples, find_spans, find_tokens, make_batch, slots_of
 from quire.runtime.worker.device_state import DeviceState
@@ -19,6 +20,8 @@ from quire.types.step import StepPlan
 PADDING = -1  # the row of a token that nobody asked for
 _BYTES_PER_TOKEN = 80  # of what the host says of one, its share of a tile included
 _BYTES_BESIDE = 1 << 14  # tiles that are not full, and alignment
+_BYTES_PER_SEGMENT = 16
+_SPARE_SEGMENTS = 32  # of chunks whose state moves in between
 
 
 class DeviceBatchBuilder:
@@ -32,11 +35,12 @@ class DeviceBatchBuilder:
     def __init__(self, state: DeviceState, buckets: Sequence[int], *, plain: bool) -> None:
         rows, cache = state.rows, state.cache
         self._rows, self._cache, self._attention, self._shared = rows, cache, state.attention, state.shared
-        self._plain = plain
+        self._plain, self._states = plain, state.states
         self._buckets = () if plain else tuple(buckets)
         self._kv_heads = torch.arange(cache.layers[0].key.shape[1], device=rows.device)
         most = self._buckets[-1] if self._buckets else 0
-        self._memory = torch.empty(most * _BYTES_PER_TOKEN + _BYTES_BESIDE, dtype=torch.uint8, device=rows.device)
+        num_bytes = most * _BYTES_PER_TOKEN + self._segment_room(most) * _BYTES_PER_SEGMENT + _BYTES_BESIDE
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
         self._token_ids = torch.zeros(most, dtype=torch.int32, device=rows.device)
 
     def build(self, plan: StepPlan) -> Batch:
@@ -45,13 +49,15 @@ class DeviceBatchBuilder:
         token_rows, positions = find_tokens(decodes, rows.lengths, spans)
         found = find_samples(plan, np.arange(len(decodes)), rows.lengths, spans)
         chosen = rows.courier.send(found.rows.astype(np.int32), *found[1:5])
-        room, decoded = self._room(len(positions), spans), rows.lengths[decodes]
+        segments = None if self._states is None else self._states.segments(plan, decodes, spans)
+        room, decoded = self._room(len(positions), spans, segments), rows.lengths[decodes]
         shape = None if room is None else StepShape(room, len(decodes) > 0, len(spans) > 0, cascade)
         tiles = self._tiles(spans, shape) if len(spans) else None
         if shape is not None:
             token_rows, positions = _pad(token_rows, shape.tokens, PADDING), _pad(positions, shape.tokens, 0)
             decoded = _pad(decoded, self._looked_at(shape), 0)
-        step = self._step(token_rows, positions, decoded, tiles, shape, cascade=cascade)
+            segments = None if segments is None else self._pad_segments(segments, shape.tokens)
+        step = self._step(token_rows, positions, decoded, tiles, segments, shape, cascade=cascade)
         return make_batch(step, found, chosen, shape)
 
     def usual_shapes(self) -> list[StepShape]:
@@ -75,7 +81,8 @@ class DeviceBatchBuilder:
     ) -> Batch:
         padding, nothing = np.full(num_tokens, PADDING, dtype=np.int64), StepPlan(step=0)
         decoded, cascade = np.zeros(num_decodes, dtype=np.int64), shape is not None and shape.cascade
-        step = self._step(padding, np.zeros_like(padding), decoded, tiles, shape, cascade=cascade)
+        segments = None if self._states is None else self._pad_segments(np.empty((0, 4), dtype=np.int64), num_tokens)
+        step = self._step(padding, np.zeros_like(padding), decoded, tiles, segments, shape, cascade=cascade)
         found = find_samples(nothing, np.zeros(0, dtype=np.int64), self._rows.lengths, find_spans(nothing))
         chosen = self._rows.courier.send(found.rows.astype(np.int32), *found[1:5])
         return make_batch(step, found, chosen, shape)
@@ -89,12 +96,23 @@ class DeviceBatchBuilder:
         tiles: npt.NDArray[np.int32] = self._attention.tiles(spans, room).numpy()
         return tiles
 
-    def _room(self, num_tokens: int, spans: Longs) -> int | None:
+    def _segment_room(self, num_tokens: int) -> int:
+        """Segments of states to have room for in a step of so many tokens."""
+        return 0 if self._states is None else min(num_tokens, self._rows.spare + _SPARE_SEGMENTS)
+
+    def _pad_segments(self, segments: Longs, num_tokens: int) -> Longs:
+        padded = np.full((self._segment_room(num_tokens), 4), NO_STATE, dtype=np.int64)
+        padded[: len(segments)] = segments
+        return padded
+
+    def _room(self, num_tokens: int, spans: Longs, segments: Longs | None) -> int | None:
         """The bucket of a step; None for one that is larger, or cut into more pieces, than any has room for."""
         place = bisect_left(self._buckets, num_tokens)
         if place == len(self._buckets):
             return None
         room = self._buckets[place]
+        if segments is not None and len(segments) > self._segment_room(room):
+            return None
         return room if self._attention.num_tiles(spans) <= self._attention.tile_room(room) else None
 
     def _step(
@@ -103,20 +121,23 @@ class DeviceBatchBuilder:
         positions: Longs,
         decoded: Longs,  # lengths of the rows that decode, the first tokens; 0: not one of them
         tiles: npt.NDArray[np.int32] | None,
+        segments: Longs | None,
         shape: StepShape | None,
         *,
         cascade: bool,
     ) -> ForwardStep:
-        rows = self._rows
+        rows, parts = self._rows, np.empty((0, 4), dtype=np.int64) if segments is None else segments
         places = np.where(token_rows == PADDING, rows.spare, token_rows)  # the spare row is empty
         lengths = rows.lengths[places]
-        where, position, row, length, decode, tile = rows.courier.send(
+        where, position, row, length, decode, tile, span, slot = rows.courier.send(
             places * rows.capacity + positions,
             positions,
             token_rows.astype(np.int32),
             lengths,
             decoded,
             np.empty(0, dtype=np.int32) if tiles is None else tiles,
+            parts[:, :2].astype(np.int32),
+            parts[:, 2:].astype(np.int32),
             into=None if shape is None else self._memory,
         )
         token_ids = torch.empty_like(where, dtype=torch.int32) if shape is None else self._token_ids[: shape.tokens]
@@ -136,7 +157,11 @@ class DeviceBatchBuilder:
             windows=tuple(
                 WindowStep(self._slots(row, position, tables), attention.over(tables)) for tables in rows.window_tables
             ),
+            states=self._state_step(span, slot, has_chunks=tiles is not None),
         )
+
+    def _state_step(self, spans: Tensor, slots: Tensor, *, has_chunks: bool) -> StateStep | None:
+        return None if self._states is None else StateStep(self._states.layers, None, spans, slots, has_chunks)
 
     def _slots(self, rows: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
         if not self._plain:

@@ -8,13 +8,15 @@ from quire.runtime.attention.triton import TritonAttention
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.device_rows import DeviceRows
 from quire.runtime.worker.shared_runs import SharedRuns
+from quire.runtime.worker.states import RowStates
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """Rows, cache, the attention that reads both, and the groups of rows it was told of."""
+    """Rows, cache, the attention that reads both, the groups of rows it was told of, and where states are."""
 
     rows: DeviceRows
     cache: KVCache
     attention: TritonAttention
     shared: SharedRuns
+    states: RowStates | None = None  # of models with recurrent layers

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import Tensor
 
+from quire.kernels.delta import NO_STATE
+from quire.runtime.layers.step import StateStep
 from quire.runtime.models.build import Model
 from quire.runtime.worker.batch import Batch, StepShape
 from quire.runtime.worker.capture import Capture, Launch
@@ -43,7 +47,7 @@ class ForwardGraphs:
 
     def rehearse(self, batch: Batch) -> None:
         """Launch the kernels of a batch, each once."""
-        self._model(replace(batch.step, num_layers=1))
+        self._model(replace(batch.step, num_layers=self._model.num_varied))
 
     def capture(self, batch: Batch) -> None:
         """Capture the batch's shape now, if it was not yet."""
@@ -59,12 +63,26 @@ class ForwardGraphs:
         return self._make(batch, shape) if is_due else None
 
     def _make(self, batch: Batch, shape: StepShape) -> _Graph:
-        """Computing a batch again while capturing writes the same keys and values where they belong."""
+        """Computing a batch again while capturing writes the same keys and values where they belong. States would move
+        on: none is written meanwhile."""
         start = time.perf_counter()
         layers = _Layers(self._model, batch)
-        graph = self._graphs[shape] = _Graph(self._capture.record(layers), layers)
+        with _frozen(batch.step.states):
+            graph = self._graphs[shape] = _Graph(self._capture.record(layers), layers)
         logger.info("captured a step of %d tokens in %.2f s", shape.tokens, time.perf_counter() - start)
         return graph
+
+
+@contextmanager
+def _frozen(states: StateStep | None) -> Iterator[None]:
+    """All segments are padding for a while."""
+    if states is None or states.slots is None:
+        yield
+        return
+    slots = states.slots.clone()
+    states.slots.fill_(NO_STATE)
+    yield
+    states.slots.copy_(slots)
 
 
 class _Layers:

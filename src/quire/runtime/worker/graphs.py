@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import row_buckets
-from quire.runtime.layers.step import ForwardStep, WindowStep
+from quire.runtime.layers.step import ForwardStep, StateStep, WindowStep
 from quire.runtime.models.build import Model
 from quire.runtime.sampling.logprobs import Listing
 from quire.runtime.sampling.reports import NO_REPORT, Report
@@ -100,6 +100,9 @@ class DecodeGraphs:
         self._lengths = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
+        self._state_spans = torch.ones(most, 2, dtype=torch.int32, device=device)  # a token of each row
+        self._state_spans[:, 0] = torch.arange(most)
+        self._state_slots = torch.full((most, 2), PADDING, dtype=torch.int32, device=device)
         self._lists = ListSpace(most, choice.vocab_size, device)
         self._written, self._written_bucket = NO_ROWS, 0  # what entries and places hold
         self._graphs: dict[Kind, _Graph] = {}
@@ -112,7 +115,7 @@ class DecodeGraphs:
     def rehearse(self, kind: Kind) -> None:
         """Launch the kernels of a graph, each once, over nothing but padding."""
         self._write(NO_ROWS, kind.bucket)
-        self._choose(kind, self._logits(kind, layers=1), self._listing(kind))
+        self._choose(kind, self._logits(kind, layers=self._model.num_varied), self._listing(kind))
 
     def capture(self, bucket: int) -> None:
         """Capture plain decoding of so many rows now, if it was not yet."""
@@ -237,8 +240,17 @@ class DecodeGraphs:
             backend=attention,
             num_layers=layers,
             windows=tuple(WindowStep(positions[:0], plan.over(tables)) for tables in self._rows.window_tables),
+            states=self._state_step(bucket),
         )
         return self._model.logits(self._model(step, vectors))
+
+    def _state_step(self, bucket: int) -> StateStep | None:
+        states = self._state.states
+        if states is None:
+            return None
+        spans, slots = self._state_spans[:bucket], self._state_slots[:bucket]
+        torch.index_select(states.slots, 0, self._places[:bucket], out=slots)
+        return StateStep(states.layers, None, spans, slots)
 
     def _choose(self, kind: Kind, logits: Tensor, listing: Listing | None) -> None:
         """The second part: from logits, which masks change, to the token that each row grows by."""

@@ -17,6 +17,7 @@ from quire.runtime.worker.batch import BatchBuilder
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.rows import Rows
 from quire.runtime.worker.runner import Batches, Forward, Graphs, NoGraphs, PlainForward, RowSampler
+from quire.runtime.worker.states import RowStates
 from quire.runtime.worker.virtual_batch import VirtualBatchBuilder
 from quire.runtime.worker.virtual_cache import VirtualCache
 from quire.runtime.worker.virtual_rows import VirtualRows
@@ -41,6 +42,7 @@ class Parts:
     forward: Forward
     graphs: Graphs
     prepare: Preparing = nothing_to_prepare
+    states: RowStates | None = None  # of models with recurrent layers
 
 
 def make_parts(
@@ -73,7 +75,14 @@ def make_parts(
     if backend.kernels == "native":
         model.trace(cache.layers)
     rows = Rows(*row_shape)
-    return Parts(rows, cache, BatchBuilder(rows, cache, backend), PlainForward(model), NoGraphs())
+    states = _make_states(cache, rows)
+    return Parts(
+        rows, cache, BatchBuilder(rows, cache, backend, states), PlainForward(model), NoGraphs(), states=states
+    )
+
+
+def _make_states(cache: KVCache, rows: Rows) -> RowStates | None:
+    return RowStates(cache.states, rows.num_rows, rows.courier) if cache.states else None
 
 
 def _make_cache(backend: Any, model_config: ModelConfig, config: EngineConfig, row_shape: RowShape) -> KVCache:
@@ -112,18 +121,19 @@ def _device_parts(
 
     rows = DeviceRows(*row_shape)
     backend.reserve(cache.layers[0], config.scheduler.num_rows)
-    state = DeviceState(rows, cache, backend, SharedRuns(rows, backend))
+    states = _make_states(cache, rows)
+    state = DeviceState(rows, cache, backend, SharedRuns(rows, backend), states)
     if config.device.enforce_eager or not model.is_static:
         batches = DeviceBatchBuilder(state, (), plain=not model.is_static)
-        return Parts(rows, cache, batches, PlainForward(model), NoGraphs())
+        return Parts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states)
     model.reserve(rows.capacity)
     capture = CudaCapture(rows.device) if rows.device.type == "cuda" else NoCapture()
     batches = DeviceBatchBuilder(state, token_buckets(model_config, config), plain=False)
     choice, forward = _device_choice(sampler), ForwardGraphs(model, capture)
     if choice is None:
-        return Parts(rows, cache, batches, forward, NoGraphs())
+        return Parts(rows, cache, batches, forward, NoGraphs(), states=states)
     graphs = DecodeGraphs(model, state, *choice, capture)
-    return Parts(rows, cache, batches, forward, graphs, partial(prepare, batches, forward, graphs))
+    return Parts(rows, cache, batches, forward, graphs, partial(prepare, batches, forward, graphs), states)
 
 
 def _device_choice(sampler: RowSampler) -> tuple[Any, Any] | None:

@@ -47,6 +47,7 @@ class Worker:
     ) -> None:
         parts = make_parts(model, backend, sampler, model_config, config, cache)
         self.rows, self.cache, self._graphs = parts.rows, parts.cache, parts.graphs
+        self._states = parts.states
         self._sampler, self._vocab_size, self._prepare = sampler, model_config.vocab_size, parts.prepare
         num_samples = config.scheduler.num_samples
         self._runner = Runner(model, self.rows, parts.batches, parts.forward, sampler, num_samples)
@@ -100,6 +101,8 @@ class Worker:
         """Waits for the device."""
         self.rows.check()
         self.cache.check()
+        if self._states is not None:
+            self._states.check()
         self.tiers.check()
         assert all(self.rows.live[row] for row in self._failed)
 
@@ -123,6 +126,8 @@ class Worker:
         failures = self._add(plan.new_rows) if plan.new_rows else ()
         failures += self._write(plan.writes) if plan.writes else ()
         self.rows.grant(plan.grant_rows, plan.grant_slots, plan.grant_blocks)
+        if self._states is not None:
+            self._states.update(plan)
         self.tiers.obey(plan.transfers)
         self.cache.copy(plan.copies)
         return failures

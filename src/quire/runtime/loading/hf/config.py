@@ -25,7 +25,9 @@ def hf_model_config(directory: Path) -> ModelConfig:
     from quire.runtime.models.build import count_weights
 
     config = Fields(str(directory / CONFIG), read_json(directory / CONFIG))
-    numbers = find_family(_read_family(config)).read(config)
+    family = find_family(_read_family(config))
+    config = _unfold(config, family.nested)
+    numbers = family.read(config)
     vocab_size = numbers.vocab_size
     result = replace(
         numbers,
@@ -35,6 +37,15 @@ def hf_model_config(directory: Path) -> ModelConfig:
     )
     check_config(result, config.file)
     return count_weights(result)
+
+
+def _unfold(config: Fields, key: str | None) -> Fields:
+    """The settings of a model that is part of a larger one. Whether its head is tied is said outside."""
+    inner = None if key is None else config.raw(key)
+    if not isinstance(inner, dict):
+        return config
+    tied = {name: config.raw(name) for name in ("tie_word_embeddings",) if config.raw(name) is not None}
+    return Fields(config.file, {**config.values, **inner, **tied})
 
 
 def _read_family(config: Fields) -> str:

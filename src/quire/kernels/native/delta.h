@@ -1,0 +1,202 @@
+// Gated delta nets, see kernels/delta.py: each run of tokens of a row is computed token by token, so that nothing depends
+// on how it is cut.
+#pragma once
+
+#include "rowwise.h"
+
+namespace {
+
+constexpr int64_t NO_STATE = -1, SAME_RUN = -2;
+constexpr int64_t MOST_WIDTH = 8;  // of the convolution
+
+struct StateSegment {
+    int64_t first, count;
+    int64_t read, written;  // slots, or one of the above
+};
+
+struct PackedDelta {
+    int64_t key_heads, value_heads, key_dim, value_dim, width;
+    int64_t gates;                             // the buffer of strengths, then decays [rows, 2 * value_heads]
+    const float *convolution, *rate, *bias, *norm;  // [width, channels], [value_heads] twice, [value_dim]
+    double eps;
+
+    int64_t channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
+    int64_t matrix() const { return key_dim * value_dim; }
+};
+
+// The states of one layer and the segments of a step.
+struct StateMemory {
+    float* states;
+    int64_t stride;  // numbers from one slot to the next
+    const StateSegment* segments;
+    std::vector<std::pair<int64_t, int64_t>> runs;  // the first segment of each, and behind the last
+
+    StateMemory(float* states, int64_t stride, const StateSegment* segments, int64_t count)
+        : states(states), stride(stride), segments(segments) {
+        for (int64_t i = 0; i < count; ++i) {
+            if (segments[i].written < 0) continue;
+            if (segments[i].read == SAME_RUN) runs.back().second = i + 1;
+            else runs.emplace_back(i, i + 1);
+        }
+    }
+
+    float* at(int64_t slot) const { return states + slot * stride; }
+};
+
+// `count` channels of a run; the inputs before it are those of the state.
+template <typename T>
+void convolve_piece(const T* x, int64_t stride, const PackedDelta& delta, const StateMemory& memory, int64_t run,
+                    int64_t channel, int64_t count, T* out) {
+    const int64_t channels = delta.channels(), kept = delta.width - 1;
+    const int64_t tail = delta.value_heads * delta.matrix() + channel;  // in a state
+    Floats weight[MOST_WIDTH], before[MOST_WIDTH] = {};
+    for (int64_t i = 0; i < delta.width; ++i) weight[i] = fetch(delta.convolution + i * channels + channel, count);
+    const auto [begin, end] = memory.runs[run];
+    if (memory.segments[begin].read >= 0)
+        for (int64_t i = 0; i < kept; ++i)
+            before[i] = fetch(memory.at(memory.segments[begin].read) + tail + i * channels, count);
+    for (int64_t each = begin; each < end; ++each) {
+        const StateSegment& segment = memory.segments[each];
+        for (int64_t token = segment.first; token < segment.first + segment.count; ++token) {
+            const Floats value = fetch(x + token * stride + channel, count);
+            Floats mixed = before[0] * weight[0];
+            for (int64_t i = 1; i < kept; ++i) mixed = add_product(mixed, before[i], weight[i]);
+            mixed = rounded<T>(add_product(mixed, value, weight[kept]));
+            put(out + token * channels + channel, activated<SILU>(mixed), count);
+            for (int64_t i = 1; i < kept; ++i) before[i - 1] = before[i];
+            before[kept - 1] = value;
+        }
+        for (int64_t i = 0; i < kept; ++i)
+            put(memory.at(segment.written) + tail + i * channels, before[i], count);
+    }
+}
+
+// x [tokens, channels or more] -> silu of its convolution [tokens, channels].
+template <typename T>
+void convolve(const T* x, int64_t stride, const PackedDelta& delta, const StateMemory& memory, T* out) {
+    const int64_t channels = delta.channels(), pieces = (channels + LANES - 1) / LANES;
+    const int64_t count = memory.runs.size() * pieces;
+#pragma omp parallel for schedule(static) if (count > 64)
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t channel = i % pieces * LANES;
+        convolve_piece(x, stride, delta, memory, i / pieces, channel, std::min(LANES, channels - channel), out);
+    }
+}
+
+template <typename T> float unit(const T* x, int64_t size, float scale, float* to) {
+    Floats squares = {};
+    in_pieces(size, [&](int64_t i, int64_t count) {
+        const Floats value = fetch(x + i, count);
+        squares = add_product(squares, value, value);
+    });
+    const float factor = scale / std::sqrt(sum(squares) + 1e-6f);
+    in_pieces(size, [&](int64_t i, int64_t count) { put(to + i, fetch(x + i, count) * factor, count); });
+    return factor;
+}
+
+// One token and one head: the matrix at `from` becomes the one at `to`, the same or another; `read` is what it gives.
+struct DeltaStep {
+    const float *query, *key;
+    float decay, strength, both;  // both: the product of query and key
+    int64_t key_dim, value_dim;
+
+    template <int N, typename T>
+    void columns(const T* value, const float* from, float* to, int64_t count, float* read) const {
+        Floats known[N] = {}, base[N] = {}, change[N];
+        const auto width = [&](int i) { return N == 1 ? count : LANES; };
+        for (int64_t k = 0; k < key_dim; ++k)
+            for (int i = 0; i < N; ++i) {
+                const Floats line = fetch(from + k * value_dim + i * LANES, width(i));
+                known[i] = add_product(known[i], line, all(key[k]));
+                base[i] = add_product(base[i], line, all(query[k]));
+            }
+        for (int i = 0; i < N; ++i) {
+            change[i] = (fetch(value + i * LANES, width(i)) - known[i] * decay) * strength;
+            put(read + i * LANES, add_product(base[i] * decay, change[i], all(both)), width(i));
+        }
+        for (int64_t k = 0; k < key_dim; ++k)
+            for (int i = 0; i < N; ++i) {
+                const int64_t at = k * value_dim + i * LANES;
+                put(to + at, add_product(fetch(from + at, width(i)) * decay, change[i], all(key[k])), width(i));
+            }
+    }
+
+    template <typename T> void go(const T* value, const float* from, float* to, float* read) const {
+        int64_t i = 0;
+        for (; i + 4 * LANES <= value_dim; i += 4 * LANES) columns<4>(value + i, from + i, to + i, LANES, read + i);
+        for (; i < value_dim; i += LANES)
+            columns<1>(value + i, from + i, to + i, std::min(LANES, value_dim - i), read + i);
+    }
+};
+
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+// One head of a run; z: gates [tokens, value size]; out likewise.
+template <typename T>
+void delta_run(const T* mixed, const T* z, int64_t z_stride, const T* gates, const PackedDelta& delta,
+               const StateMemory& memory, int64_t run, int64_t head, T* out) {
+    const int64_t key_dim = delta.key_dim, value_dim = delta.value_dim, keys = delta.key_heads * key_dim;
+    const int64_t key_head = head / (delta.value_heads / delta.key_heads), heads = delta.value_heads;
+    std::vector<float> query(key_dim), key(key_dim), read(value_dim);
+    const auto [begin, end] = memory.runs[run];
+    const float* from = nullptr;
+    for (int64_t each = begin; each < end; ++each) {
+        const StateSegment& segment = memory.segments[each];
+        float* to = memory.at(segment.written) + head * delta.matrix();
+        if (segment.read >= 0) {
+            from = memory.at(segment.read) + head * delta.matrix();
+        } else if (from == nullptr) {
+            std::fill(to, to + delta.matrix(), 0.0f);
+            from = to;
+        }
+        for (int64_t token = segment.first; token < segment.first + segment.count; ++token) {
+            const T* line = mixed + token * delta.channels();
+            unit(line + key_head * key_dim, key_dim, 1.0f / std::sqrt(static_cast<float>(key_dim)), query.data());
+            unit(line + keys + key_head * key_dim, key_dim, 1.0f, key.data());
+            Floats both = {};
+            in_pieces(key_dim, [&](int64_t i, int64_t n) {
+                both = add_product(both, fetch(&query[i], n), fetch(&key[i], n));
+            });
+            const float strength = fetch(gates + token * 2 * heads + head, 1)[0];
+            const float pace = fetch(gates + token * 2 * heads + heads + head, 1)[0];
+            const float decay = std::exp(delta.rate[head] * softplus(pace + delta.bias[head]));
+            const DeltaStep step{query.data(), key.data(), decay, 1.0f / (1.0f + std::exp(-strength)), sum(both),
+                                 key_dim,      value_dim};
+            step.go(line + 2 * keys + head * value_dim, from, to, read.data());
+            from = to;
+            Floats squares = {};
+            in_pieces(value_dim, [&](int64_t i, int64_t n) {
+                const Floats value = fetch(&read[i], n);
+                squares = add_product(squares, value, value);
+            });
+            const float scale =
+                1.0f / std::sqrt(sum(squares) / static_cast<float>(value_dim) + static_cast<float>(delta.eps));
+            in_pieces(value_dim, [&](int64_t i, int64_t n) {
+                const Floats gate = activated<SILU>(fetch(z + token * z_stride + head * value_dim + i, n));
+                const Floats normal = fetch(&read[i], n) * scale * fetch(delta.norm + i, n);
+                put(out + token * heads * value_dim + head * value_dim + i, normal * gate, n);
+            });
+        }
+    }
+}
+
+template <typename T>
+void gated_delta(const T* mixed, const T* z, int64_t z_stride, const T* gates, const PackedDelta& delta,
+                 const StateMemory& memory, T* out) {
+    const int64_t count = memory.runs.size() * delta.value_heads;
+#pragma omp parallel for schedule(dynamic) if (count > 1)
+    for (int64_t i = 0; i < count; ++i)
+        delta_run(mixed, z, z_stride, gates, delta, memory, i / delta.value_heads, i % delta.value_heads, out);
+}
+
+// x [rows, size] times the sigmoid of the logits, which lie `stride` apart.
+template <typename T> void gate_by_sigmoid(T* x, const T* logits, int64_t stride, int64_t rows, int64_t size) {
+#pragma omp parallel for schedule(static) if (rows * size > 16384)
+    for (int64_t row = 0; row < rows; ++row)
+        in_pieces(size, [&](int64_t i, int64_t n) {
+            T* at = x + row * size + i;
+            put(at, fetch(at, n) * rounded<T>(logistic(fetch(logits + row * stride + i, n))), n);
+        });
+}
+
+}  // namespace

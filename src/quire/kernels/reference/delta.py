@@ -1,0 +1,146 @@
+"""Gated delta nets by torch: rows of one token together, longer runs one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.delta import SAME_RUN, DeltaSizes, DeltaWeights
+
+Segment = Sequence[int]  # first token, tokens, slot read, slot written
+CHUNK = 64  # tokens of a long run that are computed together
+LONG = 16  # runs of fewer tokens are computed token by token
+
+
+def convolve(x: Tensor, weight: Tensor, state: Tensor, segments: Sequence[Segment], sizes: DeltaSizes) -> Tensor:
+    """x [tokens, channels or more] -> silu of its convolution [tokens, channels]; the last inputs are kept in `state`
+    [slots, numbers]."""
+    tails = _tails(state, sizes)
+    x, out = x[:, : sizes.channels], torch.zeros(len(x), sizes.channels, dtype=x.dtype, device=x.device)
+    kept = sizes.width - 1
+    for run in _runs(segments):
+        begin, end = run[0][0], run[-1][0] + run[-1][1]
+        tail = torch.zeros_like(tails[0]) if run[0][2] < 0 else tails[run[0][2]]
+        inputs = torch.cat((tail, x[begin:end].float()))  # [kept + tokens, channels]
+        mixed = sum(inputs[place : place + end - begin] * line for place, line in enumerate(weight))
+        assert isinstance(mixed, Tensor)
+        out[begin:end] = F.silu(mixed.to(x.dtype))
+        for first, count, _, slot in run:
+            after = first + count - begin
+            tails[slot] = inputs[after : after + kept]
+    return out
+
+
+def gated_delta(
+    mixed: Tensor,  # [tokens, channels]: queries, keys and values after the convolution
+    z: Tensor,  # [tokens, value size]: the gate
+    ba: Tensor,  # [tokens, 2 * value heads]: logits of the strength, then what the decay is made of
+    weights: DeltaWeights,
+    state: Tensor,  # [slots, numbers] float32
+    segments: Sequence[Segment],
+    sizes: DeltaSizes,
+) -> Tensor:  # [tokens, value size]
+    """What each token reads, normed by head and times the silu of its gate; states are updated."""
+    tokens, matrices = len(mixed), _matrices(state, sizes)
+    query, key, value = torch.split(mixed.float(), [sizes.key_size, sizes.key_size, sizes.value_size], dim=1)
+    shared = sizes.value_heads // sizes.key_heads
+    query, key = (_unit(each, sizes).repeat_interleave(shared, dim=1) for each in (query, key))
+    query, value = query * sizes.key_dim**-0.5, value.view(tokens, sizes.value_heads, -1)
+    strength, pace = ba.float().chunk(2, dim=1)
+    strength, decay = strength.sigmoid(), weights.rate * F.softplus(pace + weights.bias)  # [tokens, heads]
+    read = torch.zeros(tokens, sizes.value_heads, sizes.value_dim, device=mixed.device)
+    runs = _runs(segments)
+    singles = [run[0] for run in runs if len(run) == 1 and run[0][1] == 1]
+    if singles:
+        mine, _, before, after = torch.tensor(singles, device=mixed.device).T
+        matrix = matrices[before.clamp(min=0)] * (before >= 0).view(-1, 1, 1, 1)
+        (read[mine],), matrices[after] = by_tokens(
+            query[None, mine], key[None, mine], value[None, mine], decay[None, mine], strength[None, mine], matrix
+        )
+    for run in (run for run in runs if len(run) > 1 or run[0][1] > 1):
+        matrix = torch.zeros_like(matrices[0]) if run[0][2] < 0 else matrices[run[0][2]].clone()
+        for first, count, _, slot in run:
+            mine = slice(first, first + count)
+            rule = by_chunks if count >= LONG else by_tokens
+            read[mine], matrix = rule(query[mine], key[mine], value[mine], decay[mine], strength[mine], matrix)
+            matrices[slot] = matrix
+    normal = F.rms_norm(read, read.shape[-1:], weights.norm, weights.eps)
+    return (normal.flatten(1) * F.silu(z.float())).to(mixed.dtype)
+
+
+def by_tokens(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, matrix: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token after the other. query, key [tokens, ..., heads, key dim], value [tokens, ..., heads, value dim], decay
+    (its logarithm) and strength [tokens, ..., heads], matrix [..., heads, key dim, value dim] -> what tokens read, the
+    matrix after them."""
+    read, faded = torch.empty_like(value), decay.exp()
+    for token in range(len(query)):
+        matrix = matrix * faded[token, ..., None, None]
+        known = torch.einsum("...kv,...k->...v", matrix, key[token])
+        change = (value[token] - known) * strength[token, ..., None]
+        matrix = matrix + key[token, ..., None] * change[..., None, :]
+        read[token] = torch.einsum("...kv,...k->...v", matrix, query[token])
+    return read, matrix
+
+
+def by_chunks(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, matrix: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same, CHUNK tokens at a time: what they write is found by solving a triangular system."""
+    read = torch.empty_like(value)
+    for begin in range(0, len(query), CHUNK):
+        mine = slice(begin, begin + CHUNK)
+        some, matrix = _chunk(
+            query[mine].transpose(0, 1), key[mine].transpose(0, 1), value[mine].transpose(0, 1), decay[mine].T,
+            strength[mine].T, matrix,
+        )  # fmt: skip
+        read[mine] = some.transpose(0, 1)
+    return read, matrix
+
+
+def _chunk(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, matrix: Tensor
+) -> tuple[Tensor, Tensor]:
+    """query, key, value [heads, tokens, dim]; decay, strength [heads, tokens]."""
+    total = decay.cumsum(dim=1)  # since the chunk began
+    between = (total[:, :, None] - total[:, None, :]).tril().exp().tril()  # [heads, to, from]
+    strong = key * strength[..., None]
+    system = (strong @ key.mT) * between
+    wanted = value * strength[..., None] - (strong * total.exp()[..., None]) @ matrix
+    change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    read = (query * total.exp()[..., None]) @ matrix + ((query @ key.mT) * between) @ change
+    last = total[:, -1:]
+    matrix = matrix * last.exp()[..., None] + (key * (last - total).exp()[..., None]).mT @ change
+    return read, matrix
+
+
+def _unit(x: Tensor, sizes: DeltaSizes) -> Tensor:  # [tokens, key heads, key dim]
+    x = x.view(len(x), sizes.key_heads, sizes.key_dim)
+    return x * (x.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def _matrices(state: Tensor, sizes: DeltaSizes) -> Tensor:  # [slots, value heads, key dim, value dim]
+    matrices = state[:, : sizes.matrix_numbers]
+    return matrices.view(len(state), sizes.value_heads, sizes.key_dim, sizes.value_dim)
+
+
+def _tails(state: Tensor, sizes: DeltaSizes) -> Tensor:  # [slots, width - 1, channels]
+    tails = state[:, sizes.matrix_numbers : sizes.state_numbers]
+    return tails.view(len(state), sizes.width - 1, sizes.channels)
+
+
+def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Segments that follow each other in one row together; none of padding."""
+    runs: list[list[Segment]] = []
+    for segment in segments:
+        if segment[3] < 0:
+            continue
+        if segment[2] == SAME_RUN:
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    return runs

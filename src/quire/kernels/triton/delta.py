@@ -1,0 +1,183 @@
+"""Gated delta nets, see kernels/delta.py: one program for each run of tokens of a row, and a part of its state.
+
+Steps that only decode are computed by two launches. In others, long runs are computed by those of delta_chunks.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.delta import DeltaSizes, DeltaWeights
+from quire.kernels.triton.delta_chunks import delta_chunks, norm_and_gate
+from quire.kernels.triton.delta_runs import is_long, log_decay, run_end
+from quire.kernels.triton.launch import check, check_rows, power_of_two
+
+_CHANNELS = 128  # of one program
+_TOKENS = 16  # convolved at once
+
+
+@triton.jit
+def _convolve_kernel(
+    x_ptr, weight_ptr, state_ptr, spans_ptr, slots_ptr, out_ptr, x_stride, state_stride, num_segments, channels, tail,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    KEPT: tl.constexpr = WIDTH - 1
+    source = tl.load(slots_ptr + 2 * start).to(tl.int64)
+    for segment in range(start, run_end(start, num_segments, slots_ptr)):
+        first = tl.load(spans_ptr + 2 * segment).to(tl.int64)
+        count = tl.load(spans_ptr + 2 * segment + 1)
+        written = tl.load(slots_ptr + 2 * segment + 1).to(tl.int64)
+        before_ptr = state_ptr + source * state_stride + tail + channel  # the last inputs
+        for begin in range(0, count, TOKENS):
+            token = begin + tl.arange(0, TOKENS)
+            mixed = tl.zeros((TOKENS, BLOCK), tl.float32)
+            for tap in tl.static_range(WIDTH):
+                place = token - KEPT + tap
+                is_new = (place >= 0) & (token < count)
+                is_old = (place < 0) & (token < count) & (source >= 0)
+                new = tl.load(
+                    x_ptr + (first + place)[:, None] * x_stride + channel[None, :],
+                    mask=is_new[:, None] & inside[None, :], other=0.0,
+                )  # fmt: skip
+                old = tl.load(
+                    before_ptr[None, :] + (place + KEPT)[:, None] * channels,
+                    mask=is_old[:, None] & inside[None, :], other=0.0,
+                )  # fmt: skip
+                weight = tl.load(weight_ptr + tap * channels + channel, mask=inside, other=0.0)
+                mixed += (new.to(tl.float32) + old) * weight[None, :]
+            mixed = mixed.to(out_ptr.dtype.element_ty).to(tl.float32)
+            y = (mixed * tl.sigmoid(mixed)).to(out_ptr.dtype.element_ty)
+            at = out_ptr + (first + token)[:, None] * channels + channel[None, :]
+            tl.store(at, y, mask=(token < count)[:, None] & inside[None, :])
+        for line in tl.static_range(KEPT):  # upwards: a state that stays where it is moves down by as many tokens
+            place = count - KEPT + line
+            is_old = inside & (place < 0) & (source >= 0)
+            new = tl.load(x_ptr + (first + place) * x_stride + channel, mask=inside & (place >= 0), other=0.0)
+            old = tl.load(before_ptr + (place + KEPT) * channels, mask=is_old, other=0.0)
+            tl.debug_barrier()
+            to = state_ptr + written * state_stride + tail + line * channels + channel
+            tl.store(to, new.to(tl.float32) + old, mask=inside)
+        tl.debug_barrier()
+        source = written
+
+
+@triton.jit
+def _delta_kernel(
+    mixed_ptr, z_ptr, gates_ptr, rate_ptr, bias_ptr, norm_ptr, state_ptr, spans_ptr, slots_ptr, out_ptr, z_stride,
+    state_stride, num_segments, eps, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
+    start, head = tl.program_id(0), tl.program_id(1)
+    k, v = tl.arange(0, KEYS), tl.arange(0, VALUES)
+    has_key, has_value = k < KEY_DIM, v < VALUE_DIM
+    has_both = has_key[:, None] & has_value[None, :]
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
+    query_at = mixed_ptr + head // (HEADS // KEY_HEADS) * KEY_DIM + k
+    value_at = mixed_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
+    matrix_at = state_ptr + head * KEY_DIM * VALUE_DIM + k[:, None] * VALUE_DIM + v[None, :]
+    end = run_end(start, num_segments, slots_ptr)
+    source = tl.load(slots_ptr + 2 * start).to(tl.int64)
+    takes = end > start
+    if SHORT:
+        takes &= ~is_long(start, end, spans_ptr)
+    if takes:
+        rate, bias = tl.load(rate_ptr + head), tl.load(bias_ptr + head)
+        weight = tl.load(norm_ptr + v, mask=has_value, other=0.0)
+        matrix = tl.load(matrix_at + source * state_stride, mask=has_both & (source >= 0), other=0.0)
+        for segment in range(start, end):
+            first = tl.load(spans_ptr + 2 * segment).to(tl.int64)
+            count = tl.load(spans_ptr + 2 * segment + 1)
+            for token in range(first, first + count):
+                query = tl.load(query_at + token * CHANNELS, mask=has_key, other=0.0).to(tl.float32)
+                key = tl.load(query_at + token * CHANNELS + KEY_HEADS * KEY_DIM, mask=has_key, other=0.0).to(tl.float32)
+                value = tl.load(value_at + token * CHANNELS, mask=has_value, other=0.0).to(tl.float32)
+                query *= tl.rsqrt(tl.sum(query * query) + 1e-6) * (KEY_DIM**-0.5)
+                key *= tl.rsqrt(tl.sum(key * key) + 1e-6)
+                strength = tl.sigmoid(tl.load(gates_ptr + token * 2 * HEADS + head).to(tl.float32))
+                pace = tl.load(gates_ptr + token * 2 * HEADS + HEADS + head).to(tl.float32)
+                matrix *= tl.exp(log_decay(pace, rate, bias))
+                change = (value - tl.sum(matrix * key[:, None], 0)) * strength
+                matrix += key[:, None] * change[None, :]
+                read = tl.sum(matrix * query[:, None], 0)
+                if not SHORT:
+                    z_at = z_ptr + token * z_stride + head * VALUE_DIM + v
+                    z = tl.load(z_at, mask=has_value, other=0.0).to(tl.float32)
+                    read = read * tl.rsqrt(tl.sum(read * read) / VALUE_DIM + eps) * weight * z * tl.sigmoid(z)
+                read = read.to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + (token * HEADS + head) * VALUE_DIM + v, read, mask=has_value)
+            written = tl.load(slots_ptr + 2 * segment + 1).to(tl.int64)
+            tl.debug_barrier()
+            tl.store(matrix_at + written * state_stride, matrix, mask=has_both)
+
+
+def _check(state: Tensor, spans: Tensor, slots: Tensor, sizes: DeltaSizes) -> None:
+    check_rows(state, "state")
+    check(state.dtype == torch.float32 and state.shape[1] >= sizes.state_numbers, "states are float32 and whole")
+    check(spans.shape == slots.shape and spans.shape[1:] == (2,), "spans and slots are two numbers per segment")
+    check(spans.is_contiguous() and slots.is_contiguous(), "spans and slots must be contiguous")
+
+
+def convolve_segments(
+    x: Tensor,  # [tokens, channels or more]
+    weight: Tensor,  # [width, channels] float32
+    state: Tensor,  # [slots, numbers] float32
+    spans: Tensor,  # [segments, 2] int: first token, tokens
+    slots: Tensor,  # [segments, 2] int: read, written
+    sizes: DeltaSizes,
+    *,
+    has_chunks: bool,  # segments may have more than one token
+) -> Tensor:  # [tokens, channels]
+    """silu of the convolution over each run and the inputs before it, which states hold; they get the last ones."""
+    check_rows(x, "x")
+    _check(state, spans, slots, sizes)
+    check(weight.is_contiguous() and weight.shape == (sizes.width, sizes.channels), "weight is [width, channels]")
+    out = torch.empty(len(x), sizes.channels, dtype=x.dtype, device=x.device)
+    if len(spans) == 0:
+        return out
+    block = min(_CHANNELS, power_of_two(sizes.channels))
+    tokens = _TOKENS if has_chunks else 1
+    _convolve_kernel[(len(spans), triton.cdiv(sizes.channels, block))](
+        x, weight, state, spans, slots, out, x.stride(0), state.stride(0), len(spans), sizes.channels,
+        sizes.matrix_numbers, WIDTH=sizes.width, TOKENS=tokens, BLOCK=block, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+def delta_segments(
+    mixed: Tensor,  # [tokens, channels], contiguous
+    qkvz: Tensor,  # [tokens, channels + value size]: the last numbers are gates
+    gates: Tensor,  # [tokens, 2 * value heads], contiguous: logits of the strength, then what the decay is made of
+    weights: DeltaWeights,
+    state: Tensor,
+    spans: Tensor,
+    slots: Tensor,
+    sizes: DeltaSizes,
+    *,
+    has_chunks: bool,
+) -> Tensor:  # [tokens, value size]
+    """What each token reads, normed by head and times the silu of its gate; states are updated."""
+    check_rows(qkvz, "qkvz")
+    _check(state, spans, slots, sizes)
+    check(mixed.is_contiguous() and gates.is_contiguous(), "mixed and gates must be contiguous")
+    check(mixed.shape[1] == sizes.channels and gates.shape[1] == 2 * sizes.value_heads, "rows do not fit the sizes")
+    out = torch.empty(len(mixed), sizes.value_size, dtype=mixed.dtype, device=mixed.device)
+    if len(spans) == 0:
+        return out
+    z, keys, values = qkvz[:, sizes.channels :], power_of_two(sizes.key_dim), power_of_two(sizes.value_dim)
+    read = out if not has_chunks else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    _delta_kernel[(len(spans), sizes.value_heads)](
+        mixed, z, gates, weights.rate, weights.bias, weights.norm, state, spans, slots, read, z.stride(0),
+        state.stride(0), len(spans), weights.eps, KEY_HEADS=sizes.key_heads, HEADS=sizes.value_heads,
+        KEY_DIM=sizes.key_dim, VALUE_DIM=sizes.value_dim, KEYS=keys, VALUES=values, SHORT=has_chunks,
+        num_warps=max(1, min(8, keys * values // 2048)), num_stages=1,
+    )  # fmt: skip
+    if has_chunks:
+        delta_chunks(mixed, gates, weights, state, spans, slots, sizes, read)
+        norm_and_gate(read, z, weights, sizes, out)
+    return out

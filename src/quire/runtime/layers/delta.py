@@ -1,0 +1,93 @@
+"""Gated delta nets: from the products for queries, keys, values and gates to what every token has read of a state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.model import Recurrent
+from quire.kernels.delta import DeltaSizes, DeltaWeights
+from quire.kernels.native.program import Symbol
+from quire.kernels.reference.delta import convolve, gated_delta
+from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.stream import Normed, Projected, Value
+from quire.runtime.layers.weights import Placement, WeightLayer
+
+
+class DeltaRule(WeightLayer):
+    """Convolution, delta rule and gated norm of one layer. Side effect: updates the step's states of the layer."""
+
+    parts = ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
+
+    def __init__(self, recurrent: Recurrent, place: int, eps: float, placement: Placement) -> None:
+        super().__init__()
+        heads, dims = (recurrent.key_heads, recurrent.value_heads), (recurrent.key_dim, recurrent.value_dim)
+        self._sizes = DeltaSizes(*heads, *dims, recurrent.width)
+        self._place, self._eps, self._dtype = place, eps, placement.dtype
+        self.convolution = placement.empty(self._sizes.channels, 1, recurrent.width, dtype=torch.float32)
+        self.of_heads = placement.empty(2, recurrent.value_heads, dtype=torch.float32)  # A_log and dt_bias
+        self.norm = placement.empty(recurrent.value_dim, dtype=torch.float32)
+        self._weights: DeltaWeights | None = None
+
+    @property
+    def weights(self) -> DeltaWeights:
+        assert self._weights is not None, "finish() was not called"
+        return self._weights
+
+    def load(self, part: str, tensor: Tensor) -> None:
+        """Kernels compute in float32, by numbers that the model's tensors can hold; those of heads keep all digits."""
+        is_of_heads = part in ("A_log", "dt_bias")
+        self._part(part).copy_(tensor if is_of_heads else tensor.to(self._dtype))
+
+    def randomize(self, part: str, generator: torch.Generator) -> None:
+        super().randomize(part, generator)
+        if part == "norm.weight":
+            self._part(part).add_(1.0)
+
+    def finish(self) -> None:
+        convolution, (rate, bias) = self.convolution.data.squeeze(1).T.contiguous(), self.of_heads.data.unbind()
+        self._weights = DeltaWeights(convolution, -rate.exp(), bias.contiguous(), self.norm.data, self._eps)
+        del self.convolution, self.of_heads
+
+    def forward(self, qkvz: Value, ba: Value, step: ForwardStep) -> Value:
+        """qkvz: [tokens, channels + value size]: queries, keys, values, gates; ba: [tokens, 2 * value heads]: logits of
+        the strength, then what the decay is made of -> [tokens, value size]."""
+        if isinstance(qkvz, Symbol):
+            return qkvz.writer.delta(qkvz, ba, self._place, self._sizes, self.weights)
+        assert step.states is not None, "a step without states"
+        state, sizes, weights = step.states.layers[self._place], self._sizes, self.weights
+        if step.backend.kernels == "triton":
+            return self._by_triton(qkvz, ba, step)
+        assert step.states.segments is not None
+        segments = step.states.segments.tolist()
+        mixed = convolve(qkvz, weights.convolution, state, segments, sizes)
+        return gated_delta(mixed, qkvz[:, sizes.channels :], ba, weights, state, segments, sizes)
+
+    def _by_triton(self, qkvz: Tensor, ba: Tensor, step: ForwardStep) -> Tensor:
+        from quire.kernels.triton.delta import convolve_segments, delta_segments
+
+        states = step.states
+        assert states is not None
+        assert states.spans is not None
+        assert states.slots is not None
+        memory = (states.layers[self._place], states.spans, states.slots, self._sizes)
+        mixed = convolve_segments(qkvz, self.weights.convolution, *memory, has_chunks=states.has_chunks)
+        return delta_segments(mixed, qkvz, ba, self.weights, *memory, has_chunks=states.has_chunks)
+
+    def _part(self, part: str) -> Tensor:
+        if part == "conv1d.weight":
+            return self.convolution.data
+        return self.norm.data if part == "norm.weight" else self.of_heads.data[int(part == "dt_bias")]
+
+
+class GatedDeltaNet(nn.Module):
+    """The delta rule between its products and the one that goes back to the stream."""
+
+    def __init__(self, in_proj: Linear, gate_proj: Linear, rule: DeltaRule, out_proj: Linear) -> None:
+        super().__init__()
+        self.in_proj, self.gate_proj, self.rule, self.out_proj = in_proj, gate_proj, rule, out_proj
+
+    def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
+        value = x.value()
+        return self.out_proj.later(self.rule(self.in_proj(value), self.gate_proj(value), step))

@@ -1,0 +1,178 @@
+"""Qwen3-Next and Qwen3.5: most layers are gated delta nets, every fourth attends.
+
+What attention reads is gated, heads are normed, and a quarter of each is rotated. Checkpoints store what norm weights
+differ from one by. Qwen3-Next and larger models of Qwen3.5 have a mixture of experts, and one that all tokens share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.fields import Fields
+from quire.config.model import Experts, ModelConfig, Recurrent
+from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.delta import GatedDeltaNet
+from quire.runtime.layers.experts import MoEMLP
+from quire.runtime.layers.mlp import GatedMLP
+from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.stream import Normed, Projected, Stream
+from quire.runtime.models.decoder import Decoder
+from quire.runtime.models.family import STACKED, Family
+from quire.runtime.models.hf_config import FULL, read_decoder, read_heads, refuse_set
+from quire.runtime.models.hf_rope import read_rope
+from quire.runtime.models.mixture import read_qwen_experts
+
+NORM_OFFSET = 1.0
+LINEAR = "linear_attention"  # what `layer_types` says of delta nets
+_MROPE = ("mrope_section", "mrope_interleaved")  # of images: the positions of text are the same in all sections
+
+
+class GatedAttention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
+        super().__init__()
+        self.qkv_proj = build.gated_qkv_linear(config.hidden_size, config.heads, bias=config.qkv_bias)
+        self.qk_norm = build.head_norm(config.heads, config.norm_eps, NORM_OFFSET)
+        self.attention = build.attention_of(config, layer)
+        self.gate = build.output_gate()
+        self.o_proj = build.linear("o_proj", config.heads.query_size, config.hidden_size, bias=config.o_bias)
+
+    def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
+        qkv = self.qkv_proj(x)
+        return self.o_proj.later(self.gate(self.attention(qkv, step, self.qk_norm), qkv))
+
+
+class HybridBlock(nn.Module):
+    """`joined`: checkpoints have what a key head and its value heads need side by side, in two matrices."""
+
+    joined = False
+
+    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
+        super().__init__()
+        hidden, eps, experts = config.hidden_size, config.norm_eps, config.experts
+        self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps, NORM_OFFSET)
+        if config.is_recurrent(layer):
+            self.linear_attn = delta_net(config, layer, build, joined=self.joined)
+        else:
+            self.self_attn = GatedAttention(config, layer, build)
+        self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps, NORM_OFFSET)
+        self.mlp: GatedMLP | MoEMLP
+        if experts is None or layer in experts.dense_layers:
+            self.mlp = build.gated_mlp(hidden, config.intermediate_size, config.activation, bias=False)
+        else:
+            self.mlp = build.moe_mlp(config)
+        self._mixer = (self.linear_attn if config.is_recurrent(layer) else self.self_attn,)  # not a child twice
+
+    def forward(self, x: Stream, step: ForwardStep) -> None:
+        x.add(self._mixer[0](self.input_layernorm(x), step))
+        x.add(self.mlp(self.post_attention_layernorm(x)))
+
+
+class NextBlock(HybridBlock):
+    joined = True
+
+
+class Hybrid(Decoder):
+    block = HybridBlock
+    norm_offset = NORM_OFFSET
+
+
+class Qwen3Next(Hybrid):
+    block = NextBlock
+
+
+def delta_net(config: ModelConfig, layer: int, build: LayerBuilder, *, joined: bool) -> GatedDeltaNet:
+    sizes, hidden = config.recurrent, config.hidden_size
+    assert sizes is not None
+    heads, keys, values = sizes.value_heads, sizes.key_size, sizes.value_size
+    if joined:
+        groups, shared = sizes.key_heads, values // sizes.key_heads
+        parts, both = (sizes.key_dim, sizes.key_dim, shared, shared), (heads // groups, heads // groups)
+        in_proj = build.stacked_linear(hidden, {"in_proj_qkvz": 2 * keys + 2 * values}, order=apart(groups, parts))
+        gates = build.stacked_linear(hidden, {"in_proj_ba": 2 * heads}, order=apart(groups, both), shrinks=False)
+    else:
+        in_proj = build.stacked_linear(hidden, {"in_proj_qkv": 2 * keys + values, "in_proj_z": values})
+        gates = build.stacked_linear(hidden, {"in_proj_b": heads, "in_proj_a": heads}, shrinks=False)
+    rule = build.delta_rule(sizes, config.place_of(layer), config.norm_eps)
+    return GatedDeltaNet(in_proj, gates, rule, build.linear("out_proj", values, hidden, bias=False))
+
+
+def apart(groups: int, parts: tuple[int, ...]) -> Tensor:
+    """The order of rows in which the first part of each group comes first, then the second of each, and so on."""
+    rows = torch.arange(groups * sum(parts)).view(groups, -1)
+    return torch.cat([part.flatten() for part in torch.split(rows, list(parts), dim=1)])
+
+
+def read_qwen3_next(config: Fields) -> ModelConfig:
+    return _read_hybrid(config, "qwen3_next", 2, _read_experts(config, config.flag("norm_topk_prob", True)))
+
+
+def read_qwen3_5(config: Fields) -> ModelConfig:
+    return _read_hybrid(config, "qwen3_5_text", 4, None)
+
+
+def read_qwen3_5_moe(config: Fields) -> ModelConfig:
+    return _read_hybrid(config, "qwen3_5_moe_text", 2, _read_experts(config, is_normalized=True))
+
+
+def _read_experts(config: Fields, is_normalized: bool) -> Experts:
+    shared = config.integer("shared_expert_intermediate_size", 512)
+    experts = replace(read_qwen_experts(config, 512), shared_size=shared, shared_has_gate=True)
+    return replace(experts, is_normalized=is_normalized)
+
+
+def _read_hybrid(config: Fields, name: str, num_kv_heads: int, experts: Experts | None) -> ModelConfig:
+    refuse_set(config, "attn_output_gate", usual=True)
+    if config.text("hidden_act", "silu") != "silu":
+        raise config.refuse("hidden_act", "only silu is supported")
+    rope = config.raw("rope_parameters")
+    if isinstance(rope, dict):
+        plain = {key: value for key, value in rope.items() if key not in _MROPE}
+        config = Fields(config.file, {**config.values, "rope_parameters": plain})
+    if experts is not None:
+        config = Fields(config.file, {"intermediate_size": experts.size, **config.values})  # only of plain MLPs
+    heads, bias = read_heads(config, num_kv_heads, 256), config.flag("attention_bias", False)
+    length = config.integer("max_position_embeddings", 32_768)
+    return read_decoder(
+        config, name, length, num_kv_heads=num_kv_heads, head_dim=256, qkv_bias=bias, o_bias=bias, qk_norm=True,
+        rope=read_rope(config, length, head_dim=heads.dim, share=0.25), experts=experts, attention_gate=True,
+        recurrent=_read_recurrent(config),
+    )  # fmt: skip
+
+
+def _read_recurrent(config: Fields) -> Recurrent | None:
+    count, every = config.integer("num_hidden_layers"), config.integer("full_attention_interval", 4)
+    if every < 1:
+        raise config.refuse("full_attention_interval", f"must be at least 1, is {every}")
+    kinds = config.raw("layer_types") or [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (LINEAR, FULL) for kind in kinds):
+        raise config.refuse("layer_types", f"must be {LINEAR} or {FULL} for each of {count} layers")
+    if FULL not in kinds:
+        raise config.refuse("layer_types", "a model without attention is not supported")
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    usual, limits = (16, 32, 128, 128, 4), ((1, 1_024), (1, 1_024), (1, 256), (1, 256), (2, 8))
+    numbers = [config.integer(f"linear_{name}", number) for name, number in zip(names, usual, strict=True)]
+    for name, number, (least, most) in zip(names, numbers, limits, strict=True):
+        if not least <= number <= most:
+            raise config.refuse(f"linear_{name}", f"must be in [{least}, {most}], is {number}")
+    key_heads, value_heads, key_dim, value_dim, width = numbers
+    if value_heads % key_heads:
+        raise config.refuse("linear_num_value_heads", f"must be a multiple of {key_heads} key heads, is {value_heads}")
+    layers = tuple(layer for layer in range(count) if kinds[layer] == LINEAR)
+    return Recurrent(key_heads, value_heads, key_dim, value_dim, width, layers) if layers else None
+
+
+def rename(name: str) -> str | None:
+    """Towers for images and layers that draft are left out."""
+    if name.startswith(("mtp.", "model.visual.")):
+        return None
+    return name.replace("model.language_model.", "model.", 1)
+
+
+QWEN3_NEXT = Family(name="qwen3_next", build=Qwen3Next, read=read_qwen3_next, rename=rename, stacked=STACKED)
+QWEN3_5 = Family(name="qwen3_5_text", build=Hybrid, read=read_qwen3_5, rename=rename, nested="text_config")
+QWEN3_5_MOE = Family(
+    name="qwen3_5_moe_text", build=Hybrid, read=read_qwen3_5_moe, rename=rename, stacked=STACKED, nested="text_config"
+)
