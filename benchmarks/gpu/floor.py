@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.gpu.models import BenchModel
@@ -37,16 +38,26 @@ def prefill_seconds(model: BenchModel, work: Workload, precision: Precision = BF
     """All prompts once, causal attention included; the head only where a token is sampled."""
     products = 2 * model.layer_parameters * work.num_prompt_tokens
     head = 2 * model.head_parameters * len(work.prompts)
-    attention = sum(2 * model.attention_width * len(prompt) ** 2 for prompt in work.prompts)
+    pairs = sum(
+        layers * _pairs_seen(len(prompt), window) for window, layers in model.windows.items() for prompt in work.prompts
+    )
+    attention = 4 * model.attention_width / model.windows.total() * pairs
     return products / precision.rate + (head + attention) / BF16_RATE
 
 
 def step_seconds(model: BenchModel, rows: int, cached_tokens: int, precision: Precision = BF16) -> float:
-    """One decode step of `rows` sequences that hold `cached_tokens` together."""
-    weights, head = model.layer_parameters, model.head_parameters
+    """One decode step of `rows` sequences that hold `cached_tokens` together, all equally many."""
+    return _step_seconds(model, [cached_tokens / rows] * rows, precision)
+
+
+def _step_seconds(model: BenchModel, lengths: Sequence[float], precision: Precision) -> float:
+    """One decode step of sequences of these lengths. Layers with a window read no more than that."""
+    rows, weights, head = len(lengths), model.layer_parameters, model.head_parameters
     read = (model.read_parameters(rows) * precision.weight_bytes + head * HEAD_BYTES) / BANDWIDTH
     matrix = 2 * rows * (weights / precision.rate + head / BF16_RATE)
-    return max(read, matrix) + cached_tokens * model.kv_numbers * precision.kv_bytes / BANDWIDTH
+    seen = sum(layers * _tokens_seen(lengths, window) for window, layers in model.windows.items())
+    numbers = seen * model.kv_numbers / model.windows.total()
+    return max(read, matrix) + numbers * precision.kv_bytes / BANDWIDTH
 
 
 def decode_seconds(model: BenchModel, work: Workload, precision: Precision = BF16) -> float:
@@ -55,8 +66,19 @@ def decode_seconds(model: BenchModel, work: Workload, precision: Precision = BF1
     total = 0.0
     for step in range(1, max(work.outputs)):
         live = [prompt + step for prompt, count in lengths if count > step for _ in range(work.n)]
-        total += step_seconds(model, len(live), sum(live), precision)
+        total += _step_seconds(model, live, precision)
     return total
+
+
+def _tokens_seen(lengths: Sequence[float], window: int | None) -> float:
+    """Tokens that the next tokens of sequences of these lengths see in one layer."""
+    return sum(lengths) if window is None else sum(min(length, window) for length in lengths)
+
+
+def _pairs_seen(length: int, window: int | None) -> float:
+    """Pairs of a token and one that it sees in one layer."""
+    unseen = 0 if window is None else max(length - window, 0)
+    return (length**2 - unseen**2) / 2
 
 
 def total_seconds(model: BenchModel, work: Workload, precision: Precision = BF16) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ class BenchModel:
     def read_parameters(self, rows: int) -> float:
         """Weights of all layers that a step of so many tokens reads. Routers spread tokens evenly over experts."""
         c = self.config
-        experts = c.get("num_experts", 0)
+        experts = self._num_experts
         if not experts:
             return self.layer_parameters
         used = experts * (1 - (1 - c["num_experts_per_tok"] / experts) ** rows)
-        each = 3 * c["hidden_size"] * c["moe_intermediate_size"]
+        each = 3 * c["hidden_size"] * self._expert_width
         return self._attention + c["num_hidden_layers"] * used * each
 
     @property
@@ -36,11 +37,10 @@ class BenchModel:
         heads = c["head_dim"] * (2 * c["num_attention_heads"] + 2 * c["num_key_value_heads"])
         return int(c["num_hidden_layers"] * c["hidden_size"] * heads)
 
-    @staticmethod
-    def _widths(config: dict[str, Any]) -> int:
+    def _widths(self, config: dict[str, Any]) -> int:
         """Of the MLPs that one token goes through."""
-        if "num_experts" in config:
-            return int(config["num_experts_per_tok"] * config["moe_intermediate_size"])
+        if self._num_experts:
+            return int(config["num_experts_per_tok"] * self._expert_width)
         return int(config["intermediate_size"])
 
     @property
@@ -59,12 +59,32 @@ class BenchModel:
         c = self.config
         return c["num_hidden_layers"] * c["num_attention_heads"] * c["head_dim"]
 
+    @property
+    def windows(self) -> Counter[int | None]:
+        """How many layers see how many of the last tokens; None: all of them."""
+        c = self.config
+        window, count = c.get("sliding_window"), c["num_hidden_layers"]
+        if "layer_types" in c:
+            return Counter(window if kind == SLIDING else None for kind in c["layer_types"])
+        every = c.get("sliding_window_pattern", 1)
+        return Counter(window if (layer + 1) % every else None for layer in range(count))
+
+    @property
+    def _num_experts(self) -> int:
+        """That tokens are spread over."""
+        return int(self.config.get("num_experts", self.config.get("num_local_experts", 0)))
+
+    @property
+    def _expert_width(self) -> int:
+        return int(self.config.get("moe_intermediate_size", self.config["intermediate_size"]))
+
     def write(self, folder: Path) -> Path:
         """A model directory of nothing but the config, for load_format dummy."""
         (folder / "config.json").write_text(json.dumps(self.config))
         return folder
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
 _COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16", "attention_bias": False}
 MODELS = {
     "qwen3-0.6b": BenchModel(
@@ -120,6 +140,20 @@ MODELS = {
             "head_dim": 128, "vocab_size": 128_256, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
             "rope_theta": 500_000.0, "tie_word_embeddings": False, "bos_token_id": 128_000, "eos_token_id": 128_001,
             "mlp_bias": False,
+        }
+    ),
+    "gpt-oss-20b": BenchModel(
+        {
+            "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "torch_dtype": "bfloat16",
+            "hidden_act": "silu", "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32,
+            "num_experts_per_tok": 4, "swiglu_limit": 7.0, "num_hidden_layers": 24, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201_088, "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5, "sliding_window": 128, "layer_types": [SLIDING, FULL] * 12, "rope_theta": 150_000.0,
+            "rope_scaling": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "attention_bias": True, "tie_word_embeddings": False, "bos_token_id": 199_998, "eos_token_id": 200_002,
         }
     ),
 }  # fmt: skip

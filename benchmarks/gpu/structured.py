@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.models import MODELS
+from benchmarks.gpu.models import MODELS, BenchModel
 from benchmarks.gpu.tokenizer import write_tokenizer
 from benchmarks.report import table
 from quire import LLM, SamplingParams
@@ -59,8 +59,8 @@ STRUCTURES: dict[str, dict[str, Any]] = {
 CASES = (("plain", 0), ("regex", 1), ("regex", REQUESTS), ("json", 1), ("json", REQUESTS))
 
 
-def load(name: str, tokenizer: Path | None) -> LLM:
-    model = MODELS[name]
+def load_random(model: BenchModel, tokenizer: Path | None, **settings: Any) -> LLM:
+    """Random weights of a shape, with a vocabulary of 49,152 ids; without a tokenizer.json they are made-up words."""
     small = replace(model, config=model.config | {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2})
     with tempfile.TemporaryDirectory() as folder:
         path = small.write(Path(folder))
@@ -68,7 +68,7 @@ def load(name: str, tokenizer: Path | None) -> LLM:
             write_tokenizer(path / "tokenizer.json", VOCABULARY)
         else:
             shutil.copy(tokenizer, path / "tokenizer.json")
-        return LLM(path, load_format="dummy", dtype="bfloat16", max_model_len=2048, max_num_seqs=REQUESTS)
+        return LLM(path, load_format="dummy", **settings)
 
 
 def tokens_per_second(llm: LLM, kind: str, count: int, rng: random.Random) -> tuple[float, int]:
@@ -92,7 +92,8 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json of at most 49,152 ids; default: made-up words")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    llm = load(options.model, options.tokenizer)
+    settings = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": REQUESTS}
+    llm = load_random(MODELS[options.model], options.tokenizer, **settings)
     rng, found = random.Random(1), dict[str, list[float]]()
     for repeat in range(options.repeats):
         for kind, count in CASES:

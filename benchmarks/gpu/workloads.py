@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 VOCABULARY = 10_000  # prompts use ids up to here, which every model has
+LONG_CONTEXT = 32_768  # tokens that a model must be able to hold for the longest prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,11 @@ def burst(repeat: int) -> Workload:
     rng = random.Random(80 + repeat)
     prompts = [[rng.randint(10, 9_000) for _ in range(rng.randint(20, 200))] for _ in range(1_500)]
     return Workload(prompts, [rng.randint(1, 8) for _ in prompts])
+
+
+def long(repeat: int) -> Workload:
+    """8 prompts of 32,508 tokens, each answered by 256."""
+    return Workload(_random_prompts(8, LONG_CONTEXT - 260, 90 + repeat), [256] * 8)
 
 
 def batch1(repeat: int, outputs: int) -> Workload:
