@@ -10,6 +10,9 @@ import pytest
 from family_models import NUM_TOKENS, FamilyCase
 from quire.config.tiers import TierConfig
 from quire.engine.speculation.draft_length import DraftLength
+from quire.types.decoding import BeamRules
+from quire.types.request import Submit
+from quire.types.sampling import SamplingParams, TokenRules
 from worker_executor import TinyEngine
 
 LENGTHS = (5, 37, 1, 18)
@@ -54,7 +57,7 @@ def preemption(case: FamilyCase) -> None:
     """Too few blocks for all: some are computed again, or moved to host memory and back."""
     for tiers in (TierConfig(), TierConfig(host_blocks=64)):
         made = engine(case, num_blocks=17, tiers=tiers)
-        check(case, made, [case.prompt(20, seed) for seed in range(3)])
+        check(case, made, [case.prompt(3, seed) for seed in range(8)])
         assert made.core.stats().preemptions > 0
 
 
@@ -69,6 +72,25 @@ def forks(case: FamilyCase) -> None:
     assert found == [several]
     (greedy,) = made.answers([case.prompt(9)], n=2, max_tokens=NUM_TOKENS)
     assert greedy == [case.expected(case.prompt(9))] * 2
+
+
+def beams(case: FamilyCase) -> None:
+    """Beams share their past, and leave it: the best are the same whatever the size of blocks and whoever else runs."""
+    found = []
+    for block_size, others in ((16, 0), (3, 2)):
+        made = engine(case, block_size=block_size)
+        made.core.submit(_search(case.prompt(13)))
+        for seed in range(others):
+            made.submit(f"other {seed}", case.prompt(8, seed))
+        made.run()
+        found.append([sample.token_ids for sample in made.finished["beams"].samples])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 3
+
+
+def _search(prompt: list[int]) -> Submit:
+    sampling = SamplingParams(temperature=0.0, n=3, max_tokens=NUM_TOKENS)
+    return Submit("beams", tuple(prompt), sampling, TokenRules(), beam=BeamRules(3))
 
 
 def speculation(case: FamilyCase) -> None:
@@ -116,6 +138,7 @@ FEATURES: dict[str, Callable[[FamilyCase], None]] = {
     "prefix": prefix,
     "preemption": preemption,
     "forks": forks,
+    "beams": beams,
     "speculation": speculation,
     "graphs": graphs,
     "CPU program": program,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
-from quire.config.kv_cache import PLAIN, KVGroups
+from quire.config.kv_cache import PLAIN, KVGroups, lay_out
 from quire.config.memory import state_groups
 from quire.config.model import Heads, ModelConfig, Quantization, Rope
 from quire.config.tiers import TierConfig
@@ -188,6 +188,16 @@ def with_states(config: EngineConfig, model: ModelConfig, spare: int = 8) -> Eng
     return replace(
         config, cache=replace(cache, groups=state_groups(model, config.device.kv_dtype, cache.block_size, count))
     )
+
+
+def with_windows(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """With blocks of their own for layers with a window, where there are others too, and as many blocks more."""
+    layout = lay_out(model.kv_specs, split=True)
+    if layout.window is None:
+        return config
+    groups = replace(config.cache.groups, window=layout.window, num_window_blocks=layout.num_tables - 1)
+    num_blocks = config.cache.num_blocks * layout.num_tables
+    return replace(config, cache=replace(config.cache, groups=groups, num_blocks=num_blocks))
 
 
 @dataclass(frozen=True)

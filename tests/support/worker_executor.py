@@ -29,7 +29,7 @@ from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import TransferReport
-from tiny_models import MemoryCheckpoint, engine_config, with_states
+from tiny_models import MemoryCheckpoint, engine_config, with_states, with_windows
 
 
 class WorkerExecutor:
@@ -81,6 +81,8 @@ class TinyEngine:
         if speculation is not None:
             speculation = resolve_speculation(speculation, checkpoint.config, None if draft is None else draft.config)
         config = with_states(replace(engine_config(**settings), speculation=speculation), checkpoint.config)
+        if speculation is None or speculation.method == "ngram":
+            config = with_windows(config, checkpoint.config)
         config = replace(config, device=replace(config.device, attention_backend=attention))
         self.config = config
         builder = LayerBuilder(config.device, checkpoint.config.heads, config.cache.block_size)
