@@ -166,7 +166,7 @@ class MemoryPlan:
 
 def kv_block_bytes(model: ModelConfig, kv_dtype: str, block_size: int) -> int:
     """Bytes of the keys and values of one block, in all layers."""
-    return 2 * model.num_layers * model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
+    return model.heads.sides * model.num_layers * model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
 
 
 def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, capacity: int) -> MemoryPlan:

@@ -21,7 +21,8 @@ enum Kind : int64_t {
     NARROW,
     LAYER_NORM,
     ACTIVATE,
-    MIX
+    MIX,
+    MULTIPLY_HEADS
 };
 
 // One operation on buffers [rows, width]. What a kind does not use is zero.
@@ -33,10 +34,11 @@ struct Operation {
     int64_t layer;         // whose cache, which angles, or which activation
     int64_t kv_heads, block_size;
     int64_t window;      // of attention, see Rule
-    const void* weight;  // of a norm [groups, size] or [2, size] with its bias, a PackedLinear, PackedExperts, or sinks
+    const void* weight;  // of a norm [groups, size] or [2, size] with its bias, PackedLinears, PackedExperts, or sinks
     double number;       // a norm's eps, the scale of attention, or of what is added
     double cap;          // of attention
     int64_t wide;        // whether a norm's weights are float32 whatever the rows are
+    int64_t latent;      // of a key, how many numbers are its value; 0: values are kept apart
 };
 
 struct Angles {
@@ -89,6 +91,11 @@ template <typename T> struct Interpreter {
         multiply_by(*static_cast<const PackedLinear*>(op.weight), at(op.x), run.rows, at(op.out));
     }
 
+    void multiply_by_heads(const Operation& op) const {
+        multiply_heads(static_cast<const PackedLinear*>(op.weight), op.groups, op.size, at(op.x), width(op.x), run.rows,
+                       at(op.out));
+    }
+
     void mix(const Operation& op) const {
         const PackedExperts& experts = *static_cast<const PackedExperts*>(op.weight);
         const T* shared = experts.shared < 0 ? nullptr : at(experts.shared);
@@ -102,10 +109,10 @@ template <typename T> struct Interpreter {
                angles.stride, run.rows, op.groups, op.size, angles.dim);
     }
 
-    // Keys, then values, of a row from `column` on.
+    // Keys, then values if they are kept apart, of a row from `column` on.
     void write(const Operation& op) const {
-        const T* keys = at(op.x) + op.column;
-        write_cache(keys, width(op.x), keys + op.groups * op.size, width(op.x), static_cast<T*>(run.keys[op.layer]),
+        const T *keys = at(op.x) + op.column, *values = op.latent > 0 ? nullptr : keys + op.groups * op.size;
+        write_cache(keys, width(op.x), values, width(op.x), static_cast<T*>(run.keys[op.layer]),
                     static_cast<T*>(run.values[op.layer]), run.slots, run.rows, op.groups, op.size);
     }
 
@@ -127,7 +134,9 @@ template <typename T> struct Interpreter {
             std::memcpy(at(op.out) + row * values, at(op.x) + run.wanted[row] * values, values * sizeof(T));
     }
 
-    Shape shape(const Operation& op) const { return {op.groups, op.kv_heads, op.size, op.block_size}; }
+    Shape shape(const Operation& op) const {
+        return {op.groups, op.kv_heads, op.size, op.block_size, op.latent > 0 ? op.latent : op.size};
+    }
 
     void go() const {
         Shape planned{};
@@ -159,13 +168,14 @@ template <typename T> struct Interpreter {
                     if (run.wanted != nullptr) run.rows = run.num_wanted;
                     break;
                 case MIX: mix(op); break;
+                case MULTIPLY_HEADS: multiply_by_heads(op); break;
             }
         }
     }
 
     static bool same(const Shape& a, const Shape& b) {
         return a.query_heads == b.query_heads && a.kv_heads == b.kv_heads && a.dim == b.dim &&
-               a.block_size == b.block_size;
+               a.block_size == b.block_size && a.value_dim == b.value_dim;
     }
 };
 
@@ -181,6 +191,7 @@ template <typename T> bool can_multiply(const Operation* operations, int64_t cou
             const PackedExperts& experts = *static_cast<const PackedExperts*>(op.weight);
             return has_kernels<T>(experts.gate_up, experts.num) && has_kernels<T>(experts.down, experts.num);
         }
+        if (op.kind == MULTIPLY_HEADS) return has_kernels<T>(static_cast<const PackedLinear*>(op.weight), op.groups);
         return op.kind != MULTIPLY || has_kernels<T>(static_cast<const PackedLinear*>(op.weight), 1);
     });
 }

@@ -19,30 +19,20 @@ from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.loader import TYPES, open_library
-from quire.kernels.native.ops import ACTIVATIONS, PackedWeight
+from quire.kernels.native.ops import ACTIVATIONS
+from quire.kernels.native.program_weights import ExpertWeights, LinearWeights, PackedExperts, PackedLinear
 
-RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX = range(12)
+RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX, MULTIPLY_HEADS = range(
+    13
+)
 _STREAM = 0  # the buffer that a run is given
-
-
-class _Linear(Structure):
-    _fields_ = (
-        ("format", c_int64), ("inputs", c_int64), ("outputs", c_int64), ("weight", c_void_p), ("bias", c_void_p),
-    )  # fmt: skip
-
-
-class _Experts(Structure):
-    _fields_ = (
-        ("num", c_int64), ("used", c_int64), ("is_normalized", c_int64), ("shared", c_int64), ("shared_gate", c_int64),
-        ("scale", c_double), ("gate_up", c_void_p), ("down", c_void_p),
-    )  # fmt: skip
 
 
 class _Operation(Structure):
     _fields_ = (
         ("kind", c_int64), ("x", c_int64), ("y", c_int64), ("out", c_int64), ("column", c_int64), ("groups", c_int64),
         ("size", c_int64), ("layer", c_int64), ("kv_heads", c_int64), ("block_size", c_int64), ("window", c_int64),
-        ("weight", c_void_p), ("number", c_double), ("cap", c_double), ("wide", c_int64),
+        ("weight", c_void_p), ("number", c_double), ("cap", c_double), ("wide", c_int64), ("latent", c_int64),
     )  # fmt: skip
 
 
@@ -56,25 +46,6 @@ class _Run(Structure):
         ("spans", c_void_p), ("wanted", c_void_p), ("buffers", c_void_p), ("widths", c_void_p), ("angles", c_void_p),
         ("keys", c_void_p), ("values", c_void_p),
     )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class LinearWeights:
-    """A weight as the kernels read it, and its bias."""
-
-    weight: PackedWeight
-    bias: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """The experts of a layer: gate and up in one product, gated by silu, then down."""
-
-    gate_up: Sequence[LinearWeights]
-    down: Sequence[LinearWeights]
-    num_used: int  # by each row: those that its logits rank first, weighted by the softmax over all
-    is_normalized: bool  # weights are divided by their sum
-    scale: float  # of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +93,9 @@ class ProgramWriter:
         self.stream = self._new(width)  # the rows that a run is given
 
     def norm(self, x: Symbol, weight: Tensor, eps: float) -> Symbol:
-        out = self._new(x.width)
-        self._add(RMS_NORM, x.buffer, out=out.buffer, groups=1, size=x.width, weight=weight, number=eps)
+        """Of as many values of each row as there are weights, the first ones."""
+        out = self._new(len(weight))
+        self._add(RMS_NORM, x.buffer, out=out.buffer, groups=1, size=out.width, weight=weight, number=eps)
         return out
 
     def layer_norm(self, x: Symbol, weight_bias: Tensor, eps: float) -> Symbol:
@@ -149,41 +121,52 @@ class ProgramWriter:
         self._add(MULTIPLY, x.buffer, out=out.buffer, pointer=ctypes.addressof(packed))
         return out
 
+    def multiply_heads(self, x: Symbol, linears: Sequence[LinearWeights], rest: int) -> Symbol:
+        """Each head that rows begin with by a weight of its own; `rest` numbers behind its inputs go on as they are."""
+        weight, num = linears[0].weight, len(linears)
+        assert x.width >= num * (weight.inputs + rest)
+        out, packed = self._new(num * (weight.outputs + rest)), (PackedLinear * num)(*map(self._pack, linears))
+        self._kept.append(packed)
+        self._add(MULTIPLY_HEADS, x.buffer, out=out.buffer, groups=num, size=rest, pointer=ctypes.addressof(packed))
+        return out
+
     def mix(self, x: Symbol, logits: Symbol, experts: ExpertWeights, shared: Sequence[Symbol] = ()) -> Symbol:
         """The weighted sum of what the experts of each row make of it. shared: what is added, and the logits [rows, 1]
         of the sigmoid that it is multiplied by; or less."""
         num, out = len(experts.gate_up), self._new(x.width)
         assert logits.width == num
-        gate_up, down = ((_Linear * num)(*map(self._pack, each)) for each in (experts.gate_up, experts.down))
+        gate_up, down = ((PackedLinear * num)(*map(self._pack, each)) for each in (experts.gate_up, experts.down))
         others = [each.buffer for each in shared]
-        packed = _Experts(
-            num, experts.num_used, experts.is_normalized, *(*others, -1, -1)[:2], experts.scale,
+        packed = PackedExperts(
+            num, experts.num_used, experts.is_normalized, *(*others, -1, -1)[:2], experts.scale, *experts.groups,
+            None if experts.bias is None else experts.bias.data_ptr(),
             ctypes.addressof(gate_up), ctypes.addressof(down),
         )  # fmt: skip
-        self._kept += [gate_up, down, packed]
+        self._kept += [gate_up, down, packed, experts.bias]
         self._add(MIX, x.buffer, y=logits.buffer, out=out.buffer, pointer=ctypes.addressof(packed))
         self._uses[-1] += tuple(others)
         return out
 
-    def rotate(self, x: Symbol, angles: Hashable, heads: int, dim: int) -> None:
-        """The first heads of each row, as many numbers of each as the angles have that a run has under this name."""
+    def rotate(self, x: Symbol, angles: Hashable, heads: int, dim: int, *, column: int = 0) -> None:
+        """Heads of each row, from a column on, as many numbers of each as the angles have that a run has so named."""
         if angles not in self._angles:
             self._angles.append(angles)
-        self._add(ROTATE, x.buffer, groups=heads, size=dim, layer=self._angles.index(angles))
+        self._add(ROTATE, x.buffer, groups=heads, size=dim, layer=self._angles.index(angles), column=column)
 
-    def write(self, x: Symbol, layer: int, column: int, kv_heads: int, dim: int) -> None:
-        """Keys, then values, from a column of each row on, into a layer's cache."""
-        self._add(WRITE, x.buffer, column=column, groups=kv_heads, size=dim, layer=layer)
+    def write(self, x: Symbol, layer: int, column: int, kv_heads: int, dim: int, *, latent: int = 0) -> None:
+        """Keys, then values, from a column of each row on, into a layer's cache. latent: see `attend`."""
+        self._add(WRITE, x.buffer, column=column, groups=kv_heads, size=dim, layer=layer, latent=latent)
 
     def attend(
-        self, x: Symbol, layer: int, heads: tuple[int, int, int], block_size: int, rule: AttentionRule
+        self, x: Symbol, layer: int, heads: tuple[int, int, int], block_size: int, rule: AttentionRule, latent: int = 0
     ) -> Symbol:
-        """The query heads that each row begins with. heads: query, kv, dim."""
+        """The query heads that each row begins with. heads: query, kv, dim. latent: how many numbers of a key are its
+        value; 0: values are kept apart."""
         query, kv, dim = heads
-        out = self._new(query * dim)
+        out = self._new(query * (latent or dim))
         self._add(
             ATTEND, x.buffer, out=out.buffer, groups=query, size=dim, layer=layer, kv_heads=kv, block_size=block_size,
-            number=rule.scale, cap=rule.softcap or 0.0, window=rule.window or 0, weight=rule.sinks,
+            number=rule.scale, cap=rule.softcap or 0.0, window=rule.window or 0, weight=rule.sinks, latent=latent,
         )  # fmt: skip
         return out
 
@@ -232,12 +215,12 @@ class ProgramWriter:
         self._widths.append(width)
         return Symbol(self, len(self._widths) - 1, width)
 
-    def _pack(self, linear: LinearWeights) -> _Linear:
+    def _pack(self, linear: LinearWeights) -> PackedLinear:
         weight, bias = linear.weight, linear.bias
         assert weight.dtype == self._dtype
         self._kept.append(linear)
         pointer = None if bias is None else bias.data_ptr()
-        return _Linear(weight.format, weight.inputs, weight.outputs, weight.data.data_ptr(), pointer)
+        return PackedLinear(weight.format, weight.inputs, weight.outputs, weight.data.data_ptr(), pointer)
 
     def _add(
         self, kind: int, x: int, *, y: int = 0, out: int = 0, weight: Tensor | None = None, pointer: int | None = None,

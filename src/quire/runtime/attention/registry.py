@@ -82,6 +82,11 @@ def make_backend(
         return NativeAttention()
     if chosen == "flashinfer":
         return FlashInferAttention(heads, placement, block_size)
+    if heads.latent is not None:
+        from quire.runtime.attention.triton_latent import LatentTritonAttention
+
+        dtype = kv_dtype or placement.dtype
+        return LatentTritonAttention(heads, dependent_rows=dependent_rows(placement.device), itemsize=dtype.itemsize)
     from quire.runtime.attention.triton import TritonAttention
 
     return TritonAttention(heads, dependent_rows=dependent_rows(placement.device))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quire.config.engine import DeviceConfig
 from quire.config.model import Experts, Heads, ModelConfig, Rope
@@ -13,7 +15,9 @@ from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.choice import choose_float8_product, choose_product
-from quire.runtime.layers.experts import EachExpert, ExpertSet, MoEMLP, Router
+from quire.runtime.layers.experts import EachExpert, ExpertSet, MoEMLP, Router, ScoreBias
+from quire.runtime.layers.head_linear import DenseHeads, HeadLinear, PackedHeads, TritonHeads
+from quire.runtime.layers.latent import LatentAttention, LatentProducts
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.mlp import MLP, GatedMLP
 from quire.runtime.layers.modules import (
@@ -63,6 +67,10 @@ class LayerBuilder:
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool, stored: Stored = AS_IT_IS) -> Linear:
         return Linear(inputs, {name: outputs}, bias, self._product, self._placement, stored)
 
+    def stacked_linear(self, inputs: int, outputs: Mapping[str, int], stored: Mapping[str, Stored]) -> Linear:
+        """One product for several matrices."""
+        return Linear(inputs, outputs, False, self._product, self._placement, stored)
+
     def qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
         outputs = {"q_proj": heads.query_size, "k_proj": heads.kv_size, "v_proj": heads.kv_size}
         return Linear(inputs, outputs, bias, self._product, self._placement)
@@ -87,7 +95,8 @@ class LayerBuilder:
             shared = self.gated_mlp(hidden, settings.shared_size, activation, bias=False)
         if settings.shared_has_gate:
             shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self._placement)
-        return MoEMLP(gate, experts, settings, shared, shared_gate)
+        bias = ScoreBias(settings.num, self._placement) if settings.by_sigmoid else None
+        return MoEMLP(gate, experts, settings, shared, shared_gate, bias)
 
     def _experts(self, hidden: int, settings: Experts, activation: str, names: tuple[str, str, str]) -> ExpertSet:
         """Those of an outline are stacked too: thousands of layers would take seconds to make."""
@@ -133,6 +142,25 @@ class LayerBuilder:
         scale = heads.dim**-0.5 if scale is None else scale
         rule = AttentionRule(scale, config.attention_softcap, config.window_of(layer))
         return self.attention(heads, layer, config.rope_of(layer), rule)
+
+    def latent_products(self, config: ModelConfig) -> LatentProducts:
+        assert config.latent is not None
+        return LatentProducts(config.heads.num_query, config.latent, self._heads_product, self._placement)
+
+    def latent_attention(self, config: ModelConfig, layer: int) -> LatentAttention:
+        latent, scale = config.latent, config.attention_scale
+        assert latent is not None
+        rule = AttentionRule(latent.query_dim**-0.5 if scale is None else scale)
+        self.backend.accept(rule)
+        rotary = self._rotary(config.rope, latent.rope_dim)
+        return LatentAttention(config.heads, latent, layer, rule, rotary, self._ops)
+
+    def _heads_product(self, weight: Tensor, rest: int) -> HeadLinear:
+        if self.backend.kernels == "triton":
+            return TritonHeads(weight, rest, dependent_rows=dependent_rows(self._placement.device))
+        if self.backend.kernels == "native":
+            return PackedHeads(weight, rest, self._table_product)
+        return DenseHeads(weight, rest)
 
     def _rotary(self, rope: Rope, dim: int) -> Rotary:
         """The same one for all layers with the same positions."""

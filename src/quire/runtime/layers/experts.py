@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.model import Experts
-from quire.kernels.native.program import ExpertWeights, Symbol
+from quire.kernels.native.program import Symbol
+from quire.kernels.native.program_weights import ExpertWeights
 from quire.kernels.reference.experts import choose_experts
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.stream import Normed, Projected, Value
+from quire.runtime.layers.weights import Placement, WeightLayer
 
 
 class Router(Linear):
@@ -22,16 +24,33 @@ class Router(Linear):
     shrinks = False
 
 
+class ScoreBias(WeightLayer):
+    """What is added to the sigmoid of each expert where experts are ranked, and nowhere else: [experts], float32."""
+
+    parts = ("gate.e_score_correction_bias",)
+
+    def __init__(self, num: int, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.empty(num, dtype=torch.float32)
+
+
 class ExpertSet(Protocol):
     """A module that holds all experts of a layer."""
 
     def mix(
-        self, x: Value, logits: Value, experts: Experts, shared: tuple[Value, ...], rows: Tensor | None = None
+        self,
+        x: Value,
+        logits: Value,
+        experts: Experts,
+        shared: tuple[Value, ...],
+        rows: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Value:
         """x [tokens, hidden] -> [tokens, hidden], by the router's logits [tokens, experts].
 
         shared: what the shared expert gave [tokens, hidden], and its gate's logits [tokens, 1]; or less.
         rows [tokens]: below 0 for a token of padding, which goes to no expert; what it gets means nothing.
+        bias [experts], float32: of experts that rank by sigmoids.
         """
 
 
@@ -46,11 +65,14 @@ class EachExpert(nn.ModuleList):
         experts: Experts,
         shared: tuple[Value, ...],
         rows: Tensor | None = None,  # noqa: ARG002
+        bias: Tensor | None = None,
     ) -> Value:
         if isinstance(x, Symbol):
-            return self._write_down(x, logits, experts, shared)
-        used = experts.num_used
-        chosen, weights = choose_experts(logits, used, is_normalized=experts.is_normalized, scale=experts.scale)
+            return self._write_down(x, logits, experts, shared, bias)
+        used, groups = experts.num_used, (experts.num_groups, experts.groups_used)
+        chosen, weights = choose_experts(
+            logits, used, is_normalized=experts.is_normalized, scale=experts.scale, groups=groups, bias=bias
+        )
         out = _shared_part(shared) if shared else torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self)).tolist()
@@ -65,14 +87,17 @@ class EachExpert(nn.ModuleList):
             out.index_add_(0, tokens, expert(x.index_select(0, tokens)).value().float().mul_(factors[mine]))
         return out.to(x.dtype)
 
-    def _write_down(self, x: Symbol, logits: Symbol, experts: Experts, shared: tuple[Symbol, ...]) -> Symbol:
+    def _write_down(
+        self, x: Symbol, logits: Symbol, experts: Experts, shared: tuple[Symbol, ...], bias: Tensor | None
+    ) -> Symbol:
         """The operation of a program."""
         mlps = cast("list[GatedMLP]", list(self))
         linears = [pair for mlp in mlps if (pair := mlp.as_native()) is not None]
         if len(linears) < len(self):
-            return x.writer.call(partial(_mix, self, experts), (x, logits, *shared), x.width)
+            return x.writer.call(partial(_mix, self, experts, bias), (x, logits, *shared), x.width)
         gate_up, down = zip(*linears, strict=True)
-        weights = ExpertWeights(gate_up, down, experts.num_used, experts.is_normalized, experts.scale)
+        groups = (experts.num_groups, experts.groups_used)
+        weights = ExpertWeights(gate_up, down, experts.num_used, experts.is_normalized, experts.scale, groups, bias)
         return x.writer.mix(x, logits, weights, shared)
 
 
@@ -86,8 +111,10 @@ class MoEMLP(nn.Module):
         settings: Experts,
         shared_expert: GatedMLP | None = None,
         shared_expert_gate: Linear | None = None,
+        score_bias: ScoreBias | None = None,
     ) -> None:
         super().__init__()
+        self.score_bias = score_bias
         self.gate, self.experts, self._settings = gate, experts, settings
         self.shared_expert, self.shared_expert_gate = shared_expert, shared_expert_gate
 
@@ -102,7 +129,8 @@ class MoEMLP(nn.Module):
         if self.shared_expert_gate is not None:
             shared += (self.shared_expert_gate(value),)
         logits = self.gate(value)
-        return self.experts.mix(value, logits, self._settings, shared, rows)
+        bias = None if self.score_bias is None else self.score_bias.weight.data
+        return self.experts.mix(value, logits, self._settings, shared, rows, bias)
 
 
 def _shared_part(shared: tuple[Tensor, ...]) -> Tensor:  # [tokens, hidden], float32, new
@@ -111,6 +139,8 @@ def _shared_part(shared: tuple[Tensor, ...]) -> Tensor:  # [tokens, hidden], flo
     return output.float() * factor
 
 
-def _mix(experts: ExpertSet, settings: Experts, x: Tensor, logits: Tensor, *others: Tensor) -> Value:
+def _mix(
+    experts: ExpertSet, settings: Experts, bias: Tensor | None, x: Tensor, logits: Tensor, *others: Tensor
+) -> Value:
     """An operation of a program; the last argument is what the run was given."""
-    return experts.mix(x, logits, settings, others[:-1])
+    return experts.mix(x, logits, settings, others[:-1], bias=bias)

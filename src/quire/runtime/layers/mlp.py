@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from quire.kernels.native.program import LinearWeights
+from quire.kernels.native.program_weights import LinearWeights
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.native import NativeMultiply

@@ -12,7 +12,8 @@ from torch import Tensor
 from quire.kernels.native import ops
 from quire.kernels.native.ops import ROW_INPUTS, PackedWeight, multiply, multiply_rows
 from quire.kernels.native.panels import cut_level_panels, cut_panels, level_panels_pay
-from quire.kernels.native.program import LinearWeights, Symbol
+from quire.kernels.native.program import Symbol
+from quire.kernels.native.program_weights import LinearWeights
 from quire.kernels.native.tiles import TILE_INPUTS, tile_levels, tile_plain
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.ops import TorchOps
@@ -50,8 +51,8 @@ class NativeOps(TorchOps):
             return gate_up.writer.call(lambda x, _: self.gate(x, activation), (gate_up,), gate_up.width // 2)
         return ops.gate(gate_up, activation) if activation in ops.ACTIVATIONS else super().gate(gate_up, activation)
 
-    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        if key.dtype == cache.key.dtype:
+    def write(self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
+        if value is not None and key.dtype == cache.key.dtype:
             ops.write_cache(key, value, cache.key, cache.value, slots)
         else:
             super().write(key, value, cache, slots)

@@ -34,8 +34,9 @@ class LayerOps(Protocol):
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """[tokens, 2 * size], gate then up -> activation(gate) * up [tokens, size]."""
 
-    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        """key, value [tokens, kv heads, dim] into slots [tokens * kv heads] of a layer's cache."""
+    def write(self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
+        """key, value [tokens, kv heads, dim] into slots [tokens * kv heads] of a layer's cache. No value: the key is a
+        latent."""
 
 
 class TorchOps:
@@ -60,10 +61,11 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return _activate(gate, activation).mul_(up)
 
-    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    def write(self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
         dim, dtype = key.shape[-1], cache.key.dtype
         for memory, new in ((cache.key_slots, key), (cache.value_slots, value)):
-            memory.index_copy_(0, slots, indexable(_held(new.reshape(-1, dim), dtype)))
+            if new is not None:
+                memory.index_copy_(0, slots, indexable(_held(new.reshape(-1, dim), dtype)))
 
 
 class TritonOps(TorchOps):

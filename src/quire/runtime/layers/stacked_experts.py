@@ -81,7 +81,13 @@ class StackedExperts(nn.Module):
         self._activation, self._dependent_rows = activation, dependent_rows
 
     def mix(
-        self, x: Tensor, logits: Tensor, experts: Experts, shared: tuple[Tensor, ...], rows: Tensor | None = None
+        self,
+        x: Tensor,
+        logits: Tensor,
+        experts: Experts,
+        shared: tuple[Tensor, ...],
+        rows: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         from quire.kernels.triton.grouped import choose_grouped_tilings, combine, grouped_product, route
 
@@ -90,7 +96,8 @@ class StackedExperts(nn.Module):
         dependent = len(x) >= self._dependent_rows
         routing = route(
             logits, used, first,
-            is_normalized=experts.is_normalized, scale=experts.scale, rows=rows, dependent=dependent,
+            is_normalized=experts.is_normalized, scale=experts.scale, rows=rows,
+            groups=(experts.num_groups, experts.groups_used), bias=bias, dependent=dependent,
         )  # fmt: skip
         inner = grouped_product(
             x, gate_up, routing, first, num_used=used, activation=self._activation, dependent=dependent

@@ -41,6 +41,8 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "phi": Entry("phi", "PHI", ("PhiForCausalLM",)),
     "starcoder2": Entry("starcoder2", "STARCODER2", ("Starcoder2ForCausalLM",)),
     "falcon": Entry("falcon", "FALCON", ("FalconForCausalLM",)),
+    "deepseek_v2": Entry("deepseek", "DEEPSEEK_V2", ("DeepseekV2ForCausalLM",)),
+    "deepseek_v3": Entry("deepseek", "DEEPSEEK_V3", ("DeepseekV3ForCausalLM",)),
 }
 CLASSES = {known: name for name, entry in ENTRIES.items() for known in entry.classes}
 IN_GGUF = {entry.gguf_name or name: name for name, entry in ENTRIES.items() if entry.in_gguf}

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.config.engine import CacheConfig
 from quire.config.kv_cache import KVLayout
 from quire.config.model import Heads
-from quire.runtime.attention.backend import LayerCache, indexable
+from quire.runtime.attention.backend import indexable, layer_cache
 from quire.types.step import BlockCopy
 
 _ALIGNMENT = 64  # bytes, one cache line
@@ -26,17 +26,18 @@ class KVCache:
     def __init__(
         self, config: CacheConfig, heads: Heads, layout: KVLayout, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (layout.num_planes, 2, config.num_blocks, heads.num_kv, config.block_size, heads.dim)
+        self._sides = heads.sides
+        shape = (layout.num_planes, self._sides, config.num_blocks, heads.num_kv, config.block_size, heads.dim)
         memory = _zeros(shape, dtype, device)
-        # [planes * 2, blocks, numbers]: keys and values of each plane
-        self.blocks = indexable(memory).view(layout.num_planes * 2, config.num_blocks, -1)
-        self.layers = tuple(LayerCache.of(memory[plane, 0], memory[plane, 1], table) for plane, table in layout.places)
+        # [planes * sides, blocks, numbers]: keys and values of each plane, or latents
+        self.blocks = indexable(memory).view(layout.num_planes * self._sides, config.num_blocks, -1)
+        self.layers = tuple(layer_cache(memory[plane], heads, table) for plane, table in layout.places)
         self.num_blocks, self.block_size = config.num_blocks, config.block_size
 
     def first(self, num_layers: int) -> KVCache:
         """The same memory, as a model of so many of its layers sees it."""
         other = copying.copy(self)
-        other.blocks, other.layers = self.blocks[: 2 * num_layers], self.layers[:num_layers]
+        other.blocks, other.layers = self.blocks[: self._sides * num_layers], self.layers[:num_layers]
         return other
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -62,7 +63,8 @@ class KVCache:
         key = self.layers[0].key
         assert key.shape[0] == self.num_blocks
         assert key.shape[2] == self.block_size
-        assert all(layer.key.is_contiguous() and layer.value.is_contiguous() for layer in self.layers)
+        assert all(layer.key.is_contiguous() for layer in self.layers)
+        assert all(layer.is_latent or layer.value.is_contiguous() for layer in self.layers)
         assert len({(layer.key.data_ptr(), layer.table) for layer in self.layers}) == len(self.layers)
 
 

@@ -1,0 +1,46 @@
+"""The weights that a program multiplies by, and the structures of experts.h that point at them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Structure, c_double, c_int64, c_void_p
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quire.kernels.native.ops import PackedWeight
+
+
+class PackedLinear(Structure):
+    _fields_ = (
+        ("format", c_int64), ("inputs", c_int64), ("outputs", c_int64), ("weight", c_void_p), ("bias", c_void_p),
+    )  # fmt: skip
+
+
+class PackedExperts(Structure):
+    _fields_ = (
+        ("num", c_int64), ("used", c_int64), ("is_normalized", c_int64), ("shared", c_int64), ("shared_gate", c_int64),
+        ("scale", c_double), ("groups", c_int64), ("groups_used", c_int64), ("bias", c_void_p), ("gate_up", c_void_p),
+        ("down", c_void_p),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeights:
+    """A weight as the kernels read it, and its bias."""
+
+    weight: PackedWeight
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The experts of a layer: gate and up in one product, gated by silu, then down."""
+
+    gate_up: Sequence[LinearWeights]
+    down: Sequence[LinearWeights]
+    num_used: int  # by each row: those that its logits rank first, weighted by the softmax over all
+    is_normalized: bool  # weights are divided by their sum
+    scale: float  # of the weights
+    groups: tuple[int, int] = (1, 1)  # and how many of them a row's experts are of
+    bias: Tensor | None = None  # [experts] float32: experts rank by sigmoids plus this, which are their weights
