@@ -58,6 +58,17 @@ def test_tokens_go_to_the_experts_that_torch_ranks_first(tokens: int, num: int, 
     check_places(routing, SMALL.block_m)
 
 
+@pytest.mark.parametrize("groups", [(4, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts_are_of_the_groups_that_torch_ranks_first(groups: tuple[int, int], biased: bool) -> None:
+    logits = rand(9, 12)
+    bias = rand(12, dtype=torch.float32, seed=3) if biased else None
+    found = route(logits, 3, SMALL, is_normalized=True, scale=2.5, groups=groups, bias=bias)
+    chosen, shares = choose_experts(logits, 3, is_normalized=True, scale=2.5, groups=groups, bias=bias)
+    assert torch.equal(found.chosen.long(), chosen)
+    torch.testing.assert_close(found.weights, shares)
+
+
 def test_padding_goes_to_no_expert() -> None:
     logits = rand(40, 5)
     rows = torch.arange(40, dtype=torch.int32, device=DEVICE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from quire.config.model import Heads, Latent
@@ -86,7 +87,7 @@ class LatentAttention(nn.Module):
         return attended
 
     def _turn(self, x: Tensor, rotation: Rotation) -> None:
-        x.copy_(self._ops.rotate(x.contiguous(), *rotation))
+        x.copy_(self._ops.rotate(x.clone(memory_format=torch.contiguous_format), *rotation))
 
     def _by_triton(
         self, query: Tensor, latents: Tensor, step: ForwardStep, norm: RMSNorm, to_latents: HeadLinear

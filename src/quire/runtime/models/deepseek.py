@@ -5,13 +5,12 @@ V2 ranks experts by a softmax, V3 by sigmoids and a learned bias; both may first
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from torch import nn
 
 from quire.config.fields import Fields
-from quire.config.model import Experts, Heads, Latent, ModelConfig, Rope
+from quire.config.model import Experts, Heads, Latent, ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.experts import MoEMLP
 from quire.runtime.layers.linear import Linear
@@ -23,7 +22,7 @@ from quire.runtime.layers.weights import Stored
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import Family
 from quire.runtime.models.hf_config import read_decoder, refuse_set
-from quire.runtime.models.hf_rope import read_rope
+from quire.runtime.models.hf_rope import read_rope, score_scale
 from quire.runtime.models.mixture import check_experts
 
 LATENT_EPS = 1e-6  # of the norms between the two products of queries and of latents, whatever the others have
@@ -123,17 +122,10 @@ def read_latent_decoder(config: Fields, name: str, max_position: int, *, experts
     heads = Heads(config.integer("num_attention_heads"), 1, latent.rank + latent.rope_dim, latent.rank)
     rope = read_rope(config, config.integer("max_position_embeddings", max_position))
     rope = replace(rope, in_pairs=config.flag("rope_interleave", True))
-    scale = latent.query_dim**-0.5 * yarn_scale(rope)
+    scale = latent.query_dim**-0.5 * score_scale(rope)
     return read_decoder(
         config, name, max_position, heads=heads, rope=rope, latent=latent, attention_scale=scale, experts=experts
     )
-
-
-def yarn_scale(rope: Rope) -> float:
-    """What scores are multiplied by where sequences are stretched."""
-    scaling = dict(rope.scaling)
-    factor, magnitude = scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0.0)
-    return 1.0 if factor <= 1.0 or not magnitude else (0.1 * magnitude * math.log(factor) + 1.0) ** 2
 
 
 def read_experts(config: Fields, scoring: str, *, size: int, num_shared: int, first: int) -> Experts:
@@ -167,4 +159,6 @@ def rename_deepseek(name: str) -> str:
 
 
 DEEPSEEK_V2 = Family(name="deepseek_v2", build=Deepseek, read=read_deepseek_v2, rename=rename_deepseek)
-DEEPSEEK_V3 = Family(name="deepseek_v3", build=Deepseek, read=read_deepseek_v3, rename=rename_deepseek)
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3", build=Deepseek, read=read_deepseek_v3, rename=rename_deepseek, drops_layers=True
+)

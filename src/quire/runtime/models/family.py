@@ -62,5 +62,6 @@ class Family:
     build: Callable[[ModelConfig, LayerBuilder], BaseModel]
     read: Callable[[Fields], ModelConfig]
     rename: Callable[[str], str | None] = str  # a tensor of the checkpoint to the layer's part; None: it is left out
+    drops_layers: bool = False  # checkpoints may hold layers past the last, which draft tokens: they are left out
     embedding: str = "model.embed_tokens.weight"  # which tied heads are
     gguf: GgufFamily | None = None  # None: not read from GGUF

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -75,10 +76,12 @@ class HfCheckpoint:
 
     def _name(self, owners: dict[str, SafetensorsFile]) -> tuple[dict[str, SafetensorsFile], dict[str, str]]:
         """By the layers' names: the tensors' files, and their names there."""
-        rename = find_family(self.config.architecture).rename
+        family = find_family(self.config.architecture)
         stored: dict[str, str] = {}
         for name, file in owners.items():
-            known = rename(name)
+            known = family.rename(name)
+            if family.drops_layers and known is not None and _layer(known) >= self.config.num_layers:
+                continue
             if known in stored:
                 raise ModelLoadError(file.name, f"is the same tensor as {stored[known]}", tensor=name)
             if known is not None:
@@ -99,3 +102,9 @@ class HfCheckpoint:
             if name not in owners or Path(owners[name].name).name != place:
                 raise ModelLoadError(str(directory / place), f"is not there, though {INDEX} says so", tensor=name)
         return owners
+
+
+def _layer(name: str) -> int:
+    """The number of the layer that a tensor is of; -1: of none."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
