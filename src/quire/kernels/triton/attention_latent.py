@@ -36,7 +36,7 @@ def latent_config(rows: int, dtype: torch.dtype, device: torch.device) -> SplitC
     processors, block_m = num_processors(device), max(16, power_of_two(rows))
     block_n = 16 if dtype.itemsize == 4 else 32
     if block_m == 16:
-        return SplitConfig(block_m, block_n, 4, 3, 2 * processors, 2)
+        return SplitConfig(block_m, block_n, 4, 2, 2 * processors, 2)
     return SplitConfig(block_m, block_n, 8 if block_m > 32 else 4, 2, processors, 2)
 
 
@@ -163,7 +163,8 @@ def _attend(
     """Queries [M, RANK] and [M, rest] over `count` tiles from tile `first` of positions low .. high -> output, maximum,
     sum (see fold). Positions past the end repeat the last one and are hidden."""
     M: tl.constexpr = query.shape[0]
-    acc = tl.zeros([M, query.shape[1]], tl.float32)
+    RANK_PAD: tl.constexpr = query.shape[1]
+    acc = tl.zeros([M, RANK_PAD], tl.float32)
     top = tl.full([M], EMPTY, tl.float32)
     total = tl.zeros([M], tl.float32)
     begin = base_of(low, BLOCK_N, BLOCK_SIZE) + first * BLOCK_N
@@ -182,9 +183,11 @@ def _attend(
 @triton.jit
 def score_latents(query, query_rest, latents, rows, WIDTH: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr):
     """Of these rows of the cache [N]: what is key and value [N, RANK], and their products with queries [M, N]."""
+    RANK_PAD: tl.constexpr = query.shape[1]
+    REST_PAD: tl.constexpr = query_rest.shape[1]
     places = latents + rows.to(tl.int64) * WIDTH
-    k = load_columns(places, None, RANK, query.shape[1]).to(query.dtype)
-    k_rest = load_columns(places + RANK, None, WIDTH - RANK, query_rest.shape[1]).to(query.dtype)
+    k = load_columns(places, None, RANK, RANK_PAD).to(query.dtype)
+    k_rest = load_columns(places + RANK, None, WIDTH - RANK, REST_PAD).to(query.dtype)
     product = tl.dot(query, tl.trans(k), input_precision=PRECISION)
     return k, tl.dot(query_rest, tl.trans(k_rest), product, input_precision=PRECISION)
 

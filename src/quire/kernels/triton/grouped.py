@@ -64,8 +64,9 @@ class Routing(NamedTuple):
 @triton.jit
 def _keep_groups(ranked, expert, size, GROUPS: tl.constexpr, USED: tl.constexpr, BOTH: tl.constexpr):
     """Minus infinity for experts that are not of the groups that rank first, by their best expert or best two."""
-    groups = tl.arange(0, triton.next_power_of_2(GROUPS))
-    scores = tl.full(groups.shape, float("-inf"), tl.float32)
+    PAD: tl.constexpr = triton.next_power_of_2(GROUPS)
+    groups = tl.arange(0, PAD)
+    scores = tl.full([PAD], float("-inf"), tl.float32)
     for group in tl.static_range(GROUPS):
         inside = tl.where(expert // size == group, ranked, float("-inf"))
         score = tl.max(inside, 0)

@@ -16,26 +16,60 @@ _LEAST_DIM = 16  # of a product
 
 
 @triton.jit
-def _turn(at, stride, table, half, heads, HEADS: tl.constexpr, HALF: tl.constexpr):
-    """Numbers of HEADS heads, half-split, turned by one line of the table: both halves, [HEADS, HALF]."""
-    place = tl.arange(0, HALF)
-    inside = (heads[:, None]) & (place < half)[None, :]
-    cos = tl.load(table + place, mask=place < half, other=1.0).to(tl.float32)[None, :]
-    sin = tl.load(table + half + place, mask=place < half, other=0.0).to(tl.float32)[None, :]
-    places = at + tl.arange(0, HEADS)[:, None] * stride + place[None, :]
-    first = tl.load(places, mask=inside, other=0.0)
-    second = tl.load(places + half, mask=inside, other=0.0)
-    wide_1, wide_2 = first.to(tl.float32), second.to(tl.float32)
-    turned_1 = (wide_1 * cos - wide_2 * sin).to(first.dtype)
-    turned_2 = (wide_2 * cos + wide_1 * sin).to(first.dtype)
-    return turned_1, turned_2, inside
-
-
-@triton.jit
 def _to_cache(x, FLOAT8_CACHE: tl.constexpr):
     if FLOAT8_CACHE:
         x = tl.minimum(tl.maximum(x.to(tl.float32), -FLOAT8_MAX), FLOAT8_MAX)
     return x
+
+
+@triton.jit
+def _angles(table, half, HALF: tl.constexpr):
+    place = tl.arange(0, HALF)
+    cos = tl.load(table + place, mask=place < half, other=1.0).to(tl.float32)
+    sin = tl.load(table + half + place, mask=place < half, other=0.0).to(tl.float32)
+    return cos, sin
+
+
+@triton.jit
+def _turn(first, second, cos, sin):
+    """Both halves of numbers, turned, in their dtype."""
+    wide_1, wide_2 = first.to(tl.float32), second.to(tl.float32)
+    return (wide_1 * cos - wide_2 * sin).to(first.dtype), (wide_2 * cos + wide_1 * sin).to(first.dtype)
+
+
+@triton.jit
+def _turn_queries(at, table, head, num_heads, stride, half, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """HEADS heads from number `head` on, in place; `at` points at the token's first."""
+    number, place = head + tl.arange(0, HEADS), tl.arange(0, HALF)
+    inside = (number < num_heads)[:, None] & (place < half)[None, :]
+    places = at + number[:, None] * stride + place[None, :]
+    cos, sin = _angles(table, half, HALF)
+    first, second = tl.load(places, mask=inside, other=0.0), tl.load(places + half, mask=inside, other=0.0)
+    turned_1, turned_2 = _turn(first, second, cos[None, :], sin[None, :])
+    tl.store(places, turned_1, mask=inside)
+    tl.store(places + half, turned_2, mask=inside)
+
+
+@triton.jit
+def _store_latent(
+    at, to, norm_ptr, table, eps, rank, half, kept, RANK: tl.constexpr, HALF: tl.constexpr, FLOAT8_CACHE: tl.constexpr
+):
+    """A token's latent, normed and turned, to a place in the cache, if it is `kept`."""
+    column, place = tl.arange(0, RANK), tl.arange(0, HALF)
+    dtype = to.dtype.element_ty
+    x = tl.load(at + column, mask=column < rank, other=0.0)
+    weight = tl.load(norm_ptr + column, mask=column < rank, other=0.0).to(tl.float32)
+    wide = x.to(tl.float32)
+    normal = wide * tl.rsqrt(tl.sum(wide * wide, 0) / rank + eps)
+    y = (normal.to(x.dtype).to(tl.float32) * weight).to(x.dtype)
+    tl.store(to + column, _to_cache(y, FLOAT8_CACHE).to(dtype), mask=(column < rank) & kept)
+    cos, sin = _angles(table, half, HALF)
+    first = tl.load(at + rank + place, mask=place < half, other=0.0)
+    second = tl.load(at + rank + half + place, mask=place < half, other=0.0)
+    turned_1, turned_2 = _turn(first, second, cos, sin)
+    inside = (place < half) & kept
+    tl.store(to + rank + place, _to_cache(turned_1, FLOAT8_CACHE).to(dtype), mask=inside)
+    tl.store(to + rank + half + place, _to_cache(turned_2, FLOAT8_CACHE).to(dtype), mask=inside)
 
 
 @triton.jit
@@ -52,34 +86,17 @@ def _store_kernel(
     if row >= 0:
         position = tl.load(position_ptr + token).to(tl.int64)
         table = table_ptr + position * 2 * half
-        place = tl.arange(0, HALF)
         if part > 0:
             head = (part - 1) * HEADS
-            at = query_ptr + token * query_stride + head * head_stride
-            first, second, inside = _turn(
-                at, head_stride, table, half, head + tl.arange(0, HEADS) < num_heads, HEADS, HALF
-            )
-            places = at + tl.arange(0, HEADS)[:, None] * head_stride + place[None, :]
-            tl.store(places, first, mask=inside)
-            tl.store(places + half, second, mask=inside)
+            _turn_queries(query_ptr + token * query_stride, table, head, num_heads, head_stride, half, HEADS, HALF)
         else:
-            column = tl.arange(0, RANK)
-            at = latent_ptr + token * latent_stride
-            x = tl.load(at + column, mask=column < rank, other=0.0)
-            weight = tl.load(norm_ptr + column, mask=column < rank, other=0.0).to(tl.float32)
-            wide = x.to(tl.float32)
-            normal = wide * tl.rsqrt(tl.sum(wide * wide) / rank + eps)
-            y = (normal.to(x.dtype).to(tl.float32) * weight).to(x.dtype)
-            first, second, inside = _turn(at + rank, 0, table, half, tl.arange(0, 1) < 1, 1, HALF)
-            has_block = position // BLOCK_SIZE < max_blocks
+            kept = position // BLOCK_SIZE < max_blocks
             where = blocks_ptr + row * blocks_stride + position // BLOCK_SIZE
-            block = tl.load(where, mask=has_block, other=0).to(tl.int64)
-            to = key_ptr + (block * BLOCK_SIZE + position % BLOCK_SIZE) * (rank + 2 * half)
-            dtype = key_ptr.dtype.element_ty
-            tl.store(to + column, _to_cache(y, FLOAT8_CACHE).to(dtype), mask=(column < rank) & has_block)
-            places = to + rank + place[None, :]
-            tl.store(places, _to_cache(first, FLOAT8_CACHE).to(dtype), mask=inside & has_block)
-            tl.store(places + half, _to_cache(second, FLOAT8_CACHE).to(dtype), mask=inside & has_block)
+            slot = tl.load(where, mask=kept, other=0).to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+            _store_latent(
+                latent_ptr + token * latent_stride, key_ptr + slot * (rank + 2 * half), norm_ptr, table, eps, rank,
+                half, kept, RANK, HALF, FLOAT8_CACHE,
+            )  # fmt: skip
 
 
 def store_latents(
@@ -161,7 +178,8 @@ def multiply_heads(
         return out
     block_m = max(_FEWEST_ROWS, min(_MOST_ROWS, power_of_two(tokens)))
     block_n = max(_LEAST_DIM, min(64 if block_m == _FEWEST_ROWS else 128, power_of_two(outputs)))
-    block_k = max(_LEAST_DIM, min(256 // x.element_size(), power_of_two(inputs)))
+    line = (256 if block_m == _FEWEST_ROWS else 128) // x.element_size()
+    block_k = max(_LEAST_DIM, min(line, power_of_two(inputs)))
     _heads_kernel[(triton.cdiv(tokens, block_m), heads, triton.cdiv(outputs, block_n))](
         x, weight, out, tokens, x.stride(0), out.stride(0), inputs, outputs, rest,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, REST=power_of_two(rest) if rest else 0,
