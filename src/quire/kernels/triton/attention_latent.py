@@ -32,11 +32,11 @@ def head_groups(query_heads: int) -> int:
 
 
 def latent_config(rows: int, dtype: torch.dtype, device: torch.device) -> SplitConfig:
-    """For units of up to `rows` packed query rows over a cache of `dtype`, as measured on an H200."""
+    """For units of up to `rows` packed query rows over a cache of `dtype`, so that registers do not spill."""
     processors, block_m = num_processors(device), max(16, power_of_two(rows))
     block_n = 16 if dtype.itemsize == 4 else 32
     if block_m == 16:
-        return SplitConfig(block_m, block_n, 4, 2, 2 * processors, 2)
+        return SplitConfig(block_m, block_n, 4, 3, 2 * processors, 2)
     return SplitConfig(block_m, block_n, 8 if block_m > 32 else 4, 2, processors, 2)
 
 
