@@ -113,6 +113,7 @@ def test_layers_past_the_last_are_left_out(tmp_path: Path) -> None:
     [
         (v2, "attention_bias", True),
         (v2, "norm_topk_prob", True),
+        (v2, "num_key_value_heads", 1),
         (v2, "topk_method", "random"),
         (v2, "scoring_func", "sigmoid"),
         (v3, "topk_method", "greedy"),

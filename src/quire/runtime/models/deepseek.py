@@ -12,18 +12,16 @@ from torch import nn
 from quire.config.fields import Fields
 from quire.config.model import Experts, Heads, Latent, ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.experts import MoEMLP
 from quire.runtime.layers.linear import Linear
-from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.step import ForwardStep
-from quire.runtime.layers.stream import Normed, Projected, Stream
+from quire.runtime.layers.stream import Normed, Projected
 from quire.runtime.layers.weights import Stored
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import Family
 from quire.runtime.models.hf_config import read_decoder, refuse_set
 from quire.runtime.models.hf_rope import read_rope, score_scale
-from quire.runtime.models.mixture import check_experts
+from quire.runtime.models.mixture import QwenMoeBlock, check_experts
 
 LATENT_EPS = 1e-6  # of the norms between the two products of queries and of latents, whatever the others have
 
@@ -60,23 +58,8 @@ class DeepseekAttention(nn.Module):
         return self.o_proj.later(self.attention(queries, both, step, self.kv_a_layernorm, self.kv_b_proj))
 
 
-class DeepseekBlock(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
-        super().__init__()
-        hidden, eps, experts = config.hidden_size, config.norm_eps, config.experts
-        assert experts is not None
-        self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps)
-        self.self_attn = DeepseekAttention(config, layer, build)
-        self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps)
-        self.mlp: GatedMLP | MoEMLP
-        if layer in experts.dense_layers:
-            self.mlp = build.gated_mlp(hidden, config.intermediate_size, config.activation, bias=False)
-        else:
-            self.mlp = build.moe_mlp(config)
-
-    def forward(self, x: Stream, step: ForwardStep) -> None:
-        x.add(self.self_attn(self.input_layernorm(x), step))
-        x.add(self.mlp(self.post_attention_layernorm(x)))
+class DeepseekBlock(QwenMoeBlock):
+    attention = DeepseekAttention
 
 
 class Deepseek(Decoder):
@@ -103,10 +86,16 @@ def read_deepseek_v3(config: Fields) -> ModelConfig:
     experts = read_groups(config, some, num=8, used=4)
     if experts.groups_used < experts.num_groups and experts.num < 2 * experts.num_groups:
         raise config.refuse("n_group", "a group must have two experts at least")
-    return read_latent_decoder(config, "deepseek_v3", 4_096, experts=check_experts(config, experts))
+    pairs = config.flag("rope_interleave", True)
+    return read_latent_decoder(config, "deepseek_v3", 4_096, experts=check_experts(config, experts), in_pairs=pairs)
 
 
-def read_latent_decoder(config: Fields, name: str, max_position: int, *, experts: Experts) -> ModelConfig:
+def read_latent_decoder(
+    config: Fields, name: str, max_position: int, *, experts: Experts, in_pairs: bool = True
+) -> ModelConfig:
+    num_heads = config.integer("num_attention_heads")
+    if config.integer("num_key_value_heads", num_heads) != num_heads:
+        raise config.refuse("num_key_value_heads", f"must be {num_heads}, as many as query heads")
     refuse_set(config, "attention_bias", usual=False)
     refuse_set(config, "mlp_bias", usual=False)
     latent = Latent(
@@ -119,9 +108,9 @@ def read_latent_decoder(config: Fields, name: str, max_position: int, *, experts
     sizes = (latent.rank, latent.nope_dim, latent.rope_dim, latent.value_dim, latent.query_rank or 1)
     if min(sizes) < 1 or latent.rope_dim % 2:
         raise config.refuse("qk_rope_head_dim", f"{latent} cannot be: sizes are above 0, rotated ones even")
-    heads = Heads(config.integer("num_attention_heads"), 1, latent.rank + latent.rope_dim, latent.rank)
+    heads = Heads(num_heads, 1, latent.rank + latent.rope_dim, latent.rank)
     rope = read_rope(config, config.integer("max_position_embeddings", max_position))
-    rope = replace(rope, in_pairs=config.flag("rope_interleave", True))
+    rope = replace(rope, in_pairs=in_pairs)
     scale = latent.query_dim**-0.5 * score_scale(rope)
     return read_decoder(
         config, name, max_position, heads=heads, rope=rope, latent=latent, attention_scale=scale, experts=experts
