@@ -99,7 +99,7 @@ def test_a_float8_cache() -> None:
 def check_chunks(chunks: list[tuple[int, int]], case: Paged) -> None:
     """The chunks follow two other tokens of the batch, which must stay as they are."""
     num_heads, rank, itemsize = case.heads.query, case.value_cache.shape[3], case.key_cache.element_size()
-    config = latent_prefill_config(itemsize) if ON_GPU else PrefillConfig(16, 16, 4, 2)
+    config = latent_prefill_config(itemsize, DEVICE) if ON_GPU else PrefillConfig(16, 16, 4, 2)
     spans, begin = [], 2
     for row, (start, count) in enumerate(chunks):
         spans.append((begin, start, count, row))

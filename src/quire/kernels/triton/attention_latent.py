@@ -18,10 +18,12 @@ from quire.kernels.triton.attention_pairs import arrive, kept, query_rows, unit_
 from quire.kernels.triton.attention_schedule import PROGRAM_NUMBERS, SplitPlan
 from quire.kernels.triton.attention_split import base_of, leave_part, part_slot, program_of
 from quire.kernels.triton.attention_tile import EMPTY, block_ids, fold, slots
-from quire.kernels.triton.launch import await_inputs, num_processors, power_of_two
+from quire.kernels.triton.launch import await_inputs, num_processors, power_of_two, shared_memory
 
 MOST_HEADS = 64  # query heads of a group
 _LEAST_DIM = 16  # of a product
+_WIDE_BYTES = 216 << 10  # of shared memory, which tiles of 64 latents take
+_MERGE_STAGES = 3  # parts are read ahead of their merge, where they are small
 
 
 def head_groups(query_heads: int) -> int:
@@ -32,12 +34,14 @@ def head_groups(query_heads: int) -> int:
 
 
 def latent_config(rows: int, dtype: torch.dtype, device: torch.device) -> SplitConfig:
-    """For units of up to `rows` packed query rows over a cache of `dtype`, so that registers do not spill."""
+    """For units of up to `rows` packed query rows over a cache of `dtype`: the fastest on an H200 that fits."""
     processors, block_m = num_processors(device), max(16, power_of_two(rows))
-    block_n = 16 if dtype.itemsize == 4 else 32
+    if dtype.itemsize == 4:
+        return SplitConfig(block_m, 16, 4 if block_m == 16 else 8, 2 if block_m == 16 else 1, processors, 4)
     if block_m == 16:
-        return SplitConfig(block_m, block_n, 4, 3, 2 * processors, 2)
-    return SplitConfig(block_m, block_n, 8 if block_m > 32 else 4, 2, processors, 2)
+        return SplitConfig(block_m, 32, 4, 3 if dtype.itemsize == 2 else 2, 2 * processors, 3)
+    wide = block_m == MOST_HEADS and shared_memory(device) >= _WIDE_BYTES
+    return SplitConfig(block_m, 64 if wide else 32, 8, 2, processors, 8)
 
 
 def latent_decode(
@@ -95,7 +99,8 @@ def _launch(
         query.stride(0), 0 if out is None else out.stride(0), tables.stride(0), rule.factor, rule.value_scale,
         RECORD=PROGRAM_NUMBERS, GROUP=query_heads // plan.kv_heads, GROUPS=plan.kv_heads, ROWS=rows, ROWS_PAD=rows_pad,
         WIDTH=width, RANK=rank, RANK_PAD=power_of_two(rank), REST_PAD=max(_LEAST_DIM, power_of_two(width - rank)),
-        BLOCK_SIZE=plan.block_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n, COMPUTE=COMPUTE[latents.dtype],
+        BLOCK_SIZE=plan.block_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        MERGE_STAGES=_MERGE_STAGES if rows_pad <= 16 else 1, COMPUTE=COMPUTE[latents.dtype],
         PRECISION="ieee" if latents.dtype == torch.float32 else "tf32", DEPENDENT=dependent,
         num_warps=config.warps, num_stages=config.stages, launch_pdl=dependent,
     )  # fmt: skip
@@ -107,7 +112,7 @@ def _split_latents(
     members, spans, prefix_out, prefix_log_sums, query_stride, out_stride, table_stride, factor, value_scale,
     RECORD: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
     WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, REST_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MERGE_STAGES: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: its share of the line of tiles, pair after pair."""
@@ -144,7 +149,7 @@ def _split_latents(
             arrive(
                 out, unit, group, low, origin, tiles, line, active, arrivals, parts, extremes,
                 members, spans, prefix_out, prefix_log_sums, None, out_stride, value_scale,
-                GROUP, GROUPS, ROWS, ROWS_PAD, RANK, RANK_PAD, 1, 1,
+                GROUP, GROUPS, ROWS, ROWS_PAD, RANK, RANK_PAD, 1, MERGE_STAGES,
             )  # fmt: skip
         place += count
         offset += count

@@ -16,14 +16,18 @@ from quire.kernels.triton.attention_decode import COMPUTE
 from quire.kernels.triton.attention_latent import check_latents, load_columns, score_latents
 from quire.kernels.triton.attention_prefill import PrefillPlan
 from quire.kernels.triton.attention_tile import EMPTY, block_ids, fold, slots
-from quire.kernels.triton.launch import await_inputs, power_of_two
+from quire.kernels.triton.launch import await_inputs, power_of_two, shared_memory
 
 _LEAST_DIM = 16  # of a product
+_WIDE_BYTES, _NARROW_BYTES = 224 << 10, 148 << 10  # of shared memory, which tiles of 64 or 32 latents take
 
 
-def latent_prefill_config(itemsize: int) -> PrefillConfig:
-    """For a cache whose numbers take so many bytes."""
-    return PrefillConfig(64, 32, 8, 2) if itemsize < 4 else PrefillConfig(32, 16, 8, 1)
+def latent_prefill_config(itemsize: int, device: torch.device) -> PrefillConfig:
+    """For a cache whose numbers take so many bytes: the fastest on an H200 that fits."""
+    room = shared_memory(device)
+    if itemsize == 4 or room < _NARROW_BYTES:
+        return PrefillConfig(32, 16, 8, 1)
+    return PrefillConfig(64, 64 if room >= _WIDE_BYTES else 32, 8, 2)
 
 
 def latent_prefill(

@@ -85,8 +85,8 @@ def make_backend(
     if heads.latent is not None:
         from quire.runtime.attention.triton_latent import LatentTritonAttention
 
-        dtype = kv_dtype or placement.dtype
-        return LatentTritonAttention(heads, dependent_rows=dependent_rows(placement.device), itemsize=dtype.itemsize)
+        device, itemsize = placement.device, (kv_dtype or placement.dtype).itemsize
+        return LatentTritonAttention(heads, device, dependent_rows=dependent_rows(device), itemsize=itemsize)
     from quire.runtime.attention.triton import TritonAttention
 
     return TritonAttention(heads, dependent_rows=dependent_rows(placement.device))

@@ -20,9 +20,9 @@ from quire.runtime.transfer import Courier
 class LatentTritonAttention(TritonAttention):
     """`itemsize`: bytes of a number in the cache."""
 
-    def __init__(self, heads: Heads, *, dependent_rows: int, itemsize: int) -> None:
+    def __init__(self, heads: Heads, device: torch.device, *, dependent_rows: int, itemsize: int) -> None:
         super().__init__(heads, dependent_rows=dependent_rows)
-        self._prefill = latent_prefill_config(itemsize)
+        self._prefill = latent_prefill_config(itemsize, device)
 
     def reserve(self, cache: LayerCache, max_rows: int) -> None:
         key, heads = cache.key, self._heads.num_query
