@@ -143,7 +143,7 @@ def _plan(
     planned = plan_engine(files, EngineArguments(**settings))
     if way in (FITS, "recompute"):
         return planned
-    block_bytes = kv_block_bytes(planned.model, planned.config.device.kv_dtype, size)
+    block_bytes = kv_block_bytes(planned.model, planned.config.device.kv_dtype, size, planned.config.cache.groups)
     settings |= {"preemption": way, "host_cache_memory": 2 * sum(blocks) * block_bytes}
     return plan_engine(files, EngineArguments(**settings))
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quire.types.beam import BeamSearchParams as BeamSearchParams
     from quire.types.beam import BeamSearchSequence as BeamSearchSequence
     from quire.types.decoding import StructuredOutputsParams as StructuredOutputsParams
+    from quire.types.embedding import EmbeddingOutput as EmbeddingOutput
     from quire.types.errors import ConfigError as ConfigError
     from quire.types.errors import DoesNotFit as DoesNotFit
     from quire.types.errors import EngineDead as EngineDead
@@ -50,6 +51,7 @@ _HOMES = {
     "BeamSearchSequence": "quire.types.beam",
     "StructuredOutputsParams": "quire.types.decoding",
     "RequestOutput": "quire.types.output",
+    "EmbeddingOutput": "quire.types.embedding",
     "CompletionOutput": "quire.types.output",
     "Logprob": "quire.types.output",
     "PinnedPrefix": "quire.types.prefix",

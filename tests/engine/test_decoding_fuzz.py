@@ -20,15 +20,15 @@ SEEDS = int(os.environ.get("QUIRE_TEST_SEEDS", "200"))
 SHARDS = 20
 
 
-def play(seed: int) -> Counter[str]:
+def play(seed: int, *, is_grouped: bool = False) -> Counter[str]:
     """Run a mix; and if it leaves files, once more, after a restart."""
     try:
-        mix = Mix(seed)
+        mix = Mix(seed, is_grouped=is_grouped)
         with mock.patch.object(mask_table, "FEW", mix.least_batch):
             mix.run()
             met = mix.exercised()
             if mix.engine.tiers.files:
-                again = Mix(seed, mix.engine.tiers.files, mix.salts)
+                again = Mix(seed, mix.engine.tiers.files, mix.salts, is_grouped=is_grouped)
                 again.run()
                 met.update(again.exercised())
     except BaseException as error:
@@ -42,6 +42,13 @@ def test_every_answer_of_a_random_mix_is_the_one_its_request_gets_alone(shard: i
     seeds = range(shard, SEEDS, SHARDS)
     met = sum(map(play, seeds), Counter())
     assert met["answers compared"] >= len(seeds) // 2  # some mixes have a cache that nothing of theirs fits into
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_so_it_is_where_layers_have_windows_or_states(shard: int) -> None:
+    seeds = range(shard, SEEDS, SHARDS)
+    met = sum([play(seed, is_grouped=True) for seed in seeds], Counter())
+    assert met["answers compared"] >= len(seeds) // 2
 
 
 def test_random_mixes_meet_every_way_to_decode_and_to_make_room(monkeypatch: pytest.MonkeyPatch) -> None:

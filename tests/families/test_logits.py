@@ -6,6 +6,7 @@ import pytest
 
 from family_bench import BACKENDS, check_parity, load_bench, num_calls
 from family_models import FamilyCase
+from quire.config.kv_cache import can_split
 
 pytest.importorskip("transformers")
 
@@ -14,6 +15,14 @@ pytest.importorskip("transformers")
 def test_logits_are_those_of_transformers(case: FamilyCase, attention: str) -> None:
     model = case.model
     check_parity(case.directory, attention=attention, model=model)
+
+
+@pytest.mark.parametrize("attention", ["reference", "gather", "auto"])
+def test_layers_with_a_window_may_have_blocks_of_their_own(case: FamilyCase, attention: str) -> None:
+    model = case.model
+    if not can_split(load_bench(case.directory).model_config.kv_specs):
+        pytest.skip("its layers are of one kind")
+    check_parity(case.directory, attention=attention, model=model, split=True, block_size=2)
 
 
 def test_all_blocks_are_one_compiled_program(case: FamilyCase) -> None:

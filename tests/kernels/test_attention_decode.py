@@ -191,3 +191,20 @@ def test_a_captured_step_follows_new_lengths_without_the_host() -> None:
         for row, length in enumerate(new):
             if length:
                 close(out[row : row + 1], case.expected(query[row : row + 1], row, length - 1, rule))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("block_size", [1, 4, 16, 32])
+def test_blocks_before_the_window_are_not_read(block_size: int, turned: bool) -> None:
+    heads, lengths, window = Heads(4, 2, 16), [83, 40, 5], 7
+    rule = rule_for(heads, window=window)
+    case = paged(lengths, heads, block_size, DTYPES[0])
+    plan, query = plan_for(case, config=SplitConfig(16, 16, 4, 3, 7, 1, turned=turned)), case.queries(3)
+    wanted = [case.expected(query[row : row + 1], row, length - 1, rule) for row, length in enumerate(lengths)]
+    for row, length in enumerate(lengths):
+        for block in case.tables[row, : max(length - window, 0) // block_size].tolist():
+            case.key_cache[block], case.value_cache[block] = float("nan"), float("inf")
+    fill_split_plan(plan, torch.tensor(lengths, device=DEVICE), window=window)
+    out = paged_decode(query, case.key_cache, case.value_cache, case.tables, plan, rule)
+    for row, rows in enumerate(wanted):
+        close(out[row : row + 1], rows)

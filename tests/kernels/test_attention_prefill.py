@@ -92,3 +92,17 @@ def test_tiles_hold_every_packed_row_once_heaviest_first(seed: int) -> None:
 def test_tiles_beyond_the_room_are_refused() -> None:
     with pytest.raises(ValueError, match="4 tiles, but there is room for 3"):
         lay_out_tiles([(0, 0, 32, 0)], 2, 16, capacity=3)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_before_the_window_are_not_read(dtype: torch.dtype, block_size: int) -> None:
+    heads, (start, count), window = Heads(4, 2, 16), (75, 9), 7
+    rule = rule_for(heads, window=window)
+    case = paged([start + count], heads, block_size, dtype)
+    query = case.queries(count)
+    wanted = case.expected(query, 0, start, rule)
+    for block in case.tables[0, : (start + 1 - window) // block_size].tolist():
+        case.key_cache[block], case.value_cache[block] = float("nan"), float("inf")
+    plan = plan_for([(start, count)], heads, first=0)
+    close(paged_prefill(query, case.key_cache, case.value_cache, case.tables, plan, rule), wanted, dtype)

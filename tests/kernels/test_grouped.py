@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.clamp import Clamp
 from quire.kernels.reference import quantize
 from quire.kernels.reference.experts import choose_experts, mix_experts
 from quire.kernels.triton import grouped
@@ -25,9 +26,11 @@ SMALL = GroupedTiling(16, 32, 32, 4, 2)
 HIGH = GroupedTiling(32, 16, 64, 4, 2)
 
 
-def mix(x: Tensor, stacks: tuple[Stack, Stack], routing: Routing, tiling: GroupedTiling) -> Tensor:
+def mix(
+    x: Tensor, stacks: tuple[Stack, Stack], routing: Routing, tiling: GroupedTiling, clamp: Clamp | None = None
+) -> Tensor:
     used = routing.chosen.shape[1]
-    inner = grouped_product(x, stacks[0], routing, tiling, num_used=used, activation="silu")
+    inner = grouped_product(x, stacks[0], routing, tiling, num_used=used, activation="silu", clamp=clamp)
     return combine(grouped_product(inner, stacks[1], routing, tiling, num_used=1), routing)
 
 
@@ -63,10 +66,18 @@ def test_tokens_go_to_the_experts_that_torch_ranks_first(tokens: int, num: int, 
 def test_experts_are_of_the_groups_that_torch_ranks_first(groups: tuple[int, int], biased: bool) -> None:
     logits = rand(9, 12)
     bias = rand(12, dtype=torch.float32, seed=3) if biased else None
-    found = route(logits, 3, SMALL, is_normalized=True, scale=2.5, groups=groups, bias=bias)
-    chosen, shares = choose_experts(logits, 3, is_normalized=True, scale=2.5, groups=groups, bias=bias)
+    found = route(logits, 3, SMALL, is_normalized=True, scale=2.5, groups=groups, score_bias=bias)
+    chosen, shares = choose_experts(logits, 3, is_normalized=True, scale=2.5, groups=groups, score_bias=bias)
     assert torch.equal(found.chosen.long(), chosen)
     torch.testing.assert_close(found.weights, shares)
+
+
+def test_each_expert_may_have_a_factor() -> None:
+    logits, factors = rand(7, 5), rand(5, seed=2)
+    routing = route(logits, 3, SMALL, is_normalized=True, factors=factors)
+    chosen, shares = choose_experts(logits, 3, is_normalized=True, factors=factors)
+    assert torch.equal(routing.chosen.long(), chosen)
+    torch.testing.assert_close(routing.weights, shares)
 
 
 def test_padding_goes_to_no_expert() -> None:
@@ -107,6 +118,17 @@ def test_a_mixture_is_that_of_torch(
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert torch.equal(mix(x, stacks, route(logits, used, tiling, is_normalized=True), tiling), found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_biases_are_added_and_a_gate_stays_within_its_limits(dtype: torch.dtype) -> None:
+    x, logits, clamp = rand(7, 48, dtype=dtype), rand(7, 4, dtype=dtype, seed=3), Clamp(0.5, 1.702, 1.0)
+    gate_up, down = weights(4, 48, 40, dtype)
+    biases = rand(4, 80, dtype=dtype, seed=4), rand(4, 48, dtype=dtype, seed=5)
+    routing = route(logits, 2, SMALL, is_normalized=True)
+    found = mix(x, (Stack(gate_up, None, biases[0]), Stack(down, None, biases[1])), routing, SMALL, clamp)
+    wanted = mix_experts(x, gate_up, down, routing.chosen, routing.weights, "silu", biases=biases, clamp=clamp)
+    torch.testing.assert_close(found.float(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64, 256, 512, 1_024, 8_192])

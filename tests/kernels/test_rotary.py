@@ -74,6 +74,41 @@ def test_numbers_behind_those_that_turn_stay(dim: int, turned: int, normed: bool
         torch.testing.assert_close(cache, wanted)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_are_normed_too_where_the_norms_are_of_them(dtype: torch.dtype) -> None:
+    qkv, weights = rand(5, 3 + 2 * 2, 64, dtype=dtype, scale=3.0), rand(2, 64, dtype=dtype, seed=3)
+    positions, rows = _step(4)
+    caches = tuple(rand(8, 2, 4, 64, dtype=dtype, seed=i) for i in (1, 2))
+    wanted_caches = tuple(cache.clone() for cache in caches)
+    normed = qkv.clone()
+    normed[:, 5:] = torch.nn.functional.rms_norm(qkv[:, 5:].float(), (64,), eps=1e-6).to(dtype)
+    query, _ = reference.rotate_and_store(
+        normed, _table(64), positions, rows, BLOCKS, wanted_caches, norms=(*weights, 1e-6)
+    )
+    found, norms = qkv.clone().flatten(1), HeadNorms(*weights, 1e-6, of_values=True)
+    rotate_and_store(found, _table(64), positions, rows, BLOCKS.to(DEVICE), LayerMemory(*caches), norms=norms)
+    near = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    torch.testing.assert_close(found.view(5, -1, 64)[:, :3], query, **near)
+    for cache, wanted in zip(caches, wanted_caches, strict=True):
+        torch.testing.assert_close(cache, wanted, **near)
+
+
+@pytest.mark.parametrize("turned", [64, 16])
+def test_queries_alone_turn_and_leave_the_cache_as_it_is(turned: int) -> None:
+    qkv, weights = rand(5, 3 + 2 * 2, 64), rand(2, 64, seed=3)
+    positions, rows = _step(4)
+    caches = torch.ones(2, 8, 2, 4, 64, device=DEVICE)
+    query, _ = reference.rotate_and_store(
+        qkv, _table(turned), positions, rows, BLOCKS, tuple(caches.clone()), norms=(*weights, 1e-6)
+    )
+    found, norms = qkv[:, :3].flatten(1), HeadNorms(*weights, 1e-6)
+    rotate_and_store(
+        found, _table(turned), positions, rows, BLOCKS.to(DEVICE), LayerMemory(*caches), norms=norms, stores=False
+    )
+    torch.testing.assert_close(found.view(5, 3, 64), query)
+    assert bool((caches == 1).all())
+
+
 def test_queries_go_to_a_buffer_of_their_own_and_keys_stay() -> None:
     qkv = rand(5, 4 * 64)
     caches = torch.zeros(2, 8, 1, 4, 64, device=DEVICE)

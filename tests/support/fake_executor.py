@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fake_tiers import FakeTiers
+from quire.config.kv_cache import PLAIN, KVGroups
 from quire.types.step import (
     Candidates,
     Masks,
@@ -17,6 +18,7 @@ from quire.types.step import (
     RowDraft,
     RowFailure,
     RowLogprobs,
+    StateMove,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -40,6 +42,107 @@ class FakeRow:
 
 
 @dataclass(frozen=True)
+class FakeSpan:
+    """Tokens of a row that a step computes."""
+
+    number: int
+    row: FakeRow
+    start: int
+    count: int
+
+    @property
+    def history(self) -> list[int]:
+        return [token + self.row.mark for token in self.row.tokens]
+
+
+class FakeSides:
+    """The side blocks of the same memory: window blocks hold tokens too, and a state is a digest of all tokens so far.
+    Proves that every token finds its window, and every row the state it left."""
+
+    def __init__(self, memory: npt.NDArray[np.int64], groups: KVGroups, num_blocks: int, block_size: int) -> None:
+        self._memory, self._groups, self._num_blocks, self._size = memory, groups, num_blocks, block_size
+        self._windows: dict[int, list[int]] = {}
+        self._slots: dict[int, int] = {}  # row -> slot
+        self.num_window_reads = self.num_checkpoints = 0
+
+    def assign(self, plan: StepPlan) -> None:
+        width = self._groups.num_window_blocks
+        for place, block in enumerate(plan.window_owners.tolist()):
+            self._windows[block] = plan.window_blocks[place * width : (place + 1) * width].tolist()
+            assert len(self._windows[block]) == width
+        for new in plan.new_rows:
+            self._slots.pop(new.row, None)
+
+    def compute(self, plan: StepPlan, spans: list[FakeSpan]) -> None:
+        if self._groups.window is not None:
+            for span in spans:
+                self._write_windows(span)
+            for span in spans:
+                self._check_windows(span)
+        if self._groups.num_states:
+            self._move(plan, spans)
+
+    def _write_windows(self, span: FakeSpan) -> None:
+        history = span.history
+        for position in range(span.start, span.start + span.count):
+            for place, block in enumerate(self._windows[span.row.blocks[position // self._size]]):
+                self._memory[block, position % self._size] = history[position] + 7 * (place + 1)
+
+    def _check_windows(self, span: FakeSpan) -> None:
+        assert self._groups.window is not None
+        history, first = span.history, max(span.start - self._groups.window + 1, 0)
+        for position in range(first, span.start + span.count):
+            windows = self._windows[span.row.blocks[position // self._size]]
+            assert len(windows) == self._groups.num_window_blocks
+            for place, block in enumerate(windows):
+                found = self._memory[block, position % self._size]
+                assert found == history[position] + 7 * (place + 1), f"row {span.number} lost token {position}"
+                self.num_window_reads += 1
+
+    def _move(self, plan: StepPlan, spans: list[FakeSpan]) -> None:
+        """All rows read before any writes, as on a device."""
+        moves: dict[int, list[StateMove]] = {}
+        for move in plan.states:
+            moves.setdefault(move.row, []).append(move)
+        written: dict[int, npt.NDArray[np.int64]] = {}
+        read: set[int] = set()
+        for span in spans:
+            own = moves.pop(span.number, [])
+            places = [move.position for move in own]
+            assert places == sorted(set(places))
+            assert all(span.start <= place < span.start + span.count for place in places), "a move out of place"
+            if own and own[0].position == span.start:
+                _, _, slot, source = own.pop(0)
+            else:
+                source = slot = self._slots[span.number]
+            if span.start:
+                found = self._memory[self._blocks(source), 0]
+                assert (found == self._digest(span.history[: span.start])).all(), f"row {span.number} lost its state"
+                if source != slot:
+                    read.add(source)
+            for _, position, following, source in own:
+                assert slot == source
+                assert slot not in written, "two rows write to one slot"
+                written[slot] = self._digest(span.history[:position])
+                slot, self.num_checkpoints = following, self.num_checkpoints + 1
+            assert slot not in written, "two rows write to one slot"
+            written[slot] = self._digest(span.history[: span.start + span.count])
+            self._slots[span.number] = slot
+        for row, own in moves.items():  # its own code failed when the step was planned
+            self._slots[row] = own[0].source
+        assert not read & written.keys(), "a slot is read by one row and written by another"
+        for slot, digest in written.items():
+            self._memory[self._blocks(slot), 0] = digest
+
+    def _blocks(self, slot: int) -> list[int]:
+        first = self._num_blocks + slot * self._groups.blocks_per_state
+        return list(range(first, first + self._groups.blocks_per_state))
+
+    def _digest(self, tokens: list[int]) -> npt.NDArray[np.int64]:
+        return hash(tuple(tokens)) // 8 + np.arange(self._groups.blocks_per_state)
+
+
+@dataclass(frozen=True)
 class Sample:
     """One sample of a step: what follows the first `length` tokens of a row."""
 
@@ -60,9 +163,12 @@ class FakeExecutor:
     wrong_drafts: int = 3  # one in so many tokens of a draft is wrong
     period: int = 0  # answers go on with what stands so many tokens before; 0: by the hash
     tiers: FakeTiers = field(default_factory=lambda: FakeTiers(0, 1))
+    groups: KVGroups = PLAIN
 
     def __post_init__(self) -> None:
-        self.memory = np.full((self.num_blocks, self.block_size), EMPTY, dtype=np.int64)
+        total = self.num_blocks + self.groups.num_states * self.groups.blocks_per_state
+        self.memory = np.full((total, self.block_size), EMPTY, dtype=np.int64)
+        self.sides = FakeSides(self.memory, self.groups, self.num_blocks, self.block_size)
         self.rows: dict[int, FakeRow] = {}
         self.results: deque[StepResult] = deque()
         self.owed: StepPlan | None = None  # the guided plan that waits for its masks
@@ -81,6 +187,7 @@ class FakeExecutor:
         for row in plan.released:
             self.rows.pop(row, None)
             self.masks.pop(row, None)
+        self.sides.assign(plan)
         for new in plan.new_rows:
             assert new.row not in self.rows, "a seated row was given away"
             mark = self.marks.get(new.row, 0)
@@ -180,10 +287,11 @@ class FakeExecutor:
         for chunk in plan.chunks:
             row = self.rows[chunk.row]
             assert self._read(row, chunk.start) == row.tokens[: chunk.start], "a chunk begins before what it builds on"
-        for number in plan.decode_rows.tolist():
-            self._write(number, len(self.rows[number].tokens) - 1, 1)
-        for chunk in plan.chunks:
-            self._write(chunk.row, chunk.start, chunk.num_tokens)
+        spans = [(number, len(self.rows[number].tokens) - 1, 1) for number in plan.decode_rows.tolist()]
+        spans += [(chunk.row, chunk.start, chunk.num_tokens) for chunk in plan.chunks]
+        for span in spans:
+            self._write(*span)
+        self.sides.compute(plan, [FakeSpan(number, self.rows[number], *rest) for number, *rest in spans])
 
     def _samples(self, plan: StepPlan) -> list[Sample]:
         samples = [Sample(row, len(self.rows[row].tokens)) for row in plan.decode_rows.tolist()]

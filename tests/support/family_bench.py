@@ -17,6 +17,7 @@ from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.types.step import Chunk
 from tiny_models import Bench, engine_config, greedy_reference
+from window_bench import WindowBench, groups_of
 
 SIZES = {
     "vocab_size": 61,
@@ -45,7 +46,10 @@ def hf_model(hf_config: Any, seed: int = 0) -> torch.nn.Module:
     """A model of random weights, norms and biases too."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
+    return randomize(transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval(), seed)
+
+
+def randomize(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for value in model.parameters():
@@ -60,8 +64,12 @@ def hf_checkpoint(folder: Path, hf_config: Any, seed: int = 0) -> Path:
     return folder
 
 
-def load_bench(path: Path, *, attention: str = "auto", **config: Any) -> Bench:
+def load_bench(path: Path, *, attention: str = "auto", split: bool = False, **config: Any) -> Bench:
+    """split: layers with a window have blocks of their own, and blocks that nobody holds are full of NaN."""
     checkpoint = open_checkpoint(files_at(path))
+    if split:
+        config["groups"] = groups_of(checkpoint.config)
+        return WindowBench(checkpoint, engine_config(**config), attention=attention)  # type: ignore[arg-type]
     return Bench(checkpoint, engine_config(**config), attention=attention)  # type: ignore[arg-type]
 
 
@@ -107,14 +115,16 @@ def logits_of(
     return [(bench.tokens[row][len(prompt) :], torch.stack(seen[row])) for row, prompt in enumerate(prompts)]
 
 
-def check_parity(path: Path, *, attention: str, model: torch.nn.Module | None = None, atol: float = 2e-4) -> None:
+def check_parity(
+    path: Path, *, attention: str, model: torch.nn.Module | None = None, atol: float = 2e-4, **config: Any
+) -> None:
     """Quire's tokens and logits are those of transformers, whose model is read from `path` too unless it is given."""
     import transformers
 
     if model is None:
         auto = transformers.AutoModelForCausalLM
         model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    for prompt, (tokens, logits) in zip(PROMPTS, logits_of(path, attention=attention), strict=True):
+    for prompt, (tokens, logits) in zip(PROMPTS, logits_of(path, attention=attention, **config), strict=True):
         wanted, wanted_logits = greedy_reference(model, prompt, NUM_DECODED)
         assert tokens == wanted
         torch.testing.assert_close(logits, wanted_logits, rtol=1e-3, atol=atol)

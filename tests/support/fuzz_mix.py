@@ -13,6 +13,7 @@ from fuzz_faults import Faults, FaultyProposers
 from fuzz_grammars import REAL_GRAMMARS, FuzzGrammars
 from fuzz_requests import END_IDS, FAILING_GRAMMARS, STEM, Asked, Crowd, ask, constrain, echo, plain
 from harness import Harness
+from quire.config.kv_cache import PLAIN, KVGroups
 from quire.config.policy import POLICY_NAMES, RESERVING
 from quire.config.speculation import SpeculationConfig
 from quire.config.tiers import EVICTION_NAMES, TierConfig
@@ -75,11 +76,28 @@ def proposers_of(rng: random.Random, depth: int, period: int) -> DraftProposers:
     return ToyProposers(orders, rng.random() < 0.7, observes, rng.choice([5, 40]), rng.random() < 0.1)
 
 
+def groups_of(seed: int, num_rows: int) -> KVGroups:
+    """Windows, states or both."""
+    rng = random.Random(seed + 4)
+    kind = rng.random()
+    windows = (rng.choice([1, 2, 5, 12, 40]), rng.choice([1, 1, 2, 5])) if kind < 0.7 else (None, 0)
+    states = (num_rows + rng.choice([1, 3, 30]), rng.choice([1, 3])) if kind > 0.4 else (0, 0)
+    return KVGroups(*windows, *states)
+
+
 class Mix:
     """An engine of random size and settings, and requests that arrive, branch, are cut off and fail at random."""
 
-    def __init__(self, seed: int, files: Files = MappingProxyType({}), salts: frozenset[str] = frozenset()) -> None:
-        """`files` are what an earlier engine left on disk, for requests of these `salts`."""
+    def __init__(
+        self,
+        seed: int,
+        files: Files = MappingProxyType({}),
+        salts: frozenset[str] = frozenset(),
+        *,
+        is_grouped: bool = False,
+    ) -> None:
+        """`files` are what an earlier engine left on disk, for requests of these `salts`. `is_grouped`: the model has
+        layers with a window, or recurrent ones, or both."""
         self.rng = rng = random.Random(seed)
         self.block_size = block_size = rng.choice([1, 1, 2, 3, 4, 5, 6, 7, 8])
         policy = rng.choice(["fcfs"] * 4 + ["priority", "fair"] + list(POLICY_NAMES))
@@ -94,6 +112,12 @@ class Mix:
             num_tokens *= 4
         num_blocks = num_tokens // block_size
         longest = LONGEST - 10 if policy in RESERVING else num_blocks * block_size
+        max_num_seqs, groups = rng.choice([16, 24] if is_guided else [6, 9, 16]), PLAIN
+        if is_grouped and policy not in RESERVING:
+            groups = groups_of(seed, max_num_seqs)
+            num_blocks *= 1 + groups.num_window_blocks
+            tiers = replace(tiers, host_blocks=tiers.host_blocks * 3)
+            behind.__init__(tiers.host_blocks, *list(vars(behind).values())[1:7])  # type: ignore[misc]
         self.crowd = Crowd(longest, grows, is_guided, policy in RESERVING, period)
         self.grammars, self.proposers = FuzzGrammars(), proposers_of(rng, depth, period)
         self.faults = Faults(random.Random(seed + 2), rng.choice([0.0, 0.05, 0.3]))
@@ -106,12 +130,13 @@ class Mix:
             tools=DecodingTools(self.grammars, FaultyProposers(self.proposers, self.faults), self.faults.vocabulary),
             clock=Clock(random.Random(seed + 3)),
             max_num_batched_tokens=rng.choice([6, 17, 64]),
-            max_num_seqs=rng.choice([16, 24] if is_guided else [6, 9, 16]),
+            max_num_seqs=max_num_seqs,
             max_model_len=LONGEST if policy in RESERVING else 512,
             policy=policy,
             tiers=tiers,
             behind=behind,
             preemption=preemption,
+            groups=groups,
         )
         self.engine.executor.period = period
         self.least_batch = rng.choice([0, 4])  # masks of more rows than this are made together

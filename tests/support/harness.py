@@ -9,6 +9,7 @@ from collections.abc import Callable
 from fake_executor import VOCAB, FakeExecutor
 from fake_tiers import FakeTiers
 from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.config.kv_cache import PLAIN, KVGroups
 from quire.config.tiers import EvictionName, TierConfig
 from quire.engine.core import EngineCore
 from quire.engine.decoding.tools import DecodingTools
@@ -53,13 +54,14 @@ class Harness:
         tiers: TierConfig | None = None,
         behind: FakeTiers | None = None,
         check_every: int = 1,
+        groups: KVGroups = PLAIN,
         **settings: object,
     ) -> None:
         tiers = tiers or TierConfig()
         self.tiers = behind or FakeTiers(tiers.host_blocks, block_size)
-        self.executor = FakeExecutor(num_blocks, block_size, depth, tiers=self.tiers)
+        self.executor = FakeExecutor(num_blocks, block_size, depth, tiers=self.tiers, groups=groups)
         scheduler = SchedulerConfig(**{**_SETTINGS, **settings})  # type: ignore[arg-type]
-        cache = CacheConfig(block_size, num_blocks, caching, eviction=eviction, tiers=tiers)
+        cache = CacheConfig(block_size, num_blocks, caching, eviction=eviction, tiers=tiers, groups=groups)
         marks = SaltMarks()
         self.core = EngineCore(self.executor, cache, scheduler, VOCAB, tools=tools, clock=clock, observer=marks)
         marks.core, marks.executor = self.core, self.executor

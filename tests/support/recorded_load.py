@@ -56,7 +56,8 @@ class RecordedLoad:
         recording = RecordingConfig(str(self.path), self.tokens, self.limit)
         config = EngineConfig(self.cache, self.scheduler, DEVICE, self.speculation, recording)
         size, behind = self.cache.block_size, FakeTiers(self.cache.tiers.host_blocks, self.cache.block_size)
-        self.executor = FakeExecutor(self.cache.num_blocks, size, self.depth, tiers=self.behind or behind)
+        tiers, groups = self.behind or behind, self.cache.groups
+        self.executor = FakeExecutor(self.cache.num_blocks, size, self.depth, tiers=tiers, groups=groups)
         self.writer = RecordingWriter.from_config(config, VOCAB, self.depth)
         proposers = make_proposers(self.speculation, self.depth)
         tools = DecodingTools(self.grammars or NoGrammars(), proposers, lambda: VOCABULARY)

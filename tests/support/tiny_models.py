@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from quire.config.kv_cache import PLAIN, KVGroups
 from quire.config.model import Heads, ModelConfig, Quantization, Rope
 from quire.config.tiers import TierConfig
 from quire.runtime.layers.builder import LayerBuilder
@@ -168,9 +169,10 @@ def engine_config(
     budget: int = 2_048,
     kv_dtype: str | None = None,
     quantization: Quantization | None = None,
+    groups: KVGroups = PLAIN,
 ) -> EngineConfig:
     return EngineConfig(
-        CacheConfig(block_size, num_blocks, layout=layout, tiers=tiers or TierConfig()),
+        CacheConfig(block_size, num_blocks, layout=layout, tiers=tiers or TierConfig(), groups=groups),
         SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=max_len),
         DeviceConfig(device, dtype, kv_dtype or dtype, quantization=quantization),  # type: ignore[arg-type]
     )
@@ -237,6 +239,7 @@ class Bench:
         builder = LayerBuilder(config.device, checkpoint.config.heads, config.cache.block_size)
         model = build_model(checkpoint.config, builder)
         load_weights(model, checkpoint)
+        self.model_config = checkpoint.config
         self.sampler = sampler or GreedySampler()
         self.worker = Worker(model, builder.backend, self.sampler, checkpoint.config, config)
         order = torch.randperm(config.cache.num_blocks, generator=torch.Generator().manual_seed(1))
@@ -306,6 +309,18 @@ class Bench:
         self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = (), masks: Masks | None = None
     ) -> dict[int, int]:
         """Run one step, growing tables as needed; returns the token sampled by each row, its last one if several."""
+        plan = self.plan(decode, chunks, masks)
+        self.output = self.worker.execute(plan)
+        self.worker.check()
+        sampled = dict(zip(plan.sample_rows.tolist(), self.output.token_ids.tolist(), strict=True))
+        verified = {chunk.row for chunk in chunks if chunk.num_sampled > 1}
+        for row, token in sampled.items():
+            if row not in verified:
+                self.tokens[row].append(token)
+        return sampled
+
+    def plan(self, decode: Sequence[int], chunks: Sequence[Chunk], masks: Masks | None) -> StepPlan:
+        """The next step, with all that changed since the last one."""
         for row in decode:
             self.reserve(row, len(self.tokens[row]))
         for chunk in chunks:
@@ -326,14 +341,7 @@ class Bench:
         )
         self._new, self._grants, self._copies, self._released, self._writes = [], [], [], [], []
         self.step += 1
-        self.output = self.worker.execute(plan)
-        self.worker.check()
-        sampled = dict(zip(plan.sample_rows.tolist(), self.output.token_ids.tolist(), strict=True))
-        verified = {chunk.row for chunk in chunks if chunk.num_sampled > 1}
-        for row, token in sampled.items():
-            if row not in verified:
-                self.tokens[row].append(token)
-        return sampled
+        return plan
 
     @property
     def result(self) -> StepResult:

@@ -65,6 +65,22 @@ class KVGroups:
     def is_plain(self) -> bool:
         return self.window is None and not self.num_states
 
+    def blocks_needed(self, num_blocks: int, block_size: int, max_chunk: int) -> int:
+        """How many blocks a sequence of `num_blocks` blocks of tokens takes at most, window blocks included. Steps
+        compute up to `max_chunk` of its tokens."""
+        return num_blocks + self.num_window_blocks * min(num_blocks, self._most_seen(block_size, max_chunk))
+
+    def blocks_held(self, num_blocks: int, block_size: int, max_chunk: int) -> int:
+        """The reverse of `blocks_needed`: how many blocks of tokens a sequence may have that takes `num_blocks`."""
+        most_seen = self._most_seen(block_size, max_chunk)
+        return max(
+            num_blocks - self.num_window_blocks * most_seen, min(num_blocks // (1 + self.num_window_blocks), most_seen)
+        )
+
+    def _most_seen(self, block_size: int, max_chunk: int) -> int:
+        """Blocks of tokens that some token of a chunk sees through the window."""
+        return 0 if self.window is None else -(-(self.window + max_chunk) // block_size) + 1
+
 
 PLAIN = KVGroups()
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token_buckets
 from quire.config.facts import HardwareFacts
+from quire.config.kv_cache import PLAIN, KVGroups, lay_out
 from quire.config.model import DTYPE_BYTES, Experts, ModelConfig, packed_bytes
 from quire.config.sizes import MIB, at_least, at_most, format_size
 from quire.types.errors import DoesNotFit
@@ -23,6 +24,7 @@ IN_PLACE_BYTES = {  # work lists and partial results of attention backends that 
     "virtual": 64 * MIB,  # attention masks
 }
 LATENT_PARTS_BYTES = 80 * MIB  # partial results of attention over latents on a GPU, which all query heads share
+TABLE_BYTES = 4  # a token or a block in the tables of rows
 GRAPH_BYTES = 16 * MIB  # one captured decode graph: its nodes and kernels
 TOKEN_GRAPH_BYTES = 8 * MIB  # the captured graphs of one token bucket: prompts, decodes, or both
 NUM_GRAPHS = 32  # captured decode graphs: row buckets, some with and without top_k and top_p
@@ -59,6 +61,8 @@ class MemoryPlan:
     host_masks: int = 0  # beside a GPU: masks in host memory, most of it pinned
     host_available: int = 0  # bytes of host memory that the host tier and the masks of a GPU may use
     staging: int = 0  # GPU buffers for blocks being copied to and from host memory
+    groups: KVGroups = PLAIN  # of layers; window blocks are some of `num_blocks`
+    max_chunk: int = 0  # tokens of a sequence that a step computes
 
     @property
     def kv_cache(self) -> int:
@@ -76,7 +80,12 @@ class MemoryPlan:
 
     @property
     def blocks_per_sequence(self) -> int:
-        return -(-self.max_model_len // self.block_size)
+        """Of max_model_len tokens, the window blocks among them included."""
+        return self.groups.blocks_needed(-(-self.max_model_len // self.block_size), self.block_size, self.max_chunk)
+
+    def longest_in(self, num_blocks: int) -> int:
+        """The number of tokens of the longest sequence that fits into so many blocks."""
+        return self.groups.blocks_held(num_blocks, self.block_size, self.max_chunk) * self.block_size
 
     @property
     def num_sequences(self) -> float:
@@ -86,12 +95,13 @@ class MemoryPlan:
     def check(self) -> None:
         """Raise DoesNotFit if the plan exceeds the capacity. The error names the setting to change."""
         if self.blocks_per_sequence > self.num_blocks:
+            longest, windows = self.longest_in(self.num_blocks), "" if self._windows is None else ", with window blocks"
             raise DoesNotFit(
                 "max_model_len",
-                f"{self.max_model_len} tokens need {self.blocks_per_sequence} KV blocks of {self.block_size}, "
+                f"{self.max_model_len} tokens need {self.blocks_per_sequence} KV blocks of {self.block_size}{windows}, "
                 f"the cache has {self.num_blocks} ({format_size(self.kv_cache)})",
-                f"set max_model_len to {self.num_blocks * self.block_size} or less, "
-                f"or raise num_kv_blocks to {self.blocks_per_sequence} "
+                (f"set max_model_len to {longest} or less, or " if longest else "")
+                + f"raise num_kv_blocks to {self.blocks_per_sequence} "
                 f"(kv_cache_memory={at_least(self.blocks_per_sequence * self.block_bytes)})",
             )
         host_room = max(self.host_available - self.host_masks, 0)
@@ -123,8 +133,7 @@ class MemoryPlan:
         needed = self.kv_cache if self.host_fix(self.kv_cache) else smallest_cache
         if (less := self.host_fix(needed)) is not None:
             return "host_cache_memory", short, less
-        if room >= self.block_bytes:
-            tokens = room // self.block_bytes * self.block_size
+        if room > 0 and (tokens := self.longest_in(room // self.block_bytes)) > 0:
             return "max_model_len", short, f"lower it to {tokens} or less; the KV cache then shrinks with it"
         if self.activations + self.sampling + self.masks + self.rows + self.graphs > self.weights:
             return "max_num_batched_tokens", short, "lower it, and max_num_seqs, or use a device with more memory"
@@ -162,12 +171,23 @@ class MemoryPlan:
         size_width = max(len(size) for _, size, _ in lines)
         table = [f"  {name:<{name_width}}  {size:>{size_width}}  {note}".rstrip() for name, size, note in lines]
         held = f"  holds {self.num_sequences:.1f} sequences of {self.max_model_len:,} tokens"
-        return "\n".join(["memory plan", *table, held])
+        return "\n".join(["memory plan", *table, held, *([] if self._windows is None else [self._windows])])
+
+    @property
+    def _windows(self) -> str | None:
+        """How many blocks of a sequence serve which group; None if there is one."""
+        if self.groups.window is None:
+            return None
+        tokens = -(-self.max_model_len // self.block_size)
+        more = self.blocks_per_sequence - tokens
+        window = f"the layers that see {self.groups.window:,}"
+        return f"  each takes {tokens:,} blocks for the layers that see all tokens and up to {more:,} for {window}"
 
 
-def kv_block_bytes(model: ModelConfig, kv_dtype: str, block_size: int) -> int:
-    """Bytes of the keys and values of one block, in all layers."""
-    return model.heads.sides * model.num_layers * model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
+def kv_block_bytes(model: ModelConfig, kv_dtype: str, block_size: int, groups: KVGroups = PLAIN) -> int:
+    """Bytes of the keys and values of one block: of all layers, unless those with a window have blocks of their own."""
+    planes = lay_out(model.kv_specs, split=groups.window is not None).num_planes
+    return model.heads.sides * planes * model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
 
 
 def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, capacity: int) -> MemoryPlan:
@@ -177,11 +197,13 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
     scheduler, block_size, kv_dtype = config.scheduler, config.cache.block_size, config.device.kv_dtype
     drafting = config.speculation is not None and config.speculation.method != "ngram"
     draft = None if config.speculation is None else config.speculation.draft
-    sampling, rows = _sampling(model, scheduler), _rows(scheduler, block_size)
+    groups = config.cache.groups
+    sampling, rows = _sampling(model, scheduler), _rows(scheduler, block_size, groups)
     masks, host_masks = _masks(model, config, facts)
     drafted = sampling + masks + rows + _graphs(draft or model, config, facts) if drafting else 0
-    block_bytes = kv_block_bytes(model, kv_dtype, block_size)
+    block_bytes = kv_block_bytes(model, kv_dtype, block_size, groups)
     tier = config.cache.tiers.host_blocks * block_bytes  # the host tier does not hold the draft model's keys and values
+    block_bytes += groups.num_window_blocks * TABLE_BYTES  # which window blocks belong to it
     if draft is not None:
         drafted += _weights(draft, config, facts, weight_bytes)
         block_bytes += kv_block_bytes(draft, kv_dtype, block_size)
@@ -204,6 +226,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         host_masks=host_masks,
         host_available=facts.available_memory,
         staging=0 if kind == "cpu" else min(SAVE_STAGING_BYTES, tier) + min(LOAD_STAGING_BYTES, tier),
+        groups=groups,
+        max_chunk=scheduler.max_num_batched_tokens,
     )
 
 
@@ -272,7 +296,7 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     of attention's buffers: gathered keys and values, rounded up to a power of two, and masks of prompt chunks."""
     heads, scheduler, kv_bytes = model.heads, config.scheduler, DTYPE_BYTES[config.device.kv_dtype]
     value_bytes = facts.weight_bytes(config.device.dtype, config.device.device)
-    widest = scheduler.max_num_batched_tokens * _widest(model) * max(value_bytes, DTYPE_BYTES["float32"])
+    widest = scheduler.max_num_batched_tokens * widest_activations(model) * max(value_bytes, DTYPE_BYTES["float32"])
     attention = _attention(config, facts)
     if attention in IN_PLACE_BYTES:
         return widest + IN_PLACE_BYTES[attention] + (_latent_parts(model, scheduler) if attention == "triton" else 0)
@@ -291,14 +315,18 @@ def _latent_parts(model: ModelConfig, scheduler: SchedulerConfig) -> int:
     return LATENT_PARTS_BYTES + scheduler.num_rows * found
 
 
-def _widest(model: ModelConfig) -> int:
+def widest_activations(model: ModelConfig) -> int:
     """The number of values per token when a layer's activations are at their peak."""
     heads = model.heads
     attention = 2 * (heads.query_size + 2 * heads.kv_size) + 2 * heads.query_size
-    mlp = 3 * model.intermediate_size
+    mlp = 3 * max(model.mlp_size_of(layer) for layer in range(model.num_layers))
     if model.experts is not None:
-        mlp = max(mlp if model.experts.dense_layers else 0, _widest_mixture(model.hidden_size, model.experts))
-    return 4 * model.hidden_size + max(attention, mlp)
+        mlp = max(
+            mlp if model.experts.dense_layers or model.experts.beside_mlp else 0,
+            _widest_mixture(model.hidden_size, model.experts),
+        )
+    beside = 3 * model.num_layers * model.per_layer_input
+    return 4 * model.hidden_size + beside + max(attention, mlp)
 
 
 def _widest_mixture(hidden: int, experts: Experts) -> int:
@@ -317,11 +345,12 @@ def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
         return 0
     rows, value_bytes = min(config.scheduler.num_rows, GRAPH_ROWS), DTYPE_BYTES[config.device.dtype]
     tokens = token_buckets(model, config)
-    choosing = NUM_GRAPHS * GRAPH_BYTES + 2 * rows * (_widest(model) + model.vocab_size) * value_bytes
-    return choosing + len(tokens) * TOKEN_GRAPH_BYTES + 2 * max(tokens, default=0) * _widest(model) * value_bytes
+    widest = widest_activations(model)
+    choosing = NUM_GRAPHS * GRAPH_BYTES + 2 * rows * (widest + model.vocab_size) * value_bytes
+    return choosing + len(tokens) * TOKEN_GRAPH_BYTES + 2 * max(tokens, default=0) * widest * value_bytes
 
 
-def _rows(scheduler: SchedulerConfig, block_size: int) -> int:
-    """Bytes of all rows: token history and block table with four bytes per entry, and a few dozen numbers per row."""
-    blocks = -(-scheduler.max_model_len // block_size)
-    return scheduler.num_rows * ((scheduler.max_model_len + blocks) * 4 + 512)
+def _rows(scheduler: SchedulerConfig, block_size: int, groups: KVGroups) -> int:
+    """Bytes of all rows: token history, block table and window tables, and a few dozen numbers per row."""
+    blocks = -(-scheduler.max_model_len // block_size) * (1 + groups.num_window_blocks)
+    return scheduler.num_rows * ((scheduler.max_model_len + blocks) * TABLE_BYTES + 512)

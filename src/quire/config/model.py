@@ -64,7 +64,7 @@ class Rope:
     """Rotary position embedding, half-split layout. `scaling` holds the parameters of `kind` by their HF names."""
 
     theta: float = 10_000.0
-    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] = "default"
+    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"] = "default"
     scaling: tuple[tuple[str, float], ...] = ()
     max_position: int = 2_048  # the sequence length that the model was trained for
     frequency_factors: tuple[float, ...] = ()  # dim / 2 divisors of the default frequencies; (): none
@@ -88,6 +88,18 @@ class Experts:
     groups_used: int = 1
     by_sigmoid: bool = False  # experts rank by sigmoids plus a learned bias, groups by their best two; not by a softmax
     dense_layers: tuple[int, ...] = ()  # that have a plain MLP
+    beside_mlp: bool = False  # layers have a plain MLP too
+    has_bias: bool = False  # the router and the experts' matrices
+    clamp: tuple[float, float, float] | None = None  # of the gate: limit, alpha and shift, see `kernels/clamp.py`
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """What only encoders have: `num_types` kinds of tokens, each with a vector that is added (0: none), and a table of
+    positions whose first one is in line `position_offset`."""
+
+    num_types: int = 0
+    position_offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +128,8 @@ def packed_bytes(num_weights: int, *, nibbles: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The numbers of a decoder-only transformer. What a family of models always has is said by its file in
-    `runtime/models`, not here."""
+    """The numbers of a decoder-only transformer, or of an encoder. What a family of models always has is said by its
+    file in `runtime/models`, not here."""
 
     architecture: str  # the family's name
     vocab_size: int
@@ -133,9 +145,14 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    attention_sinks: bool = False  # each query head has a score without a value
     windows: tuple[int | None, ...] = ()  # of each layer: a token sees so many, itself included; (): all layers see all
     local_rope: Rope | None = None  # of the layers with a window, where it differs
     layers_without_rope: tuple[int, ...] = ()
+    kv_layers: tuple[int, ...] = ()  # of each layer: the one whose keys and values it reads; (): its own
+    keys_are_values: bool = False  # in layers that see all: one product gives both
+    per_layer_input: int = 0  # numbers that each layer reads of a token beside the stream
+    double_wide: bool = False  # layers that read the keys of others have an MLP of twice the size
     attention_scale: float | None = None  # None: 1 / sqrt(heads.dim)
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -146,6 +163,7 @@ class ModelConfig:
     shared_norm: bool = False  # by the same norm; likewise
     experts: Experts | None = None
     latent: Latent | None = None  # of attention over latents; `heads` are those that attend to them
+    encoder: Encoder | None = None  # None: a decoder
     dtype: Dtype = "bfloat16"  # the checkpoint's dtype
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = field(default=())
@@ -161,6 +179,14 @@ class ModelConfig:
     def window_of(self, layer: int) -> int | None:
         """How many tokens a token of a layer sees, itself included; None: all."""
         return self.windows[layer] if self.windows else None
+
+    def kv_layer_of(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads."""
+        return self.kv_layers[layer] if self.kv_layers else layer
+
+    def mlp_size_of(self, layer: int) -> int:
+        is_wide = self.double_wide and self.kv_layer_of(layer) != layer
+        return self.intermediate_size * (2 if is_wide else 1)
 
     @property
     def kv_specs(self) -> tuple[KVCacheSpec, ...]:
@@ -187,4 +213,6 @@ class ModelConfig:
             return self.num_parameters
         others = self.experts.num - self.experts.num_used
         mixtures = self.num_layers - len(self.experts.dense_layers)
-        return self.num_parameters - mixtures * others * 3 * self.hidden_size * self.experts.size
+        hidden, size = self.hidden_size, self.experts.size
+        biases = 2 * size + hidden if self.experts.has_bias else 0
+        return self.num_parameters - mixtures * others * (3 * hidden * size + biases)

@@ -9,11 +9,12 @@ from math import gcd
 from quire.config.arguments import DTYPES, VIRTUAL_BACKEND, EngineArguments, check_uncached, read_arguments
 from quire.config.engine import MAX_BLOCK_SIZE, CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts, cuda_index
+from quire.config.kv_cache import PLAIN, KVGroups, lay_out
 from quire.config.memory import MemoryPlan, kv_block_bytes, plan_memory
 from quire.config.model import CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.policy import RESERVING
 from quire.config.sizes import GIB, MIB, format_size, parse_size
-from quire.config.speculation import resolve_speculation
+from quire.config.speculation import SpeculationConfig, resolve_speculation
 from quire.config.tiers import resolve_tiers
 from quire.types.errors import ConfigError, DoesNotFit
 
@@ -45,9 +46,9 @@ def resolve_engine_config(
     batches, whose last answer counts, and not as streams, whose every token does.
     """
     parsed = read_arguments(args)
-    device = _resolve_device(args, facts, model)
+    device = resolve_device(args, facts, model)
     kind = device.device.partition(":")[0]
-    capacity = _capacity(args, facts, device.device)
+    capacity = device_capacity(args, facts, device.device)
     scheduler = SchedulerConfig(
         max_num_seqs=args.max_num_seqs if args.max_num_seqs is not None else DEFAULT_NUM_SEQS[kind],
         max_num_batched_tokens=(
@@ -63,9 +64,11 @@ def resolve_engine_config(
     )
     caching = _prefix_caching(args, model, scheduler)
     host_field = "host_cache_memory" if args.swap_space is None else "swap_space"
-    tiers = resolve_tiers(parsed.tiers, kv_block_bytes(model, device.kv_dtype, args.block_size), host_field)
-    cache = CacheConfig(args.block_size, 1, caching, parsed.layout, parsed.eviction, tiers=tiers)
     speculation = None if parsed.speculation is None else resolve_speculation(parsed.speculation, model, draft_model)
+    groups = _groups(model, scheduler, device, parsed.layout, speculation)
+    block_bytes = kv_block_bytes(model, device.kv_dtype, args.block_size, groups)
+    tiers = resolve_tiers(parsed.tiers, block_bytes, host_field)
+    cache = CacheConfig(args.block_size, 1, caching, parsed.layout, parsed.eviction, tiers=tiers, groups=groups)
     unsized = EngineConfig(cache, scheduler, device, speculation, parsed.recording)
     unsized = _resolve_layout(unsized, facts, model)
     try:
@@ -109,6 +112,24 @@ def _prefix_caching(args: EngineArguments, model: ModelConfig, scheduler: Schedu
     return False
 
 
+def _groups(
+    model: ModelConfig,
+    scheduler: SchedulerConfig,
+    device: DeviceConfig,
+    layout: str,
+    speculation: SpeculationConfig | None,
+) -> KVGroups:
+    """The groups of a model's layers. Those with a window get blocks of their own if that saves memory and all that
+    reads the cache can follow: not sequences in adjacent blocks, not the model of a draft, not FlashInfer."""
+    groups = lay_out(model.kv_specs, split=True)
+    drafts = speculation is not None and speculation.method != "ngram"
+    reads_one = layout != "paged" or scheduler.policy in RESERVING or device.attention_backend == "flashinfer"
+    is_long = groups.window is not None and groups.window < scheduler.max_model_len
+    if reads_one or drafts or not is_long:
+        return PLAIN
+    return KVGroups(groups.window, groups.num_tables - 1)
+
+
 def _batched_tokens(device: str, facts: HardwareFacts, model: ModelConfig, *, offline: bool) -> int:
     """Return the default number of tokens per step: enough to fill the device, few enough not to delay decodes."""
     if device.partition(":")[0] == "cpu":
@@ -119,7 +140,7 @@ def _batched_tokens(device: str, facts: HardwareFacts, model: ModelConfig, *, of
     return SMALL_MODEL_TOKENS if is_small else GPU_BATCHED_TOKENS
 
 
-def _resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelConfig) -> DeviceConfig:
+def resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelConfig) -> DeviceConfig:
     device = facts.device if args.device == "auto" else args.device
     kind = device.partition(":")[0]
     if kind == "cuda" and cuda_index(device) >= len(facts.cuda):
@@ -196,7 +217,7 @@ def _check_pages(config: EngineConfig, facts: HardwareFacts, model: ModelConfig)
     raise ConfigError("block_size", f'with kv_layout "virtual", {reason}', fix)
 
 
-def _capacity(args: EngineArguments, facts: HardwareFacts, device: str) -> int:
+def device_capacity(args: EngineArguments, facts: HardwareFacts, device: str) -> int:
     """Return the bytes that the process may use on the device."""
     utilization = args.gpu_memory_utilization
     if device == "cpu":
@@ -225,15 +246,17 @@ def _size_cache(
 ) -> EngineConfig:
     """Set the number of blocks and, if the user gave no max_model_len, the longest length that fits into memory."""
     while True:
-        num_blocks = _num_blocks(args, plan_memory(model, unsized, facts, capacity), unsized.scheduler.num_rows)
+        one = plan_memory(model, unsized, facts, capacity)
+        num_blocks = _num_blocks(args, one, unsized.scheduler.num_rows)
         sized = replace(unsized, cache=replace(unsized.cache, num_blocks=num_blocks))
-        length, held = unsized.scheduler.max_model_len, num_blocks * args.block_size
+        length, held = unsized.scheduler.max_model_len, one.longest_in(num_blocks)
         if args.max_model_len is not None or held >= length:
             return sized
         if args.num_kv_blocks is not None or args.kv_cache_memory is not None:
-            return replace(sized, scheduler=replace(unsized.scheduler, max_model_len=held))
+            longest = held or args.block_size  # what needs more blocks than there are is refused by the plan
+            return replace(sized, scheduler=replace(unsized.scheduler, max_model_len=longest))
         if length <= SHORTEST_MODEL_LEN:
-            raise _too_short(plan_memory(model, unsized, facts, capacity))
+            raise _too_short(one)
         shorter = max(SHORTEST_MODEL_LEN, held, length * 3 // 4)
         unsized = replace(unsized, scheduler=replace(unsized.scheduler, max_model_len=min(shorter, length - 1)))
 

@@ -115,8 +115,9 @@ class EngineCore:
         if request.source is not None:
             group.origin = find_origin(request, self._groups, self._scheduler.rows)
         if request.pin:
-            size, live = cache.block_size, self._groups.values()
-            self.pins.reserve(asked, max((most_blocks(each.request, each.limit, size) for each in live), default=0))
+            live, chunk = self._groups.values(), config.max_num_batched_tokens
+            most = max((most_blocks(each.request, each.limit, cache, chunk) for each in live), default=0)
+            self.pins.reserve(asked, most)
         group.ledger.note("queued", group.arrival, group.num_prompt)
         if request.rules.grammar:
             self._compiling[group] = self._tools.compile(request.rules)

@@ -69,7 +69,7 @@ def check_request(
     check_vocabulary("logprob_token_ids", sampling.logprob_token_ids or (), vocab_size)
     room = config.max_model_len - prompt
     limit = prompt + (room if sampling.max_tokens is None else min(sampling.max_tokens, room))
-    _check_fits(request, limit, cache, num_pinned)
+    _check_fits(request, limit, cache, num_pinned, config.max_num_batched_tokens)
     if config.policy in RESERVING:
         _check_reservation(request, limit, cache, config)
     return limit
@@ -122,13 +122,20 @@ def blocks_at_most(prompt: int, limit: int, n: int, block_size: int) -> int:
     return shared + n * (-(-(limit - 1) // block_size) - shared)
 
 
-def most_blocks(request: Submit, limit: int, block_size: int) -> int:
-    """Return how many blocks a request can hold if its sequences reach `limit` tokens."""
-    return blocks_at_most(len(request.prompt_token_ids), limit, num_sequences(request), block_size)
+def most_blocks(request: Submit, limit: int, cache: CacheConfig, max_chunk: int) -> int:
+    """Return how many blocks a request can hold if its sequences reach `limit` tokens, window blocks included. A step
+    computes up to `max_chunk` tokens of a sequence."""
+    size, count, groups = cache.block_size, num_sequences(request), cache.groups
+    total = blocks_at_most(len(request.prompt_token_ids), limit, count, size)
+    if groups.window is None:
+        return total
+    shared = len(request.prompt_token_ids) // size
+    own = (total - shared) // count
+    return groups.blocks_needed(shared, size, max_chunk) + count * groups.blocks_needed(own, size, max_chunk)
 
 
-def _check_fits(request: Submit, limit: int, cache: CacheConfig, num_pinned: int) -> None:
-    needed = most_blocks(request, limit, cache.block_size)
+def _check_fits(request: Submit, limit: int, cache: CacheConfig, num_pinned: int, max_chunk: int) -> None:
+    needed = most_blocks(request, limit, cache, max_chunk)
     if needed > cache.num_blocks - num_pinned:
         held = f", {num_pinned} of them for resident prefixes" if num_pinned else ""
         raise InvalidRequest(

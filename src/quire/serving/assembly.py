@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.config.arguments import EngineArguments
+from quire.config.embedding import EmbeddingSettings, EncoderConfig, resolve_encoder_config
 from quire.config.engine import EngineConfig
 from quire.config.memory import MemoryPlan
 from quire.config.model import ModelConfig
@@ -16,13 +17,16 @@ from quire.engine.decoding.grammar_compiler import GrammarCompiler
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.decoding.vocabulary import VocabularySource
 from quire.engine.speculation.registry import make_proposers
+from quire.runtime.encoder.encoder import TextEncoder
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.hardware import detect_hardware
 from quire.runtime.loading.files import ModelFiles
+from quire.runtime.loading.hf.sentence import read_embedding_settings
 from quire.runtime.loading.model_config import read_model_config
 from quire.runtime.loading.namespace import cache_namespace
 from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.resolve import resolve_model
+from quire.runtime.models.registry import ENTRIES, check_generates
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +83,45 @@ def _make_core(executor: SingleExecutor, config: EngineConfig, vocab_size: int, 
     return make_recorded_core(executor, config.cache, config.scheduler, vocab_size, writer=writer, tools=tools)
 
 
-def plan_engine(files: ModelFiles, arguments: EngineArguments, *, offline: bool = False) -> PlannedEngine:
+@dataclass(frozen=True, slots=True)
+class PlannedEncoder:
+    """An encoder of which everything is decided and nothing allocated."""
+
+    files: ModelFiles
+    model: ModelConfig
+    config: EncoderConfig
+    settings: EmbeddingSettings
+
+    def build(self, load_format: Literal["auto", "dummy"], progress: Progress) -> TextEncoder:
+        """Load the weights; its `close` gives the memory back."""
+        return TextEncoder(self.files, self.model, self.config, load_format=load_format, progress=progress)
+
+
+def plan_model(
+    files: ModelFiles, arguments: EngineArguments, *, offline: bool = False
+) -> PlannedEngine | PlannedEncoder:
     """Decide how a model runs on this machine, for a server or `offline`. Raises ConfigError, DoesNotFit or
     ModelLoadError."""
-    model, draft_files = read_model_config(files), find_draft(arguments)
+    model = read_model_config(files)
+    if ENTRIES[model.architecture].kind == "decoder":
+        return _plan_engine(files, model, arguments, offline=offline)
+    settings = read_embedding_settings(files)
+    config = resolve_encoder_config(arguments, detect_hardware(), model, settings)
+    return PlannedEncoder(files, model, config, settings)
+
+
+def plan_engine(files: ModelFiles, arguments: EngineArguments, *, offline: bool = False) -> PlannedEngine:
+    """The same for a model that must generate text."""
+    model = read_model_config(files)
+    check_generates(model.architecture)
+    return _plan_engine(files, model, arguments, offline=offline)
+
+
+def _plan_engine(files: ModelFiles, model: ModelConfig, arguments: EngineArguments, *, offline: bool) -> PlannedEngine:
+    draft_files = find_draft(arguments)
     draft = None if draft_files is None else read_model_config(draft_files)
+    if draft is not None:
+        check_generates(draft.architecture, "speculative_config")
     config, memory = resolve_engine_config(arguments, detect_hardware(), model, draft, offline=offline)
     return PlannedEngine(files, model, config, memory, draft_files)
 

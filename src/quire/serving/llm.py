@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, TypeAlias, Unpack
 
 from quire.config.arguments import EngineSettings
 from quire.serving.batch import Batch, Feed, LiveRequest, LiveRequests, branch_of
-from quire.serving.chat_tokenizer import ChatTokenizer
-from quire.serving.loading import LoadFormat, load_model
+from quire.serving.loading import LoadedModel, LoadFormat, load_model
+from quire.serving.offline import OfflineModel, ShowsProgress
 from quire.serving.outputs import StreamPiece, beam_output
 from quire.serving.requests import (
     Message,
@@ -28,7 +27,6 @@ from quire.serving.requests import (
 )
 from quire.serving.terminal import DeferredInterrupt, ProgressLine
 from quire.serving.text.chat_template import ChatTemplates
-from quire.serving.text.tokenizer import Tokenizer
 from quire.serving.vllm_arguments import CallArguments, check_call
 from quire.types.beam import BeamSearchOutput, BeamSearchParams
 from quire.types.decoding import BeamRules
@@ -42,11 +40,11 @@ from quire.types.stats import EngineStats
 logger = logging.getLogger("quire")
 
 Stream: TypeAlias = Generator[StreamPiece, None, None]
-ShowsProgress: TypeAlias = bool | Callable[..., object] | None
 
 
-class LLM:
-    """A loaded model that answers batches of prompts. Loads on construction; `close()` gives the memory back.
+class LLM(OfflineModel):
+    """A loaded model that answers batches of prompts, or an encoder that embeds them. Loads on construction; `close()`
+    gives the memory back.
 
     `model` is a path, a hub name or a catalogue name; None is the embedded default. One call at a time.
     """
@@ -75,13 +73,12 @@ class LLM:
                 **settings,
             }
         )
-        self._loaded = loaded
-        self.model_config, self.config, self.memory_plan = loaded.model_config, loaded.config, loaded.memory_plan
-        self._tokenizer, self._requests, self._client = loaded.tokenizer, loaded.requests, loaded.client
-        self._templates = None if loaded.tokenizer is None else ChatTemplates(loaded.tokenizer)
-        self._default_sampling = loaded.sampling_defaults.params()
-        self._live = LiveRequests(self._client, self._tokenizer)
+        super().__init__(loaded)
         self._busy = False
+        if isinstance(loaded, LoadedModel):
+            self._templates = None if loaded.tokenizer is None else ChatTemplates(loaded.tokenizer)
+            self._default_sampling = loaded.sampling_defaults.params()
+            self._live = LiveRequests(self._client, self._tokenizer)
 
     # ------------------------------------------------------------------------------------------------ generating
     def generate(
@@ -228,16 +225,6 @@ class LLM:
             raise InvalidRequest("name", f"{name!r} is not registered", "see prefixes()")
 
     # ------------------------------------------------------------------------------------------------- condition
-    @property
-    def tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise ConfigError("skip_tokenizer_init", "is set, so there is no tokenizer", "leave it out")
-        return self._tokenizer
-
-    def get_tokenizer(self) -> ChatTokenizer:
-        """The tokenizer with the calls of transformers: `apply_chat_template`, `encode`, `decode`, `eos_token_id`."""
-        return ChatTokenizer(self.tokenizer)
-
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling that the model's makers recommend, on top of the defaults of SamplingParams."""
         return self._default_sampling
@@ -249,18 +236,6 @@ class LLM:
     def reset_prefix_cache(self) -> int:
         """Forget what is cached of prompts and answers, registered prefixes too; returns how many blocks that freed."""
         return self._client.reset_cache()
-
-    def close(self) -> None:
-        """Give back weights, cache and devices. Idempotent."""
-        self._loaded.close()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -------------------------------------------------------------------------------------------------- the works
     def _render(

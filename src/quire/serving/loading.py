@@ -8,16 +8,18 @@ import sys
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from quire.config.arguments import EngineArguments
 from quire.config.engine import EngineConfig
 from quire.config.memory import MemoryPlan
 from quire.config.model import ModelConfig
 from quire.runtime.loading.generation import check_generation_config, read_sampling_defaults
+from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.resolve import resolve_model
-from quire.serving.assembly import plan_engine
+from quire.serving.assembly import PlannedEncoder, PlannedEngine, plan_engine, plan_model
 from quire.serving.client import EngineClient, InProcessClient
+from quire.serving.embedding import Embedder
 from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.requests import RequestMaker
 from quire.serving.terminal import LoadingProgress
@@ -53,10 +55,29 @@ class LoadedModel:
             self.checker.close()
 
 
-def load_model(arguments: Mapping[str, Any], *, offline: bool = True) -> LoadedModel:
+@dataclass(frozen=True, slots=True)
+class LoadedEncoder:
+    """An encoder that is ready to embed. `close` gives its memory back."""
+
+    name: str
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+    embedder: Embedder
+
+    def close(self) -> None:
+        """Give back weights and device. Idempotent."""
+        self.embedder.encoder.close()
+
+
+@overload
+def load_model(arguments: Mapping[str, Any], *, offline: Literal[False]) -> LoadedModel: ...
+@overload
+def load_model(arguments: Mapping[str, Any], *, offline: Literal[True] = True) -> LoadedModel | LoadedEncoder: ...
+def load_model(arguments: Mapping[str, Any], *, offline: bool = True) -> LoadedModel | LoadedEncoder:
     """Load the model that the arguments of `LLM` describe. Raises ConfigError, DoesNotFit or ModelLoadError.
 
-    `offline`: requests come as batches; else they come one by one, and every token of a stream counts.
+    `offline`: requests come as batches; else they come one by one, every token of a stream counts, and the model must
+    generate text.
     """
     given = translate_arguments(arguments)
     model, tokenizer = _as_name("model", given.pop("model", None)), _as_name("tokenizer", given.pop("tokenizer", None))
@@ -69,20 +90,34 @@ def load_model(arguments: Mapping[str, Any], *, offline: bool = True) -> LoadedM
     with closing(LoadingProgress(shown=is_shown)) as progress:
         files = resolve_model(model, progress=progress)
         progress.close()
-        planned = plan_engine(files, EngineArguments(**given), offline=offline)
+        plan = plan_model if offline else plan_engine
+        planned = plan(files, EngineArguments(**given), offline=offline)
         defaults = read_sampling_defaults(files, generation_config, override)
-        if is_shown:
-            print(planned.memory, file=sys.stderr)
-        logger.info("%s", planned.memory)
+        if isinstance(planned, PlannedEngine):
+            if is_shown:
+                print(planned.memory, file=sys.stderr)
+            logger.info("%s", planned.memory)
         text: Tokenizer | None = None
         if not skips_tokenizer:
             text = load_tokenizer(files if tokenizer is None else resolve_model(tokenizer, progress=progress))
-        vocabulary = None if text is None else vocabulary_source(text)
-        checker = None if vocabulary is None else GrammarChecker(vocabulary)
-        requests = RequestMaker(text, planned.model.eos_ids, checker)
-        core = planned.build(load_format, progress, planned.tools(vocabulary))
+        if isinstance(planned, PlannedEncoder):
+            return _load_encoder(planned, text, load_format, progress)
+        return _load_engine(planned, text, defaults, load_format, progress)
+
+
+def _load_engine(
+    planned: PlannedEngine,
+    text: Tokenizer | None,
+    defaults: SamplingDefaults,
+    load_format: LoadFormat,
+    progress: Progress,
+) -> LoadedModel:
+    vocabulary = None if text is None else vocabulary_source(text)
+    checker = None if vocabulary is None else GrammarChecker(vocabulary)
+    requests = RequestMaker(text, planned.model.eos_ids, checker)
+    core = planned.build(load_format, progress, planned.tools(vocabulary))
     return LoadedModel(
-        name=files.name,
+        name=planned.files.name,
         model_config=planned.model,
         config=planned.config,
         memory_plan=planned.memory,
@@ -92,6 +127,14 @@ def load_model(arguments: Mapping[str, Any], *, offline: bool = True) -> LoadedM
         requests=requests,
         client=InProcessClient(core),
     )
+
+
+def _load_encoder(
+    planned: PlannedEncoder, text: Tokenizer | None, load_format: LoadFormat, progress: Progress
+) -> LoadedEncoder:
+    encoder = planned.build(load_format, progress)
+    embedder = Embedder(encoder, planned.model, planned.config, planned.settings, text)
+    return LoadedEncoder(planned.files.name, planned.model, text, embedder)
 
 
 def _as_name(argument: str, given: str | os.PathLike[str] | None) -> str | None:

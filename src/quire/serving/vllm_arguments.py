@@ -64,6 +64,7 @@ class NoEffect:
 _ONE_DEVICE = "Quire runs a model on one device; set it to 1 and start one server per GPU"
 _TEXT_ONLY = "Quire serves text models only; leave it out"
 _NO_LORA = "merge the adapter into the model and load that"
+_BY_MODEL = "leave it out: encoders embed, as their files say, and other models generate text"
 _OFF = (None, False)
 
 
@@ -90,9 +91,9 @@ NO_EFFECT: dict[str, NoEffect] = {
     "ray_workers_use_nsight": NoEffect(_OFF, "there is no Ray here; leave it out"),
     # the model and its files
     "trust_remote_code": _tuning("no code from a model's files is ever run", False),
-    "task": NoEffect((None, "auto", "generate"), "only text generation is supported"),
-    "runner": NoEffect((None, "auto", "generate"), "only text generation is supported"),
-    "convert": NoEffect((None, "auto", "none"), "only text generation is supported"),
+    "task": NoEffect((None, "auto", "generate"), _BY_MODEL),
+    "runner": NoEffect((None, "auto", "generate"), _BY_MODEL),
+    "convert": NoEffect((None, "auto", "none"), _BY_MODEL),
     "tokenizer_mode": NoEffect((None, "auto", "fast", "hf"), 'use "auto": tokenizer.json or the GGUF file is read'),
     "config_format": NoEffect((None, "auto", "hf"), 'use "auto": config.json or GGUF metadata is read'),
     "model_impl": NoEffect((None, "auto", "vllm"), "Quire has its own models; leave it out"),
@@ -145,8 +146,8 @@ NO_EFFECT: dict[str, NoEffect] = {
     "structured_outputs_config": _tuning("grammars are compiled by llguidance", {}),
     "guided_decoding_backend": _tuning("grammars are compiled by llguidance", "auto", "guidance"),
     "reasoning_parser": NoEffect((None, ""), "only a server has it: quire serve --reasoning-parser"),
-    "pooler_config": NoEffect((None,), "only text generation is supported"),
-    "override_pooler_config": NoEffect((None,), "only text generation is supported"),
+    "pooler_config": NoEffect((None,), _BY_MODEL),
+    "override_pooler_config": NoEffect((None,), _BY_MODEL),
     # LoRA, pictures and sound
     "enable_lora": NoEffect(_OFF, _NO_LORA),
     "max_loras": NoEffect((None, 1), _NO_LORA),

@@ -37,12 +37,13 @@ class BlockCopy(NamedTuple):
 
 
 class StateMove(NamedTuple):
-    """From token `position` on, the state of a row's recurrent layers is kept in `slot`. The slot that held it before
-    keeps the state after the first `position` tokens."""
+    """From token `position` on, the state of a row's recurrent layers is kept in `slot`. Slot `source` holds the state
+    after the first `position` tokens and keeps it, if it is another one; -1: there are no tokens before."""
 
     row: int
     position: int
     slot: int
+    source: int
 
 
 class NewRow(NamedTuple):
@@ -57,7 +58,6 @@ class NewRow(NamedTuple):
     sample_index: int  # index among the request's n samples
     seed: int  # the user's, or one that the engine derived
     num_candidates: int = 0  # how many most likely next tokens its samples report
-    state: int = -1  # the slot of its state after the tokens that are computed already; -1: none is computed
 
 
 class RowTokens(NamedTuple):

@@ -14,6 +14,7 @@ import pytest
 from fake_executor import VOCAB
 from fake_tiers import FakeTiers, random_faults
 from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.config.kv_cache import KVGroups
 from quire.config.policy import POLICY_NAMES, RESERVING, PolicyName
 from quire.config.speculation import SpeculationConfig
 from quire.config.tiers import PreemptionName, TierConfig, TierWrite
@@ -94,6 +95,14 @@ def test_preempted_requests_are_preempted_again(tmp_path: Path) -> None:
     assert load.core.stats().preemptions > 0
     run = replayed(load)
     assert sum(outcome.num_preemptions for outcome in run.outcomes) == load.core.stats().preemptions
+
+
+def test_windows_and_states_are_given_again(tmp_path: Path) -> None:
+    cache = CacheConfig(4, 90, groups=KVGroups(window=6, num_window_blocks=2, num_states=10, blocks_per_state=2))
+    load = RecordedLoad(tmp_path / "run.jsonl", cache, SchedulerConfig(8, 32, 80))
+    play_crowd(load)
+    assert any(plan.states for plan in load.executor.plans)
+    assert replayed(load).cache == cache
 
 
 @pytest.mark.parametrize("depth", [1, 2])

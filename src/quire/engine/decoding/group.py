@@ -158,9 +158,11 @@ class Ledger:
 class Hit(NamedTuple):
     """The last lookup for a waiting group: the match on the device, and the state of the tree at that time."""
 
-    match: Match
+    match: Match  # what a request can continue after
     changes: int  # of the match's node, at the time of the lookup
     plan: int  # the number of the plan for which it was looked up
+    whole: Match  # the same, or longer: blocks that are cached, but whose windows or states are not
+    version: int = 0  # of the pool
 
 
 @dataclass(slots=True, eq=False)
@@ -189,6 +191,7 @@ class Group:
     has_token: bool = False  # a generated token has come back
     num_cached: int | None = None  # prompt tokens that its first admission found in the prefix cache
     hit: Hit | None = None  # the last prefix lookup, while it waits
+    num_known: int = 0  # first tokens that other requests had too: its state after them is kept
     num_prompt: int = field(init=False)
     reads_cache: bool = field(init=False)  # False: it wants prompt logprobs, so every position is computed
     prompt: bytes = field(init=False)  # its tokens as int32 bytes: slices are keys, and comparing is a memcmp

@@ -27,6 +27,11 @@ def next_key(parent: bytes, tokens: bytes) -> bytes:
     return blake2b(frame(parent, tokens), digest_size=KEY_BYTES).digest()
 
 
+def side_key(key: bytes, name: bytes) -> bytes:
+    """Return the key of a side block of the block with this key."""
+    return blake2b(frame(b"side", key, name), digest_size=KEY_BYTES).digest()
+
+
 def chain_keys(parent: bytes, blocks: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the keys of consecutive blocks, given the tokens of each. `parent` is the key of the block before them."""
     for tokens in blocks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from quire.engine.kvcache.grouped_table import table_type
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import Node, PrefixTree
 from quire.engine.kvcache.table import BlockTable
@@ -127,7 +128,7 @@ class PinnedPrefixes:
             above = above.parent
         if num_new > reservation.num_blocks:
             return  # another pin that shared some of its blocks was removed meanwhile
-        table = BlockTable(self._pool, self._block_size, tree)
+        table = table_type(self._pool)(self._pool, self._block_size, tree)
         table.start_with(node)
         self.remove(*key)
         self._held[key] = _Pin(tokens, reservation.num_tokens, table)

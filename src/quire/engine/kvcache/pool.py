@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from quire.types.errors import OutOfBlocks
 
@@ -33,6 +33,16 @@ class BlockPool:
     def num_used(self) -> int:
         """Blocks that a table holds."""
         return len(self._holders) - self.num_free
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a cached prefix may have become shorter though the tree did not change."""
+        return 0
+
+    @property
+    def num_takeable(self) -> int:
+        """How many blocks `take` can hand out."""
+        return self.num_free
 
     @property
     def num_shared(self) -> int:
@@ -112,6 +122,29 @@ class BlockPool:
     def holders(self, block: int) -> int:
         """Return how many tables hold a private block; 0 for a free or cached block."""
         return self._holders[block]
+
+    def with_windows(self, num_blocks: int) -> int:
+        """Return how many blocks a sequence of `num_blocks` blocks takes, its window blocks included."""
+        return num_blocks
+
+    def has_states(self, count: int) -> bool:  # noqa: ARG002 - for models with states
+        """Whether so many more sequences can have a state."""
+        return True
+
+    def begin_plan(self) -> None:
+        """Note that another plan is begun."""
+
+    def take_assigned(self) -> Mapping[int, tuple[int, ...]]:
+        """Return the window blocks, by block, that were handed out since the last call."""
+        return {}
+
+    def resumable_tokens(self, blocks: Sequence[int], num_tokens: int) -> int:  # noqa: ARG002 - for groups of layers
+        """Return after how many of a sequence's first `num_tokens` tokens, in these blocks, another can continue."""
+        return num_tokens
+
+    def is_held(self, block: int) -> bool:
+        """Whether any table holds a private block."""
+        return self._holders[block] > 0
 
     def check(self, num_cached: int = 0) -> None:
         """Assert that the counts agree; `num_cached` blocks are in the prefix tree."""

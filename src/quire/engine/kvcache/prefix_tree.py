@@ -89,7 +89,7 @@ class PrefixTree:
     """
 
     def __init__(self, pool: BlockPool, block_size: int, policy: EvictionPolicy, namespace: bytes = b"") -> None:
-        self._pool, self._policy, self._namespace = pool, policy, namespace
+        self.pool, self._policy, self._namespace = pool, policy, namespace
         self.block_size, self._width = block_size, block_size * TOKEN_BYTES
         self._roots: dict[str, Node] = {}
         self._evicted_salts = EvictedSalts()
@@ -198,8 +198,8 @@ class PrefixTree:
         while node.parent is not None:
             node.locks += 1
             if node.locks == 1:
-                self._pool.num_free -= len(node.blocks)
-                self._pool.num_evictable -= len(node.blocks)
+                self.pool.num_free -= len(node.blocks)
+                self.pool.num_evictable -= len(node.blocks)
                 self._policy.remove(node)
             elif node.locks == 2:
                 self._num_shared += len(node.blocks)
@@ -221,12 +221,12 @@ class PrefixTree:
 
     def _make_evictable(self, node: Node) -> None:
         """Let the eviction policy have a run without holders. The blocks of a detached run are free at once."""
-        self._pool.num_free += len(node.blocks)
+        self.pool.num_free += len(node.blocks)
         if node.is_detached:
             self._num_blocks -= len(node.blocks)
-            self._pool.add_free(node.blocks)
+            self.pool.add_free(node.blocks)
         else:
-            self._pool.num_evictable += len(node.blocks)
+            self.pool.num_evictable += len(node.blocks)
             self._policy.add(node)
 
     def _drop_root(self, root: Node) -> None:
@@ -242,7 +242,7 @@ class PrefixTree:
         No child of `node` may begin with the same block. A leaf that only the caller holds is extended in place, unless
         it remembers evicted runs.
         """
-        self._pool.hand_over(blocks)
+        self.pool.hand_over(blocks)
         self._num_blocks += len(blocks)
         node.changes += 1
         if node.locks == 1 and not node.children and not node.ghosts and node.parent is not None:
@@ -327,7 +327,7 @@ class PrefixTree:
         for node in self.nodes():
             if node.locks == 0:
                 freed += len(node.blocks)
-                self._pool.add_free(node.blocks)
+                self.pool.add_free(node.blocks)
             node.is_detached, node.children, node.first_keys, node.ghosts = True, [], [], None
         for root in self._roots.values():
             root.is_detached, root.children, root.first_keys, root.ghosts = True, [], [], None
@@ -335,7 +335,7 @@ class PrefixTree:
         self._evicted_salts.clear()
         self._policy.clear()
         self._num_blocks -= freed
-        self._pool.num_evictable = 0
+        self.pool.num_evictable = 0
         return freed
 
     # ---------------------------------------------------------------------------------------------- content hashes
@@ -389,7 +389,7 @@ class PrefixTree:
             evictable += len(node.blocks) if node.locks == 0 else 0
             shared += len(node.blocks) if node.locks > 1 else 0
         assert found <= self._num_blocks  # the rest is detached
-        assert evictable == self._pool.num_evictable
+        assert evictable == self.pool.num_evictable
         assert shared <= self._num_shared
         for salt, root in self._roots.items():
             assert root.salt == salt

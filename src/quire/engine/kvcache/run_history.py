@@ -3,6 +3,7 @@ why no more of its prompt was in the prefix cache."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.engine.kvcache.keys import TOKEN_BYTES
@@ -126,3 +127,9 @@ def _find_eviction(tree: PrefixTree, match: Match, request: Submit, tokens: byte
 def name_for(request: Submit, other: Submit) -> str:
     """Return how to name another request to a request's client: by its id only if both have the same tenant."""
     return f"request {other.request_id}" if other.tenant == request.tenant else "another request"
+
+
+def sources_of(num_found: int, loaded: Counter[str]) -> str:
+    """Return how many of the found tokens came from each tier, in words."""
+    parts = {"device": max(num_found - loaded.total(), 0), **loaded}
+    return ", ".join(f"{tier} {count}" for tier, count in parts.items() if count)

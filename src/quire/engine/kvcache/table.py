@@ -9,6 +9,8 @@ from quire.engine.kvcache.prefix_tree import Node, PrefixTree
 from quire.engine.kvcache.run_history import Owner
 from quire.types.step import BlockCopy
 
+NO_STATE = -1
+
 
 class BlockTable:
     """The blocks of one sequence, in order. A partly filled last block that other tables hold is copied before the
@@ -19,6 +21,7 @@ class BlockTable:
     """
 
     __slots__ = ("_block_size", "_pool", "_tree", "blocks", "is_duplicate", "node", "num_tokens")
+    state = NO_STATE  # the slot that holds the state of recurrent layers after all tokens that were planned
 
     def __init__(self, pool: BlockPool, block_size: int, tree: PrefixTree | None = None) -> None:
         self._pool, self._tree, self._block_size = pool, tree, block_size
@@ -48,7 +51,7 @@ class BlockTable:
 
     def fork(self) -> BlockTable:
         """Return a second table with the same blocks. No block is copied."""
-        forked = BlockTable(self._pool, self._block_size, self._tree)
+        forked = type(self)(self._pool, self._block_size, self._tree)
         forked._share(self)
         return forked
 

@@ -38,6 +38,10 @@ def plan_digest(plan: StepPlan) -> str:
     for array in (plan.decode_rows, plan.grant_rows, plan.grant_slots):
         digest.update(len(array).to_bytes(4, "little"))
         digest.update(array.tobytes())
+    if plan.states:
+        digest.update(repr([move[:2] for move in plan.states]).encode())
+    if len(plan.window_owners):
+        digest.update(len(plan.window_owners).to_bytes(4, "little"))
     if plan.chunks or plan.new_rows or plan.copies or plan.released or plan.writes or plan.drafts:
         rest = (
             [(c.row, c.start, c.num_tokens, c.sample_rows, c.num_sampled) for c in plan.chunks],
@@ -54,10 +58,11 @@ def plan_digest(plan: StepPlan) -> str:
 def block_digest(plan: StepPlan) -> str:
     """Return a digest of the block ids and host slots in a plan; "" if it has none."""
     moves, arrived = plan.transfers, [new.block_ids for new in plan.new_rows]
-    if not len(plan.grant_blocks) and not arrived and not plan.copies and moves is NO_TRANSFERS:
+    sides = (plan.window_owners.tolist(), plan.window_blocks.tolist(), [*map(tuple, plan.states)])
+    if not len(plan.grant_blocks) and not arrived and not plan.copies and moves is NO_TRANSFERS and not any(sides):
         return ""
     copies = [(copy.source, copy.target) for copy in plan.copies]
     slots = ([*map(tuple, moves.saves)], [*map(tuple, moves.loads)])
     files = ([move.slot for move in moves.stores], [move.slot for move in moves.fetches], len(moves.drops))
-    named = (plan.grant_blocks.tolist(), arrived, copies, slots, files)
+    named = (plan.grant_blocks.tolist(), arrived, copies, slots, files, *(sides if any(sides) else ()))
     return blake2b(repr(named).encode(), digest_size=8).hexdigest()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from quire.engine.decoding.group import Group
+from quire.engine.kvcache.grouped_table import table_type
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import PrefixTree
 from quire.engine.kvcache.reserve import ReservedTable, RunAllocator, RunPool
@@ -51,6 +52,7 @@ class OnDemandAllocation:
         self, pool: BlockPool, tree: PrefixTree | None, block_size: int, reuse: PrefixReuse, rows: RowTable
     ) -> None:
         self._pool, self._tree, self._block_size, self._reuse, self._rows = pool, tree, block_size, reuse, rows
+        self._table_type = table_type(pool)
         self._headroom_tokens = min(HEADROOM_TOKENS, block_size)
         self._owed: dict[Group, int] = {}  # blocks that running groups still need for known tokens
         self._num_owed = 0  # the sum of these
@@ -58,19 +60,22 @@ class OnDemandAllocation:
         self._refused: tuple[Group, int, int] | None = None  # group, version of the rows, free blocks
 
     def new_table(self) -> BlockTable:
-        return BlockTable(self._pool, self._block_size, self._tree)
+        return self._table_type(self._pool, self._block_size, self._tree)
 
     def has_room(self, group: Group, running: GroupQueue) -> bool:
         """Whether there are blocks for the group's known tokens and for its next growth, so that it is not preempted at
         once, besides the blocks that running prompts still need."""
         if not len(running):
             return True
+        if not self._pool.has_states(len(group.live) + group.num_beams_to_come):
+            return False
         size, shareable = self._block_size, group.num_prompt // self._block_size
         own = 0
         for sequence in group.live:
             own += -(-(group.num_prompt + len(sequence.outputs)) // size) - shareable
-        left = self._pool.num_free - self._num_owed - own  # if it shared its whole prompt
-        missing = shareable + self._headroom(group, running, left) - left
+        with_windows = self._pool.with_windows
+        left = self._pool.num_free - self._num_owed - with_windows(own)  # if it shared its whole prompt
+        missing = with_windows(shareable) + with_windows(self._headroom(group, running, left)) - left
         if 0 < missing <= shareable:  # blocks that running sequences hold cost nothing
             missing -= self._num_shared(group)
         return missing <= 0
@@ -136,6 +141,7 @@ class OnDemandAllocation:
             leader = group.leader
             owed = -(-leader.num_tokens // self._block_size) - len(leader.table.blocks)
             if owed > 0:
+                owed = self._pool.with_windows(owed)
                 self._owed[group] = owed
                 self._num_owed += owed
 

@@ -3,13 +3,15 @@ tier. PrefixReuse calls it on admission."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 
 from quire.engine.decoding.group import Sequence
+from quire.engine.kvcache.grouped_pool import GroupedPool
+from quire.engine.kvcache.grouped_table import GroupedTable
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import Match, PrefixTree
-from quire.engine.kvcache.tiers.base import TierHit
+from quire.engine.kvcache.tiers.base import SideSlot, TierHit
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.types.step import BlockCopy
 from quire.types.transfer import SlotMove
@@ -78,3 +80,83 @@ class BlockFiller:
                 fresh = block
         self._pool.release(passed)
         return fresh
+
+
+class GroupedFiller(BlockFiller):
+    """A BlockFiller for models with groups of layers: blocks are loaded together with their side blocks, or not at
+    all, as a sequence can continue only where it has them."""
+
+    _pool: GroupedPool
+
+    def load(self, sequence: Sequence, hit: TierHit, builder: PlanBuilder) -> Counter[str]:
+        pool, table, loaded = self._pool, sequence.table, Counter[str]()
+        assert isinstance(table, GroupedTable)
+        first, sides = len(table.blocks), defaultdict[int, list[SideSlot]](list)
+        for side in hit.sides:
+            sides[side.place].append(side)
+        if not self._can_load(first, hit, builder):
+            return loaded
+        blocks, first_seen = [], pool.first_seen(hit.num_tokens)
+        for index, slot in enumerate(hit.slots, first):
+            assert slot.key is not None
+            block = builder.load_target(slot.key)
+            if block is None:
+                block = self._fresh(builder, in_window=index >= first_seen)
+                builder.load(slot.key, SlotMove(block, slot.number))
+                loaded[slot.take_source()] += self._block_size
+                self._load_sides(block, sides[index], builder)
+            else:
+                pool.share([block])
+                if index >= first_seen:
+                    pool.read([block])
+            blocks.append(block)
+        table.add_loaded(blocks, hit.num_tokens)
+        sequence.num_computed = hit.num_tokens
+        return loaded
+
+    def _can_load(self, first: int, hit: TierHit, builder: PlanBuilder) -> bool:
+        """Whether there are blocks and slots for a whole hit, behind `first` blocks. Blocks that the plan loads for
+        another sequence must have the side blocks that this one needs."""
+        pool, states, first_seen = self._pool, self._pool.states, self._pool.first_seen(hit.num_tokens)
+        num_blocks = 0
+        for index, slot in enumerate(hit.slots, first):
+            assert slot.key is not None
+            block, is_last = builder.load_target(slot.key), index == first + len(hit.slots) - 1
+            if block is None:
+                num_blocks += 1 + (pool.groups.num_window_blocks if index >= first_seen else 0)
+                if is_last and states is not None and not states.num_free:
+                    return False
+            else:
+                has_all = index < first_seen or pool.has_windows(block)
+                if not has_all or (is_last and states is not None and block not in states):
+                    return False
+        passed_over = builder.num_copied * (1 + pool.groups.num_window_blocks)
+        return num_blocks + passed_over <= pool.num_free
+
+    def _fresh(self, builder: PlanBuilder, *, in_window: bool) -> int:
+        """Take a block that the current plan does not copy from, nor from its window blocks."""
+        pool, passed = self._pool, list[int]()
+        while True:
+            block = pool.take(1)[0] if in_window else pool.take_bare()
+            if not any(builder.copies_from(each) for each in (block, *pool.windows_of(block))):
+                pool.release(passed)
+                return block
+            passed.append(block)
+
+    def _load_sides(self, block: int, sides: Iterable[SideSlot], builder: PlanBuilder) -> None:
+        """Load the side blocks of a block that was just taken."""
+        pool, states, wanted = self._pool, self._pool.states, {side.name: side.slot for side in sides}
+        targets = dict(pool.sides(block))
+        if states is not None and wanted.keys() - targets.keys():
+            slot = states.take()
+            targets |= dict(pool.state_blocks(slot))
+            states.keep(block, slot)
+            states.release(slot)
+        for name, from_slot in wanted.items():
+            assert from_slot.key is not None
+            builder.load(from_slot.key, SlotMove(targets[name], from_slot.number))
+
+
+def make_filler(pool: BlockPool, tree: PrefixTree | None, block_size: int) -> BlockFiller:
+    """Return the BlockFiller for a pool."""
+    return (GroupedFiller if isinstance(pool, GroupedPool) else BlockFiller)(pool, tree, block_size)

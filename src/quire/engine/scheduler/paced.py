@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from quire.engine.decoding.controller import Fault, fault_of
 from quire.engine.decoding.group import Group, Sequence, SequenceState
 from quire.engine.kvcache.pool import BlockPool
+from quire.engine.kvcache.table import NO_STATE
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.row_table import RowTable
 
@@ -89,9 +90,10 @@ class PacedSet:
         assert row is not None
         left = group.limit - 1 - sequence.num_tokens
         takes_draft = group.search is None and group.sampling.prompt_logprobs is None and builder.samples_alone(row)
+        takes_draft = takes_draft and table.state == NO_STATE  # a state cannot go back to where a draft was rejected
         room = max(min(builder.budget, left), 0) if takes_draft else 0  # beams take no drafts: all have the same length
         proposal = controller.propose(room)
-        free = table.capacity + self._pool.num_free * self._block_size - table.num_tokens
+        free = table.capacity + self._pool.num_takeable * self._block_size - table.num_tokens
         draft = proposal.draft[:free]
         num_ordered = min(controller.order(left - len(draft)), free - len(draft)) if room else 0
         builder.mask(row, proposal.masks[: len(draft) + 1])

@@ -8,6 +8,7 @@ from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import RESERVING
 from quire.config.tiers import check_tiers
 from quire.engine.kvcache.eviction import make_eviction_policy
+from quire.engine.kvcache.grouped_pool import GroupedPool
 from quire.engine.kvcache.pinned_prefixes import PinnedPrefixes
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import PrefixTree
@@ -45,7 +46,7 @@ def make_parts(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows
     if reserves and caches:
         reason = f"shares memory, and the {config.policy!r} policy gives each sequence its own"
         raise ConfigError("enable_prefix_caching", reason, "turn it off")
-    pool = RunPool(cache.num_blocks) if reserves else BlockPool(cache.num_blocks)
+    pool = RunPool(cache.num_blocks) if reserves else _make_pool(cache, config)
     tree = PrefixTree(pool, size, make_eviction_policy(cache), bytes.fromhex(cache.namespace))
     has_tiers = cache.tiers.enabled and not reserves
     tiers: Tiers = TierManager(cache.tiers, tree, size) if has_tiers else NoTiers()
@@ -62,3 +63,9 @@ def make_parts(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows
         allocation = ReservedAllocation(pool, size, policy, frees_together=config.policy == "static")
     preemption = make_preemption(config.preemption, compute, tiers, reuse, has_tiers=has_tiers)
     return Parts(pool, tree, tiers, reuse, allocation, preemption, PinnedPrefixes(pool, cached, size), compute)
+
+
+def _make_pool(cache: CacheConfig, config: SchedulerConfig) -> BlockPool:
+    if cache.groups.is_plain:
+        return BlockPool(cache.num_blocks)
+    return GroupedPool(cache.num_blocks, cache.groups, cache.block_size, config.max_num_batched_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 
 import numpy as np
@@ -10,7 +10,19 @@ import numpy as np
 from quire.engine.decoding.group import Group, Sequence
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.table import BlockTable
-from quire.types.step import NO_ROWS, Bits, BlockCopy, Chunk, DraftOrder, Ints, Masks, NewRow, RowTokens, StepPlan
+from quire.types.step import (
+    NO_ROWS,
+    Bits,
+    BlockCopy,
+    Chunk,
+    DraftOrder,
+    Ints,
+    Masks,
+    NewRow,
+    RowTokens,
+    StateMove,
+    StepPlan,
+)
 from quire.types.transfer import SlotMove, Transfers
 
 
@@ -28,6 +40,7 @@ class PlanBuilder:
         self._grants: list[tuple[int, int, int]] = []  # row, slot, block
         self._copies: list[tuple[int, BlockCopy]] = []  # row, copy
         self._writes: list[tuple[int, int, tuple[int, ...]]] = []  # row, start, tokens
+        self._states: list[StateMove] = []
         self._masks: dict[int, tuple[Bits, ...]] = {}  # by row, one mask for each of its samples
         self._orders: list[DraftOrder] = []
         self._loads: dict[bytes, SlotMove] = {}  # by the block's content hash
@@ -97,10 +110,14 @@ class PlanBuilder:
         before = len(table.blocks)
         copies = table.append(num_tokens)
         if copies:  # the shared last block was replaced by a copy
-            self._copies.append((row, copies[0]))
+            self._copies += [(row, copy) for copy in copies]
             self._grants.append((row, before - 1, copies[0].target))
         for slot in range(before, len(table.blocks)):
             self._grants.append((row, slot, table.blocks[slot]))
+
+    def move_state(self, row: int, moves: list[tuple[int, int, int]]) -> None:
+        """Tell the workers where the state of a row goes, as (position, slot, source)."""
+        self._states += [StateMove(row, *move) for move in moves]
 
     def grant(self, grants: list[tuple[int, int, int]]) -> None:
         """Send the workers blocks that rows got, as (row, slot, block)."""
@@ -167,10 +184,15 @@ class PlanBuilder:
         """Whether this step copies from a block. Its holder may have released it since."""
         return any(copy.source == block for _, copy in self._copies)
 
+    @property
+    def num_copied(self) -> int:
+        """How many blocks this step copies."""
+        return len(self._copies)
+
     def drop_loads(self, pool: BlockPool) -> None:
         """Remove the loads into blocks that no table holds any more."""
         if self._loads:
-            self._loads = {key: move for key, move in self._loads.items() if pool.holders(move.block)}
+            self._loads = {key: move for key, move in self._loads.items() if pool.is_held(move.block)}
 
     def source_of(self, block: int) -> int:
         """Return the block that holds the content of `block`: another one if the copy into `block` was dropped."""
@@ -199,14 +221,22 @@ class PlanBuilder:
         self._writes = [write for write in self._writes if write[0] not in dropped]
         self._masks = {row: masks for row, masks in self._masks.items() if row not in dropped}
         self._orders = [order for order in self._orders if order.row not in dropped]
+        self._states = [move for move in self._states if move.row not in dropped]
         return before
 
     # -------------------------------------------------------------------------------------------------- finishing
     def finish(
-        self, step: int, ahead_rows: Ints, released: tuple[int, ...], transfers: Transfers, *, is_guided: bool
+        self,
+        step: int,
+        ahead_rows: Ints,
+        released: tuple[int, ...],
+        transfers: Transfers,
+        windows: Mapping[int, tuple[int, ...]],
+        *,
+        is_guided: bool,
     ) -> tuple[StepPlan, Masks | None]:
         """Return the plan, and the masks that are known already. A guided plan gets all its masks later, these
-        included."""
+        included. `windows`: the window blocks of blocks that the workers do not know yet."""
         rows = slots = blocks = decode_rows = NO_ROWS
         if self._grants:
             flat = np.fromiter(chain.from_iterable(self._grants), dtype=np.int32, count=3 * len(self._grants))
@@ -224,6 +254,9 @@ class PlanBuilder:
             grant_rows=rows,
             grant_slots=slots,
             grant_blocks=blocks,
+            window_owners=np.fromiter(windows, dtype=np.int32) if windows else NO_ROWS,
+            window_blocks=np.fromiter(chain.from_iterable(windows.values()), np.int32) if windows else NO_ROWS,
+            states=tuple(self._states),
             copies=tuple(copy for _, copy in self._copies),
             released=released,
             writes=self._row_tokens() if self._writes else (),

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from quire.engine.decoding.group import Group, Hit, Sequence
+from quire.engine.kvcache.grouped_pool import GroupedPool, cut_back
 from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import NO_MATCH, Match, PrefixTree
-from quire.engine.kvcache.run_history import name_for, why_missed
+from quire.engine.kvcache.run_history import name_for, sources_of, why_missed
 from quire.engine.kvcache.tiers.base import NoTiers, TierHit, TierQuery, Tiers
 from quire.engine.scheduler.accounts import num_computed
-from quire.engine.scheduler.block_filler import BlockFiller
+from quire.engine.scheduler.block_filler import make_filler
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.prefetch import FilePrefetch
 from quire.engine.scheduler.publishing import LiveSuffixIndex, Publisher, UnpublishedPrefixes
@@ -44,7 +45,8 @@ class PrefixReuse:
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
         self._pool, self._tree, self._tiers, self._rows = pool, tree, tiers, rows
         self._block_size, self._width = block_size, block_size * TOKEN_BYTES
-        self._filler = BlockFiller(pool, tree, block_size)
+        self._cut = cut_back if isinstance(pool, GroupedPool) else lambda _, match: match
+        self._filler = make_filler(pool, tree, block_size)
         self._publisher = Publisher(pool, tree, tiers, rows, block_size)
         self._unpublished = UnpublishedPrefixes(block_size)
         self._has_tiers = not isinstance(tiers, NoTiers)
@@ -73,17 +75,21 @@ class PrefixReuse:
 
     def _is_valid(self, tree: PrefixTree, group: Group, hit: Hit) -> bool:
         """Whether the tree still holds the match of a lookup, and nothing was added where it ended."""
-        match = hit.match
+        match = hit.whole
         node, closest = match.node, match.closest
         if node is None:
             return not tree.has(group.request.cache_salt)
+        if hit.version != self._pool.version:
+            return False
         if node.changes != hit.changes or node.is_detached or node.end < match.num_blocks:
             return False
         return closest is None or (not closest.is_detached and closest.end > match.num_blocks)
 
     def _look(self, tree: PrefixTree, group: Group) -> Match:
-        match = self._match(tree, group.live[0], self._leader_limit(group))
-        group.hit = Hit(match, 0 if match.node is None else match.node.changes, self._plan)
+        whole = self._match(tree, group.live[0], self._leader_limit(group))
+        match, changes = self._cut(tree, whole), 0 if whole.node is None else whole.node.changes
+        group.hit = Hit(match, changes, self._plan, whole, self._pool.version)
+        group.num_known = whole.num_blocks * self._block_size
         return match
 
     def num_cached(self, group: Group) -> int:
@@ -106,16 +112,17 @@ class PrefixReuse:
             return ""
         if self.prefetch is not None and self.prefetch.awaits_files(group, now):
             return "its blocks are read from disk"
-        match = self.lookup(group)
-        if not self._unpublished:
+        self.lookup(group)
+        if not self._unpublished or group.hit is None:
             return ""
+        match = group.hit.whole
         limit, tokens = self._leader_limit(group), group.leader.tokens()
         other = self._unpublished.find(match, tokens, limit)
         if other is None:
             return ""
         if self._has_more(other):
-            match = self._look(tree, group)
-            other = self._unpublished.find(match, tokens, limit)
+            self._look(tree, group)
+            other = self._unpublished.find(group.hit.whole, tokens, limit)
         if other is None or other.group is group or self._has_more(other):
             return ""  # what `other` has computed and cannot publish, as others hold its blocks, never comes
         self._unpublished.wait(group, other, limit)
@@ -234,7 +241,7 @@ class PrefixReuse:
         matches = {
             sequence: NO_MATCH
             if tree is None or not self.reads_cache(sequence.group)
-            else self._match(tree, sequence, limit)
+            else self._cut(tree, self._match(tree, sequence, limit))
             for sequence, limit in limits.items()
         }
         found = {}
@@ -255,10 +262,13 @@ class PrefixReuse:
         table, origin = sequence.table, sequence.group.origin
         if origin is not None and self.shares_memory and origin.table.num_cached <= len(table.blocks):
             shared = self._num_shared(sequence.group, origin, builder, tick)
+            shared = self._pool.resumable_tokens(origin.table.blocks, shared)
             if shared > max(hit.num_tokens, table.num_tokens):
                 table.borrow(origin.table, shared)
         for slot in reversed(hit.slots):  # released in this order, so the last block of a chain is evicted first
             self._tiers.keep_for_plan(slot)
+        for side in hit.sides:
+            self._tiers.keep_for_plan(side.slot)
         sequence.num_computed = table.num_tokens
 
     def _fill_from_tree(self, sequence: Sequence, match: Match) -> None:
@@ -290,7 +300,7 @@ class PrefixReuse:
     ) -> None:
         """Note in the ledger how many tokens were found, and why no more. Count them."""
         if num_found:
-            group.ledger.note("cached", now, num_found, _sources(num_found, loaded) if loaded else "")
+            group.ledger.note("cached", now, num_found, sources_of(num_found, loaded) if loaded else "")
         is_read, tree = self.reads_cache(group), self._tree
         is_missed = is_read and num_found < limit and num_found == max(match.num_tokens, hit.num_tokens)
         if tree is not None and is_missed:
@@ -367,10 +377,11 @@ class PrefixReuse:
         """Return the blocks that a preempted group could swap to host memory and find again."""
         found = {}
         for sequence, limit in self._limits(group).items():
-            length = min(sequence.num_computed, limit)
+            length = self._pool.resumable_tokens(sequence.table.blocks, min(sequence.num_computed, limit))
             keys = self._tiers.keys(self._tier_salt(group), sequence.tokens(), length)
-            blocks = zip(keys, map(builder.source_of, sequence.table.blocks), strict=False)
-            found[sequence] = SwapBlocks(length, dict(blocks))
+            blocks = dict(zip(keys, sequence.table.blocks, strict=False))
+            blocks |= self._tiers.sides_to_save(blocks)
+            found[sequence] = SwapBlocks(length, {key: builder.source_of(block) for key, block in blocks.items()})
         return found
 
     def reset(self) -> int:
@@ -387,9 +398,3 @@ class PrefixReuse:
         self._unpublished.check()
         if self._tree is not None:
             self._tree.check()
-
-
-def _sources(num_found: int, loaded: Counter[str]) -> str:
-    """Return how many of the found tokens came from each tier, in words."""
-    parts = {"device": max(num_found - loaded.total(), 0), **loaded}
-    return ", ".join(f"{tier} {count}" for tier, count in parts.items() if count)

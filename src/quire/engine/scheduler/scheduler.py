@@ -7,6 +7,7 @@ from __future__ import annotations
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.decoding.controller import PLAIN
 from quire.engine.decoding.group import Group, Sequence, SequenceState
+from quire.engine.kvcache.grouped_table import GroupedTable
 from quire.engine.scheduler import accounts
 from quire.engine.scheduler.ahead_set import AheadSet
 from quire.engine.scheduler.paced import PacedSet
@@ -32,6 +33,7 @@ class Scheduler:
 
     def __init__(self, cache: CacheConfig, config: SchedulerConfig) -> None:
         self.policy, self.rows = make_policy(config), RowTable(config.num_rows)
+        self._is_grouped = not cache.groups.is_plain
         parts = make_parts(cache, config, self.policy, self.rows)
         self.pool, self.tree, self.tiers, self.reuse, self.allocation = (
             parts.pool,
@@ -130,6 +132,7 @@ class Scheduler:
         `now`."""
         self.now = now
         self.tree.now = now
+        self.pool.begin_plan()
         builder = PlanBuilder(self._budget)
         self._stride = 0 if self.policy.pauses_decoding(self) else 1
         if self._stride:
@@ -155,7 +158,10 @@ class Scheduler:
         """Make the plan from what the builder has collected, and advance the tick."""
         transfers, released = self.tiers.take_transfers(builder.loads), tuple(self._released)
         is_guided = self.rows.num_guided > 0 and self._samples_guided(builder)
-        plan, self.masks = builder.finish(self.num_plans, self.ahead_rows, released, transfers, is_guided=is_guided)
+        windows = self.pool.take_assigned()
+        plan, self.masks = builder.finish(
+            self.num_plans, self.ahead_rows, released, transfers, windows, is_guided=is_guided
+        )
         self._released.clear()
         self.num_plans += 1
         self.ahead.tick += self._stride
@@ -206,7 +212,7 @@ class Scheduler:
         """Give a block to each sequence that runs ahead and whose blocks are full. If enough blocks are free, as usual,
         all get theirs in one loop; otherwise one after the other, with preemptions."""
         ahead_set, pool = self.ahead, self.pool
-        if pool.num_free >= len(full):
+        if pool.num_free >= len(full) and not self._is_grouped:
             builder.grant(ahead_set.append_blocks(full, pool.take(len(full)), self.block_size))
             return
         for sequence in full:
@@ -237,13 +243,30 @@ class Scheduler:
         assert sequence.row is not None
         while True:
             try:
-                builder.append(sequence.row, sequence.table, num_tokens)
+                self._append(builder, sequence, num_tokens)
                 return True
             except OutOfBlocks:
                 victim = self._choose_victim(sequence)
                 self._preempt(builder, victim)
                 if victim is sequence.group:
                     return False
+
+    def _append(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> None:
+        """Make room for more tokens in a sequence's block table, and for their state. Raises OutOfBlocks and changes
+        nothing."""
+        row, table = sequence.row, sequence.table
+        assert row is not None
+        if not isinstance(table, GroupedTable):
+            builder.append(row, table, num_tokens)
+            return
+        is_prompt, end = sequence.state is SequenceState.PREFILL, table.num_tokens + num_tokens
+        start = sequence.num_computed if is_prompt else end - 1
+        table.check_slot()
+        table.leave_window(start)
+        builder.append(row, table, num_tokens)
+        last = (sequence.num_tokens - 1) // self.block_size * self.block_size if is_prompt else 0
+        lasting = (last, sequence.group.num_known)
+        builder.move_state(row, table.plan_states(start, end, lasting, trails=not is_prompt))
 
     def _choose_victim(self, sequence: Sequence) -> Group:
         """Return the group to preempt so that a sequence gets blocks: the last of the running queue, which is the least

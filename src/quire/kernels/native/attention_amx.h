@@ -112,7 +112,10 @@ class TiledAttention {
         Sight seen[MAX_ROWS];
         see(work, run, tile, count, shape_, rule_, seen);
         turn_keys(*run.longest, head, tile, count);
-        weave_values(*run.longest, head, tile, count);
+        bool some[KEYS_AT_ONCE];
+        if (rule_.window > 0) mark_seen(seen, run.rows, count, some);
+        else std::fill(some, some + count, true);
+        weave_values(*run.longest, head, tile, count, some);
         const int64_t first = from / TILE_ROWS * TILE_ROWS;
         for (int64_t row = first; row < end; row += TILE_ROWS) score(row, count);
         const bool capped = rule_.cap > 0.0f;
@@ -167,14 +170,16 @@ class TiledAttention {
         }
     }
 
-    // Values of two positions side by side, entry by entry: values_ [positions / 2][dim][2], zeros past the last.
-    void weave_values(const Work& work, int64_t head, int64_t begin, int64_t count) {
+    // Values of two positions side by side, entry by entry: values_ [positions / 2][dim][2], zeros past the last and
+    // where no row sees one.
+    void weave_values(const Work& work, int64_t head, int64_t begin, int64_t count, const bool* seen) {
         const __m512i low = _mm512_load_si512(WEAVE_LOW.data()), high = _mm512_load_si512(WEAVE_HIGH.data());
         const int64_t dim = shape_.value_dim, padded = (count + 31) / 32 * 32;
         const bf16* rows[KEYS_AT_ONCE];
         keys_.locate(keys_.values, work, head, shape_, begin, count, rows);
         for (int64_t t = 0; t < padded; t += 2) {
-            const __mmask32 has_one = t < count ? ~0u : 0u, has_two = t + 1 < count ? ~0u : 0u;
+            const __mmask32 has_one = t < count && seen[t] ? ~0u : 0u;
+            const __mmask32 has_two = t + 1 < count && seen[t + 1] ? ~0u : 0u;
             const bf16 *one = rows[std::min(t, count - 1)], *two = rows[std::min(t + 1, count - 1)];
             for (int64_t i = 0; i < dim; i += 32) {
                 const __m512i a = _mm512_maskz_loadu_epi16(has_one, one + i);

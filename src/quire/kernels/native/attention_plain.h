@@ -56,7 +56,7 @@ template <typename T> class PlainAttention {
 
     PlainAttention(const Shape& shape, Keys<T> keys, const Rule& rule, int64_t rows)
         : shape_(shape), keys_(keys), rule_(rule), query_(rows * shape.width()), copies_(TILE * shape.width()),
-          scores_(rows * TILE), seen_(rows) {}
+          scores_(rows * TILE), zeros_(shape.width()), seen_(rows) {}
 
     void take(const Group& group, const T* query, int64_t stride) {
         std::fill(query_.begin(), query_.end(), 0.0f);
@@ -95,6 +95,7 @@ template <typename T> class PlainAttention {
         if (rule_.cap > 0.0f) cap_scores(scores, run.rows * TILE, 1.0f, rule_.cap);
         soften<TILE>(scores, 1.0f, scores, seen_.data(), state, from, run.rows, value_width);
         locate(keys_.values, shape_.value_dim, *run.longest, head, tile, count, where);
+        if (rule_.window > 0) hide(run.rows, count, where);
         ahead = look_ahead(keys_.keys, run, head, tile + TILE, next);
         by_rows<FUSED>(0, run.rows, [&](auto n, int64_t row) {
             add_rows<n>(scores + row * TILE, where, count, value_width, ahead, out + row * value_width);
@@ -137,10 +138,18 @@ template <typename T> class PlainAttention {
         for (int64_t t = count; t % 4; ++t) rows[t] = rows[count - 1];
     }
 
+    // Positions that none of the rows sees, from now on zeros; so is what repeats the last one.
+    void hide(int64_t rows, int64_t count, const float** where) const {
+        bool seen[TILE];
+        mark_seen(seen_.data(), rows, count, seen);
+        for (int64_t t = 0; t < (count + 3) / 4 * 4; ++t)
+            if (!seen[std::min(t, count - 1)]) where[t] = zeros_.data();
+    }
+
     const Shape shape_;
     const Keys<T> keys_;
     const Rule rule_;
-    std::vector<float> query_, copies_, scores_;
+    std::vector<float> query_, copies_, scores_, zeros_;
     std::vector<Sight> seen_;
 };
 

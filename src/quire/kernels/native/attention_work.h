@@ -187,6 +187,13 @@ inline void see(const Work* work, const Run& run, int64_t begin, int64_t count, 
         }
 }
 
+// Which of `count` positions any of the rows sees. With a window, what lies at the others may be another sequence's by
+// now or no number at all: its weight is zero, but zero times that would not be.
+inline void mark_seen(const Sight* sights, int64_t rows, int64_t count, bool* seen) {
+    std::fill(seen, seen + count, false);
+    for (int64_t row = 0; row < rows; ++row) std::fill(seen + sights[row].first, seen + sights[row].end, true);
+}
+
 // The first position that any token of a group sees.
 inline int64_t first_seen(const Group& group, const Rule& rule) {
     int64_t first = group.end;

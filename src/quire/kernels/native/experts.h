@@ -19,8 +19,11 @@ struct PackedExperts {
     int64_t shared, shared_gate;  // buffers: what the expert of all rows gave, its gate's logits; -1: there is none
     double scale;                 // of a row's weights
     int64_t groups, groups_used;  // of experts, side by side; those of a row are of the groups that rank first
-    const float* bias;            // [num]: experts rank by sigmoids plus this, groups by their best two; null: softmax
+    const float* score_bias;      // [num]: experts rank by sigmoids plus this, groups by their best two; null: softmax
     const PackedLinear *gate_up, *down;  // [num]
+    const Clamp* clamp;                  // of the gate, or null
+    const float* factors;                // [num]: of the weights of each, or null
+    int64_t activation;                  // of the gate
 };
 
 template <typename T> void multiply_by(const PackedLinear& linear, const T* x, int64_t rows, T* out) {
@@ -51,7 +54,7 @@ void multiply_heads(const PackedLinear* linears, int64_t heads, int64_t rest, co
 
 // Softmax of a row's logits [num] or, with a bias, their sigmoids.
 template <typename T> void share_out(const T* logits, const PackedExperts& experts, float* shares) {
-    if (experts.bias != nullptr) {
+    if (experts.score_bias != nullptr) {
         for (int64_t i = 0; i < experts.num; ++i) shares[i] = 1.0f / (1.0f + std::exp(-one(logits + i)));
         return;
     }
@@ -71,7 +74,7 @@ inline void keep_groups(const PackedExperts& experts, float* ranked) {
     for (int64_t group = 0; group < experts.groups; ++group) {
         float *first = ranked + group * size, *end = first + size, *most = std::max_element(first, end);
         best[group] = *most;
-        if (experts.bias == nullptr) continue;
+        if (experts.score_bias == nullptr) continue;
         float second = -INFINITY;
         for (float* each = first; each < end; ++each)
             if (each != most) second = std::max(second, *each);
@@ -93,7 +96,7 @@ void choose_experts(const T* logits, const PackedExperts& experts, float* shares
     float* ranked = shares + experts.num;
     float used = 1e-20f;
     share_out(logits, experts, shares);
-    for (int64_t i = 0; i < experts.num; ++i) ranked[i] = shares[i] + (experts.bias == nullptr ? 0.0f : experts.bias[i]);
+    for (int64_t i = 0; i < experts.num; ++i) ranked[i] = shares[i] + (experts.score_bias == nullptr ? 0.0f : experts.score_bias[i]);
     if (experts.groups_used < experts.groups) keep_groups(experts, ranked);
     for (int64_t rank = 0; rank < experts.used; ++rank) {
         const int64_t best = std::max_element(ranked, ranked + experts.num) - ranked;
@@ -101,8 +104,10 @@ void choose_experts(const T* logits, const PackedExperts& experts, float* shares
         used += weights[rank] = shares[best];
         ranked[best] = -INFINITY;
     }
-    for (int64_t rank = 0; rank < experts.used; ++rank)
+    for (int64_t rank = 0; rank < experts.used; ++rank) {
         weights[rank] = (experts.is_normalized ? weights[rank] / used : weights[rank]) * static_cast<float>(experts.scale);
+        if (experts.factors != nullptr) weights[rank] *= experts.factors[chosen[rank]];
+    }
 }
 
 // Pairs of a row and one of its experts, in the order of experts, then of rows.
@@ -165,7 +170,7 @@ void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, co
         for (int64_t i = 0; i < count; ++i)
             std::memcpy(&taken[i * hidden], x + pairs.rows[begin + i] * hidden, hidden * sizeof(T));
         multiply_by(experts.gate_up[expert], taken.get(), count, both.get());
-        gate_all<SILU>(both.get(), inner.get(), count, size);
+        ::gate<T>(experts.activation, experts.clamp, both.get(), inner.get(), count, size);
         multiply_by(experts.down[expert], inner.get(), count, taken.get());
 #pragma omp parallel for schedule(static) if (count * hidden > 65536)
         for (int64_t i = 0; i < count; ++i) {  // no row comes twice

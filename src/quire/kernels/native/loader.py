@@ -26,7 +26,7 @@ _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
     "quire_multiply": [c_int64, c_int64, c_int64, *[c_void_p] * 4, *[c_int64] * 3],
     "quire_can_run": [c_int64, c_int64, c_void_p, c_int64],
     "quire_run": [None, c_int64, c_void_p, c_int64, c_void_p],
-    "quire_gate": [None, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64],
+    "quire_gate": [None, c_int64, c_int64, *[c_void_p] * 3, c_int64, c_int64],
     "quire_write_cache": [None, c_int64, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
     "quire_paged_attention": [
         None, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, *[c_int64] * 5, c_double, c_double,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+from ctypes import c_double
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.clamp import Clamp
 from quire.kernels.native.loader import TYPES, open_library
 
 PLAIN, NIBBLES, BYTES = 0, 1, 2  # numbers, or levels of four or eight bits
@@ -75,14 +78,21 @@ def has_tile_units() -> bool:
     return bool(open_library().quire_has_tile_units())
 
 
-def gate(gate_up: Tensor, activation: str) -> Tensor:
+def gate(gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
     """[rows, 2 * size], contiguous: gate, then up -> activation(gate) * up [rows, size]; one of ACTIVATIONS."""
     rows, both = gate_up.shape
     _check(gate_up.is_contiguous())
     out = torch.empty(rows, both // 2, dtype=gate_up.dtype)
-    kind = ACTIVATIONS[activation]
-    open_library().quire_gate(TYPES[gate_up.dtype], kind, gate_up.data_ptr(), out.data_ptr(), rows, both // 2)
+    open_library().quire_gate(
+        TYPES[gate_up.dtype], ACTIVATIONS[activation], doubles(clamp), gate_up.data_ptr(), out.data_ptr(), rows,
+        both // 2,
+    )  # fmt: skip
     return out
+
+
+def doubles(clamp: Clamp | None) -> ctypes.Array[c_double] | None:
+    """As the kernels read it."""
+    return None if clamp is None else (c_double * 3)(*clamp)
 
 
 def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:

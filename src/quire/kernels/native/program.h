@@ -22,6 +22,8 @@ enum Kind : int64_t {
     LAYER_NORM,
     ACTIVATE,
     MIX,
+    SCALE,
+    TIMES,
     MULTIPLY_HEADS
 };
 
@@ -29,15 +31,17 @@ enum Kind : int64_t {
 struct Operation {
     int64_t kind;
     int64_t x, y, out;  // buffers: read; read too; written
-    int64_t column;     // of x, where its part begins
+    int64_t column;     // of x, or of y in TIMES, where its part begins
     int64_t groups, size;  // parts of a row, side by side, and the values of each
     int64_t layer;         // whose cache, which angles, or which activation
     int64_t kv_heads, block_size;
     int64_t window;      // of attention, see Rule
-    const void* weight;  // of a norm [groups, size] or [2, size] with its bias, PackedLinears, PackedExperts, or sinks
-    double number;       // a norm's eps, the scale of attention, or of what is added
+    // of a norm [groups, size] or [2, size] with its bias, PackedLinears, PackedExperts, sinks, or a Clamp or null
+    const void* weight;
+    double number;       // a norm's eps, the scale of attention, of what is added, or of x
     double cap;          // of attention
     int64_t wide;        // whether a norm's weights are float32 whatever the rows are
+    int64_t table;       // whose blocks the layer's cache is in, see ProgramRun
     int64_t latent;      // of a key, how many numbers are its value; 0: values are kept apart
 };
 
@@ -49,7 +53,8 @@ struct Angles {
 // One step, and where its buffers lie. NARROW lets `rows` fall to num_wanted.
 struct ProgramRun {
     int64_t rows, num_wanted, num_spans;
-    const int64_t *slots, *tables, *spans;
+    const int64_t *const *slots, *const *tables;  // of each table of blocks; all are laid out as the spans say
+    const int64_t* spans;
     const int64_t* wanted;  // [num_wanted], or null: all rows are
     void** buffers;
     const int64_t* widths;
@@ -63,6 +68,23 @@ template <typename T> void add_rows_to(T* x, const T* more, float scale, int64_t
     for (int64_t begin = 0; begin < count; begin += 4096)
         in_pieces(std::min<int64_t>(4096, count - begin), [&](int64_t i, int64_t n) {
             put(x + begin + i, fetch(x + begin + i, n) + rounded<T>(fetch(more + begin + i, n) * scale), n);
+        });
+}
+
+template <typename T> void scale_rows(T* x, float scale, int64_t count) {
+#pragma omp parallel for schedule(static) if (count > 65536)
+    for (int64_t begin = 0; begin < count; begin += 4096)
+        in_pieces(std::min<int64_t>(4096, count - begin),
+                  [&](int64_t i, int64_t n) { put(x + begin + i, fetch(x + begin + i, n) * scale, n); });
+}
+
+// x [rows, size] by rows of y that lie `stride` apart, in place
+template <typename T> void multiply_rows_by(T* x, const T* y, int64_t stride, int64_t rows, int64_t size) {
+#pragma omp parallel for schedule(static) if (rows * size > 65536)
+    for (int64_t row = 0; row < rows; ++row)
+        in_pieces(size, [&](int64_t i, int64_t n) {
+            T* to = x + row * size + i;
+            put(to, fetch(to, n) * fetch(y + row * stride + i, n), n);
         });
 }
 
@@ -113,12 +135,12 @@ template <typename T> struct Interpreter {
     void write(const Operation& op) const {
         const T *keys = at(op.x) + op.column, *values = op.latent > 0 ? nullptr : keys + op.groups * op.size;
         write_cache(keys, width(op.x), values, width(op.x), static_cast<T*>(run.keys[op.layer]),
-                    static_cast<T*>(run.values[op.layer]), run.slots, run.rows, op.groups, op.size);
+                    static_cast<T*>(run.values[op.layer]), run.slots[op.table], run.rows, op.groups, op.size);
     }
 
     void attend(const Operation& op, const Cut& cut) const {
         const Keys<T> cache{static_cast<const T*>(run.keys[op.layer]), static_cast<const T*>(run.values[op.layer]),
-                            run.tables};
+                            run.tables[op.table]};
         const Rule rule{static_cast<float>(op.number), static_cast<float>(op.cap), op.window, op.weight};
         paged_attention<T>(at(op.x), width(op.x), cache, cut, at(op.out), shape(op), rule);
     }
@@ -138,6 +160,7 @@ template <typename T> struct Interpreter {
         return {op.groups, op.kv_heads, op.size, op.block_size, op.latent > 0 ? op.latent : op.size};
     }
 
+    // One cut serves the layers of all tables: rows with the same blocks in the first one share those of the others too.
     void go() const {
         Shape planned{};
         std::optional<Cut> cut;
@@ -151,12 +174,14 @@ template <typename T> struct Interpreter {
                 case ATTEND:
                     if (!cut || !same(planned, shape(op))) {
                         planned = shape(op);
-                        cut.emplace(
-                            cut_for<T>(reinterpret_cast<const Span*>(run.spans), run.num_spans, run.tables, planned));
+                        cut.emplace(cut_for<T>(reinterpret_cast<const Span*>(run.spans), run.num_spans,
+                                               run.tables[0], planned));
                     }
                     attend(op, *cut);
                     break;
-                case GATE: gate(op.layer, at(op.x), at(op.out), run.rows, op.size); break;
+                case GATE:
+                    gate(op.layer, static_cast<const Clamp*>(op.weight), at(op.x), at(op.out), run.rows, op.size);
+                    break;
                 case ADD: add_rows_to(at(op.x), at(op.y), static_cast<float>(op.number), run.rows * width(op.x)); break;
                 case SELECT: select(op); break;
                 case LAYER_NORM:
@@ -168,6 +193,10 @@ template <typename T> struct Interpreter {
                     if (run.wanted != nullptr) run.rows = run.num_wanted;
                     break;
                 case MIX: mix(op); break;
+                case SCALE: scale_rows(at(op.x), static_cast<float>(op.number), run.rows * width(op.x)); break;
+                case TIMES:
+                    multiply_rows_by(at(op.x), at(op.y) + op.column, width(op.y), run.rows, width(op.x));
+                    break;
                 case MULTIPLY_HEADS: multiply_by_heads(op); break;
             }
         }

@@ -18,13 +18,16 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.clamp import Clamp
+from quire.kernels.native.buffers import lay_out_buffers
 from quire.kernels.native.loader import TYPES, open_library
-from quire.kernels.native.ops import ACTIVATIONS
-from quire.kernels.native.program_weights import ExpertWeights, LinearWeights, PackedExperts, PackedLinear
+from quire.kernels.native.ops import ACTIVATIONS, doubles
+from quire.kernels.native.weights import ExpertWeights, LinearWeights, PackedExperts, PackedLinear
 
-RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX, MULTIPLY_HEADS = range(
-    13
-)
+(
+    RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX, SCALE, TIMES,
+    MULTIPLY_HEADS,
+) = range(15)  # fmt: skip
 _STREAM = 0  # the buffer that a run is given
 
 
@@ -32,7 +35,8 @@ class _Operation(Structure):
     _fields_ = (
         ("kind", c_int64), ("x", c_int64), ("y", c_int64), ("out", c_int64), ("column", c_int64), ("groups", c_int64),
         ("size", c_int64), ("layer", c_int64), ("kv_heads", c_int64), ("block_size", c_int64), ("window", c_int64),
-        ("weight", c_void_p), ("number", c_double), ("cap", c_double), ("wide", c_int64), ("latent", c_int64),
+        ("weight", c_void_p), ("number", c_double), ("cap", c_double), ("wide", c_int64), ("table", c_int64),
+        ("latent", c_int64),
     )  # fmt: skip
 
 
@@ -70,13 +74,14 @@ class _Call:
 class ProgramStep:
     """What a program is run with, besides its rows. int64 and contiguous, as the functions of `ops` take it."""
 
-    slots: Tensor
-    tables: Tensor
+    slots: Sequence[Tensor]  # of each table of blocks: most layers read the first one
+    tables: Sequence[Tensor]  # all laid out alike
     spans: Tensor
     wanted: Tensor | None  # [rows]: those that the program returns; None: all
     caches: Sequence[tuple[Tensor, Tensor]]  # keys and values [blocks, kv heads, block, dim] of each layer
     angles: Sequence[tuple[Tensor, Tensor]]  # cos and sin [rows, ..., numbers turned], in the order of `Program.angles`
     given: Any = None  # to operations in Python
+    beside: Tensor | None = None  # [rows, width]
 
 
 class ProgramWriter:
@@ -90,6 +95,7 @@ class ProgramWriter:
         self._kept: list[Any] = []  # memory that operations point into
         self._angles: list[Hashable] = []
         self._fresh: list[int] = []  # buffers that outlive a run
+        self._beside: Symbol | None = None
         self.stream = self._new(width)  # the rows that a run is given
 
     def norm(self, x: Symbol, weight: Tensor, eps: float) -> Symbol:
@@ -117,8 +123,7 @@ class ProgramWriter:
     def multiply(self, x: Symbol, linear: LinearWeights) -> Symbol:
         assert linear.weight.inputs == x.width
         out, packed = self._new(linear.weight.outputs), self._pack(linear)
-        self._kept.append(packed)
-        self._add(MULTIPLY, x.buffer, out=out.buffer, pointer=ctypes.addressof(packed))
+        self._add(MULTIPLY, x.buffer, out=out.buffer, pointer=self._keep(packed))
         return out
 
     def multiply_heads(self, x: Symbol, linears: Sequence[LinearWeights], rest: int) -> Symbol:
@@ -126,8 +131,7 @@ class ProgramWriter:
         weight, num = linears[0].weight, len(linears)
         assert x.width >= num * (weight.inputs + rest)
         out, packed = self._new(num * (weight.outputs + rest)), (PackedLinear * num)(*map(self._pack, linears))
-        self._kept.append(packed)
-        self._add(MULTIPLY_HEADS, x.buffer, out=out.buffer, groups=num, size=rest, pointer=ctypes.addressof(packed))
+        self._add(MULTIPLY_HEADS, x.buffer, out=out.buffer, groups=num, size=rest, pointer=self._keep(packed))
         return out
 
     def mix(self, x: Symbol, logits: Symbol, experts: ExpertWeights, shared: Sequence[Symbol] = ()) -> Symbol:
@@ -139,11 +143,10 @@ class ProgramWriter:
         others = [each.buffer for each in shared]
         packed = PackedExperts(
             num, experts.num_used, experts.is_normalized, *(*others, -1, -1)[:2], experts.scale, *experts.groups,
-            None if experts.bias is None else experts.bias.data_ptr(),
-            ctypes.addressof(gate_up), ctypes.addressof(down),
+            self._keep_each(experts.score_bias, num), self._keep(gate_up), self._keep(down),
+            self._keep(doubles(experts.clamp)), self._keep_each(experts.factors, num), ACTIVATIONS[experts.activation],
         )  # fmt: skip
-        self._kept += [gate_up, down, packed, experts.bias]
-        self._add(MIX, x.buffer, y=logits.buffer, out=out.buffer, pointer=ctypes.addressof(packed))
+        self._add(MIX, x.buffer, y=logits.buffer, out=out.buffer, pointer=self._keep(packed))
         self._uses[-1] += tuple(others)
         return out
 
@@ -153,27 +156,33 @@ class ProgramWriter:
             self._angles.append(angles)
         self._add(ROTATE, x.buffer, groups=heads, size=dim, layer=self._angles.index(angles), column=column)
 
-    def write(self, x: Symbol, layer: int, column: int, kv_heads: int, dim: int, *, latent: int = 0) -> None:
-        """Keys, then values, from a column of each row on, into a layer's cache. latent: see `attend`."""
-        self._add(WRITE, x.buffer, column=column, groups=kv_heads, size=dim, layer=layer, latent=latent)
+    def write(
+        self, x: Symbol, place: tuple[int, int], column: int, kv_heads: int, dim: int, *, latent: int = 0
+    ) -> None:
+        """Keys, then values, from a column of each row on, into the cache of a layer. place: the layer, its table.
+        latent: see `attend`."""
+        layer, table = place
+        self._add(WRITE, x.buffer, column=column, groups=kv_heads, size=dim, layer=layer, table=table, latent=latent)
 
     def attend(
-        self, x: Symbol, layer: int, heads: tuple[int, int, int], block_size: int, rule: AttentionRule, latent: int = 0
-    ) -> Symbol:
-        """The query heads that each row begins with. heads: query, kv, dim. latent: how many numbers of a key are its
-        value; 0: values are kept apart."""
-        query, kv, dim = heads
+        self, x: Symbol, place: tuple[int, int], heads: tuple[int, int, int], block_size: int, rule: AttentionRule,
+        *, latent: int = 0,
+    ) -> Symbol:  # fmt: skip
+        """The query heads that each row begins with. place: the layer, its table; heads: query, kv, dim. latent: how
+        many numbers of a key are its value; 0: values are kept apart."""
+        (query, kv, dim), (layer, table) = heads, place
         out = self._new(query * (latent or dim))
         self._add(
             ATTEND, x.buffer, out=out.buffer, groups=query, size=dim, layer=layer, kv_heads=kv, block_size=block_size,
-            number=rule.scale, cap=rule.softcap or 0.0, window=rule.window or 0, weight=rule.sinks, latent=latent,
+            number=rule.scale, cap=rule.softcap or 0.0, window=rule.window or 0, weight=rule.sinks,
+            table=table, latent=latent,
         )  # fmt: skip
         return out
 
-    def gate(self, x: Symbol, activation: str) -> Symbol:
+    def gate(self, x: Symbol, activation: str, clamp: Clamp | None = None) -> Symbol:
         """activation(gate) * up of rows of gate, then up; one of ACTIVATIONS."""
-        out = self._new(x.width // 2)
-        self._add(GATE, x.buffer, out=out.buffer, size=out.width, layer=ACTIVATIONS[activation])
+        out, kind, limits = self._new(x.width // 2), ACTIVATIONS[activation], self._keep(doubles(clamp))
+        self._add(GATE, x.buffer, out=out.buffer, size=out.width, layer=kind, pointer=limits)
         return out
 
     def activate(self, x: Symbol, activation: str) -> None:
@@ -183,6 +192,19 @@ class ProgramWriter:
         """x plus y times a factor."""
         assert x.width == y.width
         self._add(ADD, x.buffer, y=y.buffer, number=scale)
+
+    def scale(self, x: Symbol, factor: float) -> None:
+        self._add(SCALE, x.buffer, number=factor)
+
+    def times(self, x: Symbol, y: Symbol, column: int) -> None:
+        """x by as many numbers of each row of y, from a column on."""
+        assert column + x.width <= y.width
+        self._add(TIMES, x.buffer, y=y.buffer, column=column)
+
+    def beside(self, width: int) -> Symbol:
+        """Rows that a run is given beside the stream."""
+        self._beside = self._new(width)
+        return self._beside
 
     def select(self, x: Symbol, *, fresh: bool = False) -> Symbol:
         """The rows of x that are wanted. Call `narrow` when all that goes on has been selected."""
@@ -206,14 +228,30 @@ class ProgramWriter:
     def finish(self, result: Symbol) -> Program:
         """Raises ValueError for a weight that this CPU has no kernel for."""
         assert result.buffer == _STREAM or result.buffer in self._fresh
-        offsets, room = self._lay_out()
+        given = {_STREAM, *self._fresh} | (set() if self._beside is None else {self._beside.buffer})
+        offsets, room = lay_out_buffers(self._widths, self._uses, given)
         program = Program(self._dtype, self._entries, self._widths, offsets, room, self._fresh, result.buffer)
         program.angles, program.kept = tuple(self._angles), self._kept
+        program.beside = None if self._beside is None else self._beside.buffer
         return program
 
     def _new(self, width: int) -> Symbol:
         self._widths.append(width)
         return Symbol(self, len(self._widths) - 1, width)
+
+    def _keep(self, memory: Any) -> int | None:
+        """The address of what operations point to, or None."""
+        self._kept.append(memory)
+        return None if memory is None else ctypes.addressof(memory)
+
+    def _keep_each(self, numbers: Tensor | None, num: int) -> int | None:
+        """The address of a number for each of `num`, or None."""
+        if numbers is None:
+            return None
+        assert (numbers.dtype, numbers.shape) == (torch.float32, (num,))
+        assert numbers.is_contiguous()
+        self._kept.append(numbers)
+        return numbers.data_ptr()
 
     def _pack(self, linear: LinearWeights) -> PackedLinear:
         weight, bias = linear.weight, linear.bias
@@ -236,33 +274,13 @@ class ProgramWriter:
         self._entries.append(_Operation(kind=kind, x=x, y=y, out=out, weight=pointer, **fields))
         self._uses.append((x, y, out))
 
-    def _lay_out(self) -> tuple[list[int], int]:
-        """Where each buffer begins, in values for each row, and the size of all; memory is used again when what was in
-        it is no longer read."""
-        last = {buffer: place for place, uses in enumerate(self._uses) for buffer in uses}
-        free: list[tuple[int, int]] = []  # width, offset
-        offsets, held, room = [0] * len(self._widths), {}, 0
-        for place, uses in enumerate(self._uses):
-            for buffer in dict.fromkeys(uses):
-                if buffer == _STREAM or buffer in self._fresh or buffer in held:
-                    continue
-                width = self._widths[buffer]
-                fitting = [spot for spot in free if spot[0] >= width]
-                if fitting:
-                    spot = min(fitting)
-                    free.remove(spot)
-                else:
-                    spot, room = (width, room), room + width
-                held[buffer], offsets[buffer] = spot, spot[1]
-            free += [held[buffer] for buffer in dict.fromkeys(uses) if buffer in held and last[buffer] == place]
-        return offsets, room
-
 
 class Program:
     """Runs operations. Keeps the memory of the last run's buffers for the next one."""
 
     angles: tuple[Hashable, ...] = ()  # the names under which runs give angles
     kept: Sequence[Any] = ()
+    beside: int | None = None  # the buffer of what runs are given beside the stream
 
     def __init__(
         self,
@@ -296,7 +314,7 @@ class Program:
         """Rows [tokens, width] through all operations -> the rows that are wanted. May overwrite x."""
         assert x.is_contiguous()
         assert x.dtype == self._dtype
-        for numbers in (step.slots, step.tables, step.spans):
+        for numbers in (*step.slots, *step.tables, step.spans):
             assert numbers.dtype == torch.int64
             assert numbers.is_contiguous()
         rows, wanted = len(x), step.wanted
@@ -305,14 +323,21 @@ class Program:
         num_wanted = rows if wanted is None else len(wanted)
         buffers = self._place(rows)
         buffers[_STREAM] = x.data_ptr()
+        if self.beside is not None:
+            assert step.beside is not None
+            assert step.beside.is_contiguous()
+            assert step.beside.dtype == self._dtype
+            assert step.beside.shape == (rows, self._widths[self.beside])
+            buffers[self.beside] = step.beside.data_ptr()
         fresh = {each: torch.empty(num_wanted, int(self._widths[each]), dtype=x.dtype) for each in self._fresh}
         for each, tensor in fresh.items():
             buffers[each] = tensor.data_ptr()
         angles = (_Angles * len(step.angles))(*map(_angles, step.angles))
         if self._caches is not step.caches:
             self._caches, self._keys, self._values = step.caches, *map(_pointers, zip(*step.caches, strict=True))
+        slots, tables = _pointers(step.slots), _pointers(step.tables)
         run = _Run(
-            rows, num_wanted, len(step.spans), step.slots.data_ptr(), step.tables.data_ptr(), step.spans.data_ptr(),
+            rows, num_wanted, len(step.spans), slots.ctypes.data, tables.ctypes.data, step.spans.data_ptr(),
             None if wanted is None else wanted.data_ptr() or buffers.ctypes.data,  # that of no rows is null
             buffers.ctypes.data, self._widths.ctypes.data, ctypes.addressof(angles), self._keys.ctypes.data,
             self._values.ctypes.data,

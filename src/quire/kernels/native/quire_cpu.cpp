@@ -136,8 +136,10 @@ void quire_multiply_rows(const float* x, const float* weight, float* out, int64_
     multiply_rows(x, weight, Product{rows, inputs, outputs, outputs}, out);
 }
 
-void quire_gate(int64_t type, int64_t activation, const void* gate_up, void* out, int64_t rows, int64_t size) {
-    DISPATCH(type, gate<T>(activation, static_cast<const T*>(gate_up), static_cast<T*>(out), rows, size))
+// clamp: see Clamp, or null.
+void quire_gate(int64_t type, int64_t activation, const Clamp* clamp, const void* gate_up, void* out, int64_t rows,
+                int64_t size) {
+    DISPATCH(type, gate<T>(activation, clamp, static_cast<const T*>(gate_up), static_cast<T*>(out), rows, size))
 }
 
 void quire_write_cache(int64_t type, const void* key, int64_t key_stride, const void* value, int64_t value_stride,

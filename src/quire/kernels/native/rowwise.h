@@ -114,20 +114,43 @@ template <typename T> void activate(int64_t kind, T* x, int64_t count) {
     }
 }
 
-template <Activation KIND, typename T> void gate_all(const T* gate_up, T* out, int64_t rows, int64_t size) {
+// A gate of silu within limits: with g = min(gate, limit) and u = up in [-limit, limit], it gives
+// g * sigmoid(alpha * g) * (u + shift).
+struct Clamp {
+    double limit, alpha, shift;
+};
+
+// gate_up [rows, 2 * size] -> out [rows, size], each number by gated(gate, up).
+template <typename T, typename Gated>
+void gate_by(const T* gate_up, T* out, int64_t rows, int64_t size, const Gated& gated) {
 #pragma omp parallel for schedule(static) if (rows * size > 16384)
     for (int64_t row = 0; row < rows; ++row) {
         const T* gate = gate_up + row * 2 * size;
         const T* up = gate + size;
         T* to = out + row * size;
         in_pieces(size, [&](int64_t i, int64_t count) {
-            put(to + i, rounded<T>(activated<KIND>(fetch(gate + i, count))) * fetch(up + i, count), count);
+            put(to + i, gated(fetch(gate + i, count), fetch(up + i, count)), count);
         });
     }
 }
 
-// gate_up [rows, 2 * size] -> activation(gate) * up [rows, size]
-template <typename T> void gate(int64_t kind, const T* gate_up, T* out, int64_t rows, int64_t size) {
+template <Activation KIND, typename T> void gate_all(const T* gate_up, T* out, int64_t rows, int64_t size) {
+    gate_by(gate_up, out, rows, size, [](Floats gate, Floats up) { return rounded<T>(activated<KIND>(gate)) * up; });
+}
+
+template <typename T> void gate_clamped(const Clamp& clamp, const T* gate_up, T* out, int64_t rows, int64_t size) {
+    const Floats limit = all(static_cast<float>(clamp.limit));
+    const float alpha = static_cast<float>(clamp.alpha), shift = static_cast<float>(clamp.shift);
+    gate_by(gate_up, out, rows, size, [&](Floats gate, Floats up) {
+        const Floats kept = smaller(gate, limit);
+        return kept * logistic(kept * alpha) * (larger(smaller(up, limit), -limit) + shift);
+    });
+}
+
+// gate_up [rows, 2 * size] -> activation(gate) * up [rows, size]; with a clamp, within its limits
+template <typename T>
+void gate(int64_t kind, const Clamp* clamp, const T* gate_up, T* out, int64_t rows, int64_t size) {
+    if (clamp != nullptr) return gate_clamped(*clamp, gate_up, out, rows, size);
     switch (kind) {
         case SILU: gate_all<SILU>(gate_up, out, rows, size); break;
         case GELU: gate_all<GELU>(gate_up, out, rows, size); break;

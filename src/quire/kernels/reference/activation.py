@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from quire.kernels.clamp import Clamp
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
@@ -13,7 +16,10 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate={"gelu": "none", "gelu_tanh": "tanh"}[activation])
 
 
-def gate(gate_up: Tensor, activation: str) -> Tensor:  # [rows, 2 * size] -> [rows, size]
-    """activation(gate) * up, where gate_up holds gate, then up."""
+def gate(gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:  # [rows, 2 * size] -> [rows, size]
+    """activation(gate) * up, where gate_up holds gate, then up; with a clamp, within its limits."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return activate(gate, activation) * up
+    if clamp is None:
+        return activate(gate, activation) * up
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return gate * torch.sigmoid(gate * clamp.alpha) * (up + clamp.shift)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quire.kernels.reference.activation import activate
+from quire.kernels.clamp import Clamp
+from quire.kernels.reference.activation import gate
 
 
 def product(
@@ -16,6 +17,7 @@ def product(
     x_scale: Tensor | None = None,  # [M]
     weight_scale: Tensor | None = None,  # [weight rows]
     activation: str | None = None,
+    clamp: Clamp | None = None,  # of the gate
     norm: tuple[Tensor, float] | None = None,  # weight [K] and eps of a root-mean-square norm of x
 ) -> Tensor:  # [M, N] float32
     wide = x.float() if x_scale is None else x.float() * x_scale[:, None]
@@ -25,6 +27,5 @@ def product(
     if bias is not None:
         out = out + bias.float()
     if activation is not None:
-        gate, up = out.chunk(2, dim=-1)
-        out = activate(gate, activation) * up
+        out = gate(out, activation, clamp)
     return out if residual is None else out + residual.float()

@@ -29,6 +29,13 @@ def activate(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def clamped(gate, up, limit, alpha, shift):
+    """A gate within limits, see Clamp: float32 -> float32."""
+    kept = tl.minimum(gate, limit)
+    return kept * tl.sigmoid(kept * alpha) * (tl.maximum(tl.minimum(up, limit), -limit) + shift)
+
+
+@triton.jit
 def _activate_kernel(x_ptr, x_stride, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

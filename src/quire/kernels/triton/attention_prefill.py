@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.kernels.attention_rule import AttentionRule, check_cache, check_heads
 from quire.kernels.triton.attention_config import PrefillConfig
 from quire.kernels.triton.attention_decode import COMPUTE
+from quire.kernels.triton.attention_split import base_of
 from quire.kernels.triton.attention_tile import EMPTY, LOG2_E, block_ids, fold, load_rows, score, slots, take_in
 from quire.kernels.triton.launch import await_inputs, power_of_two
 
@@ -105,7 +106,7 @@ def _prefill(
     lowest, highest = first // GROUP, tl.minimum((first + BLOCK_M - 1) // GROUP, count - 1)  # tokens of the tile
     table = tables + row.to(tl.int64) * table_stride
     end = start + highest + 1  # of the keys
-    begin_at = _first_key(start + lowest, window, BLOCK_N)
+    begin_at = _first_key(start + lowest, window, BLOCK_N, BLOCK_SIZE)
     ids = block_ids(table, begin_at, end, BLOCK_N, BLOCK_SIZE)  # asked for before the queries are
     packed = first + tl.arange(0, BLOCK_M)
     token, columns = packed // GROUP, tl.arange(0, DIM_PAD)
@@ -134,11 +135,12 @@ def _prefill(
 
 
 @triton.jit
-def _first_key(lowest, window, BLOCK_N: tl.constexpr):
-    """Where the tiles of keys begin for rows from position `lowest` on."""
+def _first_key(lowest, window, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where the tiles of keys begin for rows from position `lowest` on: in no block before the window, which may be
+    another sequence's by now."""
     begin = 0
     if window is not None:
-        begin = tl.maximum(lowest + 1 - window, 0) // BLOCK_N * BLOCK_N
+        begin = base_of(tl.maximum(lowest + 1 - window, 0), BLOCK_N, BLOCK_SIZE)
     return begin
 
 
@@ -154,7 +156,7 @@ def _attend(
     seen_by_all, clear = tl.minimum(lowest + 1, end), 0
     if window is not None:
         clear = highest + 1 - window  # from here on no row's window begins
-    for first in tl.range(_first_key(lowest, window, BLOCK_N), end, BLOCK_N):
+    for first in tl.range(_first_key(lowest, window, BLOCK_N, BLOCK_SIZE), end, BLOCK_N):
         seen = first + tl.arange(0, BLOCK_N)
         rows = slots(ids, first, end, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
         ids = block_ids(table, first + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)  # used a turn later

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.activation import ACTIVATIONS, activate
+from quire.kernels.clamp import Clamp
+from quire.kernels.triton.activation import ACTIVATIONS, activate, clamped
 from quire.kernels.triton.launch import (
     FLOAT8,
     await_inputs,
@@ -50,6 +51,7 @@ class Stack(NamedTuple):
 
     numbers: Tensor  # [experts, outputs, inputs]: of the rows' dtype, or float8
     scale: Tensor | None  # [experts, outputs] float32, of float8 numbers
+    bias: Tensor | None = None  # [experts, outputs]
 
 
 class Routing(NamedTuple):
@@ -83,9 +85,10 @@ def _keep_groups(ranked, expert, size, GROUPS: tl.constexpr, USED: tl.constexpr,
 
 @triton.jit
 def _choose_kernel(
-    logits_ptr, bias_ptr, rows_ptr, chosen_ptr, weights_ptr, stride, num, scale,
+    logits_ptr, bias_ptr, rows_ptr, factors_ptr, chosen_ptr, weights_ptr, stride, num, scale,
     USED: tl.constexpr, NORMALIZED: tl.constexpr, GROUPS: tl.constexpr, GROUPS_USED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    BLOCK: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     expert, ranks = tl.arange(0, BLOCK), tl.arange(0, RANKS)
@@ -113,6 +116,8 @@ def _choose_kernel(
         left = tl.where(expert == best, float("-inf"), left)
     if NORMALIZED:
         weights = weights / (tl.sum(weights, 0) + SMALLEST_SUM)
+    if HAS_FACTORS:
+        weights *= tl.load(factors_ptr + chosen)
     chosen = tl.where(is_real, chosen, -1)
     tl.store(chosen_ptr + token * USED + ranks, chosen, mask=ranks < USED)
     tl.store(weights_ptr + token * USED + ranks, weights * scale, mask=ranks < USED)
@@ -152,10 +157,11 @@ def _place_kernel(
 
 @triton.jit
 def _grouped_kernel(
-    x_ptr, w_ptr, scale_ptr, out_ptr, places_ptr, tile_experts_ptr, N, K, x_stride, w_stride, out_stride,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, places_ptr, tile_experts_ptr, N, K, x_stride, w_stride, out_stride,
+    limit, alpha, shift,
     USED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    KIND: tl.constexpr, HAS_SCALE: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -174,10 +180,17 @@ def _grouped_kernel(
         )  # fmt: skip
         if HAS_SCALE:
             acc *= tl.load(scale_ptr + w_row)[:, None]
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + w_row).to(tl.float32)[:, None]
         if GATED:
             if HAS_SCALE:
                 acc_up *= tl.load(scale_ptr + w_row + N)[:, None]
-            acc = activate(acc, KIND) * acc_up
+            if HAS_BIAS:
+                acc_up += tl.load(bias_ptr + w_row + N).to(tl.float32)[:, None]
+            if CLAMPED:
+                acc = clamped(acc, acc_up, limit, alpha, shift)
+            else:
+                acc = activate(acc, KIND) * acc_up
         at = out_ptr + pair[None, :].to(tl.int64) * out_stride + n[:, None]
         tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (pair >= 0)[None, :])
 
@@ -244,9 +257,10 @@ def route(
     *,
     is_normalized: bool,  # weights are divided by their sum
     scale: float = 1.0,  # of the weights
+    factors: Tensor | None = None,  # [experts] float32: of each expert's weight
     rows: Tensor | None = None,  # [tokens] int: below 0 for a token of padding, which goes nowhere
     groups: tuple[int, int] = (1, 1),  # of experts, side by side, and those of them that a token's experts are of
-    bias: Tensor | None = None,  # [experts] float32: experts rank by sigmoids plus this, groups by their best two
+    score_bias: Tensor | None = None,  # [experts] float32: experts rank by sigmoids plus this, groups by their best two
     dependent: bool = False,
 ) -> Routing:
     """The experts that each token ranks first, weighted by the softmax over all or, with a bias, by the sigmoids
@@ -256,8 +270,9 @@ def route(
     check_rows(logits, "logits")
     check(1 <= num_used <= num, "each token has at least one expert, and no expert twice")
     check(rows is None or (rows.shape == (tokens,) and rows.is_contiguous()), "rows: a number per token")
+    check(factors is None or (factors.shape == (num,) and factors.is_contiguous()), "factors: a number per expert")
     check(pairs + num * tiling.block_m < 1 << 31, "at most 2**31 pairs")
-    check(bias is None or (bias.shape == (num,) and bias.is_contiguous()), "bias: a number per expert")
+    check(score_bias is None or (score_bias.shape == (num,) and score_bias.is_contiguous()), "bias: one per expert")
     check(num % groups[0] == 0, "groups are of equal size")
     tiles = most_tiles(pairs, num, tiling.block_m)
     chosen = torch.empty(tokens, num_used, dtype=torch.int32, device=device)
@@ -268,9 +283,10 @@ def route(
         return routing
     block = power_of_two(num)
     _choose_kernel[(tokens,)](
-        logits, bias, rows, chosen, weights, logits.stride(0), num, scale,
-        USED=num_used, NORMALIZED=is_normalized, GROUPS=groups[0], GROUPS_USED=groups[1], HAS_BIAS=bias is not None,
-        HAS_ROWS=rows is not None, BLOCK=block, RANKS=power_of_two(num_used), DEPENDENT=dependent,
+        logits, score_bias, rows, factors, chosen, weights, logits.stride(0), num, scale,
+        USED=num_used, NORMALIZED=is_normalized, GROUPS=groups[0], GROUPS_USED=groups[1],
+        HAS_BIAS=score_bias is not None, HAS_ROWS=rows is not None, HAS_FACTORS=factors is not None,
+        BLOCK=block, RANKS=power_of_two(num_used), DEPENDENT=dependent,
         num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
     block, bins = (
@@ -293,10 +309,11 @@ def grouped_product(
     *,
     num_used: int,  # pairs of each row of x
     activation: str | None = None,  # of ACTIVATIONS: weights are gate, then up, and the result activation(gate) * up
+    clamp: Clamp | None = None,  # of the gate
     dependent: bool = False,
 ) -> Tensor:  # [pairs, outputs]
     """Each pair's row by the weight of its expert, summed in float32. What pairs of padding get is not written."""
-    weight, scale = stack
+    weight, scale, bias = stack
     num, rows, inputs = weight.shape
     outputs, pairs = rows // (1 if activation is None else 2), routing.chosen.numel()
     check_rows(x, "x")
@@ -304,14 +321,18 @@ def grouped_product(
     check(weight.is_contiguous() and weight.dtype in (x.dtype, FLOAT8), "the weight has x's dtype or is float8")
     check((weight.dtype == FLOAT8) == (scale is not None), "a float8 weight and its scale come together")
     check(scale is None or (scale.shape == (num, rows) and scale.is_contiguous()), "scale: a number per output")
+    check(bias is None or (bias.shape == (num, rows) and bias.is_contiguous()), "bias: a number per output")
+    check(clamp is None or activation is not None, "a clamp is of a gate")
+    limit, alpha, shift = clamp or Clamp(0.0)
     out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
     if pairs == 0:
         return out
     _grouped_kernel[(len(routing.tile_experts), triton.cdiv(outputs, tiling.block_n))](
-        x, weight, scale, out, routing.places, routing.tile_experts, outputs, inputs,
-        x.stride(0), inputs, outputs,
+        x, weight, scale, bias, out, routing.places, routing.tile_experts, outputs, inputs,
+        x.stride(0), inputs, outputs, limit, alpha, shift,
         USED=num_used, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
-        GATED=activation is not None, KIND=ACTIVATIONS[activation or "silu"], HAS_SCALE=scale is not None,
+        GATED=activation is not None, KIND=ACTIVATIONS[activation or "silu"], CLAMPED=clamp is not None,
+        HAS_SCALE=scale is not None, HAS_BIAS=bias is not None,
         EVEN_K=inputs % tiling.block_k == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         DEPENDENT=dependent, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=dependent,
     )  # fmt: skip

@@ -14,11 +14,13 @@ _HEADS_AT_ONCE = 8
 
 
 class HeadNorms(NamedTuple):
-    """Root-mean-square norms over each query and each key head (Qwen3)."""
+    """Root-mean-square norms over each query and each key head (Qwen3), and over value heads, which have no weights
+    (Gemma 4)."""
 
     query: Tensor  # [dim]
     key: Tensor  # [dim]
     eps: float
+    of_values: bool = False
 
 
 class LayerMemory(NamedTuple):
@@ -40,20 +42,21 @@ def _to_cache(x, scale, memory, FLOAT8_CACHE: tl.constexpr):
 
 @triton.jit
 def _normed(
-    first, second, head, query_norm_ptr, key_norm_ptr, eps, half, column, partner, inside, QUERIES: tl.constexpr
-):
-    """Both halves [H, HALF] of query and key heads over their root mean square, times the weight of their kind."""
+    first, second, head, query_norm_ptr, key_norm_ptr, eps, half, column, partner, inside,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Both halves [H, HALF] of heads over their root mean square, times the weight of their kind; values have none."""
     dtype = first.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
     square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     inverse = tl.rsqrt(square / (2 * half) + eps)[:, None]
-    is_query = (head < QUERIES)[:, None]
+    is_query, is_value = (head < QUERIES)[:, None], (head >= QUERIES + KEYS)[:, None]
     query_1 = tl.load(query_norm_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     query_2 = tl.load(query_norm_ptr + partner, mask=inside, other=0.0).to(tl.float32)[None, :]
     key_1 = tl.load(key_norm_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     key_2 = tl.load(key_norm_ptr + partner, mask=inside, other=0.0).to(tl.float32)[None, :]
-    first = (first * inverse).to(dtype).to(tl.float32) * tl.where(is_query, query_1, key_1)
-    second = (second * inverse).to(dtype).to(tl.float32) * tl.where(is_query, query_2, key_2)
+    first = (first * inverse).to(dtype).to(tl.float32) * tl.where(is_query, query_1, tl.where(is_value, 1.0, key_1))
+    second = (second * inverse).to(dtype).to(tl.float32) * tl.where(is_query, query_2, tl.where(is_value, 1.0, key_2))
     return first.to(dtype), second.to(dtype)
 
 
@@ -74,8 +77,8 @@ def _rotary_kernel(
     qkv_ptr, query_ptr, table_ptr, angle_ptr, position_ptr, row_ptr, blocks_ptr, key_ptr, value_ptr,
     query_norm_ptr, key_norm_ptr, eps, key_scale, value_scale, qkv_stride, query_stride, blocks_stride, max_blocks,
     half, turned, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr,
-    HEADS: tl.constexpr, HAS_NORM: tl.constexpr, PARTIAL: tl.constexpr, FLOAT8_CACHE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    HEADS: tl.constexpr, HAS_NORM: tl.constexpr, NORMS_VALUES: tl.constexpr, PARTIAL: tl.constexpr,
+    FLOAT8_CACHE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -93,8 +96,11 @@ def _rotary_kernel(
         first, second = raw_first, raw_second
         if HAS_NORM:
             first, second = _normed(
-                first, second, head, query_norm_ptr, key_norm_ptr, eps, half, columns, partners, place < half, QUERIES
-            )
+                first, second, head, query_norm_ptr, key_norm_ptr, eps, half, columns, partners, place < half,
+                QUERIES, KEYS,
+            )  # fmt: skip
+            if NORMS_VALUES:
+                raw_first, raw_second = first, second
         angle = table_ptr + tl.load(angle_ptr + token).to(tl.int64) * 2 * turned + place
         cos = tl.load(angle, mask=place < turned, other=1.0).to(tl.float32)[None, :]
         sin = tl.load(angle + turned, mask=place < turned, other=0.0).to(tl.float32)[None, :]
@@ -132,6 +138,7 @@ def rotate_and_store(
     norms: HeadNorms | None = None,
     query: Tensor | None = None,  # [tokens, query heads * dim]: where queries go; None: they stay in qkv
     angles: Tensor | None = None,  # [tokens] int: line of `table` of each token; None: its position
+    stores: bool = True,  # False: qkv holds queries alone, and nothing is put in the cache
     dependent: bool = False,
 ) -> None:
     """Norm (if given) and turn queries and keys, leave queries in `query`, put keys and values in the paged cache.
@@ -142,6 +149,7 @@ def rotate_and_store(
     """
     tokens, width = qkv.shape
     _, kv_heads, block_size, dim = memory.key.shape
+    kv_heads = kv_heads if stores else 0
     query_heads = width // dim - 2 * kv_heads
     query = qkv if query is None else query
     check_rows(qkv, "qkv")
@@ -164,6 +172,7 @@ def rotate_and_store(
         norms and norms.query, norms and norms.key, norms.eps if norms else 0.0, memory.key_scale, memory.value_scale,
         qkv.stride(0), query.stride(0), blocks.stride(0), blocks.shape[1], dim // 2, turned // 2,
         QUERIES=query_heads, KEYS=kv_heads, BLOCK_SIZE=block_size, HALF=half, HEADS=heads_at_once,
-        HAS_NORM=norms is not None, PARTIAL=turned < dim, FLOAT8_CACHE=memory.key.dtype == FLOAT8, DEPENDENT=dependent,
+        HAS_NORM=norms is not None, NORMS_VALUES=norms is not None and norms.of_values, PARTIAL=turned < dim,
+        FLOAT8_CACHE=memory.key.dtype == FLOAT8, DEPENDENT=dependent,
         num_warps=max(1, heads_at_once * half // 256), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip

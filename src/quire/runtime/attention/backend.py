@@ -85,6 +85,8 @@ class AttentionBatch:
     chunks: tuple[ChunkSpan, ...]
     block_size: int
     cache: LayerCache  # of any layer: tells shape, dtype and device
+    # Of window blocks, the most tokens that a token sees: blocks before those are others' by now.
+    window: int | None = None
 
 
 class AttentionBackend(Protocol):
@@ -110,7 +112,8 @@ class AttentionBackend(Protocol):
 
 
 class BatchBackend(AttentionBackend, Protocol):
-    """A backend whose plan is made from a batch. Every slot of a held block that is not yet written reads as zero."""
+    """A backend whose plan is made from a batch. Every slot of a held block that is not yet written reads as zero; of a
+    batch with a window, nothing may come of blocks before it."""
 
     def prepare(self, batch: AttentionBatch) -> Any:
         """Step metadata, handed back to every `attend` of the step."""

@@ -18,6 +18,7 @@ from quire.config.model import Heads
 from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, Counts, Kernels, LayerCache
 from quire.runtime.attention.ruled import attend_ruled
+from quire.runtime.attention.window import within_window
 from quire.runtime.transfer import to_device
 
 
@@ -111,8 +112,10 @@ class GatherAttention:
         """All of them."""
 
     def prepare(self, batch: AttentionBatch) -> GatherPlan:
+        batch = within_window(batch)
         slot_bytes = self._heads.kv_size * batch.cache.key.element_size()
-        runs = split_by_length(batch.lengths, GROUP_COST, GROUP_BYTES[batch.block_ids.device.type] // slot_bytes)
+        descending = np.maximum.accumulate(batch.lengths[::-1])[::-1]  # as they are, but within a window
+        runs = split_by_length(descending, GROUP_COST, GROUP_BYTES[batch.block_ids.device.type] // slot_bytes)
         groups = tuple(self._decode_group(batch, begin, end) for begin, end in runs)
         return GatherPlan(groups, tuple(tile for chunk in batch.chunks for tile in self._tiles(chunk, batch)))
 
@@ -127,7 +130,7 @@ class GatherAttention:
 
     def _decode_group(self, batch: AttentionBatch, begin: int, end: int) -> DecodeGroup:
         lengths = batch.lengths[begin:end]
-        longest, shortest = int(lengths[0]), int(lengths[-1])
+        longest, shortest = int(lengths.max()), int(lengths.min())
         blocks = batch.block_ids[begin:end, : -(-longest // batch.block_size)]
         mask, seen = None, to_device(torch.from_numpy(lengths.copy()), blocks.device)
         if shortest < longest:

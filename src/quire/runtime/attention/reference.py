@@ -7,6 +7,7 @@ from torch import Tensor
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.reference.attention import paged_attention
 from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, Kernels, LayerCache
+from quire.runtime.attention.window import within_window
 
 
 class ReferenceAttention:
@@ -18,6 +19,7 @@ class ReferenceAttention:
         """All of them."""
 
     def prepare(self, batch: AttentionBatch) -> tuple[ChunkSpan, ...]:
+        batch = within_window(batch)
         decodes = tuple(
             ChunkSpan(begin=i, start=int(length) - 1, num_tokens=1, block_ids=batch.block_ids[i])
             for i, length in enumerate(batch.lengths)

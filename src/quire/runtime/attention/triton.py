@@ -7,7 +7,7 @@ read by every layer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,10 @@ class TritonPlan:
     splits: Splits  # of the decode rows; none where there are no such rows
     cascade: CascadePlan | None  # of their shared prefixes, for layers without a window
     prefill: PrefillPlan | None  # of the chunks
+
+    def over(self, tables: Tensor) -> TritonPlan:
+        """The same step, for layers that read other tables and have a window."""
+        return replace(self, tables=tables, cascade=None)
 
 
 class TritonAttention:

@@ -14,19 +14,30 @@ from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Value
+from quire.runtime.layers.texts import TextAttention, Texts
+
+_LENT = "lent"  # in the memo, with a layer: keys and values of the step's tokens [tokens, kv heads, dim]
 
 
 class Attention(nn.Module):
     """Causal attention over a paged cache, after head norms and rotary positions, if there are any. Side effect: fills
-    the step's slots of the layer's cache."""
+    the step's slots of the layer's cache.
 
-    def __init__(self, heads: Heads, layer: int, rule: AttentionRule, rotary: Rotary | None, ops: LayerOps) -> None:
+    `lends`: other layers read the same keys and values. A layer that `borrows` is given queries alone, and `layer` is
+    that whose cache it reads.
+    """
+
+    def __init__(
+        self, heads: Heads, layer: int, rule: AttentionRule, rotary: Rotary | None, ops: LayerOps,
+        *, lends: bool = False, borrows: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._heads, self._layer, self.rule, self._ops = heads, layer, rule, ops
-        self.rotary = rotary
+        self.rotary, self._lends, self._borrows = rotary, lends, borrows
+        self._num_rotated = heads.num_query + (0 if borrows else heads.num_kv)
 
     def forward(self, qkv: Value, step: ForwardStep, norm: HeadNorm | None = None) -> Value:
-        """qkv: [tokens, (query + 2 * kv heads) * dim], overwritten -> [tokens, query heads * dim]."""
+        """qkv: [tokens, (query + 2 * kv heads) * dim], or queries alone; overwritten -> [tokens, query heads * dim]."""
         if isinstance(qkv, Symbol):
             return self._write_down(qkv, step, norm)
         if step.backend.kernels == "triton" and (self.rotary is None or self.rotary.is_static):
@@ -36,52 +47,61 @@ class Attention(nn.Module):
     def _by_parts(self, qkv: Tensor, step: ForwardStep, norm: HeadNorm | None) -> Tensor:
         heads = self._heads
         by_head = qkv.view(len(qkv), -1, heads.dim)
-        num_rotated = heads.num_query + heads.num_kv
-        qk, value = by_head[:, :num_rotated], by_head[:, num_rotated:]
+        if norm is not None and norm.of_values:
+            by_head, norm = norm(by_head), None
+        qk, value = by_head[:, : self._num_rotated], by_head[:, self._num_rotated :]
         qk = qk if norm is None else norm(qk)
         if self.rotary is not None:
             qk = self._ops.rotate(qk, *self.rotary(step))
         query, key = qk[:, : heads.num_query], qk[:, heads.num_query :]
         cache = step.caches[self._layer]
-        self._ops.write(key, value, cache, step.slots)
-        attended: Tensor = step.backend.attend(query, key, value, cache, step.attention, self.rule)
+        if self._borrows:
+            key, value = step.memo[_LENT, self._layer]
+        else:
+            self._ops.write(key, value, cache, step.slots_of(cache))
+        if self._lends:
+            step.memo[_LENT, self._layer] = key, value
+        attended: Tensor = step.backend.attend(query, key, value, cache, step.attention_of(cache), self.rule)
         return attended
 
     def _by_triton(self, qkv: Tensor, step: ForwardStep, norm: HeadNorm | None) -> Tensor:
         """Norms, positions and the write to the cache in one launch."""
         from quire.kernels.triton.rotary import HeadNorms, LayerMemory, rotate_and_store
 
-        heads, cache, plan = self._heads, step.caches[self._layer], step.attention
-        norms = None if norm is None else HeadNorms(norm.of_queries, norm.of_keys, norm.eps)
+        heads, cache = self._heads, step.caches[self._layer]
+        plan = step.attention_of(cache)
+        norms = None if norm is None else HeadNorms(norm.of_queries, norm.of_keys, norm.eps, norm.of_values)
         angles = None if self.rotary is None else self.rotary.angles(step.max_length)
         rotate_and_store(
             qkv, angles, plan.positions, plan.rows, plan.tables,
-            LayerMemory(cache.key, cache.value), norms=norms, dependent=step.backend.is_dependent(len(qkv)),
+            LayerMemory(cache.key, cache.value), norms=norms, stores=not self._borrows,
+            dependent=step.backend.is_dependent(len(qkv)),
         )  # fmt: skip
-        by_head = qkv.view(len(qkv), -1, heads.dim)
-        query, key, value = torch.split(by_head, [heads.num_query, heads.num_kv, heads.num_kv], dim=1)
+        by_head, stored = qkv.view(len(qkv), -1, heads.dim), 0 if self._borrows else heads.num_kv
+        query, key, value = torch.split(by_head, [heads.num_query, stored, stored], dim=1)
         attended: Tensor = step.backend.attend(query, key, value, cache, plan, self.rule)
         return attended
 
     def _write_down(self, qkv: Symbol, step: ForwardStep, norm: HeadNorm | None) -> Symbol:
         """The operations of a program."""
-        heads, writer = self._heads, qkv.writer
-        num_rotated, block_size = heads.num_query + heads.num_kv, step.caches[self._layer].key.shape[2]
+        heads, writer, cache = self._heads, qkv.writer, step.caches[self._layer]
+        place = (self._layer, cache.table)
         if norm is not None:
             writer.norm_heads(qkv, norm.scales, norm.eps)
         if self.rotary is not None:
-            writer.rotate(qkv, self.rotary, num_rotated, heads.dim)
-        writer.write(qkv, self._layer, heads.query_size, heads.num_kv, heads.dim)
+            writer.rotate(qkv, self.rotary, self._num_rotated, heads.dim)
+        if not self._borrows:
+            writer.write(qkv, place, heads.query_size, heads.num_kv, heads.dim)
         sizes = (heads.num_query, heads.num_kv, heads.dim)
-        return writer.attend(qkv, self._layer, sizes, block_size, self.rule)
+        return writer.attend(qkv, place, sizes, cache.key.shape[2], self.rule)
 
 
 class SelfAttention(nn.Module):
     """Attention between the product for q, k and v and the one that goes back to the stream."""
 
-    def __init__(self, qkv_proj: Linear, attention: Attention, out_proj: Linear) -> None:
+    def __init__(self, qkv_proj: Linear, attention: Attention | TextAttention, out_proj: Linear) -> None:
         super().__init__()
         self.qkv_proj, self.attention, self.out_proj = qkv_proj, attention, out_proj
 
-    def forward(self, x: Value | Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
+    def forward(self, x: Value | Normed, step: ForwardStep | Texts) -> Projected:  # x: [tokens, hidden]
         return self.out_proj.later(self.attention(self.qkv_proj(x), step))

@@ -12,7 +12,7 @@ from quire.kernels.native.program import Program, ProgramStep, ProgramWriter
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.attention.native import NativePlan
 from quire.runtime.layers.rotary import Rotary
-from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.step import BESIDE, ForwardStep
 from quire.runtime.layers.stream import Stream, Value
 
 
@@ -23,9 +23,10 @@ class Blocks(nn.ModuleList):
     what they give, without an interpreter of Python between the operations.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], width: int) -> None:
+    def __init__(self, blocks: Iterable[nn.Module], width: int, beside: int = 0) -> None:
         super().__init__(blocks)
         self._width = width  # of the residual stream
+        self._beside = beside  # of what blocks read of tokens besides: `step.memo[BESIDE]`
         self._programs: dict[int, Program] = {}  # by the number of blocks
         self._caches: tuple[LayerCache, ...] = ()
         self._pairs: list[tuple[Tensor, Tensor]] = []  # the same caches
@@ -42,11 +43,14 @@ class Blocks(nn.ModuleList):
         if count not in self._programs:
             writer, nothing = ProgramWriter(caches[0].key.dtype, self._width), torch.empty(0, dtype=torch.int64)
             step = ForwardStep(nothing, nothing, nothing, 0, nothing, caches, None, None, num_layers=num_layers)
+            if self._beside:
+                step.memo[BESIDE] = writer.beside(self._beside)
             self._programs[count] = writer.finish(self._go_through(writer.stream, step))
         return self._programs[count]
 
     def _go_through(self, x: Value, step: ForwardStep) -> Value:
-        stream = Stream(x, step.attention.rows if getattr(step.backend, "kernels", None) == "triton" else None)
+        rows = step.attention.rows if getattr(step.backend, "kernels", None) == "triton" else None
+        stream = Stream(x, rows, step.memo.get(BESIDE))
         *others, last = list(self)[: step.num_layers]
         for block in others:
             block(stream, step)
@@ -61,5 +65,8 @@ class Blocks(nn.ModuleList):
         plan: NativePlan = step.attention
         rotations = [cast("Rotary", rotary)(step) for rotary in program.angles]
         angles = [(rotation.cos, rotation.sin) for rotation in rotations]
-        given = ProgramStep(step.slots, plan.tables, plan.spans, step.wanted, self._pairs, angles, step)
+        slots = (step.slots, *(window.slots for window in step.windows))
+        tables = (plan.tables, *(window.attention.tables for window in step.windows))
+        beside = step.memo.get(BESIDE)
+        given = ProgramStep(slots, tables, plan.spans, step.wanted, self._pairs, angles, step, beside)
         return program.run(x, given)

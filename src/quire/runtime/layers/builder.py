@@ -10,16 +10,26 @@ from torch import Tensor, nn
 from quire.config.engine import DeviceConfig
 from quire.config.model import Experts, Heads, ModelConfig, Rope
 from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.clamp import Clamp
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.choice import choose_float8_product, choose_product
-from quire.runtime.layers.experts import EachExpert, ExpertSet, MoEMLP, Router, ScoreBias
+from quire.runtime.layers.experts import (
+    EachExpert,
+    ExpertScales,
+    ExpertSet,
+    MoEMLP,
+    NormedRouter,
+    Router,
+    ScoreBias,
+    clamp_of,
+)
 from quire.runtime.layers.head_linear import DenseHeads, HeadLinear, PackedHeads, TritonHeads
 from quire.runtime.layers.latent import LatentAttention, LatentProducts
-from quire.runtime.layers.linear import Linear
-from quire.runtime.layers.mlp import MLP, GatedMLP
+from quire.runtime.layers.linear import KeysAsValues, Linear
+from quire.runtime.layers.mlp import MLP, GatedMLP, SideGate
 from quire.runtime.layers.modules import (
     Embedding,
     HeadNorm,
@@ -27,12 +37,15 @@ from quire.runtime.layers.modules import (
     PositionEmbedding,
     ProjectionNorm,
     RMSNorm,
+    Scalar,
+    Sinks,
     TiedHead,
 )
 from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
+from quire.runtime.layers.texts import TextAttention
 from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored
 
 TORCH_DTYPES = {
@@ -42,6 +55,7 @@ TORCH_DTYPES = {
     "float8": torch.float8_e4m3fn,
 }
 GATED = ("gate_proj", "up_proj", "down_proj")
+QKV = ("q_proj", "k_proj", "v_proj")
 
 
 class LayerBuilder:
@@ -71,24 +85,35 @@ class LayerBuilder:
         """One product for several matrices."""
         return Linear(inputs, outputs, False, self._product, self._placement, stored)
 
-    def qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
-        outputs = {"q_proj": heads.query_size, "k_proj": heads.kv_size, "v_proj": heads.kv_size}
+    def qkv_linear(
+        self, inputs: int, heads: Heads, *, bias: bool, names: tuple[str, str, str] = QKV, keys_are_values: bool = False
+    ) -> Linear:
+        outputs = dict(zip(names, (heads.query_size, heads.kv_size, heads.kv_size), strict=True))
+        if keys_are_values:
+            return KeysAsValues(inputs, heads, bias, self._product, self._placement)
         return Linear(inputs, outputs, bias, self._product, self._placement)
 
     def gated_mlp(
-        self, hidden: int, intermediate: int, activation: str, *, bias: bool, names: tuple[str, str, str] = GATED
+        self,
+        hidden: int,
+        intermediate: int,
+        activation: str,
+        *,
+        bias: bool,
+        names: tuple[str, str, str] = GATED,
+        clamp: Clamp | None = None,
     ) -> GatedMLP:
-        """`names`: of the matrices for gate, up and down; one may hold gate and up."""
+        """`names`: of the matrices for gate, up and down; one may hold gate and up. `clamp`: the gate's limits."""
         gate, up, down = names
         both = {gate: 2 * intermediate} if gate == up else {gate: intermediate, up: intermediate}
         gate_up = Linear(hidden, both, bias, self._product, self._placement)
-        return GatedMLP(gate_up, self.linear(down, intermediate, hidden, bias=bias), activation, self._ops)
+        return GatedMLP(gate_up, self.linear(down, intermediate, hidden, bias=bias), activation, self._ops, clamp)
 
-    def moe_mlp(self, config: ModelConfig, names: tuple[str, str, str] = GATED) -> MoEMLP:
+    def moe_mlp(self, config: ModelConfig, names: tuple[str, str, str] = GATED, router: str = "gate") -> MoEMLP:
         """`names`: of an expert's matrices for gate, up and down."""
         settings, hidden, activation = config.experts, config.hidden_size, config.activation
         assert settings is not None
-        gate = Router(hidden, {"gate": settings.num}, False, self._table_product, self._placement)
+        gate = Router(hidden, {router: settings.num}, settings.has_bias, self._table_product, self._placement)
         experts = self._experts(hidden, settings, activation, names)
         shared, shared_gate = None, None
         if settings.shared_size:
@@ -98,15 +123,28 @@ class LayerBuilder:
         bias = ScoreBias(settings.num, self._placement) if settings.by_sigmoid else None
         return MoEMLP(gate, experts, settings, shared, shared_gate, bias)
 
+    def normed_router(self, config: ModelConfig) -> NormedRouter:
+        """Its norm's weights are stored times the root of their number."""
+        assert config.experts is not None
+        hidden, num = config.hidden_size, config.experts.num
+        norm = RMSNorm("scale", hidden, config.norm_eps, self._ops, self._placement, factor=hidden**-0.5)
+        proj = Router(hidden, {"proj": num}, False, self._table_product, self._placement)
+        return NormedRouter(norm, proj, ExpertScales(num, self._placement))
+
+    def experts(self, config: ModelConfig) -> ExpertSet:
+        assert config.experts is not None
+        return self._experts(config.hidden_size, config.experts, config.activation, GATED)
+
     def _experts(self, hidden: int, settings: Experts, activation: str, names: tuple[str, str, str]) -> ExpertSet:
         """Those of an outline are stacked too: thousands of layers would take seconds to make."""
-        num, size, device = settings.num, settings.size, self._placement.device
-        triton = self.backend.kernels == "triton"
+        num, size, bias, device = settings.num, settings.size, settings.has_bias, self._placement.device
+        triton, clamp = self.backend.kernels == "triton", clamp_of(settings)
         if not triton and device.type != "meta":
-            return EachExpert(self.gated_mlp(hidden, size, activation, bias=False, names=names) for _ in range(num))
+            mlps = (self.gated_mlp(hidden, size, activation, bias=bias, names=names, clamp=clamp) for _ in range(num))
+            return EachExpert(mlps)
         gate, up, down = names
-        gate_up = ExpertLinear(num, hidden, {gate: size, up: size}, self._placement, float8=self._float8)
-        turned = ExpertLinear(num, size, {down: hidden}, self._placement, float8=self._float8)
+        gate_up = ExpertLinear(num, hidden, {gate: size, up: size}, self._placement, bias=bias, float8=self._float8)
+        turned = ExpertLinear(num, size, {down: hidden}, self._placement, bias=bias, float8=self._float8)
         return StackedExperts(gate_up, turned, activation, dependent_rows=dependent_rows(device) if triton else 0)
 
     def mlp(self, up: Linear, down: Linear, activation: str) -> MLP:
@@ -118,8 +156,14 @@ class LayerBuilder:
     def rms_norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
         return RMSNorm(name, size, eps, self._ops, self._placement, offset)
 
-    def head_norm(self, heads: Heads, eps: float, offset: float = 0.0) -> HeadNorm:
-        return HeadNorm(heads, eps, self._placement, offset)
+    def head_norm(self, heads: Heads, eps: float, offset: float = 0.0, *, of_values: bool = False) -> HeadNorm:
+        return HeadNorm(heads, eps, self._placement, offset, of_values=of_values)
+
+    def scalar(self, name: str) -> Scalar:
+        return Scalar(name, self._placement)
+
+    def side_gate(self, column: int, activation: str) -> SideGate:
+        return SideGate(column, activation, self._ops)
 
     def projection_norm(self, heads: Heads, eps: float) -> ProjectionNorm:
         return ProjectionNorm(heads, eps, self._ops, self._placement)
@@ -128,20 +172,34 @@ class LayerBuilder:
         """A number as the model's tensors hold it."""
         return torch.tensor(number, dtype=self._placement.dtype).item()
 
-    def attention(self, heads: Heads, layer: int, rope: Rope | None, rule: AttentionRule | None = None) -> Attention:
+    def attention(
+        self, heads: Heads, layer: int, rope: Rope | None, rule: AttentionRule | None = None,
+        shared: tuple[bool, bool] = (False, False),
+    ) -> Attention:  # fmt: skip
         """Without `rope` nothing is rotated. `rule`: that of the layer; by default the usual scale and nothing
-        besides."""
+        besides. `shared`: whether it lends and borrows keys and values, see Attention."""
         rule = rule or AttentionRule(heads.dim**-0.5)
         self.backend.accept(rule)
         rotary = None if rope is None else self._rotary(rope, heads.dim if rope.dim is None else rope.dim)
-        return Attention(heads, layer, rule, rotary, self._ops)
+        lends, borrows = shared
+        return Attention(heads, layer, rule, rotary, self._ops, lends=lends, borrows=borrows)
 
-    def attention_of(self, config: ModelConfig, layer: int) -> Attention:
+    def sinks(self, heads: Heads) -> Sinks:
+        return Sinks(heads, self._placement)
+
+    def attention_of(self, config: ModelConfig, layer: int, sinks: Sinks | None = None) -> Attention:
         """With the rotary positions, window, scale and cap that the config has for the layer."""
         heads, scale = config.heads, config.attention_scale
         scale = heads.dim**-0.5 if scale is None else scale
-        rule = AttentionRule(scale, config.attention_softcap, config.window_of(layer))
-        return self.attention(heads, layer, config.rope_of(layer), rule)
+        held = None if sinks is None else sinks.weight.data
+        rule = AttentionRule(scale, config.attention_softcap, config.window_of(layer), held)
+        source = config.kv_layer_of(layer)
+        shared = (config.kv_layers.count(layer) > 1, source != layer)
+        return self.attention(heads, source, config.rope_of(layer), rule, shared)
+
+    def text_attention(self, heads: Heads) -> TextAttention:
+        """Of encoders: over the whole text, without positions and without a cache."""
+        return TextAttention(heads)
 
     def latent_products(self, config: ModelConfig) -> LatentProducts:
         assert config.latent is not None

@@ -9,13 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.model import Experts
+from quire.kernels.clamp import Clamp
 from quire.kernels.native.program import Symbol
-from quire.kernels.native.program_weights import ExpertWeights
+from quire.kernels.native.weights import ExpertWeights
 from quire.kernels.reference.experts import choose_experts
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.mlp import GatedMLP
-from quire.runtime.layers.stream import Normed, Projected, Value
+from quire.runtime.layers.modules import RMSNorm
+from quire.runtime.layers.stream import Normed, Projected, Stream, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
+
+_OfEach = tuple[Tensor | None, Tensor | None]  # the factors and the score bias of experts
 
 
 class Router(Linear):
@@ -34,23 +38,46 @@ class ScoreBias(WeightLayer):
         self.weight = placement.empty(num, dtype=torch.float32)
 
 
+class ExpertScales(WeightLayer):
+    """A factor of each expert's weight, beside what the router gives."""
+
+    parts = ("per_expert_scale",)
+    random_mean = 1.0
+
+    def __init__(self, num: int, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.empty(num, dtype=torch.float32)
+
+
+class NormedRouter(nn.Module):
+    """Logits [tokens, experts] of a norm of the stream, and factors of the experts' weights (Gemma 4)."""
+
+    def __init__(self, norm: RMSNorm, proj: Router, scales: ExpertScales) -> None:
+        super().__init__()
+        norm.parts = ("scale",)
+        self.norm, self.proj, self.scales = norm, proj, scales
+
+    @property
+    def factors(self) -> Tensor:  # [experts]
+        return self.scales.weight.data
+
+    def forward(self, x: Stream) -> Value:
+        return self.proj(self.norm(x))
+
+
 class ExpertSet(Protocol):
     """A module that holds all experts of a layer."""
 
     def mix(
-        self,
-        x: Value,
-        logits: Value,
-        experts: Experts,
-        shared: tuple[Value, ...],
-        rows: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Value:
+        self, x: Value, logits: Value, experts: Experts, shared: tuple[Value, ...] = (),
+        rows: Tensor | None = None, factors: Tensor | None = None, score_bias: Tensor | None = None,
+    ) -> Value:  # fmt: skip
         """x [tokens, hidden] -> [tokens, hidden], by the router's logits [tokens, experts].
 
         shared: what the shared expert gave [tokens, hidden], and its gate's logits [tokens, 1]; or less.
         rows [tokens]: below 0 for a token of padding, which goes to no expert; what it gets means nothing.
-        bias [experts], float32: of experts that rank by sigmoids.
+        factors [experts], float32: of each expert's weight.
+        score_bias [experts], float32: of experts that rank by sigmoids.
         """
 
 
@@ -63,20 +90,22 @@ class EachExpert(nn.ModuleList):
         x: Value,
         logits: Value,
         experts: Experts,
-        shared: tuple[Value, ...],
+        shared: tuple[Value, ...] = (),
         rows: Tensor | None = None,  # noqa: ARG002
-        bias: Tensor | None = None,
+        factors: Tensor | None = None,
+        score_bias: Tensor | None = None,
     ) -> Value:
         if isinstance(x, Symbol):
-            return self._write_down(x, logits, experts, shared, bias)
+            return self._write_down(x, logits, experts, shared, (factors, score_bias))
         used, groups = experts.num_used, (experts.num_groups, experts.groups_used)
         chosen, weights = choose_experts(
-            logits, used, is_normalized=experts.is_normalized, scale=experts.scale, groups=groups, bias=bias
-        )
+            logits, used, is_normalized=experts.is_normalized, scale=experts.scale, factors=factors, groups=groups,
+            score_bias=score_bias,
+        )  # fmt: skip
         out = _shared_part(shared) if shared else torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self)).tolist()
-        factors = weights.flatten()[order].unsqueeze(1)
+        shares = weights.flatten()[order].unsqueeze(1)
         begin = 0
         for expert, count in zip(self, counts, strict=True):
             if count == 0:
@@ -84,20 +113,23 @@ class EachExpert(nn.ModuleList):
             mine = slice(begin, begin + count)
             begin += count
             tokens = order[mine] // used
-            out.index_add_(0, tokens, expert(x.index_select(0, tokens)).value().float().mul_(factors[mine]))
+            out.index_add_(0, tokens, expert(x.index_select(0, tokens)).value().float().mul_(shares[mine]))
         return out.to(x.dtype)
 
     def _write_down(
-        self, x: Symbol, logits: Symbol, experts: Experts, shared: tuple[Symbol, ...], bias: Tensor | None
+        self, x: Symbol, logits: Symbol, experts: Experts, shared: tuple[Symbol, ...], each: _OfEach
     ) -> Symbol:
         """The operation of a program."""
         mlps = cast("list[GatedMLP]", list(self))
         linears = [pair for mlp in mlps if (pair := mlp.as_native()) is not None]
         if len(linears) < len(self):
-            return x.writer.call(partial(_mix, self, experts, bias), (x, logits, *shared), x.width)
+            return x.writer.call(partial(_mix, self, experts, each), (x, logits, *shared), x.width)
         gate_up, down = zip(*linears, strict=True)
-        groups = (experts.num_groups, experts.groups_used)
-        weights = ExpertWeights(gate_up, down, experts.num_used, experts.is_normalized, experts.scale, groups, bias)
+        factors, score_bias = each
+        weights = ExpertWeights(
+            gate_up, down, experts.num_used, experts.is_normalized, experts.scale, clamp_of(experts),
+            mlps[0].activation, factors, (experts.num_groups, experts.groups_used), score_bias,
+        )  # fmt: skip
         return x.writer.mix(x, logits, weights, shared)
 
 
@@ -130,7 +162,11 @@ class MoEMLP(nn.Module):
             shared += (self.shared_expert_gate(value),)
         logits = self.gate(value)
         bias = None if self.score_bias is None else self.score_bias.weight.data
-        return self.experts.mix(value, logits, self._settings, shared, rows, bias)
+        return self.experts.mix(value, logits, self._settings, shared, rows, score_bias=bias)
+
+
+def clamp_of(experts: Experts) -> Clamp | None:
+    return None if experts.clamp is None else Clamp(*experts.clamp)
 
 
 def _shared_part(shared: tuple[Tensor, ...]) -> Tensor:  # [tokens, hidden], float32, new
@@ -139,8 +175,7 @@ def _shared_part(shared: tuple[Tensor, ...]) -> Tensor:  # [tokens, hidden], flo
     return output.float() * factor
 
 
-def _mix(
-    experts: ExpertSet, settings: Experts, bias: Tensor | None, x: Tensor, logits: Tensor, *others: Tensor
-) -> Value:
+def _mix(experts: ExpertSet, settings: Experts, each: _OfEach, x: Tensor, logits: Tensor, *others: Tensor) -> Value:
     """An operation of a program; the last argument is what the run was given."""
-    return experts.mix(x, logits, settings, others[:-1], bias=bias)
+    factors, score_bias = each
+    return experts.mix(x, logits, settings, others[:-1], factors=factors, score_bias=score_bias)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native.program import Symbol
-from quire.kernels.native.program_weights import LinearWeights
+from quire.kernels.native.weights import LinearWeights
 from quire.runtime.layers.native import NativeMultiply
 from quire.runtime.layers.product import Multiply, Product
 from quire.runtime.layers.stream import Value

@@ -81,9 +81,10 @@ class LatentAttention(nn.Module):
         key = key.unsqueeze(1)  # [tokens, 1, dim]
         self._turn(key[..., latent.rank :], rotation)
         self._turn(heads_of(query, heads.num_query, latent.query_dim)[..., latent.nope_dim :], rotation)
-        self._ops.write(key, None, cache, step.slots)
+        self._ops.write(key, None, cache, step.slots_of(cache))
         compared = to_latents(query).view(len(query), heads.num_query, heads.dim)
-        attended: Tensor = step.backend.attend(compared, key, key[..., : latent.rank], cache, step.attention, self.rule)
+        value, plan = key[..., : latent.rank], step.attention_of(cache)
+        attended: Tensor = step.backend.attend(compared, key, value, cache, plan, self.rule)
         return attended
 
     def _turn(self, x: Tensor, rotation: Rotation) -> None:
@@ -95,7 +96,8 @@ class LatentAttention(nn.Module):
         """Norm, positions and the write to the cache in one launch."""
         from quire.kernels.triton.latent import store_latents
 
-        heads, latent, cache, plan = self._heads, self._latent, step.caches[self._layer], step.attention
+        heads, latent, cache = self._heads, self._latent, step.caches[self._layer]
+        plan = step.attention_of(cache)
         by_head = heads_of(query, heads.num_query, latent.query_dim)
         store_latents(
             latents[:, -heads.dim :], by_head[..., latent.nope_dim :], norm.as_norm,
@@ -110,11 +112,11 @@ class LatentAttention(nn.Module):
         self, query: Symbol, latents: Symbol, step: ForwardStep, norm: RMSNorm, to_latents: HeadLinear
     ) -> Symbol:
         """The operations of a program."""
-        heads, latent, writer = self._heads, self._latent, query.writer
-        column, block_size = latents.width - heads.dim, step.caches[self._layer].key.shape[2]
+        heads, latent, writer, cache = self._heads, self._latent, query.writer, step.caches[self._layer]
+        column, place = latents.width - heads.dim, (self._layer, cache.table)
         norm.of_part(latents, column)
         writer.rotate(latents, self.rotary, 1, latent.rope_dim, column=column + latent.rank)
         writer.rotate(query, self.rotary, heads.num_query, latent.query_dim, column=latent.nope_dim)
-        writer.write(latents, self._layer, column, 1, heads.dim, latent=latent.rank)
+        writer.write(latents, place, column, 1, heads.dim, latent=latent.rank)
         sizes = (heads.num_query, 1, heads.dim)
-        return writer.attend(to_latents(query), self._layer, sizes, block_size, self.rule, latent=latent.rank)
+        return writer.attend(to_latents(query), place, sizes, cache.key.shape[2], self.rule, latent=latent.rank)

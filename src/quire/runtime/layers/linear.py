@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.config.model import Heads
 from quire.kernels.native.program import Symbol
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.native import NativeMultiply
@@ -15,6 +16,8 @@ from quire.runtime.layers.product import FusedMultiply, Multiply, Product
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored, WeightLayer
 from quire.runtime.quantization.levels import LevelWeight, stack
+
+_KEY, _VALUE = "k_proj", "v_proj"
 
 
 class Linear(WeightLayer):
@@ -118,6 +121,32 @@ class Linear(WeightLayer):
         if whole is None:
             raise KeyError(part)
         return whole.data[self._spans[name]]
+
+
+class KeysAsValues(Linear):
+    """The product for q, k and v of layers whose values are their keys: `k_proj` is stored once, and held twice."""
+
+    def __init__(self, inputs: int, heads: Heads, bias: bool, product: Product, placement: Placement) -> None:
+        outputs = {"q_proj": heads.query_size, _KEY: heads.kv_size, _VALUE: heads.kv_size}
+        super().__init__(inputs, outputs, bias, product, placement)
+        self.parts = tuple(part for part in self.parts if not part.startswith(_VALUE))
+
+    def load(self, part: str, tensor: Tensor) -> None:
+        for each in self._held(part):
+            super().load(each, tensor)
+
+    def load_levels(self, part: str, weight: LevelWeight) -> None:
+        for each in self._held(part):
+            super().load_levels(each, weight)
+
+    def randomize(self, part: str, generator: torch.Generator) -> None:
+        super().randomize(part, generator)
+        for copy in self._held(part)[1:]:
+            self._part(copy).copy_(self._part(part))
+
+    def _held(self, part: str) -> list[str]:
+        """The parts that a stored one fills."""
+        return [part, part.replace(_KEY, _VALUE)] if part.startswith(_KEY) else [part]
 
 
 def _multiply(multiply: Multiply, x: Tensor, given: object) -> Tensor:  # noqa: ARG001

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from quire.kernels.native.program_weights import LinearWeights
+from quire.kernels.clamp import Clamp
+from quire.kernels.native.weights import LinearWeights
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.native import NativeMultiply
 from quire.runtime.layers.ops import LayerOps
-from quire.runtime.layers.stream import Normed, Projected, Value
+from quire.runtime.layers.stream import Normed, Projected, Stream, Value
 
 
 class MLP(nn.Module):
@@ -24,26 +25,40 @@ class MLP(nn.Module):
         return self.down_proj.later(self._ops.activate(self.up_proj(x), self._activation))
 
 
-class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), gate and up in one product."""
+class SideGate(nn.Module):
+    """activation(x) times what a layer reads beside the stream: as many numbers, from a column on."""
 
-    def __init__(self, gate_up_proj: Linear, down_proj: Linear, activation: str, ops: LayerOps) -> None:
+    def __init__(self, column: int, activation: str, ops: LayerOps) -> None:
+        super().__init__()
+        self._column, self._activation, self._ops = column, activation, ops
+
+    def forward(self, x: Value, stream: Stream) -> Value:  # [tokens, size]
+        assert stream.beside is not None
+        return self._ops.times(self._ops.activate(x, self._activation), stream.beside, self._column)
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)), gate and up in one product. `clamp`: the limits of the gate, if it has any."""
+
+    def __init__(
+        self, gate_up_proj: Linear, down_proj: Linear, activation: str, ops: LayerOps, clamp: Clamp | None = None
+    ) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
-        self._activation, self._ops = activation, ops
+        self.activation, self._ops, self._clamp = activation, ops, clamp
 
     def forward(self, x: Value | Normed) -> Projected:  # [tokens, hidden]
         return self.down_proj.later(self._gated(x))
 
     def as_native(self) -> tuple[LinearWeights, LinearWeights] | None:
-        """The weights for gate and up, and for down, where compiled kernels multiply by both and gate by silu."""
+        """The weights for gate and up, and for down, where compiled kernels multiply by both."""
         first, second = self.gate_up_proj.multiply, self.down_proj.multiply
-        if isinstance(first, NativeMultiply) and isinstance(second, NativeMultiply) and self._activation == "silu":
+        if isinstance(first, NativeMultiply) and isinstance(second, NativeMultiply):
             return LinearWeights(first.weight, first.bias), LinearWeights(second.weight, second.bias)
         return None
 
     def _gated(self, x: Value | Normed) -> Value:  # [tokens, intermediate]
-        fused = self.gate_up_proj.fused
+        fused = self.gate_up_proj.fused if self._clamp is None else None
         if fused is not None and isinstance(x, Normed) and isinstance(x.norm, RMSNorm) and not x.stream.is_empty:
-            return fused.gated(x.stream.x, x.norm.as_norm, self._activation, x.stream.take_pending())
-        return self._ops.gate(self.gate_up_proj(x), self._activation)
+            return fused.gated(x.stream.x, x.norm.as_norm, self.activation, x.stream.take_pending())
+        return self._ops.gate(self.gate_up_proj(x), self.activation, self._clamp)

@@ -1,4 +1,4 @@
-"""Norms, embeddings and tied head."""
+"""Norms, sinks, embeddings and tied head."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ class RMSNorm(WeightLayer):
     """Unit root mean square over the last dimension, computed in float32, then scaled.
 
     Of a residual stream it is computed by the layer that reads it, of a layer's result when that is added. A checkpoint
-    may store weights less `offset`; then they are kept in float32, as their sum has more digits than either.
+    may store weights less `offset` or without `factor`; then they are kept in float32, as they have more digits.
     """
 
     random_mean = 1.0
 
     def __init__(
-        self, name: str, size: int, eps: float, ops: LayerOps, placement: Placement, offset: float = 0.0
-    ) -> None:
+        self, name: str, size: int, eps: float, ops: LayerOps, placement: Placement, offset: float = 0.0,
+        factor: float = 1.0,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.weight = placement.empty(size, dtype=torch.float32 if offset else None)
+        self._changes = offset != 0.0 or factor != 1.0
+        self.weight = placement.empty(size, dtype=torch.float32 if self._changes else None)
         self.parts = (f"{name}.weight",)
-        self._eps, self._ops, self._offset = eps, ops, offset
+        self._eps, self._ops, self._offset, self._factor = eps, ops, offset, factor
         self.as_norm = Norm(self.weight.data, eps)
 
     @overload
@@ -48,7 +50,7 @@ class RMSNorm(WeightLayer):
         return Normed(x, self) if isinstance(x, Stream) else self.of(x)
 
     def load(self, part: str, tensor: Tensor) -> None:
-        super().load(part, tensor if self._offset == 0.0 else tensor.float() + self._offset)
+        super().load(part, (tensor.float() + self._offset) * self._factor if self._changes else tensor)
 
     def of(self, x: Value) -> Value:
         return self._ops.rms_norm(x, self.weight.data, self._eps)
@@ -97,21 +99,23 @@ class LayerNorm(WeightLayer):
 
 
 class HeadNorm(WeightLayer):
-    """RMSNorm of every query and key head (Qwen3), both kinds in one pass. A checkpoint may store weights less
-    `offset`."""
+    """RMSNorm of every query and key head (Qwen3), both kinds in one pass; without key heads of queries alone. With
+    `of_values` (Gemma 4) of value heads too, which have no weights. A checkpoint may store weights less `offset`."""
 
-    parts = ("q_norm.weight", "k_norm.weight")
     random_mean = 1.0
 
-    def __init__(self, heads: Heads, eps: float, placement: Placement, offset: float = 0.0) -> None:
+    def __init__(
+        self, heads: Heads, eps: float, placement: Placement, offset: float = 0.0, *, of_values: bool = False
+    ) -> None:
         super().__init__()
-        self.weight = placement.empty(2, heads.dim, dtype=torch.float32 if offset else None)
-        self.eps, self._offset = eps, offset
+        self.parts = ("q_norm.weight", "k_norm.weight") if heads.num_kv else ("q_norm.weight",)
+        self.weight = placement.empty(len(self.parts), heads.dim, dtype=torch.float32 if offset else None)
+        self.eps, self._offset, self.of_values = eps, offset, of_values
         self._counts = (heads.num_query, heads.num_kv)
         self._scales: Tensor | None = None
 
     @property
-    def scales(self) -> Tensor:  # [query + kv heads, dim]
+    def scales(self) -> Tensor:  # [query + kv heads, dim], with those of values behind them
         assert self._scales is not None, "finish() was not called"
         return self._scales
 
@@ -119,15 +123,42 @@ class HeadNorm(WeightLayer):
         super().load(part, tensor if self._offset == 0.0 else tensor.float() + self._offset)
 
     def finish(self) -> None:
-        counts = torch.tensor(self._counts, device=self.weight.device)
-        self._scales = self.weight.data.repeat_interleave(counts, dim=0)
-        self.of_queries, self.of_keys = self.weight.data.unbind()  # [dim] each
+        weight = self.weight.data
+        counts = torch.tensor(self._counts[: len(weight)], device=weight.device)
+        values = weight.new_ones(self._counts[1] if self.of_values else 0, weight.shape[1])
+        self._scales = torch.cat((weight.repeat_interleave(counts, dim=0), values))
+        self.of_queries, self.of_keys = weight[0], weight[-1]  # [dim] each
 
-    def forward(self, qk: Tensor) -> Tensor:  # [tokens, query + kv heads, dim]
+    def forward(self, qk: Tensor) -> Tensor:  # [tokens, heads that it is of, dim]
         return normalize(qk, self.eps).mul_(self.scales)
 
     def _part(self, part: str) -> Tensor:
         return self.weight.data[self.parts.index(part)]
+
+
+class Sinks(WeightLayer):
+    """A score for each query head that has no value: it only takes its share of the softmax. Stays where it is."""
+
+    parts = ("sinks",)
+
+    def __init__(self, heads: Heads, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.empty(heads.num_query)
+
+
+class Scalar(WeightLayer):
+    """A number of the checkpoint."""
+
+    random_mean = 1.0
+
+    def __init__(self, name: str, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.empty(1)
+        self.parts = (name,)
+        self.number = 1.0
+
+    def finish(self) -> None:
+        self.number = self.weight.data.item()
 
 
 class ProjectionNorm(WeightLayer):
@@ -188,6 +219,24 @@ class Embedding(WeightLayer):
         x = torch.empty(len(rows), self.weight.shape[1], dtype=self._dtype, device=rows.device)
         embed_newest(rows, tokens, lengths, self.weight.data, x, positions)
         return x
+
+
+class PairedEmbedding(nn.Module):
+    """The vectors of two tables side by side. Holds no weights: both tables are layers of the model."""
+
+    def __init__(self, first: Embedding, second: Embedding) -> None:
+        super().__init__()
+        self._tables = (first, second)  # in a tuple: not children of this module
+
+    def forward(self, token_ids: Tensor) -> Tensor:  # [tokens] -> [tokens, sizes of both]
+        return torch.cat([table(token_ids) for table in self._tables], dim=1)
+
+    def newest(self, rows: Tensor, tokens: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:
+        """See Embedding."""
+        return torch.cat([table.newest(rows, tokens, lengths, positions) for table in self._tables], dim=1)
+
+
+TokenTable = Embedding | PairedEmbedding
 
 
 class PositionEmbedding(WeightLayer):

@@ -9,12 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.kernels.clamp import Clamp
 from quire.kernels.native import ops
 from quire.kernels.native.ops import ROW_INPUTS, PackedWeight, multiply, multiply_rows
 from quire.kernels.native.panels import cut_level_panels, cut_panels, level_panels_pay
 from quire.kernels.native.program import Symbol
-from quire.kernels.native.program_weights import LinearWeights
 from quire.kernels.native.tiles import TILE_INPUTS, tile_levels, tile_plain
+from quire.kernels.native.weights import LinearWeights
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.ops import TorchOps
 from quire.runtime.layers.product import Multiply, NumbersProduct, PackedProduct
@@ -44,12 +45,20 @@ class NativeOps(TorchOps):
         ops.rotate(x, cos, sin)
         return x
 
-    def gate(self, gate_up: Value, activation: str) -> Value:
+    def gate(self, gate_up: Value, activation: str, clamp: Clamp | None = None) -> Value:
         if isinstance(gate_up, Symbol):
             if activation in ops.ACTIVATIONS:
-                return gate_up.writer.gate(gate_up, activation)
-            return gate_up.writer.call(lambda x, _: self.gate(x, activation), (gate_up,), gate_up.width // 2)
-        return ops.gate(gate_up, activation) if activation in ops.ACTIVATIONS else super().gate(gate_up, activation)
+                return gate_up.writer.gate(gate_up, activation, clamp)
+            return gate_up.writer.call(lambda x, _: self.gate(x, activation, clamp), (gate_up,), gate_up.width // 2)
+        if activation in ops.ACTIVATIONS:
+            return ops.gate(gate_up, activation, clamp)
+        return super().gate(gate_up, activation, clamp)
+
+    def times(self, x: Value, y: Value, column: int) -> Value:
+        if isinstance(x, Symbol):
+            x.writer.times(x, y, column)
+            return x
+        return super().times(x, y, column)
 
     def write(self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
         if value is not None and key.dtype == cache.key.dtype:

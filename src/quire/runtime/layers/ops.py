@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.clamp import Clamp
 from quire.kernels.native.loader import why_not_native
+from quire.kernels.reference.activation import gate as reference_gate
 from quire.kernels.reference.quantize import to_float8
 from quire.runtime.attention.backend import LayerCache, indexable
 
@@ -31,8 +33,12 @@ class LayerOps(Protocol):
         """Heads [tokens, heads, dim] whose first numbers are turned by cos and signed sin [tokens, 1, those numbers].
         May overwrite x."""
 
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        """[tokens, 2 * size], gate then up -> activation(gate) * up [tokens, size]."""
+    def gate(self, gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
+        """[tokens, 2 * size], gate then up -> activation(gate) * up [tokens, size]; by silu within limits with a
+        clamp."""
+
+    def times(self, x: Tensor, y: Tensor, column: int) -> Tensor:
+        """x [tokens, size] by as many columns of y, from a column on. May overwrite x."""
 
     def write(self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
         """key, value [tokens, kv heads, dim] into slots [tokens * kv heads] of a layer's cache. No value: the key is a
@@ -57,9 +63,14 @@ class TorchOps:
         turned = (turned * cos).addcmul_(swapped, sin)
         return turned if whole else torch.cat((turned, x[..., size:]), dim=-1)
 
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+    def gate(self, gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
+        if clamp is not None:
+            return reference_gate(gate_up, activation, clamp)
         gate, up = gate_up.chunk(2, dim=-1)
         return _activate(gate, activation).mul_(up)
+
+    def times(self, x: Tensor, y: Tensor, column: int) -> Tensor:
+        return x.mul_(y[:, column : column + x.shape[1]])
 
     def write(self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
         dim, dtype = key.shape[-1], cache.key.dtype
@@ -79,8 +90,8 @@ class TritonOps(TorchOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm.rms_norm(x, weight, eps)
 
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        return self._activation.gate(gate_up, activation)
+    def gate(self, gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
+        return super().gate(gate_up, activation, clamp) if clamp else self._activation.gate(gate_up, activation)
 
     def layer_norm(self, x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:
         return self._layer_norm.layer_norm(x, weight_bias, eps)

@@ -92,6 +92,10 @@ def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
         return plain / _need(rope, scaling, "factor"), 1.0
     if rope.kind == "llama3":
         return _llama3(plain, rope, scaling), 1.0
+    if rope.kind == "proportional":  # the first pairs of a head turn, the others never do
+        turning = int(scaling.get("partial_rotary_factor", 1.0) * dim // 2)
+        plain[turning:] = 0.0
+        return plain / scaling.get("factor", 1.0), 1.0
     if rope.kind == "longrope":
         return plain, _need(rope, scaling, "attention_factor")
     return _yarn(dim, rope, scaling)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.model import Experts
+from quire.runtime.layers.experts import clamp_of
 from quire.runtime.layers.weights import Placement, WeightLayer
 
 if TYPE_CHECKING:
@@ -25,11 +26,13 @@ class ExpertLinear(WeightLayer):
     shrinks = True
 
     def __init__(
-        self, num: int, inputs: int, outputs: Mapping[str, int], placement: Placement, *, float8: bool
+        self, num: int, inputs: int, outputs: Mapping[str, int], placement: Placement, *, bias: bool, float8: bool
     ) -> None:
         super().__init__()
-        self.weight = placement.promise(num, sum(outputs.values()), inputs, dtype=placement.dtype)
-        self.parts = tuple(f"{expert}.{name}.weight" for expert in range(num) for name in outputs)
+        rows, kinds = sum(outputs.values()), ("weight", "bias") if bias else ("weight",)
+        self.weight = placement.promise(num, rows, inputs, dtype=placement.dtype)
+        self.bias = placement.promise(num, rows, dtype=placement.dtype) if bias else None
+        self.parts = tuple(f"{expert}.{name}.{kind}" for expert in range(num) for name in outputs for kind in kinds)
         self._placement, self._float8 = placement, float8
         self._spans: dict[str, slice] = {}
         begin = 0
@@ -44,27 +47,35 @@ class ExpertLinear(WeightLayer):
         return self._stack
 
     def load(self, part: str, tensor: Tensor) -> None:
-        self.weight = self._placement.keep(self.weight)
+        self._hold()
         super().load(part, tensor)
 
     def randomize(self, part: str, generator: torch.Generator) -> None:
-        self.weight = self._placement.keep(self.weight)
+        self._hold()
         super().randomize(part, generator)
 
     def finish(self) -> None:
         from quire.kernels.triton.grouped import Stack
         from quire.kernels.triton.quantize import quantize_rows
 
-        weight = self.weight.data
-        self._stack = Stack(weight, None)
+        weight, bias = self.weight.data, None if self.bias is None else self.bias.data
+        self._stack = Stack(weight, None, bias)
         if self._float8:
             numbers, scale = quantize_rows(weight.flatten(0, 1))
-            self._stack = Stack(numbers.view(weight.shape), scale.view(weight.shape[:2]))
-        del self.weight
+            self._stack = Stack(numbers.view(weight.shape), scale.view(weight.shape[:2]), bias)
+        del self.weight, self.bias
+
+    def _hold(self) -> None:
+        self.weight = self._placement.keep(self.weight)
+        if self.bias is not None:
+            self.bias = self._placement.keep(self.bias)
 
     def _part(self, part: str) -> Tensor:
-        expert, name, _ = part.split(".")
-        return self.weight.data[int(expert), self._spans[name]]
+        expert, name, kind = part.split(".")
+        whole = self.weight if kind == "weight" else self.bias
+        if whole is None:
+            raise KeyError(part)
+        return whole.data[int(expert), self._spans[name]]
 
 
 class StackedExperts(nn.Module):
@@ -81,14 +92,9 @@ class StackedExperts(nn.Module):
         self._activation, self._dependent_rows = activation, dependent_rows
 
     def mix(
-        self,
-        x: Tensor,
-        logits: Tensor,
-        experts: Experts,
-        shared: tuple[Tensor, ...],
-        rows: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
+        self, x: Tensor, logits: Tensor, experts: Experts, shared: tuple[Tensor, ...] = (),
+        rows: Tensor | None = None, factors: Tensor | None = None, score_bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         from quire.kernels.triton.grouped import choose_grouped_tilings, combine, grouped_product, route
 
         gate_up, down, used = self.gate_up_proj.stack, self.down_proj.stack, experts.num_used
@@ -96,12 +102,13 @@ class StackedExperts(nn.Module):
         dependent = len(x) >= self._dependent_rows
         routing = route(
             logits, used, first,
-            is_normalized=experts.is_normalized, scale=experts.scale, rows=rows,
-            groups=(experts.num_groups, experts.groups_used), bias=bias, dependent=dependent,
+            is_normalized=experts.is_normalized, scale=experts.scale, factors=factors, rows=rows,
+            groups=(experts.num_groups, experts.groups_used), score_bias=score_bias, dependent=dependent,
         )  # fmt: skip
         inner = grouped_product(
-            x, gate_up, routing, first, num_used=used, activation=self._activation, dependent=dependent
-        )
+            x, gate_up, routing, first,
+            num_used=used, activation=self._activation, clamp=clamp_of(experts), dependent=dependent,
+        )  # fmt: skip
         y = grouped_product(inner, down, routing, second, num_used=1, dependent=dependent)
         output, gate = (*shared, None, None)[:2]
         return combine(y, routing, shared=output, gate=gate, dependent=dependent)

@@ -9,6 +9,16 @@ from torch import Tensor
 
 from quire.runtime.attention.backend import LayerCache
 
+BESIDE = "beside"  # in the memo: what blocks read of tokens besides the stream [tokens, size]
+
+
+@dataclass(frozen=True, slots=True)
+class WindowStep:
+    """What a step is for layers that keep their tokens in window blocks: the fields of ForwardStep that differ."""
+
+    slots: Tensor
+    attention: Any
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardStep:
@@ -24,4 +34,13 @@ class ForwardStep:
     backend: Any  # the AttentionBackend that attends by it
     wanted: Tensor | None = None  # [positions]: tokens whose hidden states the model returns; None: all of them
     num_layers: int | None = None  # that run, the first ones; None: all
+    windows: tuple[WindowStep, ...] = ()  # for the layers of each window table
     memo: dict[Any, Any] = field(default_factory=dict)  # what layers share: made by the first that needs it
+
+    def slots_of(self, cache: LayerCache) -> Tensor:
+        """Where a layer's keys and values go."""
+        return self.windows[cache.table - 1].slots if cache.table else self.slots
+
+    def attention_of(self, cache: LayerCache) -> Any:
+        """The plan by which a layer attends."""
+        return self.windows[cache.table - 1].attention if cache.table else self.attention

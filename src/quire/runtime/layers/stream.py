@@ -29,11 +29,12 @@ class StreamNorm(Protocol):
 class Stream:
     """The residual stream x [tokens, hidden].
 
-    A change may be left `pending` for the next norm, which reads the stream anyway.
+    A change may be left `pending` for the next norm, which reads the stream anyway. `beside` [tokens, size] is what
+    layers read of tokens besides.
     """
 
-    def __init__(self, x: Value, rows: Tensor | None = None) -> None:
-        self.x = x
+    def __init__(self, x: Value, rows: Tensor | None = None, beside: Value | None = None) -> None:
+        self.x, self.beside = x, beside
         self.rows = rows  # [tokens], or None: below 0 for a token of padding, whose numbers mean nothing
         self.pending: Tensor | None = None
         self._wanted: Tensor | None = None
@@ -51,6 +52,18 @@ class Stream:
         for change in changes:
             self.settle()
             self._add(change, scale)
+
+    def renew(self, norm: StreamNorm) -> None:
+        """Put its norm in its place, as models with norms after every layer do."""
+        self.x = norm.of(self.settle())
+
+    def scale(self, factor: float) -> None:
+        """Multiply the stream."""
+        x = self.settle()
+        if isinstance(x, Symbol):
+            x.writer.scale(x, factor)
+        else:
+            x.mul_(factor)
 
     def settle(self) -> Value:
         """Add what is pending, and return the stream."""
@@ -74,11 +87,13 @@ class Stream:
         x = self.settle()
         if isinstance(x, Symbol):
             self.x = x.writer.select(x, fresh=True)
+            self.beside = None if self.beside is None else x.writer.select(self.beside)
             narrowed = [_selected(change, x.writer.select) for change in changes]
             x.writer.narrow()
             return narrowed
         assert wanted is not None
         self.x = x.index_select(0, wanted)
+        self.beside = None if self.beside is None else self.beside.index_select(0, wanted)
         self.rows = None  # no padding is wanted
         return [_selected(change, lambda rows: rows.index_select(0, wanted)) for change in changes]
 
@@ -126,6 +141,14 @@ class PostNormed:
 
     def value(self) -> Value:
         return self.norm.of(value_of(self.change))
+
+
+def sum_of(x: Value, y: Value) -> Value:
+    """x + y [tokens, size]; x is overwritten."""
+    if isinstance(x, Symbol):
+        x.writer.add(x, y)
+        return x
+    return x.add_(y)
 
 
 def value_of(x: Value | Normed | Projected | PostNormed) -> Value:

@@ -11,8 +11,10 @@ from quire.runtime.loading.progress import Progress
 from quire.types.errors import ConfigError, ModelLoadError
 from quire.types.install import install_extra
 
-WANTED = ("*.json", "*.safetensors", "*.jinja")  # never code, never pickles
+WANTED = ("*.json", "*.safetensors", "*.jinja", "vocab.txt")  # never code, never pickles
 UNWANTED = ("consolidated*", "original/*", "onnx/*", "*/*")  # the same weights once more, in other forms
+
+MODULES, POOLING = "modules.json", "*_Pooling/config.json"  # of sentence encoders, the one file they have in a folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,14 @@ def fetch_from_hub(name: HubName, *, offline: bool, progress: Progress) -> Path:
     """
     hub = _import_hub(name)
     progress(f"fetching {name}", 0, 1)
+    common = {"revision": name.revision, "local_files_only": offline}
+    ignored = list(UNWANTED) if name.file is None else None
     try:
         directory = hub.snapshot_download(
-            name.repository,
-            revision=name.revision,
-            allow_patterns=_wanted(name.file),
-            ignore_patterns=list(UNWANTED) if name.file is None else None,
-            local_files_only=offline,
+            name.repository, allow_patterns=_wanted(name.file), ignore_patterns=ignored, **common
         )
+        if name.file is None and (Path(directory) / MODULES).is_file():
+            directory = hub.snapshot_download(name.repository, allow_patterns=[POOLING], **common)
     except Exception as error:  # noqa: BLE001  what a network library may raise has no common base
         raise _explain(name, error, offline) from None
     progress(f"fetching {name}", 1, 1)

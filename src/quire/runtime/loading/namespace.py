@@ -41,6 +41,8 @@ def cache_namespace(
     adapter = b""  # its content, where there is one
     for value in (settings, config.cache.block_size, config.cache.layout, adapter, model):
         digest.update(_framed(value))
+    if config.cache.groups.window is not None:  # a block holds some layers, and window blocks the others
+        digest.update(_framed(("windows", config.cache.groups.num_window_blocks)))
     if load_format == "dummy":
         digest.update(_framed(("random", config.scheduler.seed)))
         return digest.hexdigest()

@@ -11,7 +11,7 @@ from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.latent import LatentAttention
-from quire.runtime.layers.modules import Embedding
+from quire.runtime.layers.modules import TokenTable
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.step import ForwardStep
 
@@ -25,12 +25,12 @@ class BaseModel(nn.Module):
         self._embedding_scale, self._logit_scale = config.embedding_scale, config.logit_scale
         self._logit_softcap = config.logit_softcap
 
-    def assemble(self, embedding: Embedding, blocks: Blocks, norm: nn.Module, head: nn.Module) -> None:
+    def assemble(self, embedding: TokenTable, blocks: Blocks, norm: nn.Module, head: nn.Module) -> None:
         """Say which of the model's modules do what. Their names stay those that they have in the model."""
         self._parts = (embedding, blocks, norm, head)  # in a tuple: not children a second time
 
     @property
-    def embedding(self) -> Embedding:
+    def embedding(self) -> TokenTable:
         return self._parts[0]
 
     def embed(self, vectors: Tensor, step: ForwardStep) -> Tensor:  # noqa: ARG002
@@ -70,3 +70,7 @@ class BaseModel(nn.Module):
 
     def _rotaries(self) -> list[Rotary]:
         return [module for module in self.modules() if isinstance(module, Rotary)]  # each of them once
+
+
+class BaseEncoder(nn.Module):
+    """`forward` gives the hidden states [tokens, hidden] of `Texts`. It keeps nothing of them."""

@@ -14,10 +14,10 @@ from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.linear import Linear
-from quire.runtime.layers.modules import Embedding
+from quire.runtime.layers.modules import TokenTable
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.weights import weight_layers
-from quire.runtime.models.base import BaseModel
+from quire.runtime.models.base import BaseEncoder, BaseModel
 from quire.runtime.models.registry import find_family
 
 
@@ -25,7 +25,7 @@ class Model(Protocol):
     """What the runner needs of a model."""
 
     @property
-    def embedding(self) -> Embedding: ...
+    def embedding(self) -> TokenTable: ...
 
     def __call__(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
         """Hidden states of the tokens in `step.wanted` [positions, hidden], of all tokens if that is None; fills the
@@ -48,7 +48,16 @@ class Model(Protocol):
 
 def build_model(config: ModelConfig, builder: LayerBuilder) -> BaseModel:
     """Layers without weights yet: fill them with load_weights or randomize_weights."""
-    return find_family(config.architecture).build(config, builder).requires_grad_(False)
+    model = _build(config, builder)
+    assert isinstance(model, BaseModel), config.architecture
+    return model
+
+
+def build_encoder(config: ModelConfig, builder: LayerBuilder) -> BaseEncoder:
+    """The same for a family of encoders."""
+    model = _build(config, builder)
+    assert isinstance(model, BaseEncoder), config.architecture
+    return model
 
 
 def describe_weights(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -72,7 +81,11 @@ def count_weights(config: ModelConfig) -> ModelConfig:
     return replace(config, weights=WeightCounts(parameters, in_blocks, outputs))
 
 
-def _outline(config: ModelConfig) -> BaseModel:
+def _build(config: ModelConfig, builder: LayerBuilder) -> BaseModel | BaseEncoder:
+    return find_family(config.architecture).build(config, builder).requires_grad_(False)
+
+
+def _outline(config: ModelConfig) -> BaseModel | BaseEncoder:
     """The model without memory."""
     device = DeviceConfig(device="meta", dtype="float32", kv_dtype="float32", attention_backend="reference")
-    return build_model(config, LayerBuilder(device, config.heads))
+    return _build(config, LayerBuilder(device, config.heads))

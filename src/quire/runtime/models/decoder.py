@@ -27,7 +27,8 @@ class DecoderAttention(nn.Module):
         super().__init__()
         self.qkv_proj = build.qkv_linear(config.hidden_size, config.heads, bias=config.qkv_bias)
         self.qk_norm = build.head_norm(config.heads, config.norm_eps, self.norm_offset) if config.qk_norm else None
-        self.attention = build.attention_of(config, layer)
+        self.sinks = build.sinks(config.heads) if config.attention_sinks else None
+        self.attention = build.attention_of(config, layer, self.sinks)
         self.o_proj = build.linear("o_proj", config.heads.query_size, config.hidden_size, bias=config.o_bias)
 
     def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
@@ -56,17 +57,19 @@ class DecoderStack(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = build.embedding("embed_tokens", config.vocab_size, config.hidden_size)
-        self.layers = Blocks((block(config, layer, build) for layer in range(config.num_layers)), config.hidden_size)
+        blocks = (block(config, layer, build) for layer in range(config.num_layers))
+        self.layers = Blocks(blocks, config.hidden_size, config.num_layers * config.per_layer_input)
         self.norm = build.rms_norm("norm", config.hidden_size, config.norm_eps, norm_offset)
 
 
 class Decoder(BaseModel):
+    stack: type[DecoderStack] = DecoderStack
     block: type[nn.Module] = DecoderBlock
     norm_offset = 0.0
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__(config)
-        self.model = DecoderStack(config, build, self.block, self.norm_offset)
+        self.model = self.stack(config, build, self.block, self.norm_offset)
         self.lm_head = build.lm_head("lm_head", self.model.embed_tokens, config)
         self.assemble(self.model.embed_tokens, self.model.layers, self.model.norm, self.lm_head)
 

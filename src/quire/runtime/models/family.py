@@ -11,10 +11,10 @@ from quire.config.model import ModelConfig
 
 if TYPE_CHECKING:
     from quire.runtime.layers.builder import LayerBuilder
-    from quire.runtime.models.base import BaseModel
+    from quire.runtime.models.base import BaseEncoder, BaseModel
 
-# GGUF's names of the tensors that most families have. Outside blocks: whole names. Inside: what stands between the
-# block's number and `.weight` or `.bias`.
+# GGUF's names of the tensors that most families have. Outside blocks: whole names. Inside: what stands behind the
+# block's number, whole or without `.weight` or `.bias`.
 GGUF_OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -36,11 +36,26 @@ GGUF_INNER = {
 
 
 @dataclass(frozen=True, slots=True)
+class Stacked:
+    """A tensor that holds a matrix or a bias of every expert of a layer: [experts, outputs, inputs] or [experts,
+    outputs].
+
+    `parts`: what it is of each expert; of several, one comes behind the other, or their outputs come `in_turns`.
+    `turned`: by inputs, then outputs.
+    """
+
+    parts: tuple[str, ...]
+    turned: bool = False
+    in_turns: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GgufFamily:
     """How GGUF files of a family differ from Hugging Face's.
 
-    `has_pairs`: files store each head's query and key rows as pairs (0, dim/2, 1, dim/2 + 1, ...). `norm_offset`: what
-    they add to norm weights. `read` completes a config by `settings`, which only this family has.
+    A `*` in a name stands for the number of an expert: the tensor holds those of all. `has_pairs`: files store each
+    head's query and key rows as pairs (0, dim/2, 1, dim/2 + 1, ...). `norm_offset`: what they add to norm weights.
+    `read` completes a config by `settings`, which only this family has.
     """
 
     outer: Mapping[str, str] = field(default_factory=lambda: GGUF_OUTER)
@@ -59,9 +74,10 @@ class Family:
     """
 
     name: str  # as `model_type` of config.json has it
-    build: Callable[[ModelConfig, LayerBuilder], BaseModel]
+    build: Callable[[ModelConfig, LayerBuilder], BaseModel | BaseEncoder]
     read: Callable[[Fields], ModelConfig]
     rename: Callable[[str], str | None] = str  # a tensor of the checkpoint to the layer's part; None: it is left out
     drops_layers: bool = False  # checkpoints may hold layers past the last, which draft tokens: they are left out
+    stacked: Mapping[str, Stacked] = field(default_factory=dict)  # by what stands behind `experts.` in their names
     embedding: str = "model.embed_tokens.weight"  # which tied heads are
     gguf: GgufFamily | None = None  # None: not read from GGUF

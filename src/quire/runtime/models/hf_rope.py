@@ -8,8 +8,9 @@ from typing import Literal, cast
 from quire.config.fields import Fields
 from quire.config.model import Rope
 
-Kind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
-_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+Kind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
+_SHARE = "partial_rotary_factor"
+_COMMON = {"rope_type", "type", "rope_theta", _SHARE}
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -17,10 +18,12 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "yarn": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": (),
+    "proportional": (),
 }
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor", "attention_factor"),
+    "proportional": ("factor", _SHARE),
 }
 _LISTS = ("short_factor", "long_factor")  # of longrope
 _LENGTH = "original_max_position_embeddings"
@@ -50,8 +53,8 @@ def read_rope(
     if kind not in _REQUIRED:
         raise parameters.refuse("rope_type", f"{kind!r} is not supported", fix=f"supported: {', '.join(_REQUIRED)}")
     theta = parameters.number("rope_theta", config.number("rope_theta", theta))
-    share = parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", share))
-    dim = None if share == 1.0 else _rotated(config, head_dim, share)
+    share = parameters.number(_SHARE, config.number(_SHARE, share))
+    dim = None if share == 1.0 or kind == "proportional" else _rotated(config, head_dim, share)
     for key in values:
         if kind == "longrope" and key in _LISTS:
             continue
@@ -73,10 +76,10 @@ def score_scale(rope: Rope) -> float:
 def _rotated(config: Fields, head_dim: int | None, share: float) -> int:
     """How many numbers of each head are rotated."""
     if head_dim is None:
-        raise config.refuse("partial_rotary_factor", "only whole heads can be rotated")
+        raise config.refuse(_SHARE, "only whole heads can be rotated")
     dim = int(head_dim * share)
     if not 2 <= dim <= head_dim or dim % 2:
-        raise config.refuse("partial_rotary_factor", f"{share} of {head_dim} numbers cannot be rotated in pairs")
+        raise config.refuse(_SHARE, f"{share} of {head_dim} numbers cannot be rotated in pairs")
     return dim
 
 
@@ -107,8 +110,10 @@ def _read_scaling(config: Fields, parameters: Fields, kind: str, max_position: i
         factor = scaling.pop("factor", max_position / scaling[_LENGTH])
         usual = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(scaling[_LENGTH]))
         scaling.setdefault("attention_factor", usual)
+    if kind == "proportional" and not 0 <= scaling.get(_SHARE, 1.0) <= 1:
+        raise parameters.refuse(_SHARE, f"must be in [0, 1], is {scaling[_SHARE]}")
     for key, value in scaling.items():
-        if value <= 0 and key not in ("truncate", "mscale", "mscale_all_dim"):
+        if value <= 0 and key not in ("truncate", "mscale", "mscale_all_dim", _SHARE):
             raise parameters.refuse(key, f"must be above 0, is {value}")
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         raise parameters.refuse("high_freq_factor", "must be above low_freq_factor")

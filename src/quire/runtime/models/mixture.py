@@ -21,6 +21,7 @@ from quire.runtime.models.family import Family
 from quire.runtime.models.hf_config import read_decoder, read_window, read_windows, refuse_windows
 
 MOST_EXPERTS = 1_024
+KEYS = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 class MixtralBlock(nn.Module):
@@ -116,13 +117,15 @@ def read_qwen_experts(config: Fields, size: int) -> Experts:
     return check_experts(config, experts)
 
 
-def check_experts(config: Fields, experts: Experts) -> Experts:
+def check_experts(config: Fields, experts: Experts, keys: tuple[str, str, str] = KEYS) -> Experts:
+    """`keys`: of the number of experts, of those that are used, and of their size."""
+    num, num_used, size = keys
     if not 1 <= experts.num <= MOST_EXPERTS:
-        raise config.refuse("num_local_experts", f"must be in [1, {MOST_EXPERTS}], is {experts.num}")
+        raise config.refuse(num, f"must be in [1, {MOST_EXPERTS}], is {experts.num}")
     if not 1 <= experts.num_used <= experts.num:
-        raise config.refuse("num_experts_per_tok", f"must be in [1, {experts.num}], is {experts.num_used}")
+        raise config.refuse(num_used, f"must be in [1, {experts.num}], is {experts.num_used}")
     if experts.size < 1:
-        raise config.refuse("moe_intermediate_size", f"must be at least 1, is {experts.size}")
+        raise config.refuse(size, f"must be at least 1, is {experts.size}")
     return experts
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.runtime.models.family import Family
+
+
+Kind = Literal["decoder", "encoder"]  # a decoder generates text, an encoder makes embeddings
 
 
 class Entry(NamedTuple):
@@ -19,6 +22,8 @@ class Entry(NamedTuple):
     classes: tuple[str, ...]  # that config.json calls its `architectures`
     in_gguf: bool = False  # GGUF files of it are read
     gguf_name: str | None = None  # their `general.architecture`, where it differs from `model_type`
+    kind: Kind = "decoder"
+    formats: tuple[str, ...] = ()  # of quantized checkpoints that are read, by `quant_method` of config.json
 
 
 ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
@@ -35,7 +40,11 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "phi3": Entry("phi3", "PHI3", ("Phi3ForCausalLM",)),
     "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",), in_gguf=True),
     "gemma3_text": Entry("gemma", "GEMMA3", ("Gemma3ForCausalLM",), in_gguf=True, gguf_name="gemma3"),
+    "gemma4_text": Entry("gemma4", "GEMMA4", ("Gemma4ForCausalLM",)),
     "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",)),
+    "gpt_oss": Entry(
+        "gpt_oss", "GPT_OSS", ("GptOssForCausalLM",), in_gguf=True, gguf_name="gpt-oss", formats=("mxfp4",)
+    ),
     "opt": Entry("opt", "OPT", ("OPTForCausalLM",)),
     "gpt_neox": Entry("gpt_neox", "GPT_NEOX", ("GPTNeoXForCausalLM",)),
     "phi": Entry("phi", "PHI", ("PhiForCausalLM",)),
@@ -43,9 +52,25 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "falcon": Entry("falcon", "FALCON", ("FalconForCausalLM",)),
     "deepseek_v2": Entry("deepseek", "DEEPSEEK_V2", ("DeepseekV2ForCausalLM",)),
     "deepseek_v3": Entry("deepseek", "DEEPSEEK_V3", ("DeepseekV3ForCausalLM",)),
+    "bert": Entry("bert", "BERT", ("BertModel", "BertForMaskedLM"), kind="encoder"),
+    "roberta": Entry("bert", "ROBERTA", ("RobertaModel", "RobertaForMaskedLM"), kind="encoder"),
+    "xlm-roberta": Entry("bert", "XLM_ROBERTA", ("XLMRobertaModel", "XLMRobertaForMaskedLM"), kind="encoder"),
+    "distilbert": Entry("bert", "DISTILBERT", ("DistilBertModel", "DistilBertForMaskedLM"), kind="encoder"),
 }
 CLASSES = {known: name for name, entry in ENTRIES.items() for known in entry.classes}
 IN_GGUF = {entry.gguf_name or name: name for name, entry in ENTRIES.items() if entry.in_gguf}
+
+
+def of_kind(kind: Kind) -> tuple[str, ...]:
+    """The names of all families of a kind."""
+    return tuple(name for name, entry in ENTRIES.items() if entry.kind == kind)
+
+
+def check_generates(name: str, setting: str = "model") -> None:
+    """Raise ConfigError for a family that generates no text. `setting`: the one that names the model."""
+    if ENTRIES[name].kind == "encoder":
+        reason = f"is an encoder ({name}): it makes embeddings and generates no text"
+        raise ConfigError(setting, reason, "use LLM(...).embed in Python, or a model that generates text")
 
 
 def find_family(name: str) -> Family:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from quire.runtime.attention.backend import LayerCache
-from quire.runtime.layers.modules import Embedding
+from quire.runtime.layers.modules import TokenTable
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.models.build import Model
 
@@ -19,7 +19,7 @@ class ShallowDecoder:
         self._model, self._num_layers = model, num_layers
 
     @property
-    def embedding(self) -> Embedding:
+    def embedding(self) -> TokenTable:
         return self._model.embedding
 
     @property

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.runtime.attention.backend import AttentionBatch, BatchBackend, ChunkSpan
-from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.step import ForwardStep, WindowStep
 from quire.runtime.sampling.samples import Longs, Samples
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.rows import Rows
@@ -54,11 +54,21 @@ class Places(NamedTuple):
     verifies: bool  # some samples verify a draft: their rows do not grow
 
 
+class _Seen(NamedTuple):
+    """The decode rows of a batch."""
+
+    lengths: Longs
+    needed: Longs  # blocks of each
+    rows: Tensor
+    needed_on_device: Tensor
+
+
 class BatchBuilder:
     """Builds batches without reading the device: one upload of numbers, then gathers on the device."""
 
     def __init__(self, rows: Rows, cache: KVCache, backend: BatchBackend) -> None:
         self._rows, self._cache, self._backend = rows, cache, backend
+        self._window = cache.window
         kv_heads = cache.layers[0].key.shape[1]
         self._heads = torch.arange(kv_heads, device=rows.device)
 
@@ -83,6 +93,7 @@ class BatchBuilder:
             rows.upload(numbers), [count, count, count, count, *map(len, places[:5])]
         )
         self._clear_entered(plan, decodes)
+        attention, *others = self._plans(plan, decodes)
         step = ForwardStep(
             token_ids=rows.tokens.view(-1).index_select(0, where),
             positions=position,
@@ -90,28 +101,46 @@ class BatchBuilder:
             max_length=int(lengths.max()),
             slots=slots_of(rows.tables.view(-1).index_select(0, blocks), position, self._heads, rows.block_size),
             caches=self._cache.layers,
-            attention=self._backend.prepare(self._attention(plan, decodes)),
+            attention=attention,
             backend=self._backend,
+            windows=self._window_steps(blocks, position, others),
         )
         return make_batch(step, places, chosen)
 
-    def _attention(self, plan: StepPlan, decodes: Longs) -> AttentionBatch:
+    def _window_steps(self, places: Tensor, positions: Tensor, plans: Sequence[Any]) -> tuple[WindowStep, ...]:
+        """What the layers of each window table are told, whose plans are given."""
+        windows, size = self._rows.windows, self._rows.block_size
+        if windows is None:
+            return ()
+        held = windows.at(places)
+        return tuple(
+            WindowStep(slots_of(blocks, positions, self._heads, size), attention)
+            for blocks, attention in zip(held, plans, strict=True)
+        )
+
+    def _plans(self, plan: StepPlan, decodes: Longs) -> list[Any]:
+        """What the backend makes of the step for the rows' tables and for each of their window tables."""
         rows, size = self._rows, self._rows.block_size
         lengths = rows.lengths[decodes]
         needed = -(-lengths // size)  # blocks
-        widest = int(needed.max(initial=0))
-        numbers = rows.upload(np.stack((decodes, needed)))
-        tables = rows.tables[:, :widest].index_select(0, numbers[0]).long()
-        if len(needed) and needed[-1] < widest:
-            held = torch.arange(widest, device=rows.device)[None, :] < numbers[1][:, None]
+        seen = _Seen(lengths, needed, *rows.upload(np.stack((decodes, needed))))
+        batches = [self._attention(plan, seen, rows.tables, None)]
+        batches += [self._attention(plan, seen, tables, self._window) for tables in rows.window_tables]
+        return [self._backend.prepare(batch) for batch in batches]
+
+    def _attention(self, plan: StepPlan, seen: _Seen, all_tables: Tensor, window: int | None) -> AttentionBatch:
+        size, widest = self._rows.block_size, int(seen.needed.max(initial=0))
+        tables = all_tables[:, :widest].index_select(0, seen.rows).long()
+        if len(seen.needed) and seen.needed[-1] < widest:
+            held = torch.arange(widest, device=tables.device)[None, :] < seen.needed_on_device[:, None]
             tables = torch.where(held, tables, tables[:, :1])
-        chunks, begin = [], len(decodes)
+        chunks, begin = [], len(seen.lengths)
         for chunk in plan.chunks:
             num_blocks = -(-(chunk.start + chunk.num_tokens) // size)
-            table = rows.tables[chunk.row, :num_blocks].long()
+            table = all_tables[chunk.row, :num_blocks].long()
             chunks.append(ChunkSpan(begin, chunk.start, chunk.num_tokens, table))
             begin += chunk.num_tokens
-        return AttentionBatch(lengths, tables, tuple(chunks), size, self._cache.layers[0])
+        return AttentionBatch(seen.lengths, tables, tuple(chunks), size, self._cache.layers[0], window)
 
     def _clear_entered(self, plan: StepPlan, decodes: Longs) -> None:
         """Zero blocks whose first slot is written in this step and whose last is not."""
@@ -128,6 +157,8 @@ class BatchBuilder:
         if where:
             index = rows.upload(np.asarray(where, dtype=np.int64))
             self._cache.clear(rows.tables.view(-1).index_select(0, index).long())
+            if rows.windows is not None:
+                self._cache.clear(rows.windows.at(index).flatten().long())
 
 
 def find_spans(plan: StepPlan) -> Longs:  # [chunks, 4]

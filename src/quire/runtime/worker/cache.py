@@ -23,6 +23,8 @@ class KVCache:
     """Owns keys and values, in the planes of `layout`. On a CPU, blocks never touched cost no memory: pages
     come with the first write."""
 
+    window: int | None = None  # tokens that the layers of window blocks see; None: there are no such layers
+
     def __init__(
         self, config: CacheConfig, heads: Heads, layout: KVLayout, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -32,10 +34,11 @@ class KVCache:
         # [planes * sides, blocks, numbers]: keys and values of each plane, or latents
         self.blocks = indexable(memory).view(layout.num_planes * self._sides, config.num_blocks, -1)
         self.layers = tuple(layer_cache(memory[plane], heads, table) for plane, table in layout.places)
-        self.num_blocks, self.block_size = config.num_blocks, config.block_size
+        self.num_blocks, self.block_size, self.window = config.num_blocks, config.block_size, layout.window
 
     def first(self, num_layers: int) -> KVCache:
         """The same memory, as a model of so many of its layers sees it."""
+        assert self.window is None, "the first layers of a cache with a window group are not its first planes"
         other = copying.copy(self)
         other.blocks, other.layers = self.blocks[: self._sides * num_layers], self.layers[:num_layers]
         return other

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.step import ForwardStep, WindowStep
 from quire.runtime.sampling.samples import Longs
 from quire.runtime.worker.batch import Batch, StepShape, find_samples, find_spans, find_tokens, make_batch, slots_of
 from quire.runtime.worker.device_state import DeviceState
@@ -121,24 +121,28 @@ class DeviceBatchBuilder:
         )
         token_ids = torch.empty_like(where, dtype=torch.int32) if shape is None else self._token_ids[: shape.tokens]
         torch.index_select(rows.tokens.view(-1), 0, where, out=token_ids)
+        attention = self._attention.plan(
+            row, position, decode, rows.tables, None if tiles is None else tile, cascade=cascade
+        )
         return ForwardStep(
             token_ids=token_ids,
             positions=position,
             lengths=length,
             max_length=int(lengths.max()),
-            slots=self._slots(row, position),
+            slots=self._slots(row, position, rows.tables),
             caches=self._cache.layers,
-            attention=self._attention.plan(
-                row, position, decode, rows.tables, None if tiles is None else tile, cascade=cascade
-            ),
+            attention=attention,
             backend=self._attention,
+            windows=tuple(
+                WindowStep(self._slots(row, position, tables), attention.over(tables)) for tables in rows.window_tables
+            ),
         )
 
-    def _slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+    def _slots(self, rows: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
         if not self._plain:
             return positions[:0]  # joined layers find them through the tables
         size = self._rows.block_size
-        blocks = self._rows.tables[rows.long(), positions // size]
+        blocks = tables[rows.long(), positions // size]
         return slots_of(blocks, positions, self._kv_heads, size)
 
 

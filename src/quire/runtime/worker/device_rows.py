@@ -21,8 +21,16 @@ class DeviceRows(Rows):
     blocks since.
     """
 
-    def __init__(self, num_rows: int, capacity: int, block_size: int, device: torch.device) -> None:
-        super().__init__(num_rows + 1, capacity, block_size, device)
+    def __init__(
+        self,
+        num_rows: int,
+        capacity: int,
+        block_size: int,
+        device: torch.device,
+        num_windows: int = 0,
+        num_blocks: int = 0,
+    ) -> None:
+        super().__init__(num_rows + 1, capacity, block_size, device, num_windows, num_blocks)
         self.spare = num_rows
         self.host_tables: Ints = np.zeros((self.num_rows, self.max_blocks), dtype=np.int32)
         self.num_placed = 0

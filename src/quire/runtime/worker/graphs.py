@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import row_buckets
-from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.step import ForwardStep, WindowStep
 from quire.runtime.models.build import Model
 from quire.runtime.sampling.logprobs import Listing
 from quire.runtime.sampling.reports import NO_REPORT, Report
@@ -236,6 +236,7 @@ class DecodeGraphs:
             attention=plan,
             backend=attention,
             num_layers=layers,
+            windows=tuple(WindowStep(positions[:0], plan.over(tables)) for tables in self._rows.window_tables),
         )
         return self._model.logits(self._model(step, vectors))
 

@@ -21,6 +21,8 @@ from quire.runtime.worker.virtual_batch import VirtualBatchBuilder
 from quire.runtime.worker.virtual_cache import VirtualCache
 from quire.runtime.worker.virtual_rows import VirtualRows
 
+RowShape = tuple[int, int, int, torch.device, int, int]  # what Rows are made of
+
 
 class Preparing(Protocol):
     def __call__(self, seconds: float) -> None:
@@ -52,12 +54,20 @@ def make_parts(
     """Allocates all rows and, unless one is given, the KV cache."""
     device = torch.device(config.device.device)
     capacity = config.scheduler.max_model_len + 1  # the token that ends a full sequence is kept too
-    row_shape = (config.scheduler.num_rows, capacity, config.cache.block_size, device)
+    num_windows = config.cache.groups.num_window_blocks
+    row_shape = (
+        config.scheduler.num_rows,
+        capacity,
+        config.cache.block_size,
+        device,
+        num_windows,
+        config.cache.num_blocks,
+    )
     cache = cache or _make_cache(backend, model_config, config, row_shape)
     if backend.kernels == "triton":
         return _device_parts(model, backend, sampler, row_shape, cache, model_config, config)
     if isinstance(cache, VirtualCache):
-        virtual = VirtualRows(*row_shape, cache.ranges)
+        virtual = VirtualRows(*row_shape[:4], cache.ranges)
         batches = VirtualBatchBuilder(virtual, cache, backend)
         return Parts(virtual, cache, batches, PlainForward(model), NoGraphs())
     if backend.kernels == "native":
@@ -66,9 +76,7 @@ def make_parts(
     return Parts(rows, cache, BatchBuilder(rows, cache, backend), PlainForward(model), NoGraphs())
 
 
-def _make_cache(
-    backend: Any, model_config: ModelConfig, config: EngineConfig, row_shape: tuple[int, int, int, torch.device]
-) -> KVCache:
+def _make_cache(backend: Any, model_config: ModelConfig, config: EngineConfig, row_shape: RowShape) -> KVCache:
     make = KVCache
     if backend.kernels == "triton":
         from quire.runtime.worker.device_cache import DeviceCache
@@ -77,7 +85,7 @@ def _make_cache(
     kv_dtype, device = TORCH_DTYPES[config.device.kv_dtype], torch.device(config.device.device)
     cache, heads = config.cache, model_config.heads
     if cache.layout == "virtual":
-        num_rows, capacity, block_size, _ = row_shape
+        num_rows, capacity, block_size, *_ = row_shape
         shape = (num_rows, -(-capacity // block_size))
         return VirtualCache(cache, heads, model_config.num_layers, kv_dtype, device, shape)
     layout = lay_out(model_config.kv_specs, split=cache.groups.window is not None)
@@ -88,7 +96,7 @@ def _device_parts(
     model: Model,
     backend: Any,
     sampler: RowSampler,
-    row_shape: tuple[int, int, int, torch.device],
+    row_shape: RowShape,
     cache: KVCache,
     model_config: ModelConfig,
     config: EngineConfig,

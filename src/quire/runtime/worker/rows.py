@@ -14,18 +14,35 @@ from torch import Tensor
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.samples import Longs
 from quire.runtime.transfer import Courier
+from quire.runtime.worker.window_tables import WindowTables
 from quire.types.step import Ints, NewRow, RowTokens
 
 
 class Rows:
-    """Owns token history, lengths and block tables of all rows. Every update is O(what changed)."""
+    """Owns token history, lengths and block tables of all rows. Every update is O(what changed).
 
-    def __init__(self, num_rows: int, capacity: int, block_size: int, device: torch.device) -> None:
+    `windows` are the tables of layers with a window, if they have `num_windows` window blocks for each of the cache's
+    blocks; else None.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        capacity: int,
+        block_size: int,
+        device: torch.device,
+        num_windows: int = 0,
+        num_blocks: int = 0,
+    ) -> None:
         self.num_rows, self.capacity, self.block_size, self.device = num_rows, capacity, block_size, device
         self.max_blocks = -(-capacity // block_size)
         self.courier = Courier(device)
         self.tokens = _zeros(num_rows, capacity, device)  # [rows, capacity]
         self.tables = _zeros(num_rows, self.max_blocks, device)  # [rows, max blocks]
+        self.windows: WindowTables | None = None
+        if num_windows:
+            memory = _zeros(num_windows * num_rows, self.max_blocks, device).view(num_windows, num_rows, -1)
+            self.windows = WindowTables(memory, num_blocks, self.courier)
         self.history = TokenHistory(
             tokens=self.tokens,
             lengths=torch.zeros(num_rows, dtype=torch.int64, device=device),
@@ -34,6 +51,11 @@ class Rows:
         self.lengths: Longs = np.zeros(num_rows, dtype=np.int64)  # host mirrors
         self.num_prompt: Longs = np.zeros(num_rows, dtype=np.int64)
         self.live = np.zeros(num_rows, dtype=np.bool_)
+
+    @property
+    def window_tables(self) -> tuple[Tensor, ...]:
+        """Of layers with a window: each [rows, max blocks], like `tables`."""
+        return () if self.windows is None else self.windows.tables
 
     def place(self, news: Sequence[NewRow]) -> None:
         """Place sequences."""
@@ -55,7 +77,7 @@ class Rows:
         self.history.lengths.index_copy_(0, where, length)
         self.history.num_prompt.index_copy_(0, where, prompt)
         self.tokens.view(-1).index_copy_(0, place, token)
-        self.tables.view(-1).index_copy_(0, slot, block)
+        self._put(slot, block)
 
     def write(self, writes: Sequence[RowTokens]) -> None:
         """Say what tokens rows (all different) hold from a position on; they are as long as that afterwards."""
@@ -82,7 +104,13 @@ class Rows:
         if len(rows) == 0:
             return
         where, granted = self.courier.send(rows.astype(np.int64) * self.max_blocks + slots, blocks)
-        self.tables.view(-1).index_copy_(0, where, granted)
+        self._put(where, granted)
+
+    def assign_windows(self, owners: Ints, window_blocks: Ints) -> None:
+        """Blocks get window blocks, before they are given to rows."""
+        if len(owners):
+            assert self.windows is not None, "window blocks of a cache without a window group"
+            self.windows.assign(owners, window_blocks)
 
     def append(self, rows: Ints, rows_on_device: Tensor, token_ids: Tensor) -> None:
         """Each of `rows` (all different) grows by the token sampled for it; negative ids mark failures, kept as 0."""
@@ -98,12 +126,20 @@ class Rows:
 
     def check(self) -> None:
         """Waits for the device."""
+        if self.windows is not None:
+            self.windows.check()
         live = np.flatnonzero(self.live)
         assert (self.history.lengths.cpu().numpy()[live] == self.lengths[live]).all()
         assert (self.history.num_prompt.cpu().numpy()[live] == self.num_prompt[live]).all()
         assert (self.lengths[live] > 0).all()
         assert (self.lengths[live] <= self.capacity).all()
         assert (self.num_prompt[live] <= self.lengths[live]).all()
+
+    def _put(self, places: Tensor, block_ids: Tensor) -> None:
+        """Blocks stand at these places of the tables seen flat."""
+        self.tables.view(-1).index_copy_(0, places, block_ids)
+        if self.windows is not None:
+            self.windows.follow(places, block_ids)
 
 
 def _places(rows: Longs, starts: Longs | int, counts: Longs, width: int) -> Longs:

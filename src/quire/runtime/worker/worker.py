@@ -119,6 +119,7 @@ class Worker:
     def _update(self, plan: StepPlan) -> tuple[RowFailure, ...]:
         """All that comes before the forward pass."""
         self._release(plan.released)
+        self.rows.assign_windows(plan.window_owners, plan.window_blocks)
         failures = self._add(plan.new_rows) if plan.new_rows else ()
         failures += self._write(plan.writes) if plan.writes else ()
         self.rows.grant(plan.grant_rows, plan.grant_slots, plan.grant_blocks)

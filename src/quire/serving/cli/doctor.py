@@ -144,12 +144,14 @@ def _backends(facts: HardwareFacts) -> list[tuple[str, str]]:
 def _print_plan(args: argparse.Namespace, facts: HardwareFacts) -> None:
     from quire.runtime.loading.model_config import read_model_config
     from quire.runtime.loading.resolve import resolve_model
+    from quire.runtime.models.registry import check_generates
     from quire.serving.assembly import find_draft
 
     print()
     try:
         files = resolve_model(args.model, offline=True)
         model = read_model_config(files)
+        check_generates(model.architecture)
         arguments = EngineArguments(**engine_settings(args))
         draft_files = find_draft(arguments, offline=True)
         draft = None if draft_files is None else read_model_config(draft_files)

@@ -31,9 +31,11 @@ def run_tune(args: argparse.Namespace) -> int:
     from quire.runtime.gauging import find_gpu, tune_products
     from quire.runtime.loading.model_config import read_model_config
     from quire.runtime.loading.resolve import resolve_model
+    from quire.runtime.models.registry import check_generates
 
     device = find_gpu()
     model = read_model_config(resolve_model(args.model))
+    check_generates(model.architecture)
     if not args.json:
         print(f"{'product':<12}{'rows':>6}{'kind':>6}{'was us':>10}{'best us':>10}{'library us':>12}  tiling")
 

@@ -102,6 +102,7 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore, EngineR
         max_num_seqs=config.scheduler.num_rows,
         block_size=config.cache.block_size,
         num_blocks=config.cache.num_blocks,
+        groups=config.cache.groups,
         dtype=config.device.dtype,
         device=config.device.device,
         policy=config.scheduler.policy,

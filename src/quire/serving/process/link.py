@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.config.kv_cache import PLAIN, KVGroups
 from quire.config.policy import DEFAULT_AGEING
 from quire.engine.progress import Backlog
 from quire.types.errors import InvalidRequest
@@ -44,6 +45,7 @@ class EngineReady:
     ageing: float = DEFAULT_AGEING  # of the priority policy, in seconds
     step_seconds: float = 0.0  # a pessimistic estimate of the longest step; 0: none
     model: ModelSizes = ModelSizes()
+    groups: KVGroups = PLAIN
 
 
 class EngineListener(Protocol):

@@ -13,6 +13,7 @@ from quire.runtime.loading.files import files_at
 from quire.runtime.loading.model_config import read_family
 from quire.runtime.loading.progress import Progress, silent
 from quire.runtime.loading.resolve import resolve_model
+from quire.runtime.models.registry import check_generates
 from quire.runtime.tiers.folder import PrivateFolder
 from quire.types.errors import ConfigError, ModelLoadError
 
@@ -48,12 +49,12 @@ def find_local_files(config: ServerConfig, progress: Progress = silent) -> Serve
 
 
 def check_model(config: ServerConfig) -> None:
-    """Check that the families of the models whose files are here are known. Raises ConfigError or ModelLoadError for
-    what cannot be served. The engine checks their numbers."""
-    read_family(files_at(Path(config.source.model)))
+    """Check that the models whose files are here are of families that generate text. Raises ConfigError or
+    ModelLoadError for what cannot be served. The engine checks their numbers."""
+    check_generates(read_family(files_at(Path(config.source.model))))
     speculation = read_speculation(config.engine.speculative_config)
     if speculation is not None and speculation.model is not None:
-        read_family(files_at(Path(speculation.model)))
+        check_generates(read_family(files_at(Path(speculation.model))), "speculative_config")
 
 
 def check_folders(config: ServerConfig) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from quire.serving.text.edges import set_edges
+from quire.serving.text.gguf_pieces import SPACE, build_unigram, build_words, spaces_decoder
 from quire.serving.text.gguf_vocabulary import GgufVocabulary, TokenType, read_vocabulary
 from quire.serving.text.pretokenizers import SCHEMES, Scheme
 from quire.serving.text.special_tokens import SpecialTokens
@@ -15,10 +16,19 @@ from quire.types.errors import ModelLoadError
 
 _log = logging.getLogger(__name__)
 
-_SPACE = "▁"
+KINDS = ("gpt2", "llama", "gemma4", "t5", "bert")  # of `tokenizer.ggml.model`
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Ends of a turn. Such a token ends a generation when the model's chat template writes it, declared as eos or not.
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>", "</s>")
+_TURN_ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "</s>",
+)
 # Phi-3's control tokens swallow the white space after them; no metadata key says so.
 _PHI3_STRIPS_NOT = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
@@ -27,16 +37,23 @@ def build_gguf_tokenizer(metadata: Mapping[str, object], file: str) -> tuple[Tok
     """The tokenizer that `metadata` describes. Raises ModelLoadError naming `file` and the key."""
     vocabulary = read_vocabulary(metadata, file)
     kind = vocabulary.text("model")
+    add_bos, add_eos = True, False
     if kind == "gpt2":
         scheme = _scheme(vocabulary)
         tokenizer, add_bos = _byte_level(vocabulary, scheme), scheme.add_bos
     elif kind == "llama":
-        tokenizer, add_bos = _sentencepiece(vocabulary), True
+        tokenizer = _sentencepiece(vocabulary, _merges_by_score(vocabulary), prefix=True)
+    elif kind == "gemma4":
+        tokenizer = _sentencepiece(vocabulary, _merges(vocabulary), prefix=False)
+    elif kind == "t5":
+        tokenizer, add_bos, add_eos = build_unigram(vocabulary), False, True
+    elif kind == "bert":
+        tokenizer, add_eos = build_words(vocabulary), True
     else:
-        raise vocabulary.error("model", f"{kind!r} is not supported", "use a model with a gpt2 or llama tokenizer")
+        raise vocabulary.error("model", f"{kind!r} is not supported", f"supported: {', '.join(KINDS)}")
     special = _special_tokens(vocabulary)
     _add_tokens(tokenizer, vocabulary, special)
-    _add_edges(tokenizer, vocabulary, special, add_bos)
+    _add_edges(tokenizer, vocabulary, add_bos=add_bos, add_eos=add_eos)
     return tokenizer, special
 
 
@@ -53,13 +70,7 @@ def _scheme(vocabulary: GgufVocabulary) -> Scheme:
 
 
 def _byte_level(vocabulary: GgufVocabulary, scheme: Scheme) -> Tokenizer:
-    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
-    merges = vocabulary.texts("merges")
-    parts = " ".join(merges).split(" ") if merges else []
-    if len(parts) != 2 * len(merges):
-        raise vocabulary.error("merges", "must hold two tokens each", "convert the model again")
-    pairs = list(zip(parts[::2], parts[1::2], strict=True))
-    tokenizer = Tokenizer(_bpe(vocabulary, ids, pairs, ignore_merges=scheme.ignore_merges))
+    tokenizer = Tokenizer(_bpe(vocabulary, _merges(vocabulary), ignore_merges=scheme.ignore_merges))
     if scheme.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = scheme.build()
@@ -67,29 +78,35 @@ def _byte_level(vocabulary: GgufVocabulary, scheme: Scheme) -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
-    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+def _merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
+    merges = vocabulary.texts("merges")
+    parts = " ".join(merges).split(" ") if merges else []
+    if len(parts) != 2 * len(merges):
+        raise vocabulary.error("merges", "must hold two tokens each", "convert the model again")
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _sentencepiece(vocabulary: GgufVocabulary, merges: list[tuple[str, str]], *, prefix: bool) -> Tokenizer:
+    """Merges over the whole text, in which spaces are marks, with tokens for single bytes. `prefix`: a text begins with
+    a space, unless the file says otherwise."""
     unknown = vocabulary.token_id("unknown_token_id")
     model = _bpe(
         vocabulary,
-        ids,
-        _merges_by_score(vocabulary, ids),
+        merges,
         unk_token=None if unknown is None else vocabulary.tokens[unknown],
         fuse_unk=True,
-        byte_fallback=all(f"<0x{byte:02X}>" in ids for byte in range(256)),
+        byte_fallback=vocabulary.has_bytes,
     )
     tokenizer = Tokenizer(model)
-    prefix = vocabulary.flag("add_space_prefix", default=True)
-    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *spaces] if prefix else spaces)
-    parts: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
+    prefix = vocabulary.flag("add_space_prefix", default=prefix)
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *spaces] if prefix else spaces)
+    tokenizer.decoder = spaces_decoder(prefix=prefix)
     return tokenizer
 
 
-def _bpe(
-    vocabulary: GgufVocabulary, ids: dict[str, int], merges: list[tuple[str, str]], **options: object
-) -> models.BPE:
+def _bpe(vocabulary: GgufVocabulary, merges: list[tuple[str, str]], **options: object) -> models.BPE:
+    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     try:
         return models.BPE(ids, merges, **options)
     except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
@@ -98,9 +115,9 @@ def _bpe(
         ) from None
 
 
-def _merges_by_score(vocabulary: GgufVocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
+def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
     """Every way to build a scored token from two others, best first: what SentencePiece does while it encodes."""
-    scores = vocabulary.numbers("scores")
+    scores, ids = vocabulary.numbers("scores"), set(vocabulary.tokens)
     ranked: list[tuple[float, int, int, int, str]] = []  # best score first, then longest left part, then right
     for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
         if kind not in (TokenType.NORMAL, TokenType.USER_DEFINED):
@@ -141,8 +158,12 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary, special: Speci
     tokenizer.add_tokens(added)
 
 
-def _add_edges(tokenizer: Tokenizer, vocabulary: GgufVocabulary, special: SpecialTokens, add_bos: bool) -> None:
-    """Put bos before and eos after an encoded text where the file asks for it."""
-    bos = special.bos_id if vocabulary.flag("add_bos_token", default=add_bos) else None
-    eos = vocabulary.token_id("eos_token_id") if vocabulary.flag("add_eos_token", default=False) else None
+def _add_edges(tokenizer: Tokenizer, vocabulary: GgufVocabulary, *, add_bos: bool, add_eos: bool) -> None:
+    """Put bos before and eos after an encoded text where the file asks for it. Encoders call them cls and sep."""
+    bos, eos = vocabulary.token_id("bos_token_id"), vocabulary.token_id("eos_token_id")
+    if vocabulary.text("model") == "bert":
+        bos = vocabulary.token_id("cls_token_id") if bos is None else bos
+        eos = vocabulary.token_id("seperator_token_id") if eos is None else eos  # spelled so in the format
+    bos = bos if vocabulary.flag("add_bos_token", default=add_bos) else None
+    eos = eos if vocabulary.flag("add_eos_token", default=add_eos) else None
     set_edges(tokenizer, bos, eos)

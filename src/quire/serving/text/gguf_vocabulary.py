@@ -66,6 +66,11 @@ class GgufVocabulary:
             raise self.error(key, f"has {len(values)} entries for {len(self.tokens)} tokens", "fetch the file again")
         return values
 
+    @property
+    def has_bytes(self) -> bool:
+        """Whether there is a token for every byte."""
+        return {f"<0x{byte:02X}>" for byte in range(256)} <= set(self.tokens)
+
     def of_types(self, *kinds: TokenType) -> list[int]:
         return [index for index, stored in enumerate(self.types) if stored in kinds]
 

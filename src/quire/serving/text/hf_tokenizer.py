@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a Hugging Face directory: tokenizer.json and the small files beside it."""
+"""Loads the tokenizer of a Hugging Face directory: tokenizer.json or vocab.txt, and the small files beside it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders
 
 from quire.serving.text.edges import set_edges
 from quire.serving.text.special_tokens import SpecialTokens
+from quire.serving.text.word_pieces import read_word_pieces
 from quire.types.errors import ModelLoadError
 
 MAX_TEXT_BYTES = 64 << 20
@@ -19,8 +20,11 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "sep_
 
 def build_hf_tokenizer(directory: Path) -> tuple[Tokenizer, SpecialTokens]:
     """The tokenizer in `directory`, with its begin and end tokens and chat template. Raises ModelLoadError."""
-    tokenizer = _read_tokenizer(directory / "tokenizer.json")
     config = _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
+    if not (directory / "tokenizer.json").is_file() and (text := _read_text(directory / "vocab.txt")) is not None:
+        tokenizer = _read_words(text, config, directory / "vocab.txt")
+    else:
+        tokenizer = _read_tokenizer(directory / "tokenizer.json")
     _add_declared_tokens(tokenizer, config, directory / "tokenizer_config.json")
     bos, eos = _named_id(tokenizer, config, "bos_token"), _named_id(tokenizer, config, "eos_token")
     if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
@@ -39,13 +43,32 @@ def build_hf_tokenizer(directory: Path) -> tuple[Tokenizer, SpecialTokens]:
 def _read_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
         fix = "convert the slow tokenizer to a tokenizer.json (transformers: save_pretrained of a fast tokenizer)"
-        raise ModelLoadError(str(path), "no such file, and no other tokenizer format is read", fix=fix)
+        raise ModelLoadError(str(path), "no such file, and there is no vocab.txt of word pieces either", fix=fix)
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
         raise ModelLoadError(str(path), f"not a tokenizer: {error}", fix="fetch the file again") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if isinstance(tokenizer.decoder, decoders.WordPiece):  # one that does not tidy spaces
+        tokenizer.decoder = decoders.WordPiece(tokenizer.decoder.prefix, cleanup=False)
+    return tokenizer
+
+
+def _read_words(text: str, config: dict[str, Any], path: Path) -> Tokenizer:
+    """Word pieces, as old folders of BERT hold them."""
+    named = {
+        name: _content(config.get(name)) or f"[{name[:3].upper()}]" for name in ("unk_token", "cls_token", "sep_token")
+    }
+    tokenizer = read_word_pieces(text, config | named, str(path))
+    missing = [token for token in named.values() if tokenizer.token_to_id(token) is None]
+    if missing:
+        raise ModelLoadError(str(path), f"does not hold the token {missing[0]!r:.80}", fix="fetch the file again")
+    usual = ["[PAD]", "[MASK]"]
+    known = [token for token in (*named.values(), *usual) if tokenizer.token_to_id(token) is not None]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in known])
+    cls_id, sep_id = (tokenizer.token_to_id(named[name]) for name in ("cls_token", "sep_token"))
+    set_edges(tokenizer, cls_id, sep_id)
     return tokenizer
 
 

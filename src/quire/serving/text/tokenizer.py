@@ -48,6 +48,7 @@ class Rules:
     joiner: str = ""  # between any two tokens
     strip: str = ""  # a character removed from the start of the whole text ...
     num_stripped: int = 0  # ... at most this often
+    continuation: str = ""  # what pieces begin with that go on with a word; before all others stands a space
     first_drops: str = ""  # a character removed from the first token wherever it stands in it
 
 
@@ -84,6 +85,8 @@ class Decoding:
             return None
         for old, new in self.rules.replacements:
             token = token.replace(old, new)
+        if mark := self.rules.continuation:
+            token = token.removeprefix(mark) if token.startswith(mark) else " " + token
         byte = _fallback_byte(token) if self.rules.byte_fallback else None
         return token if byte is None else byte
 
@@ -122,6 +125,8 @@ def _with_step(rules: Rules, step: dict[str, Any], fused: bool) -> tuple[Rules, 
     if kind == "Metaspace" and rules == Rules():
         drops = "" if step.get("prepend_scheme") == "never" else " "
         return replace(rules, replacements=((step["replacement"], " "),), first_drops=drops), fused
+    if kind == "WordPiece" and rules == Rules():
+        return replace(rules, continuation=step["prefix"], first_drops=" "), fused
     if kind == "Strip" and fused and not rules.byte_level and step["stop"] == 0 and not rules.strip:
         return replace(rules, strip=step["content"], num_stripped=step["start"]), fused
     if kind == "Fuse":
@@ -193,6 +198,11 @@ class Tokenizer:
             list(found.ids) for found in self._backend.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
         ]
 
+    def shortened(self, ids: list[int], most: int) -> list[int]:
+        """The beginning of a text that was encoded with special tokens, with those that go after every text."""
+        last = self._edge_ids[1] if len(ids) > most else []
+        return [*ids[: most - len(last)], *last] if len(last) < most else ids[:most]
+
     def _encode_in_slices(self, text: str, add_special_tokens: bool) -> list[int]:
         first, last = self._edge_ids if add_special_tokens else ([], [])
         ids = list(first)
@@ -218,6 +228,9 @@ class Tokenizer:
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
         """The text of `ids`. Ids outside the vocabulary have none; bytes that are no UTF-8 become U+FFFD."""
+        if self.decoding.rules.continuation:  # the library leaves the mark of a first piece
+            shown = (index for index in ids if not (skip_special_tokens and index in self.special_ids))
+            return "".join(map(self.token_text, shown)).removeprefix(" ")
         if spaces_between_special_tokens or not self.decoding.rules.joiner:
             return self._backend.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)
         return self._decode_unspaced(ids, skip_special_tokens)

@@ -9,13 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.clamp import Clamp
 from quire.kernels.native import ops
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.native.ops import BYTES, NIBBLES, PLAIN, PackedWeight
 from quire.kernels.native.panels import cut_panels
-from quire.kernels.native.program import LinearWeights, Program, ProgramStep, ProgramWriter
+from quire.kernels.native.program import Program, ProgramStep, ProgramWriter
+from quire.kernels.native.weights import LinearWeights
 from quire.kernels.reference import elementwise
 from quire.kernels.reference.activation import activate
+from quire.kernels.reference.activation import gate as reference_gate
 
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
@@ -162,3 +165,36 @@ def test_only_the_first_numbers_of_a_head_turn(turned: int) -> None:
     writer.rotate(writer.stream, "angles", 3, 32)
     given = replace(step(), angles=[(cos, sin)])
     assert torch.equal(writer.finish(writer.stream).run(x.view(5, 96).clone(), given), found.view(5, 96))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gate_within_limits_is_that_of_torch(dtype: torch.dtype) -> None:
+    clamp, x = Clamp(0.7, 1.702, 1.0), torch.randn(3, 2 * WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype)
+    writer = ProgramWriter(dtype, 2 * WIDTH)
+    gated = writer.gate(writer.stream, "silu", clamp)
+    program = writer.finish(writer.select(gated, fresh=True))
+    wanted = reference_gate(x.float(), "silu", clamp)
+    found = program.run(x, step(torch.arange(3)))
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    torch.testing.assert_close(ops.gate(x, "silu", clamp), found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wanted", [None, torch.tensor([2, 0])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_a_run_is_given_beside_the_stream_are_selected_with_it(
+    dtype: torch.dtype, wanted: Tensor | None
+) -> None:
+    x, beside = torch.randn(3, 5).to(dtype), torch.randn(3, 40).to(dtype)
+    writer = ProgramWriter(dtype, 5)
+    other = writer.beside(40)
+    writer.times(writer.stream, other, 7)
+    rows, more = writer.select(writer.stream, fresh=True), writer.select(other)
+    writer.narrow()
+    writer.times(rows, more, 35)
+    writer.scale(rows, 0.3)
+    found = writer.finish(rows).run(x.clone(), replace(step(wanted), beside=beside))
+    expected = x * beside[:, 7:12]
+    expected = (expected if wanted is None else expected[wanted]) * (beside if wanted is None else beside[wanted])[
+        :, 35:
+    ]
+    torch.testing.assert_close(found, expected * 0.3, rtol=0, atol=0)

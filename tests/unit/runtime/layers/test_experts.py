@@ -12,6 +12,7 @@ from torch import Tensor
 from interpreter import HAS_TRITON
 from quire.config.engine import DeviceConfig
 from quire.config.model import Experts
+from quire.kernels.clamp import Clamp
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.native.ops import has_tile_units
 from quire.kernels.native.program import Program, ProgramStep, ProgramWriter
@@ -31,6 +32,7 @@ SETTINGS = {
     "not normalized, scaled": replace(PLAIN, is_normalized=False, scale=1.5, num_used=3),
     "shared": replace(PLAIN, shared_size=32),
     "shared by a gate": replace(PLAIN, shared_size=32, shared_has_gate=True),
+    "biases, and a gate within limits": replace(PLAIN, has_bias=True, clamp=(0.4, 1.7, 1.0)),
 }
 REFUSAL = why_not_native(torch.float32, torch.device("cpu")) if DEVICE == "cpu" else "runs on a CPU"
 FORMS = ["reference", "auto", *([] if REFUSAL else ["program"]), *(["triton"] if HAS_TRITON else [])]
@@ -95,13 +97,22 @@ class Layer:
             torch.stack([held(tensors[f"experts.{expert}.{name}_proj.weight"]) for expert in range(NUM)])
             for name in ("gate", "up", "down")
         )
+        biases = None
+        if settings.has_bias:
+            of_gate, of_up, of_down = (
+                torch.stack([tensors[f"experts.{expert}.{name}_proj.bias"] for expert in range(NUM)])
+                for name in ("gate", "up", "down")
+            )
+            biases = (torch.cat((of_gate, of_up), dim=1), of_down)
         chosen, weights = choose_experts(
-            x @ tensors["gate.weight"].t(),
+            x @ tensors["gate.weight"].t() + tensors.get("gate.bias", 0.0),
             settings.num_used,
             is_normalized=settings.is_normalized,
             scale=settings.scale,
         )
-        out = mix_experts(x, torch.cat((gate, up), dim=1), down, chosen, weights, "silu")
+        clamp = None if settings.clamp is None else Clamp(*settings.clamp)
+        both = torch.cat((gate, up), dim=1)
+        out = mix_experts(x, both, down, chosen, weights, "silu", biases=biases, clamp=clamp)
         if settings.shared_size:
             gate, up, down = (held(tensors[f"shared_expert.{name}_proj.weight"]) for name in ("gate", "up", "down"))
             one = torch.ones(len(x), 1, dtype=torch.long)
@@ -150,16 +161,18 @@ def test_padding_spoils_nobody() -> None:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-def test_float8_experts_are_near_what_rounded_weights_give() -> None:
+@pytest.mark.parametrize("settings", ["normalized", "biases, and a gate within limits"])
+def test_float8_experts_are_near_what_rounded_weights_give(settings: str) -> None:
     import triton_cases  # noqa: F401  float8 as hardware rounds it
 
-    layer, x = Layer(PLAIN, "triton", quantization="fp8"), numbers(6)
+    layer, x = Layer(SETTINGS[settings], "triton", quantization="fp8"), numbers(6)
     torch.testing.assert_close(layer(x), layer.wanted(x, quantized=True), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
-def test_a_program_mixes_without_python() -> None:
-    assert Layer(SETTINGS["shared by a gate"], "program").program(numbers(2)).num_calls == 0
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_program_mixes_without_python(settings: str) -> None:
+    assert Layer(SETTINGS[settings], "program").program(numbers(2)).num_calls == 0
 
 
 @pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
@@ -172,8 +185,9 @@ def test_a_program_mixes_levels_as_they_are_stored() -> None:
 @pytest.mark.skipif(
     why_not_native(torch.bfloat16, torch.device("cpu")) is not None or DEVICE != "cpu", reason="no bfloat16 kernels"
 )
-def test_a_program_mixes_bfloat16() -> None:
-    layer, x = Layer(SETTINGS["shared by a gate"], "program", "bfloat16"), numbers(9).bfloat16()
+@pytest.mark.parametrize("settings", ["shared by a gate", "biases, and a gate within limits"])
+def test_a_program_mixes_bfloat16(settings: str) -> None:
+    layer, x = Layer(SETTINGS[settings], "program", "bfloat16"), numbers(9).bfloat16()
     assert layer.program(x).num_calls == 0 or not has_tile_units()
     found = layer(x).float()
     torch.testing.assert_close(found, layer.wanted(x.float()), rtol=0.05, atol=0.1)

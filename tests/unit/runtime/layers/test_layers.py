@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from quire.config.model import Heads
+from quire.kernels.clamp import Clamp
 from quire.kernels.reference.elementwise import rms_norm, silu_and_multiply
 from quire.runtime.attention.backend import LayerCache
-from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.linear import KeysAsValues, Linear
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.modules import Embedding, HeadNorm, RMSNorm, TiedHead
 from quire.runtime.layers.ops import LayerOps, TorchOps, choose_ops
@@ -122,3 +123,31 @@ def test_gating_is_the_activation_times_the_other_half_far_from_zero_too(activat
     gate, up = gate_up.chunk(2, dim=-1)
     plain = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}[activation]
     torch.testing.assert_close(ops.gate(gate_up, activation), plain(gate) * up)
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("clamp", [Clamp(7.0, 1.702, 1.0), Clamp(10.0)])
+def test_a_gate_within_limits_is_silu_of_what_is_kept(clamp: Clamp, ops: LayerOps) -> None:
+    gate_up = torch.cat((torch.linspace(-20, 20, 40), torch.linspace(30, -12, 40))).view(1, 80)
+    gate, up = gate_up[:, :40].clamp(max=clamp.limit), gate_up[:, 40:].clamp(-clamp.limit, clamp.limit)
+    wanted = F.silu(gate * clamp.alpha) / clamp.alpha * (up + clamp.shift)
+    torch.testing.assert_close(ops.gate(gate_up, "silu", clamp), wanted)
+
+
+def test_values_that_are_keys_are_stored_once() -> None:
+    layer = KeysAsValues(24, Heads(2, 1, 8), True, DENSE, CPU)
+    assert layer.parts == ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
+    weights, x = filled(layer), torch.randn(3, 24)
+    query, key, value = layer(x).split([16, 8, 8], dim=1)
+    torch.testing.assert_close(query, F.linear(x, weights["q_proj.weight"], weights["q_proj.bias"]))
+    torch.testing.assert_close(key, F.linear(x, weights["k_proj.weight"], weights["k_proj.bias"]))
+    assert torch.equal(key, value)
+
+
+def test_noise_is_the_same_in_keys_and_values() -> None:
+    layer = KeysAsValues(24, Heads(2, 1, 8), False, DENSE, CPU)
+    for part in layer.parts:
+        layer.randomize(part, torch.Generator().manual_seed(0))
+    layer.finish()
+    _, key, value = layer(torch.randn(3, 24)).split([16, 8, 8], dim=1)
+    assert torch.equal(key, value)

@@ -112,7 +112,7 @@ def test_a_hub_name_fetches_safetensors_and_json_but_no_code(hub: SimpleNamespac
     assert resolve_model("org/name@v1.0") == ModelFiles("org/name@v1.0", hub.folder, "hf")
     repository, options = hub.calls[0]
     assert (repository, options["revision"], options["local_files_only"]) == ("org/name", "v1.0", False)
-    assert set(options["allow_patterns"]) == {"*.json", "*.safetensors", "*.jinja"}
+    assert set(options["allow_patterns"]) == {"*.json", "*.safetensors", "*.jinja", "vocab.txt"}
     stored = [
         "config.json",
         "model-00001-of-00002.safetensors",
@@ -127,6 +127,16 @@ def test_a_hub_name_fetches_safetensors_and_json_but_no_code(hub: SimpleNamespac
     wanted = {name for name in stored if any(fnmatch(name, pattern) for pattern in options["allow_patterns"])}
     ignored = {name for name in stored if any(fnmatch(name, pattern) for pattern in options["ignore_patterns"])}
     assert wanted - ignored == set(stored[:3])
+
+
+def test_the_pooling_of_a_sentence_encoder_is_fetched_too(hub: SimpleNamespace) -> None:
+    touch(hub.folder / "config.json")
+    touch(hub.folder / "modules.json")
+    resolve_model("org/name@v1.0")
+    _, (_, options) = hub.calls
+    (pattern,) = options["allow_patterns"]
+    assert fnmatch("1_Pooling/config.json", pattern)
+    assert options["revision"] == "v1.0"
 
 
 def test_a_hub_name_with_a_file_fetches_only_that_file_and_its_set(hub: SimpleNamespace) -> None:

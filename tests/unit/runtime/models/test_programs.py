@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.config.model import Heads
+from quire.kernels.clamp import Clamp
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.native.program import Program, Symbol
 from quire.runtime.layers.blocks import Blocks
@@ -90,10 +91,10 @@ def test_gates_of_all_activations_are_compiled(activation: str, monkeypatch: pyt
 
 
 def test_an_operation_without_a_compiled_form_is_called_between_compiled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gate(ops: NativeOps, x: Value, activation: str) -> Value:
+    def gate(ops: NativeOps, x: Value, activation: str, clamp: Clamp | None = None) -> Value:
         if isinstance(x, Symbol):
-            return x.writer.call(lambda each, _: gate(ops, each, activation), (x,), x.width // 2)
-        return TorchOps().gate(x, activation)
+            return x.writer.call(lambda each, _: gate(ops, each, activation, clamp), (x,), x.width // 2)
+        return TorchOps().gate(x, activation, clamp)
 
     monkeypatch.setattr(NativeOps, "gate", gate)
     *program, calls = answers("llama", levels=False)

@@ -150,9 +150,9 @@ def test_padding_writes_nothing_anywhere() -> None:
     made.reserve(2, 8)
     held = {block for row in (0, 1, 2) for block in made.tables[row]}
     free = [block for block in range(64) if block not in held]
-    memory[:, :, free] = 7.0
+    memory[:, free] = 7.0
     made.run(decode=[2, 0, 1])
-    assert (memory[:, :, free] == 7.0).all()
+    assert (memory[:, free] == 7.0).all()
 
 
 def test_rows_are_written_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:

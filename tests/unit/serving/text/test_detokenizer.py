@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from quire.serving.text.detokenizer import Detokenizer
 from quire.serving.text.special_tokens import SpecialTokens
 from quire.serving.text.tokenizer import Tokenizer
-from tests.unit.serving.text.vocabularies import build, byte_level, sentencepiece
+from tests.unit.serving.text.vocabularies import build, byte_level, sentencepiece, unigram, word_pieces
 
 
 def metaspace(**options: str) -> Tokenizer:
@@ -33,6 +33,8 @@ TOKENIZERS = {
     "byte-level": build(byte_level()),
     "sentencepiece": build(sentencepiece()),
     "sentencepiece without a leading space": build(sentencepiece(add_space_prefix=False)),
+    "word pieces": build(word_pieces()),
+    "unigram": build(unigram()),
     "metaspace": metaspace(),
     "metaspace that never prepends": metaspace(prepend_scheme="never"),
     "no decoder": undecorated(),

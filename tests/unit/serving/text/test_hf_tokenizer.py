@@ -105,9 +105,9 @@ def test_a_saved_sentencepiece_tokenizer_gives_the_same_ids(tmp_path: Path) -> N
 def test_a_decoder_that_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
     files = write(tmp_path)
     stored = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
-    stored["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    stored["decoder"] = {"type": "BPEDecoder", "suffix": "</w>"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(stored), encoding="utf-8")
-    with pytest.raises(ModelLoadError, match="'WordPiece' is not supported"):
+    with pytest.raises(ModelLoadError, match="'BPEDecoder' is not supported"):
         load_tokenizer(files)
 
 

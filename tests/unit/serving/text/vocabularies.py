@@ -57,3 +57,45 @@ def build(metadata: dict[str, Any]) -> Tokenizer:
 def spell(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[str]:
     """The token strings that `text` becomes."""
     return [tokenizer.token_text(index) for index in tokenizer.encode(text, add_special_tokens)]
+
+
+def word_pieces(**changes: Any) -> dict[str, Any]:
+    """Beginnings of words are marked, what goes on with them is not."""
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "▁the", "▁hello", "s", "▁e", "▁.", "▁東", "▁tokyo", "[unused1]"]
+    types = [CONTROL] * 4 + [NORMAL] * (len(tokens) - 4)
+    return {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.unknown_token_id": 1,
+        "tokenizer.ggml.cls_token_id": 2,
+        "tokenizer.ggml.seperator_token_id": 3,
+        **{f"tokenizer.ggml.{key}": value for key, value in changes.items()},
+    }
+
+
+def unigram(**changes: Any) -> dict[str, Any]:
+    """Scored pieces, of which the best sum wins, with one that no text becomes."""
+    pieces = {
+        "▁": -4.0,
+        "h": -6.0,
+        "e": -6.0,
+        "l": -6.0,
+        "o": -6.0,
+        "▁hell": -5.0,
+        "▁hello": -7.0,
+        "lo": -3.0,
+        "spare": -1.0,
+    }
+    tokens = ["<s>", "<pad>", "</s>", "<unk>", *pieces, "s", "p", "a", "r"]
+    types = [CONTROL, CONTROL, CONTROL, UNKNOWN, *[NORMAL] * (len(pieces) - 1), UNUSED, *[NORMAL] * 4]
+    return {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.scores": [0.0] * 4 + list(pieces.values()) + [-6.0] * 4,
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 3,
+        **{f"tokenizer.ggml.{key}": value for key, value in changes.items()},
+    }

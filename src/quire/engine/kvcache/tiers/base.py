@@ -11,12 +11,21 @@ from quire.types.stats import NO_TIERS, TierStats
 from quire.types.transfer import NO_TRANSFERS, SlotMove, TransferReport, Transfers
 
 
+class SideSlot(NamedTuple):
+    """A host slot that holds a side block: the one with this name of a sequence's block number `place`."""
+
+    place: int
+    name: bytes
+    slot: Slot
+
+
 class TierHit(NamedTuple):
     """The cached prefix of a sequence, in tokens: whole blocks on the device, then host slots. Only the last slot may
-    hold a partial block."""
+    hold a partial block. `sides` are the side blocks that a sequence needs to continue there."""
 
     num_tokens: int
     slots: tuple[Slot, ...] = ()
+    sides: tuple[SideSlot, ...] = ()
 
 
 class TierQuery(NamedTuple):
@@ -52,6 +61,9 @@ class Tiers(Protocol):
     def on_publish(self, node: Node, first: int) -> None:
         """Save the blocks of a prefix tree node from index `first` on, which the device has just cached, if the tiers
         are written through."""
+
+    def sides_to_save(self, blocks: Mapping[bytes, int]) -> dict[bytes, int]:
+        """Return the side blocks, by key, that a sequence needs to continue after these first blocks of it."""
 
     def num_to_save(self, blocks: Mapping[bytes, int]) -> int | None:
         """Return how many of these blocks `swap_out` would have to save. None: host memory has no room for them."""
@@ -124,6 +136,9 @@ class NoTiers:
     def on_evict(self, node: Node, index: int) -> None: ...
 
     def on_publish(self, node: Node, first: int) -> None: ...
+
+    def sides_to_save(self, blocks: Mapping[bytes, int]) -> dict[bytes, int]:  # noqa: ARG002 - Tiers' signature
+        return {}
 
     def num_to_save(self, blocks: Mapping[bytes, int]) -> int | None:  # noqa: ARG002 - Tiers' signature
         return None

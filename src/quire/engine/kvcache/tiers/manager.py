@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from quire.config.tiers import TierConfig
+from quire.engine.kvcache.grouped_pool import GroupedPool
 from quire.engine.kvcache.keys import TOKEN_BYTES, chain_keys, next_key
 from quire.engine.kvcache.prefix_tree import Match, Node, PrefixTree
-from quire.engine.kvcache.tiers.base import TierHit, TierQuery
+from quire.engine.kvcache.tiers.base import SideSlot, TierHit, TierQuery
 from quire.engine.kvcache.tiers.disk import DiskTier
 from quire.engine.kvcache.tiers.host import HostTier, Slot
+from quire.engine.kvcache.tiers.side_keys import SideKeys
 from quire.engine.kvcache.tiers.transfer_time import TransferTime
 from quire.types.stats import TierStats
 from quire.types.transfer import NO_TRANSFERS, SlotMove, TransferReport, Transfers
@@ -28,6 +30,7 @@ class TierManager:
 
     def __init__(self, config: TierConfig, tree: PrefixTree, block_size: int) -> None:
         self._tree, self._block_size, self._config = tree, block_size, config
+        self._sides = SideKeys(tree.pool, block_size) if isinstance(tree.pool, GroupedPool) else None
         self._host = HostTier(config.host_blocks)
         self._disk = DiskTier(self._host, config.disk_blocks)
         self._time = TransferTime(config.block_bytes)
@@ -48,6 +51,8 @@ class TierManager:
                 break
             slots.append(slot)
             key = following
+        if self._sides is not None:
+            return self._with_sides(match, slots)
         num_tokens = (num_matched + len(slots)) * self._block_size
         if num_tokens < query.swapped <= min(query.limit, num_tokens + self._block_size - 1):
             tail = query.tokens[num_tokens * TOKEN_BYTES : query.swapped * TOKEN_BYTES]
@@ -60,9 +65,47 @@ class TierManager:
             self._host.touch(slot)
         return TierHit(num_tokens, tuple(slots))
 
+    def _with_sides(self, match: Match, slots: list[Slot]) -> TierHit:
+        """Cut a hit back to where its side blocks are in host memory too."""
+        assert self._sides is not None
+        keys = [slot.key for slot in slots if slot.key is not None]
+        needed = self._sides.needed(match.num_blocks, keys, lambda key: key in self._host)
+        count = 0 if needed is None else needed.num_blocks
+        if needed is None or not count:
+            return TierHit(match.num_tokens)
+        sides = []
+        for place, name, key in needed.sides:
+            slot = self._host.find(key)
+            assert slot is not None
+            self._host.touch(slot)
+            sides.append(SideSlot(place, name, slot))
+        for slot in reversed(slots[:count]):
+            self._host.touch(slot)
+        return TierHit((match.num_blocks + count) * self._block_size, tuple(slots[:count]), tuple(sides))
+
+    def _files_with_sides(self, match: Match, query: TierQuery) -> list[bytes]:
+        """`find_files` for a model with groups of layers."""
+        assert self._sides is not None
+        keys, first = [], self._key_before(match, query.salt)
+        for key in self._chain(first, query.tokens, match.num_blocks, query.limit // self._block_size):
+            if key not in self._host and key not in self._disk:
+                break
+            keys.append(key)
+        needed = self._sides.needed(match.num_blocks, keys, lambda key: key in self._host or key in self._disk)
+        if needed is None:
+            return []
+        wanted = [*keys[: needed.num_blocks], *(side.key for side in needed.sides)]
+        present = [slot for key in wanted if (slot := self._host.find(key)) is not None]
+        files = [key for key in wanted if key not in self._host]
+        for slot in reversed(present):
+            self._host.touch(slot)
+        return files if len(wanted) <= self._host.num_slots and len(files) <= self._disk.max_pending else []
+
     def find_files(self, match: Match, query: TierQuery) -> list[bytes]:
         if match.num_tokens >= query.limit or not len(self._disk.index):
             return []
+        if self._sides is not None:
+            return self._files_with_sides(match, query)
         files, slots = list[bytes](), list[Slot]()
         key = self._key_before(match, query.salt)
         for following in self._chain(key, query.tokens, match.num_blocks, query.limit // self._block_size):
@@ -104,6 +147,9 @@ class TierManager:
     # -------------------------------------------------------------------------------------------------- saving
     def on_evict(self, node: Node, index: int) -> None:
         key = self._tree.key_of(node, index)
+        if self._sides is not None:
+            for side, block in self._sides.of(key, node.blocks[index]):
+                self._offload(side, block)
         self._offload(key, node.blocks[index])
         self._touch(key)
 
@@ -112,9 +158,22 @@ class TierManager:
             before, keys = len(self._plan_slots), [self._tree.key_of(node, i) for i in range(first, len(node.blocks))]
             for key, block in zip(keys, node.blocks[first:], strict=True):
                 self._offload(key, block)
+            if self._sides is not None:
+                self._save_sides(node, first, keys)
             self._plan_slots[before:] = reversed(self._plan_slots[before:])
             for key in reversed(keys):  # the first block of a prefix is used last, so it is evicted last
                 self._touch(key)
+
+    def _save_sides(self, node: Node, first: int, keys: list[bytes]) -> None:
+        """Save the side blocks with which a sequence can continue after a run, and the states that are kept in it."""
+        assert self._sides is not None
+        for place, key in enumerate(keys, first):
+            is_seen = self._sides.is_seen(node.start + place, node.end)
+            for side, block in self._sides.of(key, node.blocks[place], windows=is_seen):
+                self._offload(side, block)
+
+    def sides_to_save(self, blocks: Mapping[bytes, int]) -> dict[bytes, int]:
+        return {} if self._sides is None else self._sides.to_save(blocks)
 
     def _offload(self, key: bytes, block: int) -> None:
         """Save a block to host memory, and from there to a file, unless the tiers have it."""

@@ -12,10 +12,11 @@ from quire.runtime.loading.expected import check_tensors
 from quire.runtime.loading.gguf.config import gguf_family, gguf_model_config
 from quire.runtime.loading.gguf.dequantize import dequantize
 from quire.runtime.loading.gguf.levels import read_levels
-from quire.runtime.loading.gguf.names import ROPE_FACTORS, canonical_name, rotary_heads, split_halves
+from quire.runtime.loading.gguf.names import EXPERT, ROPE_FACTORS, canonical_name, rotary_heads, split_halves
 from quire.runtime.loading.gguf.reader import GgufTensor
 from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.mapping import Bytes
+from quire.runtime.loading.pieces import Piece
 from quire.runtime.loading.values import refuse_blank, refuse_non_finite
 from quire.runtime.quantization.levels import LevelWeight
 from quire.types.errors import ModelLoadError
@@ -35,23 +36,23 @@ class GgufCheckpoint:
             self.file = self._model.name
             self.config: ModelConfig = gguf_model_config(self._model)
             self._family = gguf_family(self.config.architecture)
-            self._stored = self._canonical_names()
-            self.names = frozenset(self._stored)
+            self._pieces = self._find_pieces()
+            self.names = frozenset(self._pieces)
             check_tensors(self.config, self.names, shape=self.shape, source=self.source, file=self.file)
         except ModelLoadError:
             self.close()
             raise
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensor(name).shape
+        return self._pieces[name].shape(self._tensor(name).shape)
 
     def source(self, name: str) -> str:
-        return self._model.owners[self._stored[name]].name
+        return self._model.owners[self._pieces[name].tensor].name
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU. Raises ModelLoadError when its numbers are damaged beyond doubt."""
-        tensor, stored = self._tensor(name), self._stored[name]
-        values = dequantize(torch.from_numpy(self._raw(name)), tensor.ggml_type).view(tensor.shape)
+        tensor, stored = self._tensor(name), self._pieces[name].tensor
+        values = dequantize(torch.from_numpy(self._raw(name)), tensor.ggml_type).view(self.shape(name))
         if values.dtype == torch.float64:
             values = values.float()
         if values.dtype not in FLOATS:
@@ -61,8 +62,7 @@ class GgufCheckpoint:
         return values.float() - offset if offset and name.endswith("norm.weight") else values
 
     def read_levels(self, name: str) -> LevelWeight | None:
-        tensor = self._tensor(name)
-        return read_levels(torch.from_numpy(self._raw(name)), tensor.ggml_type, tensor.shape)
+        return read_levels(torch.from_numpy(self._raw(name)), self._tensor(name).ggml_type, self.shape(name))
 
     def close(self) -> None:
         """Unmap the files. Idempotent."""
@@ -70,22 +70,33 @@ class GgufCheckpoint:
 
     def _raw(self, name: str) -> Bytes:
         """The stored bytes, rows in the order the layers want them."""
-        tensor, stored = self._tensor(name), self._stored[name]
-        raw = self._model.owners[stored].raw(stored)
-        refuse_blank(raw, len(tensor.shape), self.source(name), stored)
+        piece, shape = self._pieces[name], self.shape(name)
+        raw = self._model.owners[piece.tensor].raw(piece.tensor)
+        if piece.expert is not None:
+            raw = raw.reshape(self._tensor(name).shape[0], -1)[piece.expert]
+        refuse_blank(raw, len(shape), self.source(name), piece.tensor)
         num_heads = rotary_heads(self._family, name, self.config.heads)
-        return raw if num_heads is None else split_halves(raw, num_heads, tensor.shape[0])
+        return raw if num_heads is None else split_halves(raw, num_heads, shape[0])
 
     def _tensor(self, name: str) -> GgufTensor:
-        stored = self._stored[name]
+        stored = self._pieces[name].tensor
         return self._model.owners[stored].tensors[stored]
 
-    def _canonical_names(self) -> dict[str, str]:
-        stored: dict[str, str] = {}
+    def _find_pieces(self) -> dict[str, Piece]:
+        """Where each tensor of the layers lies, by its name."""
+        found: dict[str, Piece] = {}
         for name, owner in self._model.owners.items():
             canonical = canonical_name(self._family, name)
-            if canonical is not None:
-                stored[canonical] = name
+            if canonical is not None and EXPERT in canonical:
+                found |= self._pieces_of_experts(canonical, owner.tensors[name], owner.name)
+            elif canonical is not None:
+                found[canonical] = Piece(name)
             elif name != ROPE_FACTORS:
                 raise ModelLoadError(owner.name, f"has no place in a {self.config.architecture} model", tensor=name)
-        return stored
+        return found
+
+    def _pieces_of_experts(self, canonical: str, tensor: GgufTensor, file: str) -> dict[str, Piece]:
+        count = 0 if self.config.experts is None else self.config.experts.num
+        if tensor.shape[0] != count:
+            raise ModelLoadError(file, f"has shape {tensor.shape}, but there are {count} experts", tensor=tensor.name)
+        return {canonical.replace(EXPERT, str(expert)): Piece(tensor.name, expert) for expert in range(count)}

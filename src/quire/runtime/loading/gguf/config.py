@@ -89,8 +89,8 @@ def gguf_family(architecture: str) -> GgufFamily:
 
 def _read_levels(model: GgufModel) -> StoredLevels:
     stored = [owner.tensors[name] for name, owner in model.owners.items()]
-    matrices = [tensor for tensor in stored if tensor.ggml_type.name in LEVEL_TYPES and len(tensor.shape) == 2]
-    sizes = [(tensor.shape[0] * tensor.shape[1], tensor.ggml_type.name in NIBBLE_TYPES) for tensor in matrices]
+    matrices = [tensor for tensor in stored if tensor.ggml_type.name in LEVEL_TYPES and len(tensor.shape) > 1]
+    sizes = [(math.prod(tensor.shape), tensor.ggml_type.name in NIBBLE_TYPES) for tensor in matrices]
     return StoredLevels(sum(size for size, _ in sizes), sum(packed_bytes(size, nibbles=four) for size, four in sizes))
 
 
@@ -98,7 +98,7 @@ def _refuse_unknown(fields: Fields, prefix: str, settings: frozenset[str]) -> No
     for key in fields.values:
         if key.startswith(prefix) and key[len(prefix) :] not in _READ | _HARMLESS | settings:
             raise ModelLoadError(fields.file, "is a setting this engine does not know", tensor=key)
-    if fields.integer("expert_count", 0) > 0:
+    if fields.integer("expert_count", 0) > 0 and "expert_count" not in settings:
         raise fields.refuse("expert_count", "mixtures of experts are not supported")
     if not fields.flag("attention.causal", True):
         raise fields.refuse("attention.causal", "only causal models generate text")

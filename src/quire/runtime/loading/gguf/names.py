@@ -9,6 +9,7 @@ from quire.runtime.loading.mapping import Bytes
 from quire.runtime.models.family import GgufFamily
 
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies; not a weight
+EXPERT = "*"  # in a name: the number of an expert
 
 _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)", re.ASCII)
 
@@ -18,9 +19,12 @@ def canonical_name(family: GgufFamily, name: str) -> str | None:
     if name in family.outer:
         return family.outer[name]
     match = _BLOCK.fullmatch(name)
-    if match is None or match[2] not in family.inner:
+    if match is None:
         return None
-    return f"model.layers.{match[1]}.{family.inner[match[2]]}.{match[3]}"
+    whole = family.inner.get(f"{match[2]}.{match[3]}")
+    if whole is not None:
+        return f"model.layers.{match[1]}.{whole}"
+    return f"model.layers.{match[1]}.{family.inner[match[2]]}.{match[3]}" if match[2] in family.inner else None
 
 
 def rotary_heads(family: GgufFamily, name: str, heads: Heads) -> int | None:

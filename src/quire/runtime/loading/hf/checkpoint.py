@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,10 +14,12 @@ from quire.config.model import ModelConfig
 from quire.runtime.loading.expected import check_tensors
 from quire.runtime.loading.hf.config import hf_model_config
 from quire.runtime.loading.hf.directory import INDEX, weight_files
-from quire.runtime.loading.hf.safetensors import SafetensorsFile
+from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
+from quire.runtime.loading.pieces import Piece, pieces_of
 from quire.runtime.loading.values import refuse_blank, refuse_non_finite
 from quire.runtime.models.registry import find_family
 from quire.runtime.quantization.levels import LevelWeight
+from quire.runtime.quantization.mxfp4 import GROUP, GROUP_BYTES, Mxfp4Weight
 from quire.types.errors import ModelLoadError
 
 WEIGHT_DTYPES: dict[str, torch.dtype] = {
@@ -24,12 +28,14 @@ WEIGHT_DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F64": torch.float64,
 }
+BYTES = {"U8": torch.uint8}
 
 
 class HfCheckpoint:
-    """Reads one tensor at a time, as stored (float64 as float32): a view of its file that outlives `close`.
+    """Reads one tensor at a time, as stored (float64 as float32): a view of its file that outlives `close`. MXFP4 is
+    read as float32.
 
-    Tensors have the names that the family's layers give them.
+    Tensors have the names that the family's layers give them; one in the files may hold several of them.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -37,56 +43,91 @@ class HfCheckpoint:
         self.config: ModelConfig = hf_model_config(directory)
         self._files: list[SafetensorsFile] = []
         try:
-            self._owners, self._stored = self._name(self._open(directory))
-            self.names = frozenset(self._owners)
+            self._owners = self._open(directory)
+            self._pieces = self._find_pieces()
+            self.names = frozenset(self._pieces)
             check_tensors(self.config, self.names, shape=self.shape, source=self.source, file=self.file)
         except ModelLoadError:
             self.close()
             raise
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._owners[name].tensors[self._stored[name]].shape
+        piece = self._pieces[name]
+        shape = self._stored(piece.tensor).shape
+        return piece.shape(shape if piece.exponents is None else (*shape[:-2], shape[-2] * GROUP))
 
     def source(self, name: str) -> str:
-        return self._owners[name].name
+        return self._owners[self._pieces[name].tensor].name
 
     def read_levels(self, name: str) -> LevelWeight | None:  # noqa: ARG002
-        return None  # safetensors hold numbers
+        return None  # there are none in safetensors
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU. Raises ModelLoadError when its numbers are damaged beyond doubt."""
-        owner = self._owners[name]
-        tensor, raw = owner.tensors[self._stored[name]], owner.raw(self._stored[name])
-        dtype = WEIGHT_DTYPES.get(tensor.dtype)
-        if dtype is None:
-            raise ModelLoadError(
-                owner.name, f"has dtype {tensor.dtype}", tensor=name, fix=f"weights may be {', '.join(WEIGHT_DTYPES)}"
+        piece = self._pieces[name]
+        if piece.exponents is None:
+            values = self._read_whole(piece, WEIGHT_DTYPES)
+        else:
+            blocks, exponents = (
+                self._read_whole(each, BYTES) for each in (piece, replace(piece, tensor=piece.exponents))
             )
-        refuse_blank(raw, len(tensor.shape), owner.name, name)
-        if tensor.offset % dtype.itemsize:
-            raw = raw.copy()  # torch wants numbers at multiples of their size
-        values = torch.from_numpy(raw).view(dtype).view(tensor.shape)
-        refuse_non_finite(values, owner.name, name)
-        return values.float() if dtype == torch.float64 else values
+            values = Mxfp4Weight(blocks, exponents).values()
+        refuse_non_finite(values, self.source(name), name)
+        return values.float() if values.dtype == torch.float64 else values
 
     def close(self) -> None:
         """Unmap the files. Idempotent."""
         for file in self._files:
             file.close()
 
-    def _name(self, owners: dict[str, SafetensorsFile]) -> tuple[dict[str, SafetensorsFile], dict[str, str]]:
-        """By the layers' names: the tensors' files, and their names there."""
-        family = find_family(self.config.architecture)
-        stored: dict[str, str] = {}
-        for name, file in owners.items():
-            known = family.rename(name)
-            if family.drops_layers and known is not None and _layer(known) >= self.config.num_layers:
+    def _read_whole(self, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Tensor:
+        """The piece as numbers of one of the dtypes that are allowed, by their names in the file."""
+        tensor, owner = self._stored(piece.tensor), self._owners[piece.tensor]
+        dtype, raw, shape = dtypes.get(tensor.dtype), owner.raw(piece.tensor), tensor.shape
+        if dtype is None:
+            raise ModelLoadError(
+                owner.name, f"has dtype {tensor.dtype}", tensor=piece.tensor, fix=f"weights may be {', '.join(dtypes)}"
+            )
+        if piece.expert is not None:
+            raw, shape = raw.reshape(shape[0], -1)[piece.expert], shape[1:]
+        refuse_blank(raw, len(shape), owner.name, piece.tensor)
+        if raw.ctypes.data % dtype.itemsize:
+            raw = raw.copy()  # torch wants numbers at multiples of their size
+        values = torch.from_numpy(raw).view(dtype).view(shape)
+        return values if piece.expert is None else piece.of_expert(values)
+
+    def _find_pieces(self) -> dict[str, Piece]:
+        """Where each tensor of the layers lies, by its name."""
+        family, experts = find_family(self.config.architecture), self.config.experts
+        count = 0 if experts is None else experts.num
+        found: dict[str, Piece] = {}
+        for stored, file in self._owners.items():
+            name = family.rename(stored)
+            if family.drops_layers and name is not None and _layer(name) >= self.config.num_layers:
                 continue
-            if known in stored:
-                raise ModelLoadError(file.name, f"is the same tensor as {stored[known]}", tensor=name)
-            if known is not None:
-                stored[known] = name
-        return {known: owners[name] for known, name in stored.items()}, stored
+            for known, piece in () if name is None else pieces_of(name, stored, family.stacked, count):
+                if known in found:
+                    raise ModelLoadError(file.name, f"is the same tensor as {found[known].tensor}", tensor=stored)
+                if piece.expert == 0:
+                    self._check_stack(piece, count)
+                found[known] = piece
+        exponents = {piece.exponents for piece in found.values()}
+        return {known: piece for known, piece in found.items() if piece.tensor not in exponents}
+
+    def _check_stack(self, piece: Piece, num_experts: int) -> None:
+        """Refuse a tensor that holds another number of experts, or blocks whose exponents are not there."""
+        shape, file = self._stored(piece.tensor).shape, self._owners[piece.tensor].name
+        if not shape or shape[0] != num_experts:
+            raise ModelLoadError(file, f"has shape {shape}, the config says {num_experts} experts", tensor=piece.tensor)
+        if piece.exponents is None:
+            return
+        if piece.exponents not in self._owners:
+            raise ModelLoadError(file, f"is there without {piece.exponents}", tensor=piece.tensor)
+        if len(shape) != 4 or shape[-1] != GROUP_BYTES or self._stored(piece.exponents).shape != shape[:-1]:
+            raise ModelLoadError(file, f"has shape {shape}, which is none of MXFP4 blocks", tensor=piece.tensor)
+
+    def _stored(self, name: str) -> StoredTensor:
+        return self._owners[name].tensors[name]
 
     def _open(self, directory: Path) -> dict[str, SafetensorsFile]:
         paths, index = weight_files(directory)

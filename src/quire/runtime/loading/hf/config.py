@@ -38,12 +38,16 @@ def hf_model_config(directory: Path) -> ModelConfig:
 
 
 def _read_family(config: Fields) -> str:
-    if config.raw("quantization_config") is not None:
+    name = _read_name(config)
+    method = _method(config)
+    if method is not None and method not in ENTRIES[name].formats:
         raise config.refuse(
-            "quantization_config",
-            f"{_method(config)} weights are not supported",
-            fix="use the unquantized model or a GGUF",
+            "quantization_config", f"{method} weights are not supported", fix="use the unquantized model or a GGUF"
         )
+    return name
+
+
+def _read_name(config: Fields) -> str:
     supported = f"supported: {', '.join(CLASSES)}"
     names = config.raw("architectures")
     if names is None:
@@ -58,13 +62,17 @@ def _read_family(config: Fields) -> str:
     return CLASSES[names[0]]
 
 
-def _method(config: Fields) -> str:
+def _method(config: Fields) -> str | None:
+    """How weights are stored; None: as plain numbers."""
     quantization = config.raw("quantization_config")
+    if quantization is None:
+        return None
     return str(quantization.get("quant_method", "quantized")) if isinstance(quantization, dict) else "quantized"
 
 
 def _read_dtype(config: Fields) -> Dtype:
-    name = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
+    usual = "float32" if _method(config) is None else "bfloat16"
+    name = config.text("dtype", config.text("torch_dtype", usual)).removeprefix("torch.")
     if name not in _DTYPES:
         raise config.refuse("dtype", f"{name!r} is not supported", fix=f"supported: {', '.join(_DTYPES)}")
     return name

@@ -91,4 +91,4 @@ def _sections(engine: EngineReady) -> tuple[CacheConfig, SchedulerConfig]:
         max_model_len=engine.max_model_len,
         policy=cast("PolicyName", engine.policy),
     )
-    return CacheConfig(engine.block_size, engine.num_blocks), scheduler
+    return CacheConfig(engine.block_size, engine.num_blocks, groups=engine.groups), scheduler

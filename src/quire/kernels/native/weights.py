@@ -1,4 +1,4 @@
-"""The weights that a program multiplies by, and the structures of experts.h that point at them."""
+"""The weights that a program's operations multiply by. The structures mirror experts.h."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from quire.kernels.clamp import Clamp
 from quire.kernels.native.ops import PackedWeight
 
 
@@ -20,8 +21,8 @@ class PackedLinear(Structure):
 class PackedExperts(Structure):
     _fields_ = (
         ("num", c_int64), ("used", c_int64), ("is_normalized", c_int64), ("shared", c_int64), ("shared_gate", c_int64),
-        ("scale", c_double), ("groups", c_int64), ("groups_used", c_int64), ("bias", c_void_p), ("gate_up", c_void_p),
-        ("down", c_void_p),
+        ("scale", c_double), ("groups", c_int64), ("groups_used", c_int64), ("score_bias", c_void_p),
+        ("gate_up", c_void_p), ("down", c_void_p), ("clamp", c_void_p), ("factors", c_void_p), ("activation", c_int64),
     )  # fmt: skip
 
 
@@ -35,12 +36,15 @@ class LinearWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The experts of a layer: gate and up in one product, gated by silu, then down."""
+    """The experts of a layer: gate and up in one product, then down."""
 
     gate_up: Sequence[LinearWeights]
     down: Sequence[LinearWeights]
     num_used: int  # by each row: those that its logits rank first, weighted by the softmax over all
     is_normalized: bool  # weights are divided by their sum
     scale: float  # of the weights
+    clamp: Clamp | None = None  # of the gate
+    activation: str = "silu"  # likewise
+    factors: Tensor | None = None  # [experts] float32: of each expert's weight
     groups: tuple[int, int] = (1, 1)  # and how many of them a row's experts are of
-    bias: Tensor | None = None  # [experts] float32: experts rank by sigmoids plus this, which are their weights
+    score_bias: Tensor | None = None  # [experts] float32: experts rank by sigmoids plus this, which are their weights

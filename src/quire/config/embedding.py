@@ -1,0 +1,107 @@
+"""How a model's hidden states become one vector for each text, and how an encoder runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from quire.config.arguments import EngineArguments, read_arguments
+from quire.config.engine import DeviceConfig
+from quire.config.facts import HardwareFacts
+from quire.config.memory import PROCESS_BYTES, widest_activations
+from quire.config.model import DTYPE_BYTES, ModelConfig
+from quire.config.resolve import device_capacity, model_length, resolve_device
+from quire.config.sizes import format_size
+from quire.types.errors import ConfigError, DoesNotFit
+
+BATCHED_TOKENS = {"cpu": 4_096, "cuda": 32_768}
+DEFAULT_NUM_TEXTS = 1_024
+_SETTINGS = {  # those that say something to an encoder; enforce_eager holds anyway
+    "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads", "seed",
+    "gpu_memory_utilization", "enforce_eager",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """One vector from those of a text's tokens: their mean, that of the first token (cls) or of the last."""
+
+    kind: Literal["mean", "cls", "last"] = "mean"
+    normalize: bool = True  # to length 1
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingSettings:
+    """What a model's files say of its embeddings."""
+
+    pooling: Pooling = Pooling()
+    max_length: int | None = None  # in tokens; None: as many as it has positions
+    lowercase: bool = False  # of texts, before they are tokenized
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """Where an encoder runs, and how much it computes at once."""
+
+    device: DeviceConfig
+    max_model_len: int  # tokens of a text
+    max_num_seqs: int  # texts of a batch
+    max_num_batched_tokens: int  # of a batch, were all its texts as long as the longest
+    seed: int = 0
+
+
+def resolve_encoder_config(
+    args: EngineArguments, facts: HardwareFacts, model: ModelConfig, settings: EmbeddingSettings
+) -> EncoderConfig:
+    """Make the configuration of an encoder and check it against the machine. Raises ConfigError or DoesNotFit.
+
+    By default weights keep the precision of the checkpoint: embeddings are compared with those that others made.
+    """
+    read_arguments(args)
+    _refuse_others(args)
+    if args.dtype == "auto":
+        args = replace(args, dtype=model.dtype)
+    device = resolve_device(args, facts, model)
+    kind, length = device.device.partition(":")[0], _text_length(args, model, settings)
+    num_tokens = args.max_num_batched_tokens
+    if num_tokens is None:
+        num_tokens = max(BATCHED_TOKENS[kind], length)
+    elif num_tokens < length:
+        fix = f"raise it to {length} or more, or lower max_model_len"
+        raise ConfigError("max_num_batched_tokens", f"is {num_tokens}, and a text may have {length} tokens", fix)
+    config = EncoderConfig(device, length, args.max_num_seqs or DEFAULT_NUM_TEXTS, num_tokens, args.seed)
+    _check_memory(model, config, facts, device_capacity(args, facts, device.device))
+    return config
+
+
+def _refuse_others(args: EngineArguments) -> None:
+    usual = EngineArguments()
+    for name in (field.name for field in fields(args) if field.name not in _SETTINGS):
+        if getattr(args, name) != getattr(usual, name):
+            reason = "is for models that generate text, and this one is an encoder"
+            raise ConfigError(name, reason, "leave it out")
+
+
+def _text_length(args: EngineArguments, model: ModelConfig, settings: EmbeddingSettings) -> int:
+    longest = model_length(model)
+    if args.max_model_len is None:
+        return min(longest, settings.max_length or longest)
+    if args.max_model_len > longest:
+        reason = f"is {args.max_model_len}, but the model knows {longest} positions"
+        raise ConfigError("max_model_len", reason, f"set it to {longest} or less")
+    return args.max_model_len
+
+
+def _check_memory(model: ModelConfig, config: EncoderConfig, facts: HardwareFacts, capacity: int) -> None:
+    device, kind = config.device.device, config.device.device.partition(":")[0]
+    value_bytes = facts.weight_bytes(config.device.dtype, device)
+    weights = model.num_parameters * value_bytes
+    per_token = widest_activations(model) * max(value_bytes, DTYPE_BYTES["float32"])
+    needed = PROCESS_BYTES[kind] + weights + config.max_num_batched_tokens * per_token
+    if needed <= capacity:
+        return
+    short = f"{format_size(needed)} are needed, {format_size(capacity)} are available on {device}"
+    room = (capacity - PROCESS_BYTES[kind] - weights) // per_token
+    if room >= config.max_model_len:
+        raise DoesNotFit("max_num_batched_tokens", short, f"lower it to {room} or less")
+    raise DoesNotFit("model", f"{short} ({format_size(weights)} of them weights)", "choose a smaller model or dtype")

@@ -1,0 +1,268 @@
+"""The blocks of a model whose layers keep different things: blocks of the layers that keep all tokens, and beside each
+of them its side blocks: those of the layers with a window, and the state of recurrent layers after its last token."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from quire.config.kv_cache import KVGroups
+from quire.engine.kvcache.pool import BlockPool
+from quire.engine.kvcache.prefix_tree import Match, PrefixTree
+from quire.engine.kvcache.state_slots import StateSlots
+from quire.types.errors import OutOfBlocks
+
+
+class GroupedPool(BlockPool):
+    """Hands out blocks together with their window blocks. Both are taken from one pool; `num_free` counts all of them.
+
+    A block's window blocks live no longer than the block. Tables say which of their blocks are within the window
+    (`read`). Window blocks that nobody reads are idle: they stay while memory lasts, so that a later request can
+    continue there, and are the first to be evicted. Those at the end of a finished sequence are evicted last.
+    """
+
+    def __init__(self, num_blocks: int, groups: KVGroups, block_size: int, max_chunk: int) -> None:
+        super().__init__(num_blocks)
+        self._max_chunk = max_chunk  # the most tokens of a sequence that one step computes
+        self.groups, self._width, self._block_size = groups, groups.num_window_blocks, block_size
+        self.states = StateSlots(groups.num_states) if groups.num_states else None
+        self._windows: dict[int, tuple[int, ...]] = {}  # block -> its window blocks
+        self._readers: dict[int, int] = {}  # block -> tables in whose window it is; none: idle
+        self._idle: OrderedDict[int, None] = OrderedDict()  # oldest use first
+        self._ends: OrderedDict[int, None] = OrderedDict()  # likewise, at the end of a finished sequence
+        self._assigned: dict[int, tuple[int, ...]] = {}  # window blocks that the workers do not know yet
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        return self._version + (0 if self.states is None else self.states.version)
+
+    @property
+    def num_takeable(self) -> int:
+        return self.num_free // (1 + self._width)
+
+    @property
+    def num_used(self) -> int:
+        return len(self._holders) - self.num_free - self._width * len(self._readers)
+
+    @property
+    def num_window_blocks(self) -> int:
+        """Window blocks that some table reads."""
+        return self._width * len(self._readers)
+
+    # -------------------------------------------------------------------------------------------------- allocating
+    def take(self, count: int) -> list[int]:
+        needed = count * (1 + self._width)
+        if needed > self.num_free:
+            raise OutOfBlocks(f"kv cache: {needed} blocks needed, {self.num_free} of {self.num_blocks} are free")
+        self._make_free(needed)
+        free = self._free
+        taken = free[: -needed - 1 : -1]
+        del free[len(free) - needed :]
+        self.num_free -= needed
+        blocks, width = taken[:count], self._width
+        for place, block in enumerate(blocks):
+            self._holders[block] = 1
+            if width:
+                first = count + place * width
+                self._windows[block] = self._assigned[block] = tuple(taken[first : first + width])
+                self._readers[block] = 1
+        return blocks
+
+    def _make_free(self, count: int) -> None:
+        """Evict until `count` blocks are on the free list: idle window blocks first, then cached blocks."""
+        free = self._free
+        while len(free) < count and self._idle:
+            self._evict_windows(self._idle)
+        while len(free) < count and self.num_evictable:
+            assert self.evict is not None
+            some = min(self.num_evictable, max((count - len(free)) // (1 + self._width), 1))
+            evicted = self.evict(some)
+            self.num_evictable -= some
+            self.num_evicted += some
+            free.extend(evicted)
+            for block in evicted:
+                self._drop_sides(block)
+        while len(free) < count:
+            self._evict_windows(self._ends)
+
+    def _evict_windows(self, blocks: OrderedDict[int, None]) -> None:
+        block, _ = blocks.popitem(last=False)
+        self._free.extend(self._windows.pop(block))
+        self._assigned.pop(block, None)
+        self._version += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        super().release(blocks)
+        for block in blocks:
+            if self._holders[block] == 0:
+                self._drop_sides(block)
+
+    def add_free(self, blocks: Sequence[int]) -> None:
+        super().add_free(blocks)
+        for block in blocks:
+            self._drop_sides(block)
+
+    def _drop_sides(self, block: int) -> None:
+        """Free the side blocks of a block that is free now."""
+        windows = self._windows.pop(block, None)
+        if windows is not None:
+            if self._readers.pop(block, None) is not None:
+                self.num_free += self._width
+            self._idle.pop(block, None)
+            self._ends.pop(block, None)
+            self._assigned.pop(block, None)
+            self._free.extend(windows)
+        if self.states is not None:
+            self.states.forget(block)
+        self._version += 1
+
+    def with_windows(self, num_blocks: int) -> int:
+        return self.groups.blocks_needed(num_blocks, self._block_size, self._max_chunk)
+
+    def has_states(self, count: int) -> bool:
+        return self.states is None or self.states.num_free > count
+
+    def begin_plan(self) -> None:
+        if self.states is not None:
+            self.states.begin_plan()
+
+    def take_assigned(self) -> dict[int, tuple[int, ...]]:
+        """Return the window blocks, by block, that were handed out since the last call."""
+        assigned, self._assigned = self._assigned, {}
+        return assigned
+
+    def is_held(self, block: int) -> bool:
+        """Whether anybody holds a block, be it a side block or one of a state."""
+        if block < self.num_blocks:
+            return self._holders[block] > 0 or any(block in self._windows[each] for each in self._readers)
+        assert self.states is not None
+        return self.states.is_held((block - self.num_blocks) // self.groups.blocks_per_state)
+
+    # ------------------------------------------------------------------------------------------------------ windows
+    def first_seen(self, position: int) -> int:
+        """Return the first block of a sequence that its token at `position` sees in layers with a window."""
+        window = self.groups.window
+        return 0 if window is None else max(position - window + 1, 0) // self._block_size
+
+    def read(self, blocks: Sequence[int]) -> None:
+        """Count one more table in whose window these blocks are."""
+        if self._width:
+            readers = self._readers
+            for block in blocks:
+                if block not in readers:
+                    readers[block] = 0
+                    self._idle.pop(block, None)
+                    self._ends.pop(block, None)
+                    self.num_free -= self._width
+                readers[block] += 1
+
+    def unread(self, blocks: Sequence[int], *, at_end: bool = False) -> None:
+        """Count one table less in whose window these blocks are. `at_end`: they are its last."""
+        if self._width:
+            readers = self._readers
+            for block in blocks:
+                readers[block] -= 1
+                if not readers[block]:
+                    del readers[block]
+                    (self._ends if at_end else self._idle)[block] = None
+                    self.num_free += self._width
+
+    def take_bare(self) -> int:
+        """Hand out one block without window blocks: its tokens are out of the window. Raises OutOfBlocks."""
+        if not self.num_free:
+            raise OutOfBlocks("kv cache: no block is free")
+        self._make_free(1)
+        block = self._free.pop()
+        self.num_free -= 1
+        self._holders[block] = 1
+        return block
+
+    def move_sides(self, block: int, other: int) -> None:
+        """Give the side blocks of a block that only the caller holds, and does not read, to another block with the same
+        tokens, as far as that has none."""
+        if self._holders[block] > 1:
+            return
+        if block in self._windows and other not in self._windows:
+            windows = self._windows.pop(block)
+            self._windows[other] = self._assigned[other] = windows
+            self._assigned.pop(block, None)
+            for each in (self._idle, self._ends):
+                if block in each:
+                    each[other] = each.pop(block)
+        if self.states is not None:
+            self.states.move(block, other)
+
+    # ------------------------------------------------------------------------------------------------------ resuming
+    def resumable_tokens(self, blocks: Sequence[int], num_tokens: int) -> int:
+        size = self._block_size
+        return self.longest_resumable(blocks[: num_tokens // size]) * size
+
+    def longest_resumable(self, blocks: Sequence[int]) -> int:
+        """Return how many of these first blocks of a sequence a request can continue after: the last of them are in the
+        window and have window blocks, and the last has a checkpoint."""
+        count = len(blocks)
+        while count:
+            if self.states is not None and blocks[count - 1] not in self.states:
+                count -= 1
+                continue
+            missing = self._last_missing(blocks, count)
+            if missing is None:
+                return count
+            count = missing
+        return 0
+
+    def _last_missing(self, blocks: Sequence[int], count: int) -> int | None:
+        """Return the last of the first `count` blocks that is in the window of the next token and has no window
+        blocks."""
+        if not self._width:
+            return None
+        first = self.first_seen(count * self._block_size)
+        return next((place for place in range(count - 1, first - 1, -1) if blocks[place] not in self._windows), None)
+
+    def has_windows(self, block: int) -> bool:
+        """Whether a block has all window blocks that its model needs."""
+        return not self._width or block in self._windows
+
+    def windows_of(self, block: int) -> tuple[int, ...]:
+        return self._windows.get(block, ())
+
+    def is_read(self, block: int) -> bool:
+        """Whether a block is in the window of some table; always, if there is no window."""
+        return not self._width or block in self._readers
+
+    def sides(self, block: int) -> Iterator[tuple[bytes, int]]:
+        """Yield the side blocks that a block has, each with a name that is the same for every block."""
+        for place, window in enumerate(self._windows.get(block, ())):
+            yield b"window %d" % place, window
+        if self.states is not None and (slot := self.states.slot_of(block)) is not None:
+            yield from self.state_blocks(slot)
+
+    def state_blocks(self, slot: int) -> Iterator[tuple[bytes, int]]:
+        """Yield the blocks of a state, with their names."""
+        first = self.num_blocks + slot * self.groups.blocks_per_state
+        for place in range(self.groups.blocks_per_state):
+            yield b"state %d" % place, first + place
+
+    def check(self, num_cached: int = 0) -> None:
+        windows = [window for each in self._windows.values() for window in each]
+        assert len(set(windows) | set(self._free)) == len(windows) + len(self._free)
+        assert self._windows.keys() == self._readers.keys() | self._idle.keys() | self._ends.keys()
+        assert len(self._windows) == len(self._readers) + len(self._idle) + len(self._ends)
+        idle = self._width * (len(self._idle) + len(self._ends))
+        assert self.num_free == len(self._free) + self.num_evictable + idle
+        held = sum(count > 0 for count in self._holders)
+        assert held + len(self._free) + num_cached + len(windows) == len(self._holders)
+        assert self._num_shared == sum(count > 1 for count in self._holders)
+        if self.states is not None:
+            self.states.check()
+
+
+def cut_back(tree: PrefixTree, match: Match) -> Match:
+    """Cut a match back to where a request can continue: in a model with groups of layers, after a whole block with the
+    side blocks that are needed there."""
+    if match.node is None:
+        return match
+    assert isinstance(tree.pool, GroupedPool)
+    count = tree.pool.longest_resumable(tree.path(match.node)[: match.num_blocks])
+    return Match(match.node, count, count * tree.block_size)

@@ -1,0 +1,207 @@
+"""The block table of a sequence whose model has groups of layers: it knows which of its blocks are in the window, and
+which slot holds the state of recurrent layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from quire.engine.kvcache.grouped_pool import GroupedPool
+from quire.engine.kvcache.pool import BlockPool
+from quire.engine.kvcache.prefix_tree import Node, PrefixTree
+from quire.engine.kvcache.table import NO_STATE, BlockTable
+from quire.types.errors import OutOfBlocks
+from quire.types.step import BlockCopy
+
+KEPT_TOKENS = 1_024  # the state is kept every so many tokens ...
+STATE_TOKENS = 16  # ... and while a sequence generates every so many, in whole blocks, of which ...
+Move = tuple[int, int, int]  # position, slot, source
+_TRAIL = 2  # ... the last are enough: its end may be known a few tokens late
+
+
+class GroupedTable(BlockTable):
+    """A BlockTable that reads the window blocks of its last blocks and holds a state."""
+
+    __slots__ = ("_first_read", "_is_known", "_kept", "_sides", "_trail", "_trailing", "state")
+
+    def __init__(self, pool: GroupedPool, block_size: int, tree: PrefixTree | None = None) -> None:
+        super().__init__(pool, block_size, tree)
+        self._sides = pool
+        self._first_read = 0  # it reads the window blocks of its blocks from here on
+        self.state = NO_STATE  # the slot that holds the state after all tokens that were planned
+        self._is_known = False  # the workers know that the row's state is there
+        self._trail: list[int] = []  # blocks whose checkpoints only follow a running sequence
+        self._kept, self._trailing = (-(-tokens // block_size) * block_size for tokens in (KEPT_TOKENS, STATE_TOKENS))
+
+    # ------------------------------------------------------------------------------------------------------- sharing
+    def start_with(self, node: Node) -> None:
+        super().start_with(node)
+        self._resume()
+
+    def borrow(self, other: BlockTable, num_tokens: int) -> None:
+        self._unread()
+        super().borrow(other, num_tokens)
+        self._resume()
+
+    def add_loaded(self, blocks: Sequence[int], num_tokens: int) -> None:
+        """Append private blocks that the current plan loads, with the side blocks that are needed to continue after the
+        last. The caller reads the window blocks among them."""
+        self.leave_window(num_tokens)
+        self.extend(blocks, num_tokens)
+        self._first_read = max(self._first_read, self._sides.first_seen(num_tokens))
+        self._take_state()
+
+    def _resume(self) -> None:
+        """Read the window blocks that the next token sees, and the state after the last block. Where some are missing,
+        as behind a prompt that is pinned, read the others."""
+        pool, first = self._sides, len(self.blocks)
+        wanted = pool.first_seen(self.num_tokens)
+        while first > wanted and pool.has_windows(self.blocks[first - 1]):
+            first -= 1
+        self._first_read = first
+        pool.read(self.blocks[first:])
+        self._take_state()
+
+    def _take_state(self) -> None:
+        """Continue from the checkpoint of the last block."""
+        states = self._sides.states
+        if states is not None and self.blocks:
+            slot = states.slot_of(self.blocks[-1])
+            self._set_state(NO_STATE if slot is None else states.hold(slot))
+
+    def _unread(self, *, at_end: bool = False) -> None:
+        self._sides.unread(self.blocks[self._first_read :], at_end=at_end)
+        self._first_read = len(self.blocks)
+
+    def _share(self, other: BlockTable) -> None:
+        assert isinstance(other, GroupedTable)
+        super()._share(other)
+        self._first_read = other._first_read
+        self._sides.read(self.blocks[self._first_read :])
+        states = self._sides.states
+        if states is not None:
+            self._set_state(NO_STATE if other.state == NO_STATE else states.hold(other.state))
+
+    def replace_with(self, other: BlockTable) -> int:
+        self._unread()
+        self._trail.clear()
+        return super().replace_with(other)
+
+    def use_cached(self, node: Node) -> None:
+        """See BlockTable. Side blocks that the tree's blocks lack move there, which only a table does that is freed
+        next."""
+        tree = self._tree
+        assert tree is not None
+        others = [pair for pair in zip(self.blocks, tree.path(node), strict=False) if pair[0] != pair[1]]
+        if others:
+            self._unread(at_end=True)
+            for own, other in others:
+                self._sides.move_sides(own, other)
+        super().use_cached(node)
+
+    def free(self) -> None:
+        self._unread(at_end=True)
+        self._set_state(NO_STATE)
+        self._trail.clear()
+        super().free()
+        self._first_read = 0
+
+    # ------------------------------------------------------------------------------------------------------- growing
+    def append(self, num_tokens: int = 1) -> list[BlockCopy]:
+        last = self.blocks[-1] if self.blocks else None
+        copies = super().append(num_tokens)
+        if copies:
+            assert last is not None
+            pool, own = self._sides, copies[0].target
+            copies += [BlockCopy(*pair) for pair in zip(pool.windows_of(last), pool.windows_of(own), strict=True)]
+            pool.unread([last])
+        return copies
+
+    def leave_window(self, position: int) -> None:
+        """Let go of the window blocks that neither the token at `position` nor any later one sees."""
+        first = min(self._sides.first_seen(position), len(self.blocks))
+        if first > self._first_read:
+            self._sides.unread(self.blocks[self._first_read : first])
+            self._first_read = first
+
+    def truncate(self, num_tokens: int) -> None:
+        kept = max(-(-num_tokens // self._block_size), self.num_cached)
+        self._sides.unread(self.blocks[max(kept, self._first_read) :])
+        super().truncate(num_tokens)
+        self._first_read = min(self._first_read, len(self.blocks))
+
+    # -------------------------------------------------------------------------------------------------------- states
+    def _set_state(self, slot: int) -> None:
+        states = self._sides.states
+        if states is not None and self.state != NO_STATE:
+            states.release(self.state)
+        self.state, self._is_known = slot, False
+
+    @property
+    def needs_slot(self) -> bool:
+        """Whether the next token needs a slot: the state is not computed yet, or others hold it too."""
+        states = self._sides.states
+        return states is not None and (self.state == NO_STATE or states.num_holders(self.state) > 1)
+
+    def check_slot(self) -> None:
+        """Raise OutOfBlocks if the next token needs a slot for its state and there is none."""
+        states = self._sides.states
+        if states is not None and self.needs_slot and not states.num_free:
+            raise OutOfBlocks("all states are in use")
+
+    def plan_states(self, start: int, end: int, lasting: Collection[int], *, trails: bool) -> list[Move]:
+        """Say where the state of tokens `start` to `end` goes, as (position, slot, source): from that token on to that
+        slot; the source holds the state before it.
+
+        The slot before keeps the state, as a checkpoint: at the positions in `lasting`, at every KEPT_TOKENS tokens
+        and, with `trails`, at every STATE_TOKENS, of which only the last stay. The blocks of these tokens must be
+        there. Checkpoints are made while there are slots; the first slot must be there (`check_slot`).
+        """
+        states = self._sides.states
+        if states is None:
+            return []
+        moves = []
+        positions = [place for place in self._boundaries(start, end) if self._is_kept(place, lasting, trails=trails)]
+        if self.state != NO_STATE and start in positions and states.num_free:
+            self._keep(start, lasting)
+        source, is_known = self.state, self._is_known
+        if self.needs_slot:
+            self._set_state(states.take())
+        if self.state != source or not is_known:
+            moves.append((start, self.state, source))
+        for position in positions:
+            if position > start and states.num_free:
+                self._keep(position, lasting)
+                source = self.state
+                self._set_state(states.take())
+                moves.append((position, self.state, source))
+        self._is_known = True
+        return moves
+
+    def _boundaries(self, start: int, end: int) -> range:
+        """The positions of tokens `start` to `end` at which a block begins, except the first."""
+        size = self._block_size
+        return range(max(-(-start // size), 1) * size, end, size)
+
+    def _is_kept(self, position: int, lasting: Collection[int], *, trails: bool) -> bool:
+        return position in lasting or position % self._kept == 0 or (trails and position % self._trailing == 0)
+
+    def _keep(self, position: int, lasting: Collection[int]) -> None:
+        """Keep the state after `position` tokens as the checkpoint of the block that ends there."""
+        states, block = self._sides.states, self.blocks[position // self._block_size - 1]
+        assert states is not None
+        states.keep(block, self.state, is_end=position in lasting)
+        if position not in lasting and position % self._kept:
+            self._trail.append(block)
+            if len(self._trail) > _TRAIL:
+                states.forget(self._trail.pop(0))
+
+    def check(self) -> None:
+        super().check()
+        assert 0 <= self._first_read <= len(self.blocks)
+        assert all(self._sides.is_read(block) for block in self.blocks[self._first_read :])
+
+
+def table_type(pool: BlockPool) -> Callable[[Any, int, PrefixTree | None], BlockTable]:
+    """Return the type of tables over a pool."""
+    return GroupedTable if isinstance(pool, GroupedPool) else BlockTable

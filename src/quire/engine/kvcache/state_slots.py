@@ -1,0 +1,153 @@
+"""The states of recurrent layers: which slot holds whose state, and which states are kept as checkpoints."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from quire.types.errors import OutOfBlocks
+
+
+class StateSlots:
+    """Hands out slots. A slot holds the state of a whole sequence after some number of tokens.
+
+    A sequence writes to a slot of its own. A checkpoint is a slot that nobody writes to any more: it belongs to a block
+    and holds the state after that block's last token. Checkpoints that no sequence reads are evicted when a slot is
+    needed, the least recently used first. Rows of the current plan may still read a slot that is released, so it is
+    free from the next plan on.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._holders = [0] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._released: list[int] = []  # one holder less from the next plan on
+        self._checkpoints: dict[int, int] = {}  # block -> slot
+        self._block_of: dict[int, int] = {}  # slot -> block; the inverse
+        self._idle: OrderedDict[int, None] = OrderedDict()  # blocks whose checkpoint nobody reads; oldest use first
+        self._ends: set[int] = set()  # blocks at the end of a prompt; the checkpoints of others go before theirs
+        self.num_evicted = 0
+        self.version = 0  # changes whenever a checkpoint goes
+
+    def __contains__(self, block: int) -> bool:
+        """Whether a block has a checkpoint."""
+        return block in self._checkpoints
+
+    @property
+    def num_free(self) -> int:
+        """Slots that `take` can hand out."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_checkpoints(self) -> int:
+        return len(self._checkpoints)
+
+    @property
+    def blocks(self) -> list[int]:
+        """Blocks that have a checkpoint."""
+        return list(self._checkpoints)
+
+    def slot_of(self, block: int) -> int | None:
+        """Return the slot of a block's checkpoint; None: it has none."""
+        return self._checkpoints.get(block)
+
+    def is_held(self, slot: int) -> bool:
+        return self._holders[slot] > 0
+
+    def num_holders(self, slot: int) -> int:
+        """Return how many sequences and checkpoints hold a slot, those that release it in this plan included."""
+        return self._holders[slot]
+
+    def begin_plan(self) -> None:
+        """Let go of the slots that were released while the last plan was made, or since."""
+        for slot in self._released:
+            self._holders[slot] -= 1
+            if self._holders[slot] == 0:
+                self._free.append(slot)
+            elif self._holders[slot] == 1 and slot in self._block_of:
+                self._make_idle(self._block_of[slot])
+        self._released.clear()
+
+    def take(self) -> int:
+        """Hand out a slot with one holder. Raises OutOfBlocks."""
+        if not self._free and self._idle:
+            block, _ = self._idle.popitem(last=False)
+            self._remove(block)
+            self.num_evicted += 1
+        if not self._free:
+            raise OutOfBlocks(f"all {len(self._holders)} states are in use")
+        slot = self._free.pop()
+        self._holders[slot] = 1
+        return slot
+
+    def hold(self, slot: int) -> int:
+        """Count one more holder."""
+        self._holders[slot] += 1
+        if slot in self._block_of:
+            self._idle.pop(self._block_of[slot], None)
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Count one holder less, from the next plan on."""
+        self._released.append(slot)
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+    def keep(self, block: int, slot: int, *, is_end: bool = True) -> None:
+        """Make a slot the checkpoint of a block, which holds it from now on. A block that has one keeps that."""
+        if block in self._checkpoints or slot in self._block_of:
+            return
+        if is_end:
+            self._ends.add(block)
+        self._checkpoints[block] = slot
+        self._block_of[slot] = block
+        self._holders[slot] += 1
+
+    def forget(self, block: int) -> None:
+        """Remove the checkpoint of a block, if it has one. Its slot is free when no sequence reads it any more."""
+        if block in self._checkpoints:
+            self._idle.pop(block, None)
+            slot = self._checkpoints[block]
+            del self._checkpoints[block], self._block_of[slot]
+            self._ends.discard(block)
+            self.release(slot)
+            self.version += 1
+
+    def set_end(self, block: int) -> None:
+        """Note that a sequence ended behind a block: its checkpoint is likely to be read again."""
+        if block in self._checkpoints:
+            self._ends.add(block)
+            if block in self._idle:
+                self._idle.move_to_end(block)
+
+    def move(self, block: int, other: int) -> None:
+        """Give the checkpoint of a block to another block with the same tokens, if that has none."""
+        slot = self._checkpoints.get(block)
+        if slot is not None and other not in self._checkpoints:
+            del self._checkpoints[block]
+            self._checkpoints[other], self._block_of[slot] = slot, other
+            if block in self._ends:
+                self._ends.remove(block)
+                self._ends.add(other)
+            if block in self._idle:
+                del self._idle[block]
+                self._make_idle(other)
+
+    def _make_idle(self, block: int) -> None:
+        self._idle[block] = None
+        self._idle.move_to_end(block, last=block in self._ends)
+
+    def _remove(self, block: int) -> None:
+        """Remove an idle checkpoint; its slot is free at once."""
+        slot = self._checkpoints.pop(block)
+        del self._block_of[slot]
+        self._ends.discard(block)
+        self.version += 1
+        self._holders[slot] = 0
+        self._free.append(slot)
+
+    def check(self) -> None:
+        assert self._block_of == {slot: block for block, slot in self._checkpoints.items()}
+        assert all(self._holders[slot] == 0 for slot in self._free)
+        assert len(set(self._free)) == len(self._free)
+        assert len(self._free) + sum(count > 0 for count in self._holders) == len(self._holders)
+        assert self._ends <= self._checkpoints.keys()
+        for block in self._idle:
+            assert self._holders[self._checkpoints[block]] == 1

@@ -1,0 +1,71 @@
+"""The side blocks of a model with groups of layers in the tiers: under which keys, and which a sequence needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quire.engine.kvcache.grouped_pool import GroupedPool
+from quire.engine.kvcache.keys import side_key
+
+
+class Side(NamedTuple):
+    """A side block of a sequence's block number `place`."""
+
+    place: int
+    name: bytes
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """How many more blocks a sequence can continue after, and the side blocks that it needs for that."""
+
+    num_blocks: int
+    sides: tuple[Side, ...]
+
+
+class SideKeys:
+    """Knows which side blocks the blocks of a model have. A side block's key is made from its block's key."""
+
+    def __init__(self, pool: GroupedPool, block_size: int) -> None:
+        self._pool, self._block_size, groups = pool, block_size, pool.groups
+        self._windows = [b"window %d" % place for place in range(groups.num_window_blocks)]
+        self._states = [b"state %d" % place for place in range(groups.blocks_per_state)] if groups.num_states else []
+
+    def of(self, key: bytes, block: int, *, windows: bool = True) -> Iterator[tuple[bytes, int]]:
+        """Yield the key and the id of every side block that a block has; without `windows`, of its state alone."""
+        for name, side in self._pool.sides(block):
+            if windows or name in self._states:
+                yield side_key(key, name), side
+
+    def is_seen(self, index: int, num_blocks: int) -> bool:
+        """Whether the token after `num_blocks` blocks sees block `index` in layers with a window."""
+        return index >= self._pool.first_seen(num_blocks * self._block_size)
+
+    def to_save(self, blocks: Mapping[bytes, int]) -> dict[bytes, int]:
+        """Return the side blocks, by key, that a sequence needs to continue after these first blocks of it."""
+        found: dict[bytes, int] = {}
+        for index, (key, block) in enumerate(blocks.items()):
+            is_last = index == len(blocks) - 1
+            for name, side in self._pool.sides(block):
+                if is_last if name in self._states else self.is_seen(index, len(blocks)):
+                    found[side_key(key, name)] = side
+        return found
+
+    def needed(self, num_before: int, keys: Sequence[bytes], has: Callable[[bytes], bool]) -> Needed | None:
+        """Return how many of the blocks with these keys, which follow `num_before` blocks, a sequence can continue
+        after: all side blocks that it needs there are at hand, by `has`. None: it can continue after none of them."""
+        for count in range(len(keys), 0, -1):
+            sides = [Side(num_before + count - 1, name, side_key(keys[count - 1], name)) for name in self._states]
+            if not all(has(side.key) for side in sides):
+                continue
+            first = max(self._pool.first_seen((num_before + count) * self._block_size) - num_before, 0)
+            for place in range(count - 1, first - 1, -1):
+                sides += [Side(num_before + place, name, side_key(keys[place], name)) for name in self._windows]
+                if not all(has(side.key) for side in sides[-len(self._windows) :]):
+                    break
+            else:
+                return Needed(count, tuple(sides))
+        return None

@@ -1,0 +1,71 @@
+"""An encoder on one device: token lists become hidden states, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quire.config.embedding import EncoderConfig
+from quire.config.facts import cuda_index
+from quire.config.model import ModelConfig
+from quire.runtime.encoder.batches import batches_of, pack
+from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.loading.checkpoint import open_checkpoint
+from quire.runtime.loading.files import ModelFiles
+from quire.runtime.loading.progress import Progress
+from quire.runtime.loading.weights import load_weights, randomize_weights
+from quire.runtime.models.base import BaseEncoder
+from quire.runtime.models.build import build_encoder
+from quire.types.errors import QuireError
+
+Reduce = Callable[[Tensor, Tensor], Tensor]  # hidden [tokens, size], lengths [texts] -> a row for each text
+
+
+class TextEncoder:
+    """A loaded encoder. It keeps nothing of a text: there is no cache, and nothing is sampled."""
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        model_config: ModelConfig,
+        config: EncoderConfig,
+        *,
+        load_format: Literal["auto", "dummy"] = "auto",
+        progress: Progress | None = None,
+    ) -> None:
+        self._config, self._device = config, torch.device(config.device.device)
+        if config.device.threads is not None:
+            torch.set_num_threads(config.device.threads)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(cuda_index(config.device.device))
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each
+        builder = LayerBuilder(config.device, model_config.heads)
+        self._model: BaseEncoder | None = build_encoder(model_config, builder)
+        if load_format == "dummy":
+            randomize_weights(self._model, config.seed)
+            return
+        checkpoint = open_checkpoint(files)
+        try:
+            load_weights(self._model, checkpoint, progress=progress)
+        finally:
+            checkpoint.close()
+
+    @torch.inference_mode()
+    def run(self, texts: Sequence[Sequence[int]], reduce: Reduce) -> Iterator[tuple[list[int], Tensor]]:
+        """For every batch the numbers of its texts, and what `reduce` makes of their hidden states, on the CPU.
+
+        Texts are lists of token ids, none of them empty, none longer than max_model_len.
+        """
+        config = self._config
+        for batch in batches_of([len(text) for text in texts], config.max_num_batched_tokens, config.max_num_seqs):
+            if self._model is None:
+                raise QuireError("this model was closed")
+            packed = pack([texts[text] for text in batch], self._device)
+            yield batch, reduce(self._model(packed), packed.lengths).cpu()
+
+    def close(self) -> None:
+        """Give the weights back. Idempotent."""
+        self._model = None

@@ -1,0 +1,90 @@
+"""What the files of sentence-transformers, which lie beside config.json, say of a model's embeddings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, cast
+
+from quire.config.embedding import EmbeddingSettings, Pooling
+from quire.config.fields import Fields
+from quire.runtime.loading.files import ModelFiles
+from quire.runtime.loading.hf.json_file import read_json
+from quire.types.errors import ModelLoadError
+
+MODULES, POOLING, GENERAL = "modules.json", "config.json", "config_sentence_transformers.json"
+_KINDS = {"mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls", "lasttoken": "last"}
+_PREFIX = "pooling_mode_"
+
+
+def read_embedding_settings(files: ModelFiles) -> EmbeddingSettings:
+    """The settings of a model's folder. Where it has none of these files: the mean, normalized.
+
+    Raises ModelLoadError for a setting that is not supported and would change the embeddings.
+    """
+    if files.kind != "hf" or not (files.path / MODULES).is_file():
+        return EmbeddingSettings()
+    directory = files.path
+    modules = _read_modules(directory)
+    _refuse_default_prompt(directory)
+    first, second, *others = modules if len(modules) > 1 else (*modules, ("", ""))
+    if first[0] != "Transformer" or second[0] != "Pooling" or [kind for kind, _ in others] not in ([], ["Normalize"]):
+        names = ", ".join(kind for kind, _ in modules)
+        fix = "supported: Transformer, Pooling and, where they are normalized, Normalize"
+        raise ModelLoadError(str(directory / MODULES), f"embeddings made by {names} are not supported", fix=fix)
+    kind = _read_pooling(directory / second[1] / POOLING)
+    length, lowercase = _read_transformer(directory / first[1])
+    return EmbeddingSettings(Pooling(kind, normalize=bool(others)), length, lowercase)
+
+
+def _read_modules(directory: Path) -> list[tuple[str, str]]:
+    """The kind of each module and its folder, in order."""
+    path = directory / MODULES
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(str(path), f"cannot be read: {error}", fix="fetch the file again") from None
+    if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
+        raise ModelLoadError(str(path), "must hold a list of modules", fix="fetch the file again")
+    return [_read_module(Fields(str(path), module)) for module in found]
+
+
+def _read_module(module: Fields) -> tuple[str, str]:
+    folder = module.text("path", "")
+    if folder not in ("", Path(folder).name) or folder == "..":
+        raise module.refuse("path", f"must be a folder beside it, is {folder!r:.80}")
+    return module.text("type").rpartition(".")[2], folder
+
+
+def _read_pooling(path: Path) -> Literal["mean", "cls", "last"]:
+    config = Fields(str(path), read_json(path))
+    if not config.flag("include_prompt", True):
+        raise config.refuse("include_prompt", "only true is supported")
+    named = config.raw("pooling_mode")
+    modes = [key.removeprefix(_PREFIX) for key in config.values if key.startswith(_PREFIX) and config.flag(key)]
+    chosen = [named] if isinstance(named, str) else modes
+    if len(chosen) != 1 or chosen[0] not in _KINDS:
+        what = ", ".join(map(str, chosen)) or "none"
+        raise config.refuse(
+            _PREFIX.rstrip("_"), f"{what} is not supported", fix="supported: mean, cls or lasttoken alone"
+        )
+    return cast('Literal["mean", "cls", "last"]', _KINDS[chosen[0]])
+
+
+def _read_transformer(directory: Path) -> tuple[int | None, bool]:
+    """The most tokens of a text, and whether texts are lowercased."""
+    files = sorted(directory.glob("sentence_*_config.json"))
+    config = Fields(str(files[0]), read_json(files[0])) if files else Fields("", {})
+    length = config.optional_integer("max_seq_length")
+    if length is not None and length < 1:
+        raise config.refuse("max_seq_length", f"must be at least 1, is {length}")
+    return length, config.flag("do_lower_case", False)
+
+
+def _refuse_default_prompt(directory: Path) -> None:
+    path = directory / GENERAL
+    values: Mapping[str, object] = read_json(path) if path.is_file() else {}
+    config = Fields(str(path), values)
+    if config.raw("default_prompt_name") is not None:
+        raise config.refuse("default_prompt_name", "is not supported", fix="put the prompt before texts, and remove it")

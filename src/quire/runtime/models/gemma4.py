@@ -1,0 +1,188 @@
+"""Gemma 4 (text): Gemma's block with normed value heads, inputs of each layer, and keys and values that layers share.
+
+Queries are not scaled: their norm does it. Layers that see all tokens turn a part of each head, and may take their keys
+for values. The last layers may read the keys and values of an earlier layer of their kind. What a layer reads beside
+the stream is a vector of its own, of the token and of its embedding. Checkpoints store norm weights as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from quire.config.fields import Fields
+from quire.config.model import Experts, ModelConfig
+from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.modules import PairedEmbedding
+from quire.runtime.layers.step import BESIDE, ForwardStep
+from quire.runtime.layers.stream import Normed, Projected, Stream, Value, sum_of
+from quire.runtime.models.decoder import DecoderStack
+from quire.runtime.models.family import Family, Stacked
+from quire.runtime.models.gemma import Gemma, GemmaBlock, read_cap, read_gemma
+from quire.runtime.models.hf_config import FULL, SLIDING, read_window, read_windows
+from quire.runtime.models.hf_rope import read_rope
+from quire.runtime.models.mixture import check_experts
+
+USUAL_ROPE = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+
+
+class Gemma4Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
+        super().__init__()
+        hidden, heads, bias, eps = config.hidden_size, config.heads, config.qkv_bias, config.norm_eps
+        if config.kv_layer_of(layer) == layer:
+            is_twice = config.keys_are_values and config.window_of(layer) is None
+            self.qkv_proj = build.qkv_linear(hidden, heads, bias=bias, keys_are_values=is_twice)
+            self.qk_norm = build.head_norm(heads, eps, of_values=True)
+        else:
+            self.qkv_proj = build.linear("q_proj", hidden, heads.query_size, bias=bias)
+            self.qk_norm = build.head_norm(replace(heads, num_kv=0), eps)
+        self.attention = build.attention_of(config, layer)
+        self.o_proj = build.linear("o_proj", heads.query_size, hidden, bias=config.o_bias)
+
+    def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
+        return self.o_proj.later(self.attention(self.qkv_proj(x), step, self.qk_norm))
+
+
+class Gemma4Block(GemmaBlock):
+    attention = Gemma4Attention
+    norm_offset = 0.0
+
+    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
+        super().__init__(config, layer, build)
+        hidden, size = config.hidden_size, config.per_layer_input
+        self.layer_scalar = build.scalar("layer_scalar")
+        self.side_gate = build.side_gate(layer * size, config.activation) if size else None
+        if size:
+            self.per_layer_input_gate = build.linear("per_layer_input_gate", hidden, size, bias=False)
+            self.per_layer_projection = build.linear("per_layer_projection", size, hidden, bias=False)
+            self.post_per_layer_input_norm = build.rms_norm("post_per_layer_input_norm", hidden, config.norm_eps)
+        self._settings = config.experts
+        if config.experts is not None:
+            self.router, self.experts = build.normed_router(config), build.experts(config)
+            self.pre_feedforward_layernorm_2 = build.rms_norm("pre_feedforward_layernorm_2", hidden, config.norm_eps)
+            self.post_feedforward_layernorm_1 = build.rms_norm("post_feedforward_layernorm_1", hidden, config.norm_eps)
+            self.post_feedforward_layernorm_2 = build.rms_norm("post_feedforward_layernorm_2", hidden, config.norm_eps)
+
+    def feed_forward(self, x: Stream) -> Projected | Value:
+        """The MLP, and in models that have them the experts beside it, each normed."""
+        fed = super().feed_forward(x)
+        if self._settings is None or x.is_empty:
+            return fed
+        first = self.post_feedforward_layernorm_1.of(fed.value())
+        logits, value = self.router(x), self.pre_feedforward_layernorm_2(x).value()
+        mixed = self.experts.mix(value, logits, self._settings, (), x.rows, self.router.factors)
+        return sum_of(first, self.post_feedforward_layernorm_2.of(mixed))
+
+    def forward(self, x: Stream, step: ForwardStep) -> None:
+        super().forward(x, step)
+        if self.side_gate is not None:
+            gated = self.side_gate(self.per_layer_input_gate(x.settle()), x)
+            x.add(self.post_per_layer_input_norm(self.per_layer_projection.later(gated)))
+        x.scale(self.layer_scalar.number)
+
+
+class Gemma4Stack(DecoderStack):
+    """With what makes the inputs of each layer, if they have any."""
+
+    def __init__(
+        self, config: ModelConfig, build: LayerBuilder, block: type[nn.Module], norm_offset: float = 0.0
+    ) -> None:
+        super().__init__(config, build, block, norm_offset)
+        hidden, size, total = config.hidden_size, config.per_layer_input, config.num_layers * config.per_layer_input
+        if size:
+            self.embed_tokens_per_layer = build.embedding("embed_tokens_per_layer", config.vocab_size, total)
+            self.per_layer_model_projection = build.linear("per_layer_model_projection", hidden, total, bias=False)
+            self.per_layer_projection_norm = build.rms_norm("per_layer_projection_norm", size, config.norm_eps)
+
+
+class Gemma4(Gemma):
+    model: Gemma4Stack
+    stack = Gemma4Stack
+    block = Gemma4Block
+    norm_offset = 0.0
+
+    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+        super().__init__(config, build)
+        self._hidden, self._size, model = config.hidden_size, config.per_layer_input, self.model
+        self._scales = (build.rounded(self._size**0.5), self._hidden**-0.5, 2**-0.5)
+        if self._size:
+            tables = PairedEmbedding(model.embed_tokens, model.embed_tokens_per_layer)
+            self.assemble(tables, model.layers, model.norm, self.lm_head)
+
+    def embed(self, vectors: Tensor, step: ForwardStep) -> Tensor:
+        if not self._size:
+            return super().embed(vectors, step)
+        hidden = super().embed(vectors[:, : self._hidden].contiguous(), step)
+        of_token, of_vector, of_both = self._scales
+        projected = self.model.per_layer_model_projection(hidden).mul_(of_vector)
+        normed = self.model.per_layer_projection_norm(projected.view(-1, self._size)).view_as(projected)
+        step.memo[BESIDE] = normed.add_(vectors[:, self._hidden :].mul_(of_token)).mul_(of_both)
+        return hidden
+
+
+def read_gemma4(config: Fields) -> ModelConfig:
+    if config.raw("use_bidirectional_attention") not in (None, "vision"):  # text is causal
+        raise config.refuse("use_bidirectional_attention", "only causal models generate text")
+    refuse_head_sizes(config)
+    size, vocab_size = config.integer("hidden_size_per_layer_input", 256), config.integer("vocab_size")
+    if size and config.integer("vocab_size_per_layer_input", 262_144) != vocab_size:
+        raise config.refuse("vocab_size_per_layer_input", f"only that of the model, {vocab_size}, is supported")
+    length = config.integer("max_position_embeddings", 131_072)
+    given = config if config.raw("rope_parameters") else Fields(config.file, {"rope_parameters": USUAL_ROPE})
+    windows = read_windows(config, read_window(config, 512), lambda layer: (layer + 1) % 6 != 0)
+    windows = (*windows[:-1], None) if windows else ()  # the last layer always sees all
+    return read_gemma(
+        config, "gemma4_text", 131_072, windows=windows, logit_softcap=read_cap(config, "final_logit_softcapping"),
+        rope=read_rope(given, length, layer_type=FULL), local_rope=read_rope(given, length, layer_type=SLIDING),
+        attention_scale=1.0, per_layer_input=size, kv_layers=read_kv_layers(config, windows),
+        keys_are_values=config.flag("attention_k_eq_v", False), double_wide=config.flag("use_double_wide_mlp", False),
+        experts=read_experts(config) if config.flag("enable_moe_block", False) else None,
+    )  # fmt: skip
+
+
+def read_experts(config: Fields) -> Experts:
+    keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    num, num_used, size = map(config.integer, keys)
+    return check_experts(config, Experts(num, num_used, size, beside_mlp=True), keys)
+
+
+def refuse_head_sizes(config: Fields) -> None:
+    """For models whose layers have heads of several sizes, or several numbers of key heads."""
+    dim, number = config.integer("head_dim", 256), config.integer("num_key_value_heads", 4)
+    if "per_layer_config" in config.values:
+        usual, changes = {"head_dim": dim, "num_key_value_heads": number}, config.raw("per_layer_config") or {}
+        each = changes.values() if isinstance(changes, dict) else [None]
+        if any(not isinstance(one, dict) or {**usual, **one} != usual for one in each):
+            raise config.refuse("per_layer_config", "only layers with heads of one size and number are supported")
+        return
+    if config.integer("global_head_dim", 512) != dim:
+        raise config.refuse("global_head_dim", f"only heads of one size, {dim}, are supported")
+    if config.flag("attention_k_eq_v", False) and config.integer("num_global_key_value_heads", number) != number:
+        raise config.refuse("num_global_key_value_heads", f"only one number of heads, {number}, is supported")
+
+
+def read_kv_layers(config: Fields, windows: tuple[int | None, ...]) -> tuple[int, ...]:
+    """The last layers read the keys and values of the last layer of their kind before them."""
+    count, shared = config.integer("num_hidden_layers"), config.integer("num_kv_shared_layers", 0)
+    first = count - shared
+    if shared == 0:
+        return ()
+    if not 0 < first <= count:
+        raise config.refuse("num_kv_shared_layers", f"must be in [0, {count - 1}], is {shared}")
+    kinds = windows or (None,) * count
+    own = {kinds[layer]: layer for layer in range(first)}  # the last of each kind
+    if any(kind not in own for kind in kinds):
+        raise config.refuse("num_kv_shared_layers", f"no layer of some kind is left to read from: {shared} of {count}")
+    return tuple(layer if layer < first else own[kinds[layer]] for layer in range(count))
+
+
+STACKED = {
+    "gate_up_proj": Stacked(("gate_proj.weight", "up_proj.weight")),
+    "down_proj": Stacked(("down_proj.weight",)),
+}
+GEMMA4 = Family(name="gemma4_text", build=Gemma4, read=read_gemma4, stacked=STACKED)

@@ -1,0 +1,166 @@
+"""Models whose layers keep different things: windows are freed behind the last token, and conversations are prefix hits
+on the device, in host memory and after a restart."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fake_tiers import FakeTiers
+from harness import Harness
+from quire.config.kv_cache import KVGroups
+from quire.config.tiers import TierConfig
+from quire.engine.kvcache.grouped_pool import GroupedPool
+from quire.types.errors import InvalidRequest
+
+WINDOWS = KVGroups(window=20, num_window_blocks=3)
+STATES = KVGroups(num_states=40, blocks_per_state=2)
+BOTH = KVGroups(20, 3, 40, 2)
+KINDS = {"windows": WINDOWS, "states": STATES, "both": BOTH}
+
+
+def pool_of(engine: Harness) -> GroupedPool:
+    pool = engine.core._scheduler.pool
+    assert isinstance(pool, GroupedPool)
+    return pool
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(5, 80) for _ in range(length)]
+
+
+def ask(engine: Harness, name: str, prompt: list[int], **params: object) -> tuple[list[int], int]:
+    """The answer, and how many tokens of the prompt were found."""
+    engine.submit(name, prompt, **{"seed": 1, **params})  # type: ignore[arg-type]
+    engine.run()
+    return engine.answer(name), engine.finished[name].num_cached_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_later_turns_of_a_conversation_are_prefix_hits(kind: str) -> None:
+    engine = Harness(num_blocks=2_000, groups=KINDS[kind])
+    prompt = prompt_of(300)
+    for turn in range(4):
+        answer, found = ask(engine, f"turn {turn}", prompt, max_tokens=61)
+        if turn:
+            assert found >= 0.95 * len(prompt)
+        alone = Harness(num_blocks=2_000, groups=KINDS[kind], caching=False)
+        assert ask(alone, "alone", prompt, max_tokens=61) == (answer, 0)
+        prompt = [*prompt, *answer, *prompt_of(7, turn + 1)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("end", [7, 8, 9])
+def test_a_turn_that_ends_by_its_own_token_is_a_hit_too(kind: str, end: int) -> None:
+    """Where steps run ahead, the end of an answer is known late."""
+    engine = Harness(num_blocks=2_000, groups=KINDS[kind], depth=3)
+    prompt = prompt_of(200)
+    whole, _ = ask(engine, "whole", prompt, max_tokens=50)
+    answer, _ = ask(engine, "cut", prompt, max_tokens=50, end_ids=(whole[end],), salt="other")
+    assert len(answer) <= end + 1
+    _, found = ask(engine, "next", [*prompt, *answer, *prompt_of(5, 1)], salt="other")
+    assert found >= 0.95 * len(prompt)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_that_begin_alike_continue_where_they_part(kind: str) -> None:
+    engine = Harness(num_blocks=4_000, groups=KINDS[kind])
+    system = prompt_of(160)
+    for name in "ab":  # the second finds no state where they part, and leaves one there
+        ask(engine, name, [*system, *prompt_of(90, ord(name))])
+    _, found = ask(engine, "c", [*system, *prompt_of(90, 3)])
+    assert found == len(system)
+
+
+def test_window_blocks_are_free_when_their_tokens_have_left_the_window() -> None:
+    engine = Harness(num_blocks=600, groups=WINDOWS, max_num_batched_tokens=16, max_model_len=1_000)
+    pool, most = pool_of(engine), 0
+    engine.submit("long", prompt_of(700), max_tokens=200)
+
+    def watch(_: int) -> None:
+        nonlocal most
+        most = max(most, pool.num_window_blocks)
+
+    engine.run(each=watch)
+    in_window = -(-(20 + 16) // 4) + 1
+    assert 0 < most <= 3 * in_window
+    assert pool.num_window_blocks == 0
+    assert 900 // 4 * (1 + 3) > 600  # with all of their window blocks, these tokens would not have fit
+
+
+def test_what_never_fits_is_refused_with_its_window_blocks_counted() -> None:
+    engine = Harness(num_blocks=60, groups=WINDOWS, max_num_batched_tokens=16)
+    with pytest.raises(InvalidRequest, match="max_tokens") as refused:
+        engine.submit("long", prompt_of(200))
+    assert "60" in str(refused.value)
+    ask(engine, "short", prompt_of(60))
+
+
+def test_idle_window_blocks_are_evicted_before_cached_blocks() -> None:
+    engine = Harness(num_blocks=120, groups=WINDOWS, max_num_batched_tokens=64)
+    pool = pool_of(engine)
+    ask(engine, "first", prompt_of(80))
+    before = pool.num_evictable
+    ask(engine, "second", prompt_of(100, 1))
+    assert pool.num_evicted == 0
+    assert pool.num_evictable > before
+
+
+def test_a_crowd_with_few_states_is_served_to_its_end() -> None:
+    engine = Harness(num_blocks=500, groups=KVGroups(num_states=9, blocks_per_state=1), max_num_seqs=8)
+    for number in range(20):
+        engine.submit(f"r{number}", prompt_of(30, number), max_tokens=20)
+    engine.run()
+    assert all(len(engine.answer(f"r{number}")) == 20 for number in range(20))
+
+
+@pytest.mark.parametrize("kind", ["windows", "states"])
+@pytest.mark.parametrize("write", ["back", "through"])
+def test_a_conversation_is_a_hit_after_eviction_to_host_memory(kind: str, write: str) -> None:
+    tiers = TierConfig(host_blocks=2_000, write=write)  # type: ignore[arg-type]
+    engine = Harness(num_blocks=400, groups=KINDS[kind], tiers=tiers, max_num_batched_tokens=64)
+    prompt = prompt_of(300)
+    answer, _ = ask(engine, "first", prompt, max_tokens=30)
+    for number in range(12):
+        ask(engine, f"other {number}", prompt_of(150, number + 5))
+    following = [*prompt, *answer, *prompt_of(5, 1)]
+    second, found = ask(engine, "second", following)
+    assert found >= 0.95 * len(prompt)
+    assert engine.core.stats().tiers.loaded > 0
+    alone = Harness(num_blocks=2_000, groups=KINDS[kind], caching=False)
+    assert ask(alone, "alone", following)[0] == second
+
+
+@pytest.mark.parametrize("kind", ["windows", "states"])
+def test_a_conversation_is_a_hit_after_a_restart_from_disk(kind: str) -> None:
+    tiers = TierConfig(host_blocks=500, disk_path="folder", disk_blocks=5_000, write="through")
+    before = Harness(num_blocks=800, groups=KINDS[kind], tiers=tiers)
+    prompt = prompt_of(300)
+    answer, _ = ask(before, "first", prompt, max_tokens=30)
+    for _ in range(300):
+        before.step()
+    behind = FakeTiers(500, 4, speed=50, files=before.tiers.files)
+    engine = Harness(num_blocks=800, groups=KINDS[kind], tiers=tiers, behind=behind)
+    following = [*prompt, *answer, *prompt_of(5, 1)]
+    second, found = ask(engine, "second", following)
+    assert found >= 0.95 * len(prompt)
+    alone = Harness(num_blocks=2_000, groups=KINDS[kind], caching=False)
+    assert ask(alone, "alone", following)[0] == second
+
+
+@pytest.mark.parametrize(("kind", "num_blocks"), [("windows", 330), ("states", 140)])
+def test_preempted_requests_are_swapped_with_their_windows_and_states(kind: str, num_blocks: int) -> None:
+    tiers = TierConfig(host_blocks=3_000)
+    engine = Harness(
+        num_blocks=num_blocks, groups=KINDS[kind], tiers=tiers, preemption="swap", max_num_batched_tokens=64
+    )
+    for number in range(6):
+        engine.submit(f"r{number}", prompt_of(60, number), max_tokens=150, seed=1)
+    engine.run()
+    stats = engine.core.stats()
+    assert stats.tiers.loaded > 0
+    for number in range(6):
+        alone = Harness(num_blocks=2_000, groups=KINDS[kind], caching=False)
+        assert ask(alone, "alone", prompt_of(60, number), max_tokens=150)[0] == engine.answer(f"r{number}")

@@ -1,0 +1,77 @@
+"""The hidden states of every family of encoders, in batches of mixed lengths, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from encoder_models import CONFIGS, TEXTS, expected_states, hf_encoder, hidden_states, load_encoder
+from family_bench import BACKENDS, change_config
+from quire.runtime.loading.files import files_at
+from quire.runtime.loading.model_config import read_model_config
+from quire.runtime.models.registry import of_kind
+from quire.types.errors import ModelLoadError
+
+pytest.importorskip("transformers")
+
+
+def test_every_encoder_has_a_tiny_model() -> None:
+    assert CONFIGS.keys() == set(of_kind("encoder"))
+
+
+@pytest.mark.parametrize("max_tokens", [64, 1_000])  # several batches, or one
+@pytest.mark.parametrize("kernels", BACKENDS)
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_hidden_states_are_those_of_transformers(family: str, kernels: str, max_tokens: int, tmp_path: Path) -> None:
+    model = hf_encoder(family)
+    model.save_pretrained(tmp_path)
+    states = hidden_states(load_encoder(tmp_path, max_tokens=max_tokens, kernels=kernels), TEXTS)
+    for text, found in zip(TEXTS, states, strict=True):
+        torch.testing.assert_close(found, expected_states(model, list(text)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_bfloat16_is_near(family: str, tmp_path: Path) -> None:
+    model = hf_encoder(family)
+    model.save_pretrained(tmp_path)
+    states = hidden_states(load_encoder(tmp_path, dtype="bfloat16"), TEXTS)
+    for text, found in zip(TEXTS, states, strict=True):
+        wanted = expected_states(model, list(text))
+        assert torch.nn.functional.cosine_similarity(found, wanted).min() > 0.995
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_a_checkpoint_with_the_head_of_its_training_is_read_without_it(family: str, tmp_path: Path) -> None:
+    import transformers
+
+    model = hf_encoder(family)
+    whole = transformers.AutoModelForMaskedLM.from_config(model.config, dtype=torch.float32).eval()
+    getattr(whole, whole.base_model_prefix).load_state_dict(model.state_dict(), strict=False)
+    whole.save_pretrained(tmp_path)
+    (found,) = hidden_states(load_encoder(tmp_path), TEXTS[:1])
+    torch.testing.assert_close(found, expected_states(model, list(TEXTS[0])), rtol=1e-4, atol=1e-4)
+
+
+def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
+    model = hf_encoder("bert")
+    model.save_pretrained(tmp_path)
+    change_config(tmp_path, num_hidden_layers=4)
+    with pytest.raises(ModelLoadError, match=r"layers\.3\.\S+: is missing from the checkpoint"):
+        load_encoder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"position_embedding_type": "relative_key"}, "'relative_key' is not supported"),
+        ({"is_decoder": True}, "is_decoder: only false"),
+        ({"architectures": ["BertForSequenceClassification"]}, "BertForSequenceClassification is not supported"),
+    ],
+)
+def test_a_setting_that_is_not_supported_is_refused(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    hf_encoder("bert").save_pretrained(tmp_path)
+    change_config(tmp_path, **changes)
+    with pytest.raises(ModelLoadError, match=words):
+        read_model_config(files_at(tmp_path))

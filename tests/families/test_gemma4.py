@@ -1,0 +1,146 @@
+"""Gemma 4's text models against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from family_bench import SIZES, change_config, check_parity, hf_model, load_bench, logits_of, num_calls
+from interpreter import HAS_TRITON
+from quire.runtime.loading.hf.config import hf_model_config
+from quire.types.errors import ModelLoadError
+
+transformers = pytest.importorskip("transformers")
+KINDS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+BACKENDS = ["reference", "gather", "auto", *(["triton"] if HAS_TRITON else [])]
+ROPE = {
+    "full_attention": {
+        "rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5_000.0, "factor": 2.0,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}  # fmt: skip
+SMALL = SIZES | {
+    "head_dim": 16, "global_head_dim": 16, "num_hidden_layers": 4, "sliding_window": 6, "layer_types": KINDS,
+    "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 0, "rope_parameters": ROPE,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+SHARED = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+
+MIXTURE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24}
+
+
+def gemma4(**changes: Any) -> Any:
+    return transformers.Gemma4TextConfig(**(SMALL | changes))
+
+
+def saved(folder: Path, **changes: Any) -> torch.nn.Module:
+    """With scalars of layers that are not one."""
+    model = hf_model(gemma4(**changes))
+    for number, layer in enumerate(model.model.layers):
+        layer.layer_scalar.fill_(0.7 + 0.3 * number)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("attention", "changes"),
+    [
+        *((attention, {"final_logit_softcapping": 3.0, "attention_bias": True}) for attention in BACKENDS),
+        *((attention, {"attention_k_eq_v": True, "hidden_size_per_layer_input": 6}) for attention in BACKENDS[:3]),
+        *((attention, MIXTURE) for attention in BACKENDS),
+        *((attention, {**SHARED, "hidden_size_per_layer_input": 8}) for attention in BACKENDS[:3]),
+    ],
+)
+def test_gemma_4(attention: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    model = saved(tmp_path, **changes)
+    check_parity(tmp_path, attention=attention, model=model)
+
+
+@pytest.mark.parametrize("attention", ["reference", "auto"])
+def test_bfloat16_is_near_float32(attention: str, tmp_path: Path) -> None:
+    saved(tmp_path, **SHARED, hidden_size=64, hidden_size_per_layer_input=32, attention_k_eq_v=True)
+    wanted = logits_of(tmp_path, attention="reference")
+    found = logits_of(tmp_path, attention=attention, dtype="bfloat16")
+    for (_, logits), (_, near) in zip(wanted, found, strict=True):
+        torch.testing.assert_close(near[0], logits[0], rtol=0.1, atol=0.6)
+
+
+def test_layers_say_how_many_weights_there_are(tmp_path: Path) -> None:
+    model = saved(tmp_path, **SHARED, hidden_size_per_layer_input=8, attention_k_eq_v=True)
+    scalars = len(model.model.layers)
+    assert hf_model_config(tmp_path).num_parameters == sum(each.numel() for each in model.parameters()) + scalars
+
+
+def test_a_mixture_runs_as_a_program_and_in_bfloat16(tmp_path: Path) -> None:
+    """All experts are used: which are would depend on digits that bfloat16 has not."""
+    saved(tmp_path, **(MIXTURE | {"top_k_experts": 5, "moe_intermediate_size": 32, "hidden_size": 64}))
+    assert num_calls(load_bench(tmp_path)) == 0
+    wanted, found = logits_of(tmp_path), logits_of(tmp_path, dtype="bfloat16")
+    for (_, logits), (_, near) in zip(wanted, found, strict=True):
+        torch.testing.assert_close(near[0], logits[0], rtol=0.1, atol=0.6)
+
+
+def test_what_gemma_4_takes_for_granted_is_what_transformers_does(tmp_path: Path) -> None:
+    theirs = transformers.Gemma4TextConfig(num_hidden_layers=7, global_head_dim=256)
+    theirs.save_pretrained(tmp_path)
+    said = hf_model_config(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    kept = ("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    silent = {key: value for key, value in values.items() if key in (*kept, "num_hidden_layers", "dtype")}
+    tokens = {"bos_token_id": 2, "eos_token_id": 1, "global_head_dim": 256}
+    (tmp_path / "config.json").write_text(json.dumps(silent | tokens))
+    config = hf_model_config(tmp_path)
+    assert config == said
+    assert config.windows == (512, 512, 512, 512, 512, None, None)
+    assert config.rope.kind == "proportional"
+    assert config.per_layer_input == 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"per_layer_config": {"1": {"head_dim": 32}}}, "per_layer_config"),
+        ({"per_layer_config": {"1": {"num_key_value_heads": 1}}}, "per_layer_config"),
+        ({"per_layer_config": [1]}, "per_layer_config"),
+        ({"enable_moe_block": True, "top_k_experts": 2, "moe_intermediate_size": 4}, "num_experts"),
+        (MIXTURE | {"top_k_experts": 6}, "top_k_experts"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers"),
+        ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60}, "vocab_size_per_layer_input"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2.0}}},
+            "in .0, 1",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    gemma4().save_pretrained(tmp_path)
+    change_config(tmp_path, **changes)
+    with pytest.raises(ModelLoadError, match=named):
+        hf_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"global_head_dim": 32}, "global_head_dim"),
+        ({}, "global_head_dim"),
+        (
+            {"global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            "num_global_key_value_heads",
+        ),
+    ],
+)
+def test_heads_of_several_sizes_are_refused_by_name(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    gemma4().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    del values["per_layer_config"]
+    path.write_text(json.dumps(values | changes))
+    with pytest.raises(ModelLoadError, match=named):
+        hf_model_config(tmp_path)

@@ -1,0 +1,125 @@
+"""Blocks of layers with a window: how many a sequence takes, when there are any, and what the plan says of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from quire.config.arguments import EngineArguments
+from quire.config.kv_cache import PLAIN, KVGroups
+from quire.config.memory import MemoryPlan, kv_block_bytes
+from quire.config.model import ModelConfig
+from quire.config.resolve import resolve_engine_config
+from quire.config.sizes import GIB
+from quire.types.errors import DoesNotFit
+from tests.unit.config.machines import LAPTOP, LARGE, SERVER, SMALL
+
+GEMMA = replace(SMALL, windows=((512,) * 5 + (None,)) * 5)  # 25 layers with a window, 5 without
+MIXED = KVGroups(512, 5)
+
+
+def resolved(model: ModelConfig = GEMMA, **settings: object) -> tuple[KVGroups, MemoryPlan]:
+    config, plan = resolve_engine_config(EngineArguments(**settings), LAPTOP, model)  # type: ignore[arg-type]
+    assert config.cache.groups == plan.groups
+    return config.cache.groups, plan
+
+
+def test_a_short_sequence_takes_window_blocks_for_all_of_its_blocks_and_a_long_one_for_what_it_sees() -> None:
+    groups = KVGroups(512, 5)
+    assert groups.blocks_needed(3, 16, 512) == 3 + 5 * 3
+    assert groups.blocks_needed(10_000, 16, 512) == 10_000 + 5 * (64 + 1)
+    assert groups.blocks_needed(10_000, 16, 513) == 10_000 + 5 * (65 + 1)
+    assert PLAIN.blocks_needed(10_000, 16, 512) == 10_000
+
+
+@pytest.mark.parametrize("groups", [PLAIN, KVGroups(5, 1), KVGroups(40, 3)])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_what_blocks_hold_is_the_most_that_does_not_need_more(groups: KVGroups, block_size: int) -> None:
+    for num_blocks in range(200):
+        held = groups.blocks_held(num_blocks, block_size, 9)
+        assert groups.blocks_needed(held, block_size, 9) <= num_blocks
+        assert groups.blocks_needed(held + 1, block_size, 9) > num_blocks
+
+
+def test_layers_with_a_window_get_blocks_of_their_own() -> None:
+    groups, plan = resolved()
+    assert groups == MIXED
+    assert kv_block_bytes(GEMMA, "float32", 16, groups) * 6 == kv_block_bytes(GEMMA, "float32", 16)
+    assert plan.blocks_per_sequence == groups.blocks_needed(8_192 // 16, 16, plan.max_chunk)
+
+
+def test_more_and_longer_sequences_fit_into_the_same_memory() -> None:
+    _, plan = resolved(kv_cache_memory="1GiB")
+    _, whole = resolved(replace(GEMMA, windows=()), kv_cache_memory="1GiB")
+    assert plan.num_sequences > 1.5 * whole.num_sequences
+    assert plan.rows > whole.rows
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_model_len": 512},
+        {"policy": "static"},
+        {"kv_layout": "virtual", "block_size": 64},
+        {"attention_backend": "flashinfer"},
+        {"speculative_config": {"method": "self_draft"}},
+    ],
+)
+def test_there_is_one_group_where_nothing_is_saved_or_somebody_cannot_follow(settings: dict[str, object]) -> None:
+    assert resolved(**settings)[0] == PLAIN
+
+
+def test_ngram_drafts_change_nothing() -> None:
+    assert resolved(speculative_config={"method": "ngram"})[0] == MIXED
+
+
+@pytest.mark.parametrize("windows", [(), (512,) * 30, (512,) * 9 + (None,) * 21])
+def test_models_with_one_kind_of_layers_or_few_windows_have_one_group(windows: tuple[int | None, ...]) -> None:
+    assert resolved(replace(GEMMA, windows=windows))[0] == PLAIN
+
+
+def test_a_draft_model_keeps_its_keys_in_blocks_of_the_same_layers() -> None:
+    settings = EngineArguments(speculative_config={"model": "d"})
+    config, _ = resolve_engine_config(settings, SERVER, GEMMA, GEMMA)
+    assert config.cache.groups == PLAIN
+
+
+def test_the_plan_says_in_one_line_what_serves_which_layers() -> None:
+    _, plan = resolved(max_num_batched_tokens=512, num_kv_blocks=4_000)
+    lines = str(plan).splitlines()
+    assert lines[-1] == (
+        "  each takes 512 blocks for the layers that see all tokens and up to 325 for the layers that see 512"
+    )
+    assert "holds 4.8 sequences of 8,192 tokens" in lines[-2]
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused_with_the_sizes_that_do() -> None:
+    settings = {"max_num_batched_tokens": 512, "max_model_len": 8_192}
+    with pytest.raises(DoesNotFit, match=r"need 837 KV blocks of 16, with window blocks.*set.* to 2800 or .* to 837 "):
+        resolved(**settings, num_kv_blocks=500)
+    assert resolved(**{**settings, "max_model_len": 2_800}, num_kv_blocks=500)[1].num_sequences >= 1
+    assert resolved(**settings, num_kv_blocks=837)[1].num_sequences == 1
+
+
+def test_the_longest_sequence_is_what_the_given_blocks_hold() -> None:
+    _, plan = resolved(max_num_batched_tokens=512, num_kv_blocks=500)
+    assert plan.max_model_len == 2_800
+    assert plan.blocks_per_sequence == 500
+
+
+def test_blocks_that_hold_no_token_in_all_layers_are_refused_with_the_number_that_does() -> None:
+    with pytest.raises(DoesNotFit, match=r"16 tokens need 6 KV blocks.*has 5.*raise num_kv_blocks to 6"):
+        resolved(num_kv_blocks=5)
+    assert resolved(num_kv_blocks=6)[1].max_model_len == 16
+
+
+def test_what_does_not_fit_beside_the_rest_is_refused_with_a_length_that_does() -> None:
+    facts = replace(LAPTOP, available_memory=2 * GIB)
+    model = replace(LARGE, num_layers=2, windows=(4_096, None), weights=SMALL.weights)
+    settings = {"max_model_len": 131_072, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+    with pytest.raises(DoesNotFit, match=r"max_model_len.*lower it to (\d+) or less") as refused:
+        resolve_engine_config(EngineArguments(**settings), facts, model)  # type: ignore[arg-type]
+    length = int(str(refused.value).partition("lower it to ")[2].split()[0])
+    config, _ = resolve_engine_config(EngineArguments(**{**settings, "max_model_len": length}), facts, model)  # type: ignore[arg-type]
+    assert config.cache.groups == KVGroups(4_096, 1)
