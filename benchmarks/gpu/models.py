@@ -19,7 +19,7 @@ class BenchModel:
     def layer_parameters(self) -> int:
         """Weights of all layers that one token is multiplied by, the head apart."""
         c = self.config
-        return self._attention + c["num_hidden_layers"] * c["hidden_size"] * 3 * self._widths(c)
+        return self._attention + 3 * c["hidden_size"] * self._widths(c)
 
     def read_parameters(self, rows: int) -> float:
         """Weights of all layers that a step of so many tokens reads. Routers spread tokens evenly over experts."""
@@ -27,21 +27,33 @@ class BenchModel:
         experts = self._num_experts
         if not experts:
             return self.layer_parameters
-        used = experts * (1 - (1 - c["num_experts_per_tok"] / experts) ** rows)
+        used = experts * (1 - (1 - c["num_experts_per_tok"] / experts) ** rows) - c["num_experts_per_tok"]
         each = 3 * c["hidden_size"] * self._expert_width
-        return self._attention + c["num_hidden_layers"] * used * each
+        return self.layer_parameters + self._num_mixtures * used * each
+
+    @property
+    def _num_mixtures(self) -> int:
+        """Layers with experts."""
+        return int(self.config["num_hidden_layers"] - self.config.get("first_k_dense_replace", 0))
 
     @property
     def _attention(self) -> int:
         c = self.config
+        if "kv_lora_rank" in c:  # all of the token, then what makes keys and values of latents, then back
+            heads, nope, rope, value, rank = (c[name] for name in _LATENT)
+            wide = c["hidden_size"] * (heads * (nope + rope) + rank + rope + heads * value)
+            return int(c["num_hidden_layers"] * (wide + rank * heads * (nope + value)))
         heads = c["head_dim"] * (2 * c["num_attention_heads"] + 2 * c["num_key_value_heads"])
         return int(c["num_hidden_layers"] * c["hidden_size"] * heads)
 
     def _widths(self, config: dict[str, Any]) -> int:
-        """Of the MLPs that one token goes through."""
-        if self._num_experts:
-            return int(config["num_experts_per_tok"] * self._expert_width)
-        return int(config["intermediate_size"])
+        """Of the MLPs that one token goes through, in all layers."""
+        if not self._num_experts:
+            return int(config["num_hidden_layers"] * config["intermediate_size"])
+        used = config["num_experts_per_tok"] + config.get("n_shared_experts", 0)
+        dense = config["num_hidden_layers"] - self._num_mixtures
+        mixtures = self._num_mixtures * used * self._expert_width
+        return int(mixtures + dense * config["intermediate_size"])
 
     @property
     def head_parameters(self) -> int:
@@ -51,13 +63,18 @@ class BenchModel:
     def kv_numbers(self) -> int:
         """Numbers a token leaves in the cache."""
         c = self.config
-        return 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"]
+        if "kv_lora_rank" in c:
+            return int(c["num_hidden_layers"] * (c["kv_lora_rank"] + c["qk_rope_head_dim"]))
+        return int(2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"])
 
     @property
     def attention_width(self) -> int:
         """Multiply-adds of all layers for one (query, key) pair, both products counted as one."""
         c = self.config
-        return c["num_hidden_layers"] * c["num_attention_heads"] * c["head_dim"]
+        dim = (
+            c["head_dim"] if "head_dim" in c else (c["qk_nope_head_dim"] + c["qk_rope_head_dim"] + c["v_head_dim"]) / 2
+        )
+        return int(c["num_hidden_layers"] * c["num_attention_heads"] * dim)
 
     @property
     def windows(self) -> Counter[int | None]:
@@ -72,7 +89,8 @@ class BenchModel:
     @property
     def _num_experts(self) -> int:
         """That tokens are spread over."""
-        return int(self.config.get("num_experts", self.config.get("num_local_experts", 0)))
+        names = ("num_experts", "n_routed_experts", "num_local_experts")
+        return next((int(self.config[name]) for name in names if name in self.config), 0)
 
     @property
     def _expert_width(self) -> int:
@@ -85,6 +103,7 @@ class BenchModel:
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+_LATENT = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 _COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16", "attention_bias": False}
 MODELS = {
     "qwen3-0.6b": BenchModel(
@@ -120,6 +139,22 @@ MODELS = {
             "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936,
             "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
             "tie_word_embeddings": False, "bos_token_id": 151_643, "eos_token_id": 151_645,
+        }
+    ),
+    "deepseek-v2-lite": BenchModel(
+        {
+            **_COMMON, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048,
+            "intermediate_size": 10_944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
+            "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": False,
+            "scoring_func": "softmax", "topk_method": "greedy", "n_group": 1, "topk_group": 1,
+            "routed_scaling_factor": 1.0, "num_hidden_layers": 27, "num_attention_heads": 16, "q_lora_rank": None,
+            "num_key_value_heads": 16, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "v_head_dim": 128, "vocab_size": 102_400, "max_position_embeddings": 163_840, "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0, "tie_word_embeddings": False, "bos_token_id": 100_000, "eos_token_id": 100_001,
+            "rope_scaling": {
+                "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+                "original_max_position_embeddings": 4096,
+            },
         }
     ),
     "gemma-3-4b": BenchModel(

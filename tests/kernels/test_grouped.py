@@ -61,6 +61,19 @@ def test_tokens_go_to_the_experts_that_torch_ranks_first(tokens: int, num: int, 
     check_places(routing, SMALL.block_m)
 
 
+@pytest.mark.parametrize("groups", [(4, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts_are_of_the_groups_that_torch_ranks_first(groups: tuple[int, int], biased: bool) -> None:
+    logits = rand(9, 12)
+    bias = rand(12, dtype=torch.float32, seed=3) if biased else None
+    factors = rand(12, dtype=torch.float32, seed=4) if biased else None
+    given = {"is_normalized": True, "scale": 2.5, "groups": groups, "score_bias": bias, "factors": factors}
+    found = route(logits, 3, SMALL, **given)
+    chosen, shares = choose_experts(logits, 3, **given)
+    assert torch.equal(found.chosen.long(), chosen)
+    torch.testing.assert_close(found.weights, shares)
+
+
 def test_each_expert_may_have_a_factor() -> None:
     logits, factors = rand(7, 5), rand(5, seed=2)
     routing = route(logits, 3, SMALL, is_normalized=True, factors=factors)

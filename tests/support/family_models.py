@@ -28,8 +28,21 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24,
+    "moe_intermediate_size": 32,
+}  # fmt: skip
 # What config.json of a tiny model says beside COMMON; ... takes a setting of COMMON away.
 CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        **LATENT, "q_lora_rank": None, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
+        "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0,
+        "first_k_dense_replace": 1,
+    },
+    "deepseek_v3": {
+        **LATENT, "q_lora_rank": 24, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3,
+        "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+    },
     "falcon": {"num_key_value_heads": ..., "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
     "gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 4.0},
     "gemma3_text": {

@@ -23,6 +23,7 @@ IN_PLACE_BYTES = {  # work lists and partial results of attention backends that 
     "flashinfer": 160 * MIB,
     "virtual": 64 * MIB,  # attention masks
 }
+LATENT_PARTS_BYTES = 80 * MIB  # partial results of attention over latents on a GPU, which all query heads share
 TABLE_BYTES = 4  # a token or a block in the tables of rows
 GRAPH_BYTES = 16 * MIB  # one captured decode graph: its nodes and kernels
 TOKEN_GRAPH_BYTES = 8 * MIB  # the captured graphs of one token bucket: prompts, decodes, or both
@@ -201,7 +202,7 @@ def kv_block_bytes(model: ModelConfig, kv_dtype: str, block_size: int, groups: K
     """Bytes of the keys and values of one block: of all layers that attend, unless those with a window have blocks of
     their own."""
     planes = lay_out(model.kv_specs, split=groups.window is not None).num_planes
-    return 2 * planes * model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
+    return model.heads.sides * planes * model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
 
 
 def state_groups(model: ModelConfig, kv_dtype: str, block_size: int, num_states: int) -> KVGroups:
@@ -320,12 +321,20 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     widest = scheduler.max_num_batched_tokens * widest_activations(model) * max(value_bytes, DTYPE_BYTES["float32"])
     attention = _attention(config, facts)
     if attention in IN_PLACE_BYTES:
-        return widest + IN_PLACE_BYTES[attention]
+        return widest + IN_PLACE_BYTES[attention] + (_latent_parts(model, scheduler) if attention == "triton" else 0)
     longest = scheduler.max_model_len * heads.kv_size * kv_bytes
     gathered = 2 * max(GATHERED_BYTES[config.device.device.partition(":")[0]], longest)
     converted = 0 if value_bytes == kv_bytes else gathered * value_bytes // kv_bytes
     masks = scheduler.max_num_batched_tokens * scheduler.max_model_len * (value_bytes + 1)
     return widest + 2 * gathered + converted + masks
+
+
+def _latent_parts(model: ModelConfig, scheduler: SchedulerConfig) -> int:
+    """Bytes of what rows found so far of latents, in float32: parts of rows that are cut, and of shared prefixes."""
+    if model.heads.latent is None:
+        return 0
+    found = model.heads.num_query * model.heads.latent * DTYPE_BYTES["float32"]
+    return LATENT_PARTS_BYTES + scheduler.num_rows * found
 
 
 def widest_activations(model: ModelConfig) -> int:

@@ -15,11 +15,15 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads of grouped-query attention: `num_query` query heads share `num_kv` key/value heads of size `dim`."""
+    """The heads of grouped-query attention: `num_query` query heads share `num_kv` key/value heads of size `dim`.
+
+    Heads over latents share one vector of `dim` numbers for each token: it is the key, and its first numbers the value.
+    """
 
     num_query: int
     num_kv: int
     dim: int
+    latent: int | None = None  # how many of these numbers are the value; None: values are kept apart from keys
 
     @property
     def query_size(self) -> int:
@@ -28,6 +32,31 @@ class Heads:
     @property
     def kv_size(self) -> int:
         return self.num_kv * self.dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.dim if self.latent is None else self.latent
+
+    @property
+    def sides(self) -> int:
+        """How many vectors of `kv_size` numbers are kept of a token."""
+        return 2 if self.latent is None else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention: of each token one vector is kept, `rank` numbers that keys and values of all heads
+    are made of, and `rope_dim` numbers of the key that tell its position."""
+
+    rank: int
+    nope_dim: int  # numbers of a query or key that are not rotated
+    rope_dim: int  # and those that are
+    value_dim: int  # of a head
+    query_rank: int | None = None  # queries are made of a vector of this size; None: of the token itself
+
+    @property
+    def query_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +70,7 @@ class Rope:
     frequency_factors: tuple[float, ...] = ()  # dim / 2 divisors of the default frequencies; (): none
     long_factors: tuple[float, ...] = ()  # in their place in sequences past the original length (longrope)
     dim: int | None = None  # how many numbers of each head are rotated, the first ones; None: all
+    in_pairs: bool = False  # checkpoints store those that are rotated together side by side, not as two halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +84,9 @@ class Experts:
     shared_has_gate: bool = False  # its part is multiplied by the sigmoid of a logit of the token
     is_normalized: bool = True  # a token's weights are divided by their sum: a softmax over its experts alone
     scale: float = 1.0  # of the weights of a token's experts
+    num_groups: int = 1  # of experts, side by side; a token's experts are of the `groups_used` that rank first
+    groups_used: int = 1
+    by_sigmoid: bool = False  # experts rank by sigmoids plus a learned bias, groups by their best two; not by a softmax
     dense_layers: tuple[int, ...] = ()  # that have a plain MLP
     beside_mlp: bool = False  # layers have a plain MLP too
     has_bias: bool = False  # the router and the experts' matrices
@@ -160,6 +193,7 @@ class ModelConfig:
     parallel_residual: bool = False  # attention and MLP read the same stream; where a family has both forms
     shared_norm: bool = False  # by the same norm; likewise
     experts: Experts | None = None
+    latent: Latent | None = None  # of attention over latents; `heads` are those that attend to them
     encoder: Encoder | None = None  # None: a decoder
     recurrent: Recurrent | None = None  # None: all layers attend
     attention_gate: bool = False  # what a token has read is multiplied by the sigmoid of logits of its own
@@ -196,8 +230,10 @@ class ModelConfig:
         if self.is_recurrent(layer):
             assert self.recurrent is not None
             return KVCacheSpec("state", state_bytes=self.recurrent.state_numbers * DTYPE_BYTES["float32"])
-        window = self.window_of(layer)
-        return KVCacheSpec("full" if window is None else "window", 2 * self.heads.kv_size, window)
+        numbers, window = self.heads.sides * self.heads.kv_size, self.window_of(layer)
+        if self.latent is not None:
+            return KVCacheSpec("latent", numbers)
+        return KVCacheSpec("full" if window is None else "window", numbers, window)
 
     def is_recurrent(self, layer: int) -> bool:
         return self.recurrent is not None and layer in self.recurrent.layers

@@ -202,6 +202,8 @@ def _resolve_layout(config: EngineConfig, facts: HardwareFacts, model: ModelConf
         raise ConfigError("kv_cache_dtype", reason, 'use "auto", or kv_layout="paged"')
     draft = None if config.speculation is None else config.speculation.draft
     for each in (model, draft):
+        if each is not None and each.latent is not None:
+            raise ConfigError("kv_layout", '"virtual" cannot run this model: it keeps latents', 'use "paged"')
         if each is not None:
             _check_pages(config, facts, each)
     return replace(config, device=replace(config.device, attention_backend=VIRTUAL_BACKEND))

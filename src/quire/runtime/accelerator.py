@@ -22,7 +22,10 @@ def why_not_triton(device: torch.device, heads: Heads, block_size: int) -> str |
     reason = _why_no_compiler(device)
     if reason is not None:
         return reason
-    if not 16 <= heads.dim <= 256 or heads.dim % 2:
+    if heads.latent is not None:
+        if not 16 <= heads.latent <= 512 or heads.dim - heads.latent > 128:
+            return f"latents of {heads.dim} numbers are not among those its kernels know (16 to 512, and 128 rotated)"
+    elif not 16 <= heads.dim <= 256 or heads.dim % 2:
         return f"heads of {heads.dim} numbers are not among those its kernels know (even, 16 to 256)"
     if heads.num_query // heads.num_kv > MOST_QUERIES:
         return f"more than {MOST_QUERIES} query heads share a key/value head"

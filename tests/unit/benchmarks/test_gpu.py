@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch")
@@ -10,6 +12,7 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import floor, workloads
 from benchmarks.gpu.models import MODELS, BenchModel
 from benchmarks.gpu.profile_step import busy_share
+from quire.runtime.loading.hf.config import hf_model_config
 
 TINY = BenchModel(
     {
@@ -61,6 +64,16 @@ def test_floors_follow_from_the_shapes(name: str, nano: float, chat: float, pref
     work = workloads.prefill(0)
     assert work.num_prompt_tokens / floor.total_seconds(model, work) == pytest.approx(prefill, rel=0.01)
     assert floor.step_seconds(model, 1, 256) * 1e3 == pytest.approx(tpot, rel=0.01)
+
+
+def test_latents_and_experts_are_counted_as_the_engine_does(tmp_path: Path) -> None:
+    model = MODELS["deepseek-v2-lite"]
+    config = hf_model_config(model.write(tmp_path))
+    assert model.kv_numbers == sum(spec.numbers for spec in config.kv_specs) == 27 * 576
+    assert model.read_parameters(1) == model.layer_parameters
+    both = model.head_parameters * 2  # and the embedding
+    assert model.layer_parameters + both == pytest.approx(config.num_active, rel=0.01)
+    assert model.read_parameters(10_000) + both == pytest.approx(config.num_parameters, rel=0.01)
 
 
 def test_a_bench_runs_requests_and_says_how_far_they_are_from_the_floor(

@@ -9,7 +9,7 @@ import pytest
 from quire.config.arguments import EngineArguments
 from quire.config.engine import EngineConfig
 from quire.config.facts import HardwareFacts
-from quire.config.model import ModelConfig
+from quire.config.model import Latent, ModelConfig
 from quire.config.resolve import resolve_engine_config
 from quire.types.errors import ConfigError
 from tests.unit.config.machines import LAPTOP, LARGE, SERVER, SMALL
@@ -44,6 +44,7 @@ def test_a_block_of_a_large_model_is_one_page_of_a_gpu() -> None:
         (LAPTOP, SMALL, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: float8"),
         (LAPTOP, SMALL, {"block_size": 1}, "block_size: .*1 tokens of 46,080 bytes .* use 4 or a multiple"),
         (SERVER, LARGE, {"block_size": 8}, "block_size: .*pages of 2.00 MiB; use 16 or a multiple"),
+        (LAPTOP, replace(SMALL, latent=Latent(32, 16, 8, 16)), {}, 'kv_layout: "virtual" .* latents; use "paged"'),
         (SERVER, SMALL, {}, 'block_size: .*no size is; use kv_layout="paged"'),
         (replace(LAPTOP, page_size=1 << 16), SMALL, {"block_size": 16}, "use 64 or a multiple"),
     ],

@@ -16,7 +16,7 @@ from quire.config.memory import (
     kv_block_bytes,
     plan_memory,
 )
-from quire.config.model import Dtype, Experts, StoredLevels
+from quire.config.model import Dtype, Experts, Heads, Latent, StoredLevels
 from quire.config.sizes import GIB, MIB
 from quire.config.tiers import TierConfig
 from quire.types.errors import DoesNotFit
@@ -85,6 +85,18 @@ def test_the_plan_counts_with_the_runtimes_own_limits() -> None:
 def test_a_block_holds_keys_and_values_of_all_layers() -> None:
     assert kv_block_bytes(SMALL, "bfloat16", 16) == 2 * 30 * 3 * 64 * 2 * 16
     assert _plan().kv_cache == 1_000 * 2 * 30 * 3 * 64 * 4 * 16
+
+
+def test_latents_take_one_vector_for_each_token_and_room_for_parts_on_a_gpu() -> None:
+    latents = replace(SMALL, heads=Heads(16, 1, 576, 512), latent=Latent(512, 128, 64, 128))
+    assert kv_block_bytes(latents, "bfloat16", 16) == 30 * 576 * 2 * 16
+    apart = replace(SMALL, heads=Heads(16, 1, 576))
+    config = EngineConfig(
+        CacheConfig(16, 200), SchedulerConfig(max_model_len=2_048), DeviceConfig("cuda:0", "bfloat16", "bfloat16")
+    )
+    with_triton = replace(SERVER, triton=True)
+    more = [plan_memory(model, config, with_triton, 80 * GIB).activations for model in (latents, apart)]
+    assert more[0] - more[1] == 80 * MIB + config.scheduler.num_rows * 16 * 512 * 4
 
 
 def test_the_plan_says_how_many_full_sequences_fit() -> None:

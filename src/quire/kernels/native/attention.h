@@ -120,10 +120,10 @@ template <typename T> float last_scale(const State& state, int64_t row, const T*
 template <typename T>
 void give_output(const Group& group, const State& state, const Shape& shape, const Rule& rule, T* out) {
     for_rows(group, shape, [&](int64_t row, int64_t token, int64_t head) {
-        T* to = out + (token * shape.query_heads + head) * shape.dim;
+        T* to = out + (token * shape.query_heads + head) * shape.value_dim;
         const float scale = last_scale(state, row, static_cast<const T*>(rule.sinks), head);
-        const float* from = state.out + row * shape.width();
-        in_pieces(shape.dim, [&](int64_t i, int64_t n) { put(to + i, load(from + i) * scale, n); });
+        const float* from = state.out + row * shape.value_width();
+        in_pieces(shape.value_dim, [&](int64_t i, int64_t n) { put(to + i, load(from + i) * scale, n); });
     });
 }
 
@@ -148,7 +148,8 @@ template <typename T> struct Keys {
 template <typename Method, typename T>
 void attend_all(const T* query, int64_t stride, Keys<T> keys, const Cut& cut, T* out, Shape shape, Rule rule) {
     const std::vector<Group>& groups = cut.groups();
-    const int64_t count = static_cast<int64_t>(groups.size()), block = cut.most_rows(), width = shape.width();
+    const int64_t count = static_cast<int64_t>(groups.size()), block = cut.most_rows();
+    const int64_t width = shape.value_width();
     std::vector<int64_t> first(count + 1), skipped(count);  // pieces before a group's first; those no row of it sees
     for (int64_t i = 0; i < count; ++i) {
         skipped[i] = first_seen(groups[i], rule) / PIECE;

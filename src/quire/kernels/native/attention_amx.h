@@ -53,16 +53,18 @@ class TiledAttention {
     static constexpr int64_t MAX_ROWS = 4 * TILE_ROWS;  // of a group: they share the reading of keys and values
 
     static constexpr int64_t STEP = KEYS_AT_ONCE;
+    static constexpr int64_t MAX_DIM = 640;  // keys and values of a step stay in the second cache
 
     static bool fits(const Shape& shape) {
-        return shape.dim % 32 == 0 && shape.dim <= 256 && shape.block_tokens() * shape.group() <= TILE_ROWS;
+        return shape.dim % 32 == 0 && shape.value_dim % 32 == 0 && shape.dim <= MAX_DIM &&
+               shape.block_tokens() * shape.group() <= TILE_ROWS;
     }
 
     TiledAttention(const Shape& shape, Keys<bf16> keys, const Rule& rule, int64_t)
         : shape_(shape), keys_(keys), rule_(rule) {
         static thread_local std::vector<uint8_t> room;
         const int64_t dim = shape.dim, query = MAX_ROWS * 2 * dim, positions = KEYS_AT_ONCE * 2 * dim;
-        const int64_t square = MAX_ROWS * KEYS_AT_ONCE, added = TILE_ROWS * 4 * dim;
+        const int64_t square = MAX_ROWS * KEYS_AT_ONCE, added = TILE_ROWS * 4 * shape.value_dim;
         uint8_t* at = aligned_room(room, query + 6 * square + 2 * positions + added);
         const auto next = [&](int64_t bytes) { return std::exchange(at, at + bytes); };
         query_ = reinterpret_cast<bf16*>(next(query));
@@ -106,7 +108,7 @@ class TiledAttention {
     // 16 rows of the group at a time: some of those may be of another run, and are not used.
     void attend_run(const Work* work, const Run& run, int64_t head, int64_t from, int64_t tile, int64_t count,
                     State state) {
-        const int64_t dim = shape_.dim, place = from * KEYS_AT_ONCE, end = from + run.rows;
+        const int64_t dim = shape_.value_dim, place = from * KEYS_AT_ONCE, end = from + run.rows;
         Sight seen[MAX_ROWS];
         see(work, run, tile, count, shape_, rule_, seen);
         turn_keys(*run.longest, head, tile, count);
@@ -172,7 +174,7 @@ class TiledAttention {
     // where no row sees one.
     void weave_values(const Work& work, int64_t head, int64_t begin, int64_t count, const bool* seen) {
         const __m512i low = _mm512_load_si512(WEAVE_LOW.data()), high = _mm512_load_si512(WEAVE_HIGH.data());
-        const int64_t dim = shape_.dim, padded = (count + 31) / 32 * 32;
+        const int64_t dim = shape_.value_dim, padded = (count + 31) / 32 * 32;
         const bf16* rows[KEYS_AT_ONCE];
         keys_.locate(keys_.values, work, head, shape_, begin, count, rows);
         for (int64_t t = 0; t < padded; t += 2) {
@@ -190,7 +192,7 @@ class TiledAttention {
 
     // added_ [16 rows, dim]: softmax weights of the rows from `row` on times values, 32 positions at a time.
     void weigh(int64_t row, int64_t steps) {
-        const int64_t dim = shape_.dim;
+        const int64_t dim = shape_.value_dim;
         finish_stores();
         for (int64_t column = 0; column < dim; column += 32) {
             _tile_zero(0);

@@ -84,21 +84,21 @@ template <typename T> class PlainAttention {
 
     // The state's rows from `from` on, those of the run, look at `count` positions from `tile` on.
     void attend_run(const Run& run, int64_t head, int64_t from, int64_t tile, int64_t count, State state) {
-        const int64_t width = shape_.width();
+        const int64_t width = shape_.width(), value_width = shape_.value_width();
         const float *where[TILE], *next[TILE], *query = query_.data() + from * width;
-        float *scores = scores_.data(), *out = state.out + from * width;
-        locate(keys_.keys, *run.longest, head, tile, count, where);
+        float *scores = scores_.data(), *out = state.out + from * value_width;
+        locate(keys_.keys, shape_.dim, *run.longest, head, tile, count, where);
         const float* const* ahead = look_ahead(keys_.values, run, head, tile, next);
         by_rows<FUSED>(0, run.rows, [&](auto n, int64_t row) {
             dot_rows<n>(query + row * width, where, count, width, ahead, scores + row * TILE, TILE);
         });
         if (rule_.cap > 0.0f) cap_scores(scores, run.rows * TILE, 1.0f, rule_.cap);
-        soften<TILE>(scores, 1.0f, scores, seen_.data(), state, from, run.rows, width);
-        locate(keys_.values, *run.longest, head, tile, count, where);
+        soften<TILE>(scores, 1.0f, scores, seen_.data(), state, from, run.rows, value_width);
+        locate(keys_.values, shape_.value_dim, *run.longest, head, tile, count, where);
         if (rule_.window > 0) hide(run.rows, count, where);
         ahead = look_ahead(keys_.keys, run, head, tile + TILE, next);
         by_rows<FUSED>(0, run.rows, [&](auto n, int64_t row) {
-            add_rows<n>(scores + row * TILE, where, count, width, ahead, out + row * width);
+            add_rows<n>(scores + row * TILE, where, count, value_width, ahead, out + row * value_width);
         });
     }
 
@@ -116,10 +116,11 @@ template <typename T> class PlainAttention {
         return nullptr;
     }
 
-    // Where the keys (or values) of positions begin .. begin + count lie as padded floats: in the cache, or copied; the
-    // last one again until they are a multiple of four.
-    void locate(const T* cache, const Work& work, int64_t head, int64_t begin, int64_t count, const float** rows) {
-        const int64_t dim = shape_.dim, width = shape_.width();
+    // Where the keys (or values) of positions begin .. begin + count lie as padded floats, `dim` of each: in the cache,
+    // or copied; the last one again until they are a multiple of four.
+    void locate(const T* cache, int64_t dim, const Work& work, int64_t head, int64_t begin, int64_t count,
+                const float** rows) {
+        const int64_t width = Shape::padded(dim);
         const T* stored[TILE];
         keys_.locate(cache, work, head, shape_, begin, count, stored);
         for (int64_t t = 0; t < count; ++t) {

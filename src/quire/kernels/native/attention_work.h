@@ -15,8 +15,11 @@ constexpr int64_t BLOCK_ROWS = 16;   // query rows of a work
 
 struct Shape {
     int64_t query_heads, kv_heads, dim, block_size;
+    int64_t value_dim;  // below dim: values are the first numbers of the keys
+    static int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
     int64_t group() const { return query_heads / kv_heads; }
-    int64_t width() const { return (dim + LANES - 1) / LANES * LANES; }  // dim, padded with zeros
+    int64_t width() const { return padded(dim); }              // dim, padded with zeros
+    int64_t value_width() const { return padded(value_dim); }  // the same of values
     int64_t block_tokens() const { return std::max<int64_t>(1, BLOCK_ROWS / group()); }
 };
 

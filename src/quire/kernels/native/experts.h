@@ -18,6 +18,8 @@ struct PackedExperts {
     int64_t is_normalized;        // a row's weights are divided by their sum
     int64_t shared, shared_gate;  // buffers: what the expert of all rows gave, its gate's logits; -1: there is none
     double scale;                 // of a row's weights
+    int64_t groups, groups_used;  // of experts, side by side; those of a row are of the groups that rank first
+    const float* score_bias;      // [num]: experts rank by sigmoids plus this, groups by their best two; null: softmax
     const PackedLinear *gate_up, *down;  // [num]
     const Clamp* clamp;                  // of the gate, or null
     const float* factors;                // [num]: of the weights of each, or null
@@ -31,20 +33,76 @@ template <typename T> void multiply_by(const PackedLinear& linear, const T* x, i
 
 template <typename T> float one(const T* from) { return fetch(from, 1)[0]; }
 
-// The experts that a row's logits [num] rank first, and their weights: the softmax over all. Of equal ones the first.
+// Heads of rows by a matrix each: inputs and `rest` numbers side by side to outputs and the same numbers.
 template <typename T>
-void choose_experts(const T* logits, const PackedExperts& experts, float* shares, int64_t* chosen, float* weights) {
-    float largest = one(logits), sum = 0.0f, used = 0.0f;
+void multiply_heads(const PackedLinear* linears, int64_t heads, int64_t rest, const T* x, int64_t stride, int64_t rows,
+                    T* out) {
+    const int64_t inputs = linears->inputs, outputs = linears->outputs, width = outputs + rest;
+    const std::unique_ptr<T[]> taken(new T[rows * inputs]), made(new T[rows * outputs]);
+    for (int64_t head = 0; head < heads; ++head) {
+        const T* from = x + head * (inputs + rest);
+        T* to = out + head * width;
+        for (int64_t row = 0; row < rows; ++row)
+            std::memcpy(&taken[row * inputs], from + row * stride, inputs * sizeof(T));
+        multiply_by(linears[head], taken.get(), rows, made.get());
+        for (int64_t row = 0; row < rows; ++row, from += stride, to += heads * width) {
+            std::memcpy(to, &made[row * outputs], outputs * sizeof(T));
+            std::memcpy(to + outputs, from + inputs, rest * sizeof(T));
+        }
+    }
+}
+
+// Softmax of a row's logits [num] or, with a bias, their sigmoids.
+template <typename T> void share_out(const T* logits, const PackedExperts& experts, float* shares) {
+    if (experts.score_bias != nullptr) {
+        for (int64_t i = 0; i < experts.num; ++i) shares[i] = 1.0f / (1.0f + std::exp(-one(logits + i)));
+        return;
+    }
+    float largest = one(logits), sum = 0.0f;
     for (int64_t i = 0; i < experts.num; ++i) {
         shares[i] = one(logits + i);
         largest = std::max(largest, shares[i]);
     }
     for (int64_t i = 0; i < experts.num; ++i) sum += shares[i] = std::exp(shares[i] - largest);
+    for (int64_t i = 0; i < experts.num; ++i) shares[i] /= sum;
+}
+
+// Leaves -inf of the experts that are not of the groups that rank first.
+inline void keep_groups(const PackedExperts& experts, float* ranked) {
+    const int64_t size = experts.num / experts.groups;
+    std::vector<float> best(experts.groups);
+    for (int64_t group = 0; group < experts.groups; ++group) {
+        float *first = ranked + group * size, *end = first + size, *most = std::max_element(first, end);
+        best[group] = *most;
+        if (experts.score_bias == nullptr) continue;
+        float second = -INFINITY;
+        for (float* each = first; each < end; ++each)
+            if (each != most) second = std::max(second, *each);
+        best[group] += second;
+    }
+    std::vector<bool> taken(experts.groups);
+    for (int64_t rank = 0; rank < experts.groups_used; ++rank) {
+        const int64_t group = std::max_element(best.begin(), best.end()) - best.begin();
+        taken[group] = true;
+        best[group] = -INFINITY;
+    }
+    for (int64_t i = 0; i < experts.num; ++i)
+        if (!taken[i / size]) ranked[i] = -INFINITY;
+}
+
+// The experts that a row's logits [num] rank first, and their weights. Of equal ones the first. shares: [2 * num].
+template <typename T>
+void choose_experts(const T* logits, const PackedExperts& experts, float* shares, int64_t* chosen, float* weights) {
+    float* ranked = shares + experts.num;
+    float used = 1e-20f;
+    share_out(logits, experts, shares);
+    for (int64_t i = 0; i < experts.num; ++i) ranked[i] = shares[i] + (experts.score_bias == nullptr ? 0.0f : experts.score_bias[i]);
+    if (experts.groups_used < experts.groups) keep_groups(experts, ranked);
     for (int64_t rank = 0; rank < experts.used; ++rank) {
-        const int64_t best = std::max_element(shares, shares + experts.num) - shares;
+        const int64_t best = std::max_element(ranked, ranked + experts.num) - ranked;
         chosen[rank] = best;
-        used += weights[rank] = shares[best] / sum;
-        shares[best] = -1.0f;
+        used += weights[rank] = shares[best];
+        ranked[best] = -INFINITY;
     }
     for (int64_t rank = 0; rank < experts.used; ++rank) {
         weights[rank] = (experts.is_normalized ? weights[rank] / used : weights[rank]) * static_cast<float>(experts.scale);
@@ -61,7 +119,7 @@ struct Pairs {
     template <typename T> Pairs(const T* logits, const PackedExperts& experts, int64_t num_rows) {
         const int64_t count = num_rows * experts.used;
         std::vector<int64_t> chosen(count);
-        std::vector<float> found(count), shares(experts.num);
+        std::vector<float> found(count), shares(2 * experts.num);
         begins.assign(experts.num + 1, 0);
         for (int64_t row = 0; row < num_rows; ++row)
             choose_experts(logits + row * experts.num, experts, shares.data(), &chosen[row * experts.used],

@@ -109,22 +109,25 @@ def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
 def paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, spans: Tensor, rule: AttentionRule
 ) -> Tensor:
-    """Causal attention of runs of tokens over their cached keys -> [tokens, query heads * dim].
+    """Causal attention of runs of tokens over their cached keys -> [tokens, query heads * dim of values].
 
     query [tokens, query heads, dim]; keys and values [blocks, kv heads, block, dim]; spans [n, 4] int64, together all
     tokens: first token, number of tokens, keys the first one sees, and where its block table begins in `tables`, int64.
+    Values of latents are the first numbers of the keys, in the same memory.
     """
     tokens, query_heads, dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
     _check(query.dtype == keys.dtype == values.dtype and query.stride(1) == dim)
-    _check(keys.is_contiguous() and values.is_contiguous() and tables.is_contiguous() and spans.is_contiguous())
+    value_dim = values.shape[3]
+    _check(values.is_contiguous() if value_dim == dim else values.data_ptr() == keys.data_ptr() and value_dim < dim)
+    _check(keys.is_contiguous() and tables.is_contiguous() and spans.is_contiguous())
     _check(tables.dtype == spans.dtype == torch.int64)
     _check(rule.sinks is None or (rule.sinks.dtype == query.dtype and rule.sinks.is_contiguous()))
     sinks = None if rule.sinks is None else rule.sinks.data_ptr()
-    out = torch.empty(tokens, query_heads * dim, dtype=query.dtype)
+    out = torch.empty(tokens, query_heads * value_dim, dtype=query.dtype)
     open_library().quire_paged_attention(
         TYPES[query.dtype], query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), tables.data_ptr(),
-        spans.data_ptr(), spans.shape[0], out.data_ptr(), query_heads, kv_heads, dim, block_size,
+        spans.data_ptr(), spans.shape[0], out.data_ptr(), query_heads, kv_heads, dim, block_size, value_dim,
         rule.scale, rule.softcap or 0.0, rule.window or 0, sinks,
     )  # fmt: skip
     return out

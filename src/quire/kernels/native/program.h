@@ -27,7 +27,8 @@ enum Kind : int64_t {
     TIMES,
     CONVOLVE,
     DELTA,
-    GATE_BY
+    GATE_BY,
+    MULTIPLY_HEADS
 };
 
 // One operation on buffers [rows, width]. What a kind does not use is zero.
@@ -39,13 +40,14 @@ struct Operation {
     int64_t layer;         // whose cache, which angles, or which activation
     int64_t kv_heads, block_size;
     int64_t window;      // of attention, see Rule
-    // of a norm [groups, size] or [2, size] with its bias, a PackedLinear, PackedExperts, PackedDelta, sinks, or a Clamp
+    // of a norm [groups, size] or [2, size] with its bias, PackedLinears, PackedExperts, PackedDelta, sinks, or a Clamp
     // or null
     const void* weight;
     double number;       // a norm's eps, the scale of attention, of what is added, or of x
     double cap;          // of attention
     int64_t wide;        // whether a norm's weights are float32 whatever the rows are
     int64_t table;       // whose blocks the layer's cache is in, see ProgramRun
+    int64_t latent;      // of a key, how many numbers are its value; 0: values are kept apart
 };
 
 struct Angles {
@@ -120,6 +122,11 @@ template <typename T> struct Interpreter {
         multiply_by(*static_cast<const PackedLinear*>(op.weight), at(op.x), run.rows, at(op.out));
     }
 
+    void multiply_by_heads(const Operation& op) const {
+        multiply_heads(static_cast<const PackedLinear*>(op.weight), op.groups, op.size, at(op.x), width(op.x), run.rows,
+                       at(op.out));
+    }
+
     void mix(const Operation& op) const {
         const PackedExperts& experts = *static_cast<const PackedExperts*>(op.weight);
         const T* shared = experts.shared < 0 ? nullptr : at(experts.shared);
@@ -133,10 +140,10 @@ template <typename T> struct Interpreter {
                angles.stride, run.rows, op.groups, op.size, angles.dim);
     }
 
-    // Keys, then values, of a row from `column` on.
+    // Keys, then values if they are kept apart, of a row from `column` on.
     void write(const Operation& op) const {
-        const T* keys = at(op.x) + op.column;
-        write_cache(keys, width(op.x), keys + op.groups * op.size, width(op.x), static_cast<T*>(run.keys[op.layer]),
+        const T *keys = at(op.x) + op.column, *values = op.latent > 0 ? nullptr : keys + op.groups * op.size;
+        write_cache(keys, width(op.x), values, width(op.x), static_cast<T*>(run.keys[op.layer]),
                     static_cast<T*>(run.values[op.layer]), run.slots[op.table], run.rows, op.groups, op.size);
     }
 
@@ -172,7 +179,9 @@ template <typename T> struct Interpreter {
             std::memcpy(at(op.out) + row * values, at(op.x) + run.wanted[row] * values, values * sizeof(T));
     }
 
-    Shape shape(const Operation& op) const { return {op.groups, op.kv_heads, op.size, op.block_size}; }
+    Shape shape(const Operation& op) const {
+        return {op.groups, op.kv_heads, op.size, op.block_size, op.latent > 0 ? op.latent : op.size};
+    }
 
     // One cut serves the layers of all tables: rows with the same blocks in the first one share those of the others too.
     void go() const {
@@ -214,13 +223,14 @@ template <typename T> struct Interpreter {
                 case CONVOLVE: mix_tokens(op); break;
                 case DELTA: follow(op); break;
                 case GATE_BY: gate_by_sigmoid(at(op.x), at(op.y) + op.column, width(op.y), run.rows, op.size); break;
+                case MULTIPLY_HEADS: multiply_by_heads(op); break;
             }
         }
     }
 
     static bool same(const Shape& a, const Shape& b) {
         return a.query_heads == b.query_heads && a.kv_heads == b.kv_heads && a.dim == b.dim &&
-               a.block_size == b.block_size;
+               a.block_size == b.block_size && a.value_dim == b.value_dim;
     }
 };
 
@@ -236,6 +246,7 @@ template <typename T> bool can_multiply(const Operation* operations, int64_t cou
             const PackedExperts& experts = *static_cast<const PackedExperts*>(op.weight);
             return has_kernels<T>(experts.gate_up, experts.num) && has_kernels<T>(experts.down, experts.num);
         }
+        if (op.kind == MULTIPLY_HEADS) return has_kernels<T>(static_cast<const PackedLinear*>(op.weight), op.groups);
         return op.kind != MULTIPLY || has_kernels<T>(static_cast<const PackedLinear*>(op.weight), 1);
     });
 }

@@ -20,6 +20,7 @@ from torch import Tensor
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.clamp import Clamp
 from quire.kernels.delta import DeltaSizes, DeltaWeights
+from quire.kernels.native.buffers import lay_out_buffers
 from quire.kernels.native.loader import TYPES, open_library
 from quire.kernels.native.ops import ACTIVATIONS, doubles
 from quire.kernels.native.structures import CAngles, CDelta, COperation, CRun
@@ -27,8 +28,8 @@ from quire.kernels.native.weights import ExpertWeights, LinearWeights, PackedExp
 
 (
     RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX, SCALE, TIMES,
-    CONVOLVE, DELTA, GATE_BY,
-) = range(17)  # fmt: skip
+    CONVOLVE, DELTA, GATE_BY, MULTIPLY_HEADS,
+) = range(18)  # fmt: skip
 _STREAM = 0  # the buffer that a run is given
 
 
@@ -81,8 +82,9 @@ class ProgramWriter:
         self.stream = self._new(width)  # the rows that a run is given
 
     def norm(self, x: Symbol, weight: Tensor, eps: float) -> Symbol:
-        out = self._new(x.width)
-        self._add(RMS_NORM, x.buffer, out=out.buffer, groups=1, size=x.width, weight=weight, number=eps)
+        """Of as many values of each row as there are weights, the first ones."""
+        out = self._new(len(weight))
+        self._add(RMS_NORM, x.buffer, out=out.buffer, groups=1, size=out.width, weight=weight, number=eps)
         return out
 
     def layer_norm(self, x: Symbol, weight_bias: Tensor, eps: float) -> Symbol:
@@ -107,47 +109,56 @@ class ProgramWriter:
         self._add(MULTIPLY, x.buffer, out=out.buffer, pointer=self._keep(packed))
         return out
 
+    def multiply_heads(self, x: Symbol, linears: Sequence[LinearWeights], rest: int) -> Symbol:
+        """Each head that rows begin with by a weight of its own; `rest` numbers behind its inputs go on as they are."""
+        weight, num = linears[0].weight, len(linears)
+        assert x.width >= num * (weight.inputs + rest)
+        out, packed = self._new(num * (weight.outputs + rest)), (PackedLinear * num)(*map(self._pack, linears))
+        self._add(MULTIPLY_HEADS, x.buffer, out=out.buffer, groups=num, size=rest, pointer=self._keep(packed))
+        return out
+
     def mix(self, x: Symbol, logits: Symbol, experts: ExpertWeights, shared: Sequence[Symbol] = ()) -> Symbol:
         """The weighted sum of what the experts of each row make of it. shared: what is added, and the logits [rows, 1]
         of the sigmoid that it is multiplied by; or less."""
         num, out = len(experts.gate_up), self._new(x.width)
         assert logits.width == num
         gate_up, down = ((PackedLinear * num)(*map(self._pack, each)) for each in (experts.gate_up, experts.down))
-        others, factors = [each.buffer for each in shared], experts.factors
-        assert factors is None or (
-            factors.dtype == torch.float32 and factors.shape == (num,) and factors.is_contiguous()
-        )
-        self._kept.append(factors)
+        others = [each.buffer for each in shared]
         packed = PackedExperts(
-            num, experts.num_used, experts.is_normalized, *(*others, -1, -1)[:2], experts.scale,
-            self._keep(gate_up), self._keep(down), self._keep(doubles(experts.clamp)),
-            None if factors is None else factors.data_ptr(), ACTIVATIONS[experts.activation],
+            num, experts.num_used, experts.is_normalized, *(*others, -1, -1)[:2], experts.scale, *experts.groups,
+            self._keep_each(experts.score_bias, num), self._keep(gate_up), self._keep(down),
+            self._keep(doubles(experts.clamp)), self._keep_each(experts.factors, num), ACTIVATIONS[experts.activation],
         )  # fmt: skip
         self._add(MIX, x.buffer, y=logits.buffer, out=out.buffer, pointer=self._keep(packed))
         self._uses[-1] += tuple(others)
         return out
 
-    def rotate(self, x: Symbol, angles: Hashable, heads: int, dim: int) -> None:
-        """The first heads of each row, as many numbers of each as the angles have that a run has under this name."""
+    def rotate(self, x: Symbol, angles: Hashable, heads: int, dim: int, *, column: int = 0) -> None:
+        """Heads of each row, from a column on, as many numbers of each as the angles have that a run has so named."""
         if angles not in self._angles:
             self._angles.append(angles)
-        self._add(ROTATE, x.buffer, groups=heads, size=dim, layer=self._angles.index(angles))
+        self._add(ROTATE, x.buffer, groups=heads, size=dim, layer=self._angles.index(angles), column=column)
 
-    def write(self, x: Symbol, place: tuple[int, int], column: int, kv_heads: int, dim: int) -> None:
-        """Keys, then values, from a column of each row on, into the cache of a layer. place: the layer, its table."""
+    def write(
+        self, x: Symbol, place: tuple[int, int], column: int, kv_heads: int, dim: int, *, latent: int = 0
+    ) -> None:
+        """Keys, then values, from a column of each row on, into the cache of a layer. place: the layer, its table.
+        latent: see `attend`."""
         layer, table = place
-        self._add(WRITE, x.buffer, column=column, groups=kv_heads, size=dim, layer=layer, table=table)
+        self._add(WRITE, x.buffer, column=column, groups=kv_heads, size=dim, layer=layer, table=table, latent=latent)
 
     def attend(
-        self, x: Symbol, place: tuple[int, int], heads: tuple[int, int, int], block_size: int, rule: AttentionRule
-    ) -> Symbol:
-        """The query heads that each row begins with. place: the layer, its table; heads: query, kv, dim."""
+        self, x: Symbol, place: tuple[int, int], heads: tuple[int, int, int], block_size: int, rule: AttentionRule,
+        *, latent: int = 0,
+    ) -> Symbol:  # fmt: skip
+        """The query heads that each row begins with. place: the layer, its table; heads: query, kv, dim. latent: how
+        many numbers of a key are its value; 0: values are kept apart."""
         (query, kv, dim), (layer, table) = heads, place
-        out = self._new(query * dim)
+        out = self._new(query * (latent or dim))
         self._add(
             ATTEND, x.buffer, out=out.buffer, groups=query, size=dim, layer=layer, kv_heads=kv, block_size=block_size,
             number=rule.scale, cap=rule.softcap or 0.0, window=rule.window or 0, weight=rule.sinks,
-            table=table,
+            table=table, latent=latent,
         )  # fmt: skip
         return out
 
@@ -218,7 +229,8 @@ class ProgramWriter:
     def finish(self, result: Symbol) -> Program:
         """Raises ValueError for a weight that this CPU has no kernel for."""
         assert result.buffer == _STREAM or result.buffer in self._fresh
-        offsets, room = self._lay_out()
+        given = {_STREAM, *self._fresh} | (set() if self._beside is None else {self._beside.buffer})
+        offsets, room = lay_out_buffers(self._widths, self._uses, given)
         program = Program(self._dtype, self._entries, self._widths, offsets, room, self._fresh, result.buffer)
         program.angles, program.kept = tuple(self._angles), self._kept
         program.beside = None if self._beside is None else self._beside.buffer
@@ -232,6 +244,15 @@ class ProgramWriter:
         """The address of what operations point to, or None."""
         self._kept.append(memory)
         return None if memory is None else ctypes.addressof(memory)
+
+    def _keep_each(self, numbers: Tensor | None, num: int) -> int | None:
+        """The address of a number for each of `num`, or None."""
+        if numbers is None:
+            return None
+        assert (numbers.dtype, numbers.shape) == (torch.float32, (num,))
+        assert numbers.is_contiguous()
+        self._kept.append(numbers)
+        return numbers.data_ptr()
 
     def _pack(self, linear: LinearWeights) -> PackedLinear:
         weight, bias = linear.weight, linear.bias
@@ -253,28 +274,6 @@ class ProgramWriter:
             pointer = weight.data_ptr()
         self._entries.append(COperation(kind=kind, x=x, y=y, out=out, weight=pointer, **fields))
         self._uses.append((x, y, out))
-
-    def _lay_out(self) -> tuple[list[int], int]:
-        """Where each buffer begins, in values for each row, and the size of all; memory is used again when what was in
-        it is no longer read."""
-        last = {buffer: place for place, uses in enumerate(self._uses) for buffer in uses}
-        free: list[tuple[int, int]] = []  # width, offset
-        offsets, held, room = [0] * len(self._widths), {}, 0
-        given = {_STREAM, *self._fresh} | (set() if self._beside is None else {self._beside.buffer})
-        for place, uses in enumerate(self._uses):
-            for buffer in dict.fromkeys(uses):
-                if buffer in given or buffer in held:
-                    continue
-                width = self._widths[buffer]
-                fitting = [spot for spot in free if spot[0] >= width]
-                if fitting:
-                    spot = min(fitting)
-                    free.remove(spot)
-                else:
-                    spot, room = (width, room), room + width
-                held[buffer], offsets[buffer] = spot, spot[1]
-            free += [held[buffer] for buffer in dict.fromkeys(uses) if buffer in held and last[buffer] == place]
-        return offsets, room
 
 
 class Program:

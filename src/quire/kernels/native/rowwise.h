@@ -159,7 +159,7 @@ void gate(int64_t kind, const Clamp* clamp, const T* gate_up, T* out, int64_t ro
     }
 }
 
-// Keys and values [rows, heads, dim] to slots [rows, heads] of a cache seen as [slots, dim].
+// Keys and values [rows, heads, dim] to slots [rows, heads] of a cache seen as [slots, dim]. No values: null.
 template <typename T>
 void write_cache(const T* key, int64_t key_stride, const T* value, int64_t value_stride, T* key_cache, T* value_cache,
                  const int64_t* slots, int64_t rows, int64_t heads, int64_t dim) {
@@ -168,7 +168,7 @@ void write_cache(const T* key, int64_t key_stride, const T* value, int64_t value
         for (int64_t head = 0; head < heads; ++head) {
             const int64_t to = slots[row * heads + head] * dim;
             std::memcpy(key_cache + to, key + row * key_stride + head * dim, dim * sizeof(T));
-            std::memcpy(value_cache + to, value + row * value_stride + head * dim, dim * sizeof(T));
+            if (value != nullptr) std::memcpy(value_cache + to, value + row * value_stride + head * dim, dim * sizeof(T));
         }
 }
 

@@ -21,8 +21,8 @@ class PackedLinear(Structure):
 class PackedExperts(Structure):
     _fields_ = (
         ("num", c_int64), ("used", c_int64), ("is_normalized", c_int64), ("shared", c_int64), ("shared_gate", c_int64),
-        ("scale", c_double), ("gate_up", c_void_p), ("down", c_void_p), ("clamp", c_void_p),
-        ("factors", c_void_p), ("activation", c_int64),
+        ("scale", c_double), ("groups", c_int64), ("groups_used", c_int64), ("score_bias", c_void_p),
+        ("gate_up", c_void_p), ("down", c_void_p), ("clamp", c_void_p), ("factors", c_void_p), ("activation", c_int64),
     )  # fmt: skip
 
 
@@ -46,3 +46,5 @@ class ExpertWeights:
     clamp: Clamp | None = None  # of the gate
     activation: str = "silu"  # likewise
     factors: Tensor | None = None  # [experts] float32: of each expert's weight
+    groups: tuple[int, int] = (1, 1)  # and how many of them a row's experts are of
+    score_bias: Tensor | None = None  # [experts] float32: experts rank by sigmoids plus this, which are their weights

@@ -24,7 +24,7 @@ def write_cache(cache: Tensor, tokens: Tensor, block_ids: Tensor, start: int) ->
 def paged_attention(
     query: Tensor,  # [tokens, query heads, dim]: positions start .. start + tokens of one sequence
     key_cache: Tensor,  # [blocks, kv heads, block, dim]
-    value_cache: Tensor,  # [blocks, kv heads, block, dim]
+    value_cache: Tensor,  # [blocks, kv heads, block, dim], or another dim
     block_ids: Tensor,  # [sequence blocks]
     start: int,
     scale: float,
@@ -35,7 +35,7 @@ def paged_attention(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Causal attention of one sequence's newest tokens over all its cached ones; returns the shape of `query`.
+    """Causal attention of one sequence's newest tokens over all its cached ones: as many rows as `query`.
 
     Position p sees the keys in (p - window, p]. A sink is a score with no value. The scales belong to a float8 cache.
     """

@@ -28,7 +28,7 @@ def load_queries(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr,
 ):  # fmt: skip
     """The packed queries of a pair: [M, DIM_PAD], zero where there is none."""
-    token, lane, real = _query_rows(unit, members, spans, GROUP, M)
+    token, lane, real = query_rows(unit, members, spans, GROUP, M)
     columns = tl.arange(0, DIM_PAD)
     places = query + (token.to(tl.int64) * stride + (head * GROUP + lane) * DIM)[:, None] + columns[None, :]
     return tl.load(places, mask=real[:, None] & (columns < DIM)[None, :], other=0.0)
@@ -41,7 +41,7 @@ def write_pair(
 ):  # fmt: skip
     """Finish a pair: to the output, or to the prefix part that the decode pass takes in."""
     columns = tl.arange(0, acc.shape[1])
-    token, lane, real = _query_rows(unit, members, spans, GROUP, acc.shape[0])
+    token, lane, real = query_rows(unit, members, spans, GROUP, acc.shape[0])
     head = head * GROUP + lane
     number = token * (GROUP * KV_HEADS) + head
     mask = real[:, None] & (columns < DIM)[None, :]
@@ -88,7 +88,7 @@ def arrive(
 
 
 @triton.jit
-def _query_rows(unit, members, spans, GROUP: tl.constexpr, M: tl.constexpr):
+def query_rows(unit, members, spans, GROUP: tl.constexpr, M: tl.constexpr):
     """For each packed row of a unit: its token, its query head within the group, and whether there is such a row."""
     packed = tl.arange(0, M)
     lane = packed % GROUP

@@ -33,6 +33,7 @@ _FEWEST_AT_ONCE, _MOST_AT_ONCE = 128, 4096  # pairs that a program looks at toge
 _FEWEST_BINS = 32
 _TILES_AT_ONCE = 128
 _COLUMNS = 1024
+SMALLEST_SUM = tl.constexpr(1e-20)  # of weights: that of sigmoids may be 0
 
 
 class GroupedTiling(NamedTuple):
@@ -63,9 +64,30 @@ class Routing(NamedTuple):
 
 
 @triton.jit
+def _keep_groups(ranked, expert, size, GROUPS: tl.constexpr, USED: tl.constexpr, BOTH: tl.constexpr):
+    """Minus infinity for experts that are not of the groups that rank first, by their best expert or best two."""
+    PAD: tl.constexpr = triton.next_power_of_2(GROUPS)
+    groups = tl.arange(0, PAD)
+    scores = tl.full([PAD], float("-inf"), tl.float32)
+    for group in tl.static_range(GROUPS):
+        inside = tl.where(expert // size == group, ranked, float("-inf"))
+        score = tl.max(inside, 0)
+        if BOTH:
+            score += tl.max(tl.where(expert == tl.argmax(inside, 0), float("-inf"), inside), 0)
+        scores = tl.where(groups == group, score, scores)
+    kept = expert < 0
+    for _ in tl.static_range(USED):
+        best = tl.argmax(scores, 0)
+        kept |= expert // size == best
+        scores = tl.where(groups == best, float("-inf"), scores)
+    return tl.where(kept, ranked, float("-inf"))
+
+
+@triton.jit
 def _choose_kernel(
-    logits_ptr, rows_ptr, factors_ptr, chosen_ptr, weights_ptr, stride, num, scale,
-    USED: tl.constexpr, NORMALIZED: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    logits_ptr, bias_ptr, rows_ptr, factors_ptr, chosen_ptr, weights_ptr, stride, num, scale,
+    USED: tl.constexpr, NORMALIZED: tl.constexpr, GROUPS: tl.constexpr, GROUPS_USED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_FACTORS: tl.constexpr,
     BLOCK: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
@@ -76,16 +98,24 @@ def _choose_kernel(
         is_real = tl.load(rows_ptr + token) >= 0
     logits = tl.load(logits_ptr + token.to(tl.int64) * stride + expert, mask=(expert < num) & is_real, other=0.0)
     logits = tl.where(expert < num, logits.to(tl.float32), float("-inf"))
-    shares = tl.exp(logits - tl.max(logits, 0))
-    left = tl.where(expert < num, shares / tl.sum(shares, 0), -1.0)
+    if HAS_BIAS:
+        shares = tl.sigmoid(logits)
+        ranked = shares + tl.load(bias_ptr + expert, mask=expert < num, other=0.0)
+    else:
+        shares = tl.exp(logits - tl.max(logits, 0))
+        shares = shares / tl.sum(shares, 0)
+        ranked = shares
+    left = tl.where(expert < num, ranked, float("-inf"))
+    if GROUPS_USED < GROUPS:
+        left = _keep_groups(left, expert, num // GROUPS, GROUPS, GROUPS_USED, HAS_BIAS)
     chosen, weights = tl.zeros((RANKS,), tl.int32), tl.zeros((RANKS,), tl.float32)
     for rank in tl.static_range(USED):
         best = tl.minimum(tl.argmax(left, 0), num - 1)  # numbers that are none must not lead out of the table
         chosen = tl.where(ranks == rank, best, chosen)
-        weights = tl.where(ranks == rank, tl.max(left, 0), weights)
-        left = tl.where(expert == best, -2.0, left)
+        weights = tl.where(ranks == rank, tl.sum(tl.where(expert == best, shares, 0.0), 0), weights)
+        left = tl.where(expert == best, float("-inf"), left)
     if NORMALIZED:
-        weights = weights / tl.sum(weights, 0)
+        weights = weights / (tl.sum(weights, 0) + SMALLEST_SUM)
     if HAS_FACTORS:
         weights *= tl.load(factors_ptr + chosen)
     chosen = tl.where(is_real, chosen, -1)
@@ -229,9 +259,12 @@ def route(
     scale: float = 1.0,  # of the weights
     factors: Tensor | None = None,  # [experts] float32: of each expert's weight
     rows: Tensor | None = None,  # [tokens] int: below 0 for a token of padding, which goes nowhere
+    groups: tuple[int, int] = (1, 1),  # of experts, side by side, and those of them that a token's experts are of
+    score_bias: Tensor | None = None,  # [experts] float32: experts rank by sigmoids plus this, groups by their best two
     dependent: bool = False,
 ) -> Routing:
-    """The experts that each token ranks first, weighted by the softmax over all, and where their pairs are computed."""
+    """The experts that each token ranks first, weighted by the softmax over all or, with a bias, by the sigmoids
+    without it, and where their pairs are computed."""
     tokens, num = logits.shape
     device, pairs = logits.device, tokens * num_used
     check_rows(logits, "logits")
@@ -239,6 +272,8 @@ def route(
     check(rows is None or (rows.shape == (tokens,) and rows.is_contiguous()), "rows: a number per token")
     check(factors is None or (factors.shape == (num,) and factors.is_contiguous()), "factors: a number per expert")
     check(pairs + num * tiling.block_m < 1 << 31, "at most 2**31 pairs")
+    check(score_bias is None or (score_bias.shape == (num,) and score_bias.is_contiguous()), "bias: one per expert")
+    check(num % groups[0] == 0, "groups are of equal size")
     tiles = most_tiles(pairs, num, tiling.block_m)
     chosen = torch.empty(tokens, num_used, dtype=torch.int32, device=device)
     weights = torch.empty(tokens, num_used, dtype=torch.float32, device=device)
@@ -248,8 +283,9 @@ def route(
         return routing
     block = power_of_two(num)
     _choose_kernel[(tokens,)](
-        logits, rows, factors, chosen, weights, logits.stride(0), num, scale,
-        USED=num_used, NORMALIZED=is_normalized, HAS_ROWS=rows is not None, HAS_FACTORS=factors is not None,
+        logits, score_bias, rows, factors, chosen, weights, logits.stride(0), num, scale,
+        USED=num_used, NORMALIZED=is_normalized, GROUPS=groups[0], GROUPS_USED=groups[1],
+        HAS_BIAS=score_bias is not None, HAS_ROWS=rows is not None, HAS_FACTORS=factors is not None,
         BLOCK=block, RANKS=power_of_two(num_used), DEPENDENT=dependent,
         num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip

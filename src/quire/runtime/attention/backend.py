@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.config.model import Heads
 from quire.kernels.attention_rule import AttentionRule
 
 Counts = npt.NDArray[np.int64]
@@ -20,7 +21,8 @@ Kernels = Literal["torch", "native", "triton"]
 class LayerCache:
     """One layer's keys and values, K and V apart, and the same memory seen flat; owned by the worker's KVCache.
 
-    Flat, a float8 cache is seen as bytes: torch does not index float8 on every device.
+    Flat, a float8 cache is seen as bytes: torch does not index float8 on every device. Of latents, values are the first
+    numbers of the keys, in the same memory.
     """
 
     key: Tensor  # [blocks, kv heads, block, dim]
@@ -37,6 +39,22 @@ class LayerCache:
         slots, whole = (-1, dim), (blocks * kv_heads, size * dim)
         keys, values = indexable(key), indexable(value)
         return cls(key, value, keys.view(slots), values.view(slots), keys.view(whole), values.view(whole), table)
+
+    @classmethod
+    def of_latents(cls, key: Tensor, rank: int, table: int = 0) -> LayerCache:
+        both = cls.of(key, key, table)
+        return replace(both, value=key[..., :rank], value_slots=both.value_slots[:, :rank])
+
+    @property
+    def is_latent(self) -> bool:
+        return self.value.shape[-1] < self.key.shape[-1]
+
+
+def layer_cache(memory: Tensor, heads: Heads, table: int) -> LayerCache:
+    """`memory` [sides, blocks, kv heads, block, dim] as a layer sees it."""
+    if heads.latent is not None:
+        return LayerCache.of_latents(memory[0], heads.latent, table)
+    return LayerCache.of(memory[0], memory[1], table)
 
 
 def indexable(memory: Tensor) -> Tensor:
@@ -88,7 +106,9 @@ class AttentionBackend(Protocol):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: Any, rule: AttentionRule
     ) -> Tensor:
-        """query [tokens, query heads, dim], key and value [tokens, kv heads, dim] -> [tokens, query heads * dim]."""
+        """query [tokens, query heads, dim], key and value [tokens, kv heads, dim] -> [tokens, query heads * dim].
+
+        Over latents, values have fewer numbers than keys, and what is returned has as many."""
 
 
 class BatchBackend(AttentionBackend, Protocol):

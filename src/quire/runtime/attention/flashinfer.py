@@ -42,6 +42,8 @@ def why_not_flashinfer(placement: Placement, heads: Heads, kv_dtype: torch.dtype
     found = torch.cuda.get_device_capability(placement.device)
     if found < LEAST_CAPABILITY:
         return f"compute capability {found[0]}.{found[1]} is too old for its kernels"
+    if heads.latent is not None:
+        return "its kernels are not used for attention over latents"
     if heads.dim not in HEAD_DIMS:
         return f"heads of {heads.dim} numbers are not among those its kernels know (64, 128, 256)"
     if placement.dtype not in DTYPES:

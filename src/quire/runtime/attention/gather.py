@@ -28,13 +28,14 @@ class Gather:
 
     index: Tensor  # [rows * kv heads * blocks] into LayerCache.key_blocks; int32 is faster here than int64
     key_blocks: Tensor  # [rows * kv heads * blocks, block * dim]
-    value_blocks: Tensor
+    value_blocks: Tensor | None  # None: values are part of the keys
     keys: Tensor  # [rows, kv heads, length, dim]: the same memory
     values: Tensor
 
     def fill(self, cache: LayerCache) -> tuple[Tensor, Tensor]:
         torch.index_select(cache.key_blocks, 0, self.index, out=self.key_blocks)
-        torch.index_select(cache.value_blocks, 0, self.index, out=self.value_blocks)
+        if self.value_blocks is not None:
+            torch.index_select(cache.value_blocks, 0, self.index, out=self.value_blocks)
         return self.keys, self.values
 
 
@@ -58,6 +59,9 @@ class Scratch:
         key_blocks, value_blocks = self._memory[:, :needed].view(2, len(index), numbers)
         keys, values = self._memory[:, :needed].view(2, rows, kv_heads, -1, dim)[:, :, :, :length]
         dtype = cache.key.dtype
+        if cache.is_latent:
+            keys = keys.view(dtype)
+            return Gather(index, key_blocks, None, keys, keys[..., : cache.value.shape[3]])
         return Gather(index, key_blocks, value_blocks, keys.view(dtype), values.view(dtype))
 
 
@@ -174,7 +178,7 @@ class GatherAttention:
         if not rule.is_plain:
             ruled = attend_ruled(q[None], keys[None], values[None], tile.positions, rule)[0]
             return ruled.permute(2, 0, 1, 3).reshape(count, -1).to(query.dtype)
-        shape = (kv_heads, group, keys.shape[1], keys.shape[2])
+        shape = (kv_heads, group, keys.shape[1], -1)
         out = F.scaled_dot_product_attention(  # [kv heads, group, tokens, dim]
             q,
             keys[:, None].expand(shape),

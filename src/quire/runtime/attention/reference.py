@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule
@@ -36,7 +35,7 @@ class ReferenceAttention:
         plan: tuple[ChunkSpan, ...],
         rule: AttentionRule,
     ) -> Tensor:
-        out = torch.empty_like(query)  # [tokens, query heads, dim]
+        out = query.new_empty(*query.shape[:2], cache.value.shape[3])  # [tokens, query heads, dim]
         for span in plan:
             tokens = slice(span.begin, span.begin + span.num_tokens)
             out[tokens] = paged_attention(

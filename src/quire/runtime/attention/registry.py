@@ -82,6 +82,11 @@ def make_backend(
         return NativeAttention()
     if chosen == "flashinfer":
         return FlashInferAttention(heads, placement, block_size)
+    if heads.latent is not None:
+        from quire.runtime.attention.triton_latent import LatentTritonAttention
+
+        device, itemsize = placement.device, (kv_dtype or placement.dtype).itemsize
+        return LatentTritonAttention(heads, device, dependent_rows=dependent_rows(device), itemsize=itemsize)
     from quire.runtime.attention.triton import TritonAttention
 
     return TritonAttention(heads, dependent_rows=dependent_rows(placement.device))

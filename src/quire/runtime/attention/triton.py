@@ -38,7 +38,7 @@ from quire.runtime.attention.backend import Kernels, LayerCache
 from quire.runtime.transfer import Courier
 
 SPARE_TILES = 48  # that are not full, one at most of each chunk
-_CASCADE_BYTES = 40 << 20  # of keys and values that are read while a cascade's second launch ramps up and down
+CASCADE_BYTES = 40 << 20  # of keys and values that are read while a cascade's second launch ramps up and down
 Splits = Mapping[int | None, SplitPlan]  # by the window of the layers that read it
 Spans = npt.NDArray[np.int64]  # [chunks, 4]: first token in the batch, its position, tokens, row
 
@@ -75,7 +75,7 @@ class TritonAttention:
         self._heads, self._dependent_rows = heads, dependent_rows
         self._windows: dict[int | None, None] = {}  # of all layers, each once, in their order
         self._prefill = prefill_config(heads.dim)
-        self._reserved: _Reserved | None = None
+        self._reserved: Reserved | None = None
 
     def accept(self, rule: AttentionRule) -> None:
         """All of them, before `reserve`."""
@@ -83,7 +83,7 @@ class TritonAttention:
 
     def reserve(self, cache: LayerCache, max_rows: int) -> None:
         """Allocate the work lists for steps of up to `max_rows` decode rows over caches like this one."""
-        self._reserved = _Reserved.of(cache, self._heads, max_rows, tuple(self._windows))
+        self._reserved = Reserved.of(cache, self._heads, max_rows, tuple(self._windows))
 
     def is_dependent(self, num_tokens: int) -> bool:
         """Whether kernels of a step are launched while the ones before them still run."""
@@ -171,13 +171,13 @@ class TritonAttention:
         return out.flatten(1)
 
     @property
-    def _memory(self) -> _Reserved:
+    def _memory(self) -> Reserved:
         assert self._reserved is not None, "reserve() was not called"
         return self._reserved
 
 
 @dataclass(frozen=True, slots=True)
-class _Reserved:
+class Reserved:
     """Work lists in memory of their own: those of decode rows, all of a window in one place, and that of their
     prefixes."""
 
@@ -187,7 +187,7 @@ class _Reserved:
     courier: Courier
 
     @classmethod
-    def of(cls, cache: LayerCache, heads: Heads, max_rows: int, windows: tuple[int | None, ...]) -> _Reserved:
+    def of(cls, cache: LayerCache, heads: Heads, max_rows: int, windows: tuple[int | None, ...]) -> Reserved:
         key = cache.key
         configs = decode_configs((heads.num_query, heads.num_kv), key.shape[3], key.dtype, key.device, max_rows)
         largest = max((config for _, config in configs), key=lambda config: config.programs)
@@ -198,7 +198,7 @@ class _Reserved:
         )
         token_bytes = 2 * key.shape[1] * key.shape[3] * key.element_size()
         cascade = allocate_cascade_plan(key, heads.num_query, max_rows, max_rows)
-        return cls(splits, cascade, -(-_CASCADE_BYTES // token_bytes), Courier(key.device))
+        return cls(splits, cascade, -(-CASCADE_BYTES // token_bytes), Courier(key.device))
 
     def splits_for(self, rows: int) -> Splits:
         if rows > self.splits[-1][0]:

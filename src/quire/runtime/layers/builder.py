@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quire.config.engine import DeviceConfig
 from quire.config.model import Experts, Heads, ModelConfig, Recurrent, Rope
@@ -15,7 +17,18 @@ from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention, OutputGate
 from quire.runtime.layers.choice import choose_float8_product, choose_product
 from quire.runtime.layers.delta import DeltaRule
-from quire.runtime.layers.experts import EachExpert, ExpertScales, ExpertSet, MoEMLP, NormedRouter, Router, clamp_of
+from quire.runtime.layers.experts import (
+    EachExpert,
+    ExpertScales,
+    ExpertSet,
+    MoEMLP,
+    NormedRouter,
+    Router,
+    ScoreBias,
+    clamp_of,
+)
+from quire.runtime.layers.head_linear import DenseHeads, HeadLinear, PackedHeads, TritonHeads
+from quire.runtime.layers.latent import LatentAttention, LatentProducts
 from quire.runtime.layers.linear import KeysAsValues, Linear
 from quire.runtime.layers.mlp import MLP, GatedMLP, SideGate
 from quire.runtime.layers.modules import (
@@ -89,11 +102,18 @@ class LayerBuilder:
         return OutputGate(self._ops)
 
     def stacked_linear(
-        self, inputs: int, outputs: dict[str, int], *, order: torch.Tensor | None = None, shrinks: bool = True
+        self,
+        inputs: int,
+        outputs: Mapping[str, int],
+        *,
+        stored: Stored | Mapping[str, Stored] = AS_IT_IS,
+        order: torch.Tensor | None = None,
+        shrinks: bool = True,
     ) -> Linear:
-        """One product for several matrices; `order`: see Linear. Those that do not shrink are never quantized."""
+        """One product for several matrices; `stored`, `order`: see Linear. Those that do not shrink are never
+        quantized."""
         kind, product = (Linear, self._product) if shrinks else (Router, self._table_product)
-        return kind(inputs, outputs, False, product, self._placement, order=order)
+        return kind(inputs, outputs, False, product, self._placement, stored, order)
 
     def delta_rule(self, recurrent: Recurrent, place: int, eps: float) -> DeltaRule:
         """`place`: the layer's number among the recurrent ones."""
@@ -126,7 +146,8 @@ class LayerBuilder:
             shared = self.gated_mlp(hidden, settings.shared_size, activation, bias=False)
         if settings.shared_has_gate:
             shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self._placement)
-        return MoEMLP(gate, experts, settings, shared, shared_gate)
+        bias = ScoreBias(settings.num, self._placement) if settings.by_sigmoid else None
+        return MoEMLP(gate, experts, settings, shared, shared_gate, bias)
 
     def normed_router(self, config: ModelConfig) -> NormedRouter:
         """Its norm's weights are stored times the root of their number."""
@@ -205,6 +226,25 @@ class LayerBuilder:
     def text_attention(self, heads: Heads) -> TextAttention:
         """Of encoders: over the whole text, without positions and without a cache."""
         return TextAttention(heads)
+
+    def latent_products(self, config: ModelConfig) -> LatentProducts:
+        assert config.latent is not None
+        return LatentProducts(config.heads.num_query, config.latent, self._heads_product, self._placement)
+
+    def latent_attention(self, config: ModelConfig, layer: int) -> LatentAttention:
+        latent, scale = config.latent, config.attention_scale
+        assert latent is not None
+        rule = AttentionRule(latent.query_dim**-0.5 if scale is None else scale)
+        self.backend.accept(rule)
+        rotary = self._rotary(config.rope, latent.rope_dim)
+        return LatentAttention(config.heads, latent, layer, rule, rotary, self._ops)
+
+    def _heads_product(self, weight: Tensor, rest: int) -> HeadLinear:
+        if self.backend.kernels == "triton":
+            return TritonHeads(weight, rest, dependent_rows=dependent_rows(self._placement.device))
+        if self.backend.kernels == "native":
+            return PackedHeads(weight, rest, self._table_product)
+        return DenseHeads(weight, rest)
 
     def _rotary(self, rope: Rope, dim: int) -> Rotary:
         """The same one for all layers with the same positions."""

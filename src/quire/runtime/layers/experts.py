@@ -19,11 +19,23 @@ from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.stream import Normed, Projected, Stream, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
 
+_OfEach = tuple[Tensor | None, Tensor | None]  # the factors and the score bias of experts
+
 
 class Router(Linear):
     """Logits [tokens, experts]. Never quantized: a wrong expert costs more than its weights do."""
 
     shrinks = False
+
+
+class ScoreBias(WeightLayer):
+    """What is added to the sigmoid of each expert where experts are ranked, and nowhere else: [experts], float32."""
+
+    parts = ("gate.e_score_correction_bias",)
+
+    def __init__(self, num: int, placement: Placement) -> None:
+        super().__init__()
+        self.weight = placement.empty(num, dtype=torch.float32)
 
 
 class ExpertScales(WeightLayer):
@@ -58,13 +70,14 @@ class ExpertSet(Protocol):
 
     def mix(
         self, x: Value, logits: Value, experts: Experts, shared: tuple[Value, ...] = (),
-        rows: Tensor | None = None, factors: Tensor | None = None,
+        rows: Tensor | None = None, factors: Tensor | None = None, score_bias: Tensor | None = None,
     ) -> Value:  # fmt: skip
         """x [tokens, hidden] -> [tokens, hidden], by the router's logits [tokens, experts].
 
         shared: what the shared expert gave [tokens, hidden], and its gate's logits [tokens, 1]; or less.
         rows [tokens]: below 0 for a token of padding, which goes to no expert; what it gets means nothing.
         factors [experts], float32: of each expert's weight.
+        score_bias [experts], float32: of experts that rank by sigmoids.
         """
 
 
@@ -80,17 +93,19 @@ class EachExpert(nn.ModuleList):
         shared: tuple[Value, ...] = (),
         rows: Tensor | None = None,  # noqa: ARG002
         factors: Tensor | None = None,
+        score_bias: Tensor | None = None,
     ) -> Value:
         if isinstance(x, Symbol):
-            return self._write_down(x, logits, experts, shared, factors)
-        used = experts.num_used
+            return self._write_down(x, logits, experts, shared, (factors, score_bias))
+        used, groups = experts.num_used, (experts.num_groups, experts.groups_used)
         chosen, weights = choose_experts(
-            logits, used, is_normalized=experts.is_normalized, scale=experts.scale, factors=factors
-        )
+            logits, used, is_normalized=experts.is_normalized, scale=experts.scale, factors=factors, groups=groups,
+            score_bias=score_bias,
+        )  # fmt: skip
         out = _shared_part(shared) if shared else torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self)).tolist()
-        factors = weights.flatten()[order].unsqueeze(1)
+        shares = weights.flatten()[order].unsqueeze(1)
         begin = 0
         for expert, count in zip(self, counts, strict=True):
             if count == 0:
@@ -98,28 +113,23 @@ class EachExpert(nn.ModuleList):
             mine = slice(begin, begin + count)
             begin += count
             tokens = order[mine] // used
-            out.index_add_(0, tokens, expert(x.index_select(0, tokens)).value().float().mul_(factors[mine]))
+            out.index_add_(0, tokens, expert(x.index_select(0, tokens)).value().float().mul_(shares[mine]))
         return out.to(x.dtype)
 
     def _write_down(
-        self, x: Symbol, logits: Symbol, experts: Experts, shared: tuple[Symbol, ...], factors: Tensor | None
+        self, x: Symbol, logits: Symbol, experts: Experts, shared: tuple[Symbol, ...], each: _OfEach
     ) -> Symbol:
         """The operation of a program."""
         mlps = cast("list[GatedMLP]", list(self))
         linears = [pair for mlp in mlps if (pair := mlp.as_native()) is not None]
         if len(linears) < len(self):
-            return x.writer.call(partial(_mix, self, experts, factors), (x, logits, *shared), x.width)
+            return x.writer.call(partial(_mix, self, experts, each), (x, logits, *shared), x.width)
         gate_up, down = zip(*linears, strict=True)
+        factors, score_bias = each
         weights = ExpertWeights(
-            gate_up,
-            down,
-            experts.num_used,
-            experts.is_normalized,
-            experts.scale,
-            clamp_of(experts),
-            mlps[0].activation,
-            factors,
-        )
+            gate_up, down, experts.num_used, experts.is_normalized, experts.scale, clamp_of(experts),
+            mlps[0].activation, factors, (experts.num_groups, experts.groups_used), score_bias,
+        )  # fmt: skip
         return x.writer.mix(x, logits, weights, shared)
 
 
@@ -133,8 +143,10 @@ class MoEMLP(nn.Module):
         settings: Experts,
         shared_expert: GatedMLP | None = None,
         shared_expert_gate: Linear | None = None,
+        score_bias: ScoreBias | None = None,
     ) -> None:
         super().__init__()
+        self.score_bias = score_bias
         self.gate, self.experts, self._settings = gate, experts, settings
         self.shared_expert, self.shared_expert_gate = shared_expert, shared_expert_gate
 
@@ -149,7 +161,8 @@ class MoEMLP(nn.Module):
         if self.shared_expert_gate is not None:
             shared += (self.shared_expert_gate(value),)
         logits = self.gate(value)
-        return self.experts.mix(value, logits, self._settings, shared, rows)
+        bias = None if self.score_bias is None else self.score_bias.weight.data
+        return self.experts.mix(value, logits, self._settings, shared, rows, score_bias=bias)
 
 
 def clamp_of(experts: Experts) -> Clamp | None:
@@ -162,8 +175,7 @@ def _shared_part(shared: tuple[Tensor, ...]) -> Tensor:  # [tokens, hidden], flo
     return output.float() * factor
 
 
-def _mix(
-    experts: ExpertSet, settings: Experts, factors: Tensor | None, x: Tensor, logits: Tensor, *others: Tensor
-) -> Value:
+def _mix(experts: ExpertSet, settings: Experts, each: _OfEach, x: Tensor, logits: Tensor, *others: Tensor) -> Value:
     """An operation of a program; the last argument is what the run was given."""
-    return experts.mix(x, logits, settings, others[:-1], factors=factors)
+    factors, score_bias = each
+    return experts.mix(x, logits, settings, others[:-1], factors=factors, score_bias=score_bias)

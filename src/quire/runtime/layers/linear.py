@@ -36,7 +36,7 @@ class Linear(WeightLayer):
         bias: bool,
         product: Product,
         placement: Placement,
-        stored: Stored = AS_IT_IS,
+        stored: Stored | Mapping[str, Stored] = AS_IT_IS,  # one for all parts, or by their names
         order: Tensor | None = None,
     ) -> None:
         super().__init__()
@@ -45,7 +45,8 @@ class Linear(WeightLayer):
         self.bias = placement.promise(rows, dtype=product.held) if bias else None
         kinds = ("weight", "bias") if bias else ("weight",)
         self.parts = tuple(f"{name}.{kind}" for name in outputs for kind in kinds)
-        self._product, self._placement, self._dtype, self._stored = product, placement, placement.dtype, stored
+        self._product, self._placement, self._dtype = product, placement, placement.dtype
+        self._stored = dict.fromkeys(outputs, stored) if isinstance(stored, Stored) else stored
         self._spans: dict[str, slice] = {}
         begin = 0
         for name, count in outputs.items():
@@ -58,17 +59,18 @@ class Linear(WeightLayer):
         self.fused: FusedMultiply | None = None  # the same, where it takes norms and additions along
 
     def part_shape(self, part: str) -> tuple[int, ...]:
-        return self._stored.shape(super().part_shape(part))
+        return self._stored[part.rpartition(".")[0]].shape(super().part_shape(part))
 
     def load(self, part: str, tensor: Tensor) -> None:
         self._hold()
         self._part(part).copy_(
-            self._stored.in_order(tensor).to(self._dtype)
+            self._stored[part.rpartition(".")[0]].in_order(tensor).to(self._dtype)
         )  # rounded to the run dtype even when held wider
 
     def takes_levels(self, part: str) -> bool:
-        as_it_is = self._stored == AS_IT_IS and self._order is None
-        return self._product.takes_levels and as_it_is and part.endswith(".weight")
+        name, _, kind = part.rpartition(".")
+        as_it_is = kind == "weight" and self._stored[name] == AS_IT_IS and self._order is None
+        return self._product.takes_levels and as_it_is
 
     def load_levels(self, part: str, weight: LevelWeight) -> None:
         self._levels[part.removesuffix(".weight")] = weight

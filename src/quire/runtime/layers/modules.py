@@ -55,6 +55,20 @@ class RMSNorm(WeightLayer):
     def of(self, x: Value) -> Value:
         return self._ops.rms_norm(x, self.weight.data, self._eps)
 
+    def of_first(self, x: Value) -> Value:
+        """The norm of the first numbers of each row: [tokens, at least size] -> [tokens, size]."""
+        if isinstance(x, Symbol):
+            return x.writer.norm(x, self.weight.data, self._eps)
+        return self.of(x[:, : len(self.weight)])
+
+    def of_part(self, x: Value, column: int) -> None:
+        """The norm of as many numbers of each row from a column on, in their place."""
+        if isinstance(x, Symbol):
+            x.writer.norm_part(x, self.weight.data, self._eps, column)
+        else:
+            part = x[:, column : column + len(self.weight)]
+            part.copy_(self.of(part))
+
 
 class LayerNorm(WeightLayer):
     """Zero mean and unit variance over the last dimension, computed in float32, then scaled and shifted."""

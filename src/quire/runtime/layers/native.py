@@ -66,8 +66,8 @@ class NativeOps(TorchOps):
         x.writer.gate_by(x, wide)
         return x
 
-    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        if key.dtype == cache.key.dtype:
+    def write(self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
+        if value is not None and key.dtype == cache.key.dtype:
             ops.write_cache(key, value, cache.key, cache.value, slots)
         else:
             super().write(key, value, cache, slots)

@@ -43,8 +43,9 @@ class LayerOps(Protocol):
     def gate_by(self, x: Tensor, wide: Tensor) -> Tensor:
         """x [tokens, size] times the sigmoid of the last numbers of each row of `wide`. May overwrite x."""
 
-    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        """key, value [tokens, kv heads, dim] into slots [tokens * kv heads] of a layer's cache."""
+    def write(self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
+        """key, value [tokens, kv heads, dim] into slots [tokens * kv heads] of a layer's cache. No value: the key is a
+        latent."""
 
 
 class TorchOps:
@@ -77,10 +78,11 @@ class TorchOps:
     def gate_by(self, x: Tensor, wide: Tensor) -> Tensor:
         return x * torch.sigmoid(wide[:, -x.shape[1] :])
 
-    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    def write(self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
         dim, dtype = key.shape[-1], cache.key.dtype
         for memory, new in ((cache.key_slots, key), (cache.value_slots, value)):
-            memory.index_copy_(0, slots, indexable(_held(new.reshape(-1, dim), dtype)))
+            if new is not None:
+                memory.index_copy_(0, slots, indexable(_held(new.reshape(-1, dim), dtype)))
 
 
 class TritonOps(TorchOps):

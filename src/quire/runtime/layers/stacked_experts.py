@@ -93,7 +93,7 @@ class StackedExperts(nn.Module):
 
     def mix(
         self, x: Tensor, logits: Tensor, experts: Experts, shared: tuple[Tensor, ...] = (),
-        rows: Tensor | None = None, factors: Tensor | None = None,
+        rows: Tensor | None = None, factors: Tensor | None = None, score_bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         from quire.kernels.triton.grouped import choose_grouped_tilings, combine, grouped_product, route
 
@@ -102,7 +102,8 @@ class StackedExperts(nn.Module):
         dependent = len(x) >= self._dependent_rows
         routing = route(
             logits, used, first,
-            is_normalized=experts.is_normalized, scale=experts.scale, factors=factors, rows=rows, dependent=dependent,
+            is_normalized=experts.is_normalized, scale=experts.scale, factors=factors, rows=rows,
+            groups=(experts.num_groups, experts.groups_used), score_bias=score_bias, dependent=dependent,
         )  # fmt: skip
         inner = grouped_product(
             x, gate_up, routing, first,

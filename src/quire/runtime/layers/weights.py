@@ -39,6 +39,9 @@ class Stored:
 
     turned: bool = False  # by inputs, then outputs
     grouped: Heads | None = None  # for each key/value head: its query heads, itself, its values; not all queries first
+    pairs: tuple[int, int] | None = (
+        None  # of each head of so many outputs, the last ones, rotated: as pairs, not halves
+    )
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """As stored, of a part of this shape."""
@@ -47,6 +50,8 @@ class Stored:
     def in_order(self, tensor: Tensor) -> Tensor:
         """What was stored, as the layer has it."""
         tensor = tensor.t() if self.turned else tensor
+        if self.pairs is not None:
+            return _halves(tensor, *self.pairs)
         if self.grouped is None:
             return tensor
         heads = self.grouped
@@ -56,6 +61,13 @@ class Stored:
 
 
 AS_IT_IS = Stored()
+
+
+def _halves(tensor: Tensor, dim: int, turned: int) -> Tensor:
+    """The last `turned` rows of each head of `dim`: first, third, ..., then second, fourth, ..."""
+    heads = tensor.reshape(-1, dim, *tensor.shape[1:])
+    kept, paired = heads[:, : dim - turned], heads[:, dim - turned :]
+    return torch.cat((kept, paired[:, 0::2], paired[:, 1::2]), dim=1).reshape(tensor.shape)
 
 
 class WeightLayer(nn.Module):

@@ -10,6 +10,7 @@ from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.blocks import Blocks
+from quire.runtime.layers.latent import LatentAttention
 from quire.runtime.layers.modules import TokenTable
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.step import ForwardStep
@@ -70,7 +71,7 @@ class BaseModel(nn.Module):
     @property
     def rules(self) -> list[AttentionRule]:
         """Those of all attention layers."""
-        return [module.rule for module in self.modules() if isinstance(module, Attention)]
+        return [module.rule for module in self.modules() if isinstance(module, Attention | LatentAttention)]
 
     def _rotaries(self) -> list[Rotary]:
         return [module for module in self.modules() if isinstance(module, Rotary)]  # each of them once

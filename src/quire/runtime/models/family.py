@@ -83,6 +83,7 @@ class Family:
     build: Callable[[ModelConfig, LayerBuilder], BaseModel | BaseEncoder]
     read: Callable[[Fields], ModelConfig]
     rename: Callable[[str], str | None] = str  # a tensor of the checkpoint to the layer's part; None: it is left out
+    drops_layers: bool = False  # checkpoints may hold layers past the last, which draft tokens: they are left out
     stacked: Mapping[str, Stacked] = field(default_factory=dict)  # by what stands behind `experts.` in their names
     embedding: str = "model.embed_tokens.weight"  # which tied heads are
     nested: str | None = None  # the key of config.json that may hold all numbers of a model for text

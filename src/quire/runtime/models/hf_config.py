@@ -44,7 +44,7 @@ def read_decoder(
         "hidden_size": config.integer("hidden_size"),
         "intermediate_size": config.integer("intermediate_size"),
         "num_layers": config.integer("num_hidden_layers"),
-        "heads": read_heads(config, num_kv_heads, head_dim),
+        "heads": fields.pop("heads", None) or read_heads(config, num_kv_heads, head_dim),
         "rope": fields.pop("rope", None) or read_rope(config, max_position),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
         "activation": read_activation(config, GATED),

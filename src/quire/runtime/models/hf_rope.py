@@ -65,6 +65,14 @@ def read_rope(
     return Rope(theta, cast("Kind", kind), tuple(scaling.items()), max_position, short, long, dim)
 
 
+def score_scale(rope: Rope) -> float:
+    """What scores are multiplied by where yarn stretches sequences, in families whose scores follow
+    `mscale_all_dim`."""
+    scaling = dict(rope.scaling)
+    factor, magnitude = scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0.0)
+    return 1.0 if factor <= 1.0 or not magnitude else (0.1 * magnitude * math.log(factor) + 1.0) ** 2
+
+
 def _rotated(config: Fields, head_dim: int | None, share: float) -> int:
     """How many numbers of each head are rotated."""
     if head_dim is None:

@@ -41,12 +41,14 @@ class MixtralBlock(nn.Module):
 class QwenMoeBlock(nn.Module):
     """Some layers may have a plain MLP."""
 
+    attention: type[nn.Module] = DecoderAttention
+
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
         hidden, eps, experts = config.hidden_size, config.norm_eps, config.experts
         assert experts is not None
         self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps)
-        self.self_attn = DecoderAttention(config, layer, build)
+        self.self_attn = self.attention(config, layer, build)
         self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps)
         self.mlp: GatedMLP | MoEMLP
         if layer in experts.dense_layers:

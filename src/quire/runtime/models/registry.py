@@ -55,6 +55,8 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "phi": Entry("phi", "PHI", ("PhiForCausalLM",)),
     "starcoder2": Entry("starcoder2", "STARCODER2", ("Starcoder2ForCausalLM",)),
     "falcon": Entry("falcon", "FALCON", ("FalconForCausalLM",)),
+    "deepseek_v2": Entry("deepseek", "DEEPSEEK_V2", ("DeepseekV2ForCausalLM",)),
+    "deepseek_v3": Entry("deepseek", "DEEPSEEK_V3", ("DeepseekV3ForCausalLM",)),
     "bert": Entry("bert", "BERT", ("BertModel", "BertForMaskedLM"), kind="encoder"),
     "roberta": Entry("bert", "ROBERTA", ("RobertaModel", "RobertaForMaskedLM"), kind="encoder"),
     "xlm-roberta": Entry("bert", "XLM_ROBERTA", ("XLMRobertaModel", "XLMRobertaForMaskedLM"), kind="encoder"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.config.engine import CacheConfig
 from quire.config.kv_cache import KVLayout
 from quire.config.model import Heads
-from quire.runtime.attention.backend import LayerCache, indexable
+from quire.runtime.attention.backend import indexable, layer_cache
 from quire.types.step import BlockCopy
 
 _ALIGNMENT = 64  # bytes, one cache line
@@ -28,12 +28,13 @@ class KVCache:
     def __init__(
         self, config: CacheConfig, heads: Heads, layout: KVLayout, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self._sides = heads.sides
         num_blocks = config.num_blocks + config.groups.num_states * config.groups.blocks_per_state
-        shape = (layout.num_planes, 2, num_blocks, heads.num_kv, config.block_size, heads.dim)
+        shape = (layout.num_planes, self._sides, num_blocks, heads.num_kv, config.block_size, heads.dim)
         memory = _zeros(shape, dtype, device)
-        # [planes * 2, blocks, numbers]: keys and values of each plane
-        self.blocks = indexable(memory).view(layout.num_planes * 2, num_blocks, -1)
-        self.layers = tuple(LayerCache.of(memory[plane, 0], memory[plane, 1], table) for plane, table in layout.places)
+        # [planes * sides, blocks, numbers]: keys and values of each plane, or latents
+        self.blocks = indexable(memory).view(layout.num_planes * self._sides, num_blocks, -1)
+        self.layers = tuple(layer_cache(memory[plane], heads, table) for plane, table in layout.places)
         self.states = _states(memory, config, layout)  # of each recurrent layer: [states, numbers] float32
         self.num_blocks, self.block_size, self.window = config.num_blocks, config.block_size, layout.window
 
@@ -41,7 +42,7 @@ class KVCache:
         """The same memory, as a model of so many of its layers sees it."""
         assert self.window is None, "the first layers of a cache with a window group are not its first planes"
         other = copying.copy(self)
-        other.blocks, other.layers = self.blocks[: 2 * num_layers], self.layers[:num_layers]
+        other.blocks, other.layers = self.blocks[: self._sides * num_layers], self.layers[:num_layers]
         return other
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -67,7 +68,8 @@ class KVCache:
         key = self.layers[0].key
         assert key.shape[0] >= self.num_blocks
         assert key.shape[2] == self.block_size
-        assert all(layer.key.is_contiguous() and layer.value.is_contiguous() for layer in self.layers)
+        assert all(layer.key.is_contiguous() for layer in self.layers)
+        assert all(layer.is_latent or layer.value.is_contiguous() for layer in self.layers)
         assert len({(layer.key.data_ptr(), layer.table) for layer in self.layers}) == len(self.layers)
 
 

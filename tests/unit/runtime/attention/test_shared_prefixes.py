@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.config.model import Heads
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.loader import why_not_native
-from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, LayerCache
+from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, LayerCache, layer_cache
 from quire.runtime.attention.reference import ReferenceAttention
 from quire.runtime.attention.registry import make_backend
 from quire.runtime.layers.weights import Placement
@@ -98,7 +98,10 @@ BESIDE = [Sequence(40 + i) for i in range(20)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [Heads(9, 3, 64), Heads(4, 4, 16), Heads(8, 1, 80), Heads(40, 1, 8)])
+@pytest.mark.parametrize(
+    "heads",
+    [Heads(9, 3, 64), Heads(4, 4, 16), Heads(8, 1, 80), Heads(40, 1, 8), Heads(16, 1, 96, 64), Heads(6, 1, 28, 20)],
+)
 @pytest.mark.parametrize("sequences", [ALIKE, TREE, MIXED, BESIDE], ids=["alike", "tree", "mixed", "beside"])
 @pytest.mark.parametrize("size", [4, 16])
 def test_a_sequence_finds_the_same_alone_and_beside_those_that_share_its_blocks(
@@ -109,7 +112,7 @@ def test_a_sequence_finds_the_same_alone_and_beside_those_that_share_its_blocks(
     generator = torch.Generator().manual_seed(size)
     shape = (BLOCKS, heads.num_kv, size, heads.dim)
     numbers = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
-    cache = LayerCache.of(*numbers)
+    cache = layer_cache(torch.stack(numbers), heads, 0)
     query = [torch.randn(s.tokens, heads.num_query, heads.dim, generator=generator).to(dtype) for s in sequences]
     tables = tables_of(sequences, size)
     together = attend(sequences, tables, query, cache, heads, plain=False)

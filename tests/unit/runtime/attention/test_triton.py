@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.config.model import Heads
 from quire.kernels.attention_rule import AttentionRule
-from quire.runtime.attention.backend import LayerCache
+from quire.runtime.attention.backend import LayerCache, layer_cache
 from quire.runtime.attention.reference import ReferenceAttention
 from quire.runtime.attention.registry import make_backend, resolve_backend
 from quire.runtime.layers.weights import Placement
@@ -70,19 +70,22 @@ def test_it_gives_what_the_reference_gives(
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_cascade_over_shared_blocks_gives_what_plain_decoding_gives() -> None:
+@pytest.mark.parametrize(("heads", "rules"), [(HEADS, WINDOWED), (Heads(4, 1, 24, 16), (RULE,))])
+def test_a_cascade_over_shared_blocks_gives_what_plain_decoding_gives(
+    heads: Heads, rules: tuple[AttentionRule, ...]
+) -> None:
     generator = torch.Generator().manual_seed(0)
     size, lengths, entries = 4, [40, 37, 0, 26, 33, 0], [5, 2, -1, 0, 4, -1]  # of which two are padding
-    key, value = (torch.randn(60, HEADS.num_kv, size, HEADS.dim, generator=generator).to(DEVICE) for _ in range(2))
+    memory = torch.randn(2, 60, heads.num_kv, size, heads.dim, generator=generator).to(DEVICE)
     tables = torch.randperm(60, generator=generator).int().view(6, 10).to(DEVICE)
     tables[2, :8] = tables[5, :8]
     tables[4, :5] = tables[0, :5]
-    cache = LayerCache.of(key, value)
-    backend = make_backend("triton", HEADS, torch.float32, PLACEMENT, size)
-    for rule in WINDOWED:
+    cache = layer_cache(memory, heads, 0)
+    backend = make_backend("triton", heads, torch.float32, PLACEMENT, size)
+    for rule in rules:
         backend.accept(rule)
     backend.reserve(cache, 8)
-    query, own = torch.randn(6, HEADS.num_query, HEADS.dim, generator=generator).to(DEVICE), key[:6, :, 0]
+    query, own = torch.randn(6, heads.num_query, heads.dim, generator=generator).to(DEVICE), cache.key[:6, :, 0]
     rows = torch.tensor(entries, dtype=torch.int32, device=DEVICE)
     seen = torch.tensor(lengths, device=DEVICE)
 
@@ -90,7 +93,7 @@ def test_a_cascade_over_shared_blocks_gives_what_plain_decoding_gives() -> None:
         """What layers without a window find, and after them what layers with one do."""
         backend.set_groups(groups)
         plan = backend.plan(rows, seen - 1, seen, tables, None, cascade=cascade)
-        found = [backend.attend(query, own, own, cache, plan, rule)[seen > 0] for rule in WINDOWED]
+        found = [backend.attend(query, own, own, cache, plan, rule)[seen > 0] for rule in rules]
         return torch.cat(found)
 
     plain = attend([], cascade=False)

@@ -33,6 +33,8 @@ SETTINGS = {
     "shared": replace(PLAIN, shared_size=32),
     "shared by a gate": replace(PLAIN, shared_size=32, shared_has_gate=True),
     "biases, and a gate within limits": replace(PLAIN, has_bias=True, clamp=(0.4, 1.7, 1.0)),
+    "of some groups": replace(PLAIN, num_groups=5, groups_used=3, scale=2.5),
+    "by sigmoids, with biases and limits": replace(PLAIN, by_sigmoid=True, has_bias=True, clamp=(0.4, 1.7, 1.0)),
 }
 REFUSAL = why_not_native(torch.float32, torch.device("cpu")) if DEVICE == "cpu" else "runs on a CPU"
 FORMS = ["reference", "auto", *([] if REFUSAL else ["program"]), *(["triton"] if HAS_TRITON else [])]
@@ -109,6 +111,8 @@ class Layer:
             settings.num_used,
             is_normalized=settings.is_normalized,
             scale=settings.scale,
+            groups=(settings.num_groups, settings.groups_used),
+            score_bias=tensors.get("gate.e_score_correction_bias"),
         )
         clamp = None if settings.clamp is None else Clamp(*settings.clamp)
         both = torch.cat((gate, up), dim=1)

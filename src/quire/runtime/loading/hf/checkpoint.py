@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,8 @@ class HfCheckpoint:
         found: dict[str, Piece] = {}
         for stored, file in self._owners.items():
             name = family.rename(stored)
+            if family.drops_layers and name is not None and _layer(name) >= self.config.num_layers:
+                continue
             for known, piece in () if name is None else pieces_of(name, stored, family.stacked, count):
                 if known in found:
                     raise ModelLoadError(file.name, f"is the same tensor as {found[known].tensor}", tensor=stored)
@@ -140,3 +143,9 @@ class HfCheckpoint:
             if name not in owners or Path(owners[name].name).name != place:
                 raise ModelLoadError(str(directory / place), f"is not there, though {INDEX} says so", tensor=name)
         return owners
+
+
+def _layer(name: str) -> int:
+    """The number of the layer that a tensor is of; -1: of none."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1

@@ -1,0 +1,33 @@
+"""Where the buffers of a program lie."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+def lay_out_buffers(
+    widths: Sequence[int], uses: Sequence[Sequence[int]], given: Collection[int]
+) -> tuple[list[int], int]:
+    """Where each buffer begins, in values for each row, and the size of all; memory is used again when what was in it
+    is no longer read.
+
+    widths: of each buffer; uses: the buffers of each operation; given: those that lie elsewhere.
+    """
+    last = {buffer: place for place, some in enumerate(uses) for buffer in some}
+    free: list[tuple[int, int]] = []  # width, offset
+    held: dict[int, tuple[int, int]] = {}
+    offsets, room = [0] * len(widths), 0
+    for place, some in enumerate(uses):
+        for buffer in dict.fromkeys(some):
+            if buffer in given or buffer in held:
+                continue
+            width = widths[buffer]
+            fitting = [spot for spot in free if spot[0] >= width]
+            if fitting:
+                spot = min(fitting)
+                free.remove(spot)
+            else:
+                spot, room = (width, room), room + width
+            held[buffer], offsets[buffer] = spot, spot[1]
+        free += [held[buffer] for buffer in dict.fromkeys(some) if buffer in held and last[buffer] == place]
+    return offsets, room

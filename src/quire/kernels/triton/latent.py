@@ -1,0 +1,189 @@
+"""What surrounds attention over latents: norm, positions and write of new ones, and products of heads."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.norm import Norm
+from quire.kernels.triton.launch import FLOAT8, FLOAT8_MAX, await_inputs, check, check_rows, power_of_two
+
+_HEADS_AT_ONCE = 16
+_FEWEST_ROWS, _MOST_ROWS = 16, 128  # of a tile of a product
+_LEAST_DIM = 16  # of a product
+
+
+@triton.jit
+def _to_cache(x, FLOAT8_CACHE: tl.constexpr):
+    if FLOAT8_CACHE:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -FLOAT8_MAX), FLOAT8_MAX)
+    return x
+
+
+@triton.jit
+def _angles(table, half, HALF: tl.constexpr):
+    place = tl.arange(0, HALF)
+    cos = tl.load(table + place, mask=place < half, other=1.0).to(tl.float32)
+    sin = tl.load(table + half + place, mask=place < half, other=0.0).to(tl.float32)
+    return cos, sin
+
+
+@triton.jit
+def _turn(first, second, cos, sin):
+    """Both halves of numbers, turned, in their dtype."""
+    wide_1, wide_2 = first.to(tl.float32), second.to(tl.float32)
+    return (wide_1 * cos - wide_2 * sin).to(first.dtype), (wide_2 * cos + wide_1 * sin).to(first.dtype)
+
+
+@triton.jit
+def _turn_queries(at, table, head, num_heads, stride, half, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """HEADS heads from number `head` on, in place; `at` points at the token's first."""
+    number, place = head + tl.arange(0, HEADS), tl.arange(0, HALF)
+    inside = (number < num_heads)[:, None] & (place < half)[None, :]
+    places = at + number[:, None] * stride + place[None, :]
+    cos, sin = _angles(table, half, HALF)
+    first, second = tl.load(places, mask=inside, other=0.0), tl.load(places + half, mask=inside, other=0.0)
+    turned_1, turned_2 = _turn(first, second, cos[None, :], sin[None, :])
+    tl.store(places, turned_1, mask=inside)
+    tl.store(places + half, turned_2, mask=inside)
+
+
+@triton.jit
+def _store_latent(
+    at, to, norm_ptr, table, eps, rank, half, kept, RANK: tl.constexpr, HALF: tl.constexpr, FLOAT8_CACHE: tl.constexpr
+):
+    """A token's latent, normed and turned, to a place in the cache, if it is `kept`."""
+    column, place = tl.arange(0, RANK), tl.arange(0, HALF)
+    dtype = to.dtype.element_ty
+    x = tl.load(at + column, mask=column < rank, other=0.0)
+    weight = tl.load(norm_ptr + column, mask=column < rank, other=0.0).to(tl.float32)
+    wide = x.to(tl.float32)
+    normal = wide * tl.rsqrt(tl.sum(wide * wide, 0) / rank + eps)
+    y = (normal.to(x.dtype).to(tl.float32) * weight).to(x.dtype)
+    tl.store(to + column, _to_cache(y, FLOAT8_CACHE).to(dtype), mask=(column < rank) & kept)
+    cos, sin = _angles(table, half, HALF)
+    first = tl.load(at + rank + place, mask=place < half, other=0.0)
+    second = tl.load(at + rank + half + place, mask=place < half, other=0.0)
+    turned_1, turned_2 = _turn(first, second, cos, sin)
+    inside = (place < half) & kept
+    tl.store(to + rank + place, _to_cache(turned_1, FLOAT8_CACHE).to(dtype), mask=inside)
+    tl.store(to + rank + half + place, _to_cache(turned_2, FLOAT8_CACHE).to(dtype), mask=inside)
+
+
+@triton.jit
+def _store_kernel(
+    latent_ptr, query_ptr, norm_ptr, table_ptr, position_ptr, row_ptr, blocks_ptr, key_ptr, eps,
+    latent_stride, query_stride, head_stride, blocks_stride, max_blocks, num_heads, rank, half,
+    BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    FLOAT8_CACHE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The first program of a token takes its latent, the others some of its query heads."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    await_inputs(DEPENDENT)
+    row = tl.load(row_ptr + token).to(tl.int64)
+    if row >= 0:
+        position = tl.load(position_ptr + token).to(tl.int64)
+        table = table_ptr + position * 2 * half
+        if part > 0:
+            head = (part - 1) * HEADS
+            _turn_queries(query_ptr + token * query_stride, table, head, num_heads, head_stride, half, HEADS, HALF)
+        else:
+            kept = position // BLOCK_SIZE < max_blocks
+            where = blocks_ptr + row * blocks_stride + position // BLOCK_SIZE
+            slot = tl.load(where, mask=kept, other=0).to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+            _store_latent(
+                latent_ptr + token * latent_stride, key_ptr + slot * (rank + 2 * half), norm_ptr, table, eps, rank,
+                half, kept, RANK, HALF, FLOAT8_CACHE,
+            )  # fmt: skip
+
+
+def store_latents(
+    latents: Tensor,  # [tokens, rank + turned]
+    query: Tensor,  # [tokens, heads, turned]: what of each query tells its position; turned in place
+    norm: Norm,  # over the first `rank` numbers
+    table: Tensor,  # [angles, turned]: cos of turned / 2 frequencies, then sin, half-split layout; any float
+    positions: Tensor,  # [tokens] int: place of each token in its sequence
+    rows: Tensor,  # [tokens] int: line of `blocks` of each token; negative: a padding token, nothing is written
+    blocks: Tensor,  # [rows, max blocks] int32
+    memory: Tensor,  # [blocks, 1, block, rank + turned]
+    dependent: bool = False,
+) -> None:
+    """Norm latents, turn their last numbers and those of the queries, and put latents in the paged cache.
+
+    A token whose position lies past the end of its line of `blocks` is turned but not stored.
+    """
+    (tokens, heads, turned), width = query.shape, memory.shape[3]
+    rank, block_size = width - turned, memory.shape[2]
+    check_rows(latents, "latents")
+    check_rows(blocks, "blocks")
+    check(latents.shape == (tokens, width) and query.stride(2) == 1, "latents and queries do not fit the cache")
+    check(norm.weight.shape == (rank,) and norm.weight.is_contiguous(), "a weight of the norm for each number")
+    check(table.is_contiguous() and table.shape[1] == turned and turned % 2 == 0, "an angle for each pair")
+    check(memory.is_contiguous() and memory.shape[1] == 1, "the cache must be contiguous, and of one head")
+    check(positions.is_contiguous() and rows.is_contiguous(), "positions and rows must be contiguous")
+    if tokens == 0:
+        return
+    at_once = min(_HEADS_AT_ONCE, power_of_two(heads))
+    _store_kernel[(tokens, 1 + triton.cdiv(heads, at_once))](
+        latents, query, norm.weight, table, positions, rows, blocks, memory, norm.eps,
+        latents.stride(0), query.stride(0), query.stride(1), blocks.stride(0), blocks.shape[1],
+        heads, rank, turned // 2,
+        BLOCK_SIZE=block_size, RANK=power_of_two(rank), HALF=power_of_two(turned // 2), HEADS=at_once,
+        FLOAT8_CACHE=memory.dtype == FLOAT8, DEPENDENT=dependent, num_warps=2, num_stages=1, launch_pdl=dependent,
+    )  # fmt: skip
+
+
+@triton.jit
+def _heads_kernel(
+    x_ptr, w_ptr, out_ptr, tokens, x_stride, out_stride, inputs, outputs, rest,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head, n = tl.program_id(1), tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k, real = tl.arange(0, BLOCK_K), row < tokens
+    x_at = x_ptr + row.to(tl.int64)[:, None] * x_stride + head * (inputs + rest)
+    out_at = out_ptr + row.to(tl.int64)[:, None] * out_stride + head * (outputs + rest)
+    w_at = w_ptr + (head.to(tl.int64) * outputs + n)[None, :] * inputs + k[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    await_inputs(DEPENDENT)
+    for begin in range(0, inputs, BLOCK_K):
+        inside = begin + k < inputs
+        x = tl.load(x_at + (begin + k)[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+        w = tl.load(w_at + begin, mask=inside[:, None] & (n < outputs)[None, :], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+    tl.store(out_at + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (n < outputs)[None, :])
+    if REST > 0:
+        column = tl.arange(0, REST)
+        mask = real[:, None] & (column < rest)[None, :] & (tl.program_id(2) == 0)
+        tl.store(out_at + outputs + column[None, :], tl.load(x_at + inputs + column[None, :], mask=mask), mask=mask)
+
+
+def multiply_heads(
+    x: Tensor,  # [tokens, at least heads * (inputs + rest)]
+    weight: Tensor,  # [heads, outputs, inputs]
+    rest: int = 0,
+    *,
+    dependent: bool = False,
+) -> Tensor:  # [tokens, heads * (outputs + rest)]
+    """Each head of a row by its own weight, summed in float32; `rest` numbers behind its inputs go on as they are."""
+    tokens, (heads, outputs, inputs) = len(x), weight.shape
+    check_rows(x, "x")
+    check(x.shape[1] >= heads * (inputs + rest), "x has too few heads")
+    check(weight.is_contiguous() and weight.dtype == x.dtype, "the weight is contiguous and has x's dtype")
+    out = torch.empty(tokens, heads * (outputs + rest), dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return out
+    block_m = max(_FEWEST_ROWS, min(_MOST_ROWS, power_of_two(tokens)))
+    block_n = max(_LEAST_DIM, min(64 if block_m == _FEWEST_ROWS else 128, power_of_two(outputs)))
+    line = (256 if block_m == _FEWEST_ROWS else 128) // x.element_size()
+    block_k = max(_LEAST_DIM, min(line, power_of_two(inputs)))
+    _heads_kernel[(triton.cdiv(tokens, block_m), heads, triton.cdiv(outputs, block_n))](
+        x, weight, out, tokens, x.stride(0), out.stride(0), inputs, outputs, rest,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, REST=power_of_two(rest) if rest else 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", DEPENDENT=dependent,
+        num_warps=8 if block_m == _MOST_ROWS else 4, num_stages=3, launch_pdl=dependent,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,66 @@
+"""The GPU backend over latents: the same work lists, by kernels that load a latent once for all heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.config.model import Heads
+from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.triton.attention_cascade import UNIT_ROWS, CascadePlan, allocate_cascade_plan
+from quire.kernels.triton.attention_decode import PrefixPart
+from quire.kernels.triton.attention_latent import head_groups, latent_config, latent_decode, latent_prefix
+from quire.kernels.triton.attention_latent_prefill import latent_prefill, latent_prefill_config
+from quire.kernels.triton.attention_schedule import allocate_split_plan
+from quire.runtime.attention.backend import LayerCache
+from quire.runtime.attention.triton import CASCADE_BYTES, Reserved, TritonAttention, TritonPlan
+from quire.runtime.transfer import Courier
+
+
+class LatentTritonAttention(TritonAttention):
+    """`itemsize`: bytes of a number in the cache."""
+
+    def __init__(self, heads: Heads, device: torch.device, *, dependent_rows: int, itemsize: int) -> None:
+        super().__init__(heads, dependent_rows=dependent_rows)
+        self._prefill = latent_prefill_config(itemsize, device)
+
+    def reserve(self, cache: LayerCache, max_rows: int) -> None:
+        key, heads = cache.key, self._heads.num_query
+        groups = head_groups(heads)
+        seen = cache.value.expand(-1, groups, -1, -1)  # values, as groups of query heads see them
+        config = latent_config(heads // groups, key.dtype, key.device)
+        split = allocate_split_plan(seen, heads, max_rows, config=config)
+        together = latent_config(max(UNIT_ROWS, heads // groups), key.dtype, key.device)
+        cascade = allocate_cascade_plan(seen, heads, max_rows, max_rows, config=together)
+        least_saved = -(-CASCADE_BYTES // (key.shape[3] * key.element_size()))
+        self._reserved = Reserved(((max_rows, {None: split}),), cascade, least_saved, Courier(key.device))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,  # noqa: ARG002
+        value: Tensor,  # noqa: ARG002
+        cache: LayerCache,
+        plan: TritonPlan,
+        rule: AttentionRule,
+    ) -> Tensor:
+        out = torch.empty(*query.shape[:2], cache.value.shape[3], dtype=query.dtype, device=query.device)
+        dependent, count = self.is_dependent(len(query)), plan.num_decodes
+        memory = (cache.key, plan.tables)
+        if count:
+            prefix = None
+            if plan.cascade is not None:
+                prefix = _attend_prefixes(query[:count], *memory, plan.cascade, rule, dependent=dependent)
+            split = plan.splits[None]
+            latent_decode(query[:count], *memory, split, rule, out=out[:count], prefix=prefix, dependent=dependent)
+        if plan.prefill is not None:
+            latent_prefill(query, *memory, plan.prefill, rule, out=out, dependent=dependent)
+        return out.flatten(1)
+
+
+def _attend_prefixes(
+    query: Tensor, latents: Tensor, tables: Tensor, plan: CascadePlan, rule: AttentionRule, *, dependent: bool
+) -> PrefixPart:
+    units = (plan.split, plan.members, plan.spans)
+    latent_prefix(query, latents, tables, *units, rule, plan.part, dependent=dependent)
+    return plan.part

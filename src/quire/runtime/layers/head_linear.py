@@ -1,0 +1,87 @@
+"""Products of heads: each head of a row by a matrix of its own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.kernels.native.program import Symbol
+from quire.kernels.native.weights import LinearWeights
+from quire.runtime.layers.native import NativeMultiply
+from quire.runtime.layers.product import Multiply, Product
+from quire.runtime.layers.stream import Value
+
+
+class HeadLinear(Protocol):
+    """Heads [tokens, heads, inputs] to [tokens, heads, outputs]. Numbers that stand behind the inputs in each head go
+    on as they are, behind the outputs."""
+
+    def __call__(self, x: Value) -> Value:
+        """x [tokens, at least heads * (inputs + rest)] -> [tokens, heads * (outputs + rest)]."""
+
+
+class DenseHeads:
+    """By torch, for weights [heads, outputs, inputs] with so many numbers behind the inputs."""
+
+    def __init__(self, weight: Tensor, rest: int) -> None:
+        self._weight, self._rest = weight, rest
+        self._turned = weight.transpose(1, 2)  # [heads, inputs, outputs], a view
+
+    def __call__(self, x: Tensor) -> Tensor:
+        heads, outputs, inputs = self._weight.shape
+        by_head = heads_of(x, heads, inputs + self._rest)
+        out = x.new_empty(len(x), heads, outputs + self._rest)
+        out[..., :outputs] = torch.bmm(by_head[..., :inputs].transpose(0, 1), self._turned).transpose(0, 1)
+        out[..., outputs:] = by_head[..., inputs:]
+        return out.flatten(1)
+
+
+class PackedHeads:
+    """By the product of each head's weight: compiled, where it is, as an operation of a program."""
+
+    def __init__(self, weight: Tensor, rest: int, product: Product) -> None:
+        self._num, self._outputs, self._inputs = weight.shape
+        self._rest = rest
+        self._multiply: list[Multiply] = [product.pack(each.to(product.held).contiguous(), None) for each in weight]
+
+    def __call__(self, x: Value) -> Value:
+        if isinstance(x, Symbol):
+            return self._write_down(x)
+        by_head = heads_of(x, self._num, self._inputs + self._rest)
+        out = x.new_empty(len(x), self._num, self._outputs + self._rest)
+        for head, multiply in enumerate(self._multiply):
+            out[:, head, : self._outputs] = multiply(by_head[:, head, : self._inputs].contiguous())
+        out[..., self._outputs :] = by_head[..., self._inputs :]
+        return out.flatten(1)
+
+    def _write_down(self, x: Symbol) -> Symbol:
+        """The operation of a program."""
+        natives = [each for each in self._multiply if isinstance(each, NativeMultiply)]
+        if len(natives) < self._num:
+            return x.writer.call(partial(_multiply, self), (x,), self._num * (self._outputs + self._rest))
+        return x.writer.multiply_heads(x, [LinearWeights(each.weight, None) for each in natives], self._rest)
+
+
+class TritonHeads:
+    """In one launch. `dependent_rows`: tokens from which it begins while the kernel before still runs."""
+
+    def __init__(self, weight: Tensor, rest: int, *, dependent_rows: int) -> None:
+        self._weight, self._rest, self._dependent_rows = weight.contiguous(), rest, dependent_rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        from quire.kernels.triton.latent import multiply_heads
+
+        return multiply_heads(x, self._weight, self._rest, dependent=len(x) >= self._dependent_rows)
+
+
+def heads_of(x: Tensor, num: int, dim: int) -> Tensor:  # [tokens, num, dim]
+    """The heads that rows begin with."""
+    return x.as_strided((len(x), num, dim), (x.stride(0), dim, 1))
+
+
+def _multiply(heads: PackedHeads, x: Tensor, given: object) -> Value:  # noqa: ARG001
+    """An operation of a program."""
+    return heads(x)

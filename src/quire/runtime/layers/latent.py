@@ -1,0 +1,122 @@
+"""Multi-head latent attention: all heads read one vector of each token, which keys and values would be made of.
+
+The matrix from latents to keys is multiplied into the queries, the one to values into what was read: so nothing is made
+of the latents, and they are all that is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.model import Heads, Latent
+from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.native.program import Symbol
+from quire.runtime.layers.head_linear import HeadLinear, heads_of
+from quire.runtime.layers.modules import RMSNorm
+from quire.runtime.layers.ops import LayerOps
+from quire.runtime.layers.rotary import Rotary, Rotation
+from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.stream import Value
+from quire.runtime.layers.weights import Placement, WeightLayer
+
+MakeHeads = Callable[[Tensor, int], HeadLinear]  # of weights [heads, outputs, inputs], and how many go on as they are
+
+
+class LatentProducts(WeightLayer):
+    """The matrix from latents to keys and values of all heads, in two. Never quantized: it is small."""
+
+    parts = ("kv_b_proj.weight",)
+
+    def __init__(self, num_heads: int, latent: Latent, make: MakeHeads, placement: Placement) -> None:
+        super().__init__()
+        self._num_heads, self._latent, self._make = num_heads, latent, make
+        self.weight = placement.empty(num_heads * (latent.nope_dim + latent.value_dim), latent.rank)
+        self.to_latents: HeadLinear | None = None  # queries to what is compared with latents; their positions go along
+        self.to_values: HeadLinear | None = None
+
+    def finish(self) -> None:
+        latent = self._latent
+        by_head = self.weight.data.view(self._num_heads, -1, latent.rank)
+        keys, values = by_head[:, : latent.nope_dim], by_head[:, latent.nope_dim :]
+        self.to_latents = self._make(keys.transpose(1, 2), latent.rope_dim)
+        self.to_values = self._make(values, 0)
+        del self.weight
+
+
+class LatentAttention(nn.Module):
+    """Causal attention of `heads` over latents. Side effect: fills the step's slots of the layer's cache."""
+
+    def __init__(
+        self, heads: Heads, latent: Latent, layer: int, rule: AttentionRule, rotary: Rotary, ops: LayerOps
+    ) -> None:
+        super().__init__()
+        self._heads, self._latent, self._layer, self.rule, self._ops = heads, latent, layer, rule, ops
+        self.rotary = rotary
+
+    def forward(
+        self, query: Value, latents: Value, step: ForwardStep, norm: RMSNorm, products: LatentProducts
+    ) -> Value:
+        """query [tokens, at least query heads * (nope + rope)]; latents [tokens, ...], whose last rank + rope numbers
+        are the token's, before their norm. Both are overwritten -> [tokens, query heads * value dim]."""
+        assert products.to_latents is not None, "finish() was not called"
+        assert products.to_values is not None
+        attended: Value
+        if isinstance(query, Symbol):
+            attended = self._write_down(query, latents, step, norm, products.to_latents)
+        elif step.backend.kernels == "triton" and self.rotary.is_static:
+            attended = self._by_triton(query, latents, step, norm, products.to_latents)
+        else:
+            attended = self._by_parts(query, latents, step, norm, products.to_latents)
+        return products.to_values(attended)
+
+    def _by_parts(
+        self, query: Tensor, latents: Tensor, step: ForwardStep, norm: RMSNorm, to_latents: HeadLinear
+    ) -> Tensor:
+        heads, latent, cache = self._heads, self._latent, step.caches[self._layer]
+        key, rotation = latents[:, -heads.dim :], self.rotary(step)
+        norm.of_part(key, 0)
+        key = key.unsqueeze(1)  # [tokens, 1, dim]
+        self._turn(key[..., latent.rank :], rotation)
+        self._turn(heads_of(query, heads.num_query, latent.query_dim)[..., latent.nope_dim :], rotation)
+        self._ops.write(key, None, cache, step.slots_of(cache))
+        compared = to_latents(query).view(len(query), heads.num_query, heads.dim)
+        value, plan = key[..., : latent.rank], step.attention_of(cache)
+        attended: Tensor = step.backend.attend(compared, key, value, cache, plan, self.rule)
+        return attended
+
+    def _turn(self, x: Tensor, rotation: Rotation) -> None:
+        x.copy_(self._ops.rotate(x.clone(memory_format=torch.contiguous_format), *rotation))
+
+    def _by_triton(
+        self, query: Tensor, latents: Tensor, step: ForwardStep, norm: RMSNorm, to_latents: HeadLinear
+    ) -> Tensor:
+        """Norm, positions and the write to the cache in one launch."""
+        from quire.kernels.triton.latent import store_latents
+
+        heads, latent, cache = self._heads, self._latent, step.caches[self._layer]
+        plan = step.attention_of(cache)
+        by_head = heads_of(query, heads.num_query, latent.query_dim)
+        store_latents(
+            latents[:, -heads.dim :], by_head[..., latent.nope_dim :], norm.as_norm,
+            self.rotary.angles(step.max_length), plan.positions, plan.rows, plan.tables, cache.key,
+            dependent=step.backend.is_dependent(len(query)),
+        )  # fmt: skip
+        compared = to_latents(query).view(len(query), heads.num_query, heads.dim)
+        attended: Tensor = step.backend.attend(compared, compared, compared, cache, plan, self.rule)
+        return attended
+
+    def _write_down(
+        self, query: Symbol, latents: Symbol, step: ForwardStep, norm: RMSNorm, to_latents: HeadLinear
+    ) -> Symbol:
+        """The operations of a program."""
+        heads, latent, writer, cache = self._heads, self._latent, query.writer, step.caches[self._layer]
+        column, place = latents.width - heads.dim, (self._layer, cache.table)
+        norm.of_part(latents, column)
+        writer.rotate(latents, self.rotary, 1, latent.rope_dim, column=column + latent.rank)
+        writer.rotate(query, self.rotary, heads.num_query, latent.query_dim, column=latent.nope_dim)
+        writer.write(latents, place, column, 1, heads.dim, latent=latent.rank)
+        sizes = (heads.num_query, 1, heads.dim)
+        return writer.attend(to_latents(query), place, sizes, cache.key.shape[2], self.rule, latent=latent.rank)

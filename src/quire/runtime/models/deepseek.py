@@ -1,0 +1,153 @@
+"""DeepSeek V2 and V3: multi-head latent attention, and mixtures of many small experts beside shared ones.
+
+V2 ranks experts by a softmax, V3 by sigmoids and a learned bias; both may first choose among groups of experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from quire.config.fields import Fields
+from quire.config.model import Experts, Heads, Latent, ModelConfig
+from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.modules import RMSNorm
+from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.stream import Normed, Projected
+from quire.runtime.layers.weights import Stored
+from quire.runtime.models.decoder import Decoder
+from quire.runtime.models.family import Family
+from quire.runtime.models.hf_config import read_decoder, refuse_set
+from quire.runtime.models.hf_rope import read_rope, score_scale
+from quire.runtime.models.mixture import QwenMoeBlock, check_experts
+
+LATENT_EPS = 1e-6  # of the norms between the two products of queries and of latents, whatever the others have
+
+
+class DeepseekAttention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
+        super().__init__()
+        latent, hidden, num_heads = config.latent, config.hidden_size, config.heads.num_query
+        assert latent is not None
+        paired = latent.rope_dim if config.rope.in_pairs else 0
+        queries, query_heads = num_heads * latent.query_dim, Stored(pairs=(latent.query_dim, paired))
+        latents = {"kv_a_proj_with_mqa": Stored(pairs=(config.heads.dim, paired))}
+        self.q_a_layernorm: RMSNorm | None = None
+        self.q_b_proj: Linear | None = None
+        if latent.query_rank is None:
+            first, stored = {"q_proj": queries}, {"q_proj": query_heads}
+        else:
+            first, stored = {"q_a_proj": latent.query_rank}, {"q_a_proj": Stored()}
+            self.q_a_layernorm = build.rms_norm("q_a_layernorm", latent.query_rank, LATENT_EPS)
+            self.q_b_proj = build.linear("q_b_proj", latent.query_rank, queries, bias=False, stored=query_heads)
+        self.qkv_a_proj = build.stacked_linear(
+            hidden, first | {"kv_a_proj_with_mqa": config.heads.dim}, stored=stored | latents
+        )
+        self.kv_a_layernorm = build.rms_norm("kv_a_layernorm", latent.rank, LATENT_EPS)
+        self.kv_b_proj = build.latent_products(config)
+        self.attention = build.latent_attention(config, layer)
+        self.o_proj = build.linear("o_proj", num_heads * latent.value_dim, hidden, bias=False)
+
+    def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
+        both = self.qkv_a_proj(x)  # queries, or what they are made of, then latents
+        queries = both
+        if self.q_a_layernorm is not None and self.q_b_proj is not None:
+            queries = self.q_b_proj(self.q_a_layernorm.of_first(both))
+        return self.o_proj.later(self.attention(queries, both, step, self.kv_a_layernorm, self.kv_b_proj))
+
+
+class DeepseekBlock(QwenMoeBlock):
+    attention = DeepseekAttention
+
+
+class Deepseek(Decoder):
+    block = DeepseekBlock
+
+
+def read_deepseek_v2(config: Fields) -> ModelConfig:
+    """transformers divides no weights by their sum here, whatever `norm_topk_prob` says; so it may say nothing else."""
+    method = config.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise config.refuse("topk_method", f"{method!r} is not supported", "supported: greedy, group_limited_greedy")
+    refuse_set(config, "norm_topk_prob", usual=False)
+    experts = read_experts(config, "softmax", size=1_407, num_shared=2, first=0)
+    if method != "greedy":
+        experts = read_groups(config, experts)
+    return read_latent_decoder(config, "deepseek_v2", 2_048, experts=check_experts(config, experts))
+
+
+def read_deepseek_v3(config: Fields) -> ModelConfig:
+    if config.text("topk_method", "noaux_tc") != "noaux_tc":
+        raise config.refuse("topk_method", "only noaux_tc is supported")
+    some = read_experts(config, "sigmoid", size=2_048, num_shared=1, first=3)
+    some = replace(some, by_sigmoid=True, is_normalized=config.flag("norm_topk_prob", True))
+    experts = read_groups(config, some, num=8, used=4)
+    if experts.groups_used < experts.num_groups and experts.num < 2 * experts.num_groups:
+        raise config.refuse("n_group", "a group must have two experts at least")
+    pairs = config.flag("rope_interleave", True)
+    return read_latent_decoder(config, "deepseek_v3", 4_096, experts=check_experts(config, experts), in_pairs=pairs)
+
+
+def read_latent_decoder(
+    config: Fields, name: str, max_position: int, *, experts: Experts, in_pairs: bool = True
+) -> ModelConfig:
+    num_heads = config.integer("num_attention_heads")
+    if config.integer("num_key_value_heads", num_heads) != num_heads:
+        raise config.refuse("num_key_value_heads", f"must be {num_heads}, as many as query heads")
+    refuse_set(config, "attention_bias", usual=False)
+    refuse_set(config, "mlp_bias", usual=False)
+    latent = Latent(
+        rank=config.integer("kv_lora_rank", 512),
+        nope_dim=config.integer("qk_nope_head_dim", 128),
+        rope_dim=config.integer("qk_rope_head_dim", 64),
+        value_dim=config.integer("v_head_dim", 128),
+        query_rank=config.optional_integer("q_lora_rank") if "q_lora_rank" in config.values else 1_536,
+    )
+    sizes = (latent.rank, latent.nope_dim, latent.rope_dim, latent.value_dim, latent.query_rank or 1)
+    if min(sizes) < 1 or latent.rope_dim % 2:
+        raise config.refuse("qk_rope_head_dim", f"{latent} cannot be: sizes are above 0, rotated ones even")
+    heads = Heads(num_heads, 1, latent.rank + latent.rope_dim, latent.rank)
+    rope = read_rope(config, config.integer("max_position_embeddings", max_position))
+    rope = replace(rope, in_pairs=in_pairs)
+    scale = latent.query_dim**-0.5 * score_scale(rope)
+    return read_decoder(
+        config, name, max_position, heads=heads, rope=rope, latent=latent, attention_scale=scale, experts=experts
+    )
+
+
+def read_experts(config: Fields, scoring: str, *, size: int, num_shared: int, first: int) -> Experts:
+    """`size`, `num_shared` and `first`, the first layer with experts: where config.json is silent."""
+    if config.text("scoring_func", scoring) != scoring:
+        raise config.refuse("scoring_func", f"only {scoring} is supported")
+    first, every = config.integer("first_k_dense_replace", first), config.integer("moe_layer_freq", 1)
+    if every < 1:
+        raise config.refuse("moe_layer_freq", f"must be at least 1, is {every}")
+    size, layers = config.integer("moe_intermediate_size", size), range(config.integer("num_hidden_layers"))
+    return Experts(
+        num=config.integer("n_routed_experts", 64 if scoring == "softmax" else 256),
+        num_used=config.integer("num_experts_per_tok", 8),
+        size=size,
+        shared_size=size * config.integer("n_shared_experts", num_shared),
+        is_normalized=False,
+        scale=config.number("routed_scaling_factor", 1.0 if scoring == "softmax" else 2.5),
+        dense_layers=tuple(layer for layer in layers if layer < first or layer % every),
+    )
+
+
+def read_groups(config: Fields, experts: Experts, num: int | None = None, used: int | None = None) -> Experts:
+    num, used = config.integer("n_group", num), config.integer("topk_group", used)
+    if num < 1 or experts.num % num or not 1 <= used <= num or experts.num_used > experts.num // num * used:
+        raise config.refuse("n_group", f"{experts.num} experts in {num} groups, of which {used} count, cannot be")
+    return replace(experts, num_groups=num, groups_used=used)
+
+
+def rename_deepseek(name: str) -> str:
+    return name.replace(".mlp.shared_experts.", ".mlp.shared_expert.")
+
+
+DEEPSEEK_V2 = Family(name="deepseek_v2", build=Deepseek, read=read_deepseek_v2, rename=rename_deepseek)
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3", build=Deepseek, read=read_deepseek_v3, rename=rename_deepseek, drops_layers=True
+)
