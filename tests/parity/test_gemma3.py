@@ -93,3 +93,22 @@ def test_greedy_tokens_are_those_of_transformers(file: Path) -> None:
             whole = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)  # type: ignore[operator]
         assert whole[0, ids.shape[1] :].tolist() == list(answer.outputs[0].token_ids)
     assert len(answers[-1].prompt_token_ids) > 512
+
+
+def test_blocks_of_windows_are_freed_behind_them(file: Path) -> None:
+    """A prompt that would not fit if the layers with a window kept all of its tokens; its second turn is a hit."""
+    long, params = (
+        "The river runs past the mill and the old stone bridge. " * 120,
+        SamplingParams(max_tokens=8, temperature=0),
+    )
+    usual = {"device": "cpu", "dtype": "float32", "max_model_len": 2_048, "max_num_batched_tokens": 256}
+    with LLM(file, num_kv_blocks=1_500, **usual) as llm:  # type: ignore[arg-type]
+        (wanted,) = llm.generate([long], params)
+    with LLM(file, num_kv_blocks=400, **usual) as llm:  # type: ignore[arg-type]
+        groups, size = llm.config.cache.groups, llm.config.cache.block_size
+        (answer,) = llm.generate([long], params)
+        (second,) = llm.generate([long + wanted.outputs[0].text + " And then"], params)
+    num_tokens = len(answer.prompt_token_ids)
+    assert num_tokens // size * (1 + groups.num_window_blocks) > 400
+    assert answer.outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert second.num_cached_tokens >= 0.95 * num_tokens
