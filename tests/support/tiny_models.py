@@ -300,7 +300,7 @@ class Bench:
     ) -> None:
         self.tokens[row] = list(tokens)
         self.tables[row] = list(blocks if parent is None else self.tables[parent])
-        state = state if parent is None else self.slots[parent]
+        state = state if parent is None else self.slots.get(parent, -1)
         self.slots[row] = state
         self._owners.discard(row if parent is None else parent)  # what is shared is not written to
         self._new.append(

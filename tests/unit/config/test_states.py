@@ -30,7 +30,7 @@ def test_a_gpu_has_room_for_two_states_of_each_row_and_some_more() -> None:
     config, plan = resolve_engine_config(EngineArguments(device="cuda:0"), SERVER, RECURRENT)
     rows = config.scheduler.num_rows
     assert config.cache.groups.num_states == 2 * rows + 16
-    assert plan.num_states == 2 * rows + 16
+    assert plan.groups.num_states == 2 * rows + 16
     assert 18 * STATE <= plan.state_bytes <= 1.5 * 18 * STATE
     assert plan.states <= (plan.states + plan.kv_cache) / 3
     assert plan.total <= plan.capacity

@@ -34,8 +34,8 @@ def compiled(case: DeltaCase) -> Tensor:
     writer.call(lambda x, _: found.append(x.clone()) or x, (out,), sizes.value_size)
     nothing = torch.empty(0, dtype=torch.int64)
     step = ProgramStep(
-        nothing, nothing, nothing.view(0, 4), None, [(torch.empty(0), torch.empty(0))], (), None, (case.state,),
-        case.segments,
+        (nothing,), (nothing,), nothing.view(0, 4), None, [(torch.empty(0), torch.empty(0))], (), None,
+        states=(case.state,), segments=case.segments,
     )  # fmt: skip
     writer.finish(writer.stream).run(both, step)
     return found[0]
