@@ -306,6 +306,9 @@ def _with_states(
     did not say how many sequences run at once, they are no more than have room."""
     if model.recurrent is None:
         return unsized
+    if unsized.scheduler.policy in RESERVING:
+        reason = f"{unsized.scheduler.policy!r} reserves blocks, and gives no states to recurrent layers"
+        raise ConfigError("policy", reason, "use another policy")
     device, cache, rows = unsized.device, unsized.cache, unsized.scheduler.num_rows
     none = replace(unsized, cache=replace(cache, groups=state_groups(model, device.kv_dtype, cache.block_size, 0)))
     plan = plan_memory(model, none, facts, capacity)

@@ -78,3 +78,10 @@ def test_a_draft_model_with_states_is_refused() -> None:
 def test_the_virtual_layout_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_layout"):
         resolve_engine_config(EngineArguments(kv_layout="virtual"), LAPTOP, RECURRENT)
+
+
+@pytest.mark.parametrize("policy", ["static", "orca-max"])
+def test_policies_that_reserve_memory_are_refused(policy: str) -> None:
+    with pytest.raises(ConfigError, match="states") as refused:
+        resolve_engine_config(EngineArguments(policy=policy), LAPTOP, RECURRENT)
+    assert refused.value.setting == "policy"
