@@ -12,6 +12,7 @@ from harness import Harness
 from quire.config.kv_cache import KVGroups
 from quire.config.tiers import TierConfig
 from quire.engine.kvcache.grouped_pool import GroupedPool
+from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
 
 WINDOWS = KVGroups(window=20, num_window_blocks=3)
@@ -114,6 +115,70 @@ def test_a_crowd_with_few_states_is_served_to_its_end() -> None:
         engine.submit(f"r{number}", prompt_of(30, number), max_tokens=20)
     engine.run()
     assert all(len(engine.answer(f"r{number}")) == 20 for number in range(20))
+
+
+def test_beams_end_with_as_few_states_as_a_configuration_may_have() -> None:
+    for width in (4, 8):
+        groups = KVGroups(num_states=width + width // 2 + 1, blocks_per_state=1)
+        engine = Harness(num_blocks=600, groups=groups, max_num_seqs=width)
+        engine.submit("beams", prompt_of(21), beam=BeamRules(width), n=width, temperature=0.0, max_tokens=20)
+        engine.run(limit=400)
+        assert engine.finished["beams"].error is None
+
+
+def test_a_missing_state_takes_one_request_and_not_all() -> None:
+    engine = Harness(num_blocks=900, groups=KVGroups(num_states=9, blocks_per_state=1), max_num_seqs=8)
+    for number in range(2):
+        engine.submit(f"n{number}", prompt_of(30, number), n=2, max_tokens=30)
+    for number in range(4):
+        engine.submit(f"s{number}", prompt_of(30, number + 2), max_tokens=30)
+    engine.run()
+    assert engine.core.stats().preemptions <= 2
+
+
+def test_a_request_that_waits_for_a_state_starts_when_one_is_idle() -> None:
+    engine = Harness(num_blocks=900, groups=KVGroups(num_states=13, blocks_per_state=1), max_num_seqs=8)
+    system, most = prompt_of(64), 0
+    for number in range(8):
+        engine.submit(f"r{number}", [*system, *prompt_of(9, number)], max_tokens=60)
+
+    def watch(_: int) -> None:
+        nonlocal most
+        most = max(most, engine.core.stats().running)
+
+    engine.run(each=watch)
+    assert most == 8
+
+
+def test_a_prefix_is_loaded_where_states_are_few() -> None:
+    """Blocks that make room for a load take their checkpoints along; the slots are free for it."""
+    tiers = TierConfig(host_blocks=400, write="through")
+    engine = Harness(num_blocks=40, groups=KVGroups(num_states=4, blocks_per_state=1), tiers=tiers, max_num_seqs=2)
+    for turn in range(3):
+        for number in range(6):
+            ask(engine, f"{turn} {number}", prompt_of(70, number), max_tokens=20)
+    assert engine.core.stats().tiers.loaded > 0
+
+
+def test_the_newest_conversations_are_hits_and_the_oldest_states_go_first() -> None:
+    engine = Harness(num_blocks=4_000, groups=KVGroups(num_states=20, blocks_per_state=1), max_num_seqs=2)
+    prompts = [prompt_of(90, number) for number in range(14)]
+    answers = [ask(engine, f"first {number}", prompt, max_tokens=33)[0] for number, prompt in enumerate(prompts)]
+    for number in (13, 12, 11, 10):
+        following = [*prompts[number], *answers[number], 7]
+        assert ask(engine, f"second {number}", following)[1] >= 112
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pins_leave_room_for_what_is_accepted(kind: str) -> None:
+    engine = Harness(num_blocks=200, groups=KINDS[kind], max_num_batched_tokens=16)
+    ask(engine, "pinned", prompt_of(62), pin="a", max_tokens=1)
+    assert len(engine.core.pins) == 1
+    for number in range(6):
+        ask(engine, f"r{number}", prompt_of(60, number + 1), max_tokens=30)
+    assert engine.core.stats().preemptions <= 2
+    if kind != "states":
+        assert ask(engine, "again", [*prompt_of(62), 5, 6, 7])[1] == 60
 
 
 @pytest.mark.parametrize("kind", ["windows", "states"])

@@ -302,7 +302,7 @@ def _num_blocks(args: EngineArguments, one: MemoryPlan, num_rows: int) -> int:
 def _with_states(
     args: EngineArguments, facts: HardwareFacts, model: ModelConfig, unsized: EngineConfig, capacity: int
 ) -> EngineConfig:
-    """Set how many states of recurrent layers there is room for: at least one for each row, and one more. If the user
+    """Set how many states of recurrent layers there is room for: at least as many as rows need. If the user
     did not say how many sequences run at once, they are no more than have room."""
     if model.recurrent is None:
         return unsized
@@ -314,12 +314,17 @@ def _with_states(
     plan = plan_memory(model, none, facts, capacity)
     room = max(0, _cache_room(args, plan)) // STATES_SHARE // plan.state_bytes
     scheduler = unsized.scheduler
-    if args.max_num_seqs is None and room <= rows:
-        rows = max(1, room - 1)
+    if args.max_num_seqs is None and room < _least_states(rows):
+        rows = max(1, (room - 1) * 2 // 3)
         scheduler = replace(scheduler, max_num_seqs=rows)
-    count = max(rows + 1, min(STATES_PER_ROW * rows + SPARE_STATES, room))
+    count = max(_least_states(rows), min(STATES_PER_ROW * rows + SPARE_STATES, room))
     groups = state_groups(model, device.kv_dtype, cache.block_size, count)
     return replace(unsized, cache=replace(cache, groups=groups), scheduler=scheduler)
+
+
+def _least_states(num_rows: int) -> int:
+    """Return how many states rows need at once: beams that leave their parents' states hold both for a step."""
+    return num_rows + num_rows // 2 + 1
 
 
 def _cache_room(args: EngineArguments, plan: MemoryPlan) -> int:

@@ -40,10 +40,11 @@ def test_a_gpu_has_room_for_two_states_of_each_row_and_some_more() -> None:
 def test_a_machine_with_little_memory_runs_fewer_sequences_at_once_unless_it_is_told_how_many() -> None:
     config, plan = resolve_engine_config(EngineArguments(), LAPTOP, RECURRENT)
     assert config.scheduler.num_rows < 64
-    assert config.cache.groups.num_states == config.scheduler.num_rows + 1
+    rows = config.scheduler.num_rows
+    assert config.cache.groups.num_states >= rows + rows // 2 + 1
     assert plan.states <= GIB / 3
     told, _ = resolve_engine_config(EngineArguments(max_num_seqs=24), LAPTOP, RECURRENT)
-    assert (told.scheduler.num_rows, told.cache.groups.num_states) == (24, 25)
+    assert (told.scheduler.num_rows, told.cache.groups.num_states) == (24, 37)
 
 
 def test_states_are_part_of_the_memory_that_is_given_for_the_cache() -> None:

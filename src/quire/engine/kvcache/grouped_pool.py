@@ -4,7 +4,7 @@ of them its side blocks: those of the layers with a window, and the state of rec
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from quire.config.kv_cache import KVGroups
 from quire.engine.kvcache.pool import BlockPool
@@ -113,15 +113,22 @@ class GroupedPool(BlockPool):
             self._ends.pop(block, None)
             self._assigned.pop(block, None)
             self._free.extend(windows)
+            self._version += 1
         if self.states is not None:
             self.states.forget(block)
-        self._version += 1
 
     def with_windows(self, num_blocks: int) -> int:
         return self.groups.blocks_needed(num_blocks, self._block_size, self._max_chunk)
 
+    def at_rest(self, num_blocks: int) -> int:
+        return self.groups.blocks_needed(num_blocks, self._block_size, 0)
+
+    @property
+    def num_free_states(self) -> int:
+        return 0 if self.states is None else self.states.num_free
+
     def has_states(self, count: int) -> bool:
-        return self.states is None or self.states.num_free > count
+        return self.states is None or self.states.num_free >= count
 
     def begin_plan(self) -> None:
         if self.states is not None:
@@ -132,10 +139,13 @@ class GroupedPool(BlockPool):
         assigned, self._assigned = self._assigned, {}
         return assigned
 
-    def is_held(self, block: int) -> bool:
-        """Whether anybody holds a block, be it a side block or one of a state."""
+    def held_among(self, blocks: Iterable[int]) -> set[int]:
+        windows = {window for each in self._readers for window in self._windows.get(each, ())}
+        return {block for block in blocks if block in windows or self._is_held(block)}
+
+    def _is_held(self, block: int) -> bool:
         if block < self.num_blocks:
-            return self._holders[block] > 0 or any(block in self._windows[each] for each in self._readers)
+            return self._holders[block] > 0
         assert self.states is not None
         return self.states.is_held((block - self.num_blocks) // self.groups.blocks_per_state)
 

@@ -51,6 +51,16 @@ class GroupedTable(BlockTable):
         self._first_read = max(self._first_read, self._sides.first_seen(num_tokens))
         self._take_state()
 
+    @property
+    def num_window_blocks(self) -> int:
+        return self._sides.groups.num_window_blocks * (len(self.blocks) - self._first_read)
+
+    def rest(self) -> None:
+        """Hold no state: that of a pinned prompt is evicted late, but must not be missing where sequences run."""
+        self._set_state(NO_STATE)
+        if self._sides.states is not None and self.blocks:
+            self._sides.states.set_end(self.blocks[-1])
+
     def _resume(self) -> None:
         """Read the window blocks that the next token sees, and the state after the last block. Where some are missing,
         as behind a prompt that is pinned, read the others."""
@@ -101,6 +111,9 @@ class GroupedTable(BlockTable):
 
     def free(self) -> None:
         self._unread(at_end=True)
+        if self._sides.states is not None:
+            for block in self._trail:  # a later turn continues there
+                self._sides.states.set_end(block)
         self._set_state(NO_STATE)
         self._trail.clear()
         super().free()
@@ -137,6 +150,14 @@ class GroupedTable(BlockTable):
             states.release(self.state)
         self.state, self._is_known = slot, False
 
+    def _move_to(self, slot: int) -> None:
+        """Write the state to another slot from here on. The current plan reads the one before."""
+        states = self._sides.states
+        assert states is not None
+        if self.state != NO_STATE:
+            states.leave(self.state)
+        self.state = slot
+
     @property
     def needs_slot(self) -> bool:
         """Whether the next token needs a slot: the state is not computed yet, or others hold it too."""
@@ -166,14 +187,14 @@ class GroupedTable(BlockTable):
             self._keep(start, lasting)
         source, is_known = self.state, self._is_known
         if self.needs_slot:
-            self._set_state(states.take())
+            self._move_to(states.take())
         if self.state != source or not is_known:
             moves.append((start, self.state, source))
         for position in positions:
             if position > start and states.num_free:
                 self._keep(position, lasting)
                 source = self.state
-                self._set_state(states.take())
+                self._move_to(states.take())
                 moves.append((position, self.state, source))
         self._is_known = True
         return moves

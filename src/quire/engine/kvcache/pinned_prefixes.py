@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from quire.engine.kvcache.grouped_pool import GroupedPool
 from quire.engine.kvcache.grouped_table import table_type
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import Node, PrefixTree
@@ -76,14 +77,16 @@ class PinnedPrefixes:
 
     def _count(self) -> None:
         self.num_blocks = sum(len(node.blocks) for node in self._nodes())
-        self.num_reserved = self.num_blocks + sum(reservation.num_blocks for reservation in self._reservations.values())
+        windows = sum(pin.table.num_window_blocks for pin in self._held.values())
+        reserved = sum(reservation.num_blocks for reservation in self._reservations.values())
+        self.num_reserved = self.num_blocks + windows + reserved
 
     def pad_prompt(self, request: Submit) -> Submit:
         """Return a request that pins its prompt with the prompt's last token repeated until the last block is full.
         Only full blocks are cached, and a lookup matches the first tokens of a block too, so it finds the whole prompt.
         Other requests are returned as they are."""
         tokens = request.prompt_token_ids
-        if not request.pin or not tokens:
+        if not request.pin or not tokens or isinstance(self._pool, GroupedPool):  # only whole blocks are found there
             return request
         return replace(request, prompt_token_ids=tokens + tokens[-1:] * (-len(tokens) % self._block_size))
 
@@ -96,7 +99,8 @@ class PinnedPrefixes:
             raise InvalidRequest("prompt", reason, "turn enable_prefix_caching on, with a policy that shares memory")
         pin, num_tokens = self._held.get((request.cache_salt, request.pin)), len(request.prompt_token_ids)
         is_held = pin is not None and pin.token_ids[: pin.num_tokens] == request.prompt_token_ids
-        own, others = 0 if is_held else -(-num_tokens // self._block_size), self.num_reserved
+        own = 0 if is_held else self._pool.at_rest(-(-num_tokens // self._block_size))
+        others = self.num_reserved
         total = self._pool.num_blocks
         check_share(own, others, total)
         if own + others + num_needed > total:
@@ -118,10 +122,12 @@ class PinnedPrefixes:
     def _hold(self, request: Submit, reservation: _Reservation) -> None:
         tree, tokens, key = self._tree, request.prompt_token_ids, (request.cache_salt, request.pin)
         assert tree is not None
-        match = tree.match(request.cache_salt, tokens.tobytes(), len(tokens))
-        if match.node is None or match.num_blocks * self._block_size < len(tokens):
+        match, size = tree.match(request.cache_salt, tokens.tobytes(), len(tokens)), self._block_size
+        is_grouped = isinstance(self._pool, GroupedPool)
+        wanted = (len(tokens) - 1) // size if is_grouped else -(-len(tokens) // size)
+        if match.node is None or match.num_blocks < wanted or not wanted:
             return
-        held, num_new, node = self._nodes(), 0, tree.node_at(match.node, match.num_blocks)
+        held, num_new, node = self._nodes(), 0, tree.node_at(match.node, wanted)
         above: Node | None = node
         while above is not None and above.parent is not None:
             num_new += 0 if above in held else len(above.blocks)
@@ -130,6 +136,7 @@ class PinnedPrefixes:
             return  # another pin that shared some of its blocks was removed meanwhile
         table = table_type(self._pool)(self._pool, self._block_size, tree)
         table.start_with(node)
+        table.rest()
         self.remove(*key)
         self._held[key] = _Pin(tokens, reservation.num_tokens, table)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quire.types.errors import OutOfBlocks
 
@@ -127,6 +127,15 @@ class BlockPool:
         """Return how many blocks a sequence of `num_blocks` blocks takes, its window blocks included."""
         return num_blocks
 
+    def at_rest(self, num_blocks: int) -> int:
+        """`with_windows`, of a sequence that computes nothing."""
+        return num_blocks
+
+    @property
+    def num_free_states(self) -> int:
+        """States of recurrent layers that sequences can have."""
+        return 0
+
     def has_states(self, count: int) -> bool:  # noqa: ARG002 - for models with states
         """Whether so many more sequences can have a state."""
         return True
@@ -142,9 +151,9 @@ class BlockPool:
         """Return after how many of a sequence's first `num_tokens` tokens, in these blocks, another can continue."""
         return num_tokens
 
-    def is_held(self, block: int) -> bool:
-        """Whether any table holds a private block."""
-        return self._holders[block] > 0
+    def held_among(self, blocks: Iterable[int]) -> set[int]:
+        """Return which of these blocks, into which a plan loads, anybody holds."""
+        return {block for block in blocks if self._holders[block] > 0}
 
     def check(self, num_cached: int = 0) -> None:
         """Assert that the counts agree; `num_cached` blocks are in the prefix tree."""

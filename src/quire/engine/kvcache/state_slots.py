@@ -12,18 +12,19 @@ class StateSlots:
 
     A sequence writes to a slot of its own. A checkpoint is a slot that nobody writes to any more: it belongs to a block
     and holds the state after that block's last token. Checkpoints that no sequence reads are evicted when a slot is
-    needed, the least recently used first. Rows of the current plan may still read a slot that is released, so it is
-    free from the next plan on.
+    needed: those in the middle of prompts first, then those where a prompt or an answer ended, the least recently used
+    first.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._holders = [0] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
-        self._released: list[int] = []  # one holder less from the next plan on
+        self._left: list[int] = []  # slots that rows of the current plan read and leave
         self._checkpoints: dict[int, int] = {}  # block -> slot
         self._block_of: dict[int, int] = {}  # slot -> block; the inverse
         self._idle: OrderedDict[int, None] = OrderedDict()  # blocks whose checkpoint nobody reads; oldest use first
-        self._ends: set[int] = set()  # blocks at the end of a prompt; the checkpoints of others go before theirs
+        self._idle_ends: OrderedDict[int, None] = OrderedDict()  # likewise, of those in `_ends`
+        self._ends: set[int] = set()  # blocks at the end of a prompt or an answer
         self.num_evicted = 0
         self.version = 0  # changes whenever a checkpoint goes
 
@@ -34,7 +35,7 @@ class StateSlots:
     @property
     def num_free(self) -> int:
         """Slots that `take` can hand out."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._idle) + len(self._idle_ends)
 
     @property
     def num_checkpoints(self) -> int:
@@ -53,24 +54,19 @@ class StateSlots:
         return self._holders[slot] > 0
 
     def num_holders(self, slot: int) -> int:
-        """Return how many sequences and checkpoints hold a slot, those that release it in this plan included."""
+        """Return how many sequences and checkpoints hold a slot, those that leave it in this plan included."""
         return self._holders[slot]
 
     def begin_plan(self) -> None:
-        """Let go of the slots that were released while the last plan was made, or since."""
-        for slot in self._released:
-            self._holders[slot] -= 1
-            if self._holders[slot] == 0:
-                self._free.append(slot)
-            elif self._holders[slot] == 1 and slot in self._block_of:
-                self._make_idle(self._block_of[slot])
-        self._released.clear()
+        """Release the slots that rows of the last plan left."""
+        for slot in self._left:
+            self.release(slot)
+        self._left.clear()
 
     def take(self) -> int:
         """Hand out a slot with one holder. Raises OutOfBlocks."""
-        if not self._free and self._idle:
-            block, _ = self._idle.popitem(last=False)
-            self._remove(block)
+        if not self._free and (idle := self._idle or self._idle_ends):
+            self.forget(next(iter(idle)))
             self.num_evicted += 1
         if not self._free:
             raise OutOfBlocks(f"all {len(self._holders)} states are in use")
@@ -82,12 +78,20 @@ class StateSlots:
         """Count one more holder."""
         self._holders[slot] += 1
         if slot in self._block_of:
-            self._idle.pop(self._block_of[slot], None)
+            self._forget_idle(self._block_of[slot])
         return slot
 
     def release(self, slot: int) -> None:
-        """Count one holder less, from the next plan on."""
-        self._released.append(slot)
+        """Count one holder less."""
+        self._holders[slot] -= 1
+        if self._holders[slot] == 0:
+            self._free.append(slot)
+        elif self._holders[slot] == 1 and slot in self._block_of:
+            self._make_idle(self._block_of[slot])
+
+    def leave(self, slot: int) -> None:
+        """Count one holder less from the next plan on: a row of this plan reads the slot and writes to another."""
+        self._left.append(slot)
 
     # -------------------------------------------------------------------------------------------------- checkpoints
     def keep(self, block: int, slot: int, *, is_end: bool = True) -> None:
@@ -101,9 +105,9 @@ class StateSlots:
         self._holders[slot] += 1
 
     def forget(self, block: int) -> None:
-        """Remove the checkpoint of a block, if it has one. Its slot is free when no sequence reads it any more."""
+        """Remove the checkpoint of a block, if it has one. Its slot is free when no sequence holds it."""
         if block in self._checkpoints:
-            self._idle.pop(block, None)
+            self._forget_idle(block)
             slot = self._checkpoints[block]
             del self._checkpoints[block], self._block_of[slot]
             self._ends.discard(block)
@@ -115,7 +119,8 @@ class StateSlots:
         if block in self._checkpoints:
             self._ends.add(block)
             if block in self._idle:
-                self._idle.move_to_end(block)
+                del self._idle[block]
+                self._make_idle(block)
 
     def move(self, block: int, other: int) -> None:
         """Give the checkpoint of a block to another block with the same tokens, if that has none."""
@@ -126,22 +131,19 @@ class StateSlots:
             if block in self._ends:
                 self._ends.remove(block)
                 self._ends.add(other)
-            if block in self._idle:
-                del self._idle[block]
+            if self._forget_idle(block):
                 self._make_idle(other)
 
     def _make_idle(self, block: int) -> None:
-        self._idle[block] = None
-        self._idle.move_to_end(block, last=block in self._ends)
+        (self._idle_ends if block in self._ends else self._idle)[block] = None
 
-    def _remove(self, block: int) -> None:
-        """Remove an idle checkpoint; its slot is free at once."""
-        slot = self._checkpoints.pop(block)
-        del self._block_of[slot]
-        self._ends.discard(block)
-        self.version += 1
-        self._holders[slot] = 0
-        self._free.append(slot)
+    def _forget_idle(self, block: int) -> bool:
+        """Take a checkpoint out of the order of eviction. Returns whether it was in it."""
+        for idle in (self._idle, self._idle_ends):
+            if block in idle:
+                del idle[block]
+                return True
+        return False
 
     def check(self) -> None:
         assert self._block_of == {slot: block for block, slot in self._checkpoints.items()}
@@ -149,5 +151,7 @@ class StateSlots:
         assert len(set(self._free)) == len(self._free)
         assert len(self._free) + sum(count > 0 for count in self._holders) == len(self._holders)
         assert self._ends <= self._checkpoints.keys()
-        for block in self._idle:
+        assert self._idle_ends.keys() <= self._ends
+        assert not self._idle.keys() & self._ends
+        for block in (*self._idle, *self._idle_ends):
             assert self._holders[self._checkpoints[block]] == 1

@@ -49,6 +49,14 @@ class BlockTable:
         self.node, self.blocks = node, self._tree.path(node)
         self.num_tokens = len(self.blocks) * self._block_size
 
+    @property
+    def num_window_blocks(self) -> int:
+        """Window blocks that it reads."""
+        return 0
+
+    def rest(self) -> None:
+        """Note that the table computes nothing: a prompt is pinned."""
+
     def fork(self) -> BlockTable:
         """Return a second table with the same blocks. No block is copied."""
         forked = type(self)(self._pool, self._block_size, self._tree)

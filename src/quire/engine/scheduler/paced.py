@@ -48,7 +48,7 @@ class PacedSet:
         """Return how many tokens a sequence may run ahead from here; 0: it must be paced, or its own code failed."""
         controller = sequence.controller
         try:
-            if controller.is_guided and self.looks_for_forced:
+            if controller.is_guided and self.looks_for_forced and sequence.table.state == NO_STATE:
                 controller.look_for_forced(self.least_forced)
             return controller.num_ahead
         except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's

@@ -192,7 +192,8 @@ class PlanBuilder:
     def drop_loads(self, pool: BlockPool) -> None:
         """Remove the loads into blocks that no table holds any more."""
         if self._loads:
-            self._loads = {key: move for key, move in self._loads.items() if pool.is_held(move.block)}
+            held = pool.held_among(move.block for move in self._loads.values())
+            self._loads = {key: move for key, move in self._loads.items() if move.block in held}
 
     def source_of(self, block: int) -> int:
         """Return the block that holds the content of `block`: another one if the copy into `block` was dropped."""

@@ -29,7 +29,7 @@ class Prefill:
         self._owing: dict[Group, None] = {}  # running groups that owe known tokens, in no order
         self._stopped_step, self._stopped_for = -1, ""  # the last plan in which admission stopped, and why
         self._blocked: Group | None = None  # the group for which there were too few free blocks
-        self._blocked_at = 0, 0  # the version of the row table and the number of free blocks at that time
+        self._blocked_at = 0, 0, 0  # `_room` at that time
 
     def __bool__(self) -> bool:
         """Whether known tokens of running groups are still to be computed."""
@@ -195,7 +195,7 @@ class Prefill:
             if not reason and scheduler.allocation.has_room(group, scheduler.running):
                 return group, ""
             if not reason:
-                self._blocked, self._blocked_at = group, (scheduler.rows.version, scheduler.pool.num_free)
+                self._blocked, self._blocked_at = group, self._room
                 return None, "no free blocks"
             group.wait_reason = reason
             scheduler.waiting.defer(group)
@@ -203,8 +203,14 @@ class Prefill:
 
     def _is_unchanged(self) -> bool:
         """Whether the blocked group still has no room: no row was assigned or released, and no block became free."""
-        version, num_free = self._blocked_at
-        return self._scheduler.rows.version == version and self._scheduler.pool.num_free <= num_free
+        (version, *free), (now, *free_now) = self._blocked_at, self._room
+        return now == version and all(count <= before for count, before in zip(free_now, free, strict=True))
+
+    @property
+    def _room(self) -> tuple[int, int, int]:
+        """The version of the row table, free blocks and free states."""
+        pool = self._scheduler.pool
+        return self._scheduler.rows.version, pool.num_free, pool.num_free_states
 
 
 def tokens_for_waiting(

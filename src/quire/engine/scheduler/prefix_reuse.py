@@ -97,6 +97,8 @@ class PrefixReuse:
         since the last lookup, so that policies can rank a queue by it at little cost."""
         match = NO_MATCH if group.hit is None else group.hit.match
         node, count = match.node, match.num_blocks
+        if group.hit is not None and count < group.hit.whole.num_blocks:
+            return match.num_tokens  # it was cut back: what lies behind is likely to be missing still
         if node is None or node.is_detached or node.end != count:
             return self.lookup(group).num_tokens
         following = group.leader.tokens()[count * self._width : (count + 1) * self._width]
@@ -265,10 +267,8 @@ class PrefixReuse:
             shared = self._pool.resumable_tokens(origin.table.blocks, shared)
             if shared > max(hit.num_tokens, table.num_tokens):
                 table.borrow(origin.table, shared)
-        for slot in reversed(hit.slots):  # released in this order, so the last block of a chain is evicted first
+        for slot in (*reversed(hit.slots), *(side.slot for side in hit.sides)):  # the last of a chain is evicted first
             self._tiers.keep_for_plan(slot)
-        for side in hit.sides:
-            self._tiers.keep_for_plan(side.slot)
         sequence.num_computed = table.num_tokens
 
     def _fill_from_tree(self, sequence: Sequence, match: Match) -> None:

@@ -35,6 +35,7 @@ class KVCache:
         # [planes * sides, blocks, numbers]: keys and values of each plane, or latents
         self.blocks = indexable(memory).view(layout.num_planes * self._sides, num_blocks, -1)
         self.layers = tuple(layer_cache(memory[plane], heads, table) for plane, table in layout.places)
+        assert self._sides == 2 or not layout.num_states, "states lie in keys and values"
         self.states = _states(memory, config, layout)  # of each recurrent layer: [states, numbers] float32
         self.num_blocks, self.block_size, self.window = config.num_blocks, config.block_size, layout.window
 

@@ -57,14 +57,17 @@ class SideKeys:
     def needed(self, num_before: int, keys: Sequence[bytes], has: Callable[[bytes], bool]) -> Needed | None:
         """Return how many of the blocks with these keys, which follow `num_before` blocks, a sequence can continue
         after: all side blocks that it needs there are at hand, by `has`. None: it can continue after none of them."""
-        for count in range(len(keys), 0, -1):
+        count = len(keys)
+        while count > 0:
             sides = [Side(num_before + count - 1, name, side_key(keys[count - 1], name)) for name in self._states]
             if not all(has(side.key) for side in sides):
+                count -= 1
                 continue
             first = max(self._pool.first_seen((num_before + count) * self._block_size) - num_before, 0)
             for place in range(count - 1, first - 1, -1):
                 sides += [Side(num_before + place, name, side_key(keys[place], name)) for name in self._windows]
-                if not all(has(side.key) for side in sides[-len(self._windows) :]):
+                if not all(has(side.key) for side in sides[len(sides) - len(self._windows) :]):
+                    count = place  # whatever ends behind this block sees it
                     break
             else:
                 return Needed(count, tuple(sides))
