@@ -80,3 +80,7 @@ class Embedder:
             raise InvalidRequest(where, reason, "shorten it, or set truncate_prompt_tokens=-1 to embed its beginning")
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             raise InvalidRequest(where, f"holds token ids outside [0, {vocab_size})", "use the model's own tokenizer")
+        offset = 0 if self.model.encoder is None else self.model.encoder.position_offset
+        if offset and offset - 1 in ids:
+            reason = f"holds the padding token {offset - 1}, which this model gives no position"
+            raise InvalidRequest(where, reason, "leave it out")

@@ -32,7 +32,7 @@ from quire.simulator.recording import (
 )
 from quire.simulator.run import Outcome, Run, StepRun
 from quire.simulator.transfers import TransferCost, fit_transfer_cost
-from quire.types.errors import InvalidRequest
+from quire.types.errors import ConfigError, InvalidRequest
 from quire.types.output import TokensOut
 from quire.types.request import Abort, Submit
 
@@ -57,6 +57,9 @@ class Scenario:
         Policies that reserve memory neither share nor swap out blocks: they run without a prefix cache and tiers.
         """
         if scheduler.policy in RESERVING:
+            if not cache.groups.is_plain:
+                reason = "reserves blocks for whole sequences, and this model's layers keep windows or states"
+                raise ConfigError("policy", f"{scheduler.policy!r} {reason}", "simulate another policy")
             cache = replace(cache, enable_prefix_caching=False, tiers=TierConfig())
             scheduler = replace(scheduler, preemption="recompute")
         check_tiers(cache.tiers, scheduler.preemption, scheduler.policy, cache.layout)

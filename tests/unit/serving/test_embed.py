@@ -143,3 +143,11 @@ def test_the_user_may_allow_longer_texts_than_the_files(folder: Path) -> None:
 def test_random_weights_embed_too(folder: Path) -> None:
     with LLM(folder, device="cpu", load_format="dummy") as llm:
         assert len(llm.embed("cat")[0].embedding) == 64
+
+
+def test_the_padding_token_of_a_model_that_counts_positions_past_it_is_refused(tmp_path: Path) -> None:
+    hf_encoder("roberta").save_pretrained(tmp_path)
+    with LLM(tmp_path, device="cpu", skip_tokenizer_init=True) as roberta:
+        assert len(roberta.embed([[7, 9]])) == 1
+        with pytest.raises(InvalidRequest, match="padding token 1"):
+            roberta.embed([[7, 1, 9]])

@@ -26,6 +26,8 @@ def check_config(config: ModelConfig, file: str) -> None:
     for name, (low, high) in _HEAD_LIMITS.items():
         _check_range(file, f"heads.{name}", getattr(heads, name), low, high)
     _check_range(file, "rope.max_position", rope.max_position, 1, _MAX_POSITION)
+    for name, value in _sizes_that_may_be_none(config).items():
+        _check_range(file, name, value, 0, 1 << 24)
     if heads.num_query % heads.num_kv:
         raise ModelLoadError(file, f"{heads.num_query} query heads cannot share {heads.num_kv} key/value heads evenly")
     if heads.dim % 2:
@@ -34,6 +36,15 @@ def check_config(config: ModelConfig, file: str) -> None:
         raise ModelLoadError(file, f"must be in (0, 1), is {config.norm_eps}", tensor="norm_eps")
     if not (math.isfinite(rope.theta) and rope.theta > 1.0):
         raise ModelLoadError(file, f"must be above 1, is {rope.theta}", tensor="rope.theta")
+
+
+def _sizes_that_may_be_none(config: ModelConfig) -> dict[str, int]:
+    sizes = {"per_layer_input": config.per_layer_input}
+    if config.experts is not None:
+        sizes["experts.shared_size"] = config.experts.shared_size
+    if config.encoder is not None:
+        sizes |= {"type_vocab_size": config.encoder.num_types, "pad_token_id": config.encoder.position_offset}
+    return sizes
 
 
 def inside(token: int | None, vocab_size: int) -> int | None:
