@@ -75,7 +75,7 @@ def read_deepseek_v2(config: Fields) -> ModelConfig:
     experts = read_experts(config, "softmax", size=1_407, num_shared=2, first=0)
     if method != "greedy":
         experts = read_groups(config, experts)
-    return read_latent_decoder(config, "deepseek_v2", 2_048, experts=check_experts(config, experts))
+    return read_latent_decoder(config, "deepseek_v2", 2_048, experts=experts)
 
 
 def read_deepseek_v3(config: Fields) -> ModelConfig:
@@ -87,7 +87,7 @@ def read_deepseek_v3(config: Fields) -> ModelConfig:
     if experts.groups_used < experts.num_groups and experts.num < 2 * experts.num_groups:
         raise config.refuse("n_group", "a group must have two experts at least")
     pairs = config.flag("rope_interleave", True)
-    return read_latent_decoder(config, "deepseek_v3", 4_096, experts=check_experts(config, experts), in_pairs=pairs)
+    return read_latent_decoder(config, "deepseek_v3", 4_096, experts=experts, in_pairs=pairs)
 
 
 def read_latent_decoder(
@@ -105,9 +105,13 @@ def read_latent_decoder(
         value_dim=config.integer("v_head_dim", 128),
         query_rank=config.optional_integer("q_lora_rank") if "q_lora_rank" in config.values else 1_536,
     )
-    sizes = (latent.rank, latent.nope_dim, latent.rope_dim, latent.value_dim, latent.query_rank or 1)
-    if min(sizes) < 1 or latent.rope_dim % 2:
-        raise config.refuse("qk_rope_head_dim", f"{latent} cannot be: sizes are above 0, rotated ones even")
+    names = {
+        "kv_lora_rank": latent.rank, "qk_nope_head_dim": latent.nope_dim, "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim, "q_lora_rank": 1 if latent.query_rank is None else latent.query_rank,
+    }  # fmt: skip
+    for key, size in names.items():
+        if size < 1 or (key == "qk_rope_head_dim" and size % 2):
+            raise config.refuse(key, f"must be above 0{', and even' if size > 0 else ''}, is {size}")
     heads = Heads(num_heads, 1, latent.rank + latent.rope_dim, latent.rank)
     rope = read_rope(config, config.integer("max_position_embeddings", max_position))
     rope = replace(rope, in_pairs=in_pairs)
@@ -125,7 +129,7 @@ def read_experts(config: Fields, scoring: str, *, size: int, num_shared: int, fi
     if every < 1:
         raise config.refuse("moe_layer_freq", f"must be at least 1, is {every}")
     size, layers = config.integer("moe_intermediate_size", size), range(config.integer("num_hidden_layers"))
-    return Experts(
+    experts = Experts(
         num=config.integer("n_routed_experts", 64 if scoring == "softmax" else 256),
         num_used=config.integer("num_experts_per_tok", 8),
         size=size,
@@ -134,6 +138,7 @@ def read_experts(config: Fields, scoring: str, *, size: int, num_shared: int, fi
         scale=config.number("routed_scaling_factor", 1.0 if scoring == "softmax" else 2.5),
         dense_layers=tuple(layer for layer in layers if layer < first or layer % every),
     )
+    return check_experts(config, experts, ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"))
 
 
 def read_groups(config: Fields, experts: Experts, num: int | None = None, used: int | None = None) -> Experts:

@@ -76,7 +76,7 @@ def read_experts(config: Fields) -> Experts:
         has_bias=True,
         clamp=(limit, alpha, SHIFT),
     )
-    return check_experts(config, experts)
+    return check_experts(config, experts, ("num_local_experts", "num_experts_per_tok", "intermediate_size"))
 
 
 STACKED = {

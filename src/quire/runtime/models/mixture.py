@@ -21,7 +21,6 @@ from quire.runtime.models.family import Family
 from quire.runtime.models.hf_config import read_decoder, read_window, read_windows, refuse_windows
 
 MOST_EXPERTS = 1_024
-KEYS = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 class MixtralBlock(nn.Module):
@@ -78,7 +77,7 @@ def read_mixtral(config: Fields) -> ModelConfig:
         given.integer("intermediate_size"),
     )
     windows = read_windows(config, read_window(config, None), lambda _: True)
-    checked = check_experts(config, experts)
+    checked = check_experts(config, experts, ("num_local_experts", "num_experts_per_tok", "intermediate_size"))
     return read_decoder(given, "mixtral", 131_072, num_kv_heads=8, norm_eps=eps, experts=checked, windows=windows)
 
 
@@ -106,18 +105,19 @@ def read_qwen_experts(config: Fields, size: int) -> Experts:
         raise config.refuse("mlp_only_layers", "must be a list of layers")
     if step < 1:
         raise config.refuse("decoder_sparse_step", f"must be at least 1, is {step}")
-    layers = range(config.integer("num_hidden_layers"))
+    layers, num = range(config.integer("num_hidden_layers")), "num_experts"
+    num = num if num in config.values else "num_local_experts"
     experts = Experts(
-        num=config.integer("num_experts" if "num_experts" in config.values else "num_local_experts"),
+        num=config.integer(num),
         num_used=config.integer("num_experts_per_tok"),
         size=config.integer("moe_intermediate_size", size),
         is_normalized=config.flag("norm_topk_prob", False),
         dense_layers=tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
     )
-    return check_experts(config, experts)
+    return check_experts(config, experts, (num, "num_experts_per_tok", "moe_intermediate_size"))
 
 
-def check_experts(config: Fields, experts: Experts, keys: tuple[str, str, str] = KEYS) -> Experts:
+def check_experts(config: Fields, experts: Experts, keys: tuple[str, str, str]) -> Experts:
     """`keys`: of the number of experts, of those that are used, and of their size."""
     num, num_used, size = keys
     if not 1 <= experts.num <= MOST_EXPERTS:
