@@ -8,7 +8,7 @@ which are free again when their tokens have left the window.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 STATE_ALIGNMENT = 64  # bytes; of the state of each layer
@@ -96,9 +96,8 @@ def lay_out(specs: Sequence[KVCacheSpec], *, split: bool) -> KVLayout:
     kept = [spec for spec in specs if spec.kind != "state"]
     assert kept, "a model without attention"
     state_bytes = max((-(-spec.state_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT for spec in states), default=0)
-    common = (len(states), state_bytes)
     if not split or not can_split(specs):
-        return KVLayout(tuple(Place(plane, 0) for plane in range(len(kept))), len(kept), None, *common)
+        return replace(one_group(len(kept)), num_states=len(states), state_bytes=state_bytes)
     num_planes = sum(spec.kind != "window" for spec in kept)
     places, num_full, num_windows = [], 0, 0
     for spec in kept:
@@ -109,7 +108,7 @@ def lay_out(specs: Sequence[KVCacheSpec], *, split: bool) -> KVLayout:
             places.append(Place(num_full, 0))
             num_full += 1
     window = max(spec.window for spec in kept if spec.window is not None)
-    return KVLayout(tuple(places), num_planes, window, *common)
+    return KVLayout(tuple(places), num_planes, window, len(states), state_bytes)
 
 
 def can_split(specs: Sequence[KVCacheSpec]) -> bool:

@@ -244,10 +244,6 @@ class ModelConfig:
         return sum(self.is_recurrent(other) == kind for other in range(layer))
 
     @property
-    def num_attention_layers(self) -> int:
-        return self.num_layers - (len(self.recurrent.layers) if self.recurrent is not None else 0)
-
-    @property
     def layer_weights(self) -> tuple[int, int]:
         """The number of weights in the matrices of all blocks, and of their output features."""
         return self.weights.in_blocks, self.weights.block_outputs

@@ -18,7 +18,6 @@ STATE = RECURRENT.recurrent.state_numbers * 4  # type: ignore[union-attr]
 
 
 def test_a_block_holds_only_what_layers_that_attend_keep() -> None:
-    assert RECURRENT.num_attention_layers == 6
     assert kv_block_bytes(RECURRENT, "bfloat16", 16) == 6 * 2 * 512 * 2 * 16
     assert [RECURRENT.place_of(layer) for layer in range(8)] == [0, 1, 2, 0, 3, 4, 5, 1]
     layout = lay_out(RECURRENT.kv_specs, split=False)

@@ -25,7 +25,6 @@ class StateSlots:
         self._idle: OrderedDict[int, None] = OrderedDict()  # blocks whose checkpoint nobody reads; oldest use first
         self._idle_ends: OrderedDict[int, None] = OrderedDict()  # likewise, of those in `_ends`
         self._ends: set[int] = set()  # blocks at the end of a prompt or an answer
-        self.num_evicted = 0
         self.version = 0  # changes whenever a checkpoint goes
 
     def __contains__(self, block: int) -> bool:
@@ -36,10 +35,6 @@ class StateSlots:
     def num_free(self) -> int:
         """Slots that `take` can hand out."""
         return len(self._free) + len(self._idle) + len(self._idle_ends)
-
-    @property
-    def num_checkpoints(self) -> int:
-        return len(self._checkpoints)
 
     @property
     def blocks(self) -> list[int]:
@@ -67,7 +62,6 @@ class StateSlots:
         """Hand out a slot with one holder. Raises OutOfBlocks."""
         if not self._free and (idle := self._idle or self._idle_ends):
             self.forget(next(iter(idle)))
-            self.num_evicted += 1
         if not self._free:
             raise OutOfBlocks(f"all {len(self._holders)} states are in use")
         slot = self._free.pop()

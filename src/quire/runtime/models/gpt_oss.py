@@ -8,18 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import nn
-
 from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig
-from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.step import ForwardStep
-from quire.runtime.layers.stream import Stream
-from quire.runtime.models.decoder import Decoder, DecoderAttention
+from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily, Stacked
 from quire.runtime.models.hf_config import read_activation, read_decoder, read_window, read_windows
 from quire.runtime.models.hf_rope import read_rope
-from quire.runtime.models.mixture import check_experts
+from quire.runtime.models.mixture import QwenMoeBlock, check_experts
 
 USUAL_ROPE = {
     "rope_type": "yarn",
@@ -33,18 +28,8 @@ USUAL_LIMIT, USUAL_ALPHA = 7.0, 1.702
 SHIFT = 1.0  # what is added to the part that is gated
 
 
-class GptOssBlock(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
-        super().__init__()
-        hidden, eps = config.hidden_size, config.norm_eps
-        self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps)
-        self.self_attn = DecoderAttention(config, layer, build)
-        self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps)
-        self.mlp = build.moe_mlp(config, router="router")
-
-    def forward(self, x: Stream, step: ForwardStep) -> None:
-        x.add(self.self_attn(self.input_layernorm(x), step))
-        x.add(self.mlp(self.post_attention_layernorm(x)))
+class GptOssBlock(QwenMoeBlock):
+    router = "router"
 
 
 class GptOss(Decoder):

@@ -41,6 +41,7 @@ class QwenMoeBlock(nn.Module):
     """Some layers may have a plain MLP."""
 
     attention: type[nn.Module] = DecoderAttention
+    router = "gate"  # what checkpoints call it
 
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class QwenMoeBlock(nn.Module):
         if layer in experts.dense_layers:
             self.mlp = build.gated_mlp(hidden, config.intermediate_size, config.activation, bias=False)
         else:
-            self.mlp = build.moe_mlp(config)
+            self.mlp = build.moe_mlp(config, router=self.router)
 
     def forward(self, x: Stream, step: ForwardStep) -> None:
         x.add(self.self_attn(self.input_layernorm(x), step))
