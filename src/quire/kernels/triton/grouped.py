@@ -22,7 +22,6 @@ from quire.kernels.triton.launch import (
     await_inputs,
     check,
     check_rows,
-    num_processors,
     power_of_two,
     shared_memory,
     warps_for,
@@ -44,6 +43,7 @@ class GroupedTiling(NamedTuple):
     block_k: int
     warps: int
     stages: int
+    together: int = 8  # tiles whose programs run side by side, so that they find each other's numbers in the L2 cache
 
 
 class Stack(NamedTuple):
@@ -123,7 +123,7 @@ def _choose_kernel(
     tl.store(weights_ptr + token * USED + ranks, weights * scale, mask=ranks < USED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "tiles"])
 def _place_kernel(
     chosen_ptr, places_ptr, tile_experts_ptr, pairs, num, tiles,
     BLOCK: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -155,21 +155,28 @@ def _place_kernel(
         tl.store(places_ptr + rest, tl.zeros((BLOCK_M,), tl.int32) - 1, mask=rest < end * BLOCK_M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "num_x"])
 def _grouped_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, places_ptr, tile_experts_ptr, N, K, x_stride, w_stride, out_stride,
-    limit, alpha, shift,
-    USED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, places_ptr, tile_experts_ptr, tiles, num_x, N, K,
+    x_stride, w_stride, out_stride, limit, alpha, shift,
+    USED: tl.constexpr, TOGETHER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, CLAMPED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    program, columns = tl.program_id(0), tl.cdiv(N, BLOCK_N)
+    begin = program // (TOGETHER * columns) * TOGETHER  # of the tiles side by side
+    num_tiles = tl.minimum(tiles - begin, TOGETHER)
+    number = program - begin * columns
+    tile = begin + number % num_tiles
+    n, k = number // num_tiles * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     await_inputs(DEPENDENT)
     expert = tl.load(tile_experts_ptr + tile)
     if expert >= 0:
-        pair = tl.load(places_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M))
-        x_row = (tl.maximum(pair, 0) // USED).to(tl.int64)
+        place = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        pair = tl.load(places_ptr + place)
+        # What fills the tile up is spread over the rows: one line read by all is slow.
+        x_row = tl.where(pair >= 0, pair // USED, place % num_x).to(tl.int64)
         first = expert.to(tl.int64) * (2 * N if GATED else N)  # of the expert's weight rows
         w_row = first + tl.minimum(n, N - 1)
         x_at = x_ptr + x_row[None, :] * x_stride + k[:, None]
@@ -226,20 +233,21 @@ def most_tiles(pairs: int, num: int, block_m: int) -> int:
 def choose_grouped_tilings(
     pairs: int, num: int, x_bytes: int, device: torch.device
 ) -> tuple[GroupedTiling, GroupedTiling]:
-    """How gate and up, and how down is cut: tiles as high as an expert's usual share, the rest as measured on an H200.
+    """How gate and up, and how down is cut: tiles that hold half as much again as an expert's usual share, so that few
+    experts take two; the rest as measured on an H200.
 
     Both have the same block_m, as they share a routing.
     """
-    block_m, line = max(16, min(128, power_of_two(-(-pairs // num)))), 128 // x_bytes
-    if block_m > 32:
-        warps = 8 if block_m == 128 else 4
-        tilings = GroupedTiling(block_m, 128, line, warps, 4), GroupedTiling(block_m, 128, line, warps, 3)
+    share, line = -(-pairs // num), 128 // x_bytes
+    block_m = max(16, min(128, power_of_two(share + share // 2)))
+    if block_m == 128:
+        tilings = GroupedTiling(128, 128, line, 8, 4), GroupedTiling(128, 128, line, 8, 3, together=1)
+    elif block_m == 64:
+        tilings = GroupedTiling(64, 64, 2 * line, 4, 4), GroupedTiling(64, 128, line, 4, 3)
     elif block_m == 32:
-        tilings = GroupedTiling(32, 128, line, 4, 3), GroupedTiling(32, 128, line, 4, 4)
-    elif pairs < num_processors(device) // 2:  # few experts: many stages keep enough of their weights under way
-        tilings = (GroupedTiling(16, 64, 2 * line, 4, 5),) * 2
+        tilings = GroupedTiling(32, 64, 2 * line, 4, 4), GroupedTiling(32, 64, 2 * line, 4, 4)
     else:
-        tilings = GroupedTiling(16, 64, 2 * line, 4, 5), GroupedTiling(16, 128, line, 8, 4)
+        tilings = (GroupedTiling(16, 64, 2 * line, 4, 5),) * 2
     first, second = tilings
     return _fitting(first, 2, x_bytes, device), _fitting(second, 1, x_bytes, device)
 
@@ -296,7 +304,7 @@ def route(
     _place_kernel[(num + 1,)](
         chosen, places, routing.tile_experts, pairs, num, tiles,
         BLOCK=block, BINS=bins, BLOCK_M=tiling.block_m, TILES=_TILES_AT_ONCE, DEPENDENT=dependent,
-        num_warps=4, num_stages=1, launch_pdl=dependent,
+        num_warps=4 if block < _MOST_AT_ONCE else 8, num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
     return routing
 
@@ -327,10 +335,11 @@ def grouped_product(
     out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
     if pairs == 0:
         return out
-    _grouped_kernel[(len(routing.tile_experts), triton.cdiv(outputs, tiling.block_n))](
-        x, weight, scale, bias, out, routing.places, routing.tile_experts, outputs, inputs,
+    tiles = len(routing.tile_experts)
+    _grouped_kernel[(tiles * triton.cdiv(outputs, tiling.block_n),)](
+        x, weight, scale, bias, out, routing.places, routing.tile_experts, tiles, len(x), outputs, inputs,
         x.stride(0), inputs, outputs, limit, alpha, shift,
-        USED=num_used, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+        USED=num_used, TOGETHER=tiling.together, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
         GATED=activation is not None, KIND=ACTIVATIONS[activation or "silu"], CLAMPED=clamp is not None,
         HAS_SCALE=scale is not None, HAS_BIAS=bias is not None,
         EVEN_K=inputs % tiling.block_k == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",

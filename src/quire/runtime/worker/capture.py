@@ -17,8 +17,11 @@ Launch = Callable[[], None]
 class Capture(Protocol):
     """Records what a function launches. The function must be harmless to run and do the same every time."""
 
-    def record(self, launch: Launch) -> Launch:
-        """Run `launch` at least once; the result repeats its launches, on the memory they used."""
+    def record(self, launch: Launch, rehearse: Launch) -> Launch:
+        """Run `launch` at least once; the result repeats its launches, on the memory they used.
+
+        rehearse: launches every kernel that `launch` does, if less often.
+        """
 
     def is_idle(self) -> bool:
         """Whether the device has nothing to do, so that a capture delays no step that was launched before."""
@@ -31,14 +34,14 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, launch: Launch) -> Launch:
-        """Waits for the device. The first run only compiles kernels, the second makes libraries set themselves up."""
+    def record(self, launch: Launch, rehearse: Launch) -> Launch:
+        """Waits for the device. Rehearses twice: to compile kernels, then to make libraries set themselves up."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             with compiling_only():
-                launch()
-            launch()
+                rehearse()
+            rehearse()
             self._stream.synchronize()
             with _no_collection():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -56,7 +59,7 @@ class CudaCapture:
 class NoCapture:
     """Repeats the function itself: for devices without graphs."""
 
-    def record(self, launch: Launch) -> Launch:
+    def record(self, launch: Launch, rehearse: Launch) -> Launch:  # noqa: ARG002
         launch()
         return launch
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -68,7 +69,7 @@ class ForwardGraphs:
         start = time.perf_counter()
         layers = _Layers(self._model, batch)
         with _frozen(batch.step.states):
-            graph = self._graphs[shape] = _Graph(self._capture.record(layers), layers)
+            graph = self._graphs[shape] = _Graph(self._capture.record(layers, partial(self.rehearse, batch)), layers)
         logger.info("captured a step of %d tokens in %.2f s", shape.tokens, time.perf_counter() - start)
         return graph
 

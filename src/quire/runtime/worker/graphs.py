@@ -188,7 +188,8 @@ class DecodeGraphs:
         if kind.guided:
             graph = self._make_guided(kind, listing)
         else:
-            graph = _Graph(self._capture.record(lambda: self._choose(kind, self._logits(kind), listing)), listing)
+            whole, few = (lambda: self._choose(kind, self._logits(kind), listing)), partial(self.rehearse, kind)
+            graph = _Graph(self._capture.record(whole, few), listing)
         self._graphs[kind] = graph
         logger.info("captured decoding: %s, in %.2f s", kind, time.perf_counter() - start)
         return graph
@@ -198,14 +199,15 @@ class DecodeGraphs:
         the graphs' common pool again: no other graph runs between these two, so none overwrites it when it matters."""
         logits = _Logits()
 
-        def forward() -> None:
-            logits.tensor = self._logits(kind)
+        def forward(layers: int | None = None) -> None:
+            logits.tensor = self._logits(kind, layers=layers)
 
         def sample() -> None:
             assert logits.tensor is not None
             self._choose(kind, logits.tensor, listing)
 
-        graph = _Graph(self._capture.record(forward), listing, self._capture.record(sample))
+        launch = self._capture.record(forward, partial(forward, self._model.num_varied))
+        graph = _Graph(launch, listing, self._capture.record(sample, sample))
         logits.tensor = None
         return graph
 

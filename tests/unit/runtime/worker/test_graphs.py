@@ -50,9 +50,9 @@ class Recorder:
     def __init__(self, inner: object) -> None:
         self.inner, self.recorded, self.replayed = inner, 0, 0
 
-    def record(self, launch: Launch) -> Launch:
+    def record(self, launch: Launch, rehearse: Launch) -> Launch:
         self.recorded += 1
-        return partial(self._replay, self.inner.record(launch))  # type: ignore[attr-defined]
+        return partial(self._replay, self.inner.record(launch, rehearse))  # type: ignore[attr-defined]
 
     def _replay(self, launch: Launch) -> None:
         self.replayed += 1
