@@ -10,6 +10,7 @@ from types import FrameType
 import pytest
 
 from fake_executor import VOCAB, continuation
+from fuzz_grammars import RealCompilation
 from harness import VOCABULARY, Harness
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import PolicySettings
@@ -294,3 +295,27 @@ def test_a_waiting_request_is_not_overtaken_for_ever_by_those_that_are_ready() -
         engine.submit(f"s{number}", [number, 1, 2], seed=1, max_tokens=2)
     engine.run()
     assert engine.finished["twin"].num_cached_tokens == 512
+
+
+class RealGrammars(ToyGrammars):
+    """Compiles at once."""
+
+    def compile(self, text: str) -> RealCompilation:
+        return RealCompilation(text, self, self.time)
+
+
+def test_a_grammar_that_forced_tokens_while_few_ran_is_not_slower_in_a_crowd() -> None:
+    """Its first tokens were verified as a draft, for which it was paced; in the crowd it runs ahead like the rest."""
+    pytest.importorskip("llguidance")
+    tools = DecodingTools(RealGrammars(), vocabulary=lambda: VOCABULARY)
+    engine = Harness(num_blocks=2_000, depth=2, tools=tools, max_num_seqs=64, max_num_batched_tokens=512)
+    engine.submit("guided", [1, 2, 3], grammar=f'start: "{"abcefgh" * 8}" /[a-z]+/ "!"', max_tokens=300, seed=1)
+    for number in range(40):
+        engine.submit(f"r{number}", [number % 7, 5, 6], max_tokens=150, seed=number)
+    engine.step()
+    handle = engine.handles["guided"]
+    before = len(engine.streams[handle])
+    for _ in range(60):
+        engine.step()
+    got = len(engine.streams[handle]) - before
+    assert got >= 55, f"{got} tokens in 60 steps"

@@ -84,11 +84,13 @@ class StepController:
             return 0 if self._has_forced else FOREVER
         return 0 if self.always_paced else self.proposer.num_ahead
 
-    def look_for_forced(self, least: int) -> bool:
+    def look_for_forced(self, least: int | None) -> bool:
         """Find out whether the grammar forces at least `least` tokens from here. If so, a guided sequence is paced, and
-        one step verifies all of them as a draft. Raises GrammarError."""
+        one step verifies all of them as a draft. None: it runs ahead whatever is forced. Raises GrammarError."""
         matcher = self.matcher
-        self._has_forced = matcher is not None and not matcher.is_over and len(matcher.forced(least)) >= least
+        self._has_forced = False
+        if least is not None and matcher is not None and not matcher.is_over:
+            self._has_forced = len(matcher.forced(least)) >= least
         return self._has_forced
 
     def clone(self) -> StepController:

@@ -48,8 +48,9 @@ class PacedSet:
         """Return how many tokens a sequence may run ahead from here; 0: it must be paced, or its own code failed."""
         controller = sequence.controller
         try:
-            if controller.is_guided and self.looks_for_forced and sequence.table.state == NO_STATE:
-                controller.look_for_forced(self.least_forced)
+            if controller.is_guided:
+                takes_draft = self.looks_for_forced and sequence.table.state == NO_STATE
+                controller.look_for_forced(self.least_forced if takes_draft else None)
             return controller.num_ahead
         except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
             self.faults.append((sequence.group, fault_of(error)))

@@ -129,6 +129,9 @@ def test_a_guided_sequence_is_paced_while_its_grammar_forces_enough_tokens() -> 
     assert controller.num_ahead == FOREVER
     assert controller.look_for_forced(3)
     assert controller.num_ahead == 0
+    assert not controller.look_for_forced(None)
+    assert controller.num_ahead == FOREVER, "it was not to look"
+    assert controller.look_for_forced(3)
     assert controller.verify((5, 6, 7, 9), (5, 6, 7), room=9).ending == ("stop", None)
     assert not controller.look_for_forced(1), "a grammar that is over forces nothing"
     assert not PLAIN.look_for_forced(1)
