@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from family_bench import needs_program
 from family_models import NUM_TOKENS, FamilyCase
 from quire.config.tiers import TierConfig
 from quire.engine.speculation.draft_length import DraftLength
@@ -107,6 +108,7 @@ def speculation(case: FamilyCase) -> None:
 
 def program(case: FamilyCase) -> None:
     """The compiled CPU path: the blocks as a program."""
+    needs_program()
     made = engine(case, attention="native")
     check(case, made, prompts_of(case))
     blocks = made.executor.worker._runner._model._parts[1]  # type: ignore[attr-defined]

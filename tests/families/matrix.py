@@ -15,6 +15,7 @@ NOT_YET: dict[tuple[str, str], str] = {  # (family, feature): why not
 
 def main() -> int:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
+    import pytest
     import torch
 
     import interpreter  # noqa: F401  where there is no GPU
@@ -36,6 +37,8 @@ def main() -> int:
                     if reason is None:
                         run(case)
                     cells.append(reason or "ok")
+                except pytest.skip.Exception as skipped:
+                    cells.append(f"not here: {skipped}")
                 except Exception as error:  # noqa: BLE001  the table shows what failed
                     failed += 1
                     cells.append(f"FAILED: {type(error).__name__}")

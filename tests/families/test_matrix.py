@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from family_bench import num_calls
 from family_models import CONFIGS, FamilyCase
 from quire.runtime.models.registry import of_kind
 from tests.families.features import FEATURES
@@ -18,6 +21,14 @@ def test_every_family_has_a_tiny_model() -> None:
 
 def test_every_reason_why_not_is_of_a_family_and_a_feature() -> None:
     assert all(family in CONFIGS and feature in FEATURES for family, feature in NOT_YET)
+
+
+def test_the_compiled_cpu_path_is_not_looked_for_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("family_bench.NO_PROGRAM", "the program runs on a CPU")
+    nothing: Any = None
+    for look in (num_calls, FEATURES["CPU program"]):
+        with pytest.raises(pytest.skip.Exception, match="runs on a CPU"):
+            look(nothing)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
