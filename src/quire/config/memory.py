@@ -93,6 +93,11 @@ class MemoryPlan:
         """Of max_model_len tokens, the window blocks among them included."""
         return self.groups.blocks_needed(-(-self.max_model_len // self.block_size), self.block_size, self.max_chunk)
 
+    @property
+    def window_blocks_per_sequence(self) -> int:
+        """Those of `blocks_per_sequence` that are window blocks."""
+        return self.blocks_per_sequence - -(-self.max_model_len // self.block_size)
+
     def longest_in(self, num_blocks: int) -> int:
         """The number of tokens of the longest sequence that fits into so many blocks."""
         return self.groups.blocks_held(num_blocks, self.block_size, self.max_chunk) * self.block_size
@@ -105,11 +110,13 @@ class MemoryPlan:
     def check(self) -> None:
         """Raise DoesNotFit if the plan exceeds the capacity. The error names the setting to change."""
         if self.blocks_per_sequence > self.num_blocks:
-            longest, windows = self.longest_in(self.num_blocks), "" if self._windows is None else ", with window blocks"
+            longest = self.longest_in(self.num_blocks)
+            windows = f", {self.window_blocks_per_sequence} of them window blocks" if self.groups.window else ""
+            beside = f", beside {format_size(self.states)} for states" if self.states else ""
             raise DoesNotFit(
                 "max_model_len",
-                f"{self.max_model_len} tokens need {self.blocks_per_sequence} KV blocks of {self.block_size}{windows}, "
-                f"the cache has {self.num_blocks} ({format_size(self.kv_cache)})",
+                f"{self.max_model_len} tokens need {self.blocks_per_sequence} KV blocks of {self.block_size}"
+                f"{windows}, the cache has {self.num_blocks} ({format_size(self.kv_cache)}{beside})",
                 (f"set max_model_len to {longest} or less, or " if longest else "")
                 + f"raise num_kv_blocks to {self.blocks_per_sequence} "
                 f"(kv_cache_memory={at_least(self.blocks_per_sequence * self.block_bytes)})",
@@ -192,8 +199,8 @@ class MemoryPlan:
         """How many blocks of a sequence serve which group; None if there is one."""
         if self.groups.window is None:
             return None
-        tokens = -(-self.max_model_len // self.block_size)
-        more = self.blocks_per_sequence - tokens
+        more = self.window_blocks_per_sequence
+        tokens = self.blocks_per_sequence - more
         window = f"the layers that see {self.groups.window:,}"
         return f"  each takes {tokens:,} blocks for the layers that see all tokens and up to {more:,} for {window}"
 
