@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from encoder_models import expected_states, hf_encoder
 from quire import LLM, AsyncLLM, ConfigError, EmbeddingOutput, InvalidRequest, QuireError, SamplingParams
+from tiny_served import write_tiny_model
 
 pytest.importorskip("transformers")
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat", "##s", "on"]
@@ -128,6 +129,40 @@ def test_settings_without_meaning_for_an_encoder_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(folder, device="cpu", **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("task", "generate"),
+        ("runner", "generate"),
+        ("generation_config", "none"),
+        ("override_generation_config", {"temperature": 0.5}),
+    ],
+)
+def test_what_is_for_models_that_generate_text_is_refused_by_name(folder: Path, setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{setting}: .*this one is an encoder"):
+        LLM(folder, device="cpu", **{setting: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("asked", [{"task": "embed"}, {"runner": "pooling"}, {"task": "auto", "convert": "embed"}])
+def test_an_encoder_may_be_asked_for_embeddings_in_the_words_of_others(folder: Path, asked: dict[str, str]) -> None:
+    with LLM(folder, device="cpu", **asked) as loaded:  # type: ignore[arg-type]
+        assert len(loaded.embed("cat")) == 1
+
+
+@pytest.mark.parametrize(("setting", "value"), [("task", "embed"), ("runner", "pooling"), ("convert", "embed")])
+def test_other_models_refuse_to_embed_when_they_are_loaded(tmp_path: Path, setting: str, value: str) -> None:
+    write_tiny_model(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{setting}: .*this model generates text; .*load an encoder"):
+        LLM(tmp_path, device="cpu", load_format="dummy", num_kv_blocks=200, **{setting: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"^{setting}: "):
+        AsyncLLM(str(tmp_path), **{setting: value})
+
+
+def test_a_salt_means_nothing_where_nothing_is_cached(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"cache_salt: of prompts\[1\] means nothing to an encoder"):
+        llm.embed(["cat", {"prompt": "sat", "cache_salt": "mine"}])
 
 
 def test_the_user_may_allow_longer_texts_than_the_files(folder: Path) -> None:
