@@ -8,7 +8,7 @@ from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token
 from quire.config.facts import HardwareFacts
 from quire.config.kv_cache import PLAIN, KVGroups, lay_out
 from quire.config.model import DTYPE_BYTES, Experts, ModelConfig, packed_bytes
-from quire.config.sizes import MIB, at_least, at_most, format_size
+from quire.config.sizes import MIB, at_least, at_most, format_size, format_table
 from quire.types.errors import DoesNotFit
 
 PROCESS_BYTES = {"cpu": 320 * MIB, "cuda": 768 * MIB}  # Python, torch and its libraries; on a GPU the CUDA context
@@ -170,29 +170,24 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         lines = [
-            ("weights", format_size(self.weights), ""),
-            *([("drafting", format_size(self.draft), "weights, rows and sampling of the draft")] if self.draft else []),
-            ("activations", format_size(self.activations), "upper bound for one step"),
-            ("logits, sampling", format_size(self.sampling), ""),
-            ("masks", format_size(self.masks), self._where_masks_are),
-            ("rows", format_size(self.rows), ""),
-            *([("graphs", format_size(self.graphs), "captured decode steps")] if self.graphs else []),
-            ("KV cache", format_size(self.kv_cache), f"{self.num_blocks:,} blocks of {self.block_size} tokens"),
-            *([("states", format_size(self.states), f"{self.groups.num_states:,} sequences")] if self.states else []),
-            *(
-                [("staging", format_size(self.staging), "buffers for copies to and from host memory")]
-                if self.staging
-                else []
-            ),
-            *([("host cache", format_size(self.host_cache), self._where_host_is)] if self.host_cache else []),
-            ("process", format_size(self.process), "Python, torch, libraries"),
-            ("total", format_size(self.total), f"of {format_size(self.capacity)} on {self.device}"),
+            ("weights", self.weights, ""),
+            *([("drafting", self.draft, "weights, rows and sampling of the draft")] if self.draft else []),
+            ("activations", self.activations, "upper bound for one step"),
+            ("logits, sampling", self.sampling, ""),
+            ("masks", self.masks, self._where_masks_are),
+            ("rows", self.rows, ""),
+            *([("graphs", self.graphs, "captured decode steps")] if self.graphs else []),
+            ("KV cache", self.kv_cache, f"{self.num_blocks:,} blocks of {self.block_size} tokens"),
+            *([("states", self.states, f"{self.groups.num_states:,} sequences")] if self.states else []),
+            *([("staging", self.staging, "buffers for copies to and from host memory")] if self.staging else []),
+            *([("host cache", self.host_cache, self._where_host_is)] if self.host_cache else []),
+            ("process", self.process, "Python, torch, libraries"),
+            ("total", self.total, f"of {format_size(self.capacity)} on {self.device}"),
         ]
-        name_width = max(len(name) for name, _, _ in lines)
-        size_width = max(len(size) for _, size, _ in lines)
-        table = [f"  {name:<{name_width}}  {size:>{size_width}}  {note}".rstrip() for name, size, note in lines]
         held = f"  holds {self.num_sequences:.1f} sequences of {self.max_model_len:,} tokens"
-        return "\n".join(["memory plan", *table, held, *([] if self._windows is None else [self._windows])])
+        return "\n".join(
+            ["memory plan", *format_table(lines), held, *([] if self._windows is None else [self._windows])]
+        )
 
     @property
     def _windows(self) -> str | None:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from encoder_models import expected_states, hf_encoder
 from quire import LLM, AsyncLLM, ConfigError, EmbeddingOutput, InvalidRequest, QuireError, SamplingParams
+from quire.serving.cli import main
 from tiny_served import write_tiny_model
 
 pytest.importorskip("transformers")
@@ -106,13 +107,28 @@ def test_an_encoder_generates_nothing(llm: LLM) -> None:
 def test_other_ways_in_refuse_an_encoder(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"model: is an encoder \(bert\)"):
         AsyncLLM(str(folder), device="cpu")
-    for command in ("serve", "doctor"):
-        model = ["--model", str(folder)] if command == "doctor" else [str(folder)]
-        done = subprocess.run(
-            [sys.executable, "-m", "quire", command, *model], check=False, capture_output=True, text=True
-        )
-        assert "is an encoder (bert): it makes embeddings and generates no text" in done.stderr + done.stdout
-        assert (done.returncode == 0) is (command == "doctor")
+    command = [sys.executable, "-m", "quire", "serve", str(folder)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert "is an encoder (bert): it makes embeddings and generates no text" in done.stderr + done.stdout
+    assert done.returncode != 0
+
+
+def test_the_doctor_says_what_an_encoder_takes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--device", "cpu", "--max-num-seqs", "7", "--max-num-batched-tokens", "90"]
+    assert main(["doctor", "--model", str(folder), *settings]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith("model "))
+    about, where, plan, *table = lines[start : start + 8]
+    assert ": bert, " in about
+    assert where == "makes embeddings on cpu in float32 (LLM.embed), generates no text"
+    assert plan == "memory plan"
+    assert [line.split()[0] for line in table[:4]] == ["weights", "activations", "process", "total"]
+    assert table[4] == "  a batch has up to 7 texts and 90 tokens, a text up to 8"
+
+
+def test_the_doctor_says_which_setting_an_encoder_cannot_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", str(folder), "--max-num-batched-tokens", "7"]) == 0
+    assert "no memory plan: max_num_batched_tokens: is 7, and a text may have 8 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
