@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +93,8 @@ def test_the_plan_says_in_one_line_what_serves_which_layers() -> None:
         "  each takes 512 blocks for the layers that see all tokens and up to 325 for the layers that see 512"
     )
     assert "holds 4.8 sequences of 8,192 tokens" in lines[-2]
+    guide = (Path(__file__).parents[3] / "docs/guides/memory.md").read_text()
+    assert all(f"    {line.strip()}\n" in guide for line in lines[-2:])
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_sizes_that_do() -> None:
