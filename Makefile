@@ -36,7 +36,7 @@ demo: $(MODEL_STAMP) ## set up and answer one question (QUESTION="...")
 	@$(BIN)/quire chat "$(QUESTION)"
 
 test: $(DEV_STAMP) $(MODEL_STAMP) ## run the tests
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-clients: $(CLIENTS)/clients/.installed $(CLIENTS)/clients-openai2/.installed $(MODEL_STAMP) ## run other projects' clients against the server, npm's too where npm is
 	! command -v npm >/dev/null || (cd tests/clients/javascript && npm install --no-package-lock --no-fund --no-audit)
@@ -72,8 +72,9 @@ cuts: $(DEV_STAMP) $(MODEL_STAMP) ## 64 streams with random cuts (SECONDS=600): 
 parity: $(DEV_STAMP) $(MODEL_STAMP) ## compare the default model with transformers over the whole matrix (long)
 	QUIRE_TEST_WHOLE=1 $(BIN)/python -m pytest -q tests/parity
 
-families: $(DEV_STAMP) ## print the table of model families and the engine's features, each against transformers
+families: $(DEV_STAMP) ## print the table of model families and the engine's features, each against transformers, and run their tests on every backend
 	$(BIN)/python -m tests.families.matrix
+	QUIRE_TEST_WHOLE=1 $(BIN)/python -m pytest -q --ignore tests/families/test_matrix.py tests/families
 
 clean: ## remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) $(CLIENTS) tests/clients/javascript/node_modules build dist src/*.egg-info src/quire/kernels/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,10 +13,12 @@ from fake_executor import VOCAB, continuation
 from fuzz_grammars import RealCompilation
 from harness import VOCABULARY, Harness
 from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.config.kv_cache import PLAIN, KVGroups
 from quire.config.policy import PolicySettings
 from quire.engine.core import EngineCore
 from quire.engine.decoding.group import Group
 from quire.engine.decoding.tools import DecodingTools
+from quire.engine.kvcache.prefix_tree import Match, PrefixTree
 from quire.engine.scheduler.queue import GroupQueue
 from quire.engine.speculation.proposer import DraftProposer
 from quire.types.request import Submit
@@ -45,8 +47,10 @@ def quiet_engine(num_blocks: int, *, max_num_seqs: int = 300, budget: int = 8_19
     """An engine whose executor costs nothing."""
     from benchmarks.executors import InstantExecutor
 
+    groups = settings.pop("groups", PLAIN)
     scheduler = SchedulerConfig(max_num_seqs, budget, 70_000, **settings)  # type: ignore[arg-type]
-    return EngineCore(InstantExecutor(), CacheConfig(16, num_blocks), scheduler, 2**30)
+    cache = CacheConfig(16, num_blocks, groups=groups)  # type: ignore[arg-type]
+    return EngineCore(InstantExecutor(), cache, scheduler, 2**30)
 
 
 def put(core: EngineCore, name: str, prompt: list[int], max_tokens: int = 64, **fields: object) -> None:
@@ -151,6 +155,45 @@ def test_a_head_of_the_queue_that_has_no_room_costs_no_more_for_being_long(is_ca
         return num_calls(core.step)
 
     assert cost(16_384) < 1.2 * cost(1_024)
+
+
+@pytest.mark.parametrize("groups", [KVGroups(64, 1), KVGroups(None, 0, 300, 1), KVGroups(64, 1, 300, 1)])
+def test_nor_where_side_blocks_come_and_go_meanwhile(groups: KVGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these steps may take window blocks or states that the waiting prompt would continue from, or add some."""
+    match, compared = PrefixTree.match, []
+
+    def note(tree: PrefixTree, salt: str, tokens: bytes, limit: int) -> Match:
+        compared.append(limit)
+        return match(tree, salt, tokens, limit)
+
+    def cost(length: int) -> int:
+        num_blocks = length // 16
+        core = quiet_engine(2 * num_blocks + 1_900, max_num_seqs=65, budget=512, groups=groups)
+        for number in range(40):  # nothing is free but what can be evicted
+            put(core, f"old {number}", [2_000 + number] * 640, 1)
+        prompt = [3_000 + i % 500 for i in range(length)]
+        put(core, "cached", prompt, 1)
+        drain(core)
+        put(core, "holds", [7] * (num_blocks + 1_000) * 16, 200)
+        for number in range(60):  # one of them ends at each step, which is when the blocked one is looked at again
+            put(core, f"d{number}", [number + 10] * 3, 10 + number)
+        while core.stats().waiting:
+            core.step()
+        put(core, "blocked", [*prompt, *[9] * 1_800 * 16], 64)
+        core.step()
+        found = core._scheduler.reuse.num_cached(core._scheduler.waiting.head(1)[0])
+        assert found >= 0.9 * length
+        pool, most = core._scheduler.pool, 0
+        with monkeypatch.context() as patch:
+            patch.setattr(PrefixTree, "match", note)
+            for _ in range(40):
+                version, calls = pool.version, num_calls(core.step)
+                most = max(most, calls if pool.version != version else 0)
+        assert core.stats().waiting == 1
+        return most
+
+    assert 0 < cost(16_384) < 1.2 * cost(1_024)
+    assert not compared
 
 
 def test_a_blocked_head_costs_little_beside_the_steps_it_waits_for() -> None:

@@ -95,7 +95,9 @@ def test_what_never_fits_is_refused_with_its_window_blocks_counted() -> None:
     engine = Harness(num_blocks=60, groups=WINDOWS, max_num_batched_tokens=16)
     with pytest.raises(InvalidRequest, match="max_tokens") as refused:
         engine.submit("long", prompt_of(200))
-    assert "60" in str(refused.value)
+    reason = str(refused.value)
+    assert "60" in reason
+    assert f"need {52 + 36} kv blocks of 4, {3 * (10 + 2)} of them window blocks" in reason
     ask(engine, "short", prompt_of(60))
 
 

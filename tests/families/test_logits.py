@@ -12,7 +12,7 @@ from quire.config.kv_cache import can_split
 from tiny_models import DEVICE
 
 pytest.importorskip("transformers")
-WHOLE = "QUIRE_TEST_WHOLE" in os.environ  # Triton's interpreter is slow; the matrix runs it for every family too
+WHOLE = "QUIRE_TEST_WHOLE" in os.environ  # make families: Triton's interpreter is slow, and the matrix runs it too
 
 
 @pytest.mark.parametrize("attention", BACKENDS if DEVICE != "cpu" or WHOLE else BACKENDS[:-1])

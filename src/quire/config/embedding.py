@@ -11,7 +11,7 @@ from quire.config.facts import HardwareFacts
 from quire.config.memory import PROCESS_BYTES, widest_activations
 from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.config.resolve import device_capacity, model_length, resolve_device
-from quire.config.sizes import format_size
+from quire.config.sizes import format_size, format_table
 from quire.types.errors import ConfigError, DoesNotFit
 
 BATCHED_TOKENS = {"cpu": 4_096, "cuda": 32_768}
@@ -50,6 +50,51 @@ class EncoderConfig:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class EncoderMemory:
+    """Bytes that an encoder takes, by purpose. `str()` gives the table that `quire doctor` prints."""
+
+    device: str
+    capacity: int  # bytes that this process may use on the device
+    process: int
+    weights: int
+    token_bytes: int  # of a layer's activations at their peak, for one token
+    config: EncoderConfig
+
+    @property
+    def activations(self) -> int:
+        return self.config.max_num_batched_tokens * self.token_bytes
+
+    @property
+    def total(self) -> int:
+        return self.process + self.weights + self.activations
+
+    def check(self) -> None:
+        """Raise DoesNotFit if it exceeds the capacity. The error names the setting to change."""
+        if self.total <= self.capacity:
+            return
+        short = f"{format_size(self.total)} are needed, {format_size(self.capacity)} are available on {self.device}"
+        room = (self.capacity - self.process - self.weights) // self.token_bytes
+        if room >= self.config.max_model_len:
+            raise DoesNotFit("max_num_batched_tokens", short, f"lower it to {room} or less")
+        weights = f"({format_size(self.weights)} of them weights)"
+        raise DoesNotFit("model", f"{short} {weights}", "choose a smaller model or dtype")
+
+    def __str__(self) -> str:
+        config = self.config
+        lines = [
+            ("weights", self.weights, ""),
+            ("activations", self.activations, "upper bound for one batch"),
+            ("process", self.process, "Python, torch, libraries"),
+            ("total", self.total, f"of {format_size(self.capacity)} on {self.device}"),
+        ]
+        batch = (
+            f"  a batch has up to {config.max_num_seqs:,} texts and {config.max_num_batched_tokens:,} tokens, "
+            f"a text up to {config.max_model_len:,}"
+        )
+        return "\n".join(["memory plan", *format_table(lines), batch])
+
+
 def resolve_encoder_config(
     args: EngineArguments, facts: HardwareFacts, model: ModelConfig, settings: EmbeddingSettings
 ) -> EncoderConfig:
@@ -70,7 +115,7 @@ def resolve_encoder_config(
         fix = f"raise it to {length} or more, or lower max_model_len"
         raise ConfigError("max_num_batched_tokens", f"is {num_tokens}, and a text may have {length} tokens", fix)
     config = EncoderConfig(device, length, args.max_num_seqs or DEFAULT_NUM_TEXTS, num_tokens, args.seed)
-    _check_memory(model, config, facts, device_capacity(args, facts, device.device))
+    plan_encoder_memory(args, facts, model, config).check()
     return config
 
 
@@ -92,16 +137,17 @@ def _text_length(args: EngineArguments, model: ModelConfig, settings: EmbeddingS
     return args.max_model_len
 
 
-def _check_memory(model: ModelConfig, config: EncoderConfig, facts: HardwareFacts, capacity: int) -> None:
+def plan_encoder_memory(
+    args: EngineArguments, facts: HardwareFacts, model: ModelConfig, config: EncoderConfig
+) -> EncoderMemory:
+    """Compute what an encoder takes. Allocates nothing; `EncoderMemory.check` raises if it does not fit."""
     device, kind = config.device.device, config.device.device.partition(":")[0]
     value_bytes = facts.weight_bytes(config.device.dtype, device)
-    weights = model.num_parameters * value_bytes
-    per_token = widest_activations(model) * max(value_bytes, DTYPE_BYTES["float32"])
-    needed = PROCESS_BYTES[kind] + weights + config.max_num_batched_tokens * per_token
-    if needed <= capacity:
-        return
-    short = f"{format_size(needed)} are needed, {format_size(capacity)} are available on {device}"
-    room = (capacity - PROCESS_BYTES[kind] - weights) // per_token
-    if room >= config.max_model_len:
-        raise DoesNotFit("max_num_batched_tokens", short, f"lower it to {room} or less")
-    raise DoesNotFit("model", f"{short} ({format_size(weights)} of them weights)", "choose a smaller model or dtype")
+    return EncoderMemory(
+        device=device,
+        capacity=device_capacity(args, facts, device),
+        process=PROCESS_BYTES[kind],
+        weights=model.num_parameters * value_bytes,
+        token_bytes=widest_activations(model) * max(value_bytes, DTYPE_BYTES["float32"]),
+        config=config,
+    )

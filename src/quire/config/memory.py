@@ -8,7 +8,7 @@ from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token
 from quire.config.facts import HardwareFacts
 from quire.config.kv_cache import PLAIN, KVGroups, lay_out
 from quire.config.model import DTYPE_BYTES, Experts, ModelConfig, packed_bytes
-from quire.config.sizes import MIB, at_least, at_most, format_size
+from quire.config.sizes import MIB, at_least, at_most, format_size, format_table
 from quire.types.errors import DoesNotFit
 
 PROCESS_BYTES = {"cpu": 320 * MIB, "cuda": 768 * MIB}  # Python, torch and its libraries; on a GPU the CUDA context
@@ -93,6 +93,11 @@ class MemoryPlan:
         """Of max_model_len tokens, the window blocks among them included."""
         return self.groups.blocks_needed(-(-self.max_model_len // self.block_size), self.block_size, self.max_chunk)
 
+    @property
+    def window_blocks_per_sequence(self) -> int:
+        """Those of `blocks_per_sequence` that are window blocks."""
+        return self.blocks_per_sequence - -(-self.max_model_len // self.block_size)
+
     def longest_in(self, num_blocks: int) -> int:
         """The number of tokens of the longest sequence that fits into so many blocks."""
         return self.groups.blocks_held(num_blocks, self.block_size, self.max_chunk) * self.block_size
@@ -105,11 +110,13 @@ class MemoryPlan:
     def check(self) -> None:
         """Raise DoesNotFit if the plan exceeds the capacity. The error names the setting to change."""
         if self.blocks_per_sequence > self.num_blocks:
-            longest, windows = self.longest_in(self.num_blocks), "" if self._windows is None else ", with window blocks"
+            longest = self.longest_in(self.num_blocks)
+            windows = f", {self.window_blocks_per_sequence} of them window blocks" if self.groups.window else ""
+            beside = f", beside {format_size(self.states)} for states" if self.states else ""
             raise DoesNotFit(
                 "max_model_len",
-                f"{self.max_model_len} tokens need {self.blocks_per_sequence} KV blocks of {self.block_size}{windows}, "
-                f"the cache has {self.num_blocks} ({format_size(self.kv_cache)})",
+                f"{self.max_model_len} tokens need {self.blocks_per_sequence} KV blocks of {self.block_size}"
+                f"{windows}, the cache has {self.num_blocks} ({format_size(self.kv_cache)}{beside})",
                 (f"set max_model_len to {longest} or less, or " if longest else "")
                 + f"raise num_kv_blocks to {self.blocks_per_sequence} "
                 f"(kv_cache_memory={at_least(self.blocks_per_sequence * self.block_bytes)})",
@@ -163,37 +170,32 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         lines = [
-            ("weights", format_size(self.weights), ""),
-            *([("drafting", format_size(self.draft), "weights, rows and sampling of the draft")] if self.draft else []),
-            ("activations", format_size(self.activations), "upper bound for one step"),
-            ("logits, sampling", format_size(self.sampling), ""),
-            ("masks", format_size(self.masks), self._where_masks_are),
-            ("rows", format_size(self.rows), ""),
-            *([("graphs", format_size(self.graphs), "captured decode steps")] if self.graphs else []),
-            ("KV cache", format_size(self.kv_cache), f"{self.num_blocks:,} blocks of {self.block_size} tokens"),
-            *([("states", format_size(self.states), f"{self.groups.num_states:,} sequences")] if self.states else []),
-            *(
-                [("staging", format_size(self.staging), "buffers for copies to and from host memory")]
-                if self.staging
-                else []
-            ),
-            *([("host cache", format_size(self.host_cache), self._where_host_is)] if self.host_cache else []),
-            ("process", format_size(self.process), "Python, torch, libraries"),
-            ("total", format_size(self.total), f"of {format_size(self.capacity)} on {self.device}"),
+            ("weights", self.weights, ""),
+            *([("drafting", self.draft, "weights, rows and sampling of the draft")] if self.draft else []),
+            ("activations", self.activations, "upper bound for one step"),
+            ("logits, sampling", self.sampling, ""),
+            ("masks", self.masks, self._where_masks_are),
+            ("rows", self.rows, ""),
+            *([("graphs", self.graphs, "captured decode steps")] if self.graphs else []),
+            ("KV cache", self.kv_cache, f"{self.num_blocks:,} blocks of {self.block_size} tokens"),
+            *([("states", self.states, f"{self.groups.num_states:,} sequences")] if self.states else []),
+            *([("staging", self.staging, "buffers for copies to and from host memory")] if self.staging else []),
+            *([("host cache", self.host_cache, self._where_host_is)] if self.host_cache else []),
+            ("process", self.process, "Python, torch, libraries"),
+            ("total", self.total, f"of {format_size(self.capacity)} on {self.device}"),
         ]
-        name_width = max(len(name) for name, _, _ in lines)
-        size_width = max(len(size) for _, size, _ in lines)
-        table = [f"  {name:<{name_width}}  {size:>{size_width}}  {note}".rstrip() for name, size, note in lines]
         held = f"  holds {self.num_sequences:.1f} sequences of {self.max_model_len:,} tokens"
-        return "\n".join(["memory plan", *table, held, *([] if self._windows is None else [self._windows])])
+        return "\n".join(
+            ["memory plan", *format_table(lines), held, *([] if self._windows is None else [self._windows])]
+        )
 
     @property
     def _windows(self) -> str | None:
         """How many blocks of a sequence serve which group; None if there is one."""
         if self.groups.window is None:
             return None
-        tokens = -(-self.max_model_len // self.block_size)
-        more = self.blocks_per_sequence - tokens
+        more = self.window_blocks_per_sequence
+        tokens = self.blocks_per_sequence - more
         window = f"the layers that see {self.groups.window:,}"
         return f"  each takes {tokens:,} blocks for the layers that see all tokens and up to {more:,} for {window}"
 

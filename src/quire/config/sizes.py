@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from quire.types.errors import ConfigError
 
@@ -48,6 +49,15 @@ def format_size(num_bytes: int) -> str:
             digits = 2 if value < 10 else 1 if value < 100 else 0
             return f"{sign}{value:.{digits}f} {unit}"
     return f"{sign}{size} B"
+
+
+def format_table(lines: Sequence[tuple[str, int, str]]) -> list[str]:
+    """Format lines of names, sizes and notes in columns."""
+    names, sizes = [name for name, _, _ in lines], [format_size(size) for _, size, _ in lines]
+    wide, long = max(map(len, names)), max(map(len, sizes))
+    notes = [note for _, _, note in lines]
+    rows = zip(names, sizes, notes, strict=True)
+    return [f"  {name:<{wide}}  {size:>{long}}  {note}".rstrip() for name, size, note in rows]
 
 
 def at_least(num_bytes: int) -> str:

@@ -137,11 +137,14 @@ def most_blocks(request: Submit, limit: int, cache: CacheConfig, max_chunk: int)
 def _check_fits(request: Submit, limit: int, cache: CacheConfig, num_pinned: int, max_chunk: int) -> None:
     needed = most_blocks(request, limit, cache, max_chunk)
     if needed > cache.num_blocks - num_pinned:
+        count = num_sequences(request)
+        more = needed - blocks_at_most(len(request.prompt_token_ids), limit, count, cache.block_size)
+        windows = f", {more} of them window blocks" if more else ""
         held = f", {num_pinned} of them for resident prefixes" if num_pinned else ""
         raise InvalidRequest(
             "max_tokens",
-            f"{num_sequences(request)} x {limit} tokens need {needed} kv blocks of {cache.block_size}, "
-            f"the cache has {cache.num_blocks}{held}",
+            f"{count} x {limit} tokens need {needed} kv blocks of {cache.block_size}{windows}, the cache has "
+            f"{cache.num_blocks}{held}",
             "lower max_tokens, n or the prompt, or raise num_kv_blocks / kv_cache_memory",
         )
 

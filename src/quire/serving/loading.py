@@ -25,7 +25,7 @@ from quire.serving.requests import RequestMaker
 from quire.serving.terminal import LoadingProgress
 from quire.serving.text.token_table import vocabulary_source
 from quire.serving.text.tokenizer import Tokenizer, load_tokenizer
-from quire.serving.vllm_arguments import translate_arguments
+from quire.serving.vllm_arguments import check_purpose, translate_arguments, without_pooling
 from quire.types.errors import ConfigError
 from quire.types.sampling_defaults import SamplingDefaults
 
@@ -79,7 +79,7 @@ def load_model(arguments: Mapping[str, Any], *, offline: bool = True) -> LoadedM
     `offline`: requests come as batches; else they come one by one, every token of a stream counts, and the model must
     generate text.
     """
-    given = translate_arguments(arguments)
+    given = translate_arguments(without_pooling(arguments) if offline else arguments)
     model, tokenizer = _as_name("model", given.pop("model", None)), _as_name("tokenizer", given.pop("tokenizer", None))
     skips_tokenizer = bool(given.pop("skip_tokenizer_init", False))
     load_format = _read_load_format(given.pop("load_format", "auto"))
@@ -92,6 +92,7 @@ def load_model(arguments: Mapping[str, Any], *, offline: bool = True) -> LoadedM
         progress.close()
         plan = plan_model if offline else plan_engine
         planned = plan(files, EngineArguments(**given), offline=offline)
+        check_purpose(arguments, is_encoder=isinstance(planned, PlannedEncoder))
         defaults = read_sampling_defaults(files, generation_config, override)
         if isinstance(planned, PlannedEngine):
             if is_shown:

@@ -11,7 +11,7 @@ from quire.config.memory import MemoryPlan
 from quire.serving.chat_tokenizer import ChatTokenizer
 from quire.serving.client import EngineClient
 from quire.serving.loading import LoadedEncoder, LoadedModel
-from quire.serving.requests import PromptLike, RequestMaker, read_prompts
+from quire.serving.requests import PromptLike, RequestMaker, read_prompts, refuse_salts
 from quire.serving.terminal import ProgressLine
 from quire.serving.text.tokenizer import Tokenizer
 from quire.serving.vllm_arguments import CallArguments, check_call
@@ -55,6 +55,7 @@ class OfflineModel:
             reason = f"{loaded.name} generates text, and embeddings of such models are not supported yet"
             raise InvalidRequest("model", reason, "load an encoder, such as a BERT or a MiniLM")
         read = read_prompts(prompts)
+        refuse_salts(read)
         with ProgressLine("embedding", len(read), shown=None if use_tqdm is None else bool(use_tqdm)) as line:
             return loaded.embedder.embed(read, truncate_prompt_tokens, line.update)
 

@@ -57,6 +57,15 @@ def read_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[Prompt]:
     return [_read_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
 
 
+def refuse_salts(prompts: Sequence[Prompt]) -> None:
+    """Raise InvalidRequest for a prompt with a salt where nothing is cached."""
+    for i, prompt in enumerate(prompts):
+        if prompt.cache_salt:
+            where = "prompts" if len(prompts) == 1 else f"prompts[{i}]"
+            reason = f"of {where} means nothing to an encoder, which caches nothing"
+            raise InvalidRequest("cache_salt", reason, "leave it out")
+
+
 def pair_sampling(
     params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int, default: SamplingParams | None = None
 ) -> Sequence[SamplingParams]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from quire.config.kv_cache import PLAIN, KVGroups
 from quire.config.memory import MemoryPlan, kv_block_bytes
 from quire.config.model import ModelConfig
 from quire.config.resolve import resolve_engine_config
-from quire.config.sizes import GIB
+from quire.config.sizes import GIB, format_size
 from quire.types.errors import DoesNotFit
 from tests.unit.config.machines import LAPTOP, LARGE, SERVER, SMALL
 
@@ -92,14 +93,26 @@ def test_the_plan_says_in_one_line_what_serves_which_layers() -> None:
         "  each takes 512 blocks for the layers that see all tokens and up to 325 for the layers that see 512"
     )
     assert "holds 4.8 sequences of 8,192 tokens" in lines[-2]
+    guide = (Path(__file__).parents[3] / "docs/guides/memory.md").read_text()
+    assert all(f"    {line.strip()}\n" in guide for line in lines[-2:])
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_sizes_that_do() -> None:
     settings = {"max_num_batched_tokens": 512, "max_model_len": 8_192}
-    with pytest.raises(DoesNotFit, match=r"need 837 KV blocks of 16, with window blocks.*set.* to 2800 or .* to 837 "):
+    with pytest.raises(
+        DoesNotFit, match=r"need 837 KV blocks of 16, 325 of them window blocks, .*set.* to 2800 or .* to 837 "
+    ):
         resolved(**settings, num_kv_blocks=500)
     assert resolved(**{**settings, "max_model_len": 2_800}, num_kv_blocks=500)[1].num_sequences >= 1
     assert resolved(**settings, num_kv_blocks=837)[1].num_sequences == 1
+
+
+def test_a_cache_beside_states_is_refused_with_what_the_states_take() -> None:
+    _, plan = resolved(max_num_batched_tokens=512, num_kv_blocks=4_000)
+    hybrid = replace(plan, groups=KVGroups(num_states=8, blocks_per_state=2), num_blocks=100)
+    with pytest.raises(DoesNotFit, match="need 512 KV blocks of 16, the cache has 100") as refused:
+        hybrid.check()
+    assert f"beside {format_size(16 * plan.block_bytes)} for states" in str(refused.value)
 
 
 def test_the_longest_sequence_is_what_the_given_blocks_hold() -> None:

@@ -14,6 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from encoder_models import expected_states, hf_encoder
 from quire import LLM, AsyncLLM, ConfigError, EmbeddingOutput, InvalidRequest, QuireError, SamplingParams
+from quire.serving.cli import main
+from tiny_served import write_tiny_model
 
 pytest.importorskip("transformers")
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat", "##s", "on"]
@@ -105,13 +107,28 @@ def test_an_encoder_generates_nothing(llm: LLM) -> None:
 def test_other_ways_in_refuse_an_encoder(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"model: is an encoder \(bert\)"):
         AsyncLLM(str(folder), device="cpu")
-    for command in ("serve", "doctor"):
-        model = ["--model", str(folder)] if command == "doctor" else [str(folder)]
-        done = subprocess.run(
-            [sys.executable, "-m", "quire", command, *model], check=False, capture_output=True, text=True
-        )
-        assert "is an encoder (bert): it makes embeddings and generates no text" in done.stderr + done.stdout
-        assert (done.returncode == 0) is (command == "doctor")
+    command = [sys.executable, "-m", "quire", "serve", str(folder)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert "is an encoder (bert): it makes embeddings and generates no text" in done.stderr + done.stdout
+    assert done.returncode != 0
+
+
+def test_the_doctor_says_what_an_encoder_takes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--device", "cpu", "--max-num-seqs", "7", "--max-num-batched-tokens", "90"]
+    assert main(["doctor", "--model", str(folder), *settings]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith("model "))
+    about, where, plan, *table = lines[start : start + 8]
+    assert ": bert, " in about
+    assert where == "makes embeddings on cpu in float32 (LLM.embed), generates no text"
+    assert plan == "memory plan"
+    assert [line.split()[0] for line in table[:4]] == ["weights", "activations", "process", "total"]
+    assert table[4] == "  a batch has up to 7 texts and 90 tokens, a text up to 8"
+
+
+def test_the_doctor_says_which_setting_an_encoder_cannot_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", str(folder), "--max-num-batched-tokens", "7"]) == 0
+    assert "no memory plan: max_num_batched_tokens: is 7, and a text may have 8 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -128,6 +145,40 @@ def test_settings_without_meaning_for_an_encoder_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(folder, device="cpu", **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("task", "generate"),
+        ("runner", "generate"),
+        ("generation_config", "none"),
+        ("override_generation_config", {"temperature": 0.5}),
+    ],
+)
+def test_what_is_for_models_that_generate_text_is_refused_by_name(folder: Path, setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{setting}: .*this one is an encoder"):
+        LLM(folder, device="cpu", **{setting: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("asked", [{"task": "embed"}, {"runner": "pooling"}, {"task": "auto", "convert": "embed"}])
+def test_an_encoder_may_be_asked_for_embeddings_in_the_words_of_others(folder: Path, asked: dict[str, str]) -> None:
+    with LLM(folder, device="cpu", **asked) as loaded:  # type: ignore[arg-type]
+        assert len(loaded.embed("cat")) == 1
+
+
+@pytest.mark.parametrize(("setting", "value"), [("task", "embed"), ("runner", "pooling"), ("convert", "embed")])
+def test_other_models_refuse_to_embed_when_they_are_loaded(tmp_path: Path, setting: str, value: str) -> None:
+    write_tiny_model(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{setting}: .*this model generates text; .*load an encoder"):
+        LLM(tmp_path, device="cpu", load_format="dummy", num_kv_blocks=200, **{setting: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"^{setting}: "):
+        AsyncLLM(str(tmp_path), **{setting: value})
+
+
+def test_a_salt_means_nothing_where_nothing_is_cached(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"cache_salt: of prompts\[1\] means nothing to an encoder"):
+        llm.embed(["cat", {"prompt": "sat", "cache_salt": "mine"}])
 
 
 def test_the_user_may_allow_longer_texts_than_the_files(folder: Path) -> None:

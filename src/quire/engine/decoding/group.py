@@ -12,7 +12,7 @@ import numpy as np
 
 from quire.engine.decoding.beam import BeamSearch
 from quire.engine.decoding.controller import StepController
-from quire.engine.kvcache.prefix_tree import Match
+from quire.engine.kvcache.prefix_tree import Match, PrefixTree
 from quire.engine.kvcache.table import BlockTable
 from quire.types.ledger import LedgerEntry, LedgerKind, PrefixMiss
 from quire.types.output import Finished, FinishReason, SampleEnd
@@ -162,7 +162,17 @@ class Hit(NamedTuple):
     changes: int  # of the match's node, at the time of the lookup
     plan: int  # the number of the plan for which it was looked up
     whole: Match  # the same, or longer: blocks that are cached, but whose windows or states are not
-    version: int = 0  # of the pool
+    version: tuple[int, int] = (0, 0)  # of the pool
+
+    def is_held(self, tree: PrefixTree, salt: str) -> bool:
+        """Whether the tree still holds the blocks that the lookup found, and nothing was added where they ended."""
+        match = self.whole
+        node, closest = match.node, match.closest
+        if node is None:
+            return not tree.has(salt)
+        if node.changes != self.changes or node.is_detached or node.end < match.num_blocks:
+            return False
+        return closest is None or (not closest.is_detached and closest.end > match.num_blocks)
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Tokens of context at which attention costs as much as the rest of a layer: 10,000 to 30,000 in today's models.
 EVEN_CONTEXT = 16_384
-_SLACK = 64  # outdated heap entries that are tolerated at any size
+_SLACK = 64  # outdated heap entries that are tolerated however few runs are without holders
 
 
 class EvictionPolicy(Protocol):
@@ -139,6 +139,7 @@ class LeastFrequentlyUsed:
 
     def remove(self, node: Node) -> None:
         del self._since[node]
+        self._drop_outdated()
 
     def victim(self) -> Node:
         while self._since.get(self._heap[0][2]) != self._heap[0][1]:
@@ -152,6 +153,7 @@ class LeastFrequentlyUsed:
         parent = node.parent
         if parent is not None and len(parent.children) == 1 and parent in self._since:
             self._push(parent)  # it is a leaf from now on
+        self._drop_outdated()
 
     def entered(self, node: Node, *, is_new: bool) -> None:
         if is_new:
@@ -179,6 +181,10 @@ class LeastFrequentlyUsed:
 
     def _push(self, node: Node) -> None:
         heappush(self._heap, (node.score, self._since[node], node))
+        self._drop_outdated()
+
+    def _drop_outdated(self) -> None:
+        """Rebuild the heap if most of its entries are outdated. They hold nodes that the tree may have removed."""
         if len(self._heap) > 2 * len(self._since) + _SLACK:
             self._heap = [entry for entry in self._heap if self._since.get(entry[2]) == entry[1]]
             heapify(self._heap)

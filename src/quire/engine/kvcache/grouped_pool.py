@@ -3,14 +3,23 @@ of them its side blocks: those of the layers with a window, and the state of rec
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Protocol
 
 from quire.config.kv_cache import KVGroups
 from quire.engine.kvcache.pool import BlockPool
-from quire.engine.kvcache.prefix_tree import Match, PrefixTree
 from quire.engine.kvcache.state_slots import StateSlots
 from quire.types.errors import OutOfBlocks
+
+_GAINS = 1_024  # side blocks that cached blocks were given, of which the pool remembers the last
+
+
+class Blocks(Protocol):
+    """The blocks of a sequence, in order: a list, or a path through the prefix tree."""
+
+    def __getitem__(self, index: int, /) -> int: ...
 
 
 class GroupedPool(BlockPool):
@@ -31,11 +40,12 @@ class GroupedPool(BlockPool):
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest use first
         self._ends: OrderedDict[int, None] = OrderedDict()  # likewise, at the end of a finished sequence
         self._assigned: dict[int, tuple[int, ...]] = {}  # window blocks that the workers do not know yet
-        self._version = 0
+        self._num_lost = self._num_gained = 0
+        self._gained: deque[tuple[int, int]] = deque(maxlen=_GAINS)  # blocks up to that one, block
 
     @property
-    def version(self) -> int:
-        return self._version + (0 if self.states is None else self.states.version)
+    def version(self) -> tuple[int, int]:
+        return self._num_lost + (0 if self.states is None else self.states.version), self._num_gained
 
     @property
     def num_takeable(self) -> int:
@@ -90,7 +100,7 @@ class GroupedPool(BlockPool):
         block, _ = blocks.popitem(last=False)
         self._free.extend(self._windows.pop(block))
         self._assigned.pop(block, None)
-        self._version += 1
+        self._num_lost += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         super().release(blocks)
@@ -113,7 +123,7 @@ class GroupedPool(BlockPool):
             self._ends.pop(block, None)
             self._assigned.pop(block, None)
             self._free.extend(windows)
-            self._version += 1
+            self._num_lost += 1
         if self.states is not None:
             self.states.forget(block)
 
@@ -188,9 +198,9 @@ class GroupedPool(BlockPool):
         self._holders[block] = 1
         return block
 
-    def move_sides(self, block: int, other: int) -> None:
+    def move_sides(self, block: int, other: int, count: int) -> None:
         """Give the side blocks of a block that only the caller holds, and does not read, to another block with the same
-        tokens, as far as that has none."""
+        tokens, as far as that has none. With that block, `count` blocks of a sequence end."""
         if self._holders[block] > 1:
             return
         if block in self._windows and other not in self._windows:
@@ -202,17 +212,37 @@ class GroupedPool(BlockPool):
                     each[other] = each.pop(block)
         if self.states is not None:
             self.states.move(block, other)
+        self.note_gain(count, other)
+
+    def note_gain(self, count: int, block: int) -> None:
+        """Note that a block may have been given side blocks: requests may continue behind it, or soon after it. It is
+        the last of the first `count` blocks of a sequence."""
+        self._num_gained += 1
+        self._gained.append((count, block))
+
+    def gains_since(self, num_gained: int) -> list[tuple[int, int]] | None:
+        """Return what `note_gain` noted since the version had that number of gains; None: it was too much."""
+        count = self._num_gained - num_gained
+        return None if count > len(self._gained) else list(islice(reversed(self._gained), count))
 
     # ------------------------------------------------------------------------------------------------------ resuming
     def resumable_tokens(self, blocks: Sequence[int], num_tokens: int) -> int:
         size = self._block_size
-        return self.longest_resumable(blocks[: num_tokens // size]) * size
+        return self.longest_resumable(blocks, num_tokens // size) * size
 
-    def longest_resumable(self, blocks: Sequence[int]) -> int:
-        """Return how many of these first blocks of a sequence a request can continue after: the last of them are in the
-        window and have window blocks, and the last has a checkpoint."""
-        count = len(blocks)
-        while count:
+    @property
+    def blocks_in_window(self) -> int:
+        """The most blocks whose window blocks one token sees."""
+        window = self.groups.window
+        return 0 if window is None else -(-window // self._block_size)
+
+    def longest_resumable(self, blocks: Blocks, count: int, above: int = 0) -> int:
+        """Return how many of the first `count` blocks of a sequence, but more than `above`, a request can continue
+        after: the last of them are in the window and have window blocks, and the last has a checkpoint. 0: after none.
+
+        Reads the blocks from the last on, and not those in front of the answer's window.
+        """
+        while count > above:
             if self.states is not None and blocks[count - 1] not in self.states:
                 count -= 1
                 continue
@@ -222,7 +252,7 @@ class GroupedPool(BlockPool):
             count = missing
         return 0
 
-    def _last_missing(self, blocks: Sequence[int], count: int) -> int | None:
+    def _last_missing(self, blocks: Blocks, count: int) -> int | None:
         """Return the last of the first `count` blocks that is in the window of the next token and has no window
         blocks."""
         if not self._width:
@@ -266,13 +296,3 @@ class GroupedPool(BlockPool):
         assert self._num_shared == sum(count > 1 for count in self._holders)
         if self.states is not None:
             self.states.check()
-
-
-def cut_back(tree: PrefixTree, match: Match) -> Match:
-    """Cut a match back to where a request can continue: in a model with groups of layers, after a whole block with the
-    side blocks that are needed there."""
-    if match.node is None:
-        return match
-    assert isinstance(tree.pool, GroupedPool)
-    count = tree.pool.longest_resumable(tree.path(match.node)[: match.num_blocks])
-    return Match(match.node, count, count * tree.block_size)

@@ -102,11 +102,12 @@ class GroupedTable(BlockTable):
         next."""
         tree = self._tree
         assert tree is not None
-        others = [pair for pair in zip(self.blocks, tree.path(node), strict=False) if pair[0] != pair[1]]
+        pairs = enumerate(zip(self.blocks, tree.path(node), strict=False), 1)
+        others = [(count, own, other) for count, (own, other) in pairs if own != other]
         if others:
             self._unread(at_end=True)
-            for own, other in others:
-                self._sides.move_sides(own, other)
+            for count, own, other in others:
+                self._sides.move_sides(own, other, count)
         super().use_cached(node)
 
     def free(self) -> None:
@@ -209,9 +210,11 @@ class GroupedTable(BlockTable):
 
     def _keep(self, position: int, lasting: Collection[int]) -> None:
         """Keep the state after `position` tokens as the checkpoint of the block that ends there."""
-        states, block = self._sides.states, self.blocks[position // self._block_size - 1]
+        states, count = self._sides.states, position // self._block_size
+        block = self.blocks[count - 1]
         assert states is not None
         states.keep(block, self.state, is_end=position in lasting)
+        self._sides.note_gain(count, block)
         if position not in lasting and position % self._kept:
             self._trail.append(block)
             if len(self._trail) > _TRAIL:

@@ -35,9 +35,9 @@ class BlockPool:
         return len(self._holders) - self.num_free
 
     @property
-    def version(self) -> int:
-        """Changes whenever a cached prefix may have become shorter though the tree did not change."""
-        return 0
+    def version(self) -> tuple[int, int]:
+        """How often a cached prefix may have become shorter, and longer, though the tree did not change."""
+        return 0, 0
 
     @property
     def num_takeable(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from quire.engine.decoding.group import Group, Hit, Sequence
-from quire.engine.kvcache.grouped_pool import GroupedPool, cut_back
+from quire.engine.kvcache.grouped_pool import GroupedPool
 from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import NO_MATCH, Match, PrefixTree
@@ -16,6 +16,7 @@ from quire.engine.kvcache.run_history import name_for, sources_of, why_missed
 from quire.engine.kvcache.tiers.base import NoTiers, TierHit, TierQuery, Tiers
 from quire.engine.scheduler.accounts import num_computed
 from quire.engine.scheduler.block_filler import make_filler
+from quire.engine.scheduler.kept_hits import cut_again, cut_back
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.prefetch import FilePrefetch
 from quire.engine.scheduler.publishing import LiveSuffixIndex, Publisher, UnpublishedPrefixes
@@ -66,24 +67,17 @@ class PrefixReuse:
     def lookup(self, group: Group) -> Match:
         """Return the prefix hit on the device for a waiting group's leader. The last token is always computed.
 
-        Returns the match of the last lookup if the tree has not changed where that match ended.
+        Returns the match of the last lookup if the tree has not changed where that match ended, cut where side blocks
+        have changed since.
         """
         tree, hit = self._tree, group.hit
         if tree is None or not group.reads_cache:
             return NO_MATCH
-        return hit.match if hit is not None and self._is_valid(tree, group, hit) else self._look(tree, group)
-
-    def _is_valid(self, tree: PrefixTree, group: Group, hit: Hit) -> bool:
-        """Whether the tree still holds the match of a lookup, and nothing was added where it ended."""
-        match = hit.whole
-        node, closest = match.node, match.closest
-        if node is None:
-            return not tree.has(group.request.cache_salt)
+        if hit is None or not hit.is_held(tree, group.request.cache_salt):
+            return self._look(tree, group)
         if hit.version != self._pool.version:
-            return False
-        if node.changes != hit.changes or node.is_detached or node.end < match.num_blocks:
-            return False
-        return closest is None or (not closest.is_detached and closest.end > match.num_blocks)
+            hit = group.hit = hit._replace(match=cut_again(tree, hit), version=self._pool.version)
+        return hit.match
 
     def _look(self, tree: PrefixTree, group: Group) -> Match:
         whole = self._match(tree, group.live[0], self._leader_limit(group))

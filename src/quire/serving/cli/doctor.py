@@ -7,15 +7,20 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire import __version__
 from quire.config.arguments import ATTENTION_BACKENDS, EngineArguments
+from quire.config.embedding import plan_encoder_memory, resolve_encoder_config
 from quire.config.environment import OFFLINE
 from quire.config.facts import HardwareFacts
 from quire.config.resolve import resolve_engine_config
 from quire.config.sizes import GIB, format_size
 from quire.serving.cli.arguments import engine_settings
 from quire.types.errors import ConfigError, ModelLoadError, QuireError
+
+if TYPE_CHECKING:
+    from quire.runtime.loading.files import ModelFiles
 
 REQUIRED = ("torch", "numpy", "tokenizers", "safetensors", "jinja2")
 OPTIONAL = (
@@ -142,29 +147,40 @@ def _backends(facts: HardwareFacts) -> list[tuple[str, str]]:
 
 
 def _print_plan(args: argparse.Namespace, facts: HardwareFacts) -> None:
-    from quire.runtime.loading.model_config import read_model_config
     from quire.runtime.loading.resolve import resolve_model
-    from quire.runtime.models.registry import check_generates
-    from quire.serving.assembly import find_draft
 
     print()
     try:
-        files = resolve_model(args.model, offline=True)
-        model = read_model_config(files)
-        check_generates(model.architecture)
-        arguments = EngineArguments(**engine_settings(args))
-        draft_files = find_draft(arguments, offline=True)
-        draft = None if draft_files is None else read_model_config(draft_files)
-        config, plan = resolve_engine_config(arguments, facts, model, draft)
+        print(
+            "\n".join(_plan(resolve_model(args.model, offline=True), EngineArguments(**engine_settings(args)), facts))
+        )
     except QuireError as error:
         absent = isinstance(error, ModelLoadError) and OFFLINE in str(error)
         command = " ".join(["quire pull", *([args.model] if args.model else [])])
         pull = f"the model is not here yet; run `{command}`"
         print(f"no memory plan: {pull if absent else error}")
-        return
-    print(f"model {files.name}: {model.architecture}, {model.num_parameters / 1e6:,.0f}M parameters")
-    print(f"runs on {config.device.device} in {config.device.dtype}, {config.scheduler.max_num_seqs} sequences at once")
-    print(plan)
+
+
+def _plan(files: ModelFiles, arguments: EngineArguments, facts: HardwareFacts) -> list[str]:
+    """What a model is, where it runs, and the memory it takes."""
+    from quire.runtime.loading.hf.sentence import read_embedding_settings
+    from quire.runtime.loading.model_config import read_model_config
+    from quire.runtime.models.registry import ENTRIES
+    from quire.serving.assembly import find_draft
+
+    model = read_model_config(files)
+    title = f"model {files.name}: {model.architecture}, {model.num_parameters / 1e6:,.0f}M parameters"
+    if ENTRIES[model.architecture].kind == "encoder":
+        encoder = resolve_encoder_config(arguments, facts, model, read_embedding_settings(files))
+        where = f"makes embeddings on {encoder.device.device} in {encoder.device.dtype} (LLM.embed), generates no text"
+        return [title, where, str(plan_encoder_memory(arguments, facts, model, encoder))]
+    draft_files = find_draft(arguments, offline=True)
+    draft = None if draft_files is None else read_model_config(draft_files)
+    config, plan = resolve_engine_config(arguments, facts, model, draft)
+    where = (
+        f"runs on {config.device.device} in {config.device.dtype}, {config.scheduler.max_num_seqs} sequences at once"
+    )
+    return [title, where, str(plan)]
 
 
 def _print_section(title: str, rows: list[tuple[str, str]]) -> None:

@@ -163,6 +163,26 @@ def test_a_run_that_is_used_again_and_again_does_not_grow_the_heap(eviction: Evi
     assert cache.evicted == []
 
 
+@pytest.mark.parametrize("eviction", ["lfu", "fifo", "size-aware"])
+def test_the_heap_shrinks_when_runs_are_held_again(eviction: EvictionName) -> None:
+    cache = CachedTables(200, eviction=eviction)
+    for name in range(200):
+        cache.use(name)
+    for name in range(200):
+        cache.hold([name, name])
+        cache.check()  # which bounds the heap
+
+
+@pytest.mark.parametrize("eviction", ["lfu", "fifo", "size-aware"])
+def test_the_heap_shrinks_when_runs_are_evicted(eviction: EvictionName) -> None:
+    for num_uses in range(60, 80):  # somewhere here, as many outdated entries are left as six runs allow
+        cache = CachedTables(6, eviction=eviction)
+        for name in (*range(5), *[5] * num_uses):  # the last has outdated entries behind those of the others
+            cache.use(name)
+        for name in range(5):
+            assert names(cache.evict(1)) == [(name,)]
+
+
 @pytest.mark.parametrize("eviction", ["lfu", "size-aware"])
 def test_the_first_part_of_a_run_that_is_split_was_used_as_often_as_the_run(eviction: EvictionName) -> None:
     cache = CachedTables(12, eviction=eviction)

@@ -1,0 +1,55 @@
+"""Where a request of a model with groups of layers can continue in a match, or in a hit that it kept for a while."""
+
+from __future__ import annotations
+
+from quire.engine.decoding.group import Hit
+from quire.engine.kvcache.grouped_pool import GroupedPool
+from quire.engine.kvcache.prefix_tree import Match, Node, PrefixTree
+
+
+class _Path:
+    """The blocks from the root to the end of a node. Quick for indices that fall, as it walks up from run to run."""
+
+    def __init__(self, node: Node) -> None:
+        self._last = self._node = node
+
+    def __getitem__(self, index: int) -> int:
+        node = self._node if index < self._node.end else self._last
+        while node.start > index:
+            assert node.parent is not None
+            node = node.parent
+        self._node = node
+        return node.blocks[index - node.start]
+
+
+def cut_back(tree: PrefixTree, match: Match) -> Match:
+    """Cut a match back to where a request can continue: in a model with groups of layers, after a whole block with the
+    side blocks that are needed there."""
+    pool, node = tree.pool, match.node
+    if node is None:
+        return match
+    assert isinstance(pool, GroupedPool)
+    count = pool.longest_resumable(_Path(node), match.num_blocks)
+    return Match(node, count, count * tree.block_size)
+
+
+def cut_again(tree: PrefixTree, hit: Hit) -> Match:
+    """`cut_back` for a hit that the tree still holds, after blocks lost side blocks or were given some.
+
+    Looks at the window in front of the old end, and around blocks that were given side blocks since: not at the whole
+    prompt, unless the old end is lost.
+    """
+    pool, node, most = tree.pool, hit.whole.node, hit.whole.num_blocks
+    if node is None:
+        return hit.match
+    assert isinstance(pool, GroupedPool)
+    gains = pool.gains_since(hit.version[1])
+    if gains is None:
+        return cut_back(tree, hit.whole)
+    path = _Path(node)
+    best = pool.longest_resumable(path, hit.match.num_blocks)
+    for count, block in gains:
+        last = min(count + pool.blocks_in_window, most)  # so far, tokens see its window blocks
+        if count <= most and best < last and path[count - 1] == block:
+            best = max(best, pool.longest_resumable(path, last, max(best, count - 1)))
+    return Match(node, best, best * tree.block_size)
