@@ -8,9 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from family_bench import SIZES, change_config, check_parity, hf_model, load_bench, logits_of, num_calls
+from family_bench import (
+    PROMPTS,
+    SIZES,
+    change_config,
+    check_parity,
+    hf_model,
+    load_bench,
+    logits_of,
+    num_calls,
+    randomize,
+)
 from interpreter import HAS_TRITON
+from quire.config.model import Heads
 from quire.runtime.loading.hf.config import hf_model_config
 from quire.types.errors import ModelLoadError
 
@@ -27,6 +39,9 @@ SMALL = SIZES | {
     "head_dim": 16, "global_head_dim": 16, "num_hidden_layers": 4, "sliding_window": 6, "layer_types": KINDS,
     "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 0, "rope_parameters": ROPE,
     "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+LARGE = {  # fewer, larger heads in layers that see all: two of them share a plane
+    "global_head_dim": 32, "num_key_value_heads": 4, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
 }  # fmt: skip
 SHARED = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
 
@@ -53,6 +68,8 @@ def saved(folder: Path, **changes: Any) -> torch.nn.Module:
         *((attention, {"attention_k_eq_v": True, "hidden_size_per_layer_input": 6}) for attention in BACKENDS[:3]),
         *((attention, MIXTURE) for attention in BACKENDS),
         *((attention, {**SHARED, "hidden_size_per_layer_input": 8}) for attention in BACKENDS[:3]),
+        *((attention, {"global_head_dim": 32, **SHARED}) for attention in BACKENDS[:3]),
+        *((attention, LARGE) for attention in BACKENDS),
     ],
 )
 def test_gemma_4(attention: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -85,26 +102,28 @@ def test_a_mixture_runs_as_a_program_and_in_bfloat16(tmp_path: Path) -> None:
 
 
 def test_what_gemma_4_takes_for_granted_is_what_transformers_does(tmp_path: Path) -> None:
-    theirs = transformers.Gemma4TextConfig(num_hidden_layers=7, global_head_dim=256)
+    theirs = transformers.Gemma4TextConfig(num_hidden_layers=7)
     theirs.save_pretrained(tmp_path)
     said = hf_model_config(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     kept = ("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
     silent = {key: value for key, value in values.items() if key in (*kept, "num_hidden_layers", "dtype")}
-    tokens = {"bos_token_id": 2, "eos_token_id": 1, "global_head_dim": 256}
+    tokens = {"bos_token_id": 2, "eos_token_id": 1}
     (tmp_path / "config.json").write_text(json.dumps(silent | tokens))
     config = hf_model_config(tmp_path)
     assert config == said
     assert config.windows == (512, 512, 512, 512, 512, None, None)
     assert config.rope.kind == "proportional"
     assert config.per_layer_input == 256
+    assert (config.heads, config.local_heads) == (Heads(8, 4, 512), Heads(8, 4, 256))
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"per_layer_config": {"1": {"head_dim": 32}}}, "per_layer_config"),
-        ({"per_layer_config": {"1": {"num_key_value_heads": 1}}}, "per_layer_config"),
+        ({"per_layer_config": {"1": {"head_dim": 32}}}, "per_layer_config"),  # and not of layer 3
+        ({"per_layer_config": {"0": {"num_key_value_heads": 1}}}, "per_layer_config"),  # that has a window
+        ({"per_layer_config": {"1": {"hidden_size": 8}}}, "per_layer_config"),
         ({"per_layer_config": [1]}, "per_layer_config"),
         ({"enable_moe_block": True, "top_k_experts": 2, "moe_intermediate_size": 4}, "num_experts"),
         (MIXTURE | {"top_k_experts": 6}, "top_k_experts"),
@@ -125,22 +144,74 @@ def test_settings_that_cannot_be_are_refused_by_name(changes: dict[str, Any], na
         hf_model_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"global_head_dim": 32}, "global_head_dim"),
-        ({}, "global_head_dim"),
-        (
-            {"global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
-            "num_global_key_value_heads",
-        ),
-    ],
-)
-def test_heads_of_several_sizes_are_refused_by_name(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
-    gemma4().save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
+def test_heads_are_those_of_transformers(tmp_path: Path) -> None:
+    """However config.json says them: for all layers of a kind, or for each layer by its number."""
+    published = {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    gemma4(**published).save_pretrained(tmp_path)
+    by_layer, path = hf_model_config(tmp_path), tmp_path / "config.json"
     values = json.loads(path.read_text())
     del values["per_layer_config"]
-    path.write_text(json.dumps(values | changes))
-    with pytest.raises(ModelLoadError, match=named):
-        hf_model_config(tmp_path)
+    path.write_text(json.dumps(values | published))
+    config = hf_model_config(tmp_path)
+    assert config == by_layer
+    assert (config.heads, config.local_heads) == (Heads(4, 1, 32), Heads(4, 2, 16))
+    change_config(tmp_path, attention_k_eq_v=False)
+    assert hf_model_config(tmp_path).heads == Heads(4, 2, 32)
+    change_config(tmp_path, layer_types=["full_attention"] * 4)
+    config = hf_model_config(tmp_path)
+    assert (config.heads, config.local_heads) == (Heads(4, 2, 32), None)
+
+
+def test_layers_that_read_the_keys_of_others_keep_nothing(tmp_path: Path) -> None:
+    gemma4(**SHARED, global_head_dim=32).save_pretrained(tmp_path)
+    config = hf_model_config(tmp_path)
+    assert [(spec.kind, spec.numbers) for spec in config.kv_specs] == [("window", 64), ("full", 128)]
+    assert [config.place_of(config.kv_layer_of(layer)) for layer in range(4)] == [0, 1, 0, 1]
+
+
+def wrapped(folder: Path, **changes: Any) -> torch.nn.Module:
+    """A model for text, images and sound."""
+    text = {key: value for key, value in (SMALL | changes).items() if key != "attn_implementation"}
+    tower = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16,
+    }  # fmt: skip
+    config = transformers.Gemma4Config(
+        text_config=text, vision_config=tower, audio_config={"hidden_size": 16, "num_hidden_layers": 1},
+        attn_implementation="eager",
+    )  # fmt: skip
+    model = randomize(transformers.Gemma4ForConditionalGeneration(config).eval().float())
+    model.save_pretrained(folder)
+    return model
+
+
+def check_text(folder: Path, model: torch.nn.Module, **options: Any) -> None:
+    for prompt, (_, logits) in zip(PROMPTS, logits_of(folder, **options), strict=True):
+        with torch.no_grad():
+            wanted = model(torch.tensor([prompt])).logits[0, -1]
+        torch.testing.assert_close(logits[0], wanted, rtol=1e-3, atol=2e-4)
+
+
+def test_a_model_for_text_images_and_sound_is_read_for_its_text(tmp_path: Path) -> None:
+    """Published checkpoints hold keys and values of all layers, also of those that read the keys of others."""
+    model = wrapped(tmp_path, **SHARED, global_head_dim=32, hidden_size_per_layer_input=8)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert any(name.startswith("model.vision_tower.") for name in tensors)
+    assert any(name.startswith("model.audio_tower.") for name in tensors)
+    path = "model.language_model.layers.3.self_attn"
+    unread = {"k_proj.weight": (64, 32), "v_proj.weight": (64, 32), "k_norm.weight": (32,)}
+    assert not any(f"{path}.{name}" in tensors for name in unread)
+    save_file(tensors | {f"{path}.{name}": torch.ones(shape) for name, shape in unread.items()}, file)
+    check_text(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.smell_tower.weight", "model.language_model.layers.1.self_attn.v_norm.weight", "model.extra.weight"]
+)
+def test_weights_that_nobody_knows_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    wrapped(tmp_path, **SHARED, global_head_dim=32)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {name: torch.ones(4)}, file)
+    with pytest.raises(ModelLoadError, match="has no place"):
+        load_bench(tmp_path)

@@ -58,9 +58,11 @@ class TritonPlan:
     cascade: CascadePlan | None  # of their shared prefixes, for layers without a window
     prefill: PrefillPlan | None  # of the chunks
 
+    local: TritonPlan | None = None  # of layers with a window, where their heads are others
+
     def over(self, tables: Tensor) -> TritonPlan:
         """The same step, for layers that read other tables and have a window."""
-        return replace(self, tables=tables, cascade=None)
+        return replace(self.local or self, tables=tables, cascade=None)
 
 
 class TritonAttention:
@@ -81,9 +83,9 @@ class TritonAttention:
         """All of them, before `reserve`."""
         self._windows[rule.window] = None
 
-    def reserve(self, cache: LayerCache, max_rows: int) -> None:
-        """Allocate the work lists for steps of up to `max_rows` decode rows over caches like this one."""
-        self._reserved = Reserved.of(cache, self._heads, max_rows, tuple(self._windows))
+    def reserve(self, caches: Sequence[LayerCache], max_rows: int) -> None:
+        """Allocate the work lists for steps of up to `max_rows` decode rows; caches: one of a layer of each table."""
+        self._reserved = Reserved.of(caches[0], self._heads, max_rows, tuple(self._windows))
 
     def is_dependent(self, num_tokens: int) -> bool:
         """Whether kernels of a step are launched while the ones before them still run."""

@@ -95,7 +95,7 @@ class Attention(nn.Module):
         if not self._borrows:
             writer.write(qkv, place, heads.query_size, heads.num_kv, heads.dim)
         sizes = (heads.num_query, heads.num_kv, heads.dim)
-        return writer.attend(qkv, place, sizes, cache.key.shape[2], self.rule)
+        return writer.attend(qkv, place, sizes, (cache.key.shape[2], cache.block_heads), self.rule)
 
 
 class OutputGate(nn.Module):

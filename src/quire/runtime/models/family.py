@@ -72,6 +72,22 @@ STACKED = {  # all experts of a layer in two tensors
 }
 
 
+def text_part(name: str, others: tuple[str, ...]) -> str | None:
+    """A tensor's name in a model for text, given its name in one for images or sound too, in the spelling of today or
+    of old exporters; None: it is of one of the `others`, which begin with these names."""
+    outer = name.removeprefix("model.")
+    if outer.startswith(others):
+        return None
+    if outer.startswith("language_model."):
+        inner = outer.removeprefix("language_model.")
+        return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
+    return name
+
+
+def reads_all(config: ModelConfig, name: str) -> bool:  # noqa: ARG001
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One family. Its layers carry the names that Hugging Face's checkpoints have.
@@ -84,6 +100,7 @@ class Family:
     read: Callable[[Fields], ModelConfig]
     rename: Callable[[str], str | None] = str  # a tensor of the checkpoint to the layer's part; None: it is left out
     drops_layers: bool = False  # checkpoints may hold layers past the last, which draft tokens: they are left out
+    is_unread: Callable[[ModelConfig, str], bool] = reads_all  # whether no layer reads a renamed tensor: it is left out
     stacked: Mapping[str, Stacked] = field(default_factory=dict)  # by what stands behind `experts.` in their names
     embedding: str = "model.embed_tokens.weight"  # which tied heads are
     nested: str | None = None  # the key of config.json that may hold all numbers of a model for text

@@ -7,20 +7,21 @@ the stream is a vector of its own, of the token and of its embedding. Checkpoint
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from torch import Tensor, nn
 
 from quire.config.fields import Fields
-from quire.config.model import Experts, ModelConfig
+from quire.config.model import Experts, Heads, ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.modules import PairedEmbedding
 from quire.runtime.layers.step import BESIDE, ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Stream, Value, sum_of
 from quire.runtime.models.decoder import DecoderStack
-from quire.runtime.models.family import STACKED, Family
+from quire.runtime.models.family import STACKED, Family, text_part
 from quire.runtime.models.gemma import Gemma, GemmaBlock, read_cap, read_gemma
-from quire.runtime.models.hf_config import FULL, SLIDING, read_window, read_windows
+from quire.runtime.models.hf_config import FULL, SLIDING, read_heads, read_window, read_windows
 from quire.runtime.models.hf_rope import read_rope
 from quire.runtime.models.mixture import check_experts
 
@@ -33,7 +34,7 @@ USUAL_ROPE = {
 class Gemma4Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
-        hidden, heads, bias, eps = config.hidden_size, config.heads, config.qkv_bias, config.norm_eps
+        hidden, heads, bias, eps = config.hidden_size, config.heads_of(layer), config.qkv_bias, config.norm_eps
         if config.kv_layer_of(layer) == layer:
             is_twice = config.keys_are_values and config.window_of(layer) is None
             self.qkv_proj = build.qkv_linear(hidden, heads, bias=bias, keys_are_values=is_twice)
@@ -128,7 +129,6 @@ class Gemma4(Gemma):
 def read_gemma4(config: Fields) -> ModelConfig:
     if config.raw("use_bidirectional_attention") not in (None, "vision"):  # text is causal
         raise config.refuse("use_bidirectional_attention", "only causal models generate text")
-    refuse_head_sizes(config)
     size, vocab_size = config.integer("hidden_size_per_layer_input", 256), config.integer("vocab_size")
     if size and config.integer("vocab_size_per_layer_input", 262_144) != vocab_size:
         raise config.refuse("vocab_size_per_layer_input", f"only that of the model, {vocab_size}, is supported")
@@ -136,11 +136,13 @@ def read_gemma4(config: Fields) -> ModelConfig:
     given = config if config.raw("rope_parameters") else Fields(config.file, {"rope_parameters": USUAL_ROPE})
     windows = read_windows(config, read_window(config, 512), lambda layer: (layer + 1) % 6 != 0)
     windows = (*windows[:-1], None) if windows else ()  # the last layer always sees all
+    heads, local = read_all_heads(config, windows)
     return read_gemma(
-        config, "gemma4_text", 131_072, windows=windows, logit_softcap=read_cap(config, "final_logit_softcapping"),
+        config, "gemma4_text", 131_072, windows=windows, heads=heads, local_heads=local,
+        logit_softcap=read_cap(config, "final_logit_softcapping"),
         rope=read_rope(given, length, layer_type=FULL), local_rope=read_rope(given, length, layer_type=SLIDING),
         attention_scale=1.0, per_layer_input=size, kv_layers=read_kv_layers(config, windows),
-        keys_are_values=config.flag("attention_k_eq_v", False), double_wide=config.flag("use_double_wide_mlp", False),
+        keys_are_values=_keys_are_values(config), double_wide=config.flag("use_double_wide_mlp", False),
         experts=read_experts(config) if config.flag("enable_moe_block", False) else None,
     )  # fmt: skip
 
@@ -151,19 +153,40 @@ def read_experts(config: Fields) -> Experts:
     return check_experts(config, Experts(num, num_used, size, beside_mlp=True), keys)
 
 
-def refuse_head_sizes(config: Fields) -> None:
-    """For models whose layers have heads of several sizes, or several numbers of key heads."""
-    dim, number = config.integer("head_dim", 256), config.integer("num_key_value_heads", 4)
+def read_all_heads(config: Fields, windows: tuple[int | None, ...]) -> tuple[Heads, Heads | None]:
+    """The heads of layers that see all tokens, and of those with a window, where there are some that differ."""
+    local = read_heads(config, 4, 256)
     if "per_layer_config" in config.values:
-        usual, changes = {"head_dim": dim, "num_key_value_heads": number}, config.raw("per_layer_config") or {}
-        each = changes.values() if isinstance(changes, dict) else [None]
-        if any(not isinstance(one, dict) or {**usual, **one} != usual for one in each):
-            raise config.refuse("per_layer_config", "only layers with heads of one size and number are supported")
-        return
-    if config.integer("global_head_dim", 512) != dim:
-        raise config.refuse("global_head_dim", f"only heads of one size, {dim}, are supported")
-    if config.flag("attention_k_eq_v", False) and config.integer("num_global_key_value_heads", number) != number:
-        raise config.refuse("num_global_key_value_heads", f"only one number of heads, {number}, is supported")
+        heads = _read_changed_heads(config, windows, local)
+    else:
+        number = (
+            config.integer("num_global_key_value_heads", local.num_kv) if _keys_are_values(config) else local.num_kv
+        )
+        heads = replace(local, num_kv=number, dim=config.integer("global_head_dim", 512))
+    return heads, None if heads == local or not any(windows) else local
+
+
+def _read_changed_heads(config: Fields, windows: tuple[int | None, ...], usual: Heads) -> Heads:
+    """The heads of layers that see all tokens, from what each layer says by its number: no other layer may differ."""
+    given = config.raw("per_layer_config") or {}
+    names = {"head_dim": "dim", "num_key_value_heads": "num_kv"}
+    if not isinstance(given, dict) or any(
+        not isinstance(each, dict) or any(key not in names or type(value) is not int for key, value in each.items())
+        for each in given.values()
+    ):
+        raise config.refuse("per_layer_config", f"only {' and '.join(names)} of layers are supported")
+    found: dict[bool, set[Heads]] = {False: set(), True: set()}
+    for layer in range(config.integer("num_hidden_layers")):
+        changes = {names[key]: value for key, value in given.get(str(layer), {}).items()}
+        found[bool(windows and windows[layer] is not None)].add(replace(usual, **changes))
+    if len(found[False]) != 1 or found[True] - {usual}:
+        reason = "layers that see all tokens must have the same heads, and those with a window the model's"
+        raise config.refuse("per_layer_config", reason)
+    return found[False].pop()
+
+
+def _keys_are_values(config: Fields) -> bool:
+    return config.flag("attention_k_eq_v", False)
 
 
 def read_kv_layers(config: Fields, windows: tuple[int | None, ...]) -> tuple[int, ...]:
@@ -181,4 +204,19 @@ def read_kv_layers(config: Fields, windows: tuple[int | None, ...]) -> tuple[int
     return tuple(layer if layer < first else own[kinds[layer]] for layer in range(count))
 
 
-GEMMA4 = Family(name="gemma4_text", build=Gemma4, read=read_gemma4, stacked=STACKED)
+def rename(name: str) -> str | None:
+    """Towers for images and sound are left out."""
+    return text_part(name, ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."))
+
+
+def is_unread(config: ModelConfig, name: str) -> bool:
+    """Checkpoints hold keys and values of layers that read those of others."""
+    found = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.(?:weight|bias)", name)
+    layer = -1 if found is None else int(found[1])
+    return 0 <= layer < config.num_layers and config.kv_layer_of(layer) != layer
+
+
+GEMMA4 = Family(
+    name="gemma4_text", build=Gemma4, read=read_gemma4, rename=rename, is_unread=is_unread, stacked=STACKED,
+    nested="text_config",
+)  # fmt: skip

@@ -15,7 +15,7 @@ from quire.types.step import BlockCopy
 
 
 def small_cache(num_blocks: int = 8, dtype: torch.dtype = torch.float32) -> KVCache:
-    cache = KVCache(CacheConfig(4, num_blocks), Heads(4, 2, 8), one_group(3), dtype, torch.device("cpu"))
+    cache = KVCache(CacheConfig(4, num_blocks), Heads(4, 2, 8), one_group(3, 32), dtype, torch.device("cpu"))
     for number, layer in enumerate(cache.layers):
         for block in range(num_blocks):
             layer.key[block] = 100 * number + block
@@ -72,7 +72,9 @@ def test_untouched_blocks_cost_no_memory() -> None:
     if not status.exists():
         pytest.skip("no /proc")
     before = int(status.read_text().split()[1])
-    cache = KVCache(CacheConfig(16, 4_096), Heads(8, 8, 64), one_group(8), torch.bfloat16, torch.device("cpu"))  # 1 GiB
+    cache = KVCache(
+        CacheConfig(16, 4_096), Heads(8, 8, 64), one_group(8, 1_024), torch.bfloat16, torch.device("cpu")
+    )  # 1 GiB
     cache.layers[5].key[77].fill_(1)
     pages = int(status.read_text().split()[1]) - before
     assert cache.layers[5].key[77].sum() > 0
