@@ -22,9 +22,12 @@ from family_bench import (
     randomize,
 )
 from interpreter import HAS_TRITON
+from quire.config.kv_cache import PLAIN
+from quire.config.memory import kv_block_bytes
 from quire.config.model import Heads
 from quire.runtime.loading.hf.config import hf_model_config
 from quire.types.errors import ModelLoadError
+from window_bench import groups_of
 
 transformers = pytest.importorskip("transformers")
 KINDS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
@@ -77,9 +80,11 @@ def test_gemma_4(attention: str, changes: dict[str, Any], tmp_path: Path) -> Non
     check_parity(tmp_path, attention=attention, model=model)
 
 
+@pytest.mark.parametrize("heads", [{}, LARGE | {"head_dim": 32, "global_head_dim": 64}])
 @pytest.mark.parametrize("attention", ["reference", "auto"])
-def test_bfloat16_is_near_float32(attention: str, tmp_path: Path) -> None:
-    saved(tmp_path, **SHARED, hidden_size=64, hidden_size_per_layer_input=32, attention_k_eq_v=True)
+def test_bfloat16_is_near_float32(attention: str, heads: dict[str, Any], tmp_path: Path) -> None:
+    changes = {"hidden_size": 64, "hidden_size_per_layer_input": 32, "attention_k_eq_v": True}
+    saved(tmp_path, **(SHARED | changes | heads))
     wanted = logits_of(tmp_path, attention="reference")
     found = logits_of(tmp_path, attention=attention, dtype="bfloat16")
     for (_, logits), (_, near) in zip(wanted, found, strict=True):
@@ -167,6 +172,19 @@ def test_layers_that_read_the_keys_of_others_keep_nothing(tmp_path: Path) -> Non
     config = hf_model_config(tmp_path)
     assert [(spec.kind, spec.numbers) for spec in config.kv_specs] == [("window", 64), ("full", 128)]
     assert [config.place_of(config.kv_layer_of(layer)) for layer in range(4)] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("changes", [LARGE, {"global_head_dim": 32, **SHARED}])
+@pytest.mark.parametrize("split", [False, True])
+def test_the_memory_plan_counts_what_is_allocated(changes: dict[str, Any], split: bool, tmp_path: Path) -> None:
+    saved(tmp_path, **changes)
+    bench = load_bench(tmp_path, split=split)
+    config, groups = bench.model_config, groups_of(bench.model_config) if split else PLAIN
+    cache = bench.worker.cache
+    counted = kv_block_bytes(config, "float32", cache.block_size, groups) * cache.num_blocks
+    assert cache.blocks.nbytes == counted
+    kept = sum(layer.key.nbytes + layer.value.nbytes for layer in cache.layers)
+    assert counted / 2 < kept / (1 + groups.num_window_blocks) <= counted
 
 
 def wrapped(folder: Path, **changes: Any) -> torch.nn.Module:

@@ -24,6 +24,8 @@ IN_PLACE_BYTES = {  # work lists and partial results of attention backends that 
     "virtual": 64 * MIB,  # attention masks
 }
 LATENT_PARTS_BYTES = 80 * MIB  # partial results of attention over latents on a GPU, which all query heads share
+LARGE_PARTS_BYTES = 48 * MIB  # the same of heads of more than 256 numbers, and of a second kind of heads
+LARGE_DIM = 256
 TABLE_BYTES = 4  # a token or a block in the tables of rows
 GRAPH_BYTES = 16 * MIB  # one captured decode graph: its nodes and kernels
 TOKEN_GRAPH_BYTES = 8 * MIB  # the captured graphs of one token bucket: prompts, decodes, or both
@@ -321,7 +323,7 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     widest = scheduler.max_num_batched_tokens * widest_activations(model) * max(value_bytes, DTYPE_BYTES["float32"])
     attention = _attention(config, facts)
     if attention in IN_PLACE_BYTES:
-        return widest + IN_PLACE_BYTES[attention] + (_latent_parts(model, scheduler) if attention == "triton" else 0)
+        return widest + IN_PLACE_BYTES[attention] + (_parts(model, scheduler) if attention == "triton" else 0)
     longest = scheduler.max_model_len * max(heads.kv_size for heads in model.all_heads) * kv_bytes
     gathered = 2 * max(GATHERED_BYTES[config.device.device.partition(":")[0]], longest)
     converted = 0 if value_bytes == kv_bytes else gathered * value_bytes // kv_bytes
@@ -329,12 +331,14 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     return widest + 2 * gathered + converted + masks
 
 
-def _latent_parts(model: ModelConfig, scheduler: SchedulerConfig) -> int:
-    """Bytes of what rows found so far of latents, in float32: parts of rows that are cut, and of shared prefixes."""
-    if model.heads.latent is None:
-        return 0
-    found = model.heads.num_query * model.heads.latent * DTYPE_BYTES["float32"]
-    return LATENT_PARTS_BYTES + scheduler.num_rows * found
+def _parts(model: ModelConfig, scheduler: SchedulerConfig) -> int:
+    """Bytes of what rows found so far, in float32, where that is much: parts of rows that are cut, and of shared
+    prefixes."""
+    heads = model.heads
+    found = scheduler.num_rows * heads.num_query * heads.value_dim * DTYPE_BYTES["float32"]
+    if heads.latent is not None:
+        return LATENT_PARTS_BYTES + found
+    return LARGE_PARTS_BYTES + found if model.local_heads is not None or heads.dim > LARGE_DIM else 0
 
 
 def widest_activations(model: ModelConfig) -> int:

@@ -92,15 +92,16 @@ def make_backend(
         return NativeAttention()
     if chosen == "flashinfer":
         return FlashInferAttention(heads, placement, block_size)
+    device = placement.device
+    cache, rows = kv_dtype or placement.dtype, dependent_rows(device)
     if heads.latent is not None:
         from quire.runtime.attention.triton_latent import LatentTritonAttention
 
-        device, itemsize = placement.device, (kv_dtype or placement.dtype).itemsize
-        return LatentTritonAttention(heads, device, dependent_rows=dependent_rows(device), itemsize=itemsize)
+        return LatentTritonAttention(heads, cache, device, dependent_rows=rows)
     if local_heads is not None:
         from quire.runtime.attention.triton_mixed import MixedTritonAttention
 
-        return MixedTritonAttention(heads, local_heads, dependent_rows=dependent_rows(placement.device))
+        return MixedTritonAttention(heads, local_heads, cache, device, dependent_rows=rows)
     from quire.runtime.attention.triton import TritonAttention
 
-    return TritonAttention(heads, dependent_rows=dependent_rows(placement.device))
+    return TritonAttention(heads, cache, device, dependent_rows=rows)

@@ -20,11 +20,9 @@ from quire.runtime.transfer import Courier
 
 
 class LatentTritonAttention(TritonAttention):
-    """`itemsize`: bytes of a number in the cache."""
-
-    def __init__(self, heads: Heads, device: torch.device, *, dependent_rows: int, itemsize: int) -> None:
-        super().__init__(heads, dependent_rows=dependent_rows)
-        self._prefill = latent_prefill_config(itemsize, device)
+    def __init__(self, heads: Heads, dtype: torch.dtype, device: torch.device, *, dependent_rows: int) -> None:
+        super().__init__(heads, dtype, device, dependent_rows=dependent_rows)
+        self._prefill = latent_prefill_config(dtype.itemsize, device)
 
     def reserve(self, caches: Sequence[LayerCache], max_rows: int) -> None:
         cache, heads = caches[0], self._heads.num_query

@@ -11,7 +11,15 @@ from torch import Tensor
 from quire.config.model import Heads
 from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import LayerCache
-from quire.runtime.attention.triton import Spans, TritonAttention, TritonPlan
+from quire.runtime.attention.triton import Reserved, Spans, TritonAttention, TritonPlan
+
+
+class LocalTritonAttention(TritonAttention):
+    """Of layers that all have a window: they never read a shared prefix for several rows at once."""
+
+    def reserve_beside(self, other: TritonAttention, cache: LayerCache, max_rows: int) -> None:
+        """Allocate work lists; those of shared prefixes are the other's."""
+        self._reserved = Reserved.of(cache.key, self._heads, max_rows, tuple(self._windows), other.memory.cascade)
 
 
 class MixedTritonAttention(TritonAttention):
@@ -20,9 +28,11 @@ class MixedTritonAttention(TritonAttention):
     Both attend by what their plans say. The tile lists of both lie one behind the other, equally long.
     """
 
-    def __init__(self, heads: Heads, local_heads: Heads, *, dependent_rows: int) -> None:
-        super().__init__(heads, dependent_rows=dependent_rows)
-        self._local = TritonAttention(local_heads, dependent_rows=dependent_rows)
+    def __init__(
+        self, heads: Heads, local_heads: Heads, dtype: torch.dtype, device: torch.device, *, dependent_rows: int
+    ) -> None:
+        super().__init__(heads, dtype, device, dependent_rows=dependent_rows)
+        self._local = LocalTritonAttention(local_heads, dtype, device, dependent_rows=dependent_rows)
 
     def accept(self, rule: AttentionRule) -> None:
         if rule.window is None:
@@ -31,8 +41,8 @@ class MixedTritonAttention(TritonAttention):
             self._local.accept(rule)
 
     def reserve(self, caches: Sequence[LayerCache], max_rows: int) -> None:
-        super().reserve(caches[:1], max_rows)
-        self._local.reserve(caches[1:2], max_rows)
+        super().reserve(caches, max_rows)
+        self._local.reserve_beside(self, caches[1], max_rows)
 
     def num_tiles(self, spans: Spans) -> int:
         return max(super().num_tiles(spans), self._local.num_tiles(spans))
