@@ -187,6 +187,15 @@ def test_the_memory_plan_counts_what_is_allocated(changes: dict[str, Any], split
     assert counted / 2 < kept / (1 + groups.num_window_blocks) <= counted
 
 
+@pytest.mark.parametrize(("changes", "count"), [(LARGE, 2), ({"global_head_dim": 32, **SHARED}, 4)])
+def test_the_first_layers_that_launch_all_kernels_have_all_kinds_of_heads(
+    changes: dict[str, Any], count: int, tmp_path: Path
+) -> None:
+    saved(tmp_path, **changes)
+    model: Any = load_bench(tmp_path).worker._runner._model
+    assert model.num_varied == count
+
+
 def wrapped(folder: Path, **changes: Any) -> torch.nn.Module:
     """A model for text, images and sound."""
     text = {key: value for key, value in (SMALL | changes).items() if key != "attn_implementation"}

@@ -71,6 +71,7 @@ class BatchBuilder:
         self._rows, self._cache, self._backend, self._states = rows, cache, backend, states
         self._window = cache.window
         self._heads = tuple(HeadPlaces.of(layer) for layer in cache.of_tables)
+        self._tables = tuple(zip(tables_of(rows, cache), cache.of_tables, cache.sources, strict=True))
 
     def build(self, plan: StepPlan) -> Batch:
         """Also clears blocks that this step enters but does not fill."""
@@ -117,12 +118,13 @@ class BatchBuilder:
         rows = self._rows
         if not plans:
             return ()
-        held = [rows.tables.view(-1).index_select(0, places)] if 0 in self._cache.sources[1:] else [places]
-        held += [] if rows.windows is None else rows.windows.at(places)
-        told = zip(self._cache.sources[1:], self._heads[1:], plans, strict=True)
+        if rows.windows is None:  # layers whose heads are others, over the same blocks
+            held = rows.tables.view(-1).index_select(0, places)[None]
+        else:
+            held = rows.windows.at(places)
         return tuple(
-            WindowStep(slots_of(held[source], positions, heads, rows.block_size), attention)
-            for source, heads, attention in told
+            WindowStep(slots_of(blocks, positions, heads, rows.block_size), attention)
+            for blocks, heads, attention in zip(held, self._heads[1:], plans, strict=True)
         )
 
     def _plans(self, plan: StepPlan, decodes: Longs) -> list[Any]:
@@ -131,12 +133,10 @@ class BatchBuilder:
         lengths = rows.lengths[decodes]
         needed = -(-lengths // size)  # blocks
         seen = _Seen(lengths, needed, *rows.upload(np.stack((decodes, needed))))
-        batches = (
+        batches = [
             self._attention(plan, seen, tables, layer, self._window if source else None)
-            for tables, layer, source in zip(
-                tables_of(rows, self._cache), self._cache.of_tables, self._cache.sources, strict=True
-            )
-        )
+            for tables, layer, source in self._tables
+        ]
         return [self._backend.prepare(batch) for batch in batches]
 
     def _attention(
