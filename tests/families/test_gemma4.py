@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,11 +22,13 @@ from family_bench import (
     num_calls,
     randomize,
 )
+from gguf_files import stored, write_gguf
 from interpreter import HAS_TRITON
 from quire.config.kv_cache import PLAIN
 from quire.config.memory import kv_block_bytes
 from quire.config.model import Heads
 from quire.runtime.loading.hf.config import hf_model_config
+from quire.runtime.models.gemma4 import GEMMA4
 from quire.types.errors import ModelLoadError
 from window_bench import groups_of
 
@@ -242,3 +245,88 @@ def test_weights_that_nobody_knows_are_refused_by_name(name: str, tmp_path: Path
     save_file(load_file(file) | {name: torch.ones(4)}, file)
     with pytest.raises(ModelLoadError, match="has no place"):
         load_bench(tmp_path)
+
+
+GGUF_ROPE = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 5_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+
+
+def gguf_file(path: Path, model: Any, kind: str = "F32", **changes: Any) -> Path:
+    """As converters write it: what layers have of their own comes as lists, angles that never turn as a tensor."""
+    assert GEMMA4.gguf is not None
+    inner = {hf.removesuffix(".weight"): gguf for gguf, hf in GEMMA4.gguf.inner.items()}
+    outer = {hf: gguf for gguf, hf in GEMMA4.gguf.outer.items()}
+    tensors = []
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        if name.startswith("model.layers."):
+            _, _, number, rest = name.split(".", 3)
+            place = f"blk.{number}.{inner[rest.removesuffix('.weight')].removesuffix('.weight')}.weight"
+        else:
+            place = outer[name]
+        tensors.append(stored(place, tensor.numpy(), kind if tensor.dim() > 1 else "F32"))
+    config = model.config
+    if config.num_kv_shared_layers:  # what nobody reads
+        tensors += [stored(f"blk.3.attn_{name}.weight", np.ones((64, config.hidden_size))) for name in "kv"]
+    turning = int(config.per_layer_config[1].head_dim * 0.25 / 2)
+    rest = config.per_layer_config[1].head_dim // 2 - turning
+    tensors.append(stored("rope_freqs.weight", np.array([1.0] * turning + [1e30] * rest)))
+    windows = [kind == "sliding_attention" for kind in config.layer_types]
+    heads = [config.per_layer_config[layer].num_key_value_heads for layer in range(4)]
+    wide = config.use_double_wide_mlp
+    settings = {
+        "context_length": 128, "embedding_length": config.hidden_size, "block_count": 4,
+        "feed_forward_length": [48, 48, 96, 96] if wide else 48, "attention.head_count": 4,
+        "attention.head_count_kv": heads if len(set(heads)) > 1 else heads[0],
+        "attention.key_length": 32, "attention.value_length": 32, "attention.key_length_swa": 16,
+        "attention.value_length_swa": 16, "attention.layer_norm_rms_epsilon": 1e-6, "attention.sliding_window": 6,
+        "attention.sliding_window_pattern": windows, "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input, "rope.freq_base": 5_000.0,
+        "rope.freq_base_swa": 100.0, "rope.dimension_count": 32, "rope.dimension_count_swa": 16,
+        "final_logit_softcapping": 3.0, **changes,
+    }  # fmt: skip
+    metadata = {"general.architecture": "gemma4"} | {f"gemma4.{key}": value for key, value in settings.items()}
+    return write_gguf(path, metadata, tensors)
+
+
+SMALL_FILE = {
+    "global_head_dim": 32, **SHARED, "hidden_size_per_layer_input": 32, "rope_parameters": GGUF_ROPE,
+    "final_logit_softcapping": 3.0,
+}  # fmt: skip
+LARGE_FILE = LARGE | {"rope_parameters": GGUF_ROPE, "final_logit_softcapping": 3.0}
+
+
+@pytest.mark.parametrize("changes", [SMALL_FILE, LARGE_FILE])
+def test_gguf_files_are_read(changes: dict[str, Any], tmp_path: Path) -> None:
+    model = saved(tmp_path, **changes)
+    check_parity(gguf_file(tmp_path / "m.gguf", model), attention="auto", model=model)
+
+
+def test_quantized_gguf_files_are_read_as_they_are_stored(tmp_path: Path) -> None:
+    model = saved(tmp_path, **SMALL_FILE, intermediate_size=64, vocab_size=64, vocab_size_per_layer_input=64)
+    sizes = {"feed_forward_length": [64, 64, 128, 128]}
+    wanted = logits_of(tmp_path)
+    found = logits_of(gguf_file(tmp_path / "m.gguf", model, "Q8_0", **sizes))
+    for (_, logits), (_, near) in zip(wanted, found, strict=True):
+        torch.testing.assert_close(near[0], logits[0], rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attention.head_count_kv": [2, 1, 1, 1]}, "head_count_kv"),
+        ({"attention.head_count_kv": [2, 1]}, "head_count_kv"),
+        ({"attention.sliding_window_pattern": [True] * 3}, "sliding_window_pattern"),
+        ({"attention.value_length_swa": 8}, "value_length_swa"),
+        ({"feed_forward_length": [48, 96, 96, 96]}, "feed_forward_length"),
+        ({"attention.shared_kv_layers": 4}, "shared_kv_layers"),
+        ({"expert_count": 4}, "expert_count"),
+    ],
+)
+def test_gguf_settings_that_cannot_be_are_refused_by_name(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    path = gguf_file(tmp_path / "m.gguf", saved(tmp_path, **SMALL_FILE), **changes)
+    with pytest.raises(ModelLoadError, match=named):
+        load_bench(path)

@@ -55,7 +55,8 @@ class GgufFamily:
 
     A `*` in a name stands for the number of an expert: the tensor holds those of all. `has_pairs`: files store each
     head's query and key rows as pairs (0, dim/2, 1, dim/2 + 1, ...). `norm_offset`: what they add to norm weights.
-    `read` completes a config by `settings`, which only this family has.
+    `read` completes a config by `settings`, which only this family has. `whole` gives one number for all layers where
+    files may have one for each, for what all families read.
     """
 
     outer: Mapping[str, str] = field(default_factory=lambda: GGUF_OUTER)
@@ -64,6 +65,7 @@ class GgufFamily:
     norm_offset: float = 0.0
     settings: frozenset[str] = frozenset()
     read: Callable[[Fields, ModelConfig], ModelConfig] | None = None
+    whole: Callable[[Fields], Fields] | None = None
 
 
 STACKED = {  # all experts of a layer in two tensors

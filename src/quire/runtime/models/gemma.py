@@ -166,13 +166,13 @@ def rename(name: str) -> str | None:
 
 
 _LOGIT_CAP = "final_logit_softcapping"
-_GGUF_INNER = GGUF_INNER | {
+GEMMA_INNER = GGUF_INNER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _GGUF2 = GgufFamily(
-    inner=_GGUF_INNER, norm_offset=NORM_OFFSET, read=gguf_gemma2,
+    inner=GEMMA_INNER, norm_offset=NORM_OFFSET, read=gguf_gemma2,
     settings=frozenset({
         "attn_logit_softcapping", _LOGIT_CAP, "attention.sliding_window", "attention.sliding_window_pattern",
     }),

@@ -13,14 +13,14 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from quire.config.fields import Fields
-from quire.config.model import Experts, Heads, ModelConfig
+from quire.config.model import Experts, Heads, ModelConfig, Rope
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.modules import PairedEmbedding
 from quire.runtime.layers.step import BESIDE, ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Stream, Value, sum_of
 from quire.runtime.models.decoder import DecoderStack
-from quire.runtime.models.family import STACKED, Family, text_part
-from quire.runtime.models.gemma import Gemma, GemmaBlock, read_cap, read_gemma
+from quire.runtime.models.family import GGUF_OUTER, STACKED, Family, GgufFamily, text_part
+from quire.runtime.models.gemma import GEMMA_INNER, Gemma, GemmaBlock, read_cap, read_gemma
 from quire.runtime.models.hf_config import FULL, SLIDING, read_heads, read_window, read_windows
 from quire.runtime.models.hf_rope import read_rope
 from quire.runtime.models.mixture import check_experts
@@ -141,7 +141,8 @@ def read_gemma4(config: Fields) -> ModelConfig:
         config, "gemma4_text", 131_072, windows=windows, heads=heads, local_heads=local,
         logit_softcap=read_cap(config, "final_logit_softcapping"),
         rope=read_rope(given, length, layer_type=FULL), local_rope=read_rope(given, length, layer_type=SLIDING),
-        attention_scale=1.0, per_layer_input=size, kv_layers=read_kv_layers(config, windows),
+        attention_scale=1.0, per_layer_input=size,
+        kv_layers=read_kv_layers(config, "num_kv_shared_layers", config.integer("num_hidden_layers"), windows),
         keys_are_values=_keys_are_values(config), double_wide=config.flag("use_double_wide_mlp", False),
         experts=read_experts(config) if config.flag("enable_moe_block", False) else None,
     )  # fmt: skip
@@ -189,18 +190,18 @@ def _keys_are_values(config: Fields) -> bool:
     return config.flag("attention_k_eq_v", False)
 
 
-def read_kv_layers(config: Fields, windows: tuple[int | None, ...]) -> tuple[int, ...]:
+def read_kv_layers(config: Fields, key: str, count: int, windows: tuple[int | None, ...]) -> tuple[int, ...]:
     """The last layers read the keys and values of the last layer of their kind before them."""
-    count, shared = config.integer("num_hidden_layers"), config.integer("num_kv_shared_layers", 0)
+    shared = config.integer(key, 0)
     first = count - shared
     if shared == 0:
         return ()
     if not 0 < first <= count:
-        raise config.refuse("num_kv_shared_layers", f"must be in [0, {count - 1}], is {shared}")
+        raise config.refuse(key, f"must be in [0, {count - 1}], is {shared}")
     kinds = windows or (None,) * count
     own = {kinds[layer]: layer for layer in range(first)}  # the last of each kind
     if any(kind not in own for kind in kinds):
-        raise config.refuse("num_kv_shared_layers", f"no layer of some kind is left to read from: {shared} of {count}")
+        raise config.refuse(key, f"no layer of some kind is left to read from: {shared} of {count}")
     return tuple(layer if layer < first else own[kinds[layer]] for layer in range(count))
 
 
@@ -216,7 +217,77 @@ def is_unread(config: ModelConfig, name: str) -> bool:
     return 0 <= layer < config.num_layers and config.kv_layer_of(layer) != layer
 
 
+def gguf_whole(fields: Fields) -> Fields:
+    """The heads of layers that see all tokens, and the size of the first layer's MLP."""
+    count = fields.integer("block_count")
+    windows, number = _gguf_windows(fields), fields.integers("attention.head_count_kv", count)
+    full = {number[layer] for layer in range(count) if windows[layer] is None}
+    local = {number[layer] for layer in range(count) if windows[layer] is not None}
+    if len(full) != 1 or len(local) > 1:
+        raise fields.refuse("attention.head_count_kv", "must be the same for all layers of a kind")
+    sizes = fields.integers("feed_forward_length", count)
+    return fields.changed({"attention.head_count_kv": full.pop(), "feed_forward_length": sizes[0]})
+
+
+def gguf_gemma4(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """What files do not say of heads, positions and scales is what published models have."""
+    count, windows, heads = config.num_layers, _gguf_windows(fields), config.heads
+    number = dict(zip(windows, fields.integers("attention.head_count_kv", count), strict=True))
+    dim = fields.integer("attention.key_length_swa", heads.dim)
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if fields.integer(key, dim) != dim:
+            raise fields.refuse(key, f"only the size of keys, {dim}, is supported")
+    local = replace(heads, dim=dim, num_kv=next((number[window] for window in number if window), heads.num_kv))
+    kv_layers = read_kv_layers(fields, "attention.shared_kv_layers", count, windows)
+    borrow = [bool(kv_layers) and kv_layers[layer] != layer for layer in range(count)]
+    sizes, size = fields.integers("feed_forward_length", count), config.intermediate_size
+    is_wide = any(borrow) and sizes[-1] == 2 * size
+    if sizes != [size * (1 + (is_wide and each)) for each in borrow]:
+        raise fields.refuse(
+            "feed_forward_length", f"must be {size}, or twice that where layers read the keys of others"
+        )
+    theta = fields.number("rope.freq_base_swa", 10_000.0)
+    return replace(
+        config, windows=windows, local_heads=None if local == heads or not any(windows) else local,
+        local_rope=Rope(theta, max_position=config.rope.max_position), kv_layers=kv_layers, double_wide=is_wide,
+        attention_scale=1.0, activation="gelu_tanh", embedding_scale=config.hidden_size**0.5,
+        per_layer_input=fields.integer("embedding_length_per_layer_input", 0),
+        logit_softcap=fields.optional_number("final_logit_softcapping"),
+    )  # fmt: skip
+
+
+def _gguf_windows(fields: Fields) -> tuple[int | None, ...]:
+    key, count, window = "attention.sliding_window_pattern", fields.integer("block_count"), None
+    pattern = fields.raw(key)
+    if not isinstance(pattern, list) or len(pattern) != count or any(type(each) is not bool for each in pattern):
+        raise fields.refuse(key, f"must say of each of {count} layers whether it has a window")
+    if any(pattern):
+        window = fields.integer("attention.sliding_window")
+        if window < 1:
+            raise fields.refuse("attention.sliding_window", f"must be at least 1, is {window}")
+    return tuple(window if each else None for each in (*pattern[:-1], False))  # the last layer always sees all
+
+
+GGUF = GgufFamily(
+    outer=GGUF_OUTER | {
+        "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+        "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+        "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+    },
+    inner=GEMMA_INNER | {
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+        "layer_output_scale.weight": "layer_scalar",
+    },
+    settings=frozenset({
+        "attention.sliding_window", "attention.sliding_window_pattern", "attention.key_length_swa",
+        "attention.value_length_swa", "attention.shared_kv_layers", "rope.freq_base_swa", "rope.dimension_count_swa",
+        "embedding_length_per_layer_input", "final_logit_softcapping",
+    }),
+    read=gguf_gemma4, whole=gguf_whole,
+)  # fmt: skip
 GEMMA4 = Family(
     name="gemma4_text", build=Gemma4, read=read_gemma4, rename=rename, is_unread=is_unread, stacked=STACKED,
-    nested="text_config",
+    nested="text_config", gguf=GGUF,
 )  # fmt: skip

@@ -47,7 +47,9 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "gemma3_text": Entry(
         "gemma", "GEMMA3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), in_gguf=True, gguf_name="gemma3"
     ),
-    "gemma4_text": Entry("gemma4", "GEMMA4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")),
+    "gemma4_text": Entry(
+        "gemma4", "GEMMA4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), in_gguf=True, gguf_name="gemma4"
+    ),
     "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",)),
     "gpt_oss": Entry(
         "gpt_oss", "GPT_OSS", ("GptOssForCausalLM",), in_gguf=True, gguf_name="gpt-oss", formats=("mxfp4",)

@@ -18,6 +18,7 @@ from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.mapping import Bytes
 from quire.runtime.loading.pieces import Piece
 from quire.runtime.loading.values import refuse_blank, refuse_non_finite
+from quire.runtime.models.registry import find_family
 from quire.runtime.quantization.levels import LevelWeight
 from quire.types.errors import ModelLoadError
 
@@ -85,8 +86,11 @@ class GgufCheckpoint:
     def _find_pieces(self) -> dict[str, Piece]:
         """Where each tensor of the layers lies, by its name."""
         found: dict[str, Piece] = {}
+        family = find_family(self.config.architecture)
         for name, owner in self._model.owners.items():
             canonical = canonical_name(self._family, name)
+            if canonical is not None and family.is_unread(self.config, canonical):
+                continue
             if canonical is not None and EXPERT in canonical:
                 found |= self._pieces_of_experts(canonical, owner.tensors[name], owner.name)
             elif canonical is not None:
