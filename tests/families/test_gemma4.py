@@ -264,7 +264,8 @@ def gguf_file(path: Path, model: Any, kind: str = "F32", **changes: Any) -> Path
             continue
         if name.startswith("model.layers."):
             _, _, number, rest = name.split(".", 3)
-            place = f"blk.{number}.{inner[rest.removesuffix('.weight')].removesuffix('.weight')}.weight"
+            gguf = inner[rest.removesuffix(".weight").replace("experts.", "experts.*.")]
+            place = f"blk.{number}.{gguf}" if gguf.endswith((".weight", ".scale")) else f"blk.{number}.{gguf}.weight"
         else:
             place = outer[name]
         tensors.append(stored(place, tensor.numpy(), kind if tensor.dim() > 1 else "F32"))
@@ -286,8 +287,13 @@ def gguf_file(path: Path, model: Any, kind: str = "F32", **changes: Any) -> Path
         "attention.sliding_window_pattern": windows, "attention.shared_kv_layers": config.num_kv_shared_layers,
         "embedding_length_per_layer_input": config.hidden_size_per_layer_input, "rope.freq_base": 5_000.0,
         "rope.freq_base_swa": 100.0, "rope.dimension_count": 32, "rope.dimension_count_swa": 16,
-        "final_logit_softcapping": 3.0, **changes,
+        "final_logit_softcapping": 3.0,
     }  # fmt: skip
+    if config.enable_moe_block:
+        keys = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+        numbers = (config.num_experts, config.top_k_experts, config.moe_intermediate_size)
+        settings |= dict(zip(keys, numbers, strict=True))
+    settings |= changes
     metadata = {"general.architecture": "gemma4"} | {f"gemma4.{key}": value for key, value in settings.items()}
     return write_gguf(path, metadata, tensors)
 
@@ -299,19 +305,36 @@ SMALL_FILE = {
 LARGE_FILE = LARGE | {"rope_parameters": GGUF_ROPE, "final_logit_softcapping": 3.0}
 
 
-@pytest.mark.parametrize("changes", [SMALL_FILE, LARGE_FILE])
+@pytest.mark.parametrize("changes", [SMALL_FILE, LARGE_FILE, LARGE_FILE | MIXTURE])
 def test_gguf_files_are_read(changes: dict[str, Any], tmp_path: Path) -> None:
     model = saved(tmp_path, **changes)
     check_parity(gguf_file(tmp_path / "m.gguf", model), attention="auto", model=model)
 
 
-def test_quantized_gguf_files_are_read_as_they_are_stored(tmp_path: Path) -> None:
-    model = saved(tmp_path, **SMALL_FILE, intermediate_size=64, vocab_size=64, vocab_size_per_layer_input=64)
-    sizes = {"feed_forward_length": [64, 64, 128, 128]}
-    wanted = logits_of(tmp_path)
-    found = logits_of(gguf_file(tmp_path / "m.gguf", model, "Q8_0", **sizes))
-    for (_, logits), (_, near) in zip(wanted, found, strict=True):
-        torch.testing.assert_close(near[0], logits[0], rtol=0.1, atol=0.1)
+def exact(model: Any, folder: Path) -> Any:
+    """With matrices that Q8_0 stores without rounding."""
+    for value in model.parameters():
+        if value.dim() > 1:
+            groups = value.data.mul_(256).round_().clamp_(-127, 127).view(-1, 32)
+            groups[:, 0] = 127.0
+            value.data.div_(256)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        SMALL_FILE | {"vocab_size_per_layer_input": 64},
+        LARGE_FILE | MIXTURE | {"top_k_experts": 5, "moe_intermediate_size": 32},  # which are used depends on no digit
+    ],
+)
+def test_quantized_gguf_files_are_read_as_they_are_stored(changes: dict[str, Any], tmp_path: Path) -> None:
+    model = exact(saved(tmp_path, **(changes | {"intermediate_size": 64, "vocab_size": 64})), tmp_path)
+    sizes = [64, 64, 128, 128] if model.config.use_double_wide_mlp else 64
+    path = gguf_file(tmp_path / "m.gguf", model, "Q8_0", feed_forward_length=sizes)
+    for (_, logits), (_, near) in zip(logits_of(tmp_path), logits_of(path), strict=True):
+        torch.testing.assert_close(near[0], logits[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +346,7 @@ def test_quantized_gguf_files_are_read_as_they_are_stored(tmp_path: Path) -> Non
         ({"attention.value_length_swa": 8}, "value_length_swa"),
         ({"feed_forward_length": [48, 96, 96, 96]}, "feed_forward_length"),
         ({"attention.shared_kv_layers": 4}, "shared_kv_layers"),
-        ({"expert_count": 4}, "expert_count"),
+        ({"expert_count": 4}, "expert_used_count"),
     ],
 )
 def test_gguf_settings_that_cannot_be_are_refused_by_name(changes: dict[str, Any], named: str, tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ USUAL_ROPE = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 
+_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
+_GGUF_EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+
 
 class Gemma4Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
@@ -144,12 +147,11 @@ def read_gemma4(config: Fields) -> ModelConfig:
         attention_scale=1.0, per_layer_input=size,
         kv_layers=read_kv_layers(config, "num_kv_shared_layers", config.integer("num_hidden_layers"), windows),
         keys_are_values=_keys_are_values(config), double_wide=config.flag("use_double_wide_mlp", False),
-        experts=read_experts(config) if config.flag("enable_moe_block", False) else None,
+        experts=read_experts(config, _EXPERTS) if config.flag("enable_moe_block", False) else None,
     )  # fmt: skip
 
 
-def read_experts(config: Fields) -> Experts:
-    keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
+def read_experts(config: Fields, keys: tuple[str, str, str]) -> Experts:
     num, num_used, size = map(config.integer, keys)
     return check_experts(config, Experts(num, num_used, size, beside_mlp=True), keys)
 
@@ -253,6 +255,7 @@ def gguf_gemma4(fields: Fields, config: ModelConfig) -> ModelConfig:
         attention_scale=1.0, activation="gelu_tanh", embedding_scale=config.hidden_size**0.5,
         per_layer_input=fields.integer("embedding_length_per_layer_input", 0),
         logit_softcap=fields.optional_number("final_logit_softcapping"),
+        experts=read_experts(fields, _GGUF_EXPERTS) if fields.integer("expert_count", 0) else None,
     )  # fmt: skip
 
 
@@ -279,11 +282,19 @@ GGUF = GgufFamily(
         "proj": "per_layer_projection",
         "post_norm": "post_per_layer_input_norm",
         "layer_output_scale.weight": "layer_scalar",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "ffn_gate_inp": "router.proj",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_gate_up_exps": "experts.*.gate_up_proj",
+        "ffn_down_exps": "experts.*.down_proj",
+        "ffn_down_exps.scale": "router.per_expert_scale",
     },
     settings=frozenset({
         "attention.sliding_window", "attention.sliding_window_pattern", "attention.key_length_swa",
         "attention.value_length_swa", "attention.shared_kv_layers", "rope.freq_base_swa", "rope.dimension_count_swa",
-        "embedding_length_per_layer_input", "final_logit_softcapping",
+        "embedding_length_per_layer_input", "final_logit_softcapping", *_GGUF_EXPERTS,
     }),
     read=gguf_gemma4, whole=gguf_whole,
 )  # fmt: skip
