@@ -142,7 +142,7 @@ class Bench:
         for row, (start, count) in enumerate(case.sequences):
             chunks.append((begin, start, count, row))
             begin += count
-        config = case.tile or prefill_config(case.dim)
+        config = case.tile or prefill_config(case.dim, DTYPES[case.dtype], DEVICE)
         tiles = lay_out_tiles(chunks, case.heads[0] // case.heads[1], config.block_m)
         plan = PrefillPlan(config, tiles.to(DEVICE))
         return lambda keys, values: paged_prefill(self.query, keys, values, self.tables, plan, self.rule, out=self.out)  # type: ignore[func-returns-value]

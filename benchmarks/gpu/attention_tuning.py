@@ -89,7 +89,7 @@ def _decode_cases() -> list[Case]:
 
 
 def _prefill_cases() -> list[Case]:
-    used, cases = prefill_config(128), []
+    used, cases = prefill_config(128, torch.bfloat16, DEVICE), []
     ways = [used, *(PrefillConfig(*way) for way in PREFILL if PrefillConfig(*way) != used)]
     for shape, rows in PREFILL_SHAPES.items():
         for way in ways:

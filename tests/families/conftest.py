@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import interpreter  # noqa: F401
-from family_models import FamilyCase
-from quire.runtime.models.registry import of_kind
+from family_models import CASES, FamilyCase
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +20,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=sorted(of_kind("decoder")))
+@pytest.fixture(scope="module", params=sorted(CASES))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FamilyCase:
     return FamilyCase(request.param, tmp_path_factory.mktemp(request.param))

@@ -31,15 +31,14 @@ def main() -> int:
     import torch
 
     import interpreter  # noqa: F401  where there is no GPU
-    from family_models import FamilyCase
-    from quire.runtime.models.registry import of_kind
+    from family_models import CASES, FamilyCase
     from tests.families.features import FEATURES
 
     torch.set_num_threads(1)
     failed = 0
     print("| family |", " | ".join(FEATURES), "|")
     print("|---" * (len(FEATURES) + 1) + "|")
-    for family in sorted(of_kind("decoder")):
+    for family in sorted(CASES):
         cells: list[str] = []
         with tempfile.TemporaryDirectory() as directory:
             case = FamilyCase(family, Path(directory))

@@ -8,10 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
-from family_bench import BACKENDS, SIZES, check_parity, hf_checkpoint, hf_model, needs_program
+from family_bench import (
+    BACKENDS,
+    PROMPTS,
+    SIZES,
+    check_parity,
+    hf_checkpoint,
+    hf_model,
+    logits_of,
+    needs_program,
+    randomize,
+)
 from gguf_files import stored, write_gguf
+from quire.config.model import Heads
 from quire.runtime.loading.hf.checkpoint import HfCheckpoint
+from quire.runtime.loading.hf.config import hf_model_config
 from quire.runtime.models.gemma import GEMMA3
 from quire.types.step import Chunk
 from tiny_models import DEVICE, Bench, engine_config
@@ -105,3 +118,57 @@ def test_norm_weights_keep_the_digits_that_one_more_would_cost_them(attention: s
     bench.add(0, [5, 6, 7, 8])
     bench.run(chunks=[Chunk(0, 0, 4, (0,))])
     bench.run(decode=[0])
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_gemma_3_for_images_too_is_read_for_its_text(old: bool, tmp_path: Path) -> None:
+    """Old exporters call the tensors otherwise."""
+    text = gemma3().to_dict()  # type: ignore[attr-defined]
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, attn_implementation="eager"
+    )
+    model = randomize(transformers.Gemma3ForConditionalGeneration(config).eval().float())
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert any("vision_tower." in name for name in tensors)
+    texts = {
+        name.split("language_model.")[1].removeprefix("model."): tensor
+        for name, tensor in tensors.items()
+        if "language_model." in name
+    }
+    others = {name.removeprefix("model."): value for name, value in tensors.items() if "language_model." not in name}
+    places = ("language_model.model.", "") if old else ("model.language_model.", "model.")
+    renamed = [
+        {place + name: tensor for name, tensor in some.items()}
+        for place, some in zip(places, (texts, others), strict=True)
+    ]
+    save_file(renamed[0] | renamed[1], file)
+    for prompt, (_, logits) in zip(PROMPTS, logits_of(tmp_path), strict=True):
+        with torch.no_grad():
+            wanted = model(torch.tensor([prompt])).logits[0, -1]
+        torch.testing.assert_close(logits[0], wanted, rtol=1e-3, atol=2e-4)
+
+
+def test_published_gemma_3_models_for_images_leave_the_usual_sizes_out(tmp_path: Path) -> None:
+    said = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106],
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "hidden_size": 2_560, "intermediate_size": 10_240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1_024,
+        },
+        "vision_config": {"hidden_size": 1_152},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    config = hf_model_config(tmp_path)
+    theirs = transformers.Gemma3Config(text_config=dict(said["text_config"])).text_config
+    assert (config.vocab_size, config.hidden_size, config.num_layers) == (theirs.vocab_size, 2_560, 34)
+    assert config.heads == Heads(theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim)
+    assert config.windows == tuple(1_024 if kind == "sliding_attention" else None for kind in theirs.layer_types)
+    assert (config.rope.kind, dict(config.rope.scaling)["factor"]) == ("linear", 8.0)
+    assert config.eos_ids == (1, 106)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention_cases import DTYPES, FLOAT8, Heads, close, paged, rule_for
-from quire.kernels.triton.attention_config import SplitConfig, decode_configs, split_config
+from quire.kernels.triton.attention_config import SplitConfig, decode_configs, prefill_config, split_config
 from quire.kernels.triton.attention_decode import paged_decode
 from quire.kernels.triton.attention_schedule import allocate_split_plan, fill_split_plan, with_config
 from triton_cases import DEVICE
@@ -46,6 +46,20 @@ def test_a_tile_holds_all_query_heads_of_a_group(dtype: torch.dtype, group: int)
 def test_heads_too_small_to_fill_a_turned_product_are_not_turned(dim: int, turned: bool) -> None:
     for _, config in decode_configs((4, 2), dim, FLOAT8, CPU, 64):
         assert config.turned == turned
+
+
+def test_large_heads_take_small_tiles() -> None:
+    """Queries, keys and values of a processor's programs fit into its shared memory, in as many stages as the compiler
+    keeps: one less than it is told for rows that decode."""
+    for dtype in (torch.bfloat16, FLOAT8, torch.float32):
+        for rows in (1, 8, 16, 32):
+            config = split_config(rows, 512, dtype, CPU)
+            size = max(2, dtype.itemsize)  # float8 is multiplied in float16
+            room = (config.block_m + 2 * max(1, config.stages - 1) * config.block_n) * 512 * size
+            assert room * (config.programs // 4) <= 226 << 10
+            assert rows <= config.block_m
+        tile = prefill_config(512, dtype, CPU)
+        assert (tile.block_m + 2 * tile.stages * tile.block_n) * 512 * size <= 226 << 10
 
 
 def test_plans_of_several_configs_share_their_memory() -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from attention_cases import DTYPES, FLOAT8, Heads, Paged, close, paged, rule_for
+from attention_cases import DTYPES, FLOAT8, Heads, Paged, apart, close, paged, rule_for
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.triton.attention_config import SplitConfig
 from quire.kernels.triton.attention_decode import paged_decode
@@ -51,7 +51,7 @@ def test_rows_of_any_lengths_match_the_reference(seed: int) -> None:
     check(paged(lengths, heads, rng.choice([1, 4, 16]), rng.choice(DTYPES), seed=seed), rule_for(heads))
 
 
-@pytest.mark.parametrize(("dim", "block_size"), [(64, 1), (80, 16), (96, 32), (128, 64), (256, 128)])
+@pytest.mark.parametrize(("dim", "block_size"), [(64, 1), (80, 16), (96, 32), (128, 64), (256, 128), (512, 16)])
 @pytest.mark.parametrize("dtype", DTYPES[:1])
 def test_head_dims_and_block_sizes_match_the_reference(dim: int, block_size: int, dtype: torch.dtype) -> None:
     heads = Heads(4, 2, dim)
@@ -72,6 +72,13 @@ def test_head_dims_and_block_sizes_match_the_reference(dim: int, block_size: int
 def test_windows_caps_and_sinks_match_the_reference(features: dict[str, object], block_size: int) -> None:
     heads = Heads(6, 2, 16)
     check(paged([70, 0, 9, 33], heads, block_size, DTYPES[0]), rule_for(heads, **features))
+
+
+@pytest.mark.parametrize("block_size", [4, 32])
+def test_blocks_may_have_those_of_other_layers_between_them(block_size: int) -> None:
+    heads = Heads(4, 2, 16)
+    case = paged([37, 3, 70], heads, block_size, DTYPES[0])
+    check(apart(case), rule_for(heads))
 
 
 @pytest.mark.parametrize("block_size", [4, 64])

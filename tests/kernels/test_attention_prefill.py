@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from attention_cases import DTYPES, FLOAT8, Heads, close, paged, rule_for
+from attention_cases import DTYPES, FLOAT8, Heads, apart, close, paged, rule_for
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.triton.attention_config import PrefillConfig, prefill_config
 from quire.kernels.triton.attention_prefill import PrefillPlan, lay_out_tiles, paged_prefill
@@ -17,8 +17,10 @@ Chunks = list[tuple[int, int]]  # position of the first token, tokens
 UNTOUCHED = 7.0
 
 
-def plan_for(chunks: Chunks, heads: Heads, first: int, spare: int = 0) -> PrefillPlan:
-    config = prefill_config(heads.dim) if ON_GPU else PrefillConfig(16, 16, 4, 2)
+def plan_for(
+    chunks: Chunks, heads: Heads, first: int, spare: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> PrefillPlan:
+    config = prefill_config(heads.dim, dtype, DEVICE) if ON_GPU else PrefillConfig(16, 16, 4, 2)
     begin, spans = first, []
     for row, (start, count) in enumerate(chunks):
         spans.append((begin, start, count, row))
@@ -29,9 +31,12 @@ def plan_for(chunks: Chunks, heads: Heads, first: int, spare: int = 0) -> Prefil
     return PrefillPlan(config, tiles.to(DEVICE))
 
 
-def check(chunks: Chunks, heads: Heads, block_size: int, dtype: torch.dtype, rule: AttentionRule) -> None:
+def check(
+    chunks: Chunks, heads: Heads, block_size: int, dtype: torch.dtype, rule: AttentionRule, *, is_apart: bool = False
+) -> None:
     """The chunks follow two other tokens of the batch, which must stay as they are."""
     case = paged([start + count for start, count in chunks], heads, block_size, dtype)
+    case = apart(case) if is_apart else case
     tokens = 2 + sum(count for _, count in chunks)
     query, out = case.queries(tokens), torch.full((tokens, heads.query, heads.dim), UNTOUCHED, device=DEVICE)
     begins = [2 + sum(count for _, count in chunks[:i]) for i in range(len(chunks))]
@@ -39,7 +44,7 @@ def check(chunks: Chunks, heads: Heads, block_size: int, dtype: torch.dtype, rul
         case.expected(query[begin : begin + count], row, start, rule)
         for row, (begin, (start, count)) in enumerate(zip(begins, chunks, strict=True))
     ]
-    plan = plan_for(chunks, heads, first=2, spare=3)
+    plan = plan_for(chunks, heads, first=2, spare=3, dtype=dtype)
     out = out.to(query.dtype)
     paged_prefill(query, case.key_cache, case.value_cache, case.tables, plan, rule, out=out)
     assert (out[:2] == UNTOUCHED).all()
@@ -56,10 +61,15 @@ def test_chunks_of_any_shape_match_the_reference(seed: int) -> None:
     check(chunks, heads, rng.choice([1, 4, 16]), rng.choice(DTYPES), rule_for(heads))
 
 
-@pytest.mark.parametrize(("dim", "block_size"), [(64, 1), (80, 16), (96, 32), (128, 64), (256, 128)])
+@pytest.mark.parametrize(("dim", "block_size"), [(64, 1), (80, 16), (96, 32), (128, 64), (256, 128), (512, 16)])
 def test_head_dims_and_block_sizes_match_the_reference(dim: int, block_size: int) -> None:
     heads = Heads(4, 2, dim)
     check([(0, 18), (37, 5)], heads, block_size, DTYPES[0], rule_for(heads))
+
+
+def test_blocks_may_have_those_of_other_layers_between_them() -> None:
+    heads = Heads(4, 2, 16)
+    check([(0, 18), (37, 5)], heads, 4, DTYPES[0], rule_for(heads), is_apart=True)
 
 
 @pytest.mark.parametrize(

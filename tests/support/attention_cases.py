@@ -82,6 +82,17 @@ def paged(
     return Paged(heads, caches[0], caches[1], tables.to(DEVICE), tuple(lengths))
 
 
+def apart(case: Paged) -> Paged:
+    """The same, with other layers' blocks of NaN before and behind each block."""
+    caches = []
+    for cache in (case.key_cache, case.value_cache):
+        kv = cache.shape[1]
+        wide = torch.full((len(cache), 3 * kv, *cache.shape[2:]), float("nan"), dtype=cache.dtype, device=DEVICE)
+        wide[:, kv : 2 * kv] = cache
+        caches.append(wide[:, kv : 2 * kv])
+    return replace(case, key_cache=caches[0], value_cache=caches[1])
+
+
 def rule_for(heads: Heads, **features: object) -> AttentionRule:
     """The usual scale; sinks=True makes some."""
     rule = AttentionRule(scale=heads.dim**-0.5)

@@ -49,11 +49,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
-    "gemma4_text": {
-        "head_dim": 16, "global_head_dim": 16, "sliding_window": 9, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "gemma4_text": {  # like E2B and E4B: heads twice as large, some layers read the keys of others
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "num_hidden_layers": 6, "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB,
-        "attention_k_eq_v": True,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     },
     "gpt2": {"n_inner": 96, "n_positions": 512, "num_key_value_heads": ..., "intermediate_size": ...},
     "gpt_neox": {"num_key_value_heads": ..., "rotary_pct": 0.25},
@@ -95,6 +94,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},
     "starcoder2": {"sliding_window": None},
 }  # fmt: skip
+# Further models of a family, whose name comes before the dash.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gemma4_text-moe": {  # like 26B-A4B and 31B: heads twice as large, but fewer; keys are values
+        "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 4, "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True, "sliding_window": 9, "num_hidden_layers": 5, "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] + ["full_attention"] * 2,
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
+    },
+}  # fmt: skip
+CASES = CONFIGS | VARIANTS
 NUM_TOKENS = 12  # of every answer
 
 
@@ -111,8 +120,8 @@ class FamilyCase:
         """Saves it too."""
         import transformers
 
-        settings = {key: value for key, value in (COMMON | CONFIGS[self.name]).items() if value is not ...}
-        config = transformers.AutoConfig.for_model(self.name, **settings)
+        settings = {key: value for key, value in (COMMON | CASES[self.name]).items() if value is not ...}
+        config = transformers.AutoConfig.for_model(self.name.partition("-")[0], **settings)
         config._attn_implementation = "eager"
         model = hf_model(config)
         model.save_pretrained(self.directory)

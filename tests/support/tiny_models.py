@@ -195,8 +195,8 @@ def with_windows(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     layout = lay_out(model.kv_specs, split=True)
     if layout.window is None:
         return config
-    groups = replace(config.cache.groups, window=layout.window, num_window_blocks=layout.num_tables - 1)
-    num_blocks = config.cache.num_blocks * layout.num_tables
+    groups = replace(config.cache.groups, window=layout.window, num_window_blocks=layout.num_window_blocks)
+    num_blocks = config.cache.num_blocks * (1 + layout.num_window_blocks)
     return replace(config, cache=replace(config.cache, groups=groups, num_blocks=num_blocks))
 
 
@@ -262,7 +262,9 @@ class Bench:
     ) -> None:
         config = with_states(config, checkpoint.config)
         config = replace(config, device=replace(config.device, attention_backend=attention))
-        builder = LayerBuilder(config.device, checkpoint.config.heads, config.cache.block_size)
+        builder = LayerBuilder(
+            config.device, checkpoint.config.heads, config.cache.block_size, checkpoint.config.local_heads
+        )
         model = build_model(checkpoint.config, builder)
         load_weights(model, checkpoint)
         self.model_config = checkpoint.config

@@ -21,7 +21,7 @@ def groups_of(config: ModelConfig) -> KVGroups:
     """The groups of a model whose layers with a window get blocks of their own."""
     layout = lay_out(config.kv_specs, split=True)
     assert layout.window is not None
-    return KVGroups(layout.window, layout.num_tables - 1)
+    return KVGroups(layout.window, layout.num_window_blocks)
 
 
 class WindowBench(Bench):

@@ -85,7 +85,9 @@ class TinyEngine:
             config = with_windows(config, checkpoint.config)
         config = replace(config, device=replace(config.device, attention_backend=attention))
         self.config = config
-        builder = LayerBuilder(config.device, checkpoint.config.heads, config.cache.block_size)
+        builder = LayerBuilder(
+            config.device, checkpoint.config.heads, config.cache.block_size, checkpoint.config.local_heads
+        )
         decoder = _load(checkpoint, builder)
         sampler = _sampler(config, checkpoint.config, builder)
         worker = Worker(decoder, builder.backend, sampler, checkpoint.config, config)

@@ -17,6 +17,20 @@ class Fields:
     def raw(self, key: str) -> object | None:
         return self.values.get(self._prefix + key)
 
+    def changed(self, changes: Mapping[str, object]) -> Fields:
+        """The same with other values of some keys."""
+        values = {**self.values, **{self._prefix + key: value for key, value in changes.items()}}
+        return Fields(self.file, values, prefix=self._prefix)
+
+    def integers(self, key: str, count: int) -> list[int]:
+        """A number for each of `count` layers, which may be given as one for all."""
+        value = self.raw(key)
+        if not isinstance(value, list):
+            return [self.integer(key)] * count
+        if len(value) != count or any(type(each) is not int for each in value):
+            raise self.refuse(key, f"must be a whole number for each of {count} layers")
+        return value
+
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int):

@@ -1,12 +1,14 @@
 """What the layers of a model keep for later tokens, and how that is divided into blocks of equal size.
 
-Layers with equal specs form a group. All groups take blocks of one pool: a block holds `block_size` tokens of as many
-layers as the first group has (its planes). The layers with a window keep the same tokens in window blocks of their own,
-which are free again when their tokens have left the window.
+Layers with equal specs form a group. All groups take blocks of one pool: a block holds `block_size` tokens of the
+layers of the first group, each in a plane. The layers with a window keep the same tokens in window blocks of their own,
+which are free again when their tokens have left the window. All planes are of one size: where layers keep unequally
+much of a token, several of those that keep less share a plane.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -23,13 +25,15 @@ class KVCacheSpec:
     numbers: int = 0  # that it keeps of one token, in the dtype of the cache
     window: int | None = None
     state_bytes: int = 0
+    unit: int = 1  # of these numbers, those of one head: a plane is a whole number of units
 
 
 class Place(NamedTuple):
-    """Where a layer's keys and values are: in which plane of a block, and of whose blocks."""
+    """Where a layer's keys and values are: in which plane of a block, in which part of it, and of whose blocks."""
 
     plane: int
-    table: int  # 0: the blocks of a row's table; c: the c-th of the window blocks that belong to each of them
+    table: int  # one of the layout's; see `KVLayout.sources`
+    part: int = 0  # of as many as the layer's keys and values go into a plane
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +42,16 @@ class KVLayout:
 
     places: tuple[Place, ...]
     num_planes: int
+    numbers: int  # of a token in a plane
+    sources: tuple[int, ...] = (0,)  # of each table: 0: the blocks of rows; c: the c-th window blocks of each of these
     window: int | None = None  # the longest of the window group; None: there is no such group
     num_states: int = 0  # layers that keep a state instead
     state_bytes: int = 0  # of one of these layers
 
     @property
-    def num_tables(self) -> int:
-        return 1 + max(place.table for place in self.places)
+    def num_window_blocks(self) -> int:
+        """That belong to each block."""
+        return max(self.sources)
 
     def blocks_per_state(self, side_bytes: int) -> int:
         """How many blocks the states of all layers take, if the keys of one block and plane take `side_bytes`."""
@@ -85,9 +92,9 @@ class KVGroups:
 PLAIN = KVGroups()
 
 
-def one_group(num_layers: int) -> KVLayout:
-    """The layout of layers that all keep all tokens."""
-    return KVLayout(tuple(Place(plane, 0) for plane in range(num_layers)), num_layers)
+def one_group(num_layers: int, numbers: int) -> KVLayout:
+    """The layout of layers that all keep so many numbers of all tokens."""
+    return KVLayout(tuple(Place(plane, 0) for plane in range(num_layers)), num_layers, numbers)
 
 
 def lay_out(specs: Sequence[KVCacheSpec], *, split: bool) -> KVLayout:
@@ -96,25 +103,66 @@ def lay_out(specs: Sequence[KVCacheSpec], *, split: bool) -> KVLayout:
     kept = [spec for spec in specs if spec.kind != "state"]
     assert kept, "a model without attention"
     state_bytes = max((-(-spec.state_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT for spec in states), default=0)
-    if not split or not can_split(specs):
-        return replace(one_group(len(kept)), num_states=len(states), state_bytes=state_bytes)
-    num_planes = sum(spec.kind != "window" for spec in kept)
-    places, num_full, num_windows = [], 0, 0
-    for spec in kept:
-        if spec.kind == "window":
-            places.append(Place(num_windows % num_planes, 1 + num_windows // num_planes))
-            num_windows += 1
-        else:
-            places.append(Place(num_full, 0))
-            num_full += 1
-    window = max(spec.window for spec in kept if spec.window is not None)
-    return KVLayout(tuple(places), num_planes, window, len(states), state_bytes)
+    layout = _split(kept) if split and can_split(specs) else _one_group(kept)
+    return replace(layout, num_states=len(states), state_bytes=state_bytes)
 
 
 def can_split(specs: Sequence[KVCacheSpec]) -> bool:
-    """Whether a group of layers with windows saves memory: some layers keep all tokens, all keep equally much of one,
-    and the blocks of the window group are at least half full."""
-    kept = [spec for spec in specs if spec.kind != "state"]
-    num_windows = sum(spec.kind == "window" for spec in kept)
-    num_full = len(kept) - num_windows
-    return num_full > 0 and 2 * num_windows >= num_full and len({spec.numbers for spec in kept}) == 1
+    """Whether a group of layers with windows saves memory: some layers keep all tokens, and the blocks of the window
+    group are at least half full."""
+    windows = [spec for spec in specs if spec.kind == "window"]
+    full = [spec for spec in specs if spec.kind not in ("window", "state")]
+    if not full or not windows:
+        return False
+    numbers = _plane_numbers([*full, *windows])
+    num_planes = -(-len(full) // (numbers // full[0].numbers))
+    return 2 * len(windows) * windows[0].numbers >= num_planes * numbers
+
+
+def _plane_numbers(kept: Sequence[KVCacheSpec]) -> int:
+    """The numbers of a token in a plane: as many as the layer has that keeps most, in whole heads of all layers."""
+    unit = math.lcm(*(spec.unit for spec in kept))
+    return -(-max(spec.numbers for spec in kept) // unit) * unit
+
+
+def _one_group(kept: Sequence[KVCacheSpec]) -> KVLayout:
+    """All layers keep all tokens. Those with a window read a table of their own if their heads are others: the blocks
+    are the same, the plan of attention is not."""
+    numbers = _plane_numbers(kept)
+    full = next((spec for spec in kept if spec.kind != "window"), kept[0])
+    places: list[Place] = []
+    last: dict[int, Place] = {}  # of each table
+    num_planes = 0
+    for spec in kept:
+        table = int((spec.numbers, spec.unit) != (full.numbers, full.unit))
+        before = last.get(table)
+        if before is not None and before.part + 1 < numbers // spec.numbers:
+            place = Place(before.plane, table, before.part + 1)
+        else:
+            place, num_planes = Place(num_planes, table), num_planes + 1
+        last[table] = place
+        places.append(place)
+    return KVLayout(tuple(places), num_planes, numbers, (0,) * len(last))
+
+
+def _split(kept: Sequence[KVCacheSpec]) -> KVLayout:
+    """Layers with a window keep their tokens in window blocks, which have the same planes as the blocks of others."""
+    numbers = _plane_numbers(kept)
+    of_full, of_window = (
+        numbers // next(spec.numbers for spec in kept if (spec.kind == "window") is has_window)
+        for has_window in (False, True)
+    )
+    num_planes = -(-sum(spec.kind != "window" for spec in kept) // of_full)
+    places: list[Place] = []
+    num_full = num_windows = 0
+    for spec in kept:
+        if spec.kind == "window":
+            block, place = divmod(num_windows, num_planes * of_window)
+            places.append(Place(place // of_window, 1 + block, place % of_window))
+            num_windows += 1
+        else:
+            places.append(Place(num_full // of_full, 0, num_full % of_full))
+            num_full += 1
+    window = max(spec.window for spec in kept if spec.window is not None)
+    num_tables = 1 + max(place.table for place in places)
+    return KVLayout(tuple(places), num_planes, numbers, tuple(range(num_tables)), window)

@@ -24,6 +24,8 @@ IN_PLACE_BYTES = {  # work lists and partial results of attention backends that 
     "virtual": 64 * MIB,  # attention masks
 }
 LATENT_PARTS_BYTES = 80 * MIB  # partial results of attention over latents on a GPU, which all query heads share
+LARGE_PARTS_BYTES = 48 * MIB  # the same of heads of more than 256 numbers, and of a second kind of heads
+LARGE_DIM = 256
 TABLE_BYTES = 4  # a token or a block in the tables of rows
 GRAPH_BYTES = 16 * MIB  # one captured decode graph: its nodes and kernels
 TOKEN_GRAPH_BYTES = 8 * MIB  # the captured graphs of one token bucket: prompts, decodes, or both
@@ -203,14 +205,14 @@ class MemoryPlan:
 def kv_block_bytes(model: ModelConfig, kv_dtype: str, block_size: int, groups: KVGroups = PLAIN) -> int:
     """Bytes of the keys and values of one block: of all layers that attend, unless those with a window have blocks of
     their own."""
-    planes = lay_out(model.kv_specs, split=groups.window is not None).num_planes
-    return model.heads.sides * planes * model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
+    layout = lay_out(model.kv_specs, split=groups.window is not None)
+    return layout.num_planes * layout.numbers * DTYPE_BYTES[kv_dtype] * block_size
 
 
 def state_groups(model: ModelConfig, kv_dtype: str, block_size: int, num_states: int) -> KVGroups:
     """What the engine must know of a model whose layers keep states, with room for so many."""
-    side = model.heads.kv_size * DTYPE_BYTES[kv_dtype] * block_size
     layout = lay_out(model.kv_specs, split=False)
+    side = layout.numbers // model.heads.sides * DTYPE_BYTES[kv_dtype] * block_size
     return KVGroups(num_states=num_states, blocks_per_state=layout.blocks_per_state(side))
 
 
@@ -318,31 +320,33 @@ def _attention(config: EngineConfig, facts: HardwareFacts) -> str:
 def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:
     """Bytes of a layer's activations at their peak (residual, normed input, and the tensors of attention or MLP), and
     of attention's buffers: gathered keys and values, rounded up to a power of two, and masks of prompt chunks."""
-    heads, scheduler, kv_bytes = model.heads, config.scheduler, DTYPE_BYTES[config.device.kv_dtype]
+    scheduler, kv_bytes = config.scheduler, DTYPE_BYTES[config.device.kv_dtype]
     value_bytes = facts.weight_bytes(config.device.dtype, config.device.device)
     widest = scheduler.max_num_batched_tokens * widest_activations(model) * max(value_bytes, DTYPE_BYTES["float32"])
     attention = _attention(config, facts)
     if attention in IN_PLACE_BYTES:
-        return widest + IN_PLACE_BYTES[attention] + (_latent_parts(model, scheduler) if attention == "triton" else 0)
-    longest = scheduler.max_model_len * heads.kv_size * kv_bytes
+        return widest + IN_PLACE_BYTES[attention] + (_parts(model, scheduler) if attention == "triton" else 0)
+    longest = scheduler.max_model_len * max(heads.kv_size for heads in model.all_heads) * kv_bytes
     gathered = 2 * max(GATHERED_BYTES[config.device.device.partition(":")[0]], longest)
     converted = 0 if value_bytes == kv_bytes else gathered * value_bytes // kv_bytes
     masks = scheduler.max_num_batched_tokens * scheduler.max_model_len * (value_bytes + 1)
     return widest + 2 * gathered + converted + masks
 
 
-def _latent_parts(model: ModelConfig, scheduler: SchedulerConfig) -> int:
-    """Bytes of what rows found so far of latents, in float32: parts of rows that are cut, and of shared prefixes."""
-    if model.heads.latent is None:
-        return 0
-    found = model.heads.num_query * model.heads.latent * DTYPE_BYTES["float32"]
-    return LATENT_PARTS_BYTES + scheduler.num_rows * found
+def _parts(model: ModelConfig, scheduler: SchedulerConfig) -> int:
+    """Bytes of what rows found so far, in float32, where that is much: parts of rows that are cut, and of shared
+    prefixes."""
+    heads = model.heads
+    found = scheduler.num_rows * heads.num_query * heads.value_dim * DTYPE_BYTES["float32"]
+    if heads.latent is not None:
+        return LATENT_PARTS_BYTES + found
+    return LARGE_PARTS_BYTES + found if model.local_heads is not None or heads.dim > LARGE_DIM else 0
 
 
 def widest_activations(model: ModelConfig) -> int:
     """The number of values per token when a layer's activations are at their peak."""
     heads = model.heads
-    attention = 2 * (heads.query_size + 2 * heads.kv_size) + 2 * heads.query_size
+    attention = max(2 * (each.query_size + 2 * each.kv_size) + 2 * each.query_size for each in model.all_heads)
     mlp = 3 * max(model.mlp_size_of(layer) for layer in range(model.num_layers))
     if model.experts is not None:
         mlp = max(

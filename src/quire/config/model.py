@@ -167,7 +167,7 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_layers: int
-    heads: Heads
+    heads: Heads  # of the layers that see all tokens, where those with a window have others
     rope: Rope
     norm_eps: float
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
@@ -179,6 +179,7 @@ class ModelConfig:
     attention_sinks: bool = False  # each query head has a score without a value
     windows: tuple[int | None, ...] = ()  # of each layer: a token sees so many, itself included; (): all layers see all
     local_rope: Rope | None = None  # of the layers with a window, where it differs
+    local_heads: Heads | None = None  # likewise; as many query heads
     layers_without_rope: tuple[int, ...] = ()
     kv_layers: tuple[int, ...] = ()  # of each layer: the one whose keys and values it reads; (): its own
     keys_are_values: bool = False  # in layers that see all: one product gives both
@@ -209,6 +210,14 @@ class ModelConfig:
             return None
         return self.local_rope if self.local_rope is not None and self.window_of(layer) is not None else self.rope
 
+    def heads_of(self, layer: int) -> Heads:
+        return self.local_heads if self.local_heads is not None and self.window_of(layer) is not None else self.heads
+
+    @property
+    def all_heads(self) -> tuple[Heads, ...]:
+        """The heads that layers have, each once: those of `heads` first."""
+        return (self.heads,) if self.local_heads is None else (self.heads, self.local_heads)
+
     def window_of(self, layer: int) -> int | None:
         """How many tokens a token of a layer sees, itself included; None: all."""
         return self.windows[layer] if self.windows else None
@@ -223,17 +232,18 @@ class ModelConfig:
 
     @property
     def kv_specs(self) -> tuple[KVCacheSpec, ...]:
-        """What each layer keeps for later tokens."""
-        return tuple(map(self._spec_of, range(self.num_layers)))
+        """What layers keep for later tokens: all but those that read the keys and values of others."""
+        return tuple(self._spec_of(layer) for layer in range(self.num_layers) if self.kv_layer_of(layer) == layer)
 
     def _spec_of(self, layer: int) -> KVCacheSpec:
         if self.is_recurrent(layer):
             assert self.recurrent is not None
             return KVCacheSpec("state", state_bytes=self.recurrent.state_numbers * DTYPE_BYTES["float32"])
-        numbers, window = self.heads.sides * self.heads.kv_size, self.window_of(layer)
+        heads, window = self.heads_of(layer), self.window_of(layer)
+        numbers, unit = heads.sides * heads.kv_size, heads.sides * heads.dim
         if self.latent is not None:
-            return KVCacheSpec("latent", numbers)
-        return KVCacheSpec("full" if window is None else "window", numbers, window)
+            return KVCacheSpec("latent", numbers, unit=unit)
+        return KVCacheSpec("full" if window is None else "window", numbers, window, unit=unit)
 
     def is_recurrent(self, layer: int) -> bool:
         return self.recurrent is not None and layer in self.recurrent.layers
@@ -241,7 +251,7 @@ class ModelConfig:
     def place_of(self, layer: int) -> int:
         """The layer's number among those that keep what it keeps: states, or something of every token."""
         kind = self.is_recurrent(layer)
-        return sum(self.is_recurrent(other) == kind for other in range(layer))
+        return sum(self.is_recurrent(one) == kind and self.kv_layer_of(one) == one for one in range(layer))
 
     @property
     def layer_weights(self) -> tuple[int, int]:

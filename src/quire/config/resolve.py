@@ -129,7 +129,7 @@ def _groups(
     is_long = groups.window is not None and groups.window < scheduler.max_model_len
     if reads_one or drafts or not is_long:
         return PLAIN
-    return KVGroups(groups.window, groups.num_tables - 1)
+    return KVGroups(groups.window, groups.num_window_blocks)
 
 
 def _batched_tokens(device: str, facts: HardwareFacts, model: ModelConfig, *, offline: bool) -> int:

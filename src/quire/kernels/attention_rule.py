@@ -36,9 +36,12 @@ class AttentionRule:
 
 
 def check_cache(key_cache: Tensor, value_cache: Tensor) -> None:
-    """The kernels read raw memory: both caches must be laid out alike, [blocks, kv heads, block, dim], without gaps."""
-    if not (key_cache.is_contiguous() and value_cache.is_contiguous() and key_cache.shape == value_cache.shape):
-        raise ValueError("key and value caches must be contiguous and of one shape")
+    """The kernels read raw memory: both caches must be laid out alike, [blocks, kv heads, block, dim], and each block
+    without gaps."""
+    if key_cache.shape != value_cache.shape or key_cache.stride() != value_cache.stride():
+        raise ValueError("key and value caches must be of one shape")
+    if not key_cache[0].is_contiguous() or key_cache.stride(0) % key_cache.shape[3]:
+        raise ValueError("blocks of key and value caches must be contiguous")
     if key_cache.dtype != value_cache.dtype:
         raise ValueError("key and value caches must be of one dtype")
 

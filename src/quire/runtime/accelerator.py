@@ -15,6 +15,9 @@ LEAST_CAPABILITY = (8, 0)
 DEPENDENT_CAPABILITY = (9, 0)  # the least that can launch a kernel while the one before still runs
 DEPENDENT_ROWS = 2  # rows from which that makes a step shorter, measured on an H200: one row alone is slower by it
 MOST_QUERIES = 128  # query heads that may share a key/value head
+LARGE_DIM, MOST_DIM = 256, 512  # numbers of a head: beyond the first, kernels need more of all
+LARGE_QUERIES = 64
+LARGE_BYTES = 136 << 10  # of shared memory
 
 
 def why_not_triton(device: torch.device, heads: Heads, block_size: int) -> str | None:
@@ -25,10 +28,13 @@ def why_not_triton(device: torch.device, heads: Heads, block_size: int) -> str |
     if heads.latent is not None:
         if not 16 <= heads.latent <= 512 or heads.dim - heads.latent > 128:
             return f"latents of {heads.dim} numbers are not among those its kernels know (16 to 512, and 128 rotated)"
-    elif not 16 <= heads.dim <= 256 or heads.dim % 2:
-        return f"heads of {heads.dim} numbers are not among those its kernels know (even, 16 to 256)"
-    if heads.num_query // heads.num_kv > MOST_QUERIES:
-        return f"more than {MOST_QUERIES} query heads share a key/value head"
+    elif not 16 <= heads.dim <= MOST_DIM or heads.dim % 2:
+        return f"heads of {heads.dim} numbers are not among those its kernels know (even, 16 to {MOST_DIM})"
+    elif heads.dim > LARGE_DIM and _shared_memory(device) < LARGE_BYTES:
+        return f"heads of {heads.dim} numbers need {LARGE_BYTES >> 10} KiB of shared memory"
+    most = LARGE_QUERIES if heads.latent is None and heads.dim > LARGE_DIM else MOST_QUERIES
+    if heads.num_query // heads.num_kv > most:
+        return f"more than {most} query heads share a key/value head"
     if block_size & (block_size - 1):
         return f"block_size {block_size} is no power of two"
     return None
@@ -38,6 +44,12 @@ def dependent_rows(device: torch.device) -> int:
     """Rows of a step from which its kernels are launched before the ones they wait for have ended."""
     can = device.type == "cuda" and torch.cuda.get_device_capability(device) >= DEPENDENT_CAPABILITY
     return DEPENDENT_ROWS if can else sys.maxsize
+
+
+def _shared_memory(device: torch.device) -> int:
+    from quire.kernels.triton.launch import shared_memory
+
+    return shared_memory(device)
 
 
 @cache

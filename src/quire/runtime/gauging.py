@@ -65,12 +65,11 @@ def tune_products(
     from quire.kernels.triton.products import Workspace
     from quire.kernels.triton.tuning import found_by, run_trial, tune
 
-    heads = model.heads
-    sizes = Sizes(
-        model.hidden_size, model.intermediate_size, heads.num_query, heads.num_kv, heads.dim, model.vocab_size
-    )
+    numbers = (model.hidden_size, model.intermediate_size)
+    sizes = [Sizes(*numbers, each.num_query, each.num_kv, each.dim, model.vocab_size) for each in model.all_heads]
+    layers = list(dict.fromkeys(layer for each in sizes for layer in each.layers()))
     trials = []
-    for trial in tune(sizes.layers(), run_trial(device, Workspace.make(device), graph_us), float8=float8):
+    for trial in tune(layers, run_trial(device, Workspace.make(device), graph_us), float8=float8):
         trials.append(trial)
         report(
             {

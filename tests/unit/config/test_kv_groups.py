@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from quire.config.arguments import EngineArguments
-from quire.config.kv_cache import PLAIN, KVGroups
+from quire.config.kv_cache import PLAIN, KVCacheSpec, KVGroups, KVLayout, Place, can_split, lay_out
 from quire.config.memory import MemoryPlan, kv_block_bytes
-from quire.config.model import ModelConfig
+from quire.config.model import Heads, ModelConfig
 from quire.config.resolve import resolve_engine_config
 from quire.config.sizes import GIB, format_size
 from quire.types.errors import DoesNotFit
@@ -136,3 +136,63 @@ def test_what_does_not_fit_beside_the_rest_is_refused_with_a_length_that_does() 
     length = int(str(refused.value).partition("lower it to ")[2].split()[0])
     config, _ = resolve_engine_config(EngineArguments(**{**settings, "max_model_len": length}), facts, model)  # type: ignore[arg-type]
     assert config.cache.groups == KVGroups(4_096, 1)
+
+
+# Heads of published models: those of layers that see all keep twice as much of a token, or half as much.
+SMALL_HEADS = replace(GEMMA, heads=Heads(8, 1, 512), local_heads=Heads(8, 1, 256), windows=((512,) * 4 + (None,)) * 6)
+LARGE_HEADS = replace(
+    GEMMA, heads=Heads(32, 4, 512), local_heads=Heads(32, 16, 256), num_layers=60, windows=((512,) * 5 + (None,)) * 10
+)
+
+
+def in_planes(layout: KVLayout, numbers: list[int]) -> list[list[tuple[int, int]]]:
+    """For each plane of a block and of its window blocks, the first number and the end of every layer that is in it."""
+    taken: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for place, each in zip(layout.places, numbers, strict=True):
+        plane = (layout.sources[place.table], place.plane)
+        taken.setdefault(plane, []).append((place.part * each, (place.part + 1) * each))
+    return [sorted(spans) for spans in taken.values()]
+
+
+@pytest.mark.parametrize("model", [SMALL_HEADS, LARGE_HEADS])
+@pytest.mark.parametrize("split", [False, True])
+def test_layers_of_unequal_heads_share_planes_without_a_gap(model: ModelConfig, split: bool) -> None:
+    specs = model.kv_specs
+    layout = lay_out(specs, split=split)
+    for spans in in_planes(layout, [spec.numbers for spec in specs]):
+        assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
+        assert spans[-1][1] == layout.numbers
+    assert layout.sources == ((0, 0) if not split else tuple(range(1 + layout.num_window_blocks)))
+
+
+def test_a_block_has_the_bytes_of_what_layers_keep() -> None:
+    full, window = 2 * 512, 2 * 256
+    assert kv_block_bytes(SMALL_HEADS, "bfloat16", 16) == (6 * full + 24 * window) * 2 * 16
+    groups, plan = resolved(SMALL_HEADS)
+    assert groups == KVGroups(512, 2)  # two of them in a plane: twelve in a window block of six planes
+    assert kv_block_bytes(SMALL_HEADS, "bfloat16", 16, groups) == 6 * full * 2 * 16
+    assert plan.kv_cache >= plan.num_blocks * 6 * full * 4 * 16
+    groups, _ = resolved(LARGE_HEADS)
+    assert groups == KVGroups(512, 10)  # of 50 layers, five in a window block
+    assert kv_block_bytes(LARGE_HEADS, "bfloat16", 16, groups) == 10 * 2 * 4 * 512 * 2 * 16
+
+
+def test_layers_that_read_the_keys_of_others_take_no_memory() -> None:
+    shared = replace(SMALL_HEADS, kv_layers=(*range(15), *((13,) * 4 + (14,)) * 3))
+    assert kv_block_bytes(shared, "bfloat16", 16) == (3 * 2 * 512 + 12 * 2 * 256) * 2 * 16
+    assert resolved(shared)[0] == KVGroups(512, 2)
+    assert [shared.place_of(layer) for layer in (0, 13, 14)] == [0, 13, 14]
+
+
+def test_planes_hold_whole_heads_of_all_layers() -> None:
+    full, window = KVCacheSpec("full", 2 * 3 * 40, unit=80), KVCacheSpec("window", 2 * 3 * 16, 9, unit=32)
+    layout = lay_out([full, window, window], split=True)
+    assert layout.numbers == 320  # 240, in multiples of 80 and 32
+    assert layout.places == (Place(0, 0), Place(0, 1), Place(0, 1, 1))
+
+
+def test_windows_that_would_leave_most_of_their_blocks_empty_have_none() -> None:
+    full, window = KVCacheSpec("full", 64, unit=32), KVCacheSpec("window", 32, 9, unit=16)
+    assert can_split([full, window])
+    assert not can_split([full, full, window])
+    assert lay_out([full, full, window], split=True).window is None

@@ -96,7 +96,17 @@ def test_latents_take_one_vector_for_each_token_and_room_for_parts_on_a_gpu() ->
     )
     with_triton = replace(SERVER, triton=True)
     more = [plan_memory(model, config, with_triton, 80 * GIB).activations for model in (latents, apart)]
-    assert more[0] - more[1] == 80 * MIB + config.scheduler.num_rows * 16 * 512 * 4
+    assert more[0] - more[1] == (80 - 48) * MIB + config.scheduler.num_rows * 16 * (512 - 576) * 4  # large heads do too
+
+
+def test_a_second_kind_of_heads_takes_room_for_parts_on_a_gpu() -> None:
+    one = replace(SMALL, heads=Heads(16, 1, 256), windows=(512,) * 25 + (None,) * 5)
+    two = replace(one, local_heads=Heads(16, 1, 128))
+    config = EngineConfig(
+        CacheConfig(16, 200), SchedulerConfig(max_model_len=2_048), DeviceConfig("cuda:0", "bfloat16", "bfloat16")
+    )
+    more = [plan_memory(model, config, replace(SERVER, triton=True), 80 * GIB).activations for model in (two, one)]
+    assert more[0] - more[1] == 48 * MIB + config.scheduler.num_rows * 16 * 256 * 4
 
 
 def test_the_plan_says_how_many_full_sequences_fit() -> None:

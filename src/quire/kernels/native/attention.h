@@ -136,7 +136,7 @@ template <typename T> struct Keys {
                 const T** rows) const {
         const int64_t size = shape.block_size, *table = tables + work.table + begin / size;
         for (int64_t t = 0, slot = begin % size; t < count; ++table, slot = 0) {
-            const T* row = cache + ((*table * shape.kv_heads + head) * size + slot) * shape.dim;
+            const T* row = cache + ((*table * shape.block_heads + head) * size + slot) * shape.dim;
             for (; slot < size && t < count; ++slot, ++t, row += shape.dim) rows[t] = row;
         }
     }

@@ -16,6 +16,7 @@ constexpr int64_t BLOCK_ROWS = 16;   // query rows of a work
 struct Shape {
     int64_t query_heads, kv_heads, dim, block_size;
     int64_t value_dim;  // below dim: values are the first numbers of the keys
+    int64_t block_heads;  // from the first head of a block to that of the next: more than kv_heads where planes are shared
     static int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
     int64_t group() const { return query_heads / kv_heads; }
     int64_t width() const { return padded(dim); }              // dim, padded with zeros

@@ -99,7 +99,7 @@ def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
     """key, value [rows, heads, dim]; slots [rows * heads] into caches seen as [slots, dim]."""
     rows, heads, dim = key.shape
     _check(key.dtype == value.dtype == key_cache.dtype == value_cache.dtype and slots.dtype == torch.int64)
-    _check(key.stride(1) == value.stride(1) == dim and key_cache.is_contiguous() and value_cache.is_contiguous())
+    _check(key.stride(1) == value.stride(1) == dim and key_cache[0].is_contiguous() and value_cache[0].is_contiguous())
     open_library().quire_write_cache(
         TYPES[key.dtype], key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
         key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(), rows, heads, dim,
@@ -111,16 +111,18 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of runs of tokens over their cached keys -> [tokens, query heads * dim of values].
 
-    query [tokens, query heads, dim]; keys and values [blocks, kv heads, block, dim]; spans [n, 4] int64, together all
-    tokens: first token, number of tokens, keys the first one sees, and where its block table begins in `tables`, int64.
-    Values of latents are the first numbers of the keys, in the same memory.
+    query [tokens, query heads, dim]; keys and values [blocks, kv heads, block, dim], each block without gaps; spans [n,
+    4] int64, together all tokens: first token, number of tokens, keys the first one sees, and where its block table
+    begins in `tables`, int64. Values of latents are the first numbers of the keys, in the same memory.
     """
     tokens, query_heads, dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
     _check(query.dtype == keys.dtype == values.dtype and query.stride(1) == dim)
     value_dim = values.shape[3]
-    _check(values.is_contiguous() if value_dim == dim else values.data_ptr() == keys.data_ptr() and value_dim < dim)
-    _check(keys.is_contiguous() and tables.is_contiguous() and spans.is_contiguous())
+    apart = values[0].is_contiguous() and values.stride(0) == keys.stride(0)
+    _check(apart if value_dim == dim else values.data_ptr() == keys.data_ptr() and value_dim < dim)
+    _check(keys[0].is_contiguous() and keys.stride(0) % (block_size * dim) == 0)
+    _check(tables.is_contiguous() and spans.is_contiguous())
     _check(tables.dtype == spans.dtype == torch.int64)
     _check(rule.sinks is None or (rule.sinks.dtype == query.dtype and rule.sinks.is_contiguous()))
     sinks = None if rule.sinks is None else rule.sinks.data_ptr()
@@ -128,7 +130,7 @@ def paged_attention(
     open_library().quire_paged_attention(
         TYPES[query.dtype], query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), tables.data_ptr(),
         spans.data_ptr(), spans.shape[0], out.data_ptr(), query_heads, kv_heads, dim, block_size, value_dim,
-        rule.scale, rule.softcap or 0.0, rule.window or 0, sinks,
+        keys.stride(0) // (block_size * dim), rule.scale, rule.softcap or 0.0, rule.window or 0, sinks,
     )  # fmt: skip
     return out
 

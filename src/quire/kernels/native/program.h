@@ -2,7 +2,8 @@
 // interpreter of Python. The list is written once, when the blocks are traced; see program.py.
 #pragma once
 
-#include <optional>
+#include <deque>
+#include <utility>
 
 #include "delta.h"
 #include "experts.h"
@@ -48,6 +49,7 @@ struct Operation {
     int64_t wide;        // whether a norm's weights are float32 whatever the rows are
     int64_t table;       // whose blocks the layer's cache is in, see ProgramRun
     int64_t latent;      // of a key, how many numbers are its value; 0: values are kept apart
+    int64_t block_heads;  // of attention, see Shape
 };
 
 struct Angles {
@@ -180,13 +182,21 @@ template <typename T> struct Interpreter {
     }
 
     Shape shape(const Operation& op) const {
-        return {op.groups, op.kv_heads, op.size, op.block_size, op.latent > 0 ? op.latent : op.size};
+        return {op.groups, op.kv_heads, op.size, op.block_size, op.latent > 0 ? op.latent : op.size,
+                op.block_heads};
     }
 
     // One cut serves the layers of all tables: rows with the same blocks in the first one share those of the others too.
+    // Layers with other heads need another.
+    const Cut& cut_of(const Shape& wanted, std::deque<std::pair<Shape, Cut>>& cuts) const {
+        for (const auto& [planned, cut] : cuts)
+            if (same(planned, wanted)) return cut;
+        const Span* spans = reinterpret_cast<const Span*>(run.spans);
+        return cuts.emplace_back(wanted, cut_for<T>(spans, run.num_spans, run.tables[0], wanted)).second;
+    }
+
     void go() const {
-        Shape planned{};
-        std::optional<Cut> cut;
+        std::deque<std::pair<Shape, Cut>> cuts;  // a group points into its cut, which must stay where it is
         for (int64_t i = 0; i < count; ++i) {
             const Operation& op = operations[i];
             switch (op.kind) {
@@ -195,12 +205,7 @@ template <typename T> struct Interpreter {
                 case ROTATE: turn(op); break;
                 case WRITE: write(op); break;
                 case ATTEND:
-                    if (!cut || !same(planned, shape(op))) {
-                        planned = shape(op);
-                        cut.emplace(cut_for<T>(reinterpret_cast<const Span*>(run.spans), run.num_spans,
-                                               run.tables[0], planned));
-                    }
-                    attend(op, *cut);
+                    attend(op, cut_of(shape(op), cuts));
                     break;
                 case GATE:
                     gate(op.layer, static_cast<const Clamp*>(op.weight), at(op.x), at(op.out), run.rows, op.size);

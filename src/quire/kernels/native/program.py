@@ -148,17 +148,17 @@ class ProgramWriter:
         self._add(WRITE, x.buffer, column=column, groups=kv_heads, size=dim, layer=layer, table=table, latent=latent)
 
     def attend(
-        self, x: Symbol, place: tuple[int, int], heads: tuple[int, int, int], block_size: int, rule: AttentionRule,
-        *, latent: int = 0,
+        self, x: Symbol, place: tuple[int, int], heads: tuple[int, int, int], block: tuple[int, int],
+        rule: AttentionRule, *, latent: int = 0,
     ) -> Symbol:  # fmt: skip
-        """The query heads that each row begins with. place: the layer, its table; heads: query, kv, dim. latent: how
-        many numbers of a key are its value; 0: values are kept apart."""
+        """The query heads that each row begins with. place: the layer, its table; heads: query, kv, dim; block: tokens,
+        and heads from one to the next. latent: how many numbers of a key are its value; 0: values are kept apart."""
         (query, kv, dim), (layer, table) = heads, place
         out = self._new(query * (latent or dim))
         self._add(
-            ATTEND, x.buffer, out=out.buffer, groups=query, size=dim, layer=layer, kv_heads=kv, block_size=block_size,
+            ATTEND, x.buffer, out=out.buffer, groups=query, size=dim, layer=layer, kv_heads=kv, block_size=block[0],
             number=rule.scale, cap=rule.softcap or 0.0, window=rule.window or 0, weight=rule.sinks,
-            table=table, latent=latent,
+            table=table, latent=latent, block_heads=block[1],
         )  # fmt: skip
         return out
 

@@ -20,6 +20,7 @@ from quire.kernels.triton.attention_decode import PrefixPart, paged_prefix
 from quire.kernels.triton.attention_schedule import SplitPlan, allocate_split_plan, fill_split_plan
 
 UNIT_ROWS = 64  # packed query rows: small groups leave some of them empty, large ones are cut, and both run well
+LARGE_UNIT_ROWS = 32  # of heads that are larger than 256 numbers: what a program holds of more would not fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ def allocate_cascade_plan(
     """Memory for the groups of up to `max_rows` rows, in up to `max_units` units; no groups yet."""
     _, kv_heads, _, dim = key_cache.shape
     group, device = query_heads // kv_heads, key_cache.device
-    config = config or split_config(max(UNIT_ROWS, group), dim, key_cache.dtype, device)
+    unit_rows = UNIT_ROWS if dim <= 256 else LARGE_UNIT_ROWS
+    config = config or split_config(max(unit_rows, group), dim, key_cache.dtype, device)
     rows_per_unit = config.block_m // group
     split = allocate_split_plan(key_cache, query_heads, max_units, rows=rows_per_unit * group, config=config)
     numbers = torch.zeros(2 * max_rows + 4 * max_units, dtype=torch.int32, device=device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels.triton.launch import num_processors, power_of_two
+from quire.kernels.triton.launch import num_processors, power_of_two, shared_memory
 
 MOST_ROWS = 128  # packed query rows of a unit
 _REGISTERS = 65536  # of a processor
@@ -74,6 +74,8 @@ _WIDE_WAYS: _Ways = {  # more than 8, up to 16
     2: (_Way(0.25, 64, 2, 3, 3, 64, turned=False), _Way(_ALL, 32, 1, 3, 6)),
     4: (_Way(_ALL, 64, 4, 3, 2, turned=False),),
 }
+_LARGEST = 256  # numbers of a head, beyond which keys and values of a tile fill shared memory
+_ROOMY_BYTES = 200 << 10  # of shared memory: prompt chunks of larger heads take tiles of 32 keys
 _LEAST_TURNED = 32  # numbers of a head: fewer would not fill a product of a half of them
 
 
@@ -86,6 +88,8 @@ def split_config(
     """
     block_m = min(MOST_ROWS, max(16, power_of_two(rows)))
     wide, processors = power_of_two(dim), num_processors(device)
+    if wide > _LARGEST:
+        return _large_config(block_m, dtype, processors)
     if block_m == 16:  # decode rows, bound by memory: enough must be in flight, and little be cut
         each = math.inf if pairs is None else pairs / processors
         way = next(way for way in _ways(rows, dtype) if each <= way.pairs)
@@ -100,6 +104,14 @@ def split_config(
         return SplitConfig(block_m, block_n, 4, 4 if dtype.itemsize == 1 else 3, 2 * processors, 256 // block_n)
     per_processor = 2 if block_m == 64 and wide <= 128 else 1
     return SplitConfig(block_m, 64 if wide <= 128 else 32, block_m // 16, 3, per_processor * processors, 4)
+
+
+def _large_config(block_m: int, dtype: torch.dtype, processors: int) -> SplitConfig:
+    """For heads of more than 256 numbers: what fits into shared memory, by what the compiler says."""
+    if block_m == 16:
+        block_n = 16 if dtype.itemsize == 4 else 32
+        return SplitConfig(block_m, block_n, 4, 2, 2 * processors, 256 // block_n)
+    return SplitConfig(block_m, 16, 8, 1 if dtype.itemsize == 4 else 2, processors, 4)
 
 
 def decode_configs(
@@ -118,6 +130,10 @@ def _ways(rows: int, dtype: torch.dtype) -> tuple[_Way, ...]:
     return (_DECODE_WAYS if rows <= 8 else _WIDE_WAYS)[dtype.itemsize]
 
 
-def prefill_config(dim: int) -> PrefillConfig:
-    """For prompt chunks; small tiles of keys lose little to the diagonal where prompts are short."""
+def prefill_config(dim: int, dtype: torch.dtype, device: torch.device) -> PrefillConfig:
+    """For prompt chunks over a cache of `dtype`; small tiles of keys lose little to the diagonal where prompts are
+    short."""
+    if power_of_two(dim) > _LARGEST:
+        block_m = 32 if dtype.itemsize == 4 else 64
+        return PrefillConfig(block_m, 32 if dtype.itemsize == 2 and shared_memory(device) >= _ROOMY_BYTES else 16, 8, 2)
     return PrefillConfig(128, 32, 8, 3) if power_of_two(dim) > 128 else PrefillConfig(128, 32, 8, 4, 128)

@@ -95,7 +95,8 @@ def _launch(
         query.stride(0), 0 if out is None else out.stride(0), tables.stride(0),
         rule.factor, rule.softcap, rule.value_scale,
         RECORD=PROGRAM_NUMBERS, GROUP=group, KV_HEADS=plan.kv_heads, ROWS=rows, ROWS_PAD=rows_pad,
-        DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=plan.block_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=plan.block_size, STRIDE=key_cache.stride(0),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         MERGED=max(1, at_once // (rows_pad * dim_pad)),
         MERGE_STAGES=_MERGE_STAGES if rows_pad * dim_pad <= _MERGED_AT_ONCE else 1, COMPUTE=COMPUTE[key_cache.dtype],
         PRECISION="ieee" if key_cache.dtype == torch.float32 else "tf32", TURNED=config.turned, DEPENDENT=dependent,
@@ -110,8 +111,8 @@ def _split_attention(
     members, spans, prefix_out, prefix_log_sums, sinks,
     query_stride, out_stride, table_stride, factor, cap, value_scale,
     RECORD: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MERGED: tl.constexpr, MERGE_STAGES: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr,  # of a block
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MERGED: tl.constexpr, MERGE_STAGES: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: its share of the line of tiles, pair after pair."""
@@ -121,7 +122,6 @@ def _split_attention(
     low, high, row = kept(record + 3), kept(record + 4), kept(record + 5)
     line, active, number = kept(record + 6), kept(record + 7), kept(record + 8)
     place = (me.to(tl.int64) * line // active).to(tl.int32)  # in the line
-    STRIDE: tl.constexpr = KV_HEADS * BLOCK_SIZE * DIM  # of a block
     if DEPENDENT and left > 0:
         table = tables + row.to(tl.int64) * table_stride
         ask_for_tile(keys, values, table, low, high, offset, BLOCK_N, BLOCK_SIZE, STRIDE, DIM)

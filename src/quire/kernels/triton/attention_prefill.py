@@ -80,6 +80,7 @@ def paged_prefill(
         query, out, key_cache, value_cache, tables, plan.tiles, rule.sinks,
         query.stride(0), out.stride(0), tables.stride(0), rule.factor, rule.softcap, rule.window, rule.value_scale,
         GROUP=query_heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=power_of_two(dim), BLOCK_SIZE=block_size,
+        STRIDE=key_cache.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, COMPUTE=COMPUTE[key_cache.dtype],
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", DEPENDENT=dependent,
         num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers, launch_pdl=dependent,
@@ -92,7 +93,7 @@ def _prefill(
     query, out, keys, values, tables, tiles, sinks,
     query_stride, out_stride, table_stride, factor, cap, window, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One tile of packed query rows under one key/value head."""
@@ -123,7 +124,7 @@ def _prefill(
     acc, top, total = _attend(
         acc, top, total, q.to(COMPUTE), keys + inside, values + inside, table, ids, start + token, start + lowest,
         start + highest, end, factor, cap, window,
-        BLOCK_N, BLOCK_SIZE, KV_HEADS * BLOCK_SIZE * DIM, DIM, PRECISION,
+        BLOCK_N, BLOCK_SIZE, STRIDE, DIM, PRECISION,
     )  # fmt: skip
     acc *= value_scale
     if sinks is not None:

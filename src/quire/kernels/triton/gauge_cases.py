@@ -163,7 +163,7 @@ def _decode(sizes: Sizes, device: torch.device) -> Case:
 def _prefill(sizes: Sizes, device: torch.device) -> Case:
     layers, tables = _caches(sizes, device, sizes.prompt, 1)
     query = _numbers(sizes, device, sizes.prompt, sizes.queries, sizes.dim)
-    config, out = prefill_config(sizes.dim), torch.empty_like(query)
+    config, out = prefill_config(sizes.dim, sizes.dtype, device), torch.empty_like(query)
     tiles = lay_out_tiles([(0, 0, sizes.prompt, 0)], sizes.queries // sizes.keys, config.block_m)
     plan, rule = PrefillPlan(config, tiles.to(device)), AttentionRule(sizes.dim**-0.5)
     calls = [partial(paged_prefill, query, key, value, tables, plan, rule, out=out) for key, value in layers]

@@ -26,7 +26,7 @@ class HeadNorms(NamedTuple):
 class LayerMemory(NamedTuple):
     """One layer's paged cache. A float8 cache holds numbers over the scales; others ignore them."""
 
-    key: Tensor  # [blocks, kv heads, block, dim]
+    key: Tensor  # [blocks, kv heads, block, dim], each block without gaps
     value: Tensor  # [blocks, kv heads, block, dim]
     key_scale: float = 1.0
     value_scale: float = 1.0
@@ -76,8 +76,8 @@ def _columns(place, turned, half, PARTIAL: tl.constexpr):
 def _rotary_kernel(
     qkv_ptr, query_ptr, table_ptr, angle_ptr, position_ptr, row_ptr, blocks_ptr, key_ptr, value_ptr,
     query_norm_ptr, key_norm_ptr, eps, key_scale, value_scale, qkv_stride, query_stride, blocks_stride, max_blocks,
-    half, turned, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr,
-    HEADS: tl.constexpr, HAS_NORM: tl.constexpr, NORMS_VALUES: tl.constexpr, PARTIAL: tl.constexpr,
+    half, turned, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
+    HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, NORMS_VALUES: tl.constexpr, PARTIAL: tl.constexpr,
     FLOAT8_CACHE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -116,7 +116,7 @@ def _rotary_kernel(
         position = tl.load(position_ptr + token).to(tl.int64)
         has_block = position // BLOCK_SIZE < max_blocks
         block = tl.load(blocks_ptr + row * blocks_stride + position // BLOCK_SIZE, mask=has_block, other=0).to(tl.int64)
-        slot = block * KEYS * BLOCK_SIZE + position % BLOCK_SIZE
+        slot = block * BLOCK_SLOTS + position % BLOCK_SIZE
         is_key = inside & ((head >= QUERIES) & (head < QUERIES + KEYS))[:, None]
         is_key &= has_block
         to = key_ptr + (slot + (head - QUERIES)[:, None] * BLOCK_SIZE) * dim
@@ -159,7 +159,7 @@ def rotate_and_store(
     turned = 0 if table is None else table.shape[1]
     check(table is None or table.is_contiguous(), "table is contiguous")
     check(turned <= dim and turned % 2 == 0, "the table has an even number of angles, at most those of a head")
-    check(memory.key.is_contiguous() and memory.value.is_contiguous(), "the cache must be contiguous")
+    check(memory.key[0].is_contiguous() and memory.key.stride() == memory.value.stride(), "blocks must be contiguous")
     check(memory.value.shape == memory.key.shape and memory.value.dtype == memory.key.dtype, "K and V caches differ")
     check(positions.is_contiguous() and rows.is_contiguous(), "positions and rows must be contiguous")
     if tokens == 0:
@@ -171,7 +171,8 @@ def rotate_and_store(
         memory.key, memory.value,
         norms and norms.query, norms and norms.key, norms.eps if norms else 0.0, memory.key_scale, memory.value_scale,
         qkv.stride(0), query.stride(0), blocks.stride(0), blocks.shape[1], dim // 2, turned // 2,
-        QUERIES=query_heads, KEYS=kv_heads, BLOCK_SIZE=block_size, HALF=half, HEADS=heads_at_once,
+        QUERIES=query_heads, KEYS=kv_heads, BLOCK_SIZE=block_size, BLOCK_SLOTS=memory.key.stride(0) // dim, HALF=half,
+        HEADS=heads_at_once,
         HAS_NORM=norms is not None, NORMS_VALUES=norms is not None and norms.of_values, PARTIAL=turned < dim,
         FLOAT8_CACHE=memory.key.dtype == FLOAT8, DEPENDENT=dependent,
         num_warps=max(1, heads_at_once * half // 256), num_stages=1, launch_pdl=dependent,

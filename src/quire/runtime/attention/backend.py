@@ -21,29 +21,36 @@ Kernels = Literal["torch", "native", "triton"]
 class LayerCache:
     """One layer's keys and values, K and V apart, and the same memory seen flat; owned by the worker's KVCache.
 
+    A block lies without gaps; blocks of other layers may lie between two of them, and are part of the flat memory.
     Flat, a float8 cache is seen as bytes: torch does not index float8 on every device. Of latents, values are the first
     numbers of the keys, in the same memory.
     """
 
     key: Tensor  # [blocks, kv heads, block, dim]
     value: Tensor  # [blocks, kv heads, block, dim]
-    key_slots: Tensor  # [blocks * kv heads * block, dim]
+    key_slots: Tensor  # [blocks * block_heads * block, dim], at most
     value_slots: Tensor
-    key_blocks: Tensor  # [blocks * kv heads, block * dim]
+    key_blocks: Tensor  # [blocks * block_heads, block * dim], at most
     value_blocks: Tensor
-    table: int = 0  # whose blocks the layer reads: 0: those of a row's table; c: the c-th window blocks of these
+    table: int = 0  # which of the step's tables the layer reads, see KVLayout.sources
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, table: int = 0) -> LayerCache:
-        blocks, kv_heads, size, dim = key.shape
-        slots, whole = (-1, dim), (blocks * kv_heads, size * dim)
+        _, _, size, dim = key.shape
         keys, values = indexable(key), indexable(value)
-        return cls(key, value, keys.view(slots), values.view(slots), keys.view(whole), values.view(whole), table)
+        slots, whole = (_flat(keys, dim), _flat(values, dim)), (_flat(keys, size * dim), _flat(values, size * dim))
+        return cls(key, value, *slots, *whole, table)
 
     @classmethod
     def of_latents(cls, key: Tensor, rank: int, table: int = 0) -> LayerCache:
         both = cls.of(key, key, table)
         return replace(both, value=key[..., :rank], value_slots=both.value_slots[:, :rank])
+
+    @property
+    def block_heads(self) -> int:
+        """How many heads lie between the first one of a block and that of the next: more than the layer's own, where
+        it shares its plane."""
+        return self.key.stride(0) // (self.key.shape[2] * self.key.shape[3])
 
     @property
     def is_latent(self) -> bool:
@@ -55,6 +62,15 @@ def layer_cache(memory: Tensor, heads: Heads, table: int) -> LayerCache:
     if heads.latent is not None:
         return LayerCache.of_latents(memory[0], heads.latent, table)
     return LayerCache.of(memory[0], memory[1], table)
+
+
+def _flat(memory: Tensor, width: int) -> Tensor:
+    """All memory from the first block of `memory` to the last, [lines, width]."""
+    assert memory[0].is_contiguous()
+    num_blocks, stride = len(memory), memory.stride(0)
+    assert stride % width == 0
+    count = ((num_blocks - 1) * stride + memory[0].numel()) // width
+    return memory.as_strided((count, width), (width, 1))
 
 
 def indexable(memory: Tensor) -> Tensor:

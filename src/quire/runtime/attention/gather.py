@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.config.model import Heads
 from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, Counts, Kernels, LayerCache
 from quire.runtime.attention.ruled import attend_ruled
@@ -50,7 +49,7 @@ class Scratch:
         _, kv_heads, _, dim = cache.key.shape
         rows, numbers = block_ids.shape[0], cache.key_blocks.shape[1]
         heads = torch.arange(kv_heads, device=block_ids.device)
-        index = (block_ids[:, None, :] * kv_heads + heads[None, :, None]).reshape(-1).int()
+        index = (block_ids[:, None, :] * cache.block_heads + heads[None, :, None]).reshape(-1).int()
         needed = len(index) * numbers
         flat = cache.key_blocks
         if self._memory.shape[1] < needed or self._memory.dtype != flat.dtype:
@@ -103,9 +102,8 @@ class GatherAttention:
 
     kernels: Kernels = "torch"
 
-    def __init__(self, heads: Heads, compute: torch.dtype) -> None:
-        self._heads, self._compute = heads, compute
-        self._group = heads.num_query // heads.num_kv
+    def __init__(self, compute: torch.dtype) -> None:
+        self._compute = compute
         self._scratch = Scratch()
 
     def accept(self, rule: AttentionRule) -> None:
@@ -113,7 +111,7 @@ class GatherAttention:
 
     def prepare(self, batch: AttentionBatch) -> GatherPlan:
         batch = within_window(batch)
-        slot_bytes = self._heads.kv_size * batch.cache.key.element_size()
+        slot_bytes = batch.cache.key.shape[1] * batch.cache.key.shape[3] * batch.cache.key.element_size()
         descending = np.maximum.accumulate(batch.lengths[::-1])[::-1]  # as they are, but within a window
         runs = split_by_length(descending, GROUP_COST, GROUP_BYTES[batch.block_ids.device.type] // slot_bytes)
         groups = tuple(self._decode_group(batch, begin, end) for begin, end in runs)
@@ -158,7 +156,7 @@ class GatherAttention:
         keys, values = self._ready(group.gather.fill(cache))
         rows = group.end - group.begin
         q = self._cast(query[group.begin : group.end])
-        q = q.reshape(rows, self._heads.num_kv, self._group, -1)  # [rows, kv heads, group, dim]
+        q = q.reshape(rows, keys.shape[1], -1, q.shape[2])  # [rows, kv heads, group, dim]
         if rule.is_plain:
             out = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.mask, scale=rule.scale)
         else:
@@ -169,7 +167,8 @@ class GatherAttention:
         self, query: Tensor, own: tuple[Tensor, Tensor], cache: LayerCache, tile: ChunkTile, rule: AttentionRule
     ) -> Tensor:
         """`own`: the keys and values of the tile's tokens."""
-        kv_heads, group, count = self._heads.num_kv, self._group, tile.end - tile.begin
+        kv_heads, count = cache.key.shape[1], tile.end - tile.begin
+        group = query.shape[1] // kv_heads
         if tile.gather is None:
             keys, values = (self._cast(side.transpose(0, 1)) for side in own)
         else:

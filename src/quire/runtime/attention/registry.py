@@ -27,22 +27,25 @@ def resolve_backend(
     placement: Placement,
     block_size: int = USUAL_BLOCK_SIZE,
     kv_dtype: torch.dtype | None = None,
+    local_heads: Heads | None = None,
 ) -> str:
     """The name itself if that backend can run here, else ConfigError; for "auto" the fastest that can.
 
     "auto" takes Triton on a GPU, the compiled kernels on a CPU, and torch where those cannot run, never
-    FlashInfer. `kv_dtype` is that of the cache, by default the model's.
+    FlashInfer. `kv_dtype` is that of the cache, by default the model's. `local_heads`: of layers with a window, where
+    they have others.
     """
+    kinds = (heads,) if local_heads is None else (heads, local_heads)
     check_backend(name)
     if name == "auto":
-        if placement.device.type != "cpu" and why_not_triton(placement.device, heads, block_size) is None:
+        if placement.device.type != "cpu" and _why_not_triton(placement, kinds, block_size) is None:
             return "triton"
         return "native" if _why_not_native(placement, kv_dtype) is None else "gather"
     reason = None
     if name == "native":
         reason = _why_not_native(placement, kv_dtype)
     elif name == "triton":
-        reason = why_not_triton(placement.device, heads, block_size)
+        reason = _why_not_triton(placement, kinds, block_size)
     elif name == "flashinfer":
         reason = why_not_flashinfer(placement, heads, kv_dtype)
     elif name == VIRTUAL_BACKEND:
@@ -51,6 +54,11 @@ def resolve_backend(
         install = f"{install_extra('flashinfer')}, or " if reason == NOT_INSTALLED else ""
         raise ConfigError("attention_backend", f"{name!r} cannot run here: {reason}", f'{install}use "auto"')
     return name
+
+
+def _why_not_triton(placement: Placement, kinds: tuple[Heads, ...], block_size: int) -> str | None:
+    reasons = (why_not_triton(placement.device, heads, block_size) for heads in kinds)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _why_not_native(placement: Placement, kv_dtype: torch.dtype | None) -> str | None:
@@ -66,13 +74,15 @@ def make_backend(
     placement: Placement,
     block_size: int = USUAL_BLOCK_SIZE,
     kv_dtype: torch.dtype | None = None,
+    local_heads: Heads | None = None,
 ) -> AttentionBackend:
-    """Build the backend called `name`; `compute` is the precision in which it may multiply."""
-    chosen = resolve_backend(name, heads, placement, block_size, kv_dtype)
+    """Build the backend called `name`; `compute` is the precision in which it may multiply. FlashInfer and the virtual
+    layout refuse layers with a window, so they never meet `local_heads`."""
+    chosen = resolve_backend(name, heads, placement, block_size, kv_dtype, local_heads)
     if chosen == "reference":
         return ReferenceAttention()
     if chosen == "gather":
-        return GatherAttention(heads, compute)
+        return GatherAttention(compute)
     if chosen == VIRTUAL_BACKEND:
         flash = can_flash(heads, placement.dtype, placement.device)
         return FlashVirtualAttention(placement.device) if flash else VirtualAttention(heads, compute)
@@ -82,11 +92,16 @@ def make_backend(
         return NativeAttention()
     if chosen == "flashinfer":
         return FlashInferAttention(heads, placement, block_size)
+    device = placement.device
+    cache, rows = kv_dtype or placement.dtype, dependent_rows(device)
     if heads.latent is not None:
         from quire.runtime.attention.triton_latent import LatentTritonAttention
 
-        device, itemsize = placement.device, (kv_dtype or placement.dtype).itemsize
-        return LatentTritonAttention(heads, device, dependent_rows=dependent_rows(device), itemsize=itemsize)
+        return LatentTritonAttention(heads, cache, device, dependent_rows=rows)
+    if local_heads is not None:
+        from quire.runtime.attention.triton_mixed import MixedTritonAttention
+
+        return MixedTritonAttention(heads, local_heads, cache, device, dependent_rows=rows)
     from quire.runtime.attention.triton import TritonAttention
 
-    return TritonAttention(heads, dependent_rows=dependent_rows(placement.device))
+    return TritonAttention(heads, cache, device, dependent_rows=rows)

@@ -58,9 +58,11 @@ class TritonPlan:
     cascade: CascadePlan | None  # of their shared prefixes, for layers without a window
     prefill: PrefillPlan | None  # of the chunks
 
+    local: TritonPlan | None = None  # of layers with a window, where their heads are others
+
     def over(self, tables: Tensor) -> TritonPlan:
         """The same step, for layers that read other tables and have a window."""
-        return replace(self, tables=tables, cascade=None)
+        return replace(self.local or self, tables=tables, cascade=None)
 
 
 class TritonAttention:
@@ -71,19 +73,22 @@ class TritonAttention:
 
     kernels: Kernels = "triton"
 
-    def __init__(self, heads: Heads, *, dependent_rows: int) -> None:
+    def __init__(self, heads: Heads, dtype: torch.dtype, device: torch.device, *, dependent_rows: int) -> None:
+        """dtype: of the cache."""
         self._heads, self._dependent_rows = heads, dependent_rows
         self._windows: dict[int | None, None] = {}  # of all layers, each once, in their order
-        self._prefill = prefill_config(heads.dim)
+        self._prefill = prefill_config(heads.dim, dtype, device)
         self._reserved: Reserved | None = None
 
     def accept(self, rule: AttentionRule) -> None:
         """All of them, before `reserve`."""
         self._windows[rule.window] = None
 
-    def reserve(self, cache: LayerCache, max_rows: int) -> None:
-        """Allocate the work lists for steps of up to `max_rows` decode rows over caches like this one."""
-        self._reserved = Reserved.of(cache, self._heads, max_rows, tuple(self._windows))
+    def reserve(self, caches: Sequence[LayerCache], max_rows: int) -> None:
+        """Allocate the work lists for steps of up to `max_rows` decode rows; caches: one of a layer of each table."""
+        key = caches[0].key
+        cascade = allocate_cascade_plan(key, self._heads.num_query, max_rows, max_rows)
+        self._reserved = Reserved.of(key, self._heads, max_rows, tuple(self._windows), cascade)
 
     def is_dependent(self, num_tokens: int) -> bool:
         """Whether kernels of a step are launched while the ones before them still run."""
@@ -92,20 +97,20 @@ class TritonAttention:
     @property
     def rows_per_unit(self) -> int:
         """How many rows of a group read their prefix together."""
-        return self._memory.cascade.rows_per_unit
+        return self.memory.cascade.rows_per_unit
 
     @property
     def least_saved(self) -> int:
         """Tokens that groups must save a layer from reading for a cascade to take less time than it costs."""
-        return self._memory.least_saved
+        return self.memory.least_saved
 
     def set_groups(self, groups: Sequence[SharedPrefix]) -> None:
         """What plans with a cascade mean from the next launch on, captured ones too. Only enqueues; not in a capture.
 
         Groups name decode rows by their places in the step, all below the `lengths` that the step is planned with.
         """
-        plan = self._memory.cascade
-        self._memory.courier.send_into(plan.numbers, lay_out_groups(plan, groups))
+        plan = self.memory.cascade
+        self.memory.courier.send_into(plan.numbers, lay_out_groups(plan, groups))
         share_out_groups(plan)
 
     def num_tiles(self, spans: Spans) -> int:
@@ -138,8 +143,8 @@ class TritonAttention:
         How decode rows are run depends on how many `lengths` there are, padding included, and on nothing else.
         """
         count = len(lengths)
-        splits = self._memory.splits_for(count) if count else {}
-        prefixes = self._memory.cascade if cascade and None in splits else None
+        splits = self.memory.splits_for(count) if count else {}
+        prefixes = self.memory.cascade if cascade and None in splits else None
         for window, split in splits.items():
             begins = None if prefixes is None or window is not None else prefixes.begins[:count]
             fill_split_plan(split, lengths, begins=begins, table_rows=rows[:count], window=window)
@@ -171,7 +176,7 @@ class TritonAttention:
         return out.flatten(1)
 
     @property
-    def _memory(self) -> Reserved:
+    def memory(self) -> Reserved:
         assert self._reserved is not None, "reserve() was not called"
         return self._reserved
 
@@ -187,8 +192,9 @@ class Reserved:
     courier: Courier
 
     @classmethod
-    def of(cls, cache: LayerCache, heads: Heads, max_rows: int, windows: tuple[int | None, ...]) -> Reserved:
-        key = cache.key
+    def of(
+        cls, key: Tensor, heads: Heads, max_rows: int, windows: tuple[int | None, ...], cascade: CascadePlan
+    ) -> Reserved:
         configs = decode_configs((heads.num_query, heads.num_kv), key.shape[3], key.dtype, key.device, max_rows)
         largest = max((config for _, config in configs), key=lambda config: config.programs)
         memory = allocate_split_plan(key, heads.num_query, max_rows, config=largest)
@@ -197,7 +203,6 @@ class Reserved:
             (most, {window: with_config(own, config) for window, own in lists.items()}) for most, config in configs
         )
         token_bytes = 2 * key.shape[1] * key.shape[3] * key.element_size()
-        cascade = allocate_cascade_plan(key, heads.num_query, max_rows, max_rows)
         return cls(splits, cascade, -(-CASCADE_BYTES // token_bytes), Courier(key.device))
 
     def splits_for(self, rows: int) -> Splits:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,14 +20,13 @@ from quire.runtime.transfer import Courier
 
 
 class LatentTritonAttention(TritonAttention):
-    """`itemsize`: bytes of a number in the cache."""
+    def __init__(self, heads: Heads, dtype: torch.dtype, device: torch.device, *, dependent_rows: int) -> None:
+        super().__init__(heads, dtype, device, dependent_rows=dependent_rows)
+        self._prefill = latent_prefill_config(dtype.itemsize, device)
 
-    def __init__(self, heads: Heads, device: torch.device, *, dependent_rows: int, itemsize: int) -> None:
-        super().__init__(heads, dependent_rows=dependent_rows)
-        self._prefill = latent_prefill_config(itemsize, device)
-
-    def reserve(self, cache: LayerCache, max_rows: int) -> None:
-        key, heads = cache.key, self._heads.num_query
+    def reserve(self, caches: Sequence[LayerCache], max_rows: int) -> None:
+        cache, heads = caches[0], self._heads.num_query
+        key = cache.key
         groups = head_groups(heads)
         seen = cache.value.expand(-1, groups, -1, -1)  # values, as groups of query heads see them
         config = latent_config(heads // groups, key.dtype, key.device)

@@ -69,7 +69,7 @@ class SingleExecutor:
             torch.cuda.set_device(cuda_index(config.device.device))
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each
         self._depth = depth or DEPTHS[self._device.type]
-        builder = LayerBuilder(config.device, model_config.heads, config.cache.block_size)
+        builder = LayerBuilder(config.device, model_config.heads, config.cache.block_size, model_config.local_heads)
         self._compiles = self._device.type == "cuda" and builder.backend.kernels == "triton"
         self._worker: Worker | None = None
         self._launched: deque[StepResult | _Launched] = deque()

@@ -36,6 +36,11 @@ class Attention(nn.Module):
         self.rotary, self._lends, self._borrows = rotary, lends, borrows
         self._num_rotated = heads.num_query + (0 if borrows else heads.num_kv)
 
+    @property
+    def variant(self) -> tuple[Heads, bool, bool]:
+        """Layers in which this is equal launch the same kernels."""
+        return self._heads, self.rule.window is None, self._borrows
+
     def forward(self, qkv: Value, step: ForwardStep, norm: HeadNorm | None = None) -> Value:
         """qkv: [tokens, (query + 2 * kv heads) * dim or more], or queries alone; overwritten -> [tokens, query heads *
         dim]."""
@@ -95,7 +100,7 @@ class Attention(nn.Module):
         if not self._borrows:
             writer.write(qkv, place, heads.query_size, heads.num_kv, heads.dim)
         sizes = (heads.num_query, heads.num_kv, heads.dim)
-        return writer.attend(qkv, place, sizes, cache.key.shape[2], self.rule)
+        return writer.attend(qkv, place, sizes, (cache.key.shape[2], cache.block_heads), self.rule)
 
 
 class OutputGate(nn.Module):

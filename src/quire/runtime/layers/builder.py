@@ -62,13 +62,17 @@ QKV = ("q_proj", "k_proj", "v_proj")
 class LayerBuilder:
     """One per model. Names given to layers are their checkpoint names, relative to the module that holds them."""
 
-    def __init__(self, config: DeviceConfig, heads: Heads, block_size: int = USUAL_BLOCK_SIZE) -> None:
+    def __init__(
+        self, config: DeviceConfig, heads: Heads, block_size: int = USUAL_BLOCK_SIZE, local_heads: Heads | None = None
+    ) -> None:
+        """local_heads: of layers with a window, where they have others."""
         self._placement = Placement(TORCH_DTYPES[config.dtype], torch.device(config.device))
         dtype, device = self._placement.dtype, self._placement.device
         compute = dtype if multiplies_natively(dtype, device) else torch.float32
         self.backend: AttentionBackend = make_backend(
-            config.attention_backend, heads, compute, self._placement, block_size, TORCH_DTYPES[config.kv_dtype]
-        )
+            config.attention_backend, heads, compute, self._placement, block_size, TORCH_DTYPES[config.kv_dtype],
+            local_heads,
+        )  # fmt: skip
         triton = self.backend.kernels == "triton"
         self._table_product = choose_product(dtype, device, triton=triton)  # of embedding and head: never quantized
         self._product = self._table_product
@@ -215,7 +219,7 @@ class LayerBuilder:
 
     def attention_of(self, config: ModelConfig, layer: int, sinks: Sinks | None = None) -> Attention:
         """With the rotary positions, window, scale and cap that the config has for the layer."""
-        heads, scale = config.heads, config.attention_scale
+        heads, scale = config.heads_of(layer), config.attention_scale
         scale = heads.dim**-0.5 if scale is None else scale
         held = None if sinks is None else sinks.weight.data
         rule = AttentionRule(scale, config.attention_softcap, config.window_of(layer), held)

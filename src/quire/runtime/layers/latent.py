@@ -119,4 +119,4 @@ class LatentAttention(nn.Module):
         writer.rotate(query, self.rotary, heads.num_query, latent.query_dim, column=latent.nope_dim)
         writer.write(latents, place, column, 1, heads.dim, latent=latent.rank)
         sizes = (heads.num_query, 1, heads.dim)
-        return writer.attend(to_latents(query), place, sizes, cache.key.shape[2], self.rule, latent=latent.rank)
+        return writer.attend(to_latents(query), place, sizes, (cache.key.shape[2], 1), self.rule, latent=latent.rank)

@@ -16,7 +16,8 @@ BESIDE = "beside"  # in the memo: what blocks read of tokens besides the stream 
 
 @dataclass(frozen=True, slots=True)
 class WindowStep:
-    """What a step is for layers that keep their tokens in window blocks: the fields of ForwardStep that differ."""
+    """What a step is for layers that read another table, of window blocks or for other heads: the fields of ForwardStep
+    that differ."""
 
     slots: Tensor
     attention: Any
@@ -42,13 +43,13 @@ class ForwardStep:
     positions: Tensor  # [tokens], int64
     lengths: Tensor  # [tokens], int64: how long the token's sequence is known to be
     max_length: int  # of all sequences in the batch, on the host
-    slots: Tensor  # [tokens * kv heads], int64, into a layer's cache seen as [blocks * kv heads * block, dim]
+    slots: Tensor  # [tokens * kv heads], int64, into a layer's cache seen flat (`LayerCache.key_slots`)
     caches: tuple[LayerCache, ...]  # one per layer
     attention: Any  # what the backend's `prepare` made for this step
     backend: Any  # the AttentionBackend that attends by it
     wanted: Tensor | None = None  # [positions]: tokens whose hidden states the model returns; None: all of them
     num_layers: int | None = None  # that run, the first ones; None: all
-    windows: tuple[WindowStep, ...] = ()  # for the layers of each window table
+    windows: tuple[WindowStep, ...] = ()  # for the layers of each table but the first
     states: StateStep | None = None  # of models with recurrent layers
     memo: dict[Any, Any] = field(default_factory=dict)  # what layers share: made by the first that needs it
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from quire.config.model import ModelConfig
+from quire.config.model import Heads, ModelConfig
 from quire.types.errors import ModelLoadError
 
 # The lowest and the highest value of each.
@@ -22,20 +22,25 @@ def check_config(config: ModelConfig, file: str) -> None:
     """Raise ModelLoadError naming the first number that no model can have."""
     for name, (low, high) in _LIMITS.items():
         _check_range(file, name, getattr(config, name), low, high)
-    heads, rope = config.heads, config.rope
-    for name, (low, high) in _HEAD_LIMITS.items():
-        _check_range(file, f"heads.{name}", getattr(heads, name), low, high)
+    rope = config.rope
+    for heads in config.all_heads:
+        _check_heads(file, heads)
     _check_range(file, "rope.max_position", rope.max_position, 1, _MAX_POSITION)
     for name, value in _sizes_that_may_be_none(config).items():
         _check_range(file, name, value, 0, 1 << 24)
-    if heads.num_query % heads.num_kv:
-        raise ModelLoadError(file, f"{heads.num_query} query heads cannot share {heads.num_kv} key/value heads evenly")
-    if heads.dim % 2:
-        raise ModelLoadError(file, f"heads of {heads.dim} numbers cannot be rotated in pairs", tensor="heads.dim")
     if not 0.0 < config.norm_eps < 1.0:
         raise ModelLoadError(file, f"must be in (0, 1), is {config.norm_eps}", tensor="norm_eps")
     if not (math.isfinite(rope.theta) and rope.theta > 1.0):
         raise ModelLoadError(file, f"must be above 1, is {rope.theta}", tensor="rope.theta")
+
+
+def _check_heads(file: str, heads: Heads) -> None:
+    for name, (low, high) in _HEAD_LIMITS.items():
+        _check_range(file, f"heads.{name}", getattr(heads, name), low, high)
+    if heads.num_query % heads.num_kv:
+        raise ModelLoadError(file, f"{heads.num_query} query heads cannot share {heads.num_kv} key/value heads evenly")
+    if heads.dim % 2:
+        raise ModelLoadError(file, f"heads of {heads.dim} numbers cannot be rotated in pairs", tensor="heads.dim")
 
 
 def _sizes_that_may_be_none(config: ModelConfig) -> dict[str, int]:

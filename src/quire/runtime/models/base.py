@@ -58,7 +58,7 @@ class BaseModel(nn.Module):
 
     @property
     def num_varied(self) -> int:
-        kinds = [frozenset(map(type, block.modules())) for block in self._parts[1]]
+        kinds = [frozenset(map(_kind, block.modules())) for block in self._parts[1]]
         return 1 + max(kinds.index(kind) for kind in set(kinds))
 
     def reserve(self, max_length: int) -> None:
@@ -79,3 +79,8 @@ class BaseModel(nn.Module):
 
 class BaseEncoder(nn.Module):
     """`forward` gives the hidden states [tokens, hidden] of `Texts`. It keeps nothing of them."""
+
+
+def _kind(module: nn.Module) -> tuple[type, object]:
+    """What decides which kernels a module launches."""
+    return type(module), module.variant if isinstance(module, Attention) else None

@@ -92,4 +92,4 @@ def _build(config: ModelConfig, builder: LayerBuilder) -> BaseModel | BaseEncode
 def _outline(config: ModelConfig) -> BaseModel | BaseEncoder:
     """The model without memory."""
     device = DeviceConfig(device="meta", dtype="float32", kv_dtype="float32", attention_backend="reference")
-    return _build(config, LayerBuilder(device, config.heads))
+    return _build(config, LayerBuilder(device, config.heads, local_heads=config.local_heads))

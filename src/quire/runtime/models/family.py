@@ -55,7 +55,8 @@ class GgufFamily:
 
     A `*` in a name stands for the number of an expert: the tensor holds those of all. `has_pairs`: files store each
     head's query and key rows as pairs (0, dim/2, 1, dim/2 + 1, ...). `norm_offset`: what they add to norm weights.
-    `read` completes a config by `settings`, which only this family has.
+    `read` completes a config by `settings`, which only this family has. `whole` gives one number for all layers where
+    files may have one for each, for what all families read.
     """
 
     outer: Mapping[str, str] = field(default_factory=lambda: GGUF_OUTER)
@@ -64,12 +65,29 @@ class GgufFamily:
     norm_offset: float = 0.0
     settings: frozenset[str] = frozenset()
     read: Callable[[Fields, ModelConfig], ModelConfig] | None = None
+    whole: Callable[[Fields], Fields] | None = None
 
 
 STACKED = {  # all experts of a layer in two tensors
     "gate_up_proj": Stacked(("gate_proj.weight", "up_proj.weight")),
     "down_proj": Stacked(("down_proj.weight",)),
 }
+
+
+def text_part(name: str, others: tuple[str, ...]) -> str | None:
+    """A tensor's name in a model for text, given its name in one for images or sound too, in the spelling of today or
+    of old exporters; None: it is of one of the `others`, which begin with these names."""
+    outer = name.removeprefix("model.")
+    if outer.startswith(others):
+        return None
+    if outer.startswith("language_model."):
+        inner = outer.removeprefix("language_model.")
+        return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
+    return name
+
+
+def reads_all(config: ModelConfig, name: str) -> bool:  # noqa: ARG001
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +102,7 @@ class Family:
     read: Callable[[Fields], ModelConfig]
     rename: Callable[[str], str | None] = str  # a tensor of the checkpoint to the layer's part; None: it is left out
     drops_layers: bool = False  # checkpoints may hold layers past the last, which draft tokens: they are left out
+    is_unread: Callable[[ModelConfig, str], bool] = reads_all  # whether no layer reads a renamed tensor: it is left out
     stacked: Mapping[str, Stacked] = field(default_factory=dict)  # by what stands behind `experts.` in their names
     embedding: str = "model.embed_tokens.weight"  # which tied heads are
     nested: str | None = None  # the key of config.json that may hold all numbers of a model for text

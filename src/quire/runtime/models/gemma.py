@@ -18,7 +18,7 @@ from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import PostNormed, Projected, Stream, Value
 from quire.runtime.models.decoder import Decoder, DecoderAttention
-from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily
+from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily, text_part
 from quire.runtime.models.hf_config import (
     FULL,
     GATED,
@@ -31,6 +31,10 @@ from quire.runtime.models.hf_config import (
 from quire.runtime.models.hf_rope import read_rope
 
 NORM_OFFSET = 1.0
+USUAL_GEMMA3 = {
+    "vocab_size": 262_208, "hidden_size": 2_304, "intermediate_size": 9_216, "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}  # fmt: skip
 
 
 class GemmaAttention(DecoderAttention):
@@ -81,6 +85,8 @@ def read_gemma2(config: Fields) -> ModelConfig:
 
 
 def read_gemma3(config: Fields) -> ModelConfig:
+    if "text_config" in config.values:  # of models for images too, which leave the usual sizes out
+        config = Fields(config.file, {**USUAL_GEMMA3, **config.values})
     refuse_bidirectional(config)
     every = config.integer("sliding_window_pattern", 6)
     windows = read_windows(config, read_window(config, 4_096), lambda layer: (layer + 1) % every != 0)
@@ -154,14 +160,19 @@ def _finish_gguf(fields: Fields, config: ModelConfig, *, every: int, deepest: in
     )  # fmt: skip
 
 
+def rename(name: str) -> str | None:
+    """Towers for images are left out."""
+    return text_part(name, ("vision_tower.", "multi_modal_projector."))
+
+
 _LOGIT_CAP = "final_logit_softcapping"
-_GGUF_INNER = GGUF_INNER | {
+GEMMA_INNER = GGUF_INNER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _GGUF2 = GgufFamily(
-    inner=_GGUF_INNER, norm_offset=NORM_OFFSET, read=gguf_gemma2,
+    inner=GEMMA_INNER, norm_offset=NORM_OFFSET, read=gguf_gemma2,
     settings=frozenset({
         "attn_logit_softcapping", _LOGIT_CAP, "attention.sliding_window", "attention.sliding_window_pattern",
     }),
@@ -171,4 +182,4 @@ _GGUF3 = replace(
 )
 
 GEMMA2 = Family(name="gemma2", build=Gemma, read=read_gemma2, gguf=_GGUF2)
-GEMMA3 = Family(name="gemma3_text", build=Gemma, read=read_gemma3, gguf=_GGUF3)
+GEMMA3 = Family(name="gemma3_text", build=Gemma, read=read_gemma3, rename=rename, nested="text_config", gguf=_GGUF3)

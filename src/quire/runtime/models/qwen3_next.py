@@ -20,7 +20,7 @@ from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Stream
 from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.family import STACKED, Family
+from quire.runtime.models.family import STACKED, Family, text_part
 from quire.runtime.models.hf_config import FULL, read_decoder, read_heads, refuse_set
 from quire.runtime.models.hf_rope import read_rope
 from quire.runtime.models.mixture import read_qwen_experts
@@ -166,9 +166,7 @@ def _read_recurrent(config: Fields) -> Recurrent | None:
 
 def rename(name: str) -> str | None:
     """Towers for images and layers that draft are left out."""
-    if name.startswith(("mtp.", "model.visual.")):
-        return None
-    return name.replace("model.language_model.", "model.", 1)
+    return text_part(name, ("mtp.", "visual."))
 
 
 QWEN3_NEXT = Family(name="qwen3_next", build=Qwen3Next, read=read_qwen3_next, rename=rename, stacked=STACKED)

@@ -44,8 +44,12 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "olmo2": Entry("olmo", "OLMO2", ("Olmo2ForCausalLM",)),
     "phi3": Entry("phi3", "PHI3", ("Phi3ForCausalLM",)),
     "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",), in_gguf=True),
-    "gemma3_text": Entry("gemma", "GEMMA3", ("Gemma3ForCausalLM",), in_gguf=True, gguf_name="gemma3"),
-    "gemma4_text": Entry("gemma4", "GEMMA4", ("Gemma4ForCausalLM",)),
+    "gemma3_text": Entry(
+        "gemma", "GEMMA3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), in_gguf=True, gguf_name="gemma3"
+    ),
+    "gemma4_text": Entry(
+        "gemma4", "GEMMA4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), in_gguf=True, gguf_name="gemma4"
+    ),
     "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",)),
     "gpt_oss": Entry(
         "gpt_oss", "GPT_OSS", ("GptOssForCausalLM",), in_gguf=True, gguf_name="gpt-oss", formats=("mxfp4",)

@@ -29,7 +29,7 @@ def make_drafter(
     if speculation is None or speculation.method == "ngram":
         return NO_DRAFTER
     draft = speculation.draft or model_config
-    builder = LayerBuilder(config.device, draft.heads, config.cache.block_size)
+    builder = LayerBuilder(config.device, draft.heads, config.cache.block_size, draft.local_heads)
     model: Model
     coverage: Coverage
     if speculation.num_layers is None:

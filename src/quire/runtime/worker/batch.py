@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.runtime.attention.backend import AttentionBatch, BatchBackend, ChunkSpan
+from quire.runtime.attention.backend import AttentionBatch, BatchBackend, ChunkSpan, LayerCache
 from quire.runtime.layers.step import ForwardStep, StateStep, WindowStep
 from quire.runtime.sampling.samples import Longs, Samples
 from quire.runtime.worker.cache import KVCache
@@ -70,8 +70,8 @@ class BatchBuilder:
     def __init__(self, rows: Rows, cache: KVCache, backend: BatchBackend, states: RowStates | None = None) -> None:
         self._rows, self._cache, self._backend, self._states = rows, cache, backend, states
         self._window = cache.window
-        kv_heads = cache.layers[0].key.shape[1]
-        self._heads = torch.arange(kv_heads, device=rows.device)
+        self._heads = tuple(HeadPlaces.of(layer) for layer in cache.of_tables)
+        self._tables = tuple(zip(tables_of(rows, cache), cache.of_tables, cache.sources, strict=True))
 
     def build(self, plan: StepPlan) -> Batch:
         """Also clears blocks that this step enters but does not fill."""
@@ -100,7 +100,7 @@ class BatchBuilder:
             positions=position,
             lengths=length,
             max_length=int(lengths.max()),
-            slots=slots_of(rows.tables.view(-1).index_select(0, blocks), position, self._heads, rows.block_size),
+            slots=slots_of(rows.tables.view(-1).index_select(0, blocks), position, self._heads[0], rows.block_size),
             caches=self._cache.layers,
             attention=attention,
             backend=self._backend,
@@ -114,27 +114,34 @@ class BatchBuilder:
         return None if states is None else StateStep(states.layers, states.segments(plan, decodes, spans))
 
     def _window_steps(self, places: Tensor, positions: Tensor, plans: Sequence[Any]) -> tuple[WindowStep, ...]:
-        """What the layers of each window table are told, whose plans are given."""
-        windows, size = self._rows.windows, self._rows.block_size
-        if windows is None:
+        """What the layers of each table but the first are told, whose plans are given."""
+        rows = self._rows
+        if not plans:
             return ()
-        held = windows.at(places)
+        if rows.windows is None:  # layers whose heads are others, over the same blocks
+            held = rows.tables.view(-1).index_select(0, places)[None]
+        else:
+            held = rows.windows.at(places)
         return tuple(
-            WindowStep(slots_of(blocks, positions, self._heads, size), attention)
-            for blocks, attention in zip(held, plans, strict=True)
+            WindowStep(slots_of(blocks, positions, heads, rows.block_size), attention)
+            for blocks, heads, attention in zip(held, self._heads[1:], plans, strict=True)
         )
 
     def _plans(self, plan: StepPlan, decodes: Longs) -> list[Any]:
-        """What the backend makes of the step for the rows' tables and for each of their window tables."""
+        """What the backend makes of the step for each table that layers read."""
         rows, size = self._rows, self._rows.block_size
         lengths = rows.lengths[decodes]
         needed = -(-lengths // size)  # blocks
         seen = _Seen(lengths, needed, *rows.upload(np.stack((decodes, needed))))
-        batches = [self._attention(plan, seen, rows.tables, None)]
-        batches += [self._attention(plan, seen, tables, self._window) for tables in rows.window_tables]
+        batches = [
+            self._attention(plan, seen, tables, layer, self._window if source else None)
+            for tables, layer, source in self._tables
+        ]
         return [self._backend.prepare(batch) for batch in batches]
 
-    def _attention(self, plan: StepPlan, seen: _Seen, all_tables: Tensor, window: int | None) -> AttentionBatch:
+    def _attention(
+        self, plan: StepPlan, seen: _Seen, all_tables: Tensor, layer: LayerCache, window: int | None
+    ) -> AttentionBatch:
         size, widest = self._rows.block_size, int(seen.needed.max(initial=0))
         tables = all_tables[:, :widest].index_select(0, seen.rows).long()
         if len(seen.needed) and seen.needed[-1] < widest:
@@ -146,7 +153,7 @@ class BatchBuilder:
             table = all_tables[chunk.row, :num_blocks].long()
             chunks.append(ChunkSpan(begin, chunk.start, chunk.num_tokens, table))
             begin += chunk.num_tokens
-        return AttentionBatch(seen.lengths, tables, tuple(chunks), size, self._cache.layers[0], window)
+        return AttentionBatch(seen.lengths, tables, tuple(chunks), size, layer, window)
 
     def _clear_entered(self, plan: StepPlan, decodes: Longs) -> None:
         """Zero blocks whose first slot is written in this step and whose last is not."""
@@ -186,9 +193,27 @@ def find_tokens(decodes: Longs, lengths: Longs, spans: Longs) -> tuple[Longs, Lo
     return np.concatenate([decodes, np.repeat(rows, counts)]), np.concatenate([lengths[decodes] - 1, positions])
 
 
-def slots_of(block_ids: Tensor, positions: Tensor, kv_heads: Tensor, size: int) -> Tensor:  # [tokens * kv heads]
+class HeadPlaces(NamedTuple):
+    """Where the heads of a layer are among the heads of all blocks."""
+
+    heads: Tensor  # [kv heads]: those of block 0
+    stride: int  # from a block to the next
+
+    @classmethod
+    def of(cls, layer: LayerCache) -> HeadPlaces:
+        return cls(torch.arange(layer.key.shape[1], device=layer.key.device), layer.block_heads)
+
+
+def tables_of(rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
+    """The block tables that layers read: those of the rows, then those of their window blocks, or the rows' again for
+    layers whose heads are others. They stay where they are."""
+    tables = (rows.tables, *rows.window_tables)
+    return tuple(tables[source] for source in cache.sources)
+
+
+def slots_of(block_ids: Tensor, positions: Tensor, places: HeadPlaces, size: int) -> Tensor:  # [tokens * kv heads]
     """The cache slots of tokens at `positions` [tokens], held by `block_ids` [tokens] of that size."""
-    first = block_ids.long()[:, None] * len(kv_heads) + kv_heads
+    first = block_ids.long()[:, None] * places.stride + places.heads
     return (first * size + (positions % size)[:, None]).reshape(-1)
 
 

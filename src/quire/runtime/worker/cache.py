@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import CacheConfig
-from quire.config.kv_cache import KVLayout
+from quire.config.kv_cache import KVLayout, Place
 from quire.config.model import Heads
-from quire.runtime.attention.backend import indexable, layer_cache
+from quire.runtime.attention.backend import LayerCache, indexable, layer_cache
 from quire.types.step import BlockCopy
 
 _ALIGNMENT = 64  # bytes, one cache line
@@ -21,20 +21,31 @@ _BLOCKS_AT_ONCE = 32  # bounds the scratch memory of a copy
 
 class KVCache:
     """Owns keys and values, in the planes of `layout`, and behind them the states of recurrent layers. On a CPU, blocks
-    never touched cost no memory: pages come with the first write."""
+    never touched cost no memory: pages come with the first write.
+
+    `local_heads`: of the layers that read other tables than the first, where they have others."""
 
     window: int | None = None  # tokens that the layers of window blocks see; None: there are no such layers
 
     def __init__(
-        self, config: CacheConfig, heads: Heads, layout: KVLayout, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._sides = heads.sides
+        self, config: CacheConfig, heads: Heads, layout: KVLayout, dtype: torch.dtype, device: torch.device,
+        local_heads: Heads | None = None,
+    ) -> None:  # fmt: skip
+        self._sides, self._places = heads.sides, layout.places
         num_blocks = config.num_blocks + config.groups.num_states * config.groups.blocks_per_state
-        shape = (layout.num_planes, self._sides, num_blocks, heads.num_kv, config.block_size, heads.dim)
-        memory = _zeros(shape, dtype, device)
+        width = config.block_size * layout.numbers // self._sides
+        memory = _zeros((layout.num_planes, self._sides, num_blocks, width), dtype, device)
         # [planes * sides, blocks, numbers]: keys and values of each plane, or latents
         self.blocks = indexable(memory).view(layout.num_planes * self._sides, num_blocks, -1)
-        self.layers = tuple(layer_cache(memory[plane], heads, table) for plane, table in layout.places)
+        self.layers = tuple(
+            _layer(memory, place, local_heads or heads if place.table else heads, config.block_size)
+            for place in layout.places
+        )
+        self.sources = layout.sources
+        # A layer that reads each table: all that do have its shape.
+        self.of_tables = tuple(
+            next(layer for layer in self.layers if layer.table == table) for table in range(len(self.sources))
+        )
         assert self._sides == 2 or not layout.num_states, "states lie in keys and values"
         self.states = _states(memory, config, layout)  # of each recurrent layer: [states, numbers] float32
         self.num_blocks, self.block_size, self.window = config.num_blocks, config.block_size, layout.window
@@ -43,7 +54,8 @@ class KVCache:
         """The same memory, as a model of so many of its layers sees it."""
         assert self.window is None, "the first layers of a cache with a window group are not its first planes"
         other = copying.copy(self)
-        other.blocks, other.layers = self.blocks[: self._sides * num_layers], self.layers[:num_layers]
+        num_planes = 1 + max(place.plane for place in self._places[:num_layers])
+        other.blocks, other.layers = self.blocks[: self._sides * num_planes], self.layers[:num_layers]
         return other
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -69,9 +81,16 @@ class KVCache:
         key = self.layers[0].key
         assert key.shape[0] >= self.num_blocks
         assert key.shape[2] == self.block_size
-        assert all(layer.key.is_contiguous() for layer in self.layers)
-        assert all(layer.is_latent or layer.value.is_contiguous() for layer in self.layers)
+        assert all(layer.key[0].is_contiguous() for layer in self.layers)
+        assert all(layer.is_latent or layer.value[0].is_contiguous() for layer in self.layers)
         assert len({(layer.key.data_ptr(), layer.table) for layer in self.layers}) == len(self.layers)
+
+
+def _layer(memory: Tensor, place: Place, heads: Heads, block_size: int) -> LayerCache:
+    """A layer's part of `memory` [planes, sides, blocks, numbers]."""
+    width = block_size * heads.kv_size
+    own = memory[place.plane, :, :, place.part * width : (place.part + 1) * width]
+    return layer_cache(own.view(*own.shape[:2], heads.num_kv, block_size, heads.dim), heads, place.table)
 
 
 def _states(memory: Tensor, config: CacheConfig, layout: KVLayout) -> tuple[Tensor, ...]:

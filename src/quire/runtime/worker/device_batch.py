@@ -13,13 +13,23 @@ from torch import Tensor
 from quire.kernels.delta import NO_STATE
 from quire.runtime.layers.step import ForwardStep, StateStep, WindowStep
 from quire.runtime.sampling.samples import Longs
-from quire.runtime.worker.batch import Batch, StepShape, find_samples, find_spans, find_tokens, make_batch, slots_of
+from quire.runtime.worker.batch import (
+    Batch,
+    HeadPlaces,
+    StepShape,
+    find_samples,
+    find_spans,
+    find_tokens,
+    make_batch,
+    slots_of,
+    tables_of,
+)
 from quire.runtime.worker.device_state import DeviceState
 from quire.types.step import StepPlan
 
 PADDING = -1  # the row of a token that nobody asked for
-_BYTES_PER_TOKEN = 80  # of what the host says of one, its share of a tile included
-_BYTES_BESIDE = 1 << 14  # tiles that are not full, and alignment
+_BYTES_PER_TOKEN = 48  # of what the host says of one
+_BYTES_BESIDE = 1 << 14  # alignment
 _BYTES_PER_SEGMENT = 16
 _SPARE_SEGMENTS = 32  # of chunks whose state moves in between
 
@@ -37,9 +47,11 @@ class DeviceBatchBuilder:
         self._rows, self._cache, self._attention, self._shared = rows, cache, state.attention, state.shared
         self._plain, self._states = plain, state.states
         self._buckets = () if plain else tuple(buckets)
-        self._kv_heads = torch.arange(cache.layers[0].key.shape[1], device=rows.device)
+        self._heads = tuple(HeadPlaces.of(layer) for layer in cache.of_tables)
+        self._tables = tables_of(rows, cache)
         most = self._buckets[-1] if self._buckets else 0
         num_bytes = most * _BYTES_PER_TOKEN + self._segment_room(most) * _BYTES_PER_SEGMENT + _BYTES_BESIDE
+        num_bytes += self._attention.tiles(find_spans(StepPlan(step=0)), self._attention.tile_room(most)).nbytes
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
         self._token_ids = torch.zeros(most, dtype=torch.int32, device=rows.device)
 
@@ -150,12 +162,13 @@ class DeviceBatchBuilder:
             positions=position,
             lengths=length,
             max_length=int(lengths.max()),
-            slots=self._slots(row, position, rows.tables),
+            slots=self._slots(row, position, 0),
             caches=self._cache.layers,
             attention=attention,
             backend=self._attention,
             windows=tuple(
-                WindowStep(self._slots(row, position, tables), attention.over(tables)) for tables in rows.window_tables
+                WindowStep(self._slots(row, position, number), attention.over(tables))
+                for number, tables in enumerate(self._tables[1:], 1)
             ),
             states=self._state_step(span, slot, has_chunks=tiles is not None),
         )
@@ -163,12 +176,12 @@ class DeviceBatchBuilder:
     def _state_step(self, spans: Tensor, slots: Tensor, *, has_chunks: bool) -> StateStep | None:
         return None if self._states is None else StateStep(self._states.layers, None, spans, slots, has_chunks)
 
-    def _slots(self, rows: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+    def _slots(self, rows: Tensor, positions: Tensor, table: int) -> Tensor:
         if not self._plain:
             return positions[:0]  # joined layers find them through the tables
         size = self._rows.block_size
-        blocks = tables[rows.long(), positions // size]
-        return slots_of(blocks, positions, self._kv_heads, size)
+        blocks = self._tables[table][rows.long(), positions // size]
+        return slots_of(blocks, positions, self._heads[table], size)
 
 
 def _pad(numbers: Longs, room: int, filler: int) -> Longs:

@@ -21,9 +21,10 @@ class DeviceCache(KVCache):
     """Does not wait for the device."""
 
     def __init__(
-        self, config: CacheConfig, heads: Heads, layout: KVLayout, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(config, heads, layout, dtype, device)
+        self, config: CacheConfig, heads: Heads, layout: KVLayout, dtype: torch.dtype, device: torch.device,
+        local_heads: Heads | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(config, heads, layout, dtype, device, local_heads)
         self._courier = Courier(device)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:

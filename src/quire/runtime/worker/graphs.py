@@ -23,6 +23,7 @@ from quire.runtime.models.build import Model
 from quire.runtime.sampling.logprobs import Listing
 from quire.runtime.sampling.reports import NO_REPORT, Report
 from quire.runtime.sampling.triton_choice import TritonChoice
+from quire.runtime.worker.batch import tables_of
 from quire.runtime.worker.capture import Capture, Launch
 from quire.runtime.worker.device_lists import NOTHING_LISTED, ListSpace
 from quire.runtime.worker.device_state import DeviceState
@@ -93,6 +94,7 @@ class DecodeGraphs:
         self._model, self._state, self._rows = model, state, state.rows
         self._sampling, self._choice, self._capture = sampling, choice, capture
         rows = state.rows
+        self._tables = tables_of(rows, state.cache)
         self._buckets = row_buckets(rows.spare)
         most, device = self._buckets[-1], rows.device
         self._entries = torch.full((most,), PADDING, dtype=torch.int32, device=device)  # rows of the step
@@ -241,7 +243,7 @@ class DecodeGraphs:
             attention=plan,
             backend=attention,
             num_layers=layers,
-            windows=tuple(WindowStep(positions[:0], plan.over(tables)) for tables in self._rows.window_tables),
+            windows=tuple(WindowStep(positions[:0], plan.over(tables)) for tables in self._tables[1:]),
             states=self._state_step(bucket),
         )
         return self._model.logits(self._model(step, vectors))

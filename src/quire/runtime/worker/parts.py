@@ -96,9 +96,9 @@ def _make_cache(backend: Any, model_config: ModelConfig, config: EngineConfig, r
     if cache.layout == "virtual":
         num_rows, capacity, block_size, *_ = row_shape
         shape = (num_rows, -(-capacity // block_size))
-        return VirtualCache(cache, heads, model_config.num_layers, kv_dtype, device, shape)
+        return VirtualCache(cache, heads, len(model_config.kv_specs), kv_dtype, device, shape)
     layout = lay_out(model_config.kv_specs, split=cache.groups.window is not None)
-    return make(cache, heads, layout, kv_dtype, device)
+    return make(cache, heads, layout, kv_dtype, device, model_config.local_heads)
 
 
 def _device_parts(
@@ -120,7 +120,7 @@ def _device_parts(
     from quire.runtime.worker.shared_runs import SharedRuns
 
     rows = DeviceRows(*row_shape)
-    backend.reserve(cache.layers[0], config.scheduler.num_rows)
+    backend.reserve(cache.of_tables, config.scheduler.num_rows)
     states = _make_states(cache, rows)
     state = DeviceState(rows, cache, backend, SharedRuns(rows, backend), states)
     if config.device.enforce_eager or not model.is_static:

@@ -62,7 +62,7 @@ class VirtualCache(KVCache):
         assert len({layer.key.data_ptr() for layer in self.layers}) == len(self.layers)
 
     def _see(self, pages: PageMemory, num_layers: int) -> None:
-        self._pages = pages
+        self._pages, num_layers = pages, min(num_layers, self._num_layers)  # some read the keys of others
         self.blocks = pages.blocks.view(torch.int64)[None]  # [1, blocks, words]: a block is all there is of it
         flat, heads = pages.places.view(self._dtype).view(-1, self._heads.dim), self._heads.num_kv
         self.layers = tuple(VirtualLayer.over(flat, layer, self._num_layers, heads) for layer in range(num_layers))

@@ -68,7 +68,7 @@ def batch_of(
 def test_gathering_gives_what_the_reference_gives(decodes: list[int], chunks: list[tuple[int, int]], size: int) -> None:
     batch, cache, tensors = batch_of(decodes, chunks, size, HEADS)
     reference = ReferenceAttention()
-    gather = GatherAttention(HEADS, torch.float32)
+    gather = GatherAttention(torch.float32)
     expected = reference.attend(*tensors, cache, reference.prepare(batch), RULE)
     found = gather.attend(*tensors, cache, gather.prepare(batch), RULE)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -77,7 +77,7 @@ def test_gathering_gives_what_the_reference_gives(decodes: list[int], chunks: li
 def test_a_long_chunk_is_cut_into_tiles_without_changing_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.runtime.attention.gather.MASK_ELEMENTS", 100)
     batch, cache, tensors = batch_of([], [(30, 21)], 4, HEADS)
-    gather = GatherAttention(HEADS, torch.float32)
+    gather = GatherAttention(torch.float32)
     plan = gather.prepare(batch)
     assert len(plan.tiles) > 5
     reference = ReferenceAttention()
@@ -89,7 +89,7 @@ def test_half_precision_can_be_attended_in_float32() -> None:
     batch, cache, (query, key, value) = batch_of([20, 5], [(0, 4)], 4, HEADS)
     cache = LayerCache.of(cache.key.bfloat16(), cache.value.bfloat16())
     batch = replace(batch, cache=cache)
-    gather = GatherAttention(HEADS, torch.float32)
+    gather = GatherAttention(torch.float32)
     half = [tensor.bfloat16() for tensor in (query, key, value)]
     out = gather.attend(*half, cache, gather.prepare(batch), RULE)
     reference = ReferenceAttention()

@@ -54,7 +54,7 @@ def test_it_gives_what_the_reference_gives(
     key, value = cache.key.to(DEVICE), cache.value.to(DEVICE)
     for rule in rules:
         backend.accept(rule)
-    backend.reserve(LayerCache.of(key, value), 8)
+    backend.reserve([LayerCache.of(key, value)], 8)
     plan = backend.plan(
         torch.tensor(rows, dtype=torch.int32, device=DEVICE),
         torch.tensor(positions, device=DEVICE),
@@ -84,7 +84,7 @@ def test_a_cascade_over_shared_blocks_gives_what_plain_decoding_gives(
     backend = make_backend("triton", heads, torch.float32, PLACEMENT, size)
     for rule in rules:
         backend.accept(rule)
-    backend.reserve(cache, 8)
+    backend.reserve([cache], 8)
     query, own = torch.randn(6, heads.num_query, heads.dim, generator=generator).to(DEVICE), cache.key[:6, :, 0]
     rows = torch.tensor(entries, dtype=torch.int32, device=DEVICE)
     seen = torch.tensor(lengths, device=DEVICE)
@@ -106,7 +106,7 @@ def test_a_cascade_over_shared_blocks_gives_what_plain_decoding_gives(
 def test_decode_rows_beyond_what_was_reserved_are_refused() -> None:
     backend = make_backend("triton", HEADS, torch.float32, PLACEMENT)
     backend.accept(RULE)
-    backend.reserve(LayerCache.of(*(torch.zeros(1, 2, 16, 16, device=DEVICE) for _ in range(2))), 2)
+    backend.reserve([LayerCache.of(*(torch.zeros(1, 2, 16, 16, device=DEVICE) for _ in range(2)))], 2)
     rows = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="3 decode rows, but 2 were reserved"):
         backend.plan(rows, rows.long(), rows.long(), rows[None], None)
@@ -114,7 +114,7 @@ def test_decode_rows_beyond_what_was_reserved_are_refused() -> None:
 
 def test_what_its_kernels_do_not_know_is_refused_and_auto_takes_another() -> None:
     assert resolve_backend("triton", HEADS, PLACEMENT, 16) == "triton"
-    for heads, size, reason in ((Heads(2, 1, 320), 16, "320 numbers"), (HEADS, 24, "no power of two")):
+    for heads, size, reason in ((Heads(2, 1, 640), 16, "640 numbers"), (HEADS, 24, "no power of two")):
         with pytest.raises(ConfigError, match=reason):
             resolve_backend("triton", heads, PLACEMENT, size)
         assert resolve_backend("auto", heads, PLACEMENT, size) != "triton"

@@ -36,7 +36,7 @@ class Reachable(PageableMemory):
 
 
 def make_cache(kind: type[KVCache] = KVCache, dtype: torch.dtype = torch.float32) -> KVCache:
-    return kind(CacheConfig(2, NUM_BLOCKS), Heads(2, 1, 16), one_group(2), dtype, CPU)
+    return kind(CacheConfig(2, NUM_BLOCKS), Heads(2, 1, 16), one_group(2, 32), dtype, CPU)
 
 
 def make_host(cache: KVCache) -> HostStore:

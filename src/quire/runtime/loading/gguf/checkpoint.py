@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.mapping import Bytes
 from quire.runtime.loading.pieces import Piece
 from quire.runtime.loading.values import refuse_blank, refuse_non_finite
+from quire.runtime.models.family import Stacked
+from quire.runtime.models.registry import find_family
 from quire.runtime.quantization.levels import LevelWeight
 from quire.types.errors import ModelLoadError
 
@@ -73,7 +76,7 @@ class GgufCheckpoint:
         piece, shape = self._pieces[name], self.shape(name)
         raw = self._model.owners[piece.tensor].raw(piece.tensor)
         if piece.expert is not None:
-            raw = raw.reshape(self._tensor(name).shape[0], -1)[piece.expert]
+            raw = raw.reshape(self._tensor(name).shape[0], piece.count, -1)[piece.expert, piece.number]
         refuse_blank(raw, len(shape), self.source(name), piece.tensor)
         num_heads = rotary_heads(self._family, name, self.config.heads)
         return raw if num_heads is None else split_halves(raw, num_heads, shape[0])
@@ -85,18 +88,30 @@ class GgufCheckpoint:
     def _find_pieces(self) -> dict[str, Piece]:
         """Where each tensor of the layers lies, by its name."""
         found: dict[str, Piece] = {}
+        family = find_family(self.config.architecture)
         for name, owner in self._model.owners.items():
             canonical = canonical_name(self._family, name)
+            if canonical is not None and family.is_unread(self.config, canonical):
+                continue
             if canonical is not None and EXPERT in canonical:
-                found |= self._pieces_of_experts(canonical, owner.tensors[name], owner.name)
+                found |= self._pieces_of_experts(canonical, owner.tensors[name], owner.name, family.stacked)
             elif canonical is not None:
                 found[canonical] = Piece(name)
             elif name != ROPE_FACTORS:
                 raise ModelLoadError(owner.name, f"has no place in a {self.config.architecture} model", tensor=name)
         return found
 
-    def _pieces_of_experts(self, canonical: str, tensor: GgufTensor, file: str) -> dict[str, Piece]:
+    def _pieces_of_experts(
+        self, canonical: str, tensor: GgufTensor, file: str, stacked: Mapping[str, Stacked]
+    ) -> dict[str, Piece]:
+        """A tensor may hold several matrices of each expert, one behind the other."""
         count = 0 if self.config.experts is None else self.config.experts.num
         if tensor.shape[0] != count:
             raise ModelLoadError(file, f"has shape {tensor.shape}, but there are {count} experts", tensor=tensor.name)
-        return {canonical.replace(EXPERT, str(expert)): Piece(tensor.name, expert) for expert in range(count)}
+        path, _, word = canonical.removesuffix(".weight").rpartition(f".{EXPERT}.")
+        parts = stacked[word].parts if word in stacked else (canonical.rpartition(f".{EXPERT}.")[2],)
+        return {
+            f"{path}.{expert}.{part}": Piece(tensor.name, expert, number=number, count=len(parts))
+            for expert in range(count)
+            for number, part in enumerate(parts)
+        }

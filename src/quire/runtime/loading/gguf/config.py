@@ -40,7 +40,8 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
     name = gguf_architecture(model)
     family = gguf_family(name)
     prefix = Fields(model.name, model.metadata).text("general.architecture") + "."
-    fields = Fields(model.name, model.metadata, prefix=prefix)
+    given = Fields(model.name, model.metadata, prefix=prefix)
+    fields = given if family.whole is None else family.whole(given)
     _refuse_unknown(fields, prefix, family.settings)
     heads = _read_heads(fields)
     tensors = model.owners
@@ -59,13 +60,14 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
         o_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm=name == "qwen3",
+        keys_are_values=any(name.replace("attn_k", "attn_v") not in tensors for name in tensors if ".attn_k." in name),
         dtype=_read_dtype(model),
         bos_id=inside(_token_id(model, "bos"), vocab_size),
         eos_ids=_read_eos_ids(model, vocab_size),
         levels=_read_levels(model),
     )
     if family.read is not None:
-        config = family.read(fields, config)
+        config = family.read(given, config)
     check_config(config, model.name)
     return count_weights(config)
 

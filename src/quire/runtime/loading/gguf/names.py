@@ -11,7 +11,7 @@ from quire.runtime.models.family import GgufFamily
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies; not a weight
 EXPERT = "*"  # in a name: the number of an expert
 
-_BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)", re.ASCII)
+_BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_0-9]+)\.(weight|bias|scale)", re.ASCII)
 
 
 def canonical_name(family: GgufFamily, name: str) -> str | None:

@@ -103,9 +103,11 @@ class HfCheckpoint:
         found: dict[str, Piece] = {}
         for stored, file in self._owners.items():
             name = family.rename(stored)
-            if family.drops_layers and name is not None and _layer(name) >= self.config.num_layers:
+            if name is None or family.is_unread(self.config, name):
                 continue
-            for known, piece in () if name is None else pieces_of(name, stored, family.stacked, count):
+            if family.drops_layers and _layer(name) >= self.config.num_layers:
+                continue
+            for known, piece in pieces_of(name, stored, family.stacked, count):
                 if known in found:
                     raise ModelLoadError(file.name, f"is the same tensor as {found[known].tensor}", tensor=stored)
                 if piece.expert == 0:
