@@ -74,6 +74,7 @@ class EngineArguments:
     record_limit: int | str | None = None
     limit_mm_per_prompt: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
+    allowed_local_media_path: str | None = None
 
 
 class EngineSettings(TypedDict, total=False):
@@ -112,6 +113,7 @@ class EngineSettings(TypedDict, total=False):
     record_limit: int | str | None
     limit_mm_per_prompt: dict[str, Any] | None
     mm_processor_kwargs: dict[str, Any] | None
+    allowed_local_media_path: str | None
 
 
 @dataclass(frozen=True, slots=True)

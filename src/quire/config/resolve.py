@@ -68,6 +68,9 @@ def resolve_engine_config(
     images = resolve_images(
         model.vision, args.limit_mm_per_prompt, args.mm_processor_kwargs, scheduler.max_num_batched_tokens
     )
+    if args.allowed_local_media_path and images is None:
+        reason = "is a folder of images, and this model takes none"
+        raise ConfigError("allowed_local_media_path", reason, "leave it out")
     if images is not None and parsed.recording is not None:
         logger.warning("requests with images are refused while the engine is recorded: recordings hold no images")
         images = None

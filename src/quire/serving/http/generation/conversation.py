@@ -7,8 +7,9 @@ from typing import Any
 
 from quire.serving.http.service import Service
 from quire.serving.http.validators.values import UnsupportedParameter
+from quire.serving.requests import Prompt
 
-_OWN_PARAMETERS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+_OWN_PARAMETERS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "takes_images")
 _FOR_TEMPLATES = ("documents", "reasoning_effort")
 
 
@@ -29,8 +30,21 @@ def unread_values(service: Service, given: dict[str, Any]) -> list[UnsupportedPa
     return unread
 
 
-def render_messages(service: Service, given: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> str:
-    """The prompt of a conversation, with a description of the tools."""
+def render_prompt(service: Service, given: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> Prompt:
+    """The prompt of a conversation, with its images if the model takes some."""
+    taker = service.image_taker()
+    if taker is None:
+        return Prompt(text=render_messages(service, given, tools))
+    messages, images = taker.take(given["messages"])
+    text = render_messages(service, {**given, "messages": messages}, tools, takes_images=True)
+    return Prompt(text=text, images=images)
+
+
+def render_messages(
+    service: Service, given: dict[str, Any], tools: Sequence[dict[str, Any]] = (), *, takes_images: bool = False
+) -> str:
+    """The prompt of a conversation, with a description of the tools. With `takes_images`, parts of messages may be
+    placeholders of images."""
     variables = dict(given.get("chat_template_kwargs", {}))
     variables |= {name: given[name] for name in _FOR_TEMPLATES if name in given}
     return service.texts.template.render(
@@ -38,6 +52,7 @@ def render_messages(service: Service, given: dict[str, Any], tools: Sequence[dic
         tools=list(tools) or None,
         add_generation_prompt=given.get("add_generation_prompt", True),
         continue_final_message=given.get("continue_final_message", False),
+        takes_images=takes_images,
         **variables,
     )
 
