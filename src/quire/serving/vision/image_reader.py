@@ -14,6 +14,7 @@ from typing import Any
 from quire.config.vision import ImageGrid, ImageLimits
 from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage, image_key
+from quire.types.install import install_extra
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_RATIO = 200  # of the longer side to the shorter
@@ -109,6 +110,6 @@ def _pillow(field: str) -> Any:
     try:
         from PIL import Image
     except ImportError:
-        fix = "install it: pip install 'quire-llm[vision]'"
-        raise InvalidRequest(field, "needs Pillow to be decoded, which is not installed", fix) from None
+        reason = "needs Pillow to be decoded, which is not installed"
+        raise InvalidRequest(field, reason, install_extra("vision")) from None
     return Image
