@@ -120,6 +120,41 @@ def test_anthropics_blocks_are_taken_and_counted(case: Case) -> None:
     assert "nothing is fetched" in fetched.text
 
 
+def test_responses_take_images_and_remember_them(case: Case) -> None:
+    image = {"type": "input_image", "image_url": part(picture(5))["image_url"]["url"]}
+    text = {"type": "input_text", "text": "hi"}
+    _, usage = case.answer(part(picture(5)), {"type": "text", "text": "hi"})
+    with case.server.client() as client:
+        body = {"input": [{"role": "user", "content": [image, text]}], "max_output_tokens": 4, "temperature": 0}
+        first = client.post("/v1/responses", json={**body, "truncation": "auto"})
+        assert first.status_code == 200, first.text
+        after = {"input": "and?", "previous_response_id": first.json()["id"], "max_output_tokens": 4}
+        second = client.post("/v1/responses", json=after)
+        missing = client.post("/v1/responses", json={"input": [{"role": "user", "content": [{"type": "input_image"}]}]})
+        fetched = {"type": "input_image", "image_url": "https://example.com/a.png"}
+        network = client.post("/v1/responses", json={"input": [{"role": "user", "content": [text, fetched]}]})
+        spoken = {"role": "assistant", "content": [image]}
+        misplaced = client.post("/v1/responses", json={"input": [spoken]})
+    assert first.json()["usage"]["input_tokens"] == usage["prompt_tokens"]
+    assert second.json()["usage"]["input_tokens"] > usage["prompt_tokens"]
+    assert (missing.status_code, network.status_code, misplaced.status_code) == (400, 400, 400)
+    assert "input[0].content[0].image_url" in missing.text
+    assert "nothing is fetched" in network.text
+    assert "only text is taken here" in misplaced.text
+
+
+def test_tokenize_counts_images_and_other_endpoints_refuse_them(case: Case) -> None:
+    messages = [{"role": "user", "content": [part(picture(1)), {"type": "text", "text": "hi"}]}]
+    _, usage = case.answer(*messages[0]["content"])
+    with case.server.client() as client:
+        assert client.post("/tokenize", json={"messages": messages}).json()["count"] == usage["prompt_tokens"]
+        refused = client.post("/apply-template", json={"messages": messages})
+        ollama = client.post("/api/chat", json={"model": "x", "messages": [{"role": "user", "images": ["AAAA"]}]})
+    assert (refused.status_code, ollama.status_code) == (400, 400)
+    assert "messages[0].content[0]: is an image, which this endpoint does not take" in refused.text
+    assert "takes text only" in ollama.text
+
+
 def test_capabilities_say_what_is_taken(case: Case) -> None:
     with case.server.client() as client:
         engine = client.get("/v1/capabilities").json()["engine"]
@@ -183,9 +218,12 @@ def test_a_model_for_text_refuses_images(serve: Serve) -> None:
     body = {"messages": [{"role": "user", "content": [part(picture(1))]}], "max_tokens": 4}
     with server.client() as client:
         found = client.post("/v1/chat/completions", json=body)
+        image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+        answer = client.post("/v1/responses", json={"input": [{"role": "user", "content": [image]}]})
         engine = client.get("/v1/capabilities").json()["engine"]
-    assert found.status_code == 400
-    assert "takes text only" in found.json()["error"]["message"]
+    for each in (found, answer):
+        assert each.status_code == 400
+        assert "takes text only" in each.json()["error"]["message"]
     assert engine["images"] is None
 
 

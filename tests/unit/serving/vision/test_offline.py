@@ -167,6 +167,22 @@ def test_fewer_pixels_make_fewer_tokens(folder: Path) -> None:
         assert len(found.prompt_token_ids) == 2 + 2 * 3
 
 
+def test_an_image_is_found_on_disk_after_a_restart_and_another_is_not(folder: Path, tmp_path: Path) -> None:
+    tiers = {"host_cache_memory": "1MiB", "disk_cache_path": str(tmp_path / "blocks"), "disk_cache_memory": "16MiB"}
+    settings: dict[str, Any] = {**SETTINGS, **tiers, "tier_write": "through", "block_size": 4}
+    prompt = f"hello {HOLDER}tell me more"
+    found = []
+    for seed in (1, 1, 2):
+        with LLM(folder, **settings) as llm:
+            (output,) = llm.generate(shown(prompt, picture(seed)), GREEDY)
+            found.append((tokens([output])[0], output.num_cached_tokens or 0))
+    (first, none), (again, cached), (_, other) = found
+    assert first == again
+    assert none == 0
+    assert cached > len("hello ") + 15  # behind the image
+    assert other <= len("hello ") + 1
+
+
 def test_an_engine_that_is_recorded_refuses_images(folder: Path, tmp_path: Path) -> None:
     with (
         LLM(folder, **SETTINGS, record=str(tmp_path / "recording")) as llm,
