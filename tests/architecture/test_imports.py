@@ -42,6 +42,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "aiohttp": (),
     "cuda": (),
     "fastapi": SERVER_MODULES,
+    "PIL": (),
     "flashinfer": (),
     "huggingface_hub": (),
     "llguidance": (),

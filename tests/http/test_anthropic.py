@@ -77,6 +77,9 @@ def prompt_of(server: TestServer, messages: list[Any], **fields: Any) -> str:
     return str(text).removeprefix("<").removesuffix(">")
 
 
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+
+
 def refusal(server: TestServer, **fields: Any) -> str:
     answer = server.post(PATH, body(**fields))
     assert answer.status_code == 400, answer.text
@@ -284,7 +287,10 @@ def test_a_stream_that_breaks_ends_with_an_error_event(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("content", "where"),
     [
-        ([{"type": "image", "source": {}}], "messages[0].content[0].type: 'image' is not taken"),
+        ([{"type": "image", "source": {}}], "messages[0].content[0].source: must be an object"),
+        ([{"type": "image", "source": {"type": "base64", "data": "x"}}], "messages[0].content[0].source.media_type"),
+        ([{"type": "image", "source": {"type": "url", "url": "x", "b": 1}}], "messages[0].content[0].source.b: is not"),
+        ([IMAGE], "messages[0].content[0]: is 'image_url'; this model takes text only"),
         ([{"type": "document", "source": {}}], "messages[0].content[0].type: 'document' is not taken"),
         ([{"type": "tool_use", "id": "x", "name": "y", "input": {}}], "messages[0].content[0].type: 'tool_use'"),
         ([{"type": "text"}], "messages[0].content[0].text"),

@@ -294,7 +294,7 @@ def test_a_field_that_makes_no_sense_is_refused_by_its_path(
 @pytest.mark.parametrize(
     ("fields", "where"),
     [
-        ({"images": ["aGk="]}, "images: is not supported: this server takes text only"),
+        ({"images": ["aGk="]}, "images: is not supported: this API takes text only"),
         ({"template": "{{ .Prompt }}"}, "template: is set by the operator only"),
         ({"suffix": "x"}, "suffix"),
         ({"context": ["x"]}, "context"),

@@ -48,7 +48,9 @@ def hf_model(hf_config: Any, seed: int = 0) -> torch.nn.Module:
     """A model of random weights, norms and biases too."""
     import transformers
 
-    return randomize(transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval(), seed)
+    has_vision = hasattr(hf_config, "vision_config")
+    auto = transformers.AutoModelForImageTextToText if has_vision else transformers.AutoModelForCausalLM
+    return randomize(auto.from_config(hf_config, dtype=torch.float32).eval(), seed)
 
 
 def randomize(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:

@@ -14,6 +14,8 @@ from family_bench import hf_model
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
 from tiny_models import greedy_reference
+from vision_models import MROPE, TOWERS
+from vision_models import TOKENS as VISION_TOKENS
 
 VOCAB = 97
 COMMON: dict[str, Any] = {
@@ -73,6 +75,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 64,
     },
+    "qwen2_vl": {"vision_config": {**TOWERS["qwen2_vl"]}, **VISION_TOKENS, **MROPE},
+    "qwen2_5_vl": {"vision_config": {**TOWERS["qwen2_5_vl"]}, **VISION_TOKENS, **MROPE, "tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "qwen3_next": {

@@ -16,6 +16,7 @@ from quire.config.kv_cache import PLAIN, KVGroups, lay_out
 from quire.config.memory import state_groups
 from quire.config.model import Heads, ModelConfig, Quantization, Rope
 from quire.config.tiers import TierConfig
+from quire.config.vision import ImageLimits
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.weights import load_weights
 from quire.runtime.models.build import build_model, count_weights
@@ -24,6 +25,7 @@ from quire.runtime.sampling.reports import NO_REPORT, Report
 from quire.runtime.sampling.samples import Samples
 from quire.runtime.worker.worker import Worker
 from quire.types.errors import InvalidRequest
+from quire.types.images import PromptImage
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import (
     BlockCopy,
@@ -172,10 +174,11 @@ def engine_config(
     kv_dtype: str | None = None,
     quantization: Quantization | None = None,
     groups: KVGroups = PLAIN,
+    images: ImageLimits | None = None,
 ) -> EngineConfig:
     return EngineConfig(
         CacheConfig(block_size, num_blocks, layout=layout, tiers=tiers or TierConfig(), groups=groups),
-        SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=max_len),
+        SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=max_len, images=images),
         DeviceConfig(device, dtype, kv_dtype or dtype, quantization=quantization),  # type: ignore[arg-type]
     )
 
@@ -298,6 +301,7 @@ class Bench:
         num_candidates: int = 0,
         num_prompt: int | None = None,
         rules: TokenRules | None = None,
+        images: Sequence[PromptImage] = (),
         **sampling: Any,
     ) -> None:
         self.tokens[row] = list(tokens)
@@ -316,6 +320,7 @@ class Bench:
                 sample_index=0,
                 seed=seed,
                 num_candidates=num_candidates,
+                images=tuple(images),
             )
         )
 

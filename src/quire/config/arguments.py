@@ -72,6 +72,9 @@ class EngineArguments:
     record: str | None = None
     record_tokens: str | None = None
     record_limit: int | str | None = None
+    limit_mm_per_prompt: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    allowed_local_media_path: str | None = None
 
 
 class EngineSettings(TypedDict, total=False):
@@ -108,6 +111,9 @@ class EngineSettings(TypedDict, total=False):
     record: str | None
     record_tokens: str | None
     record_limit: int | str | None
+    limit_mm_per_prompt: dict[str, Any] | None
+    mm_processor_kwargs: dict[str, Any] | None
+    allowed_local_media_path: str | None
 
 
 @dataclass(frozen=True, slots=True)

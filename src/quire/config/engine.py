@@ -14,6 +14,7 @@ from quire.config.policy import PolicyName, PolicySettings
 from quire.config.recording import RecordingConfig
 from quire.config.speculation import SpeculationConfig
 from quire.config.tiers import EvictionName, PreemptionName, TierConfig
+from quire.config.vision import ImageLimits
 from quire.types.errors import ConfigError
 
 MAX_BLOCK_SIZE = 256
@@ -73,6 +74,7 @@ class SchedulerConfig:
     seed: int = 0
     policy_settings: PolicySettings = field(default_factory=PolicySettings)
     preemption: PreemptionName = "auto"  # whether a preempted request's blocks are swapped out or recomputed
+    images: ImageLimits | None = None  # None: requests have no images
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):

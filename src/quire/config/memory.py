@@ -9,6 +9,7 @@ from quire.config.facts import HardwareFacts
 from quire.config.kv_cache import PLAIN, KVGroups, lay_out
 from quire.config.model import DTYPE_BYTES, Experts, ModelConfig, packed_bytes
 from quire.config.sizes import MIB, at_least, at_most, format_size, format_table
+from quire.config.vision import image_bytes
 from quire.types.errors import DoesNotFit
 
 PROCESS_BYTES = {"cpu": 320 * MIB, "cuda": 768 * MIB}  # Python, torch and its libraries; on a GPU the CUDA context
@@ -65,6 +66,7 @@ class MemoryPlan:
     staging: int = 0  # GPU buffers for blocks being copied to and from host memory
     groups: KVGroups = PLAIN  # of layers; window blocks are some of `num_blocks`
     max_chunk: int = 0  # tokens of a sequence that a step computes
+    images: int = 0  # encoding the largest image, and vectors of images that are kept
 
     @property
     def state_bytes(self) -> int:
@@ -88,7 +90,7 @@ class MemoryPlan:
         """Bytes of everything but the KV cache."""
         needed = self.process + self.weights + self.activations + self.sampling + self.rows + self.graphs
         host = self.host_cache if self.device == "cpu" else 0
-        return needed + self.masks + self.draft + self.staging + self.states + host
+        return needed + self.images + self.masks + self.draft + self.staging + self.states + host
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -175,6 +177,7 @@ class MemoryPlan:
             ("weights", self.weights, ""),
             *([("drafting", self.draft, "weights, rows and sampling of the draft")] if self.draft else []),
             ("activations", self.activations, "upper bound for one step"),
+            *([("images", self.images, "encoding the largest one")] if self.images else []),
             ("logits, sampling", self.sampling, ""),
             ("masks", self.masks, self._where_masks_are),
             ("rows", self.rows, ""),
@@ -254,7 +257,14 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         staging=0 if kind == "cpu" else min(SAVE_STAGING_BYTES, tier) + min(LOAD_STAGING_BYTES, tier),
         groups=groups,
         max_chunk=scheduler.max_num_batched_tokens,
+        images=_images(model, scheduler, weight_bytes),
     )
+
+
+def _images(model: ModelConfig, scheduler: SchedulerConfig, weight_bytes: int) -> int:
+    if model.vision is None or scheduler.images is None:
+        return 0
+    return image_bytes(model.vision, scheduler.images, model.hidden_size, weight_bytes)
 
 
 def _sampling(model: ModelConfig, scheduler: SchedulerConfig) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.config.kv_cache import KVCacheSpec
+from quire.config.vision import Vision
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 CacheDtype = Literal["float32", "bfloat16", "float16", "float8"]  # float8 is e4m3fn
@@ -71,6 +72,9 @@ class Rope:
     long_factors: tuple[float, ...] = ()  # in their place in sequences past the original length (longrope)
     dim: int | None = None  # how many numbers of each head are rotated, the first ones; None: all
     in_pairs: bool = False  # checkpoints store those that are rotated together side by side, not as two halves
+    # Multi-axis positions (mRoPE): a token has one for time, height and width, and so many frequencies turn by each, in
+    # this order and over again. (): tokens have one position.
+    sections: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +201,7 @@ class ModelConfig:
     latent: Latent | None = None  # of attention over latents; `heads` are those that attend to them
     encoder: Encoder | None = None  # None: a decoder
     recurrent: Recurrent | None = None  # None: all layers attend
+    vision: Vision | None = None  # None: the model takes no images
     attention_gate: bool = False  # what a token has read is multiplied by the sigmoid of logits of its own
     dtype: Dtype = "bfloat16"  # the checkpoint's dtype
     bos_id: int | None = None

@@ -16,6 +16,7 @@ from quire.config.policy import RESERVING
 from quire.config.sizes import GIB, MIB, format_size, parse_size
 from quire.config.speculation import SpeculationConfig, resolve_speculation
 from quire.config.tiers import resolve_tiers
+from quire.config.vision import resolve_images
 from quire.types.errors import ConfigError, DoesNotFit
 
 logger = logging.getLogger("quire")
@@ -64,6 +65,16 @@ def resolve_engine_config(
         policy_settings=parsed.policy_settings,
         preemption=parsed.preemption,
     )
+    images = resolve_images(
+        model.vision, args.limit_mm_per_prompt, args.mm_processor_kwargs, scheduler.max_num_batched_tokens
+    )
+    if args.allowed_local_media_path and images is None:
+        reason = "is a folder of images, and this model takes none"
+        raise ConfigError("allowed_local_media_path", reason, "leave it out")
+    if images is not None and parsed.recording is not None:
+        logger.warning("requests with images are refused while the engine is recorded: recordings hold no images")
+        images = None
+    scheduler = replace(scheduler, images=images)
     caching = _prefix_caching(args, model, scheduler)
     host_field = "host_cache_memory" if args.swap_space is None else "swap_space"
     speculation = None if parsed.speculation is None else resolve_speculation(parsed.speculation, model, draft_model)

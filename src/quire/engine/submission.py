@@ -9,17 +9,20 @@ from dataclasses import replace
 
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import RESERVING
+from quire.config.vision import FEWEST_TOKENS, ImageLimits
 from quire.engine.decoding.beam import BeamSearch
 from quire.engine.decoding.controller import PLAIN, StepController
 from quire.engine.decoding.grammar import Matcher
 from quire.engine.decoding.group import NOT_STREAMED, Group, Sequence
 from quire.engine.decoding.stop_text import StopRules, StopText
 from quire.engine.decoding.tools import DecodingTools
+from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.reserve import reserved_tokens
 from quire.engine.kvcache.table import BlockTable
 from quire.engine.scheduler.row_table import RowTable
 from quire.engine.speculation.proposer import NO_PROPOSER
 from quire.types.errors import InvalidRequest
+from quire.types.images import KEY_BYTES, MAX_PIXEL_BYTES
 from quire.types.request import Submit
 from quire.types.sampling import check_vocabulary
 
@@ -62,6 +65,7 @@ def check_request(
         reason = f"means nothing to the {config.policy!r} policy"
         raise InvalidRequest("priority", reason, 'leave it out or use policy="priority"')
     check_vocabulary("prompt", request.prompt_token_ids, vocab_size)
+    check_images(request, config.images)
     check_vocabulary("stop_token_ids", sampling.stop_token_ids or (), vocab_size)
     check_vocabulary("bad_words", (token for word in request.rules.bad_words for token in word), vocab_size)
     check_vocabulary("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
@@ -86,6 +90,34 @@ def _check_types(request: Submit) -> None:
     for token in request.rules.end_ids:
         if not 0 <= token <= _MAX_INT32:
             raise InvalidRequest("stop_token_ids", f"names token {token}, which is no int32", "use ids of the model")
+
+
+def check_images(request: Submit, limits: ImageLimits | None) -> None:
+    """Check the images of a request against the placeholders in its prompt. Raises InvalidRequest."""
+    images, prompt = request.images, request.prompt_token_ids
+    if limits is None:
+        if images:
+            raise InvalidRequest("images", "this engine takes text only", "leave them out, or use a model with vision")
+        return
+    if len(images) > limits.max_images:
+        reason = f"are {len(images)}, limit {limits.max_images}"
+        raise InvalidRequest("images", reason, "send fewer, or raise limit_mm_per_prompt")
+    grid, end = limits.grid, 0
+    for image in images:
+        if image.start < end or not FEWEST_TOKENS <= image.num_tokens <= grid.max_tokens or image.rows < 1:
+            reason = f"an image of {image.rows} x {image.columns} tokens at {image.start} cannot be placed"
+            raise InvalidRequest("images", reason, f"an image has {FEWEST_TOKENS} to {grid.max_tokens} tokens")
+        if len(image.pixels) != image.num_tokens * grid.unit**2 * 3 or len(image.key) != KEY_BYTES:
+            raise InvalidRequest("images", "an image has not the pixels of its size", "resize it as the model asks")
+        end = image.end
+    if sum(len(image.pixels) for image in images) > MAX_PIXEL_BYTES:
+        reason = f"have more than {MAX_PIXEL_BYTES // 3:,} pixels in all"
+        raise InvalidRequest("images", reason, "send fewer or smaller ones, or lower max_pixels")
+    covered = sum(prompt[image.start : image.end].count(grid.token_id) for image in images)
+    wanted = sum(image.num_tokens for image in images)
+    if covered != wanted or prompt.count(grid.token_id) != wanted:
+        reason = f"has {prompt.count(grid.token_id)} placeholders of images, and {wanted} tokens of images were sent"
+        raise InvalidRequest("prompt", reason, "send an image for each placeholder, and no placeholder in text")
 
 
 def num_sequences(request: Submit) -> int:
@@ -244,8 +276,8 @@ def find_origin(request: Submit, groups: Mapping[str, Group], rows: RowTable) ->
     if origin is None:
         return None
     outputs = origin.outputs if origin.row is None else rows.outputs(origin.row)
-    known = group.request.prompt_token_ids + array("i", outputs)
-    if known[: source.num_tokens] != prompt[: source.num_tokens]:
+    known, count = group.prompt + array("i", outputs).tobytes(), source.num_tokens * TOKEN_BYTES
+    if known[:count] != request.key_tokens[:count]:
         reason = f"has no sample {source.index} that begins with these {source.num_tokens} tokens"
         raise InvalidRequest("source", reason, "send the tokens it was seen to have")
     return origin

@@ -14,6 +14,7 @@ from quire.serving.requests import Prompt
 from quire.serving.terminal import DeferredInterrupt
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest, QuireError
+from quire.types.images import PromptImage
 from quire.types.output import Finished, Logprob, RequestOutput, TokensOut
 from quire.types.request import Abort, Branch, Submit
 from quire.types.step import TokenLogprobs
@@ -209,6 +210,10 @@ class LiveRequest:
     @property
     def request_id(self) -> str:
         return self._request.request_id
+
+    @property
+    def images(self) -> tuple[PromptImage, ...]:
+        return self._request.images
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:

@@ -184,7 +184,8 @@ class LLM(OfflineModel):
         so far), with sampling parameters of its own. What the source has computed is shared, not computed again."""
         tokens, branch = branch_of(source, index, at_token)
         (request,) = self._requests.make([Prompt(token_ids=tokens)], self._pair(sampling_params, 1))
-        return self._start(replace(request, source=branch), None)
+        images = source.images if isinstance(source, LiveRequest) else ()
+        return self._start(replace(request, source=branch, images=images), None)
 
     def step(self) -> list[StreamPiece]:
         """Compute one step of the live requests; what is new in them. Nothing when none lives."""
@@ -247,7 +248,11 @@ class LLM(OfflineModel):
     ) -> list[Prompt]:
         if self._templates is None:
             raise ConfigError("skip_tokenizer_init", "is set, so there is no chat template", "leave it out")
-        return [Prompt(text=text) for text in self._templates.render(conversations, template, variables, **options)]
+        taker = self._loaded.images if isinstance(self._loaded, LoadedModel) else None
+        taken = [(each, ()) if taker is None else taker.take(each) for each in conversations]
+        options["takes_images"] = taker is not None
+        texts = self._templates.render([messages for messages, _ in taken], template, variables, **options)
+        return [Prompt(text=text, images=images) for text, (_, images) in zip(texts, taken, strict=True)]
 
     def _pair(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int

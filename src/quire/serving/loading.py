@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from quire.config.arguments import EngineArguments
 from quire.config.engine import EngineConfig
@@ -29,6 +29,9 @@ from quire.serving.vllm_arguments import check_purpose, translate_arguments, wit
 from quire.types.errors import ConfigError
 from quire.types.sampling_defaults import SamplingDefaults
 
+if TYPE_CHECKING:
+    from quire.serving.vision.messages import ImageTaker
+
 logger = logging.getLogger("quire")
 
 LoadFormat = Literal["auto", "dummy"]
@@ -47,6 +50,7 @@ class LoadedModel:
     checker: GrammarChecker | None
     requests: RequestMaker
     client: EngineClient
+    images: ImageTaker | None = None  # of messages; None: the model takes no images
 
     def close(self) -> None:
         """Give back weights, cache and devices. Idempotent."""
@@ -91,7 +95,8 @@ def load_model(arguments: Mapping[str, Any], *, offline: bool = True) -> LoadedM
         files = resolve_model(model, progress=progress)
         progress.close()
         plan = plan_model if offline else plan_engine
-        planned = plan(files, EngineArguments(**given), offline=offline)
+        settings = EngineArguments(**given)
+        planned = plan(files, settings, offline=offline)
         check_purpose(arguments, is_encoder=isinstance(planned, PlannedEncoder))
         defaults = read_sampling_defaults(files, generation_config, override)
         if isinstance(planned, PlannedEngine):
@@ -103,7 +108,22 @@ def load_model(arguments: Mapping[str, Any], *, offline: bool = True) -> LoadedM
             text = load_tokenizer(files if tokenizer is None else resolve_model(tokenizer, progress=progress))
         if isinstance(planned, PlannedEncoder):
             return _load_encoder(planned, text, load_format, progress)
-        return _load_engine(planned, text, defaults, load_format, progress)
+        loaded = _load_engine(planned, text, defaults, load_format, progress)
+        return _with_images(loaded, settings)
+
+
+def _with_images(loaded: LoadedModel, settings: EngineArguments) -> LoadedModel:
+    """What reads images, where the model takes some."""
+    limits = loaded.config.scheduler.images
+    if limits is None:
+        return loaded
+    from quire.serving.vision.image_reader import ImageReader  # needless where there are no images
+    from quire.serving.vision.messages import ImageTaker
+    from quire.serving.vision.sources import MediaSources, read_media_folder
+
+    loaded.requests.images = reader = ImageReader(limits)
+    sources = MediaSources(read_media_folder(settings.allowed_local_media_path), reader.max_bytes)
+    return replace(loaded, images=ImageTaker(reader, sources))
 
 
 def _load_engine(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NotRequired, TypeAlias, TypedDict, TypeGuard, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NotRequired, TypeAlias, TypedDict, TypeGuard, TypeVar
 
 from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.text.answer_grammar import plan_of
@@ -13,15 +13,21 @@ from quire.serving.text.tokenizer import Tokenizer
 from quire.types.beam import BeamSearchParams
 from quire.types.errors import InvalidRequest
 from quire.types.grammar import CheckedGrammar
+from quire.types.images import PromptImage
 from quire.types.request import Submit, pack_tokens
 from quire.types.sampling import SamplingParams, TokenRules
 
+if TYPE_CHECKING:
+    from quire.serving.vision.image_reader import ImageReader
+
 
 class TextPrompt(TypedDict):
-    """A prompt as text. Prompts share cached prefixes only with prompts of the same `cache_salt`."""
+    """A prompt as text. Prompts share cached prefixes only with prompts of the same `cache_salt`. `multi_modal_data`
+    holds the PIL images of its placeholders: {"image": one, or a list}."""
 
     prompt: str
     cache_salt: NotRequired[str | None]
+    multi_modal_data: NotRequired[Mapping[str, object] | None]
 
 
 class TokensPrompt(TypedDict):
@@ -30,11 +36,12 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]
     cache_salt: NotRequired[str | None]
+    multi_modal_data: NotRequired[Mapping[str, object] | None]
 
 
 PromptLike: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt
 Message: TypeAlias = Mapping[str, object]
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
 _Params = TypeVar("_Params", SamplingParams, BeamSearchParams)
 
 
@@ -45,6 +52,8 @@ class Prompt:
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     cache_salt: str = ""
+    images: tuple[PromptImage, ...] = ()  # one for each placeholder, in order
+    pictures: tuple[object, ...] = ()  # the same as PIL images, before they are prepared
 
 
 def read_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[Prompt]:
@@ -139,7 +148,8 @@ def _read_mapping(prompt: Mapping[object, object], where: str) -> Prompt:
         if key not in _PROMPT_KEYS and value is not None:
             fix = f"use {', '.join(_PROMPT_KEYS)}"
             raise InvalidRequest(f"{where}.{key}", "is not supported: prompts are text or token ids", fix)
-    text, ids, salt = (prompt.get(key) for key in _PROMPT_KEYS)
+    text, ids, salt, data = (prompt.get(key) for key in _PROMPT_KEYS)
+    pictures = _read_pictures(data, f"{where}.multi_modal_data")
     for name, given in (("prompt", text), ("cache_salt", salt)):
         if given is not None and not isinstance(given, str):
             raise InvalidRequest(f"{where}.{name}", f"must be text, got {type(given).__name__}")
@@ -147,10 +157,24 @@ def _read_mapping(prompt: Mapping[object, object], where: str) -> Prompt:
     if ids is not None:
         if isinstance(ids, str) or not isinstance(ids, Sequence):
             raise InvalidRequest(f"{where}.prompt_token_ids", f"must be a list, got {type(ids).__name__}")
-        return Prompt(_text_or_none(text), _read_ids(ids, f"{where}.prompt_token_ids"), cache_salt)
+        read = _read_ids(ids, f"{where}.prompt_token_ids")
+        return Prompt(_text_or_none(text), read, cache_salt, pictures=pictures)
     if text is None:
         raise InvalidRequest(where, 'has neither "prompt" nor "prompt_token_ids"', "give one")
-    return Prompt(_text_or_none(text), cache_salt=cache_salt)
+    return Prompt(_text_or_none(text), cache_salt=cache_salt, pictures=pictures)
+
+
+def _read_pictures(data: object, where: str) -> tuple[object, ...]:
+    """The images of a prompt, as vLLM takes them."""
+    if data is None:
+        return ()
+    if not isinstance(data, Mapping):
+        raise InvalidRequest(where, f"must be an object, got {type(data).__name__}", 'pass {"image": image}')
+    for key in data:
+        if key != "image":
+            raise InvalidRequest(f"{where}.{key}", "is not supported: only images are taken", 'pass {"image": image}')
+    given = data.get("image")
+    return () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
 
 
 def _text_or_none(text: object) -> str | None:
@@ -177,6 +201,7 @@ class RequestMaker:
         self, tokenizer: Tokenizer | None, model_eos_ids: tuple[int, ...], checker: GrammarChecker | None = None
     ) -> None:
         self._tokenizer, self._checker = tokenizer, checker
+        self.images: ImageReader | None = None  # set where the model takes images
         own = () if tokenizer is None else tokenizer.eos_ids
         self._eos_ids = tuple(dict.fromkeys((*own, *model_eos_ids)))
         self._numbers = itertools.count()
@@ -197,6 +222,32 @@ class RequestMaker:
         if priorities is not None and len(priorities) != len(prompts):
             raise InvalidRequest("priority", f"has {len(priorities)} entries for {len(prompts)} prompts")
         token_ids = self.tokenize(prompts, add_special_tokens)
+        requests = self._text_requests(prompts, token_ids, sampling, priorities)
+        if any(prompt.images or prompt.pictures for prompt in prompts):
+            return [self._with_images(*pair) for pair in zip(requests, prompts, strict=True)]
+        return requests
+
+    def _with_images(self, request: Submit, prompt: Prompt) -> Submit:
+        """The request with placeholders for all tokens of its prompt's images, and these."""
+        if not prompt.images and not prompt.pictures:
+            return request
+        if self.images is None:
+            fix = "leave multi_modal_data out, or load a model with vision"
+            raise InvalidRequest("multi_modal_data", "this model takes text only", fix)
+        from quire.serving.vision.image_reader import place_images  # needless where there are no images
+
+        pictures = (self.images.prepare("multi_modal_data.image", picture) for picture in prompt.pictures)
+        token_id, images = self.images.limits.grid.token_id, (*prompt.images, *pictures)
+        ids, placed = place_images("prompt", request.prompt_token_ids, images, token_id)
+        return replace(request, prompt_token_ids=pack_tokens(ids), images=placed)
+
+    def _text_requests(
+        self,
+        prompts: Sequence[Prompt],
+        token_ids: Sequence[tuple[int, ...]],
+        sampling: Sequence[SamplingParams],
+        priorities: Sequence[int] | None,
+    ) -> list[Submit]:
         rules = {id(params): self.rules(params) for params in sampling}
         return [
             Submit(str(next(self._numbers)), pack_tokens(ids), params, rules[id(params)], priority, prompt.cache_salt)

@@ -62,7 +62,7 @@ class NoEffect:
 
 
 _ONE_DEVICE = "Quire runs a model on one device; set it to 1 and start one server per GPU"
-_TEXT_ONLY = "Quire serves text models only; leave it out"
+_TEXT_ONLY = "Quire takes text and images, which it prepares by itself; leave it out"
 _NO_LORA = "merge the adapter into the model and load that"
 _BY_MODEL = "leave it out: encoders embed, as their files say, and other models generate text"
 _OFF = (None, False)
@@ -155,14 +155,11 @@ NO_EFFECT: dict[str, NoEffect] = {
     "max_cpu_loras": NoEffect((None,), _NO_LORA),
     "fully_sharded_loras": NoEffect(_OFF, _NO_LORA),
     "lora_dtype": NoEffect((None, "auto"), _NO_LORA),
-    "limit_mm_per_prompt": _tuning(_TEXT_ONLY, {}),
-    "mm_processor_kwargs": NoEffect((None, {}), _TEXT_ONLY),
     "media_io_kwargs": NoEffect((None, {}), _TEXT_ONLY),
     "mm_processor_cache_gb": _tuning(_TEXT_ONLY, 4, 0),
     "disable_mm_preprocessor_cache": _tuning(_TEXT_ONLY, False),
     "skip_mm_profiling": _tuning(_TEXT_ONLY, False),
     "enable_mm_embeds": NoEffect(_OFF, _TEXT_ONLY),
-    "allowed_local_media_path": NoEffect((None, ""), _TEXT_ONLY),
     "allowed_media_domains": NoEffect((None, []), _TEXT_ONLY),
     # logs and metrics
     "disable_log_stats": _tuning("use stats()", True, False),
@@ -215,7 +212,7 @@ _IN_CALLS: dict[str, NoEffect] = {
     "lora_request": NoEffect((None,), _NO_LORA),
     "prompt_adapter_request": NoEffect((None,), "leave it out"),
     "tokenization_kwargs": NoEffect((None, {}), "pass token ids of your own: get_tokenizer().encode()"),
-    "mm_processor_kwargs": NoEffect((None, {}), _TEXT_ONLY),
+    "mm_processor_kwargs": NoEffect((None, {}), "set it for all requests, when the model is loaded"),
     "chat_template_content_format": NoEffect((None, "auto", "string", "openai"), 'use "auto"'),
 }
 

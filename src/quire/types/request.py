@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
+from quire.types.images import PromptImage, key_tokens
 from quire.types.sampling import SamplingParams, TokenRules
 
 if TYPE_CHECKING:
@@ -40,6 +41,12 @@ class Submit:
     source: Branch | None = None  # where it branches off; its blocks are reused if they still exist
     tenant: str = ""  # the client that it runs for; the fair policy shares by it
     pin: str = ""  # if set: keep the prompt pinned under this name after the request
+    images: tuple[PromptImage, ...] = ()  # of the prompt, by their place in it
+
+    @property
+    def key_tokens(self) -> bytes:
+        """The int32 bytes by which the blocks of its prompt are cached."""
+        return key_tokens(self.prompt_token_ids, self.images) if self.images else self.prompt_token_ids.tobytes()
 
     def __post_init__(self) -> None:
         given: object = self.prompt_token_ids  # may be of any type: annotations are not checked at run time

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from quire.types.images import PromptImage
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.transfer import NO_TRANSFERS, Transfers
 
@@ -58,6 +59,7 @@ class NewRow(NamedTuple):
     sample_index: int  # index among the request's n samples
     seed: int  # the user's, or one that the engine derived
     num_candidates: int = 0  # how many most likely next tokens its samples report
+    images: tuple[PromptImage, ...] = ()  # of its prompt, by their place in it
 
 
 class RowTokens(NamedTuple):

@@ -60,7 +60,8 @@ def test_prompts_with_different_salts_share_no_cached_prefix(make_llm: MakeLLM) 
     [
         (b"bytes", "^prompts: cannot be a bytes"),
         (5, "^prompts: cannot be a int"),
-        ({"prompt": "a", "multi_modal_data": {"image": 1}}, r"^prompts\.multi_modal_data: is not supported"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, r"^multi_modal_data: this model takes text only"),
+        ({"prompt": "a", "multi_modal_data": {"audio": 1}}, r"^prompts\.multi_modal_data\.audio: is not supported"),
         ({"prompt": "a", "cache_salt": 5}, r"^prompts\.cache_salt: must be text"),
         ({"prompt_embeds": [1.0]}, r"^prompts\.prompt_embeds"),
         ({}, "^prompts: has neither"),

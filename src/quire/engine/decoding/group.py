@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.config.vision import FEWEST_TOKENS
 from quire.engine.decoding.beam import BeamSearch
 from quire.engine.decoding.controller import StepController
 from quire.engine.kvcache.prefix_tree import Match, PrefixTree
@@ -65,6 +66,7 @@ class Sequence:
         "logprob_sum",
         "logprobs",
         "num_computed",
+        "num_encoded",
         "num_readable",
         "num_swapped",
         "outputs",
@@ -81,6 +83,7 @@ class Sequence:
         self.row: int | None = None
         self.outputs: list[int] = []  # generated tokens; while STARTING, AHEAD or DRAINING the row table has them
         self.num_computed = 0  # tokens whose keys and values a planned step writes; while AHEAD, see `computed_at`
+        self.num_encoded = 0  # first tokens whose images the workers have encoded since they know the row
         self.num_readable = 0  # tokens whose keys and values later plans may read
         self.num_swapped = 0  # WAITING: tokens whose blocks were swapped to host memory
         self.ahead: RunAhead | None = None  # STARTING, AHEAD
@@ -107,9 +110,17 @@ class Sequence:
         return tick + self.ahead.base if self.state is SequenceState.AHEAD and self.ahead else self.num_computed
 
     def tokens(self) -> bytes:
-        """Return all known tokens as int32 bytes."""
+        """Return all known tokens as int32 bytes, by which blocks are cached."""
         prompt = self.group.prompt
         return prompt + array("i", self.outputs).tobytes() if self.outputs else prompt
+
+    def image_begun_at(self, num_tokens: int) -> int | None:
+        """Return where an image begins of which the first `num_tokens` tokens hold so few that their keys do not tell
+        it from all others: a prefix hit must end before it. None if there is no such image."""
+        for image in self.group.request.images:
+            if image.start < num_tokens < image.start + FEWEST_TOKENS:
+                return image.start
+        return None
 
     def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
         """Return the known tokens `start` to `stop - 1`."""
@@ -204,17 +215,18 @@ class Group:
     num_known: int = 0  # first tokens that other requests had too: its state after them is kept
     num_prompt: int = field(init=False)
     reads_cache: bool = field(init=False)  # False: it wants prompt logprobs, so every position is computed
-    prompt: bytes = field(init=False)  # its tokens as int32 bytes: slices are keys, and comparing is a memcmp
+    # Its tokens as int32 bytes, those of images replaced by their content: slices are keys, and comparing is a memcmp.
+    prompt: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt_token_ids)
         self.reads_cache = self.request.sampling.prompt_logprobs is None
-        self.prompt = self.request.prompt_token_ids.tobytes()
+        self.prompt = self.request.key_tokens
 
     @property
     def prompt_ids(self) -> Ints:
         """The prompt as an array that shares its memory."""
-        return np.frombuffer(self.prompt, dtype=np.int32)
+        return np.frombuffer(self.request.prompt_token_ids, dtype=np.int32)
 
     @property
     def leader(self) -> Sequence:

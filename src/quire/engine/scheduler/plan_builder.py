@@ -32,6 +32,7 @@ class PlanBuilder:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget  # tokens that may still be handed out
+        self.num_encoded = 0  # tokens of images that the workers encode in this step
         self.prompts: dict[Group, None] = {}  # groups that owe known tokens: if preempted, they are not admitted again
         self.paced_in_step: list[Sequence] = []  # paced sequences in this step, which may get draft tokens and masks
         self._paced: dict[int, int] = {}  # paced rows that compute one token -> its position
@@ -65,6 +66,7 @@ class PlanBuilder:
         assert row is not None
         self.prompts[group] = None
         sequence.is_introduced, sequence.synced_tokens, sequence.synced_blocks = True, sequence.num_tokens, None
+        sequence.num_encoded = 0
         tokens = group.prompt_ids
         if sequence.outputs:
             tokens = np.concatenate([tokens, np.array(sequence.outputs, dtype=np.int32)])
@@ -79,6 +81,7 @@ class PlanBuilder:
                 sequence.index,
                 group.seed,
                 group.num_candidates,
+                group.request.images,
             )
         )
 

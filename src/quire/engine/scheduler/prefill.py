@@ -24,8 +24,9 @@ class Prefill:
     """Gives a step's token budget to known tokens: prompts, and preempted sequences that are recomputed. Admits waiting
     groups while rows, budget and blocks last."""
 
-    def __init__(self, scheduler: Scheduler, budget: int) -> None:
+    def __init__(self, scheduler: Scheduler, budget: int, max_encoded: int = 0) -> None:
         self._scheduler, self._budget = scheduler, budget
+        self._max_encoded = max_encoded  # tokens of images that a step encodes
         self._owing: dict[Group, None] = {}  # running groups that owe known tokens, in no order
         self._stopped_step, self._stopped_for = -1, ""  # the last plan in which admission stopped, and why
         self._blocked: Group | None = None  # the group for which there were too few free blocks
@@ -109,6 +110,10 @@ class Prefill:
         preempted."""
         scheduler, start, group = self._scheduler, sequence.num_computed, sequence.group
         count = chunk_size(target - start, builder.budget, self._budget, alone=not scheduler.num_decoding)
+        if group.request.images:
+            count = self._encode_images(builder, sequence, start, count)
+            if not count:
+                return True  # its next image waits for a later step
         if not scheduler.grow_table(builder, sequence, start + count - sequence.table.num_tokens):
             return False
         assert sequence.row is not None
@@ -122,6 +127,19 @@ class Prefill:
                     self._start_decoding(builder, each)
         builder.compute(Chunk(sequence.row, start, count, tuple(rows)))
         return True
+
+    def _encode_images(self, builder: PlanBuilder, sequence: Sequence, start: int, count: int) -> int:
+        """Have the workers encode the images in the next `count` tokens of a sequence, as far as the step may. Returns
+        how many of these tokens it can compute: those before the first image that it may not encode. The first image of
+        a step is always encoded, whatever its size."""
+        for image in sequence.group.request.images:
+            if image.end <= max(sequence.num_encoded, start) or image.start >= start + count:
+                continue
+            if builder.num_encoded and builder.num_encoded + image.num_tokens > self._max_encoded:
+                return max(image.start - start, 0)
+            builder.num_encoded += image.num_tokens
+            sequence.num_encoded = image.end
+        return count
 
     def _start_decoding(self, builder: PlanBuilder, sequence: Sequence) -> None:
         """Start to decode a sequence, which takes its first sample in the current plan: it begins to run ahead, or it

@@ -143,7 +143,8 @@ class PrefixReuse:
         match = tree.match(salt, tokens, limit)
         while match.num_tokens < limit and self._publish_at(match, tokens, limit):
             match = tree.match(salt, tokens, limit)
-        return match
+        inside = sequence.image_begun_at(match.num_tokens)
+        return match if inside is None else tree.match(salt, tokens, inside)
 
     def _publish_at(self, match: Match, tokens: bytes, limit: int) -> bool:
         """Publish the blocks of every running sequence that could extend a match. Returns whether any block was
@@ -242,12 +243,12 @@ class PrefixReuse:
         }
         found = {}
         for sequence, match in matches.items():  # after all matches: publishing for them may change the tiers
-            limit = (
-                limits[sequence] if self.reads_cache(sequence.group) else min(limits[sequence], sequence.num_swapped)
-            )
-            hit = TierHit(match.num_tokens)
+            limit, hit = limits[sequence], TierHit(match.num_tokens)
+            limit = limit if self.reads_cache(sequence.group) else min(limit, sequence.num_swapped)
             if limit > match.num_tokens:
                 hit = self._tiers.find(match, self._query(sequence, limit))
+                if (inside := sequence.image_begun_at(hit.num_tokens)) is not None:
+                    hit = self._tiers.find(match, self._query(sequence, max(inside, match.num_tokens)))
             found[sequence] = match, hit
         return found
 
@@ -382,10 +383,9 @@ class PrefixReuse:
         """Empty the prefix cache on the device. Returns how many blocks became free."""
         if self._tree is None:
             return 0
-        freed = self._tree.clear()
         self._publisher.live = LiveSuffixIndex(self._block_size)
         self.ready += self._unpublished.clear()
-        return freed
+        return self._tree.clear()
 
     def check(self) -> None:
         self._publisher.live.check()

@@ -49,7 +49,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.block_size, self._budget = cache.block_size, config.max_num_batched_tokens
         self.ahead = AheadSet(config.num_rows)
-        self.prefill = Prefill(self, self._budget)
+        self.prefill = Prefill(self, self._budget, 0 if config.images is None else config.images.max_encoded_tokens)
         self._stride = 1  # ticks by which the current plan advances the AheadSet; 0 while decoding is paused
         self.ahead_rows: Ints = NO_ROWS  # the rows of the last plan that run ahead: the first of its decode_rows
         self.masks: Masks | None = None  # the masks of the last plan, as far as they were known when it was made

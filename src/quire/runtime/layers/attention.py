@@ -78,10 +78,10 @@ class Attention(nn.Module):
         heads, cache = self._heads, step.caches[self._layer]
         plan = step.attention_of(cache)
         norms = None if norm is None else HeadNorms(norm.of_queries, norm.of_keys, norm.eps, norm.of_values)
-        angles = None if self.rotary is None else self.rotary.angles(step.max_length)
+        table, lines = (None, None) if self.rotary is None else self.rotary.angles_of(step)
         rotate_and_store(
-            qkv, angles, plan.positions, plan.rows, plan.tables,
-            LayerMemory(cache.key, cache.value), norms=norms, stores=not self._borrows,
+            qkv, table, plan.positions, plan.rows, plan.tables,
+            LayerMemory(cache.key, cache.value), norms=norms, angles=lines, stores=not self._borrows,
             dependent=step.backend.is_dependent(len(qkv)),
         )  # fmt: skip
         by_head, stored = qkv.view(len(qkv), -1, heads.dim), 0 if self._borrows else heads.num_kv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -83,8 +84,22 @@ class LayerBuilder:
         self._ops = choose_ops(dtype, device, triton=triton)
         self._rotaries: dict[tuple[Rope, int], Rotary] = {}
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self._placement.dtype
+
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool, stored: Stored = AS_IT_IS) -> Linear:
         return Linear(inputs, {name: outputs}, bias, self._product, self._placement, stored)
+
+    def whole_linear(self, name: str, inputs: int, outputs: int) -> Linear:
+        """One with a bias that is never quantized."""
+        return Linear(inputs, {name: outputs}, True, self._table_product, self._placement)
+
+    def patch_linear(self, name: str, kernel: tuple[int, ...], outputs: int) -> Linear:
+        """A convolution over patches that do not overlap: a product with each of them. Never quantized."""
+        inputs, stored = math.prod(kernel), Stored(kernel=kernel)
+        return Linear(inputs, {name: outputs}, False, self._table_product, self._placement, stored)
 
     def qkv_linear(
         self, inputs: int, heads: Heads, *, bias: bool, names: tuple[str, str, str] = QKV, keys_are_values: bool = False

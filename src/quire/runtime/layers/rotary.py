@@ -31,6 +31,7 @@ class Rotary(nn.Module):
         self._frequencies, self._magnitude = frequencies(rope, dim)
         self._table = torch.empty(0, 2 * dim)  # [positions, cos then signed sin], run dtype
         self._angles = torch.empty(0, dim)  # [positions, dim]: cos of dim / 2 frequencies, then sin
+        self._axis_of = _axes_of_pairs(rope.sections).to(placement.device)  # [dim / 2], empty where there is one axis
 
     @property
     def is_static(self) -> bool:
@@ -51,9 +52,31 @@ class Rotary(nn.Module):
         else:
             if step.max_length > len(self._table):
                 self._grow(step.max_length)
-            both = self._table.index_select(0, step.positions)
+            both = self._look_up(self._table, step)
         cos, sin = torch.split(both.unsqueeze(1), self._dim, dim=-1)
         return Rotation(cos, sin)
+
+    def angles_of(self, step: ForwardStep) -> tuple[Tensor, Tensor | None]:
+        """For Triton: `angles`, and the line of each token in it; None: its position. With several axes, these are the
+        angles of the step's own tokens."""
+        table = self.angles(step.max_length)
+        if step.axes is None or not len(self._axis_of):
+            return table, None
+        found = step.memo.get((self, "angles"))
+        if found is None:
+            own = self._look_up(table, step)
+            found = step.memo[self, "angles"] = own, torch.arange(len(own), device=own.device)
+        return found
+
+    def _look_up(self, table: Tensor, step: ForwardStep) -> Tensor:  # [tokens, columns of the table]
+        """A step's lines of a table whose columns are pairs, several times over."""
+        axes = step.axes
+        if axes is None or not len(self._axis_of):
+            return table.index_select(0, step.positions)
+        if len(axes) == 1:
+            return table.index_select(0, axes[0])
+        lines = axes.index_select(0, self._axis_of).t()  # [tokens, dim / 2]
+        return table.gather(0, lines.repeat(1, table.shape[1] // lines.shape[1]))
 
     def angles(self, length: int) -> Tensor:  # [length at least, dim]
         """Cos of dim / 2 frequencies, then sin, for every position; not where they change with the sequence's length.
@@ -76,6 +99,12 @@ class Rotary(nn.Module):
         angles = positions[:, None].float() * inverse
         cos, sin = angles.cos() * self._magnitude, angles.sin() * self._magnitude
         return torch.cat((cos, cos, -sin, sin), dim=-1).to(self._placement.dtype)
+
+
+def _axes_of_pairs(sections: tuple[int, ...]) -> Tensor:  # [dim / 2]
+    """By which axis each pair of a head turns."""
+    axes = torch.arange(len(sections)) % 3
+    return axes.repeat_interleave(torch.tensor(sections, dtype=torch.int64))
 
 
 def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:

@@ -36,6 +36,14 @@ class StateStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Features:
+    """Vectors of tokens that are no embeddings: what a vision tower made of images."""
+
+    places: Tensor  # [features], int64: tokens of the batch
+    vectors: Tensor  # [features, hidden]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardStep:
     """One batch, built by the worker: decode rows first (longest first), then chunks."""
 
@@ -51,6 +59,10 @@ class ForwardStep:
     num_layers: int | None = None  # that run, the first ones; None: all
     windows: tuple[WindowStep, ...] = ()  # for the layers of each table but the first
     states: StateStep | None = None  # of models with recurrent layers
+    # [3, tokens] or [1, tokens], int64: where tokens are in time, height and width, for rotary positions of several
+    # axes; one line where all axes are the same. None: tokens are at `positions`.
+    axes: Tensor | None = None
+    features: Features | None = None  # in place of embeddings; None: all tokens have theirs
     memo: dict[Any, Any] = field(default_factory=dict)  # what layers share: made by the first that needs it
 
     def slots_of(self, cache: LayerCache) -> Tensor:

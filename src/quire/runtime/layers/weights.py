@@ -42,13 +42,18 @@ class Stored:
     pairs: tuple[int, int] | None = (
         None  # of each head of so many outputs, the last ones, rotated: as pairs, not halves
     )
+    kernel: tuple[int, ...] = ()  # by outputs, then these axes of inputs: the kernel of a convolution; (): flat
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """As stored, of a part of this shape."""
+        if self.kernel and len(shape) == 2:
+            return (shape[0], *self.kernel)
         return shape[::-1] if self.turned else shape
 
     def in_order(self, tensor: Tensor) -> Tensor:
         """What was stored, as the layer has it."""
+        if self.kernel:
+            return tensor.reshape(len(tensor), -1) if tensor.dim() > 1 else tensor
         tensor = tensor.t() if self.turned else tensor
         if self.pairs is not None:
             return _halves(tensor, *self.pairs)

@@ -14,6 +14,7 @@ from quire.runtime.layers.latent import LatentAttention
 from quire.runtime.layers.modules import TokenTable
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.vision import VisionTower
 
 
 class BaseModel(nn.Module):
@@ -33,6 +34,11 @@ class BaseModel(nn.Module):
     def embedding(self) -> TokenTable:
         return self._parts[0]
 
+    @property
+    def tower(self) -> VisionTower | None:
+        """What makes vectors of images; None: the model takes none."""
+        return None
+
     def embed(self, vectors: Tensor, step: ForwardStep) -> Tensor:  # noqa: ARG002
         """What the first block gets, from the vectors of the step's tokens [tokens, hidden]. May overwrite them."""
         return vectors if self._embedding_scale == 1.0 else vectors.mul_(self._embedding_scale)
@@ -40,7 +46,10 @@ class BaseModel(nn.Module):
     def forward(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
         """`vectors`: those of the step's tokens, where they are known already; overwritten."""
         embedding, blocks, _, _ = self._parts
+        step.memo.clear()  # of an earlier pass over the same step
         found = embedding(step.token_ids) if vectors is None else vectors
+        if step.features is not None:
+            found.index_copy_(0, step.features.places, step.features.vectors)
         hidden: Tensor = blocks(self.embed(found, step), step)
         return hidden
 

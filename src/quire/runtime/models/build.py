@@ -16,6 +16,7 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import TokenTable
 from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.vision import VisionTower
 from quire.runtime.layers.weights import weight_layers
 from quire.runtime.models.base import BaseEncoder, BaseModel
 from quire.runtime.models.registry import find_family
@@ -26,6 +27,10 @@ class Model(Protocol):
 
     @property
     def embedding(self) -> TokenTable: ...
+
+    @property
+    def tower(self) -> VisionTower | None:
+        """What makes vectors of images; None: the model takes none."""
 
     def __call__(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
         """Hidden states of the tokens in `step.wanted` [positions, hidden], of all tokens if that is None; fills the

@@ -89,11 +89,11 @@ def read_mistral(config: Fields) -> ModelConfig:
 
 
 def read_qwen2(config: Fields) -> ModelConfig:
-    return read_decoder(config, "qwen2", 32_768, num_kv_heads=32, qkv_bias=True, windows=_qwen_windows(config))
+    return read_decoder(config, "qwen2", 32_768, num_kv_heads=32, qkv_bias=True, windows=qwen_windows(config))
 
 
 def read_qwen3(config: Fields) -> ModelConfig:
-    bias, windows = config.flag("attention_bias", False), _qwen_windows(config)
+    bias, windows = config.flag("attention_bias", False), qwen_windows(config)
     return read_decoder(
         config,
         "qwen3",
@@ -107,7 +107,7 @@ def read_qwen3(config: Fields) -> ModelConfig:
     )
 
 
-def _qwen_windows(config: Fields) -> tuple[int | None, ...]:
+def qwen_windows(config: Fields) -> tuple[int | None, ...]:
     """By default the later layers have one, in models that use it."""
     first = config.integer("max_window_layers", 28)
     window = read_window(config, 4_096) if config.flag("use_sliding_window", False) else None

@@ -39,6 +39,8 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "qwen3_5_moe_text": Entry(
         "qwen3_next", "QWEN3_5_MOE", ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
     ),
+    "qwen2_vl": Entry("qwen_vl", "QWEN2_VL", ("Qwen2VLForConditionalGeneration",)),
+    "qwen2_5_vl": Entry("qwen_vl", "QWEN2_5_VL", ("Qwen2_5_VLForConditionalGeneration",)),
     "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",)),
     "smollm3": Entry("decoder", "SMOLLM3", ("SmolLM3ForCausalLM",)),
     "olmo2": Entry("olmo", "OLMO2", ("Olmo2ForCausalLM",)),

@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.modules import TokenTable
 from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.vision import VisionTower
 from quire.runtime.models.build import Model
 
 
@@ -21,6 +22,10 @@ class ShallowDecoder:
     @property
     def embedding(self) -> TokenTable:
         return self._model.embedding
+
+    @property
+    def tower(self) -> VisionTower | None:
+        return self._model.tower
 
     @property
     def is_static(self) -> bool:

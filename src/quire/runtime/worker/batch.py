@@ -14,6 +14,7 @@ from quire.runtime.attention.backend import AttentionBatch, BatchBackend, ChunkS
 from quire.runtime.layers.step import ForwardStep, StateStep, WindowStep
 from quire.runtime.sampling.samples import Longs, Samples
 from quire.runtime.worker.cache import KVCache
+from quire.runtime.worker.images import ImageRows
 from quire.runtime.worker.rows import Rows
 from quire.runtime.worker.states import RowStates
 from quire.types.step import StepPlan
@@ -67,8 +68,15 @@ class _Seen(NamedTuple):
 class BatchBuilder:
     """Builds batches without reading the device: one upload of numbers, then gathers on the device."""
 
-    def __init__(self, rows: Rows, cache: KVCache, backend: BatchBackend, states: RowStates | None = None) -> None:
-        self._rows, self._cache, self._backend, self._states = rows, cache, backend, states
+    def __init__(
+        self,
+        rows: Rows,
+        cache: KVCache,
+        backend: BatchBackend,
+        states: RowStates | None = None,
+        images: ImageRows | None = None,
+    ) -> None:
+        self._rows, self._cache, self._backend, self._states, self._images = rows, cache, backend, states, images
         self._window = cache.window
         self._heads = tuple(HeadPlaces.of(layer) for layer in cache.of_tables)
         self._tables = tuple(zip(tables_of(rows, cache), cache.of_tables, cache.sources, strict=True))
@@ -106,6 +114,7 @@ class BatchBuilder:
             backend=self._backend,
             windows=self._window_steps(blocks, position, others),
             states=self._state_step(plan, decodes, spans),
+            axes=axes_tensor(self._images, rows, token_rows, positions, spans),
         )
         return make_batch(step, places, chosen)
 
@@ -172,6 +181,13 @@ class BatchBuilder:
             self._cache.clear(rows.tables.view(-1).index_select(0, index).long())
             if rows.windows is not None:
                 self._cache.clear(rows.windows.at(index).flatten().long())
+
+
+def axes_tensor(
+    images: ImageRows | None, rows: Rows, token_rows: Longs, positions: Longs, spans: Longs
+) -> Tensor | None:
+    """Where the tokens of a batch are on the axes of a model that takes images."""
+    return None if images is None else rows.upload(images.axes(token_rows, positions, spans, whole=False))
 
 
 def find_spans(plan: StepPlan) -> Longs:  # [chunks, 4]

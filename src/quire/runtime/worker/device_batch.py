@@ -28,9 +28,10 @@ from quire.runtime.worker.device_state import DeviceState
 from quire.types.step import StepPlan
 
 PADDING = -1  # the row of a token that nobody asked for
-_BYTES_PER_TOKEN = 48  # of what the host says of one
+_BYTES_PER_TOKEN = 72  # of what the host says of one
 _BYTES_BESIDE = 1 << 14  # alignment
 _BYTES_PER_SEGMENT = 16
+_NO_AXES: Longs = np.empty((0, 0), dtype=np.int64)
 _SPARE_SEGMENTS = 32  # of chunks whose state moves in between
 
 
@@ -45,7 +46,7 @@ class DeviceBatchBuilder:
     def __init__(self, state: DeviceState, buckets: Sequence[int], *, plain: bool) -> None:
         rows, cache = state.rows, state.cache
         self._rows, self._cache, self._attention, self._shared = rows, cache, state.attention, state.shared
-        self._plain, self._states = plain, state.states
+        self._plain, self._states, self._images = plain, state.states, state.images
         self._buckets = () if plain else tuple(buckets)
         self._heads = tuple(HeadPlaces.of(layer) for layer in cache.of_tables)
         self._tables = tables_of(rows, cache)
@@ -69,7 +70,7 @@ class DeviceBatchBuilder:
             token_rows, positions = _pad(token_rows, shape.tokens, PADDING), _pad(positions, shape.tokens, 0)
             decoded = _pad(decoded, self._looked_at(shape), 0)
             segments = None if segments is None else self._pad_segments(segments, shape.tokens)
-        step = self._step(token_rows, positions, decoded, tiles, segments, shape, cascade=cascade)
+        step = self._step(token_rows, positions, spans, decoded, tiles, segments, shape, cascade=cascade)
         return make_batch(step, found, chosen, shape)
 
     def usual_shapes(self) -> list[StepShape]:
@@ -94,8 +95,9 @@ class DeviceBatchBuilder:
         padding, nothing = np.full(num_tokens, PADDING, dtype=np.int64), StepPlan(step=0)
         decoded, cascade = np.zeros(num_decodes, dtype=np.int64), shape is not None and shape.cascade
         segments = None if self._states is None else self._pad_segments(np.empty((0, 4), dtype=np.int64), num_tokens)
-        step = self._step(padding, np.zeros_like(padding), decoded, tiles, segments, shape, cascade=cascade)
-        found = find_samples(nothing, np.zeros(0, dtype=np.int64), self._rows.lengths, find_spans(nothing))
+        spans = find_spans(nothing)
+        step = self._step(padding, np.zeros_like(padding), spans, decoded, tiles, segments, shape, cascade=cascade)
+        found = find_samples(nothing, np.zeros(0, dtype=np.int64), self._rows.lengths, spans)
         chosen = self._rows.courier.send(found.rows.astype(np.int32), *found[1:5])
         return make_batch(step, found, chosen, shape)
 
@@ -131,6 +133,7 @@ class DeviceBatchBuilder:
         self,
         token_rows: Longs,
         positions: Longs,
+        spans: Longs,
         decoded: Longs,  # lengths of the rows that decode, the first tokens; 0: not one of them
         tiles: npt.NDArray[np.int32] | None,
         segments: Longs | None,
@@ -141,7 +144,8 @@ class DeviceBatchBuilder:
         rows, parts = self._rows, np.empty((0, 4), dtype=np.int64) if segments is None else segments
         places = np.where(token_rows == PADDING, rows.spare, token_rows)  # the spare row is empty
         lengths = rows.lengths[places]
-        where, position, row, length, decode, tile, span, slot = rows.courier.send(
+        axes = _NO_AXES if self._images is None else self._images.axes(token_rows, positions, spans, whole=True)
+        where, position, row, length, decode, tile, span, slot, axis = rows.courier.send(
             places * rows.capacity + positions,
             positions,
             token_rows.astype(np.int32),
@@ -150,6 +154,7 @@ class DeviceBatchBuilder:
             np.empty(0, dtype=np.int32) if tiles is None else tiles,
             parts[:, :2].astype(np.int32),
             parts[:, 2:].astype(np.int32),
+            axes,
             into=None if shape is None else self._memory,
         )
         token_ids = torch.empty_like(where, dtype=torch.int32) if shape is None else self._token_ids[: shape.tokens]
@@ -171,6 +176,7 @@ class DeviceBatchBuilder:
                 for number, tables in enumerate(self._tables[1:], 1)
             ),
             states=self._state_step(span, slot, has_chunks=tiles is not None),
+            axes=None if self._images is None else axis,
         )
 
     def _state_step(self, spans: Tensor, slots: Tensor, *, has_chunks: bool) -> StateStep | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from quire.runtime.attention.triton import TritonAttention
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.device_rows import DeviceRows
+from quire.runtime.worker.images import ImageRows
 from quire.runtime.worker.shared_runs import SharedRuns
 from quire.runtime.worker.states import RowStates
 
@@ -20,3 +21,4 @@ class DeviceState:
     attention: TritonAttention
     shared: SharedRuns
     states: RowStates | None = None  # of models with recurrent layers
+    images: ImageRows | None = None  # of models that take images

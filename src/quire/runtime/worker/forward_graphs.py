@@ -40,7 +40,8 @@ class ForwardGraphs:
 
     def __call__(self, batch: Batch) -> Tensor:
         """Hidden states [tokens, hidden], those of padding included; fills the cache."""
-        graph = None if batch.shape is None else self._graph_of(batch, batch.shape)
+        is_plain = batch.shape is not None and batch.step.features is None  # vectors of images are not in graphs
+        graph = self._graph_of(batch, batch.shape) if batch.shape is not None and is_plain else None
         if graph is None:
             return self._model(batch.step)
         graph.launch()

@@ -245,8 +245,16 @@ class DecodeGraphs:
             num_layers=layers,
             windows=tuple(WindowStep(positions[:0], plan.over(tables)) for tables in self._tables[1:]),
             states=self._state_step(bucket),
+            axes=self._axes(bucket, positions),
         )
         return self._model.logits(self._model(step, vectors))
+
+    def _axes(self, bucket: int, positions: Tensor) -> Tensor | None:  # [1, bucket]
+        """Tokens after a prompt have one position, which differs from their index by the same for all of a row."""
+        images = self._state.images
+        if images is None:
+            return None
+        return (positions + images.shifts.index_select(0, self._places[:bucket])).unsqueeze(0)
 
     def _state_step(self, bucket: int) -> StateStep | None:
         states = self._state.states

@@ -15,6 +15,7 @@ from quire.runtime.layers.builder import TORCH_DTYPES
 from quire.runtime.models.build import Model
 from quire.runtime.worker.batch import BatchBuilder
 from quire.runtime.worker.cache import KVCache
+from quire.runtime.worker.images import ImageRows
 from quire.runtime.worker.rows import Rows
 from quire.runtime.worker.runner import Batches, Forward, Graphs, NoGraphs, PlainForward, RowSampler
 from quire.runtime.worker.states import RowStates
@@ -43,6 +44,7 @@ class Parts:
     graphs: Graphs
     prepare: Preparing = nothing_to_prepare
     states: RowStates | None = None  # of models with recurrent layers
+    images: ImageRows | None = None  # of models that take images
 
 
 def make_parts(
@@ -70,19 +72,27 @@ def make_parts(
         return _device_parts(model, backend, sampler, row_shape, cache, model_config, config)
     if isinstance(cache, VirtualCache):
         virtual = VirtualRows(*row_shape[:4], cache.ranges)
-        batches = VirtualBatchBuilder(virtual, cache, backend)
-        return Parts(virtual, cache, batches, PlainForward(model), NoGraphs())
+        images = _make_images(model, model_config, config, virtual)
+        mapped = VirtualBatchBuilder(virtual, cache, backend, images)
+        return Parts(virtual, cache, mapped, PlainForward(model), NoGraphs(), images=images)
     if backend.kernels == "native":
         model.trace(cache.layers)
     rows = Rows(*row_shape)
-    states = _make_states(cache, rows)
-    return Parts(
-        rows, cache, BatchBuilder(rows, cache, backend, states), PlainForward(model), NoGraphs(), states=states
-    )
+    states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
+    batches = BatchBuilder(rows, cache, backend, states, images)
+    return Parts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
 
 
 def _make_states(cache: KVCache, rows: Rows) -> RowStates | None:
     return RowStates(cache.states, rows.num_rows, rows.courier) if cache.states else None
+
+
+def _make_images(model: Model, model_config: ModelConfig, config: EngineConfig, rows: Rows) -> ImageRows | None:
+    tower, vision, limits = model.tower, model_config.vision, config.scheduler.images
+    if tower is None or vision is None:
+        return None
+    kept = 0 if limits is None else limits.max_kept_tokens
+    return ImageRows(tower, vision, rows.num_rows, kept, rows.device, rows.courier)
 
 
 def _make_cache(backend: Any, model_config: ModelConfig, config: EngineConfig, row_shape: RowShape) -> KVCache:
@@ -121,19 +131,19 @@ def _device_parts(
 
     rows = DeviceRows(*row_shape)
     backend.reserve(cache.of_tables, config.scheduler.num_rows)
-    states = _make_states(cache, rows)
-    state = DeviceState(rows, cache, backend, SharedRuns(rows, backend), states)
+    states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
+    state = DeviceState(rows, cache, backend, SharedRuns(rows, backend), states, images)
     if config.device.enforce_eager or not model.is_static:
         batches = DeviceBatchBuilder(state, (), plain=not model.is_static)
-        return Parts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states)
+        return Parts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
     model.reserve(rows.capacity)
     capture = CudaCapture(rows.device) if rows.device.type == "cuda" else NoCapture()
     batches = DeviceBatchBuilder(state, token_buckets(model_config, config), plain=False)
     choice, forward = _device_choice(sampler), ForwardGraphs(model, capture)
     if choice is None:
-        return Parts(rows, cache, batches, forward, NoGraphs(), states=states)
+        return Parts(rows, cache, batches, forward, NoGraphs(), states=states, images=images)
     graphs = DecodeGraphs(model, state, *choice, capture)
-    return Parts(rows, cache, batches, forward, graphs, partial(prepare, batches, forward, graphs), states)
+    return Parts(rows, cache, batches, forward, graphs, partial(prepare, batches, forward, graphs), states, images)
 
 
 def _device_choice(sampler: RowSampler) -> tuple[Any, Any] | None:

@@ -20,6 +20,7 @@ from quire.runtime.sampling.samples import Samples
 from quire.runtime.speculation.drafter import NO_DRAFTS
 from quire.runtime.transfer import Pending
 from quire.runtime.worker.batch import Batch
+from quire.runtime.worker.images import ImageRows
 from quire.runtime.worker.rows import Rows
 from quire.types.step import (
     NO_ROWS,
@@ -175,7 +176,9 @@ class Runner:
         forward: Forward,
         sampler: RowSampler,
         num_samples: int,  # that are chosen at once
+        images: ImageRows | None = None,
     ) -> None:
+        self._images = images
         self._model, self._rows, self._batches, self._forward = model, rows, batches, forward
         self._sampler, self._num_samples = sampler, num_samples
 
@@ -186,6 +189,8 @@ class Runner:
     def begin(self, plan: StepPlan, failed: frozenset[int]) -> SampleStep:
         """Run everything up to the logits. What this returns samples; it is called before the next step begins."""
         batch = self._batches.build(plan)
+        if self._images is not None and (features := self._images.features(plan)) is not None:
+            batch = replace(batch, step=replace(batch.step, features=features))
         failures: list[RowFailure] = []
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
         if batch.shape is None and not self._wants_prompt_logprobs(plan, failed):

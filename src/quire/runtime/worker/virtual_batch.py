@@ -10,7 +10,8 @@ import torch
 from quire.runtime.attention.virtual import VirtualSpans
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.sampling.samples import Longs
-from quire.runtime.worker.batch import Batch, find_samples, find_spans, find_tokens, make_batch
+from quire.runtime.worker.batch import Batch, axes_tensor, find_samples, find_spans, find_tokens, make_batch
+from quire.runtime.worker.images import ImageRows
 from quire.runtime.worker.virtual_cache import VirtualCache
 from quire.runtime.worker.virtual_rows import VirtualRows
 from quire.types.step import StepPlan
@@ -24,7 +25,10 @@ class VirtualBackend(Protocol):
 class VirtualBatchBuilder:
     """Builds batches without reading the device, and has mapped what they need when it returns them."""
 
-    def __init__(self, rows: VirtualRows, cache: VirtualCache, backend: VirtualBackend) -> None:
+    def __init__(
+        self, rows: VirtualRows, cache: VirtualCache, backend: VirtualBackend, images: ImageRows | None = None
+    ) -> None:
+        self._images = images
         self._rows, self._cache, self._backend = rows, cache, backend
         self._kv_heads = torch.arange(cache.layers[0].key_tokens.shape[1], device=rows.device)
 
@@ -48,6 +52,7 @@ class VirtualBatchBuilder:
             caches=self._cache.layers,
             attention=self._backend.prepare(self._spans(plan, decodes)),
             backend=self._backend,
+            axes=axes_tensor(self._images, rows, token_rows, positions, spans),
         )
         return make_batch(step, places, chosen)
 

@@ -47,10 +47,10 @@ class Worker:
     ) -> None:
         parts = make_parts(model, backend, sampler, model_config, config, cache)
         self.rows, self.cache, self._graphs = parts.rows, parts.cache, parts.graphs
-        self._states = parts.states
+        self._states, self._images = parts.states, parts.images
         self._sampler, self._vocab_size, self._prepare = sampler, model_config.vocab_size, parts.prepare
         num_samples = config.scheduler.num_samples
-        self._runner = Runner(model, self.rows, parts.batches, parts.forward, sampler, num_samples)
+        self._runner = Runner(model, self.rows, parts.batches, parts.forward, sampler, num_samples, parts.images)
         self.drafter: Drafter = NO_DRAFTER
         self.tiers: Tiers = NO_TIERS
         self._failed: set[int] = set()  # live rows whose own code raised when they were added
@@ -103,6 +103,8 @@ class Worker:
         self.cache.check()
         if self._states is not None:
             self._states.check()
+        if self._images is not None:
+            self._images.check()
         self.tiers.check()
         assert all(self.rows.live[row] for row in self._failed)
 
@@ -143,6 +145,8 @@ class Worker:
 
     def _release(self, rows: tuple[int, ...]) -> None:
         self.rows.release(rows)
+        if self._images is not None:
+            self._images.release(rows)
         self._failed.difference_update(rows)
         for row in rows:
             self._sampler.remove(row)
@@ -155,13 +159,16 @@ class Worker:
             try:
                 if not known:
                     self._check_tokens(new.token_ids)
+                self._check_images(new)
                 self._sampler.add(new)
             except Exception as error:  # noqa: BLE001  this row's own code: only its request ends
                 self._failed.add(new.row)
                 failures.append(RowFailure(new.row, str(error) or type(error).__name__))
-                new = new._replace(token_ids=new.token_ids.clip(0, self._vocab_size - 1))
+                new = new._replace(token_ids=new.token_ids.clip(0, self._vocab_size - 1), images=())
             placed.append(new)
         self.rows.place(placed)
+        if self._images is not None:
+            self._images.place(placed)
         return tuple(failures)
 
     def _write(self, writes: tuple[RowTokens, ...]) -> tuple[RowFailure, ...]:
@@ -181,6 +188,11 @@ class Worker:
         """Whether the model knows all tokens of all these rows."""
         tokens = np.concatenate([line.token_ids for line in lines])
         return len(tokens) == 0 or bool(tokens.min() >= 0 and tokens.max() < self._vocab_size)
+
+    def _check_images(self, new: NewRow) -> None:
+        if self._images is not None:
+            for image in new.images:
+                self._images.check_image(image)
 
     def _check_tokens(self, token_ids: Ints) -> None:
         if token_ids.min(initial=0) < 0 or token_ids.max(initial=0) >= self._vocab_size:

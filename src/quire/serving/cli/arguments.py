@@ -65,6 +65,12 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
         json_object,
         'guess ahead and verify, as JSON: {"method": "ngram"}, "self_draft", or "draft_model" and its "model"',
     ),
+    "--limit-mm-per-prompt": (json_object, 'how many images a request may have, as JSON: {"image": 16}'),
+    "--mm-processor-kwargs": (
+        json_object,
+        'how large images are shown, as JSON: {"min_pixels": ..., "max_pixels": ...}',
+    ),
+    "--allowed-local-media-path": (str, "the folder whose files image URLs with file:// may name (none)"),
     "--record": (str, "write all inputs and decisions to this new file, for `quire replay`"),
     "--record-tokens": (str, "exact, or hashed: it tells which prompts begin alike, not what they say (exact)"),
     "--record-limit": (str, "how large the file may become (1GiB)"),

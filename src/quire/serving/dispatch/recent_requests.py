@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.serving.dispatch.in_flight_request import InFlightRequest
 from quire.types.request import Submit
@@ -47,7 +47,7 @@ class RecentRequest:
 
     def end(self, now: float) -> None:
         """Replace the engine requests by their choices."""
-        self.ended = tuple(choice for request in self.requests for choice in _choices(request))
+        self.ended = tuple(_without_images(choice) for request in self.requests for choice in _choices(request))
         self.num_tokens = sum(
             len(choice.submit.prompt_token_ids) + len(choice.token_ids or ()) for choice in self.ended
         )
@@ -111,3 +111,8 @@ def _choices(request: InFlightRequest) -> list[Choice]:
     if request.finished is not None:
         return [Choice(request.submit, end.index, end.token_ids) for end, _ in request.ends()]
     return [Choice(request.submit, index, request.tokens_so_far(index) or ()) for index in range(request.n)]
+
+
+def _without_images(choice: Choice) -> Choice:
+    """A choice without the pixels of its prompt: a fork of an ended request with images is refused."""
+    return replace(choice, submit=replace(choice.submit, images=())) if choice.submit.images else choice

@@ -234,8 +234,8 @@ NO_REASONING = not_supported("thinking_token_budget", "A bound on reasoning.",
 OF_RENDERING = "belongs to the render endpoints"
 
 NOT_SUPPORTED = (
-    no_effect("media_io_kwargs", "Pictures and sound.", why="has no effect: this model takes text"),
-    no_effect("mm_processor_kwargs", "Pictures and sound.", why="has no effect: this model takes text"),
+    no_effect("media_io_kwargs", "Pictures and sound.", why="has no effect: images are read in one way"),
+    no_effect("mm_processor_kwargs", "Pictures and sound.", why="has no effect: the operator sets it for all requests"),
     not_supported("return_token_offsets", "Where prompt tokens stand in the text.", False, why=OF_RENDERING),
     not_supported("kv_transfer_params", "Moving caches between servers."),
     not_supported("ec_transfer_params", "Moving caches between servers."),

@@ -41,6 +41,8 @@ LIMITS: tuple[Limit, ...] = (
     Limit("prompt_characters", 4 * MIB, "characters", "all text of a request that is to be tokenized", _BAD),
     Limit("messages", 2_048, "messages", "`messages`", _BAD, highest=8_192),
     Limit("content_parts", 1_024, "parts", "the `content` of one message", _BAD, highest=65_536),
+    Limit("image_bytes", 20 * MIB, "bytes", "one image as it is sent, besides body_bytes", _BAD, highest=2**30),
+    Limit("image_pixels", 64_000_000, "pixels", "one image as it is sent", _BAD, highest=170_000_000),
     Limit("tools", 128, "tools", "`tools`", _BAD, highest=4_096),
     Limit("n", 128, "samples", "`n`, besides max_num_seqs", _BAD, highest=sampling.MAX_N),
     Limit("choices", 1_024, "samples", "`n` times the number of prompts", _BAD, highest=2**20),
@@ -81,6 +83,14 @@ LIMITS: tuple[Limit, ...] = (
         "bytes",
         "bodies that one edge is reading or parsing; uploads count apart, up to as much; a body of up to 64 KiB always "
         "fits",
+        _BUSY,
+        highest=2**40,
+    ),
+    Limit(
+        "images_bytes",
+        1_024 * MIB,
+        "bytes",
+        "pixels of images, three bytes each, in requests that one edge holds; alone, a request of any size fits",
         _BUSY,
         highest=2**40,
     ),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from quire.config.server import ServerConfig
 from quire.serving.dispatch.dispatcher import Dispatcher
@@ -39,8 +39,12 @@ from quire.serving.text.token_table import vocabulary_source
 from quire.serving.text.tokenizer import Tokenizer
 from quire.serving.text.tool_calls.derived import PROBE_TOOLS
 from quire.serving.text.tool_calls.formats import ToolFormat, tool_format
+from quire.serving.vision.sources import read_media_folder
 from quire.types.errors import InvalidRequest, ModelLoadError
 from quire.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+
+if TYPE_CHECKING:
+    from quire.serving.vision.messages import ImageTaker
 
 logger = logging.getLogger("quire.edge")
 
@@ -205,6 +209,8 @@ class Service:
     recalls_prefixes: bool = True  # it is this edge that registers them with a new engine
     files_directory: Path | None = None  # of uploaded files and batches; None: a temporary one
     bodies: BodyPool = field(init=False)
+    pixels: BodyPool = field(init=False)  # of images in requests that run
+    media_folder: str | None = field(init=False)  # whose files image URLs may name
     uploads: BodyPool = field(init=False)  # apart: the largest bodies keep only each other out
     batches: BatchRunner = field(init=False)
     threads: TextThreads = field(init=False)
@@ -216,6 +222,8 @@ class Service:
 
     def __post_init__(self) -> None:
         self.bodies, self.uploads = (BodyPool(self.limits["bodies_bytes"]) for _ in range(2))
+        self.pixels = BodyPool(self.limits["images_bytes"])
+        self.media_folder = read_media_folder(self.config.engine.allowed_local_media_path)
         self.threads = TextThreads(num_text_threads(self.config.api_workers))
         self.keys = KeyRing(self.config.access)
         self.watch = RequestWatch(self.observer, logs_all=self.config.access_log)
@@ -260,6 +268,31 @@ class Service:
             if name.removesuffix(":latest") == asked.removesuffix(":latest"):
                 return name
         raise model_not_found(asked, self.names)
+
+    def image_taker(self) -> ImageTaker | None:
+        """What reads the images of messages; None: the model takes none. Raises ApiError before the engine was ever
+        up."""
+        limits = self.engine().images
+        if limits is None:
+            return None
+        from quire.serving.vision.image_reader import ImageReader  # needless where there are no images
+        from quire.serving.vision.messages import ImageTaker
+        from quire.serving.vision.sources import MediaSources
+
+        reader = ImageReader(limits, self.limits["image_bytes"], self.limits["image_pixels"])
+        return ImageTaker(reader, MediaSources(self.media_folder, reader.max_bytes))
+
+    @contextmanager
+    def holding_pixels(self, num_bytes: int) -> Iterator[None]:
+        """While a request with so many bytes of pixels runs. Raises ApiError when all together become too much."""
+        pool = self.pixels
+        if num_bytes and pool.num_bytes and pool.num_bytes + num_bytes > pool.max_bytes:
+            raise too_busy("the server holds too many images; try again later", 1)
+        pool.num_bytes += num_bytes
+        try:
+            yield
+        finally:
+            pool.num_bytes -= num_bytes
 
     async def in_thread(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run work on text off the event loop."""

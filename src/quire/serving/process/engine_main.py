@@ -103,6 +103,7 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore, EngineR
         block_size=config.cache.block_size,
         num_blocks=config.cache.num_blocks,
         groups=config.cache.groups,
+        images=config.scheduler.images,
         dtype=config.device.dtype,
         device=config.device.device,
         policy=config.scheduler.policy,

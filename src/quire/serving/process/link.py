@@ -7,6 +7,7 @@ from typing import Protocol
 
 from quire.config.kv_cache import PLAIN, KVGroups
 from quire.config.policy import DEFAULT_AGEING
+from quire.config.vision import ImageLimits
 from quire.engine.progress import Backlog
 from quire.types.errors import InvalidRequest
 from quire.types.output import TokensOut
@@ -46,6 +47,7 @@ class EngineReady:
     step_seconds: float = 0.0  # a pessimistic estimate of the longest step; 0: none
     model: ModelSizes = ModelSizes()
     groups: KVGroups = PLAIN
+    images: ImageLimits | None = None  # None: the model takes no images
 
 
 class EngineListener(Protocol):

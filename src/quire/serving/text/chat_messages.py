@@ -28,6 +28,9 @@ MESSAGE_FIELDS = frozenset(
     }
 )
 PART_FIELDS = frozenset({"type", "text", "refusal"})
+IMAGE_PARTS = ("image_url", "input_image", "image_pil")  # the last one holds a PIL image, offline
+IMAGE_FIELDS = frozenset({"type", *IMAGE_PARTS, "detail"})
+PLACEHOLDER: Message = {"type": "image"}  # a part that stands for an image that was taken out
 CALL_FIELDS = frozenset({"id", "type", "index", "function", "name", "arguments"})
 FUNCTION_FIELDS = frozenset({"name", "arguments"})
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -45,9 +48,10 @@ To call one, write its name and its arguments as a JSON object between tags, and
 class PlainData:
     """Copies JSON values for a template to read, and counts them against the input limit."""
 
-    def __init__(self, limits: TemplateLimits) -> None:
+    def __init__(self, limits: TemplateLimits, *, takes_images: bool = False) -> None:
         self._limit = limits.input_characters
         self.size = 0
+        self.takes_images = takes_images  # parts may be placeholders of images
 
     def copy(self, field: str, value: Any, depth: int = 0) -> Any:
         """`value` made of plain dicts, lists, strings and numbers only; anything else is refused by name."""
@@ -98,11 +102,27 @@ def unknown_members(where: str, message: Any) -> Iterator[UnknownMember]:
     for index, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
         if isinstance(part, Mapping) and part.get("type") in ("text", "refusal"):
             yield from _unknown(f"{where}.content[{index}]", part, PART_FIELDS)
+        elif isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS:
+            yield from unknown_of_image(f"{where}.content[{index}]", part)
     for index, call in enumerate(calls if isinstance(calls, (list, tuple)) else ()):
         if isinstance(call, Mapping):
             yield from _unknown(f"{where}.tool_calls[{index}]", call, CALL_FIELDS)
             if isinstance(call.get("function"), Mapping):
                 yield from _unknown(f"{where}.tool_calls[{index}].function", call["function"], FUNCTION_FIELDS)
+
+
+def unknown_of_image(where: str, part: Mapping[str, Any]) -> Iterator[UnknownMember]:
+    """The members of an image part that nothing reads, and `detail` where it asks for something."""
+    yield from _unknown(where, part, IMAGE_FIELDS)
+    address = part.get("image_url")
+    holders = [(where, part)]
+    if isinstance(address, Mapping):
+        yield from _unknown(f"{where}.image_url", address, frozenset({"url", "detail"}))
+        holders.append((f"{where}.image_url", address))
+    for path, holder in holders:
+        if holder.get("detail") not in (None, "auto"):
+            reason, fix = "has no effect: the model's files say how large images are shown", 'leave it out, or "auto"'
+            yield holder, "detail", UnknownParameter(f"{path}.detail", reason, fix)
 
 
 def _unknown(where: str, holder: Mapping[str, Any], known: frozenset[str]) -> Iterator[UnknownMember]:
@@ -158,13 +178,13 @@ def message_text(message: Mapping[str, Any]) -> str:
     """The text of a message that was checked."""
     content = message.get("content")
     if isinstance(content, (list, tuple)):
-        return "\n".join(str(part.get(part["type"], "")) for part in content)
+        return "\n".join(str(part[kind]) for part in content if (kind := part["type"]) in ("text", "refusal"))
     return content or message.get("refusal") or ""
 
 
-def _content(where: str, message: Mapping[str, Any], data: PlainData) -> str | None:
-    """The text of a message. Null where a message only calls; empty where an assistant's message has none, as servers
-    return it when the model only reasoned."""
+def _content(where: str, message: Mapping[str, Any], data: PlainData) -> str | list[Message] | None:
+    """The text of a message, or its parts if some are images. Null where a message only calls; empty where an
+    assistant's message has none, as servers return it when the model only reasoned."""
     name = "refusal" if message.get("content") is None and message.get("refusal") is not None else "content"
     content = message.get(name)
     if isinstance(content, str):
@@ -177,15 +197,20 @@ def _content(where: str, message: Mapping[str, Any], data: PlainData) -> str | N
         raise InvalidRequest(f"{where}.content", "is missing", 'send text, or [{"type": "text", "text": ...}]')
     if name == "refusal" or not isinstance(content, (list, tuple)):
         raise InvalidRequest(f"{where}.{name}", f"must be text or a list of parts, got {type(content).__name__}")
+    if data.takes_images and PLACEHOLDER in content:
+        return [_part_or_image(f"{where}.content[{index}]", part, data) for index, part in enumerate(content)]
     return "\n".join(_part(f"{where}.content[{index}]", part, data) for index, part in enumerate(content))
+
+
+def _part_or_image(where: str, part: Any, data: PlainData) -> Message:
+    return dict(PLACEHOLDER) if part == PLACEHOLDER else {"type": "text", "text": _part(where, part, data)}
 
 
 def _part(where: str, part: Any, data: PlainData) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
-        raise InvalidRequest(
-            where, f"is {kind!r:.80}; this model takes text only", 'send {"type": "text", "text": ...}'
-        )
+        taken = "text and images" if data.takes_images else "text only"
+        raise InvalidRequest(where, f"is {kind!r:.80}; this model takes {taken}", 'send {"type": "text", "text": ...}')
     return str(data.copy(where, part[kind]))
 
 
@@ -262,23 +287,37 @@ def describe_tools(messages: Sequence[Message], tools: Sequence[Message]) -> lis
     description = _DESCRIPTION.format(tools=lines, start=START, end=END)
     for message in written:
         if message["role"] in ("system", "developer"):
-            message["content"] = f"{message['content'] or ''}\n\n{description}".lstrip()
+            message["content"] = _joined(message["content"], f"\n\n{description}")
             return written
     for message in written:
         if message["role"] == "user":
-            message["content"] = f"{description}\n\n{message['content'] or ''}"
+            message["content"] = _joined(f"{description}\n\n", message["content"])
             return written
     return [{"role": "system", "content": description}, *written]
 
 
 def _written(message: Message) -> Message:
     if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content'] or ''}\n</tool_response>"}
+        answer = _joined("<tool_response>\n", message["content"])
+        return {"role": "user", "content": _joined(answer, "\n</tool_response>")}
     if not message.get("tool_calls"):
         return dict(message)
-    texts = [message["content"], *(_call(call) for call in message["tool_calls"])]
+    texts = [message_text(message), *(_call(call) for call in message["tool_calls"])]
     kept = {name: value for name, value in message.items() if name != "tool_calls"}
     return {**kept, "content": "\n".join(text for text in texts if text)}
+
+
+def _joined(first: str | list[Message] | None, second: str | list[Message] | None) -> str | list[Message]:
+    """Two contents, one behind the other. Where one has images, parts of both."""
+    if isinstance(first, list) or isinstance(second, list):
+        return [part for content in (first, second) for part in _parts(content)]
+    return f"{first or ''}{second or ''}" if first else (second or "").lstrip()
+
+
+def _parts(content: str | list[Message] | None) -> list[Message]:
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content}] if content else []
 
 
 def _call(call: Message) -> str:

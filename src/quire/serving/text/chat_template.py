@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire.text")
 
 _CUT = "\U000f0000CONTINUE\U000f0001 "  # where a message to be continued ends; the space tells whether it was trimmed
-_OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+_OPTIONS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "takes_images")
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 
 
@@ -91,17 +91,19 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        takes_images: bool = False,
         **variables: Any,
     ) -> str:
         """The prompt for `messages`; `variables` are those the template itself asks for, such as enable_thinking.
 
         What the template knows nothing of, `tools` or their calls and results, is written into the messages as text.
-        Messages of a developer are the system's for a template that does not know that role.
+        Messages of a developer are the system's for a template that does not know that role. With `takes_images`, parts
+        of messages may be placeholders of images.
         """
         if continue_final_message and add_generation_prompt:
             reason = "a message cannot be continued and a new one begun"
             raise InvalidRequest("continue_final_message", reason, "set add_generation_prompt=False")
-        data = PlainData(self.limits)
+        data = PlainData(self.limits, takes_images=takes_images)
         conversation, offered = check_messages(messages, data, self.limits), check_tools(tools, data)
         if "developer" not in self._source:
             conversation = developers_as_system(conversation)

@@ -142,11 +142,12 @@ def _ids(config: dict[str, Any], key: str, path: Path) -> Iterator[int]:
 
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja if there is one, else the (default) template of tokenizer_config.json."""
+    """chat_template.jinja if there is one, else that of chat_template.json, which models with vision have, else the
+    (default) template of tokenizer_config.json."""
     own = _read_text(directory / "chat_template.jinja")
     if own is not None:
         return own
-    stored = config.get("chat_template")
+    stored = _read_json(directory / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(stored, list):
         named = {entry.get("name"): entry.get("template") for entry in stored if isinstance(entry, dict)}
         stored = named.get("default")

@@ -14,7 +14,7 @@ from quire.serving.http.endpoints.anthropic_request import (
 )
 from quire.serving.http.endpoints.tokenize import TextEndpoint
 from quire.serving.http.fields import MODEL, NAMES, Field, no_effect, not_supported
-from quire.serving.http.generation.conversation import render_messages
+from quire.serving.http.generation.conversation import render_prompt
 from quire.serving.http.generation.handler import GenerationEndpoint
 from quire.serving.http.generation.settings import GenerationSettings, Parameters
 from quire.serving.http.generation.tool_use import can_bound_reasoning
@@ -128,8 +128,9 @@ _OWN = ("system", "stop_sequences", "tool_choice", "thinking", "output_config", 
 def count_tokens(service: Service, given: dict[str, Any]) -> dict[str, Any]:
     made = chat_parameters(service, given)
     tools = () if made.get("tool_choice") == "none" else made.get("tools", ())
-    text = render_messages(service, made, tools)
-    return {"input_tokens": len(service.texts.tokenizer.encode(text, add_special_tokens=False))}
+    prompt = render_prompt(service, made, tools)
+    tokens = service.texts.tokenizer.encode(prompt.text or "", add_special_tokens=False)
+    return {"input_tokens": len(tokens) + sum(image.num_tokens - 1 for image in prompt.images)}
 
 
 MESSAGES = GenerationEndpoint(

@@ -29,13 +29,14 @@ _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345
 _ANYWHERE = frozenset({"type", "cache_control"})
 _BLOCKS = {  # the members of content blocks, by their type
     "text": _ANYWHERE | {"text", "citations"},
+    "image": _ANYWHERE | {"source"},
     "tool_use": _ANYWHERE | {"id", "name", "input", "caller"},
     "tool_result": _ANYWHERE | {"tool_use_id", "content", "is_error"},
     "thinking": _ANYWHERE | {"thinking", "signature"},
     "redacted_thinking": _ANYWHERE | {"data"},
 }
 _OF_ROLE = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
@@ -259,18 +260,40 @@ def _assistant(where: str, blocks: list[Any], limits: Bounds) -> dict[str, Any]:
 
 def _user(where: str, role: str, blocks: list[Any], limits: Bounds) -> Iterator[dict[str, Any]]:
     """Results of tools in messages of their own, and text between them, in order."""
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for place, block in enumerate(blocks):
         path = f"{where}[{place}]"
         if block["type"] == "text":
-            texts.append(_text(path, block, limits))
-            continue
-        if texts:
-            yield {"role": role, "content": "\n".join(texts)}
-            texts = []
-        yield _result(path, block, limits)
-    if texts or not blocks:
-        yield {"role": role, "content": "\n".join(texts)}
+            parts.append({"type": "text", "text": _text(path, block, limits)})
+        elif block["type"] == "image":
+            parts.append(_image(path, block))
+        else:
+            if parts:
+                yield {"role": role, "content": _content(parts)}
+                parts = []
+            yield _result(path, block, limits)
+    if parts or not blocks:
+        yield {"role": role, "content": _content(parts)}
+
+
+def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """One text, unless some parts are images."""
+    return "\n".join(part["text"] for part in parts) if all(part["type"] == "text" for part in parts) else parts
+
+
+def _image(where: str, block: dict[str, Any]) -> dict[str, Any]:
+    """An image as OpenAI's API has it."""
+    source, form = block.get("source"), 'send {"type": "base64", "media_type": "image/png", "data": ...}'
+    if not isinstance(source, dict) or source.get("type") not in ("base64", "url"):
+        raise InvalidRequest(f"{where}.source", "must be an object of type base64 or url", form)
+    names = ("media_type", "data") if source["type"] == "base64" else ("url",)
+    for _, _, error in _unknown(f"{where}.source", source, {"type", *names}):
+        raise error
+    for name in names:
+        if not isinstance(source.get(name), str):
+            raise InvalidRequest(f"{where}.source.{name}", "must be text", form)
+    url = source["url"] if names == ("url",) else f"data:{source['media_type']};base64,{source['data']}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _call(where: str, block: dict[str, Any], limits: Bounds) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.config.vision import ImageLimits
 from quire.serving.http.endpoint import Endpoint, PlainEndpoint
 from quire.serving.http.exchange import Exchange, Handler
 from quire.serving.http.openapi import build_openapi
@@ -68,6 +69,7 @@ class Capabilities:
                     "dtype": engine.dtype,
                     "device": engine.device,
                     "scheduling_policy": engine.policy,
+                    "images": _images(engine.images),
                 },
                 "strict": service.config.strict,
                 "admin": bool(service.config.access.admin_digests),
@@ -79,6 +81,14 @@ class Capabilities:
                 },
             }
         )
+
+
+def _images(limits: ImageLimits | None) -> dict[str, int] | None:
+    """What is taken of images; None: none are."""
+    if limits is None:
+        return None
+    grid = limits.grid
+    return {"max_images": limits.max_images, "min_pixels": grid.min_pixels, "max_pixels": grid.max_pixels}
 
 
 _CAPABILITIES = record(

@@ -58,7 +58,7 @@ def find_origin(service: Service, given: Parameters, head: RequestHead) -> Origi
         raise InvalidRequest("at_token", reason, f"choose a value in [0, {len(answer)}]")
     tokens = (*choice.submit.prompt_token_ids, *answer[:at_token])
     branch = Branch(choice.submit.request_id, choice.index, len(tokens))
-    return Origin(tokens, at_token, branch, choice.submit.cache_salt)
+    return Origin(tokens, at_token, branch, choice.submit.cache_salt, choice.submit.images)
 
 
 FORK = GenerationEndpoint(

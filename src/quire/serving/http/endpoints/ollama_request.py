@@ -159,7 +159,7 @@ def _message(where: str, message: Any, limits: Bounds) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidRequest(where, f"must be an object, got {shown(message)}", _FORM)
     if message.get("images"):
-        raise UnsupportedParameter(f"{where}.images", "is not supported: this server takes text only", "leave it out")
+        raise UnsupportedParameter(f"{where}.images", "is not supported: this API takes text only", "leave it out")
     made: dict[str, Any] = {"role": Text("label", 1).check(f"{where}.role", message.get("role"), limits)}
     content = message.get("content")
     made["content"] = "" if content is None else Text("prompt_characters").check(f"{where}.content", content, limits)
@@ -255,7 +255,7 @@ GENERATE_FIELDS = (
     Field("raw", Flag(), "Continue the prompt as it is, without a chat template.", False),
     Field("context", TokenIds("prompt_tokens"), "The `context` of an earlier answer, which this one continues."),
     *_COMMON,
-    not_supported("images", "Pictures.", [], why="is not supported: this server takes text only"),
+    not_supported("images", "Pictures.", [], why="is not supported: this API takes text only"),
     not_supported("suffix", "Text after the answer.", ""),
     not_supported("template", "A template with the request.", "", why="is set by the operator only"),
 )  # fmt: skip

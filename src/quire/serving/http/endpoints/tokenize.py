@@ -9,7 +9,7 @@ from typing import Any
 from quire.serving.http.endpoint import Endpoint
 from quire.serving.http.exchange import Exchange, Handler
 from quire.serving.http.fields import ADD_SPECIAL_TOKENS, MODEL, TEMPLATE, TOOLS, Field, check_body, not_supported
-from quire.serving.http.generation.conversation import render_messages, unread_values
+from quire.serving.http.generation.conversation import render_prompt, unread_values, with_placeholders
 from quire.serving.http.json_body import decode_json
 from quire.serving.http.schemas import IDS, TEXT, WHOLE, many, or_null, record
 from quire.serving.http.service import Service
@@ -17,6 +17,7 @@ from quire.serving.http.validators.prompts import Messages, Prompts
 from quire.serving.http.validators.values import Flag, Text, TokenIds
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest
+from quire.types.images import PromptImage
 from quire.types.sampling import check_vocabulary
 
 
@@ -62,7 +63,7 @@ class TextHandler:
 def tokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
     if sum(name in given for name in ("prompt", "messages", "content")) != 1:
         raise InvalidRequest("prompt", "must be there, or messages or content, and only one", "send one of them")
-    tokenizer = service.texts.tokenizer
+    tokenizer, images = service.texts.tokenizer, tuple[PromptImage, ...]()
     if "content" in given:
         text, add_special = given["content"], given.get("add_special", given.get("add_special_tokens", False))
     elif "prompt" in given:
@@ -71,11 +72,11 @@ def tokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
         if text is None:
             raise InvalidRequest("prompt", "must be text here", "send text, or use /detokenize")
     else:
-        text, add_special = (
-            render_messages(service, given, given.get("tools", ())),
-            given.get("add_special_tokens", False),
-        )
+        rendered = render_prompt(service, given, given.get("tools", ()))
+        text, images, add_special = rendered.text or "", rendered.images, given.get("add_special_tokens", False)
     tokens = tokenizer.encode(text, add_special)
+    if images:
+        tokens = list(with_placeholders(service, tokens, images))
     names = [tokenizer.raw_token(token) for token in tokens] if given.get("return_token_strs") else None
     length = service.engine().max_model_len
     shown = [_piece(tokenizer, token) for token in tokens] if given.get("with_pieces") else tokens

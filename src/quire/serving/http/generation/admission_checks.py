@@ -90,5 +90,6 @@ def _sections(engine: EngineReady) -> tuple[CacheConfig, SchedulerConfig]:
         max_num_batched_tokens=engine.max_num_seqs,
         max_model_len=engine.max_model_len,
         policy=cast("PolicyName", engine.policy),
+        images=engine.images,
     )
     return CacheConfig(engine.block_size, engine.num_blocks, groups=engine.groups), scheduler

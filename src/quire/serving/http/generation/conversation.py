@@ -7,8 +7,11 @@ from typing import Any
 
 from quire.serving.http.service import Service
 from quire.serving.http.validators.values import UnsupportedParameter
+from quire.serving.requests import Prompt
+from quire.serving.text.chat_messages import IMAGE_PARTS
+from quire.types.images import PromptImage
 
-_OWN_PARAMETERS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+_OWN_PARAMETERS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "takes_images")
 _FOR_TEMPLATES = ("documents", "reasoning_effort")
 
 
@@ -29,8 +32,32 @@ def unread_values(service: Service, given: dict[str, Any]) -> list[UnsupportedPa
     return unread
 
 
-def render_messages(service: Service, given: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> str:
-    """The prompt of a conversation, with a description of the tools."""
+def render_prompt(service: Service, given: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> Prompt:
+    """The prompt of a conversation, with its images if the model takes some."""
+    taker = service.image_taker()
+    if taker is None:
+        return Prompt(text=render_messages(service, given, tools))
+    messages, images = taker.take(given["messages"])
+    text = render_messages(service, {**given, "messages": messages}, tools, takes_images=True)
+    return Prompt(text=text, images=images)
+
+
+def with_placeholders(service: Service, tokens: Sequence[int], images: Sequence[PromptImage]) -> tuple[int, ...]:
+    """Token ids with a placeholder for each token of a prompt's images."""
+    from quire.serving.vision.image_reader import place_images  # needless where there are no images
+
+    limits = service.engine().images
+    assert limits is not None, "images are taken only where the engine has limits for them"
+    return place_images("messages", tokens, images, limits.grid.token_id)[0]
+
+
+def render_messages(
+    service: Service, given: dict[str, Any], tools: Sequence[dict[str, Any]] = (), *, takes_images: bool = False
+) -> str:
+    """The prompt of a conversation, with a description of the tools. With `takes_images`, parts of messages may be
+    placeholders of images."""
+    if not takes_images and service.engine().images is not None:
+        _refuse_images(given["messages"])
     variables = dict(given.get("chat_template_kwargs", {}))
     variables |= {name: given[name] for name in _FOR_TEMPLATES if name in given}
     return service.texts.template.render(
@@ -38,8 +65,19 @@ def render_messages(service: Service, given: dict[str, Any], tools: Sequence[dic
         tools=list(tools) or None,
         add_generation_prompt=given.get("add_generation_prompt", True),
         continue_final_message=given.get("continue_final_message", False),
+        takes_images=takes_images,
         **variables,
     )
+
+
+def _refuse_images(messages: Sequence[Any]) -> None:
+    """Refuse images for the endpoints that take none, though the model does."""
+    for place, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+                reason, fix = "is an image, which this endpoint does not take", "send it to /v1/chat/completions"
+                raise UnsupportedParameter(f"messages[{place}].content[{number}]", reason, fix)
 
 
 def _complaint(service: Service, name: str) -> UnsupportedParameter | None:

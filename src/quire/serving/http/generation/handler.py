@@ -51,6 +51,7 @@ class GenerationHandler:
                 with deadlines.while_preparing() as timeout:
                     async with timeout:
                         job = await self._prepare(exchange, received_at)
+                stack.enter_context(self._service.holding_pixels(job.num_pixel_bytes))
                 exchange.scope["quire.request_id"] = job.request_id
                 exchange.warnings = job.options.warnings
                 trace = exchange.headers.get(b"traceparent", b"")[:64].decode("latin-1")

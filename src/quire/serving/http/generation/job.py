@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from quire.serving.dispatch.mailbox import Failure
 from quire.serving.http.fields import Field, check_body
 from quire.serving.http.generation.admission_checks import check_logprobs
-from quire.serving.http.generation.conversation import render_messages, unread_values
+from quire.serving.http.generation.conversation import render_prompt, unread_values
 from quire.serving.http.generation.sampling_fields import drop_beam_fields, read_beam, read_sampling, take_structure
 from quire.serving.http.generation.settings import GenerationSettings, Origin, Parameters, ResponseOptions
 from quire.serving.http.generation.submits import Work, make_submits
@@ -37,6 +37,11 @@ class Job:
     interval: int  # tokens per event of a stream
     plan: AnswerPlan | None = None  # of the grammar that the answers must match; not in force before `with_grammar`
     structure_field: str = "structured_outputs"  # what asked for it
+
+    @property
+    def num_pixel_bytes(self) -> int:
+        """Of the images of its prompts."""
+        return sum(len(image.pixels) for submit in self.submits for image in submit.images)
 
     def with_grammar(self, grammar: CheckedGrammar) -> Job:
         """Return the job with the grammar that was built and checked from its plan."""
@@ -147,14 +152,14 @@ def _prompts(
     """The prompts, and the text to write before each answer (see `echo`)."""
     if origin is not None:
         kept = origin.token_ids[len(origin.token_ids) - origin.num_kept :] if given.get("echo") else ()
-        return [Prompt(token_ids=origin.token_ids)], [service.texts.tokenizer.decode(kept)]
+        return [Prompt(token_ids=origin.token_ids, images=origin.images)], [service.texts.tokenizer.decode(kept)]
     if "prompt" in given:
         prompts: list[Prompt] = given["prompt"]
         return prompts, [""] * len(prompts)
-    text = render_messages(service, given, use.tools)
+    prompt = render_prompt(service, given, use.tools)
     last = given["messages"][-1]
     is_echoed = given.get("echo") and last["role"] == "assistant"
-    return [Prompt(text=text)], [message_text(last) if is_echoed else ""]
+    return [prompt], [message_text(last) if is_echoed else ""]
 
 
 def _text_of(service: Service, prompt: Prompt, submit: Submit, *, is_cut: bool) -> str:

@@ -18,6 +18,7 @@ from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
 from quire.serving.text.message_reading import MessageReading
 from quire.types.errors import InvalidRequest
+from quire.types.images import PromptImage
 from quire.types.request import Branch
 
 Parameters = dict[str, Any]
@@ -97,6 +98,7 @@ class Origin:
     num_kept: int
     branch: Branch
     salt: str
+    images: tuple[PromptImage, ...] = ()  # placed already
 
 
 def as_given(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001

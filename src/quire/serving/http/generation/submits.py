@@ -21,6 +21,7 @@ from quire.serving.requests import Prompt
 from quire.serving.text.stop_strings import StopStrings
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
+from quire.types.images import PromptImage
 from quire.types.request import Submit, pack_tokens
 from quire.types.sampling import SamplingParams
 
@@ -48,7 +49,8 @@ def make_submits(
     fit. Raises InvalidRequest for what the engine would refuse."""
     engine, given, sampling = service.engine(), work.given, work.sampling
     _check_count(work, len(prompts), service.limits["choices"])
-    token_ids = _tokenize(service, engine, work, prompts)
+    placed = _tokenize(service, engine, work, prompts)
+    token_ids = [ids for ids, _ in placed]
     StopStrings(sampling.stops)  # refuses here what would fail later, on the link's thread
     rules = service.texts.maker(engine.eos_ids).rules(sampling, check=False)
     salt = head.salt(given.get("cache_salt", "")) if work.origin is None else work.origin.salt
@@ -70,8 +72,9 @@ def make_submits(
             work.beam,
             source,
             head.principal,
+            images=images,
         )
-        for name, ids in zip(names, token_ids, strict=True)
+        for name, (ids, images) in zip(names, placed, strict=True)
     ]
     try:
         check_admission(engine, submits)
@@ -94,17 +97,39 @@ def _check_count(work: Work, num_prompts: int, limit: int) -> None:
         raise InvalidRequest(field, reason, "send fewer prompts at once")
 
 
-def _tokenize(service: Service, engine: EngineReady, work: Work, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+def _tokenize(
+    service: Service, engine: EngineReady, work: Work, prompts: Sequence[Prompt]
+) -> list[tuple[tuple[int, ...], tuple[PromptImage, ...]]]:
+    """The token ids of every prompt, and its images where their placeholders are."""
     given, field = work.given, work.settings.prompt_field
     if "truncate_prompt_tokens" not in given:
         check_texts(service, field, prompts, engine.max_model_len)
     add_special = given.get("add_special_tokens", work.settings.adds_special_tokens)
     encoded = service.texts.maker(engine.eos_ids).tokenize(prompts, add_special)
-    token_ids = [cut(ids, given, work.sampling, engine) for ids in encoded]
+    placed = [
+        _place(field, given, prompt, ids, engine, is_placed=work.origin is not None)
+        for prompt, ids in zip(prompts, encoded, strict=True)
+    ]
+    token_ids = [cut(ids, given, work.sampling, engine) for ids, _ in placed]
     for place, ids in enumerate(token_ids):
         check_length(f"{field}[{place}]" if len(token_ids) > 1 else field, len(ids), engine.max_model_len)
     total = sum(map(len, token_ids))
     if total > service.limits["prompt_tokens"]:
         reason = f"has {total} tokens in all, limit {service.limits['prompt_tokens']}"
         raise InvalidRequest(field, reason, "send fewer at once")
-    return token_ids
+    return [(ids, images) for ids, (_, images) in zip(token_ids, placed, strict=True)]
+
+
+def _place(
+    field: str, given: Parameters, prompt: Prompt, ids: tuple[int, ...], engine: EngineReady, *, is_placed: bool
+) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+    """Token ids with placeholders for all tokens of a prompt's images, and these."""
+    if not prompt.images or is_placed:
+        return ids, prompt.images
+    if "truncate_prompt_tokens" in given:
+        reason = "cannot be obeyed: the prompt has images, which cannot be cut"
+        raise InvalidRequest("truncate_prompt_tokens", reason, "leave it out")
+    from quire.serving.vision.image_reader import place_images  # needless where there are no images
+
+    assert engine.images is not None, "images are taken only where the engine has limits for them"
+    return place_images(field, ids, prompt.images, engine.images.grid.token_id)

@@ -95,7 +95,14 @@ class Messages:
             "required": ["type", "text"],
             "additionalProperties": {"type": "null"},
         }
-        parts = {"type": "array", "items": part, "maxItems": limits["content_parts"]}
+        address = {"type": "object", "properties": {"url": {"type": "string"}}, "required": ["url"]}
+        image = {
+            "type": "object",
+            "properties": {"type": {"const": "image_url"}, "image_url": {"anyOf": [address, {"type": "string"}]}},
+            "required": ["type", "image_url"],
+            "additionalProperties": {"type": "null"},
+        }
+        parts = {"type": "array", "items": {"anyOf": [part, image]}, "maxItems": limits["content_parts"]}
         label = {"type": ["string", "null"]}
         message = {
             "type": "object",

@@ -16,6 +16,7 @@ from quire.serving.http.validators.values import (
     drop_unknown_fields,
     shown,
 )
+from quire.serving.text.chat_messages import unknown_of_image
 from quire.types.errors import InvalidRequest, UnknownParameter
 
 Item = dict[str, Any]
@@ -30,6 +31,7 @@ _MEMBERS = {
     "reasoning": (*_STATE, "summary", "content", "encrypted_content"),
     "item_reference": ("id", "type"),
 }
+_IMAGE = "input_image"
 _PART_MEMBERS = ("type", "text", "refusal", "annotations", "logprobs", "cache_control", "prompt_cache_breakpoint")
 _FORM = 'send text, or a list of items such as {"role": "user", "content": ...}'
 
@@ -61,7 +63,10 @@ class InputItems:
         text = {"type": "string", "maxLength": limits["prompt_characters"]}
         part = _record({"type": {"enum": ["input_text", "output_text"]}, "text": text})
         content = {"anyOf": [text, {"type": "array", "items": part, "maxItems": limits["content_parts"]}]}
-        message = _record({"type": {"const": "message"}, "role": {"enum": list(ROLES)}, "content": content}, "type")
+        image = _record({"type": {"const": _IMAGE}, "image_url": {"type": "string"}})
+        shown_to = {"type": "array", "items": {"anyOf": [part, image]}, "maxItems": limits["content_parts"]}
+        said = {"anyOf": [text, shown_to]}
+        message = _record({"type": {"const": "message"}, "role": {"enum": list(ROLES)}, "content": said}, "type")
         label = Text("label", 1).schema(limits)
         call = _record({"type": {"const": "function_call"}, "call_id": label, "name": label, "arguments": text})
         output = _record({"type": {"const": "function_call_output"}, "call_id": label, "output": content})
@@ -100,6 +105,8 @@ def _unknown_fields(where: str, items: Sequence[Any]) -> Iterator[UnknownField]:
             for number, part in enumerate(parts if isinstance(parts, list) else ()):
                 if isinstance(part, dict) and part.get("type") in (*_TEXT_PARTS, "refusal"):
                     yield from _unknown(f"{where}[{place}].{name}[{number}]", part, _PART_MEMBERS)
+                elif isinstance(part, dict) and part.get("type") == _IMAGE:
+                    yield from unknown_of_image(f"{where}[{place}].{name}[{number}]", part)
 
 
 def _unknown(where: str, holder: dict[str, Any], known: tuple[str, ...]) -> Iterator[UnknownField]:
@@ -136,11 +143,13 @@ def _check_message(where: str, item: Item, limits: Bounds) -> Item:
     role = item.get("role")
     if role not in ROLES:
         raise InvalidRequest(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {shown(role)}")
-    texts = _check_texts(f"{where}.content", item.get("content"), limits)
-    if role == "assistant":
-        parts = [{"type": "output_text", "text": text, "annotations": []} for text in texts]
+    if role == "user":
+        parts = _check_parts(f"{where}.content", item.get("content"), limits)
     else:
-        parts = [{"type": "input_text", "text": text} for text in texts]
+        texts = _check_texts(f"{where}.content", item.get("content"), limits)
+        more: Item = {"annotations": []} if role == "assistant" else {}
+        kind = "output_text" if role == "assistant" else "input_text"
+        parts = [{"type": kind, "text": text, **more} for text in texts]
     return {"status": "completed", "role": role, "content": parts}
 
 
@@ -165,6 +174,27 @@ def _check_reasoning(where: str, item: Item, limits: Bounds) -> Item:
     return found
 
 
+def _check_parts(where: str, content: Any, limits: Bounds) -> list[Item]:
+    """The parts of a user's message: texts, and images as they were sent."""
+    images = {
+        place: _check_image(f"{where}[{place}]", part)
+        for place, part in enumerate(content if isinstance(content, list) else ())
+        if isinstance(part, dict) and part.get("type") == _IMAGE
+    }
+    if images:  # their places are kept, so that errors name those of texts
+        blank = {"type": "input_text", "text": ""}
+        content = [blank if place in images else part for place, part in enumerate(content)]
+    texts = _check_texts(where, content, limits)
+    return [images.get(place) or {"type": "input_text", "text": text} for place, text in enumerate(texts)]
+
+
+def _check_image(where: str, part: Item) -> Item:
+    if not isinstance(part.get("image_url"), str):
+        fix = 'send {"type": "input_image", "image_url": "data:image/png;base64,..."}'
+        raise InvalidRequest(f"{where}.image_url", f"must be a URL, got {shown(part.get('image_url'))}", fix)
+    return {"type": _IMAGE, "detail": "auto", "image_url": part["image_url"]}
+
+
 def _check_texts(where: str, content: Any, limits: Bounds) -> list[str]:
     """The texts of content that is text or a list of text parts."""
     text = Text("prompt_characters")
@@ -182,7 +212,7 @@ def _check_texts(where: str, content: Any, limits: Bounds) -> list[str]:
             raise InvalidRequest(f"{where}[{place}]", f"must be an object, got {shown(part)}", fix)
         kind = part.get("type")
         if kind not in (*_TEXT_PARTS, "refusal"):
-            reason = f"is {shown(kind)}; this model takes text only"
+            reason = f"is {shown(kind)}; only text is taken here"
             raise UnsupportedParameter(f"{where}[{place}]", reason, 'send {"type": "input_text", "text": ...}')
         name = "refusal" if kind == "refusal" else "text"
         texts.append(text.check(f"{where}[{place}].{name}", part.get(name), limits))
@@ -192,7 +222,7 @@ def _check_texts(where: str, content: Any, limits: Bounds) -> list[str]:
 def _texts(item: Item) -> Iterable[str]:
     """All texts of a checked item that the model reads."""
     for name in ("content", "summary"):
-        yield from (part["text"] for part in item.get(name, ()))
+        yield from (part["text"] for part in item.get(name, ()) if "text" in part)
     yield from (item[name] for name in ("output", "arguments", "name") if name in item)
 
 
@@ -221,7 +251,7 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
             if reasoning:  # an answer that was cut off while the model was reasoning
                 messages.append(_with_reasoning({"role": "assistant", "content": ""}, reasoning))
                 reasoning = ""
-            messages.append({"role": role, "content": _joined(item)})
+            messages.append({"role": role, "content": _content(item)})
     if leading:
         messages.insert(0, {"role": "system", "content": "\n\n".join(leading)})
     return messages
@@ -242,6 +272,14 @@ def _with_reasoning(message: dict[str, Any], reasoning: str) -> dict[str, Any]:
 def _call(item: Item) -> dict[str, Any]:
     function = {"name": item["name"], "arguments": item["arguments"]}
     return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _content(item: Item) -> str | list[Item]:
+    """The text of a user's message, or its parts if some are images."""
+    parts = item["content"]
+    if all(part["type"] != _IMAGE for part in parts):
+        return _joined(item)
+    return [part if part["type"] == _IMAGE else {"type": "text", "text": part["text"]} for part in parts]
 
 
 def _joined(item: Item) -> str:

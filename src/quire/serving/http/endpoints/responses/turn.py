@@ -11,13 +11,14 @@ import msgspec
 from quire.serving.http.endpoints.responses.fields import OUTPUT_LOGPROBS
 from quire.serving.http.endpoints.responses.input_items import Item, messages_of, new_id
 from quire.serving.http.errors import ApiError
-from quire.serving.http.generation.conversation import render_messages
+from quire.serving.http.generation.conversation import render_prompt
 from quire.serving.http.generation.settings import Parameters
 from quire.serving.http.request_head import RequestHead
 from quire.serving.http.response_store import Owner, StoredItem
 from quire.serving.http.service import Service
 from quire.serving.http.validators.values import UnsupportedParameter
 from quire.serving.requests import Prompt
+from quire.serving.text.chat_messages import message_text
 from quire.types.errors import InvalidRequest
 
 _AS_THEY_ARE = (
@@ -216,17 +217,18 @@ def _first_that_may_fit(service: Service, messages: Sequence[dict[str, Any]], mo
     fewest, place = 0, len(messages)
     while place and fewest <= most:
         place -= 1
-        fewest += service.texts.tokenizer.fewest_tokens(messages[place]["content"] or "")
+        fewest += service.texts.tokenizer.fewest_tokens(message_text(messages[place]))
     return place if fewest <= most else place + 1
 
 
 def _num_tokens(service: Service, parameters: Parameters) -> int:
-    text = render_messages(service, parameters, parameters.get("tools", ()))
+    prompt = render_prompt(service, parameters, parameters.get("tools", ()))
+    text = prompt.text or ""
     limit = service.engine().max_model_len
     if service.texts.tokenizer.fewest_tokens(text) > limit:
         return limit + 1
     (token_ids,) = service.texts.maker(service.engine().eos_ids).tokenize([Prompt(text=text)], False)
-    return len(token_ids)
+    return len(token_ids) + sum(image.num_tokens - 1 for image in prompt.images)
 
 
 def _echoed(given: Parameters) -> dict[str, Any]:

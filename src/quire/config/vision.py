@@ -1,0 +1,112 @@
+"""The vision tower of a model that takes images, and how images are prepared for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.types.errors import ConfigError
+
+Channels = tuple[float, float, float]  # a number for each of red, green and blue
+
+USUAL_MEAN: Channels = (0.48145466, 0.4578275, 0.40821073)  # of the images that CLIP was trained with
+USUAL_STD: Channels = (0.26862954, 0.26130258, 0.27577711)
+MAX_IMAGES = 16  # of a request, unless it is set
+FEWEST_TOKENS = 4  # of an image: the keys of cached blocks have 31 bits of its content hash for each of them
+
+
+@dataclass(frozen=True, slots=True)
+class ImageGrid:
+    """How pixels become tokens: a token stands for a square of `unit` pixels a side. Images are resized to whole
+    squares, of at least `min_pixels` and at most `max_pixels` in all."""
+
+    token_id: int  # the placeholder of a token
+    unit: int = 28
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that one image takes."""
+        return max(FEWEST_TOKENS, self.max_pixels // self.unit**2)
+
+    @property
+    def max_bytes(self) -> int:
+        """Of the pixels of one image, resized."""
+        return self.max_tokens * self.unit**2 * 3
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """What the engine takes of images: their grid, how many in a request, and how many tokens of images a step may
+    encode (one image always)."""
+
+    grid: ImageGrid
+    max_images: int = MAX_IMAGES
+    max_encoded_tokens: int = 2_048
+    max_kept_tokens: int = 4_096  # whose vectors are kept after they were used, for requests with the same images
+
+
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """The numbers of a vision transformer over patches of an image, of which `merge` x `merge` become one token."""
+
+    grid: ImageGrid
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    patch: int = 14  # pixels a side
+    merge: int = 2  # patches a side
+    frames: int = 2  # of a patch in time: an image is the same in each
+    window: int | None = None  # pixels a side that a patch sees, in all blocks but `full_blocks`; None: the whole image
+    full_blocks: tuple[int, ...] = ()
+    is_gated: bool = True  # RMSNorm and a gated MLP (Qwen2.5-VL); else LayerNorm and a plain one (Qwen2-VL)
+    mean: Channels = USUAL_MEAN  # of pixels in [0, 1]
+    std: Channels = USUAL_STD
+
+
+def resolve_images(
+    vision: Vision | None,
+    limit_mm_per_prompt: Mapping[str, Any] | None,
+    mm_processor_kwargs: Mapping[str, Any] | None,
+    max_encoded_tokens: int,
+) -> ImageLimits | None:
+    """Return what an engine takes of images, by the settings that vLLM has for it; None: no images. Raises
+    ConfigError."""
+    given = {"limit_mm_per_prompt": limit_mm_per_prompt, "mm_processor_kwargs": mm_processor_kwargs}
+    known = {"limit_mm_per_prompt": ("image",), "mm_processor_kwargs": ("min_pixels", "max_pixels")}
+    for name, values in given.items():
+        if values is None:
+            continue
+        if vision is None:
+            raise ConfigError(name, "is about images, and this model takes none", "leave it out")
+        if not isinstance(values, Mapping):
+            raise ConfigError(name, f"must be an object, got {type(values).__name__}", f"keys: {known[name]}")
+        for key, value in values.items():
+            if key not in known[name]:
+                raise ConfigError(f"{name}.{key}", "is not known", f"known: {', '.join(known[name])}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name}.{key}", f"must be a whole number, got {value!r}")
+    if vision is None:
+        return None
+    grid, pixels = vision.grid, dict(mm_processor_kwargs or {})
+    grid = replace(grid, **pixels)
+    least = FEWEST_TOKENS * grid.unit**2
+    if not least <= grid.min_pixels <= grid.max_pixels <= vision.grid.max_pixels:
+        reason = f"min_pixels is {grid.min_pixels} and max_pixels {grid.max_pixels}"
+        fix = f"choose {least} <= min_pixels <= max_pixels <= {vision.grid.max_pixels}"
+        raise ConfigError("mm_processor_kwargs", reason, fix)
+    most = dict(limit_mm_per_prompt or {}).get("image", MAX_IMAGES)
+    return ImageLimits(grid, most, max_encoded_tokens, 2 * max_encoded_tokens)
+
+
+def image_bytes(vision: Vision, limits: ImageLimits, hidden_size: int, weight_bytes: int) -> int:
+    """Return the bytes that encoding the largest image takes, and those of the vectors that are kept."""
+    inner, size = vision.intermediate_size, vision.hidden_size
+    numbers = 8 * size + 3 * inner + 3 * vision.frames * vision.patch**2
+    largest = limits.grid.max_tokens * vision.merge**2
+    floats = 6 * size + 3 * vision.frames * vision.patch**2  # rotated queries and keys, and pixels, in float32
+    kept = limits.max_kept_tokens + limits.grid.max_tokens
+    return largest * (numbers * weight_bytes + floats * 4) + kept * hidden_size * weight_bytes

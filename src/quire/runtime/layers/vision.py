@@ -1,0 +1,87 @@
+"""What all vision towers have in common: the picture as patches, and attention within parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.config.vision import Vision
+
+
+class VisionTower(nn.Module):
+    """`forward` makes the vectors [rows * columns, hidden] of an image's tokens, row by row, from its pixels [height,
+    width, 3], uint8. It keeps nothing of them."""
+
+
+class Part(NamedTuple):
+    """Patches that see each other and nothing else: `sets` such sets of `size`, side by side from `begin` on."""
+
+    begin: int
+    sets: int
+    size: int
+
+
+def cut_patches(pixels: Tensor, vision: Vision, dtype: torch.dtype) -> Tensor:  # [patches, channels * frames * patch^2]
+    """Normalized patches of an image [height, width, 3]; those that become one token lie side by side."""
+    patch, merge = vision.patch, vision.merge
+    rows, columns = pixels.shape[0] // (patch * merge), pixels.shape[1] // (patch * merge)
+    mean, std = (torch.tensor(numbers, device=pixels.device) for numbers in (vision.mean, vision.std))
+    numbers = ((pixels.float() / 255 - mean) / std).to(dtype)
+    cut = numbers.view(rows, merge, patch, columns, merge, patch, 3).permute(0, 3, 1, 4, 6, 2, 5)
+    frames = cut.unsqueeze(5).expand(-1, -1, -1, -1, -1, vision.frames, -1, -1)
+    return frames.reshape(rows * columns * merge * merge, -1)
+
+
+def patch_rotation(rows: int, columns: int, vision: Vision, device: torch.device) -> Tensor:  # [patches, 2, dim / 2]
+    """Cos and sin of the angles by which a head's pairs turn: half of them by the patch's row, the others by its
+    column. Patches are in the order of `cut_patches`."""
+    dim, merge = vision.hidden_size // vision.num_heads, vision.merge
+    inverse = 1.0 / (10_000.0 ** (torch.arange(0, dim // 2, 2, dtype=torch.float32, device=device) / (dim // 2)))
+    down = torch.arange(rows * merge, device=device).view(rows, 1, merge, 1)
+    across = torch.arange(columns * merge, device=device).view(1, columns, 1, merge)
+    places = torch.stack((down + 0 * across, across + 0 * down), dim=-1).reshape(-1, 2)
+    angles = (places[:, :, None].float() * inverse).flatten(1)
+    return torch.stack((angles.cos(), angles.sin()), dim=1)
+
+
+def rotate_patches(x: Tensor, rotation: Tensor) -> Tensor:  # [patches, heads, dim]
+    """Computed in float32, by the rotation of each patch [patches, 2, dim / 2]."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = rotation.unsqueeze(2).unbind(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def order_by_windows(rows: int, columns: int, side: int) -> tuple[Tensor, list[tuple[int, int]]]:
+    """The tokens of an image, row by row, in an order in which those of one window of `side` x `side` tokens lie side
+    by side, windows of equal size too; and how many windows there are of which size."""
+    place = torch.arange(rows * columns)
+    row, column = place // columns, place % columns
+    window = row // side * -(-columns // side) + column // side
+    sizes = torch.bincount(window)
+    order = torch.argsort(sizes[window] * len(sizes) + window, stable=True)
+    counts = torch.bincount(sizes)
+    return order, [(count, size) for size, count in enumerate(counts.tolist()) if count and size]
+
+
+def parts_of(windows: Sequence[tuple[int, int]], merge: int) -> list[Part]:
+    """The windows, as (count, size in tokens), of patches of which `merge` x `merge` are a token."""
+    parts, begin = [], 0
+    for count, size in windows:
+        patches = size * merge * merge
+        parts.append(Part(begin, count, patches))
+        begin += count * patches
+    return parts
+
+
+def attend_within(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part]) -> Tensor:
+    """Attention of patches [patches, heads, dim] to those of their own set -> [patches, heads * dim]."""
+    found = []
+    for begin, count, size in parts:
+        span = slice(begin, begin + count * size)
+        q, k, v = (x[span].view(count, size, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+        found.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(count * size, -1))
+    return torch.cat(found)

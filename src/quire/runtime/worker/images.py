@@ -1,0 +1,159 @@
+"""Images of rows: where their tokens are in time, height and width, and the vectors a vision tower makes of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config.vision import Vision
+from quire.runtime.layers.step import Features
+from quire.runtime.layers.vision import VisionTower
+from quire.runtime.sampling.samples import Longs
+from quire.runtime.transfer import Courier
+from quire.types.errors import InvalidRequest
+from quire.types.images import PromptImage
+from quire.types.step import NewRow, StepPlan
+
+NUM_AXES = 3  # time, height, width
+
+
+class ImageRows:
+    """Owns what rows have of images. Rows without images have none and cost nothing.
+
+    Vectors are made when a step first needs some of them, and are kept by the image's content hash: those of
+    which a row has computed only a part, and the last ones used besides, up to `capacity` tokens in all.
+    """
+
+    def __init__(
+        self, tower: VisionTower, vision: Vision, num_rows: int, capacity: int, device: torch.device, courier: Courier
+    ) -> None:
+        self._tower, self._vision, self._capacity, self._courier = tower, vision, capacity, courier
+        self.shifts = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._host_shifts: Longs = np.zeros(num_rows, dtype=np.int64)  # position less index of tokens after the prompt
+        self._axes: dict[int, Longs] = {}  # by row: of all tokens up to the end of its last image [3, tokens]
+        self._images: dict[int, tuple[PromptImage, ...]] = {}  # by row, those whose tokens are not all computed
+        self._begun: dict[int, bytes] = {}  # by row, the key of the image that is computed in part
+        self._vectors: OrderedDict[bytes, Tensor] = OrderedDict()  # by the image's key, the last used last
+        self.num_encoded = 0  # images so far
+
+    # ------------------------------------------------------------------------------------------------------ rows
+    def place(self, news: Sequence[NewRow]) -> None:
+        """Rows get sequences."""
+        changed = [new for new in news if new.images or self._host_shifts[new.row]]
+        for new in news:
+            self._forget(new.row)
+            if new.images:
+                self._axes[new.row], shift = axes_of(new.images)
+                self._images[new.row] = new.images
+                self._host_shifts[new.row] = shift
+        if changed:
+            rows = np.array([new.row for new in changed], dtype=np.int64)
+            where, shifts = self._courier.send(rows, self._host_shifts[rows])
+            self.shifts.index_copy_(0, where, shifts)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Rows are free: the device still has their shift, until another sequence gets the row."""
+        for row in rows:
+            self._axes.pop(row, None)
+            self._images.pop(row, None)
+            self._begun.pop(row, None)
+
+    def _forget(self, row: int) -> None:
+        self.release((row,))
+        self._host_shifts[row] = 0
+
+    def check_image(self, image: PromptImage) -> None:
+        """Raise InvalidRequest for an image whose pixels are not what it says."""
+        unit = self._vision.grid.unit
+        if len(image.pixels) != image.num_tokens * unit * unit * 3:
+            raise InvalidRequest("images", "an image has not the pixels of its size", "resize it as the model asks")
+
+    # -------------------------------------------------------------------------------------------------- positions
+    def axes(
+        self, token_rows: Longs, positions: Longs, spans: Longs, *, whole: bool
+    ) -> Longs:  # [3, tokens] or [1, tokens]
+        """Where tokens of rows are, chunks at `spans` among them (see `find_spans`). One line where no chunk has an
+        image, unless `whole`. Rows below 0 are padding."""
+        shifted = positions + np.where(token_rows < 0, 0, self._host_shifts[token_rows])
+        known = [(span, self._axes[span[3]]) for span in spans.tolist() if span[3] in self._axes]
+        inside = [(span, axes[:, span[1] : span[1] + span[2]]) for span, axes in known if span[1] < axes.shape[1]]
+        if not whole and not inside:
+            return shifted[None]
+        found = np.repeat(shifted[None], NUM_AXES, axis=0)
+        for (begin, *_), axes in inside:
+            found[:, begin : begin + axes.shape[1]] = axes
+        return found
+
+    # -------------------------------------------------------------------------------------------------- vectors
+    def features(self, plan: StepPlan) -> Features | None:
+        """The vectors of all tokens of images that the plan's chunks compute; None: there are none."""
+        if not self._images:
+            return None
+        places, vectors, begin = [], [], len(plan.decode_rows)
+        for chunk in plan.chunks:
+            end = chunk.start + chunk.num_tokens
+            images = self._images.get(chunk.row, ())
+            for image in images:
+                first, last = max(image.start, chunk.start), min(image.end, end)
+                if first < last:
+                    self._begun[chunk.row] = image.key
+                    places.append(np.arange(first, last, dtype=np.int64) + (begin - chunk.start))
+                    vectors.append(self._vectors_of(image)[first - image.start : last - image.start])
+            if images:
+                self._images[chunk.row] = rest = tuple(image for image in images if image.end > end)
+                if not rest or rest[0].start >= end:
+                    self._begun.pop(chunk.row, None)
+            begin += chunk.num_tokens
+        self._images = {row: images for row, images in self._images.items() if images}
+        self._evict()
+        if not places:
+            return None
+        return Features(self._courier.send(np.concatenate(places))[0], torch.cat(vectors))
+
+    def _vectors_of(self, image: PromptImage) -> Tensor:  # [tokens, hidden]
+        found = self._vectors.get(image.key)
+        if found is None:
+            unit = self._vision.grid.unit
+            pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(self.shifts.device)
+            found = self._vectors[image.key] = self._tower(pixels.view(image.rows * unit, image.columns * unit, 3))
+            self.num_encoded += 1
+        self._vectors.move_to_end(image.key)
+        return found
+
+    def _evict(self) -> None:
+        """Drop the least recently used vectors, down to the capacity; not those that a row has still to compute."""
+        held = sum(map(len, self._vectors.values()))
+        if held <= self._capacity:
+            return
+        for key in [key for key in self._vectors if key not in self._begun.values()]:
+            if held <= self._capacity:
+                return
+            held -= len(self._vectors.pop(key))
+
+    def check(self) -> None:
+        """Waits for the device."""
+        assert self._begun.keys() <= self._images.keys() <= self._axes.keys()
+        rows = np.array(sorted(self._axes), dtype=np.int64)
+        assert (self.shifts.cpu().numpy()[rows] == self._host_shifts[rows]).all()
+
+
+def axes_of(images: Sequence[PromptImage]) -> tuple[Longs, int]:
+    """Where the tokens of a prompt are, up to the end of its last image [3, tokens], and by how much the position of
+    later tokens differs from their index.
+
+    An image is at one time; its tokens are at its rows and columns from there on, and text goes on behind the larger.
+    """
+    parts: list[Longs] = []
+    index = position = 0
+    for image in images:
+        text = image.start - index
+        parts.append(np.repeat(np.arange(position, position + text, dtype=np.int64)[None], NUM_AXES, axis=0))
+        begin = position + text
+        row, column = np.divmod(np.arange(image.num_tokens, dtype=np.int64), image.columns)
+        parts.append(begin + np.stack((np.zeros_like(row), row, column)))
+        index, position = image.end, begin + max(image.rows, image.columns)
+    return np.concatenate(parts, axis=1), position - index

@@ -1,0 +1,237 @@
+"""Images over HTTP: `quire serve` with a tiny model that takes them, in processes of its own, and every refusal."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from quire import LLM, SamplingParams
+from real_server import RealServer
+from tests.http.conftest import Serve
+from tiny_served import FLAGS, write_tiny_vision_model
+
+Image = pytest.importorskip("PIL.Image")
+LIMITS = ("--limit", "image_bytes=100000", "--limit", "image_pixels=250000", "--limit-mm-per-prompt", '{"image": 2}')
+
+
+def picture(seed: int, width: int = 40, height: int = 24) -> Any:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def encoded(image: Any, kind: str = "PNG") -> str:
+    data = io.BytesIO()
+    image.save(data, kind)
+    return base64.b64encode(data.getvalue()).decode()
+
+
+def part(image: Any = None, **address: Any) -> dict[str, Any]:
+    given = {"url": f"data:image/png;base64,{encoded(image)}"} if image is not None else {}
+    return {"type": "image_url", "image_url": {**given, **address}}
+
+
+class Case:
+    def __init__(self, folder: Path) -> None:
+        self.folder = write_tiny_vision_model(folder / "model")
+        (folder / "media").mkdir()
+        picture(1).save(folder / "media" / "one.png")
+        self.media = folder / "media"
+        flags = (*FLAGS, *LIMITS, "--allowed-local-media-path", str(self.media))
+        self.server = RealServer(self.folder, flags)
+
+    def ask(self, *parts: Any, path: str = "/v1/chat/completions", **more: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 6, "temperature": 0, **more}
+        with self.server.client() as client:
+            return client.post(path, json=body)
+
+    def answer(self, *parts: Any, **more: Any) -> tuple[list[int], dict[str, Any]]:
+        found = self.ask(*parts, return_token_ids=True, ignore_eos=True, **more)
+        assert found.status_code == 200, found.text
+        return found.json()["choices"][0]["token_ids"], found.json()["usage"]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    one = Case(tmp_path_factory.mktemp("served"))
+    yield one
+    one.server.close()
+
+
+def test_answers_are_those_of_the_offline_api(case: Case) -> None:
+    text = {"type": "text", "text": "what is this?"}
+    conversations = [[part(picture(1)), text], [text, part(picture(2, 16, 16)), part(picture(1))], [text]]
+    with LLM(case.folder, load_format="dummy", dtype="float32", threads=1, num_kv_blocks=64) as llm:
+        messages = [[{"role": "user", "content": parts}] for parts in conversations]
+        outputs = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
+    for parts, output in zip(conversations, outputs, strict=True):
+        tokens, usage = case.answer(*parts)
+        assert tokens == list(output.outputs[0].token_ids)
+        assert usage["prompt_tokens"] == len(output.prompt_token_ids)
+
+
+def test_a_file_of_the_folder_is_the_same_image_and_is_found_in_the_cache(case: Case) -> None:
+    first, _ = case.answer(part(picture(1)))
+    again, usage = case.answer(part(url=f"file://{case.media}/one.png"))
+    assert again == first
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 15
+    _, other = case.answer(part(picture(3)))
+    assert other["prompt_tokens_details"]["cached_tokens"] < 15
+
+
+def test_streams_and_several_samples_take_images(case: Case) -> None:
+    found = case.ask(part(picture(4)), stream=True, n=2)
+    assert found.status_code == 200
+    assert found.text.endswith("data: [DONE]\n\n")
+
+
+def test_anthropics_blocks_are_taken_and_counted(case: Case) -> None:
+    block = {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": encoded(picture(1))},
+    }
+    body = {"messages": [{"role": "user", "content": [block, {"type": "text", "text": "hi"}]}], "max_tokens": 4}
+    with case.server.client() as client:
+        found = client.post("/v1/messages", json=body)
+        counted = client.post("/v1/messages/count_tokens", json={"messages": body["messages"]})
+        fetched = client.post(
+            "/v1/messages",
+            json={
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image", "source": {"type": "url", "url": "https://a/b.png"}}],
+                    }
+                ],
+                "max_tokens": 4,
+            },
+        )
+    assert found.status_code == 200, found.text
+    _, usage = case.answer(part(picture(1)), {"type": "text", "text": "hi"})
+    usages = found.json()["usage"]
+    assert usages["input_tokens"] + usages.get("cache_read_input_tokens", 0) == usage["prompt_tokens"]
+    assert counted.json()["input_tokens"] == usage["prompt_tokens"]
+    assert fetched.status_code == 400
+    assert "nothing is fetched" in fetched.text
+
+
+def test_responses_take_images_and_remember_them(case: Case) -> None:
+    image = {"type": "input_image", "image_url": part(picture(5))["image_url"]["url"]}
+    text = {"type": "input_text", "text": "hi"}
+    _, usage = case.answer(part(picture(5)), {"type": "text", "text": "hi"})
+    with case.server.client() as client:
+        body = {"input": [{"role": "user", "content": [image, text]}], "max_output_tokens": 4, "temperature": 0}
+        first = client.post("/v1/responses", json={**body, "truncation": "auto"})
+        assert first.status_code == 200, first.text
+        after = {"input": "and?", "previous_response_id": first.json()["id"], "max_output_tokens": 4}
+        second = client.post("/v1/responses", json=after)
+        missing = client.post("/v1/responses", json={"input": [{"role": "user", "content": [{"type": "input_image"}]}]})
+        fetched = {"type": "input_image", "image_url": "https://example.com/a.png"}
+        network = client.post("/v1/responses", json={"input": [{"role": "user", "content": [text, fetched]}]})
+        spoken = {"role": "assistant", "content": [image]}
+        misplaced = client.post("/v1/responses", json={"input": [spoken]})
+    assert first.json()["usage"]["input_tokens"] == usage["prompt_tokens"]
+    assert second.json()["usage"]["input_tokens"] > usage["prompt_tokens"]
+    assert (missing.status_code, network.status_code, misplaced.status_code) == (400, 400, 400)
+    assert "input[0].content[0].image_url" in missing.text
+    assert "nothing is fetched" in network.text
+    assert "only text is taken here" in misplaced.text
+
+
+def test_tokenize_counts_images_and_other_endpoints_refuse_them(case: Case) -> None:
+    messages = [{"role": "user", "content": [part(picture(1)), {"type": "text", "text": "hi"}]}]
+    _, usage = case.answer(*messages[0]["content"])
+    with case.server.client() as client:
+        assert client.post("/tokenize", json={"messages": messages}).json()["count"] == usage["prompt_tokens"]
+        refused = client.post("/apply-template", json={"messages": messages})
+        ollama = client.post("/api/chat", json={"model": "x", "messages": [{"role": "user", "images": ["AAAA"]}]})
+    assert (refused.status_code, ollama.status_code) == (400, 400)
+    assert "messages[0].content[0]: is an image, which this endpoint does not take" in refused.text
+    assert "takes text only" in ollama.text
+
+
+def test_capabilities_say_what_is_taken(case: Case) -> None:
+    with case.server.client() as client:
+        engine = client.get("/v1/capabilities").json()["engine"]
+    assert engine["images"] == {"max_images": 2, "min_pixels": 256, "max_pixels": 4_096}
+
+
+REFUSED: list[tuple[list[dict[str, Any]], str, str]] = [
+    ([part(url="https://example.com/a.png")], "messages[0].content[0].image_url.url", "nothing is fetched"),
+    ([part(url="file:///etc/passwd")], "messages[0].content[0].image_url.url", "outside of the folder"),
+    ([part(url="data:image/png;base64,AAAA")], "messages[0].content[0].image_url.url", "cannot be decoded"),
+    ([part(url="data:image/png;base64,***")], "messages[0].content[0].image_url.url", "no valid base64"),
+    ([part(url="data:text/plain;base64,AAAA")], "messages[0].content[0].image_url.url", "is of type"),
+    ([part(url=5)], "messages[0].content[0].image_url.url", "must be a URL"),
+    ([part()], "messages[0].content[0].image_url.url", "is missing"),
+    ([{"type": "image_url"}], "messages[0].content[0].image_url", "is missing"),
+    ([{"type": "image"}], "messages[0].content[0]", "has no image"),
+    ([{"type": "input_audio"}], "messages[0].content[0]", "takes text and images"),
+    ([part(picture(1, 600, 600))], "messages[0].content[0].image_url.url", "more than 100,000 bytes"),
+    ([part(Image.new("RGB", (600, 600)))], "messages[0].content[0].image_url.url", "limit 250,000"),
+    ([part(Image.new("RGB", (900, 4)))], "messages[0].content[0].image_url.url", "200 times"),
+    ([part(picture(1))] * 3, "messages[0].content[2]", "one image more than the 2"),
+    ([part(picture(1)), {"type": "text", "text": "<|image_pad|>"}], "messages", "2 placeholders of images"),
+    ([{"type": "text", "text": "<|image_pad|>"}], "prompt", "placeholders of images"),
+]
+
+
+@pytest.mark.parametrize(("parts", "field", "reason"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_wrong_is_refused_with_its_field(
+    case: Case, parts: list[dict[str, Any]], field: str, reason: str
+) -> None:
+    found = case.ask(*parts)
+    assert found.status_code == 400, found.text
+    error = found.json()["error"]
+    assert reason in error["message"]
+    assert error["param"] == field
+
+
+def test_what_images_cannot_do_is_refused(case: Case) -> None:
+    cut = case.ask(part(picture(1)), truncate_prompt_tokens=4)
+    assert (cut.status_code, cut.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+    strict = case.ask(part(picture(1), detail="high"), path="/v1/chat/completions?strict=true")
+    assert strict.status_code == 400
+    assert "has no effect" in strict.text
+    assert case.ask(part(picture(1), detail="high")).status_code == 200
+    long = case.ask(*[{"type": "text", "text": "x" * 440}, part(picture(1, 64, 64))])
+    assert long.status_code == 400
+    assert "max_model_len" in long.text
+
+
+def test_forks_of_running_requests_keep_the_image_and_of_ended_ones_are_refused(case: Case) -> None:
+    found = case.ask(part(picture(1)), request_id="shown")
+    assert found.status_code == 200
+    with case.server.client() as client:
+        fork = client.post("/v1/fork", json={"request_id": "shown", "at_token": 1, "max_tokens": 2})
+    assert fork.status_code == 400
+    assert "placeholders of images" in fork.text
+
+
+def test_a_model_for_text_refuses_images(serve: Serve) -> None:
+    server = serve()
+    body = {"messages": [{"role": "user", "content": [part(picture(1))]}], "max_tokens": 4}
+    with server.client() as client:
+        found = client.post("/v1/chat/completions", json=body)
+        image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+        answer = client.post("/v1/responses", json={"input": [{"role": "user", "content": [image]}]})
+        engine = client.get("/v1/capabilities").json()["engine"]
+    for each in (found, answer):
+        assert each.status_code == 400
+        assert "takes text only" in each.json()["error"]["message"]
+    assert engine["images"] is None
+
+
+def test_pixels_that_are_held_are_bounded(serve: Serve) -> None:
+    service = serve().service
+    service.pixels.max_bytes = 100
+    with service.holding_pixels(1_000):  # alone, any size fits
+        with service.holding_pixels(0), pytest.raises(Exception, match="too many images"), service.holding_pixels(1):
+            pass
+        assert service.pixels.num_bytes == 1_000
+    assert service.pixels.num_bytes == 0

@@ -1,0 +1,110 @@
+"""A tiny random model that takes images, as transformers makes it, and images with their prompts for both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from family_bench import randomize
+from quire.config.vision import ImageGrid, Vision
+from quire.runtime.layers.vision import cut_patches
+from quire.types.images import PromptImage, image_key
+
+IMAGE, START, END = 90, 92, 93  # placeholder, and the tokens around an image
+MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}}
+TEXT: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, **MROPE,
+}  # fmt: skip
+TOWERS: dict[str, dict[str, Any]] = {  # by family
+    "qwen2_5_vl": {
+        "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "window_size": 24,
+        "out_hidden_size": 64, "fullatt_block_indexes": [1],
+    },
+    "qwen2_vl": {"depth": 2, "embed_dim": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4, "hidden_size": 64},
+}  # fmt: skip
+TOKENS = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": START, "vision_end_token_id": END}
+UNIT = 8  # pixels of a token
+VISION = Vision(ImageGrid(IMAGE, UNIT), 1, 32, 48, 2, patch=4)  # how its images are cut
+
+
+def vision_model(folder: Path, family: str = "qwen2_5_vl", seed: int = 0) -> torch.nn.Module:
+    """A model of random weights, saved in the folder."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(family, text_config=TEXT, vision_config=TOWERS[family], **TOKENS)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    randomize(model, seed).save_pretrained(folder)
+    return model
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Pixels [height, width, 3] of a whole number of tokens."""
+
+    pixels: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        height, width, _ = self.pixels.shape
+        return height // UNIT, width // UNIT
+
+    def at(self, start: int) -> PromptImage:
+        data, shape = self.pixels.numpy().tobytes(), self.shape
+        return PromptImage(start, *shape, data, image_key(*shape, data))
+
+
+def picture(rows: int, columns: int, seed: int = 0) -> Picture:
+    generator = torch.Generator().manual_seed(seed)
+    return Picture(
+        torch.randint(0, 256, (rows * UNIT, columns * UNIT, 3), generator=generator, dtype=torch.int32).byte()
+    )
+
+
+@dataclass(frozen=True)
+class VisionPrompt:
+    """Token ids with placeholders, and the images they stand for."""
+
+    tokens: list[int]
+    images: tuple[PromptImage, ...]
+    pictures: tuple[Picture, ...]
+
+
+def prompt_of(*parts: Picture | Sequence[int]) -> VisionPrompt:
+    """Texts and pictures in their order."""
+    tokens: list[int] = []
+    images = []
+    for part in parts:
+        if isinstance(part, Picture):
+            rows, columns = part.shape
+            images.append(part.at(len(tokens) + 1))
+            tokens += [START, *[IMAGE] * (rows * columns), END]
+        else:
+            tokens += part
+    return VisionPrompt(tokens, tuple(images), tuple(part for part in parts if isinstance(part, Picture)))
+
+
+@torch.no_grad()
+def vision_reference(model: torch.nn.Module, prompt: VisionPrompt, count: int) -> tuple[list[int], Tensor]:
+    """transformers' greedy tokens, and the logits they came from [count, vocab]."""
+    given: dict[str, Any] = {}
+    if prompt.pictures:
+        given["pixel_values"] = torch.cat([cut_patches(each.pixels, VISION, torch.float32) for each in prompt.pictures])
+        given["image_grid_thw"] = torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in shapes(prompt)])
+        given["mm_token_type_ids"] = torch.tensor([[int(token == IMAGE) for token in prompt.tokens]])
+    ids = torch.tensor([prompt.tokens])
+    found = model.generate(  # type: ignore[operator]
+        input_ids=ids, attention_mask=torch.ones_like(ids), **given, max_new_tokens=count, min_new_tokens=count,
+        do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return found.sequences[0, len(prompt.tokens) :].tolist(), torch.cat(found.logits)
+
+
+def shapes(prompt: VisionPrompt) -> list[tuple[int, int]]:
+    return [each.shape for each in prompt.pictures]

@@ -1,0 +1,150 @@
+"""Image files become what transformers makes of them; hostile and broken ones are refused by name."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.config.vision import ImageGrid, ImageLimits, Vision
+from quire.runtime.layers.vision import cut_patches
+from quire.serving.vision.image_reader import ImageReader, fitting_size, place_images
+from quire.types.errors import InvalidRequest
+from quire.types.images import PromptImage
+
+Image = pytest.importorskip("PIL.Image")
+GRID = ImageGrid(token_id=9)
+READER = ImageReader(ImageLimits(GRID), max_bytes=2**20, max_pixels=4_000_000)
+SIZES = [(28, 28), (300, 200), (97, 411), (1_400, 900), (15, 1_000), (2_000, 1_999), (56, 55), (1, 150)]
+
+
+def noise(height: int, width: int, mode: str = "RGB") -> Any:
+    channels = {"RGB": 3, "RGBA": 4, "L": 1}[mode]
+    pixels = np.random.default_rng(height * width).integers(0, 256, (height, width, channels), dtype=np.uint8)
+    return Image.fromarray(pixels.squeeze() if mode == "L" else pixels)
+
+
+def file_of(image: Any, kind: str = "PNG", **options: Any) -> bytes:
+    data = io.BytesIO()
+    image.save(data, kind, **options)
+    return data.getvalue()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_are_those_of_transformers(size: tuple[int, int]) -> None:
+    processing = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    wanted = processing.smart_resize(*size, factor=28, min_pixels=GRID.min_pixels, max_pixels=GRID.max_pixels)
+    assert fitting_size(*size, GRID) == wanted
+
+
+@pytest.mark.parametrize(
+    ("size", "mode"), [((300, 200), "RGB"), ((97, 411), "RGBA"), ((60, 90), "L"), ((1_200, 1_100), "RGB")]
+)
+def test_patches_are_those_of_transformers(size: tuple[int, int], mode: str) -> None:
+    processing = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    image = noise(*size, mode)
+    wanted = processing.Qwen2VLImageProcessorPil()(images=[image.convert("RGB")], return_tensors="pt")
+    found = READER.prepare("image", image)
+    assert [[1, 2 * found.rows, 2 * found.columns]] == wanted["image_grid_thw"].tolist()
+    pixels = torch.frombuffer(bytearray(found.pixels), dtype=torch.uint8).view(28 * found.rows, 28 * found.columns, 3)
+    patches = cut_patches(pixels, Vision(GRID, 1, 32, 48, 2), torch.float32)
+    torch.testing.assert_close(patches, wanted["pixel_values"].float(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("PNG", {}), ("JPEG", {}), ("WEBP", {"lossless": True})])
+def test_files_of_three_formats_are_read(kind: str, options: dict[str, Any]) -> None:
+    data = file_of(noise(60, 90), kind, **options)
+    found = READER.decode("image", data)
+    assert (found.rows, found.columns) == (2, 3)
+    assert found == READER.prepare("image", Image.open(io.BytesIO(data)))
+    assert len(found.pixels) == 6 * 28 * 28 * 3
+
+
+def test_a_photograph_is_turned_as_its_file_says() -> None:
+    image, exif = noise(60, 120), Image.Exif()
+    exif[0x0112] = 6  # taken with the camera on its side
+    found = READER.decode("image", file_of(image, "JPEG", exif=exif))
+    assert (found.rows, found.columns) == (4, 2)
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG file of a few bytes that says it is huge."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 100)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk_of(*each) for each in chunks)
+
+
+def chunk_of(name: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+
+def text_bomb() -> bytes:
+    """A PNG file whose comment is larger than its file by far."""
+    comment = chunk_of(b"zTXt", b"comment\0\0" + zlib.compress(b"\0" * 100_000_000, 1))
+    whole = file_of(noise(60, 60))
+    return whole[:33] + comment + whole[33:]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "cannot be decoded"),
+        (b"<svg></svg>", "cannot be decoded"),
+        (b"\x89PNG\r\n\x1a\n", "cannot be decoded"),
+        (file_of(noise(60, 60))[:500], "cannot be decoded"),
+        (file_of(noise(60, 60), "JPEG")[:300], "cannot be decoded"),
+        (file_of(noise(60, 60), "WEBP")[:200], "cannot be decoded"),
+        (file_of(noise(60, 60), "BMP"), "cannot be decoded"),
+        (file_of(noise(60, 60), "GIF"), "cannot be decoded"),
+        (file_of(noise(60, 60), "TIFF"), "cannot be decoded"),
+        (bomb(3_000, 3_000), "limit 4,000,000"),
+        (bomb(10_000, 10_000), "pixels"),
+        (bomb(60_000, 60_000), "more than 4,000,000"),
+        (bomb(0, 10), "has no pixels|cannot be decoded"),
+        (text_bomb(), "cannot be decoded"),
+        (b"\0" * (2**20 + 1), "1,048,577 bytes, limit 1,048,576"),
+        (file_of(Image.new("RGB", (2_001, 10))), "200 times"),
+    ],
+    ids=range(16),
+)
+def test_hostile_and_broken_files_are_refused_by_name(data: bytes, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as error:
+        READER.decode("messages[0].content[1]", data)
+    assert error.value.field == "messages[0].content[1]"
+
+
+def test_what_is_no_image_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="must be a PIL image, got str"):
+        READER.prepare("image", "picture.png")
+
+
+def test_without_pillow_the_extra_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(InvalidRequest, match=r"pip install .*\.\[vision\]"):
+        READER.decode("image", b"")
+
+
+def test_equal_pixels_of_another_shape_are_another_image() -> None:
+    tall, wide = (READER.prepare("image", Image.new("RGB", size)) for size in ((56, 112), (112, 56)))
+    assert tall.pixels == wide.pixels
+    assert tall.key != wide.key
+
+
+def test_placeholders_are_repeated_for_all_tokens_of_their_images() -> None:
+    images = [PromptImage(0, 2, 3, b"", b"a"), PromptImage(0, 2, 2, b"", b"b")]
+    tokens, placed = place_images("prompt", [1, 9, 2, 9], images, 9)
+    assert tokens == (1, *[9] * 6, 2, *[9] * 4)
+    assert [(image.start, image.end, image.key) for image in placed] == [(1, 7, b"a"), (8, 12, b"b")]
+
+
+@pytest.mark.parametrize("tokens", [[1, 2], [9, 9]])
+def test_a_placeholder_without_an_image_or_an_image_without_one_is_refused(tokens: list[int]) -> None:
+    with pytest.raises(InvalidRequest, match=f"{tokens.count(9)} placeholders of images, and 1 images"):
+        place_images("prompt", tokens, [PromptImage(0, 2, 3, b"", b"a")], 9)
