@@ -42,7 +42,7 @@ class TextEncoder:
         if self._device.type == "cuda":
             torch.cuda.set_device(cuda_index(config.device.device))
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each
-        builder = LayerBuilder(config.device, model_config.heads)
+        builder = LayerBuilder(config.device, model_config.heads, many_rows=True)
         self._model: BaseEncoder | None = build_encoder(model_config, builder)
         if load_format == "dummy":
             randomize_weights(self._model, config.seed)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from quire.config.fields import Fields
@@ -36,7 +35,8 @@ class BertEmbeddings(nn.Module):
     def forward(self, texts: Texts) -> Tensor:  # [tokens, hidden]
         x: Tensor = self.word(texts.token_ids).add_(self.position(texts.positions))
         if self.token_type is not None:
-            x.add_(self.token_type(torch.zeros_like(texts.token_ids[:1])))  # a text by itself is of type 0
+            types = texts.token_ids.new_zeros(1) if texts.type_ids is None else texts.type_ids
+            x.add_(self.token_type(types))
         normed: Tensor = self.norm(x)
         return normed
 
