@@ -30,13 +30,49 @@ class Pooling:
     normalize: bool = True  # to length 1
 
 
+Activation = Literal["sigmoid", "softmax", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The labels of a classifier, and what its logits become."""
+
+    labels: tuple[str, ...]
+    activation: Activation
+
+
 @dataclass(frozen=True, slots=True)
 class EmbeddingSettings:
-    """What a model's files say of its embeddings."""
+    """What a model's files say of its embeddings, or of its labels."""
 
     pooling: Pooling = Pooling()
     max_length: int | None = None  # in tokens; None: as many as it has positions
     lowercase: bool = False  # of texts, before they are tokenized
+    classes: Classes | None = None  # None: it makes embeddings
+    dimensions: tuple[int, ...] | None = None  # lengths to which embeddings may be cut; (): any; None: none
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingModel:
+    """What those who ask need to know of a model that makes embeddings or classifies."""
+
+    task: Literal["embed", "classify"]
+    size: int  # numbers of an embedding, or labels
+    max_model_len: int
+    vocab_size: int
+    settings: EmbeddingSettings
+    padding_id: int | None = None  # a token that has no position
+    has_pairs: bool = True  # the second text of a pair has a type of its own
+
+
+def describe_pooling(model: ModelConfig, settings: EmbeddingSettings, max_model_len: int) -> PoolingModel:
+    own, vocab_size = model.encoder, model.vocab_size
+    offset, num_types = (0, 0) if own is None else (own.position_offset, own.num_types)
+    padding, has_pairs = offset - 1 if offset else None, num_types > 1
+    if settings.classes is not None:
+        size = len(settings.classes.labels)
+        return PoolingModel("classify", size, max_model_len, vocab_size, settings, padding, has_pairs)
+    return PoolingModel("embed", model.hidden_size, max_model_len, vocab_size, settings, padding, has_pairs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.config.arguments import EngineArguments
-from quire.config.embedding import EmbeddingSettings, EncoderConfig, resolve_encoder_config
+from quire.config.embedding import (
+    EmbeddingSettings,
+    EncoderConfig,
+    PoolingModel,
+    describe_pooling,
+    resolve_encoder_config,
+)
 from quire.config.engine import EngineConfig
 from quire.config.memory import MemoryPlan
 from quire.config.model import ModelConfig
@@ -94,7 +100,12 @@ class PlannedEncoder:
 
     def build(self, load_format: Literal["auto", "dummy"], progress: Progress) -> TextEncoder:
         """Load the weights; its `close` gives the memory back."""
-        return TextEncoder(self.files, self.model, self.config, load_format=load_format, progress=progress)
+        files, model, config = self.files, self.model, self.config
+        return TextEncoder(files, model, config, self.settings, load_format=load_format, progress=progress)
+
+    @property
+    def pooling(self) -> PoolingModel:
+        return describe_pooling(self.model, self.settings, self.config.max_model_len)
 
 
 def plan_model(

@@ -19,7 +19,8 @@ from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.resolve import resolve_model
 from quire.serving.assembly import PlannedEncoder, PlannedEngine, plan_engine, plan_model
 from quire.serving.client import EngineClient, InProcessClient
-from quire.serving.embedding import Embedder
+from quire.serving.encoding import LoadedTexts
+from quire.serving.pooled_texts import TextReader
 from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.requests import RequestMaker
 from quire.serving.terminal import LoadingProgress
@@ -57,16 +58,16 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadedEncoder:
-    """An encoder that is ready to embed. `close` gives its memory back."""
+    """An encoder that is ready to embed or to classify. `close` gives its memory back."""
 
     name: str
     model_config: ModelConfig
     tokenizer: Tokenizer | None
-    embedder: Embedder
+    texts: LoadedTexts
 
     def close(self) -> None:
         """Give back weights and device. Idempotent."""
-        self.embedder.encoder.close()
+        self.texts.encoder.close()
 
 
 @overload
@@ -133,8 +134,9 @@ def _load_encoder(
     planned: PlannedEncoder, text: Tokenizer | None, load_format: LoadFormat, progress: Progress
 ) -> LoadedEncoder:
     encoder = planned.build(load_format, progress)
-    embedder = Embedder(encoder, planned.model, planned.config, planned.settings, text)
-    return LoadedEncoder(planned.files.name, planned.model, text, embedder)
+    model = planned.pooling
+    texts = LoadedTexts(encoder, planned.config, model, TextReader(model, text))
+    return LoadedEncoder(planned.files.name, planned.model, text, texts)
 
 
 def _as_name(argument: str, given: str | os.PathLike[str] | None) -> str | None:

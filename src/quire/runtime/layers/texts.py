@@ -43,7 +43,7 @@ class TextAttention(nn.Module):
             return self._attend(grid, num_texts, longest, texts.mask).index_select(0, texts.places)
         if len(texts.runs) == 1:
             return self._attend(qkv, *texts.runs[0])
-        parts = qkv.split([count * length for count, length in texts.runs])
+        parts = torch.split(qkv, [count * length for count, length in texts.runs])
         return torch.cat([self._attend(part, *run) for part, run in zip(parts, texts.runs, strict=True)])
 
     def _attend(self, qkv: Tensor, num_texts: int, length: int, mask: Tensor | None = None) -> Tensor:

@@ -79,3 +79,7 @@ class BaseModel(nn.Module):
 
 class BaseEncoder(nn.Module):
     """`forward` gives the hidden states [tokens, hidden] of `Texts`. It keeps nothing of them."""
+
+    def classify(self, first: Tensor) -> Tensor:
+        """Logits [texts, labels] from the hidden states of the first tokens [texts, hidden]. Only classifiers."""
+        raise NotImplementedError
