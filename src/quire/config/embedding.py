@@ -16,6 +16,7 @@ from quire.types.errors import ConfigError, DoesNotFit
 
 BATCHED_TOKENS = {"cpu": 4_096, "cuda": 32_768}
 DEFAULT_NUM_TEXTS = 1_024
+TURNS = 8  # requests that share a batch when all of them have many texts
 _SETTINGS = {  # those that say something to an encoder; enforce_eager holds anyway
     "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads", "seed",
     "gpu_memory_utilization", "enforce_eager",
@@ -63,16 +64,22 @@ class PoolingModel:
     settings: EmbeddingSettings
     padding_id: int | None = None  # a token that has no position
     has_pairs: bool = True  # the second text of a pair has a type of its own
+    turn_tokens: int = 1  # that one request may have computed before the others have their turn
 
 
-def describe_pooling(model: ModelConfig, settings: EmbeddingSettings, max_model_len: int) -> PoolingModel:
-    own, vocab_size = model.encoder, model.vocab_size
+def describe_pooling(model: ModelConfig, settings: EmbeddingSettings, config: EncoderConfig) -> PoolingModel:
+    own, classes = model.encoder, settings.classes
     offset, num_types = (0, 0) if own is None else (own.position_offset, own.num_types)
-    padding, has_pairs = offset - 1 if offset else None, num_types > 1
-    if settings.classes is not None:
-        size = len(settings.classes.labels)
-        return PoolingModel("classify", size, max_model_len, vocab_size, settings, padding, has_pairs)
-    return PoolingModel("embed", model.hidden_size, max_model_len, vocab_size, settings, padding, has_pairs)
+    return PoolingModel(
+        task="embed" if classes is None else "classify",
+        size=model.hidden_size if classes is None else len(classes.labels),
+        max_model_len=config.max_model_len,
+        vocab_size=model.vocab_size,
+        settings=settings,
+        padding_id=offset - 1 if offset else None,
+        has_pairs=num_types > 1,
+        turn_tokens=max(1, config.max_num_batched_tokens // TURNS),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ def check_request(
     """
     prompt, sampling = len(request.prompt_token_ids), request.sampling
     _check_types(request)
+    if request.pooling is not None:
+        raise InvalidRequest("model", "generates text, and makes no embeddings", "use an encoder")
     if prompt == 0:
         raise InvalidRequest("prompt", "is empty", "send at least one token")
     if prompt >= config.max_model_len:

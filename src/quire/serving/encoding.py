@@ -9,7 +9,6 @@ from quire.config.embedding import EncoderConfig, PoolingModel
 from quire.runtime.encoder.encoder import TextEncoder
 from quire.runtime.pooling import finish_rows
 from quire.serving.pooled_texts import PooledText, TextReader
-from quire.types.errors import InvalidRequest
 from quire.types.pooling import PoolingParams
 
 Advance = Callable[[int], None]  # how many texts are done
@@ -41,10 +40,3 @@ class LoadedTexts:
             if advance is not None:
                 advance(done)
         return found
-
-    def check_task(self, *, classifies: bool) -> None:
-        """Raise InvalidRequest unless the model does what is asked of it."""
-        if classifies and self.model.task != "classify":
-            raise InvalidRequest("model", "makes embeddings and has no labels", "call embed, or load a classifier")
-        if not classifies and self.model.task != "embed":
-            raise InvalidRequest("model", "is a classifier and makes no embeddings", "call classify or score")

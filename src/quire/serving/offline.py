@@ -14,7 +14,7 @@ from quire.serving.chat_tokenizer import ChatTokenizer
 from quire.serving.client import EngineClient
 from quire.serving.encoding import LoadedTexts
 from quire.serving.loading import LoadedEncoder, LoadedModel
-from quire.serving.pooled_texts import PooledText, check_scores, cosines, pair_up
+from quire.serving.pooled_texts import PooledText, check_scores, check_task, cosines, pair_up
 from quire.serving.requests import Prompt, PromptLike, RequestMaker, read_prompts
 from quire.serving.terminal import ProgressLine
 from quire.serving.text.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ class OfflineModel:
         """
         check_call(others)
         loaded, params = self._encoder("embed"), pooling_params or PoolingParams()
-        loaded.check_task(classifies=False)
+        check_task(loaded.model, classifies=False)
         loaded.reader.check_dimensions(params.dimensions)
         texts = loaded.reader.read(read_prompts(prompts), "prompts", truncate_prompt_tokens)
         rows = self._rows(loaded, texts, params, use_tqdm)
@@ -84,7 +84,7 @@ class OfflineModel:
         """The probabilities of every text's labels. Needs a classifier, such as a BertForSequenceClassification."""
         check_call(others)
         loaded = self._encoder("classify")
-        loaded.check_task(classifies=True)
+        check_task(loaded.model, classifies=True)
         texts = loaded.reader.read(read_prompts(prompts), "prompts", truncate_prompt_tokens)
         rows, classes = self._rows(loaded, texts, pooling_params, use_tqdm), loaded.model.settings.classes
         labels = () if classes is None else classes.labels

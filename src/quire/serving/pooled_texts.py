@@ -12,8 +12,9 @@ from quire.config.embedding import PoolingModel
 from quire.serving.requests import Prompt
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest
-from quire.types.pooling import PoolingParams
+from quire.types.request import Submit
 
+MOST_TEXTS = 64  # of one turn
 Rows = npt.NDArray[np.floating]  # [texts, size]
 
 
@@ -70,12 +71,6 @@ class TextReader:
         self._check(read, where)
         return read
 
-    def params(self, text: PooledText, params: PoolingParams) -> PoolingParams:
-        """Those of the request, and where the text's second part begins."""
-        if text.first_part is None:
-            return params
-        return PoolingParams(params.dimensions, params.normalize, params.activate, text.first_part)
-
     def check_dimensions(self, dimensions: int | None) -> None:
         """Raise InvalidRequest unless embeddings of this model may be cut to this length."""
         model, allowed = self.model, self.model.settings.dimensions
@@ -123,6 +118,41 @@ def check_tokens(model: PoolingModel, ids: Sequence[int], where: str, advice: st
     if model.padding_id is not None and model.padding_id in ids:
         reason = f"holds the padding token {model.padding_id}, which this model gives no position"
         raise InvalidRequest(where, reason, "leave it out")
+
+
+def check_work(model: PoolingModel, request: Submit) -> None:
+    """Raise InvalidRequest for what an engine with this model cannot compute."""
+    work, ids = request.pooling, request.prompt_token_ids
+    if work is None:
+        raise InvalidRequest("model", "makes embeddings or classifies, and generates no text", "use another endpoint")
+    if sum(work.lengths) != len(ids) or len(work.first_parts) not in (0, len(work.lengths)):
+        raise InvalidRequest("input", "has other tokens than its lengths say", "report this")
+    start = 0
+    for place, length in enumerate(work.lengths):
+        check_tokens(model, ids[start : start + length], f"input[{place}]")
+        start += length
+
+
+def cut_up(texts: Sequence[PooledText], model: PoolingModel) -> list[list[PooledText]]:
+    """Texts that are computed together, in order: as many as make a turn of one request."""
+    parts: list[list[PooledText]] = []
+    room = 0
+    for text in texts:
+        size = len(text.token_ids)
+        if size > room or len(parts[-1]) == MOST_TEXTS:
+            parts.append([])
+            room = model.turn_tokens
+        parts[-1].append(text)
+        room -= size
+    return parts
+
+
+def check_task(model: PoolingModel, *, classifies: bool) -> None:
+    """Raise InvalidRequest unless the model does what is asked of it."""
+    if classifies and model.task != "classify":
+        raise InvalidRequest("model", "makes embeddings and has no labels", "use embed, or a classifier")
+    if not classifies and model.task != "embed":
+        raise InvalidRequest("model", "is a classifier and makes no embeddings", "use classify or score")
 
 
 def check_scores(model: PoolingModel) -> None:

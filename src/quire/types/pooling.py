@@ -17,11 +17,19 @@ class PoolingParams:
     dimensions: int | None = None  # keep so many numbers of an embedding; None: all
     normalize: bool | None = None  # an embedding to length 1; None: as the model's files say
     activate: bool = True  # a classifier's logits become probabilities or scores
-    first_part: int | None = None  # tokens of the first text of a pair; None: it is one text
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):
             raise InvalidRequest("dimensions", f"must be a whole number above 0, got {self.dimensions!r:.80}")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingWork:
+    """Texts of one request that are computed together: their tokens stand one text after the other."""
+
+    params: PoolingParams
+    lengths: tuple[int, ...]  # tokens of each text
+    first_parts: tuple[int, ...] = ()  # of each text, tokens of the first of a pair; empty: no text is a pair
 
 
 @dataclass(frozen=True, slots=True)

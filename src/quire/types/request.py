@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
+from quire.types.pooling import PoolingWork
 from quire.types.sampling import SamplingParams, TokenRules
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Submit:
     source: Branch | None = None  # where it branches off; its blocks are reused if they still exist
     tenant: str = ""  # the client that it runs for; the fair policy shares by it
     pin: str = ""  # if set: keep the prompt pinned under this name after the request
+    pooling: PoolingWork | None = None  # if set: each of its texts becomes a row of numbers; nothing is generated
 
     def __post_init__(self) -> None:
         given: object = self.prompt_token_ids  # may be of any type: annotations are not checked at run time

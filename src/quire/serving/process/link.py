@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.config.embedding import PoolingModel
 from quire.config.kv_cache import PLAIN, KVGroups
 from quire.config.policy import DEFAULT_AGEING
 from quire.engine.progress import Backlog
@@ -46,6 +47,7 @@ class EngineReady:
     step_seconds: float = 0.0  # a pessimistic estimate of the longest step; 0: none
     model: ModelSizes = ModelSizes()
     groups: KVGroups = PLAIN
+    pooling: PoolingModel | None = None  # what it makes of texts; None: it generates text
 
 
 class EngineListener(Protocol):
