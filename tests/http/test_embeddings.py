@@ -346,3 +346,27 @@ def test_a_full_queue_says_when_to_come_back() -> None:
             assert len(vectors(first.result())) == 70
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (EMBED, {"input": ["x", "y"]}),
+        (EMBED, {"input": "x", "encoding_format": "base64"}),
+        ("/pooling", {"input": "x"}),
+        ("/score", {"text_1": "x", "text_2": ["y", "z"]}),
+        ("/rerank", {"query": "x", "documents": ["y", {"text": "z"}]}),
+        ("/api/embed", {"input": ["x"]}),
+        ("/api/embeddings", {"prompt": "x"}),
+        ("/embedding", {"content": "x"}),
+        (EMBED, {"input": ""}),
+        ("/api/embed", {"input": 1}),
+    ],
+)
+def test_answers_are_what_the_document_says(encoder: EncoderServer, path: str, body: dict[str, Any]) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    document = encoder.get("/openapi.json").json()
+    answer = encoder.post(path, body)
+    content = document["paths"][path]["post"]["responses"][str(answer.status_code)]["content"]
+    schema = {**content["application/json"]["schema"], "components": document["components"]}
+    jsonschema.Draft202012Validator(schema).validate(answer.json())

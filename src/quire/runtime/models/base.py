@@ -78,8 +78,13 @@ class BaseModel(nn.Module):
 
 
 class BaseEncoder(nn.Module):
-    """`forward` gives the hidden states [tokens, hidden] of `Texts`. It keeps nothing of them."""
+    """`forward` gives the hidden states [tokens, hidden] of `Texts`. It keeps nothing of them. Classifiers have a
+    head."""
+
+    head: nn.Module | None
 
     def classify(self, first: Tensor) -> Tensor:
-        """Logits [texts, labels] from the hidden states of the first tokens [texts, hidden]. Only classifiers."""
-        raise NotImplementedError
+        """Logits [texts, labels] from the hidden states of the first tokens [texts, hidden]."""
+        assert self.head is not None, "this encoder has no head"
+        logits: Tensor = self.head(first)
+        return logits

@@ -93,11 +93,6 @@ class Bert(BaseEncoder):
         x: Tensor = stream.settle()
         return x
 
-    def classify(self, first: Tensor) -> Tensor:
-        assert self.head is not None, "this encoder has no head"
-        logits: Tensor = self.head(first)
-        return logits
-
 
 def read_bert(
     config: Fields, name: str = "bert", *, skips_padding: bool = False, classifies: bool = False
