@@ -14,6 +14,7 @@ from quire.config.arguments import EngineArguments
 from quire.config.engine import EngineConfig
 from quire.config.memory import MemoryPlan
 from quire.config.model import ModelConfig
+from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.generation import check_generation_config, read_sampling_defaults
 from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.resolve import resolve_model
@@ -39,7 +40,7 @@ LoadFormat = Literal["auto", "dummy"]
 class LoadedModel:
     """A model that is ready to answer. `close` gives its memory back."""
 
-    name: str
+    files: ModelFiles
     model_config: ModelConfig
     config: EngineConfig
     memory_plan: MemoryPlan
@@ -48,6 +49,10 @@ class LoadedModel:
     checker: GrammarChecker | None
     requests: RequestMaker
     client: EngineClient
+
+    @property
+    def name(self) -> str:
+        return self.files.name
 
     def close(self) -> None:
         """Give back weights, cache and devices. Idempotent."""
@@ -118,7 +123,7 @@ def _load_engine(
     requests = RequestMaker(text, planned.model.eos_ids, checker)
     core = planned.build(load_format, progress, planned.tools(vocabulary))
     return LoadedModel(
-        name=planned.files.name,
+        files=planned.files,
         model_config=planned.model,
         config=planned.config,
         memory_plan=planned.memory,

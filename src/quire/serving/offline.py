@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Self, TypeAlias, Unpack
 
@@ -12,7 +13,7 @@ from quire.config.engine import EngineConfig
 from quire.config.memory import MemoryPlan
 from quire.serving.chat_tokenizer import ChatTokenizer
 from quire.serving.client import EngineClient
-from quire.serving.encoding import LoadedTexts
+from quire.serving.encoding import DecoderTexts, LoadedTexts, decoder_texts
 from quire.serving.loading import LoadedEncoder, LoadedModel
 from quire.serving.pooled_texts import PooledText, check_scores, check_task, cosines, pair_up
 from quire.serving.requests import Prompt, PromptLike, RequestMaker, read_prompts
@@ -59,13 +60,14 @@ class OfflineModel:
         use_tqdm: ShowsProgress = None,
         **others: Unpack[CallArguments],
     ) -> list[EmbeddingOutput]:
-        """The embeddings of texts or token ids, in their order, pooled as the model's files say. Needs an encoder.
+        """The embeddings of texts or token ids, in their order, pooled as the model's files say. Of a model
+        that generates text it is the state of the last token.
 
         A text with more tokens than the model takes is refused before anything runs, unless `truncate_prompt_tokens`
         says how many are kept of it: -1 for as many as the model takes.
         """
         check_call(others)
-        loaded, params = self._encoder("embed"), pooling_params or PoolingParams()
+        loaded, params = self._encoder(), pooling_params or PoolingParams()
         check_task(loaded.model, classifies=False)
         loaded.reader.check_dimensions(params.dimensions)
         texts = loaded.reader.read(read_prompts(prompts), "prompts", truncate_prompt_tokens)
@@ -83,7 +85,7 @@ class OfflineModel:
     ) -> list[ClassificationOutput]:
         """The probabilities of every text's labels. Needs a classifier, such as a BertForSequenceClassification."""
         check_call(others)
-        loaded = self._encoder("classify")
+        loaded = self._encoder()
         check_task(loaded.model, classifies=True)
         texts = loaded.reader.read(read_prompts(prompts), "prompts", truncate_prompt_tokens)
         rows, classes = self._rows(loaded, texts, pooling_params, use_tqdm), loaded.model.settings.classes
@@ -109,7 +111,7 @@ class OfflineModel:
         two embeddings.
         """
         check_call(others)
-        loaded = self._encoder("score")
+        loaded = self._encoder()
         check_scores(loaded.model)
         second = read_texts(data_2, "data_2")
         first = pair_up(read_texts(data_1, "data_1"), second)
@@ -140,7 +142,7 @@ class OfflineModel:
     ) -> list[PoolingOutput[Pooled]]:
         """What the model makes of texts, whichever it is, as `outputs.data`: an embedding or probabilities."""
         check_call(others)
-        loaded = self._encoder("encode")
+        loaded = self._encoder()
         if pooling_task not in (None, loaded.model.task):
             fix = f"leave it out, or use {loaded.model.task!r}"
             raise InvalidRequest("pooling_task", f"{pooling_task!r:.80} is not what this model does", fix)
@@ -148,17 +150,28 @@ class OfflineModel:
         rows = self._rows(loaded, texts, pooling_params, use_tqdm)
         return [PoolingOutput(Pooled(row), *shown(text)) for text, row in zip(texts, rows, strict=True)]
 
-    def _encoder(self, call: str) -> LoadedTexts:
+    def _encoder(self) -> LoadedTexts | DecoderTexts:
         loaded = self._loaded
-        if not isinstance(loaded, LoadedEncoder):
-            reason = f"{loaded.name} generates text, and {call} is not supported of such models"
-            raise InvalidRequest("model", reason, "load an encoder, such as a BERT or a MiniLM")
-        return loaded.texts
+        if isinstance(loaded, LoadedEncoder):
+            return loaded.texts
+        length = loaded.config.scheduler.max_model_len
+        return decoder_texts(loaded.client, loaded.files, loaded.model_config, length, loaded.tokenizer)
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """While entered, no other call runs."""
+        return nullcontext()
 
     def _rows(
-        self, loaded: LoadedTexts, texts: Sequence[PooledText], params: PoolingParams | None, use_tqdm: ShowsProgress
+        self,
+        loaded: LoadedTexts | DecoderTexts,
+        texts: Sequence[PooledText],
+        params: PoolingParams | None,
+        use_tqdm: ShowsProgress,
     ) -> list[list[float]]:
-        with ProgressLine("embedding", len(texts), shown=None if use_tqdm is None else bool(use_tqdm)) as line:
+        with (
+            self._alone(),
+            ProgressLine("embedding", len(texts), shown=None if use_tqdm is None else bool(use_tqdm)) as line,
+        ):
             return loaded.run(texts, params or PoolingParams(), line.update)
 
     @property

@@ -13,8 +13,10 @@ from quire.serving.requests import Prompt
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest
 from quire.types.request import Submit
+from quire.types.sampling import SamplingParams
 
 MOST_TEXTS = 64  # of one turn
+NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)  # of requests that are pooled
 Rows = npt.NDArray[np.floating]  # [texts, size]
 
 

@@ -79,6 +79,7 @@ class PlanBuilder:
                 sequence.index,
                 group.seed,
                 group.num_candidates,
+                group.request.pooling is not None,
             )
         )
 

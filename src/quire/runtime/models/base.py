@@ -44,6 +44,10 @@ class BaseModel(nn.Module):
         hidden: Tensor = blocks(self.embed(found, step), step)
         return hidden
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self._parts[2](hidden)
+        return found
+
     def logits(self, hidden: Tensor) -> Tensor:
         _, _, norm, head = self._parts
         logits: Tensor = head(norm(hidden))

@@ -144,6 +144,7 @@ class Worker:
     def _release(self, rows: tuple[int, ...]) -> None:
         self.rows.release(rows)
         self._failed.difference_update(rows)
+        self._runner.pooling.difference_update(rows)
         for row in rows:
             self._sampler.remove(row)
 
@@ -162,6 +163,7 @@ class Worker:
                 new = new._replace(token_ids=new.token_ids.clip(0, self._vocab_size - 1))
             placed.append(new)
         self.rows.place(placed)
+        self._runner.pooling.update(new.row for new in news if new.pools)
         return tuple(failures)
 
     def _write(self, writes: tuple[RowTokens, ...]) -> tuple[RowFailure, ...]:

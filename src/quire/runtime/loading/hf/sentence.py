@@ -23,21 +23,22 @@ _PREFIX = "pooling_mode_"
 
 
 def read_embedding_settings(files: ModelFiles) -> EmbeddingSettings:
-    """The settings of a model's folder. Where it has none of these files: the mean, normalized. A classifier has
-    labels in place of an embedding.
+    """The settings of a model's folder. Where it has none of these files: the mean, normalized; of a model that
+    generates text the last token, normalized. A classifier has labels in place of an embedding.
 
     Raises ModelLoadError for a setting that is not supported and would change the embeddings.
     """
     directory = files.path
     if files.kind != "hf":
-        return EmbeddingSettings()
+        return EmbeddingSettings(Pooling("last"))
     if ENTRIES[read_family(files)].kind == "classifier":
         length, lowercase = _read_transformer(directory)
         classes = read_classes(Fields(str(directory / CONFIG), read_json(directory / CONFIG)))
         return EmbeddingSettings(max_length=length, lowercase=lowercase, classes=classes)
     dimensions = _read_dimensions(directory)
     if not (directory / MODULES).is_file():
-        return EmbeddingSettings(dimensions=dimensions)
+        is_decoder = ENTRIES[read_family(files)].kind == "decoder"
+        return EmbeddingSettings(Pooling("last" if is_decoder else "mean"), dimensions=dimensions)
     modules = _read_modules(directory)
     _refuse_default_prompt(directory)
     first, second, *others = modules if len(modules) > 1 else (*modules, ("", ""))

@@ -26,13 +26,10 @@ from quire.serving.http.fields import check_body
 from quire.serving.http.json_body import decode_json
 from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
-from quire.serving.pooled_texts import PooledText, Rows, TextReader, cut_up
+from quire.serving.pooled_texts import NOTHING_SAMPLED, PooledText, Rows, TextReader, cut_up
 from quire.types.errors import InvalidRequest, QuireError
 from quire.types.pooling import PoolingParams, PoolingWork
 from quire.types.request import Submit, pack_tokens
-from quire.types.sampling import SamplingParams
-
-_NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +180,7 @@ def _submit(name: str, texts: Sequence[PooledText], params: PoolingParams, tenan
             length if text.first_part is None else text.first_part for text, length in zip(texts, lengths, strict=True)
         )
     tokens = pack_tokens(chain.from_iterable(text.token_ids for text in texts))
-    return Submit(name, tokens, _NOTHING_SAMPLED, tenant=tenant, pooling=PoolingWork(params, lengths, firsts))
+    return Submit(name, tokens, NOTHING_SAMPLED, tenant=tenant, pooling=PoolingWork(params, lengths, firsts))
 
 
 def _written(job: PoolingJob, requests: Sequence[InFlightRequest]) -> bytes:
