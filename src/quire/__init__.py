@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from quire.types.beam import BeamSearchParams as BeamSearchParams
     from quire.types.beam import BeamSearchSequence as BeamSearchSequence
     from quire.types.decoding import StructuredOutputsParams as StructuredOutputsParams
-    from quire.types.embedding import EmbeddingOutput as EmbeddingOutput
     from quire.types.errors import ConfigError as ConfigError
     from quire.types.errors import DoesNotFit as DoesNotFit
     from quire.types.errors import EngineDead as EngineDead
@@ -28,6 +27,11 @@ if TYPE_CHECKING:
     from quire.types.output import CompletionOutput as CompletionOutput
     from quire.types.output import Logprob as Logprob
     from quire.types.output import RequestOutput as RequestOutput
+    from quire.types.pooling import ClassificationOutput as ClassificationOutput
+    from quire.types.pooling import EmbeddingOutput as EmbeddingOutput
+    from quire.types.pooling import PoolingOutput as PoolingOutput
+    from quire.types.pooling import PoolingParams as PoolingParams
+    from quire.types.pooling import ScoreOutput as ScoreOutput
     from quire.types.prefix import PinnedPrefix as PinnedPrefix
     from quire.types.sampling import SamplingParams as SamplingParams
     from quire.types.stats import EngineStats as EngineStats
@@ -51,7 +55,11 @@ _HOMES = {
     "BeamSearchSequence": "quire.types.beam",
     "StructuredOutputsParams": "quire.types.decoding",
     "RequestOutput": "quire.types.output",
-    "EmbeddingOutput": "quire.types.embedding",
+    "EmbeddingOutput": "quire.types.pooling",
+    "ClassificationOutput": "quire.types.pooling",
+    "ScoreOutput": "quire.types.pooling",
+    "PoolingOutput": "quire.types.pooling",
+    "PoolingParams": "quire.types.pooling",
     "CompletionOutput": "quire.types.output",
     "Logprob": "quire.types.output",
     "PinnedPrefix": "quire.types.prefix",
@@ -72,9 +80,11 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationOutput",
     "CompletionOutput",
     "ConfigError",
     "DoesNotFit",
+    "EmbeddingOutput",
     "EngineArgs",
     "EngineDead",
     "EngineStats",
@@ -83,10 +93,13 @@ __all__ = [
     "Logprob",
     "ModelLoadError",
     "PinnedPrefix",
+    "PoolingOutput",
+    "PoolingParams",
     "QuireError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoreOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from encoder_models import CONFIGS, TEXTS, expected_states, hf_encoder, hidden_states, load_encoder
+from encoder_models import (
+    CONFIGS,
+    TEXTS,
+    expected_states,
+    hf_classifier,
+    hf_encoder,
+    hidden_states,
+    load_classifier,
+    load_encoder,
+)
 from family_bench import BACKENDS, change_config
 from quire.runtime.loading.files import files_at
 from quire.runtime.loading.model_config import read_model_config
@@ -19,6 +28,24 @@ pytest.importorskip("transformers")
 
 def test_every_encoder_has_a_tiny_model() -> None:
     assert CONFIGS.keys() == set(of_kind("encoder"))
+    assert {f"{name}-classifier" for name in CONFIGS} == set(of_kind("classifier"))
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_logits_of_texts_and_pairs_are_those_of_transformers(family: str, num_labels: int, tmp_path: Path) -> None:
+    model = hf_classifier(family, num_labels)
+    model.save_pretrained(tmp_path)
+    firsts = [4, 3, 1, 2, 50]  # of the last text, every token
+    found: dict[int, torch.Tensor] = {}
+    for batch, rows in load_classifier(tmp_path).run(TEXTS, first_parts=firsts):
+        found.update(zip(batch, rows, strict=True))
+    has_types = CONFIGS[family].get("type_vocab_size", 0) > 1
+    for number, (text, first) in enumerate(zip(TEXTS, firsts, strict=True)):
+        types = {"token_type_ids": (torch.arange(len(text)) >= first).long()[None]} if has_types else {}
+        with torch.no_grad():
+            wanted = model(input_ids=torch.tensor([list(text)]), **types).logits[0]
+        torch.testing.assert_close(found[number], wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("max_tokens", [64, 1_000])  # several batches, or one
@@ -67,7 +94,7 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
     [
         ({"position_embedding_type": "relative_key"}, "'relative_key' is not supported"),
         ({"is_decoder": True}, "is_decoder: only false"),
-        ({"architectures": ["BertForSequenceClassification"]}, "BertForSequenceClassification is not supported"),
+        ({"architectures": ["BertForTokenClassification"]}, "BertForTokenClassification is not supported"),
     ],
 )
 def test_a_setting_that_is_not_supported_is_refused(changes: dict[str, object], words: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from encoder_server import EncoderServer
 from http_server import TestServer
 from schemathesis_run import run_schemathesis
 from tests.http.conftest import Serve
@@ -19,6 +20,20 @@ def test_no_server_error_and_no_answer_that_breaks_its_schema(serve: Serve, tmp_
     assert not report.failures, report.failures
     assert report.num_cases >= 400
     server.wait(server.is_idle)
+
+
+@pytest.mark.parametrize("labels", [(), ("fits",)])
+def test_an_encoder_breaks_no_schema(labels: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip("schemathesis")
+    server = EncoderServer(labels, strict=True)
+    try:
+        texts = ("--include-path-regex", "embed|score|rerank|classify|pooling")
+        report = run_schemathesis(server.url, tmp_path, 12, "--phases", "fuzzing", "--generation-deterministic", *texts)
+        assert not report.failures, report.failures
+        assert report.num_cases >= 50
+        server.wait(server.is_idle)
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from quire.config.embedding import EncoderConfig
 from quire.config.engine import DeviceConfig
 from quire.runtime.encoder.encoder import TextEncoder
 from quire.runtime.loading.files import files_at
+from quire.runtime.loading.hf.sentence import read_embedding_settings
 from quire.runtime.loading.model_config import read_model_config
 from tiny_models import DEVICE
 
@@ -46,6 +47,16 @@ def hf_encoder(family: str, **changes: Any) -> torch.nn.Module:
     return randomize(transformers.AutoModel.from_config(config, dtype=torch.float32).eval())
 
 
+def hf_classifier(family: str, num_labels: int, **changes: Any) -> torch.nn.Module:
+    """The same with a head."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(family, **(CONFIGS[family] | {"num_labels": num_labels} | changes))
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    return randomize(model.eval())
+
+
 def expected_states(model: torch.nn.Module, text: list[int]) -> Tensor:  # [tokens, hidden]
     with torch.no_grad():
         return model(input_ids=torch.tensor([text])).last_hidden_state[0]  # type: ignore[no-any-return]
@@ -57,6 +68,14 @@ def load_encoder(path: Path, *, dtype: Any = "float32", max_tokens: int = 200, k
     model = read_model_config(files)
     where = DeviceConfig(device=DEVICE, dtype=dtype, kv_dtype=dtype, attention_backend=kernels)
     return TextEncoder(files, model, EncoderConfig(where, model.rope.max_position, 64, max_tokens))
+
+
+def load_classifier(path: Path) -> TextEncoder:
+    files = files_at(path)
+    model = read_model_config(files)
+    where = DeviceConfig(device=DEVICE, dtype="float32", kv_dtype="float32", attention_backend="auto")
+    config = EncoderConfig(where, model.rope.max_position, 64, 64)
+    return TextEncoder(files, model, config, read_embedding_settings(files))
 
 
 def hidden_states(encoder: TextEncoder, texts: Any) -> list[Tensor]:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 from quire.engine.core import EngineCore
+from quire.engine.encoder_core import EncoderCore
 from quire.engine.progress import Backlog
 from quire.serving.process.link import EngineListener, EngineReady
 from quire.types.errors import EngineDead, InvalidRequest
@@ -17,7 +18,8 @@ from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Submit
 from quire.types.stats import BlockMap, EngineStats
 
-MakeCore = Callable[[], tuple[EngineCore, EngineReady]]
+Core = EngineCore | EncoderCore
+MakeCore = Callable[[], tuple[Core, EngineReady]]
 
 
 class LocalLink:
@@ -27,7 +29,7 @@ class LocalLink:
         self._make_core = make_core
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listener: EngineListener | None = None
-        self._core: EngineCore | None = None
+        self._core: Core | None = None
         self._generation = 0
         self._backlog: Backlog | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="local-link")
@@ -82,7 +84,7 @@ class LocalLink:
         self.do(self._bring_up)
 
     @property
-    def core(self) -> EngineCore | None:
+    def core(self) -> Core | None:
         return self._core
 
     def settle(self) -> None:

@@ -16,6 +16,7 @@ from quire.types.errors import ConfigError, DoesNotFit
 
 BATCHED_TOKENS = {"cpu": 4_096, "cuda": 32_768}
 DEFAULT_NUM_TEXTS = 1_024
+TURNS = 8  # requests that share a batch when all of them have many texts
 _SETTINGS = {  # those that say something to an encoder; enforce_eager holds anyway
     "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads", "seed",
     "gpu_memory_utilization", "enforce_eager",
@@ -30,13 +31,55 @@ class Pooling:
     normalize: bool = True  # to length 1
 
 
+Activation = Literal["sigmoid", "softmax", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The labels of a classifier, and what its logits become."""
+
+    labels: tuple[str, ...]
+    activation: Activation
+
+
 @dataclass(frozen=True, slots=True)
 class EmbeddingSettings:
-    """What a model's files say of its embeddings."""
+    """What a model's files say of its embeddings, or of its labels."""
 
     pooling: Pooling = Pooling()
     max_length: int | None = None  # in tokens; None: as many as it has positions
     lowercase: bool = False  # of texts, before they are tokenized
+    classes: Classes | None = None  # None: it makes embeddings
+    dimensions: tuple[int, ...] | None = None  # lengths to which embeddings may be cut; (): any; None: none
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingModel:
+    """What those who ask need to know of a model that makes embeddings or classifies."""
+
+    task: Literal["embed", "classify"]
+    size: int  # numbers of an embedding, or labels
+    max_model_len: int
+    vocab_size: int
+    settings: EmbeddingSettings
+    padding_id: int | None = None  # a token that has no position
+    has_pairs: bool = True  # the second text of a pair has a type of its own
+    turn_tokens: int = 1  # that one request may have computed before the others have their turn
+
+
+def describe_pooling(model: ModelConfig, settings: EmbeddingSettings, config: EncoderConfig) -> PoolingModel:
+    own, classes = model.encoder, settings.classes
+    offset, num_types = (0, 0) if own is None else (own.position_offset, own.num_types)
+    return PoolingModel(
+        task="embed" if classes is None else "classify",
+        size=model.hidden_size if classes is None else len(classes.labels),
+        max_model_len=config.max_model_len,
+        vocab_size=model.vocab_size,
+        settings=settings,
+        padding_id=offset - 1 if offset else None,
+        has_pairs=num_types > 1,
+        turn_tokens=max(1, config.max_num_batched_tokens // TURNS),
+    )
 
 
 @dataclass(frozen=True, slots=True)

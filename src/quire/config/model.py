@@ -100,10 +100,12 @@ class Experts:
 @dataclass(frozen=True, slots=True)
 class Encoder:
     """What only encoders have: `num_types` kinds of tokens, each with a vector that is added (0: none), and a table of
-    positions whose first one is in line `position_offset`."""
+    positions whose first one is in line `position_offset`. Classifiers have a head that gives `num_labels` logits."""
 
     num_types: int = 0
     position_offset: int = 0
+    num_labels: int = 0  # 0: no head
+    head_activation: str = "tanh"  # between the two products of the head
 
 
 @dataclass(frozen=True, slots=True)

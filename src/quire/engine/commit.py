@@ -115,6 +115,9 @@ class Committer:
             self._scheduler.policy.note_generated(rows)
         paced = self._paced.commit(step, result) if step.paced else []
         logprobs = self._take_logprobs(step, result, paced) if result.logprobs or result.prompt_logprobs else ()
+        for pooled in result.pooled:
+            if (sequence := self._sequence_if_leased(step.lease_of(pooled.row), pooled.row)) is not None:
+                sequence.group.pooled = pooled.numbers
         batch = (columns.handles, tokens, logprobs)
         if paced or columns.streamed is not None:
             batch = _with_paced(columns, tokens, paced, logprobs)

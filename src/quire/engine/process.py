@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from quire.engine.core import EngineCore
+from quire.engine.encoder_core import EncoderCore
 from quire.engine.messages import (
     Accepted,
     Ask,
@@ -39,14 +40,19 @@ logger = logging.getLogger("quire.engine")
 
 
 class EngineLoop:
-    """Runs an EngineCore for the edges that connect to a socket.
+    """Runs an EngineCore, or an EncoderCore, for the edges that connect to a socket.
 
     One thread calls `run`; any thread may call `stop` and `forget_edge`. Messages that reach the socket before a step
     starts are handled before it. Each edge is sent at most one batch of tokens per step.
     """
 
     def __init__(
-        self, core: EngineCore, edges: EngineSocket, progress: ProgressRecord, *, on_stuck: Callable[[int], None]
+        self,
+        core: EngineCore | EncoderCore,
+        edges: EngineSocket,
+        progress: ProgressRecord,
+        *,
+        on_stuck: Callable[[int], None],
     ) -> None:
         self._core, self._edges, self._progress, self._on_stuck = core, edges, progress, on_stuck
         self._routes = Routes()
@@ -153,7 +159,8 @@ class EngineLoop:
 
     def _submit(self, edge: int, request: Submit) -> Accepted | Refused:
         try:
-            check_answer_size(request, self._core.config, self._core.vocab_size)
+            if request.pooling is None:
+                check_answer_size(request, self._core.config, self._core.vocab_size)
             handle = self._core.submit(request)
         except InvalidRequest as error:
             return Refused(request.request_id, error.field, error.reason, error.fix)

@@ -52,6 +52,8 @@ def check_request(
     """
     prompt, sampling = len(request.prompt_token_ids), request.sampling
     _check_types(request)
+    if request.pooling is not None:
+        _check_pooling(request)
     if prompt == 0:
         raise InvalidRequest("prompt", "is empty", "send at least one token")
     if prompt >= config.max_model_len:
@@ -77,6 +79,16 @@ def check_request(
     if config.policy in RESERVING:
         _check_reservation(request, limit, cache, config)
     return limit
+
+
+def _check_pooling(request: Submit) -> None:
+    """The hidden state of a prompt's last token comes with its first sample, which is the only one."""
+    work, sampling = request.pooling, request.sampling
+    assert work is not None
+    if len(work.lengths) != 1 or work.first_parts:
+        raise InvalidRequest("input", "must be one text for each request to this model", "send texts one by one")
+    if sampling.max_tokens != 1 or sampling.num_sequences != 1 or request.beam is not None or request.rules.grammar:
+        raise InvalidRequest("pooling", "goes with one sampled token alone", "leave sampling out")
 
 
 def _check_types(request: Submit) -> None:

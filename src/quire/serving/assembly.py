@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from quire.config.arguments import EngineArguments
-from quire.config.embedding import EmbeddingSettings, EncoderConfig, resolve_encoder_config
-from quire.config.engine import EngineConfig
+from quire.config.embedding import (
+    EmbeddingSettings,
+    EncoderConfig,
+    PoolingModel,
+    describe_pooling,
+    resolve_encoder_config,
+)
+from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.memory import MemoryPlan
 from quire.config.model import ModelConfig
 from quire.config.resolve import resolve_engine_config
@@ -16,8 +23,10 @@ from quire.engine.core import EngineCore
 from quire.engine.decoding.grammar_compiler import GrammarCompiler
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.decoding.vocabulary import VocabularySource
+from quire.engine.encoder_core import EncoderCore
 from quire.engine.speculation.registry import make_proposers
 from quire.runtime.encoder.encoder import TextEncoder
+from quire.runtime.encoder.executor import EncoderExecutor
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.hardware import detect_hardware
 from quire.runtime.loading.files import ModelFiles
@@ -27,6 +36,7 @@ from quire.runtime.loading.namespace import cache_namespace
 from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.resolve import resolve_model
 from quire.runtime.models.registry import ENTRIES, check_generates
+from quire.serving.pooled_texts import check_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +104,21 @@ class PlannedEncoder:
 
     def build(self, load_format: Literal["auto", "dummy"], progress: Progress) -> TextEncoder:
         """Load the weights; its `close` gives the memory back."""
-        return TextEncoder(self.files, self.model, self.config, load_format=load_format, progress=progress)
+        files, model, config = self.files, self.model, self.config
+        return TextEncoder(files, model, config, self.settings, load_format=load_format, progress=progress)
+
+    def build_core(self, load_format: Literal["auto", "dummy"], progress: Progress) -> EncoderCore:
+        """The core of an engine process. Texts of all requests share batches; requests take turns."""
+        executor = EncoderExecutor(self.build(load_format, progress), self.settings)
+        config, model = self.config, self.pooling
+        limits = SchedulerConfig(
+            config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, policy="fair"
+        )  # fmt: skip
+        return EncoderCore(executor, limits, self.model.vocab_size, check=partial(check_work, model))
+
+    @property
+    def pooling(self) -> PoolingModel:
+        return describe_pooling(self.model, self.settings, self.config)
 
 
 def plan_model(

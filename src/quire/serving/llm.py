@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias, Unpack
 
@@ -328,6 +328,9 @@ class LLM(OfflineModel):
                 raise
         if batch.errors:
             raise batch.errors[0]
+
+    def _alone(self) -> AbstractContextManager[None]:
+        return self._exclusively() if isinstance(self._loaded, LoadedModel) else super()._alone()
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:

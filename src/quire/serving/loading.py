@@ -14,12 +14,14 @@ from quire.config.arguments import EngineArguments
 from quire.config.engine import EngineConfig
 from quire.config.memory import MemoryPlan
 from quire.config.model import ModelConfig
+from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.generation import check_generation_config, read_sampling_defaults
 from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.resolve import resolve_model
 from quire.serving.assembly import PlannedEncoder, PlannedEngine, plan_engine, plan_model
 from quire.serving.client import EngineClient, InProcessClient
-from quire.serving.embedding import Embedder
+from quire.serving.encoding import LoadedTexts
+from quire.serving.pooled_texts import TextReader
 from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.requests import RequestMaker
 from quire.serving.terminal import LoadingProgress
@@ -41,7 +43,7 @@ LoadFormat = Literal["auto", "dummy"]
 class LoadedModel:
     """A model that is ready to answer. `close` gives its memory back."""
 
-    name: str
+    files: ModelFiles
     model_config: ModelConfig
     config: EngineConfig
     memory_plan: MemoryPlan
@@ -52,6 +54,10 @@ class LoadedModel:
     client: EngineClient
     images: ImageTaker | None = None  # of messages; None: the model takes no images
 
+    @property
+    def name(self) -> str:
+        return self.files.name
+
     def close(self) -> None:
         """Give back weights, cache and devices. Idempotent."""
         self.client.close()
@@ -61,16 +67,16 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadedEncoder:
-    """An encoder that is ready to embed. `close` gives its memory back."""
+    """An encoder that is ready to embed or to classify. `close` gives its memory back."""
 
     name: str
     model_config: ModelConfig
     tokenizer: Tokenizer | None
-    embedder: Embedder
+    texts: LoadedTexts
 
     def close(self) -> None:
         """Give back weights and device. Idempotent."""
-        self.embedder.encoder.close()
+        self.texts.encoder.close()
 
 
 @overload
@@ -138,7 +144,7 @@ def _load_engine(
     requests = RequestMaker(text, planned.model.eos_ids, checker)
     core = planned.build(load_format, progress, planned.tools(vocabulary))
     return LoadedModel(
-        name=planned.files.name,
+        files=planned.files,
         model_config=planned.model,
         config=planned.config,
         memory_plan=planned.memory,
@@ -154,8 +160,9 @@ def _load_encoder(
     planned: PlannedEncoder, text: Tokenizer | None, load_format: LoadFormat, progress: Progress
 ) -> LoadedEncoder:
     encoder = planned.build(load_format, progress)
-    embedder = Embedder(encoder, planned.model, planned.config, planned.settings, text)
-    return LoadedEncoder(planned.files.name, planned.model, text, embedder)
+    model = planned.pooling
+    texts = LoadedTexts(encoder, planned.config, model, TextReader(model, text))
+    return LoadedEncoder(planned.files.name, planned.model, text, texts)
 
 
 def _as_name(argument: str, given: str | os.PathLike[str] | None) -> str | None:

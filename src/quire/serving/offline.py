@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Self, TypeAlias, Unpack
+
+import numpy as np
 
 from quire.config.engine import EngineConfig
 from quire.config.memory import MemoryPlan
 from quire.serving.chat_tokenizer import ChatTokenizer
 from quire.serving.client import EngineClient
+from quire.serving.encoding import DecoderTexts, LoadedTexts, decoder_texts
 from quire.serving.loading import LoadedEncoder, LoadedModel
-from quire.serving.requests import PromptLike, RequestMaker, read_prompts, refuse_salts
+from quire.serving.pooled_texts import PooledText, check_scores, check_task, cosines, pair_up
+from quire.serving.requests import Prompt, PromptLike, RequestMaker, read_prompts, refuse_salts
 from quire.serving.terminal import ProgressLine
 from quire.serving.text.tokenizer import Tokenizer
 from quire.serving.vllm_arguments import CallArguments, check_call
-from quire.types.embedding import EmbeddingOutput
 from quire.types.errors import ConfigError, InvalidRequest
+from quire.types.pooling import (
+    Classification,
+    ClassificationOutput,
+    Embedding,
+    EmbeddingOutput,
+    Pooled,
+    PoolingOutput,
+    PoolingParams,
+    Score,
+    ScoreOutput,
+)
 
 ShowsProgress: TypeAlias = bool | Callable[..., object] | None
 
@@ -40,24 +55,124 @@ class OfflineModel:
         self,
         prompts: PromptLike | Iterable[PromptLike],
         *,
+        pooling_params: PoolingParams | None = None,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: ShowsProgress = None,
         **others: Unpack[CallArguments],
     ) -> list[EmbeddingOutput]:
-        """The embeddings of texts or token ids, in their order, pooled as the model's files say. Needs an encoder.
+        """The embeddings of texts or token ids, in their order, pooled as the model's files say. Of a model
+        that generates text it is the state of the last token.
 
         A text with more tokens than the model takes is refused before anything runs, unless `truncate_prompt_tokens`
         says how many are kept of it: -1 for as many as the model takes.
         """
         check_call(others)
+        loaded, params = self._encoder(), pooling_params or PoolingParams()
+        check_task(loaded.model, classifies=False)
+        loaded.reader.check_dimensions(params.dimensions)
+        texts = loaded.reader.read(_read(prompts), "prompts", truncate_prompt_tokens)
+        rows = self._rows(loaded, texts, params, use_tqdm)
+        return [EmbeddingOutput(Embedding(row), *shown(text)) for text, row in zip(texts, rows, strict=True)]
+
+    def classify(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        *,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: ShowsProgress = None,
+        **others: Unpack[CallArguments],
+    ) -> list[ClassificationOutput]:
+        """The probabilities of every text's labels. Needs a classifier, such as a BertForSequenceClassification."""
+        check_call(others)
+        loaded = self._encoder()
+        check_task(loaded.model, classifies=True)
+        texts = loaded.reader.read(_read(prompts), "prompts", truncate_prompt_tokens)
+        rows, classes = self._rows(loaded, texts, pooling_params, use_tqdm), loaded.model.settings.classes
+        labels = () if classes is None else classes.labels
+        return [
+            ClassificationOutput(Classification(row, labels), *shown(text))
+            for text, row in zip(texts, rows, strict=True)
+        ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: ShowsProgress = None,
+        **others: Unpack[CallArguments],
+    ) -> list[ScoreOutput]:
+        """How well pairs of texts fit together: one text with each of several, or as many with as many.
+
+        A cross-encoder, a classifier with one label, reads both texts at once. Of an encoder it is the cosine of the
+        two embeddings.
+        """
+        check_call(others)
+        loaded = self._encoder()
+        check_scores(loaded.model)
+        second = read_texts(data_2, "data_2")
+        first = pair_up(read_texts(data_1, "data_1"), second)
+        if loaded.model.task == "classify":
+            texts = loaded.reader.pairs(first, second, "data_2", truncate_prompt_tokens)
+            scores = [row[0] for row in self._rows(loaded, texts, pooling_params, use_tqdm)]
+            return [ScoreOutput(Score(score), *shown(text)) for text, score in zip(texts, scores, strict=True)]
+        sides = [
+            loaded.reader.read([Prompt(text=text) for text in side], where, truncate_prompt_tokens)
+            for side, where in ((first, "data_1"), (second, "data_2"))
+        ]
+        rows = np.asarray(self._rows(loaded, [*sides[0], *sides[1]], pooling_params, use_tqdm))
+        found = cosines(rows[: len(first)], rows[len(first) :])
+        return [
+            ScoreOutput(Score(score), None, one.token_ids + other.token_ids)
+            for score, one, other in zip(found, *sides, strict=True)
+        ]
+
+    def encode(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        *,
+        pooling_task: str | None = None,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: ShowsProgress = None,
+        **others: Unpack[CallArguments],
+    ) -> list[PoolingOutput[Pooled]]:
+        """What the model makes of texts, whichever it is, as `outputs.data`: an embedding or probabilities."""
+        check_call(others)
+        loaded = self._encoder()
+        if pooling_task not in (None, loaded.model.task):
+            fix = f"leave it out, or use {loaded.model.task!r}"
+            raise InvalidRequest("pooling_task", f"{pooling_task!r:.80} is not what this model does", fix)
+        texts = loaded.reader.read(_read(prompts), "prompts", truncate_prompt_tokens)
+        rows = self._rows(loaded, texts, pooling_params, use_tqdm)
+        return [PoolingOutput(Pooled(row), *shown(text)) for text, row in zip(texts, rows, strict=True)]
+
+    def _encoder(self) -> LoadedTexts | DecoderTexts:
         loaded = self._loaded
-        if not isinstance(loaded, LoadedEncoder):
-            reason = f"{loaded.name} generates text, and embeddings of such models are not supported yet"
-            raise InvalidRequest("model", reason, "load an encoder, such as a BERT or a MiniLM")
-        read = read_prompts(prompts)
-        refuse_salts(read)
-        with ProgressLine("embedding", len(read), shown=None if use_tqdm is None else bool(use_tqdm)) as line:
-            return loaded.embedder.embed(read, truncate_prompt_tokens, line.update)
+        if isinstance(loaded, LoadedEncoder):
+            return loaded.texts
+        length = loaded.config.scheduler.max_model_len
+        return decoder_texts(loaded.client, loaded.files, loaded.model_config, length, loaded.tokenizer)
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """While entered, no other call runs."""
+        return nullcontext()
+
+    def _rows(
+        self,
+        loaded: LoadedTexts | DecoderTexts,
+        texts: Sequence[PooledText],
+        params: PoolingParams | None,
+        use_tqdm: ShowsProgress,
+    ) -> list[list[float]]:
+        with (
+            self._alone(),
+            ProgressLine("embedding", len(texts), shown=None if use_tqdm is None else bool(use_tqdm)) as line,
+        ):
+            return loaded.run(texts, params or PoolingParams(), line.update)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -93,3 +208,22 @@ class OfflineModel:
 
 
 GENERATING = {"config", "memory_plan", "_client", "_requests", "_templates", "_default_sampling", "_live"}
+
+
+def shown(text: PooledText) -> tuple[str | None, list[int]]:
+    """A text and its tokens, as outputs have them."""
+    return text.text, text.token_ids
+
+
+def read_texts(given: str | Sequence[str], where: str) -> list[str]:
+    """One text or several. Raises InvalidRequest."""
+    texts = [given] if isinstance(given, str) else list(given)
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest(where, "must be a text or a list of texts", "pass at least one")
+    return texts
+
+
+def _read(prompts: PromptLike | Iterable[PromptLike]) -> list[Prompt]:
+    read = read_prompts(prompts)
+    refuse_salts(read)
+    return read

@@ -44,6 +44,7 @@ class Finished:
     num_preemptions: int = 0
     ledger: tuple[LedgerEntry, ...] = ()
     refused: str = ""  # the invalid field, if the request was accepted and found invalid later
+    pooled: bytes = b""  # float32 numbers: a row for each text of a request that was pooled
 
 
 @dataclass(frozen=True, slots=True)

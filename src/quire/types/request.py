@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage, key_tokens
+from quire.types.pooling import PoolingWork
 from quire.types.sampling import SamplingParams, TokenRules
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Submit:
     tenant: str = ""  # the client that it runs for; the fair policy shares by it
     pin: str = ""  # if set: keep the prompt pinned under this name after the request
     images: tuple[PromptImage, ...] = ()  # of the prompt, by their place in it
+    pooling: PoolingWork | None = None  # if set: each of its texts becomes a row of numbers; nothing is generated
 
     @property
     def key_tokens(self) -> bytes:

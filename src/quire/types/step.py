@@ -60,6 +60,7 @@ class NewRow(NamedTuple):
     seed: int  # the user's, or one that the engine derived
     num_candidates: int = 0  # how many most likely next tokens its samples report
     images: tuple[PromptImage, ...] = ()  # of its prompt, by their place in it
+    pools: bool = False  # its samples report the hidden state that they are sampled from
 
 
 class RowTokens(NamedTuple):
@@ -209,6 +210,14 @@ class RowFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class RowPooled:
+    """The hidden state of a row's last token, after the last norm."""
+
+    row: int
+    numbers: bytes  # float32
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """The result of one step. `token_ids[i]` is the token of row `sample_rows[i]` of the plan.
 
@@ -222,3 +231,4 @@ class StepResult:
     failures: tuple[RowFailure, ...] = ()
     candidates: Candidates | None = None
     drafts: tuple[RowDraft, ...] = ()
+    pooled: tuple[RowPooled, ...] = ()

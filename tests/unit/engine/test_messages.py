@@ -29,6 +29,7 @@ from quire.types import sampling as sampling_module
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
 from quire.types.output import TokensOut
+from quire.types.pooling import PoolingParams
 from quire.types.request import Abort, Submit, TokenIds, pack_tokens
 from quire.types.sampling import RepetitionDetection, SamplingParams
 from quire.types.step import TokenLogprobs
@@ -87,6 +88,9 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 
 LIMITED: dict[type, st.SearchStrategy[Any]] = {
     SamplingParams: sampling_params(),
+    PoolingParams: st.builds(
+        PoolingParams, st.none() | st.integers(1, 2**31), st.none() | st.booleans(), st.booleans()
+    ),
     BeamRules: st.builds(
         BeamRules,
         st.integers(1, 256),
@@ -100,6 +104,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     float: st.floats(allow_nan=False),
     str: st.text(),
     bool: st.booleans(),
+    bytes: st.binary(max_size=16),
     type(None): st.none(),
     TokenIds: st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5).map(pack_tokens),
 }

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+import pytest
 import torch
 
+from quire.config.model import Heads
 from quire.runtime.encoder.batches import batches_of, pack
+from quire.runtime.layers.texts import TextAttention
 
 
 def test_every_text_is_in_one_batch_and_no_batch_is_too_large() -> None:
@@ -20,17 +24,34 @@ def test_every_text_is_in_one_batch_and_no_batch_is_too_large() -> None:
 
 
 def test_tokens_stand_one_after_the_other() -> None:
-    texts = pack([[7, 8, 9], [5], [1, 2]], torch.device("cpu"))
-    assert texts.token_ids.tolist() == [7, 8, 9, 5, 1, 2]
-    assert texts.positions.tolist() == [0, 1, 2, 0, 0, 1]
+    texts = pack([[7, 8, 9], [5], [1, 2], [3, 4]], torch.device("cpu"))
+    assert texts.token_ids.tolist() == [7, 8, 9, 5, 1, 2, 3, 4]
+    assert texts.positions.tolist() == [0, 1, 2, 0, 0, 1, 0, 1]
+    assert texts.runs == ((1, 3), (1, 1), (2, 2))
+    assert texts.places is texts.mask is texts.type_ids is None
+
+
+def test_where_texts_are_attended_at_once_they_have_places_in_a_grid() -> None:
+    texts = pack([[7, 8, 9], [5], [1, 2]], torch.device("meta"))
     assert texts.places is not None
-    assert texts.places.tolist() == [0, 1, 2, 3, 6, 7]
+    assert texts.places.shape == (6,)
     assert texts.mask is not None
-    assert texts.mask.view(3, 3).tolist() == [[True] * 3, [True, False, False], [True, True, False]]
+    assert texts.mask.shape == (3, 1, 1, 3)
 
 
-def test_texts_of_one_length_are_a_grid_already() -> None:
-    texts = pack([[7, 8], [5, 6]], torch.device("cpu"))
-    assert texts.places is None
-    assert texts.mask is None
-    assert texts.positions.tolist() == [0, 1, 0, 1]
+def test_the_second_part_of_a_pair_is_of_type_1() -> None:
+    texts = pack([[7, 8, 9], [5, 6]], torch.device("cpu"), [2, 2])
+    assert texts.type_ids is not None
+    assert texts.type_ids.tolist() == [0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("lengths", [[5, 3, 3, 1], [4, 4]])
+def test_a_grid_and_runs_attend_alike(lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    heads = Heads(num_query=2, num_kv=2, dim=8)
+    runs = pack([[1] * length for length in lengths], torch.device("cpu"))
+    is_token = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    grid = replace(runs, places=is_token.flatten().nonzero()[:, 0], mask=is_token.view(len(lengths), 1, 1, -1))
+    qkv = torch.randn(sum(lengths), 3 * 16)
+    attention = TextAttention(heads)
+    torch.testing.assert_close(attention(qkv, runs), attention(qkv, grid))

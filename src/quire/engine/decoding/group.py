@@ -205,6 +205,7 @@ class Group:
     num_spare: int = 0  # rows that are reserved for further beams
     num_preemptions: int = 0
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    pooled: bytes = b""  # the hidden state of its last prompt token, if the request is pooled
     ledger: Ledger = field(default_factory=Ledger)
     arrival: float = 0.0  # when it was submitted, on the engine's clock
     queued_step: int = 0  # the number of plans when it last began to wait
@@ -271,7 +272,8 @@ class Group:
         reasons: list[str] = ["error"] if error is not None else [sample.finish_reason for sample in samples]
         ledger = self.ledger.finish(at, num_outputs, reasons[0] if len(reasons) == 1 else _without_repeats(reasons))
         cached, preempted = self.num_cached or 0, self.num_preemptions
-        return Finished(self.request.request_id, samples, entries, error, cached, preempted, ledger, invalid_field)
+        request_id, pooled = self.request.request_id, self.pooled
+        return Finished(request_id, samples, entries, error, cached, preempted, ledger, invalid_field, pooled)
 
 
 def _without_repeats(reasons: list[str]) -> str:

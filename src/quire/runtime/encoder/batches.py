@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -27,18 +28,25 @@ def batches_of(lengths: Sequence[int], max_tokens: int, max_texts: int) -> Itera
         yield batch
 
 
-def pack(texts: Sequence[Sequence[int]], device: torch.device) -> Texts:
-    """The tensors of a batch. No text is empty."""
-    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-    longest, num_texts = int(lengths.max()), len(texts)
-    is_token = np.arange(longest) < lengths[:, None]  # [texts, longest]
-    places = np.flatnonzero(is_token)
-    tokens = np.concatenate([np.asarray(text, np.int64) for text in texts])
+def pack(texts: Sequence[Sequence[int]], device: torch.device, first_parts: Sequence[int] = ()) -> Texts:
+    """The tensors of a batch. No text is empty. `first_parts`: how many tokens of each text belong to its first part;
+    the others are of type 1. Empty: all are of type 0."""
+    counts = list(map(len, texts))
+    lengths = np.fromiter(counts, np.int64, len(counts))
+    num_tokens, starts = int(lengths.sum()), np.repeat(lengths.cumsum() - lengths, lengths)
+    tokens = np.fromiter(chain.from_iterable(texts), np.int64, num_tokens)
+    positions = np.arange(num_tokens) - starts
+    runs = tuple((len(list(same)), length) for length, same in groupby(counts))
 
     def there(numbers: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(numbers).to(device)
 
-    if is_token.all():
-        return Texts(there(tokens), there(places % longest), there(lengths), longest)
-    mask = there(is_token).view(num_texts, 1, 1, longest)
-    return Texts(there(tokens), there(places % longest), there(lengths), longest, there(places), mask)
+    types = None
+    if first_parts:
+        types = there((positions >= np.repeat(np.asarray(first_parts, np.int64), lengths)).astype(np.int64))
+    if len(runs) == 1 or device.type == "cpu":
+        return Texts(there(tokens), there(positions), there(lengths), runs, types)
+    longest, num_texts = max(counts), len(counts)
+    is_token = np.arange(longest) < lengths[:, None]  # [texts, longest]
+    places, mask = there(np.flatnonzero(is_token)), there(is_token).view(num_texts, 1, 1, longest)
+    return Texts(there(tokens), there(positions), there(lengths), runs, types, places, mask)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quire.config.embedding import EncoderConfig
+from quire.config.embedding import EmbeddingSettings, EncoderConfig
 from quire.config.facts import cuda_index
 from quire.config.model import ModelConfig
 from quire.runtime.encoder.batches import batches_of, pack
@@ -19,9 +19,11 @@ from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.weights import load_weights, randomize_weights
 from quire.runtime.models.base import BaseEncoder
 from quire.runtime.models.build import build_encoder
+from quire.runtime.pooling import first_tokens, pool
 from quire.types.errors import QuireError
 
 Reduce = Callable[[Tensor, Tensor], Tensor]  # hidden [tokens, size], lengths [texts] -> a row for each text
+Batch = tuple[list[int], Tensor]  # the numbers of its texts, and a row for each of them
 
 
 class TextEncoder:
@@ -32,17 +34,20 @@ class TextEncoder:
         files: ModelFiles,
         model_config: ModelConfig,
         config: EncoderConfig,
+        settings: EmbeddingSettings | None = None,
         *,
         load_format: Literal["auto", "dummy"] = "auto",
         progress: Progress | None = None,
     ) -> None:
         self._config, self._device = config, torch.device(config.device.device)
+        self._settings = settings or EmbeddingSettings()
+        self._has_types = model_config.encoder is not None and model_config.encoder.num_types > 1
         if config.device.threads is not None:
             torch.set_num_threads(config.device.threads)
         if self._device.type == "cuda":
             torch.cuda.set_device(cuda_index(config.device.device))
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each
-        builder = LayerBuilder(config.device, model_config.heads)
+        builder = LayerBuilder(config.device, model_config.heads, many_rows=True)
         self._model: BaseEncoder | None = build_encoder(model_config, builder)
         if load_format == "dummy":
             randomize_weights(self._model, config.seed)
@@ -54,17 +59,28 @@ class TextEncoder:
             checkpoint.close()
 
     @torch.inference_mode()
-    def run(self, texts: Sequence[Sequence[int]], reduce: Reduce) -> Iterator[tuple[list[int], Tensor]]:
-        """For every batch the numbers of its texts, and what `reduce` makes of their hidden states, on the CPU.
+    def run(
+        self, texts: Sequence[Sequence[int]], reduce: Reduce | None = None, first_parts: Sequence[int] = ()
+    ) -> Iterator[Batch]:
+        """Batch by batch what `reduce` makes of the texts' hidden states, on the CPU. None: pooled states, or the
+        logits of a classifier.
 
-        Texts are lists of token ids, none of them empty, none longer than max_model_len.
+        Texts are lists of token ids, none of them empty, none longer than max_model_len. `first_parts`: how many
+        tokens of each text are the first of a pair, for models that tell them apart. Empty: no text is a pair.
         """
-        config = self._config
+        config, reduce = self._config, reduce or self._reduce
         for batch in batches_of([len(text) for text in texts], config.max_num_batched_tokens, config.max_num_seqs):
             if self._model is None:
                 raise QuireError("this model was closed")
-            packed = pack([texts[text] for text in batch], self._device)
+            firsts = [first_parts[text] for text in batch] if first_parts and self._has_types else ()
+            packed = pack([texts[text] for text in batch], self._device, firsts)
             yield batch, reduce(self._model(packed), packed.lengths).cpu()
+
+    def _reduce(self, hidden: Tensor, lengths: Tensor) -> Tensor:
+        if self._settings.classes is None:
+            return pool(hidden, lengths, self._settings.pooling)
+        assert self._model is not None
+        return self._model.classify(first_tokens(hidden, lengths)).float()
 
     def close(self) -> None:
         """Give the weights back. Idempotent."""

@@ -64,9 +64,16 @@ class LayerBuilder:
     """One per model. Names given to layers are their checkpoint names, relative to the module that holds them."""
 
     def __init__(
-        self, config: DeviceConfig, heads: Heads, block_size: int = USUAL_BLOCK_SIZE, local_heads: Heads | None = None
+        self,
+        config: DeviceConfig,
+        heads: Heads,
+        block_size: int = USUAL_BLOCK_SIZE,
+        local_heads: Heads | None = None,
+        *,
+        many_rows: bool = False,
     ) -> None:
-        """local_heads: of layers with a window, where they have others."""
+        """local_heads: of layers with a window, where they have others; many_rows: no step has few tokens, as with
+        encoders."""
         self._placement = Placement(TORCH_DTYPES[config.dtype], torch.device(config.device))
         dtype, device = self._placement.dtype, self._placement.device
         compute = dtype if multiplies_natively(dtype, device) else torch.float32
@@ -75,7 +82,7 @@ class LayerBuilder:
             local_heads,
         )  # fmt: skip
         triton = self.backend.kernels == "triton"
-        self._table_product = choose_product(dtype, device, triton=triton)  # of embedding and head: never quantized
+        self._table_product = choose_product(dtype, device, triton=triton, many_rows=many_rows)  # never quantized
         self._product = self._table_product
         self._float8 = config.quantization == "fp8"
         if self._float8:

@@ -26,9 +26,16 @@ def choose_float8_product(dtype: torch.dtype, device: torch.device, *, triton: b
 
 
 def choose_product(
-    dtype: torch.dtype, device: torch.device, *, keeps_weight: bool = False, triton: bool = False
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    keeps_weight: bool = False,
+    triton: bool = False,
+    many_rows: bool = False,
 ) -> Product:
     """`keeps_weight`: the weight serves elsewhere too, so a copy in another order would be memory on top.
+
+    `many_rows`: it is multiplied by hundreds of rows at a time, where torch's product is the faster one in float32.
 
     `triton`: the Triton kernels run this model.
     """
@@ -37,11 +44,12 @@ def choose_product(
 
         return TritonProduct(dtype, device, dependent_rows=dependent_rows(device))
     if not multiplies_natively(dtype, device):
-        return UpcastProduct(dtype, choose_product(torch.float32, device, keeps_weight=keeps_weight))
+        wide = choose_product(torch.float32, device, keeps_weight=keeps_weight, many_rows=many_rows)
+        return UpcastProduct(dtype, wide)
     if device.type != "cpu":
         return DenseProduct(dtype)
-    if why_not_native(dtype, device) is not None:
-        return DenseProduct(dtype) if dtype == torch.float32 else PackedProduct(dtype)
+    if why_not_native(dtype, device) is not None or (many_rows and dtype == torch.float32):
+        return DenseProduct(dtype) if dtype == torch.float32 and not many_rows else PackedProduct(dtype)
     from quire.kernels.native.ops import has_tile_units
     from quire.runtime.layers.native import PanelProduct, TileProduct
 

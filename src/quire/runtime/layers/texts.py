@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,15 +15,17 @@ from quire.config.model import Heads
 class Texts:
     """The tokens of several texts, one text after the other.
 
-    Attention sees them as a grid [texts, longest]. Where all texts have the same length, the tokens are this grid.
+    `runs` are neighbouring texts of the same length: how many, and their length. Attention takes one run at a time,
+    or with `places` and `mask` all texts at once, as a grid [texts, longest].
     """
 
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens], each in its own text
     lengths: Tensor  # [texts]
-    longest: int
-    places: Tensor | None = None  # [tokens]: of each token in the grid; None: the tokens are the grid
-    mask: Tensor | None = None  # [texts, 1, 1, longest]: which places of the grid are tokens; None: all
+    runs: tuple[tuple[int, int], ...]
+    type_ids: Tensor | None = None  # [tokens]: the second text of a pair is of type 1; None: all are of type 0
+    places: Tensor | None = None  # [tokens]: of each token in the grid
+    mask: Tensor | None = None  # [texts, 1, 1, longest]: which places of the grid are tokens
 
 
 class TextAttention(nn.Module):
@@ -34,11 +37,18 @@ class TextAttention(nn.Module):
 
     def forward(self, qkv: Tensor, texts: Texts) -> Tensor:
         """qkv: [tokens, 3 * heads * dim] -> [tokens, heads * dim]."""
-        heads, num_texts, places = self._heads, len(texts.lengths), texts.places
-        if places is not None:
-            qkv = qkv.new_zeros(num_texts * texts.longest, qkv.shape[1]).index_copy_(0, places, qkv)
-        grid = qkv.view(num_texts, texts.longest, 3, heads.num_query, heads.dim)
-        query, key, value = grid.permute(2, 0, 3, 1, 4)  # [texts, heads, longest, dim] each
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=texts.mask)
-        attended = attended.transpose(1, 2).reshape(len(qkv), heads.query_size)
-        return attended if places is None else attended.index_select(0, places)
+        if texts.places is not None and texts.mask is not None:
+            num_texts, longest = texts.mask.shape[0], texts.mask.shape[-1]
+            grid = qkv.new_zeros(num_texts * longest, qkv.shape[1]).index_copy_(0, texts.places, qkv)
+            return self._attend(grid, num_texts, longest, texts.mask).index_select(0, texts.places)
+        if len(texts.runs) == 1:
+            return self._attend(qkv, *texts.runs[0])
+        parts = torch.split(qkv, [count * length for count, length in texts.runs])
+        return torch.cat([self._attend(part, *run) for part, run in zip(parts, texts.runs, strict=True)])
+
+    def _attend(self, qkv: Tensor, num_texts: int, length: int, mask: Tensor | None = None) -> Tensor:
+        heads = self._heads
+        grid = qkv.view(num_texts, length, 3, heads.num_query, heads.dim)
+        query, key, value = grid.permute(2, 0, 3, 1, 4)  # [texts, heads, length, dim] each
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return attended.transpose(1, 2).reshape(len(qkv), heads.query_size)

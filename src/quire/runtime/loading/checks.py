@@ -48,7 +48,8 @@ def _sizes_that_may_be_none(config: ModelConfig) -> dict[str, int]:
     if config.experts is not None:
         sizes["experts.shared_size"] = config.experts.shared_size
     if config.encoder is not None:
-        sizes |= {"type_vocab_size": config.encoder.num_types, "pad_token_id": config.encoder.position_offset}
+        own = config.encoder
+        sizes |= {"type_vocab_size": own.num_types, "pad_token_id": own.position_offset, "id2label": own.num_labels}
     return sizes
 
 

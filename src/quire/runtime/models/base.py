@@ -53,6 +53,10 @@ class BaseModel(nn.Module):
         hidden: Tensor = blocks(self.embed(found, step), step)
         return hidden
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self._parts[2](hidden)
+        return found
+
     def logits(self, hidden: Tensor) -> Tensor:
         _, _, norm, head = self._parts
         logits: Tensor = head(norm(hidden))
@@ -87,7 +91,16 @@ class BaseModel(nn.Module):
 
 
 class BaseEncoder(nn.Module):
-    """`forward` gives the hidden states [tokens, hidden] of `Texts`. It keeps nothing of them."""
+    """`forward` gives the hidden states [tokens, hidden] of `Texts`. It keeps nothing of them. Classifiers have a
+    head."""
+
+    head: nn.Module | None
+
+    def classify(self, first: Tensor) -> Tensor:
+        """Logits [texts, labels] from the hidden states of the first tokens [texts, hidden]."""
+        assert self.head is not None, "this encoder has no head"
+        logits: Tensor = self.head(first)
+        return logits
 
 
 def _kind(module: nn.Module) -> tuple[type, object]:

@@ -1,12 +1,12 @@
 """BERT and its kin: encoders, whose tokens see the whole text. Learned positions, a norm after every layer.
 
 RoBERTa and XLM-RoBERTa begin with a later line of the table of positions. DistilBERT has no token types, and other
-names.
+names. Classifiers and cross-encoders of these families have a head over the first token of a text or a pair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from quire.runtime.layers.texts import Texts
 from quire.runtime.models.base import BaseEncoder
 from quire.runtime.models.family import Family
 from quire.runtime.models.hf_config import PLAIN, read_activation, read_heads, refuse_set
+from quire.runtime.models.labels import read_labels
 
 
 class BertEmbeddings(nn.Module):
@@ -36,7 +37,8 @@ class BertEmbeddings(nn.Module):
     def forward(self, texts: Texts) -> Tensor:  # [tokens, hidden]
         x: Tensor = self.word(texts.token_ids).add_(self.position(texts.positions))
         if self.token_type is not None:
-            x.add_(self.token_type(torch.zeros_like(texts.token_ids[:1])))  # a text by itself is of type 0
+            types = texts.token_ids.new_zeros(1) if texts.type_ids is None else texts.type_ids
+            x.add_(self.token_type(types))
         normed: Tensor = self.norm(x)
         return normed
 
@@ -64,11 +66,25 @@ class BertBlock(nn.Module):
         x.renew(self.mlp_norm)
 
 
+class ClassifierHead(nn.Module):
+    def __init__(self, config: ModelConfig, own: Encoder, build: LayerBuilder) -> None:
+        super().__init__()
+        self.dense = build.linear("dense", config.hidden_size, config.hidden_size, bias=True)
+        self.out = build.linear("out", config.hidden_size, own.num_labels, bias=True)
+        self._activate = torch.relu_ if own.head_activation == "relu" else torch.tanh_
+
+    def forward(self, x: Tensor) -> Tensor:  # [texts, hidden] -> [texts, labels]
+        logits: Tensor = self.out(self._activate(self.dense(x)))
+        return logits
+
+
 class Bert(BaseEncoder):
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__()
+        own = config.encoder or Encoder()
         self.embeddings = BertEmbeddings(config, build)
         self.layers = nn.ModuleList(BertBlock(config, build) for _ in range(config.num_layers))
+        self.head = ClassifierHead(config, own, build) if own.num_labels else None
 
     def forward(self, texts: Texts) -> Tensor:
         stream = Stream(self.embeddings(texts))
@@ -78,8 +94,11 @@ class Bert(BaseEncoder):
         return x
 
 
-def read_bert(config: Fields, name: str = "bert", *, skips_padding: bool = False) -> ModelConfig:
-    """`skips_padding`: the first position is in the line after that of the padding token's id."""
+def read_bert(
+    config: Fields, name: str = "bert", *, skips_padding: bool = False, classifies: bool = False
+) -> ModelConfig:
+    """`skips_padding`: the first position is in the line after that of the padding token's id. `classifies`: it has a
+    head."""
     kind = config.text("position_embedding_type", "absolute")
     if kind != "absolute":
         raise config.refuse("position_embedding_type", f"{kind!r} is not supported", fix="supported: absolute")
@@ -96,13 +115,15 @@ def read_bert(config: Fields, name: str = "bert", *, skips_padding: bool = False
         rope=Rope(max_position=config.integer("max_position_embeddings", 512) - offset),
         norm_eps=config.number("layer_norm_eps", 1e-12),
         activation=read_activation(config, PLAIN, default="gelu"),
-        encoder=Encoder(config.integer("type_vocab_size", 2), offset),
+        encoder=Encoder(
+            config.integer("type_vocab_size", 2), offset, num_labels=len(read_labels(config)) if classifies else 0
+        ),
     )
 
 
-def read_distilbert(config: Fields) -> ModelConfig:
+def read_distilbert(config: Fields, name: str = "distilbert", *, classifies: bool = False) -> ModelConfig:
     return ModelConfig(
-        architecture="distilbert",
+        architecture=name,
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("dim"),
         intermediate_size=config.integer("hidden_dim"),
@@ -111,7 +132,7 @@ def read_distilbert(config: Fields) -> ModelConfig:
         rope=Rope(max_position=config.integer("max_position_embeddings", 512)),
         norm_eps=1e-12,
         activation=read_activation(config, PLAIN, "activation", "gelu"),
-        encoder=Encoder(),
+        encoder=Encoder(num_labels=len(read_labels(config)) if classifies else 0, head_activation="relu"),
     )
 
 
@@ -136,13 +157,20 @@ DISTILBERT_NAMES = {
     ".ffn.lin2.": ".mlp.down.",
     ".output_layer_norm.": ".mlp_norm.",
 }
-# Heads of training and of classifiers, as embeddings are hidden states; and what is no weight.
+# Where the two products of a head are, by family. Before other names: some hold these.
+BERT_HEAD = {"pooler.dense.": "head.dense.", "classifier.": "head.out."}
+ROBERTA_HEAD = {"classifier.dense.": "head.dense.", "classifier.out_proj.": "head.out."}
+DISTILBERT_HEAD = {"pre_classifier.": "head.dense.", "classifier.": "head.out."}
+# Heads of training, as embeddings are hidden states; and what is no weight.
 LEFT_OUT = ("pooler.", "cls.", "lm_head.", "vocab_", "embeddings.position_ids", "embeddings.token_type_ids")
 
 
-def rename_bert(names: Mapping[str, str], prefix: str, name: str) -> str | None:
+def rename_bert(names: Mapping[str, str], head: Mapping[str, str], prefix: str, name: str) -> str | None:
     """Checkpoints with a head have a prefix; old ones call the parts of norms gamma and beta."""
     name = name.removeprefix(prefix).replace(".gamma", ".weight").replace(".beta", ".bias")
+    for theirs, ours in head.items():
+        if name.startswith(theirs):
+            return name.replace(theirs, ours)
     if name.startswith(LEFT_OUT):
         return None
     for theirs, ours in names.items():
@@ -150,16 +178,28 @@ def rename_bert(names: Mapping[str, str], prefix: str, name: str) -> str | None:
     return name
 
 
-BERT = Family(name="bert", build=Bert, read=read_bert, rename=partial(rename_bert, BERT_NAMES, "bert."))
-ROBERTA = Family(
-    name="roberta", build=Bert, read=partial(read_bert, name="roberta", skips_padding=True),
-    rename=partial(rename_bert, BERT_NAMES, "roberta."),
-)  # fmt: skip
-XLM_ROBERTA = Family(
-    name="xlm-roberta", build=Bert, read=partial(read_bert, name="xlm-roberta", skips_padding=True),
-    rename=partial(rename_bert, BERT_NAMES, "roberta."),
-)  # fmt: skip
-DISTILBERT = Family(
-    name="distilbert", build=Bert, read=read_distilbert,
-    rename=partial(rename_bert, DISTILBERT_NAMES, "distilbert."),
-)  # fmt: skip
+def _families(
+    name: str,
+    read: Callable[..., ModelConfig],
+    names: Mapping[str, str],
+    head: Mapping[str, str],
+    prefix: str,
+) -> tuple[Family, Family]:
+    """An encoder, and the classifiers made of it."""
+    classifier = f"{name}-classifier"
+    return (
+        Family(name=name, build=Bert, read=partial(read, name=name), rename=partial(rename_bert, names, {}, prefix)),
+        Family(
+            name=classifier, build=Bert, read=partial(read, name=classifier, classifies=True),
+            rename=partial(rename_bert, names, head, prefix),
+        ),
+    )  # fmt: skip
+
+
+_read_roberta = partial(read_bert, skips_padding=True)
+BERT, BERT_CLASSIFIER = _families("bert", read_bert, BERT_NAMES, BERT_HEAD, "bert.")
+ROBERTA, ROBERTA_CLASSIFIER = _families("roberta", _read_roberta, BERT_NAMES, ROBERTA_HEAD, "roberta.")
+XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER = _families("xlm-roberta", _read_roberta, BERT_NAMES, ROBERTA_HEAD, "roberta.")
+DISTILBERT, DISTILBERT_CLASSIFIER = _families(
+    "distilbert", read_distilbert, DISTILBERT_NAMES, DISTILBERT_HEAD, "distilbert."
+)

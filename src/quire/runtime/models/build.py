@@ -36,6 +36,9 @@ class Model(Protocol):
         """Hidden states of the tokens in `step.wanted` [positions, hidden], of all tokens if that is None; fills the
         step's slots of every layer's cache. `vectors`: the embedded tokens, where they are known already."""
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Hidden states after the last norm: [n, hidden] -> [n, hidden]."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab]."""
 

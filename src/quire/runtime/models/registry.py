@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from quire.runtime.models.family import Family
 
 
-Kind = Literal["decoder", "encoder"]  # a decoder generates text, an encoder makes embeddings
+# a decoder generates text, an encoder makes embeddings, a classifier is an encoder with a head that gives logits
+Kind = Literal["decoder", "encoder", "classifier"]
 
 
 class Entry(NamedTuple):
@@ -67,6 +68,14 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "roberta": Entry("bert", "ROBERTA", ("RobertaModel", "RobertaForMaskedLM"), kind="encoder"),
     "xlm-roberta": Entry("bert", "XLM_ROBERTA", ("XLMRobertaModel", "XLMRobertaForMaskedLM"), kind="encoder"),
     "distilbert": Entry("bert", "DISTILBERT", ("DistilBertModel", "DistilBertForMaskedLM"), kind="encoder"),
+    "bert-classifier": Entry("bert", "BERT_CLASSIFIER", ("BertForSequenceClassification",), kind="classifier"),
+    "roberta-classifier": Entry("bert", "ROBERTA_CLASSIFIER", ("RobertaForSequenceClassification",), kind="classifier"),
+    "xlm-roberta-classifier": Entry(
+        "bert", "XLM_ROBERTA_CLASSIFIER", ("XLMRobertaForSequenceClassification",), kind="classifier"
+    ),
+    "distilbert-classifier": Entry(
+        "bert", "DISTILBERT_CLASSIFIER", ("DistilBertForSequenceClassification",), kind="classifier"
+    ),
 }
 CLASSES = {known: name for name, entry in ENTRIES.items() for known in entry.classes}
 IN_GGUF = {entry.gguf_name or name: name for name, entry in ENTRIES.items() if entry.in_gguf}
@@ -79,9 +88,9 @@ def of_kind(kind: Kind) -> tuple[str, ...]:
 
 def check_generates(name: str, setting: str = "model") -> None:
     """Raise ConfigError for a family that generates no text. `setting`: the one that names the model."""
-    if ENTRIES[name].kind == "encoder":
+    if ENTRIES[name].kind != "decoder":
         reason = f"is an encoder ({name}): it makes embeddings and generates no text"
-        raise ConfigError(setting, reason, "use LLM(...).embed in Python, or a model that generates text")
+        raise ConfigError(setting, reason, "use a model that generates text")
 
 
 def find_family(name: str) -> Family:

@@ -44,6 +44,9 @@ class ShallowDecoder:
     def __call__(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
         return self._model(replace(step, num_layers=self._most(step.num_layers)), vectors)
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        return self._model.normed(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)
 

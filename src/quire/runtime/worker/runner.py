@@ -31,6 +31,7 @@ from quire.types.step import (
     PromptLogprobs,
     RowDraft,
     RowFailure,
+    RowPooled,
     StepPlan,
     StepResult,
 )
@@ -50,6 +51,7 @@ class StepOutput:
     failures: tuple[RowFailure, ...] = ()
     drafts: Pending[tuple[RowDraft, ...]] = NO_DRAFTS
     masked: Ints = field(default_factory=lambda: NO_ROWS)  # places of the samples that had a mask
+    pooled: tuple[RowPooled, ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -67,6 +69,7 @@ class StepOutput:
             self.failures + row_failures(self.plan.sample_rows, tokens, self.masked),
             _read(self.report.candidates, numbers),
             _read(self.drafts, numbers),
+            self.pooled,
         )
 
 
@@ -181,6 +184,7 @@ class Runner:
         self._images = images
         self._model, self._rows, self._batches, self._forward = model, rows, batches, forward
         self._sampler, self._num_samples = sampler, num_samples
+        self.pooling: set[int] = set()  # live rows that report hidden states
 
     def run(self, plan: StepPlan, failed: frozenset[int]) -> StepOutput:
         """`failed` rows are computed but never handed to the sampler; their token is 0."""
@@ -216,7 +220,20 @@ class Runner:
             token_ids, report = self._sample_in_parts(computed, samples)
         self._append(batch, token_ids)
         plan, prompt_logprobs = computed.plan, computed.prompt_logprobs
-        return StepOutput(plan, token_ids, report, prompt_logprobs, computed.failures, masked=masked_samples(masks))
+        pooled = self._pooled(computed) if self.pooling else ()
+        failures, masked = computed.failures, masked_samples(masks)
+        return StepOutput(plan, token_ids, report, prompt_logprobs, failures, masked=masked, pooled=pooled)
+
+    def _pooled(self, computed: _Computed) -> tuple[RowPooled, ...]:
+        """Waits for the device."""
+        rows, spread = computed.batch.samples.rows.tolist(), computed.batch.spread
+        places = [place for place, row in enumerate(rows) if row in self.pooling and row not in computed.failed]
+        if not places:
+            return ()
+        index = self._rows.upload(np.asarray(places))
+        positions = index if spread is None else spread.index_select(0, index)
+        states = self._model.normed(computed.hidden.index_select(0, positions)).float().cpu().numpy()
+        return tuple(RowPooled(rows[place], state.tobytes()) for place, state in zip(places, states, strict=True))
 
     def _sample_in_parts(self, computed: _Computed, samples: Samples) -> tuple[Tensor, Report]:
         """At most `num_samples` at a time: steps that verify long drafts need no more memory than others."""

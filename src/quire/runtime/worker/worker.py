@@ -148,6 +148,7 @@ class Worker:
         if self._images is not None:
             self._images.release(rows)
         self._failed.difference_update(rows)
+        self._runner.pooling.difference_update(rows)
         for row in rows:
             self._sampler.remove(row)
 
@@ -169,6 +170,7 @@ class Worker:
         self.rows.place(placed)
         if self._images is not None:
             self._images.place(placed)
+        self._runner.pooling.update(new.row for new in news if new.pools)
         return tuple(failures)
 
     def _write(self, writes: tuple[RowTokens, ...]) -> tuple[RowFailure, ...]:

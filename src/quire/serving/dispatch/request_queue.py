@@ -66,12 +66,12 @@ class RequestQueue:
     def has_room(self, num_requests: int, num_tokens: int, elsewhere: tuple[int, int] = (0, 0)) -> bool:
         """Whether so many more fit, given the requests and tokens queued `elsewhere`, which share the bounds.
 
-        An empty queue takes the requests of one client whatever their number of tokens.
+        An empty queue takes the requests of one client whatever their number and their tokens: other limits bound them.
         """
         waiting, tokens = len(self) + elsewhere[0], self.num_tokens + elsewhere[1]
-        if waiting + num_requests > self._max_requests:
-            return False
-        return tokens + num_tokens <= self._max_tokens or not waiting
+        if not waiting:
+            return True
+        return waiting + num_requests <= self._max_requests and tokens + num_tokens <= self._max_tokens
 
     def add(self, request: InFlightRequest) -> None:
         heapq.heappush(self._heap, (self.order.key(request), next(self._numbers), request))

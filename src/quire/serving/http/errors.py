@@ -36,6 +36,7 @@ _CODES = {
     "UnknownParameter": "unknown_parameter",
     "UnsupportedParameter": "unsupported_parameter",
     "PromptTooLong": "context_length_exceeded",
+    "TextTooLong": "context_length_exceeded",
 }
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -74,6 +75,18 @@ def model_not_found(name: str, served: Sequence[str]) -> ApiError:
     names = ", ".join(served[:8]) + (", ..." if len(served) > 8 else "")
     message = f"model: {name[:80]!a} is not served here; served: {names}; send one of them, or leave model out"
     return ApiError(404, message, code="model_not_found", param="model")
+
+
+_TASKS = {
+    "generate": "generates text, and makes no embeddings or scores; use /v1/chat/completions or /v1/completions",
+    "embed": "makes embeddings, and generates no text; use /v1/embeddings, /score or /rerank",
+    "classify": "classifies or scores texts, and generates no text; use /classify, /score or /rerank",
+}
+
+
+def wrong_task(name: str, task: str) -> ApiError:
+    """The model cannot do what the endpoint is for. `task`: what it does."""
+    return ApiError(400, f"model: {name[:80]} {_TASKS[task]}", code="unsupported_model", param="model")
 
 
 def engine_unavailable(message: str) -> ApiError:

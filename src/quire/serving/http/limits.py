@@ -37,6 +37,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("body_bytes", 4 * MIB, "bytes", "the body of one request", "413 invalid_request_error", highest=64 * MIB),
     Limit("nesting", 32, "levels", "lists and objects inside each other in a body", _BAD, highest=200),
     Limit("prompts", 256, "prompts", "a list in `prompt`", _BAD, highest=65_536),
+    Limit("inputs", 2_048, "texts", "texts of one request to embed, score, rank or classify", _BAD, highest=65_536),
     Limit("prompt_tokens", 2**20, "tokens", "all prompts of a request, besides max_model_len for each", _BAD),
     Limit("prompt_characters", 4 * MIB, "characters", "all text of a request that is to be tokenized", _BAD),
     Limit("messages", 2_048, "messages", "`messages`", _BAD, highest=8_192),

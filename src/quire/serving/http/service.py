@@ -14,12 +14,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from quire.config.embedding import PoolingModel
 from quire.config.server import ServerConfig
 from quire.serving.dispatch.dispatcher import Dispatcher
 from quire.serving.dispatch.observer import Observer
 from quire.serving.dispatch.recent_requests import RecentRequests
 from quire.serving.http.batches.runner import BatchRunner
-from quire.serving.http.errors import engine_unavailable, model_not_found, too_busy
+from quire.serving.http.errors import engine_unavailable, model_not_found, too_busy, wrong_task
 from quire.serving.http.key_ring import KeyRing
 from quire.serving.http.limits import Limits
 from quire.serving.http.pinned_prefix_file import PinnedPrefixFile
@@ -251,6 +252,20 @@ class Service:
         if engine is None:
             raise engine_unavailable("the model is still loading; try again soon")
         return engine
+
+    def generating_engine(self) -> EngineReady:
+        """The engine, where its model generates text. Raises ApiError where it does not."""
+        engine = self.engine()
+        if engine.pooling is not None:
+            raise wrong_task(self.names[0], engine.pooling.task)
+        return engine
+
+    def pooling_model(self) -> PoolingModel:
+        """What the model makes of texts. Raises ApiError where it generates text instead."""
+        engine = self.engine()
+        if engine.pooling is None:
+            raise wrong_task(self.names[0], "generate")
+        return engine.pooling
 
     def served_name(self, asked: str | None) -> str:
         """The name that responses carry; nothing and `default` stand for the first. Raises ApiError for a model that is

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from quire.config.engine import EngineConfig
+from quire.config.embedding import EncoderConfig, PoolingModel
+from quire.config.engine import DeviceConfig
 from quire.config.facts import HardwareFacts
 from quire.config.model import ModelConfig
 from quire.engine.core import EngineCore
 from quire.engine.decoding.vocabulary import Vocabulary
+from quire.engine.encoder_core import EncoderCore
 from quire.engine.process import EngineLoop
 from quire.engine.progress import ProgressRecord
 from quire.engine.transport import EngineSocket
@@ -38,7 +40,7 @@ logger = logging.getLogger("quire.engine")
 _SLOW_CPU_FLOPS = 1e10  # operations a second of one thread of a slow CPU
 
 Report = Callable[[str, int, int], None]
-Load = Callable[[EngineStart, Report], tuple[EngineCore, EngineReady]]
+Load = Callable[[EngineStart, Report], tuple[EngineCore | EncoderCore, EngineReady]]
 
 
 def run_engine(arguments: list[str], load: Load) -> int:
@@ -72,29 +74,32 @@ def run_engine(arguments: list[str], load: Load) -> int:
     return _serve(loop, channel)
 
 
-def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore, EngineReady]:
+def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore | EncoderCore, EngineReady]:
     """The model in this process. Raises ConfigError, DoesNotFit or ModelLoadError."""
     report("starting the engine", 0, 1)
     from quire.runtime.hardware import detect_hardware
     from quire.runtime.loading.files import files_at
     from quire.runtime.loading.resolve import resolve_model
-    from quire.serving.assembly import plan_engine
+    from quire.serving.assembly import PlannedEncoder, plan_model
     from quire.serving.text.token_table import vocabulary_of
     from quire.serving.text.tokenizer import load_tokenizer
 
     report("starting the engine", 1, 1)
     source = start.config.source
-    planned = plan_engine(files_at(Path(source.model)), start.config.engine)
-    logger.info("%s", "; ".join(" ".join(line.split()) for line in str(planned.memory).splitlines()))
+    planned = plan_model(files_at(Path(source.model)), start.config.engine)
     if planned.config.device.device == "cpu":
         warn_of_refusal(detect_hardware())
+    if isinstance(planned, PlannedEncoder):
+        core = planned.build_core(source.load_format, report)
+        return core, _encoder_ready(start.generation, planned.model, planned.config, planned.pooling)
+    logger.info("%s", "; ".join(" ".join(line.split()) for line in str(planned.memory).splitlines()))
 
     @cache
     def vocabulary() -> Vocabulary:
         return vocabulary_of(load_tokenizer(resolve_model(source.tokenizer or source.model, offline=True)))
 
     tools = planned.tools(vocabulary, warm=True)  # beside the weights: later it would hold up what is being served
-    core, config = planned.build(source.load_format, report, tools), planned.config
+    config = planned.config
     ready = EngineReady(
         generation=start.generation,
         max_model_len=config.scheduler.max_model_len,
@@ -109,10 +114,28 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore, EngineR
         policy=config.scheduler.policy,
         eos_ids=tuple(planned.model.eos_ids),
         ageing=config.scheduler.policy_settings.ageing,
-        step_seconds=longest_step(config, planned.model),
+        step_seconds=longest_step(config.device, config.scheduler.max_num_batched_tokens, planned.model),
         model=_sizes(planned.model),
     )
-    return core, ready
+    return planned.build(source.load_format, report, tools), ready
+
+
+def _encoder_ready(generation: int, model: ModelConfig, config: EncoderConfig, pooling: PoolingModel) -> EngineReady:
+    return EngineReady(
+        generation=generation,
+        max_model_len=config.max_model_len,
+        vocab_size=model.vocab_size,
+        max_num_seqs=config.max_num_seqs,
+        block_size=1,
+        num_blocks=0,
+        dtype=config.device.dtype,
+        device=config.device.device,
+        policy="fair",
+        eos_ids=(),
+        step_seconds=longest_step(config.device, config.max_num_batched_tokens, model),
+        model=_sizes(model),
+        pooling=pooling,
+    )
 
 
 def _sizes(model: ModelConfig) -> ModelSizes:
@@ -129,13 +152,13 @@ def warn_of_refusal(facts: HardwareFacts) -> None:
         logger.warning("slower than it could be: %s; `quire doctor` names the fix", facts.native_refusal)
 
 
-def longest_step(config: EngineConfig, model: ModelConfig) -> float:
-    """Estimate the seconds that a step with the most tokens takes on a slow CPU. 0 on a GPU, where every step is
-    short."""
-    if config.device.device != "cpu":
+def longest_step(device: DeviceConfig, num_tokens: int, model: ModelConfig) -> float:
+    """Estimate the seconds that a step with so many tokens, the most, takes on a slow CPU. 0 on a GPU, where every
+    step is short."""
+    if device.device != "cpu":
         return 0.0
-    operations = 2.0 * model.num_parameters * config.scheduler.max_num_batched_tokens
-    return operations / (_SLOW_CPU_FLOPS * (config.device.threads or len(os.sched_getaffinity(0))))
+    operations = 2.0 * model.num_parameters * num_tokens
+    return operations / (_SLOW_CPU_FLOPS * (device.threads or len(os.sched_getaffinity(0))))
 
 
 class _Control:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.config.embedding import PoolingModel
 from quire.config.kv_cache import PLAIN, KVGroups
 from quire.config.policy import DEFAULT_AGEING
 from quire.config.vision import ImageLimits
@@ -48,6 +49,7 @@ class EngineReady:
     model: ModelSizes = ModelSizes()
     groups: KVGroups = PLAIN
     images: ImageLimits | None = None  # None: the model takes no images
+    pooling: PoolingModel | None = None  # what it makes of texts; None: it generates text
 
 
 class EngineListener(Protocol):

@@ -49,9 +49,9 @@ def find_local_files(config: ServerConfig, progress: Progress = silent) -> Serve
 
 
 def check_model(config: ServerConfig) -> None:
-    """Check that the models whose files are here are of families that generate text. Raises ConfigError or
-    ModelLoadError for what cannot be served. The engine checks their numbers."""
-    check_generates(read_family(files_at(Path(config.source.model))))
+    """Check that the models whose files are here are of families that can be served, and that a draft model generates
+    text. Raises ConfigError or ModelLoadError. The engine checks their numbers."""
+    read_family(files_at(Path(config.source.model)))
     speculation = read_speculation(config.engine.speculative_config)
     if speculation is not None and speculation.model is not None:
         check_generates(read_family(files_at(Path(speculation.model))), "speculative_config")

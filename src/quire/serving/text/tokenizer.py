@@ -203,6 +203,37 @@ class Tokenizer:
         last = self._edge_ids[1] if len(ids) > most else []
         return [*ids[: most - len(last)], *last] if len(last) < most else ids[:most]
 
+    def encode_pairs(
+        self, firsts: Sequence[str], seconds: Sequence[str], most: int | None = None
+    ) -> list[tuple[list[int], int]]:
+        """The ids of each pair of texts as one, and how many of them come before the second text. Of pairs with more
+        than `most` the longer text loses its end first."""
+        before, between, after = self._pair_edges
+        room = None if most is None else max(most - len(before) - len(between) - len(after), 0)
+        joined = []
+        for first, second in zip(self.encode_batch(firsts, False), self.encode_batch(seconds, False), strict=True):
+            if room is not None and len(first) + len(second) > room:
+                shorter = min(len(first), len(second), room // 2)
+                first, second = (
+                    (first[: room - shorter], second[:shorter])
+                    if len(first) > len(second)
+                    else (first[:shorter], second[: room - shorter])
+                )
+            head = [*before, *first, *between]
+            joined.append(([*head, *second, *after][:most], len(head)))
+        return joined
+
+    @cached_property
+    def _pair_edges(self) -> tuple[list[int], list[int], list[int]]:
+        """The ids that go before a pair of texts, between them and after them."""
+        plain = self._backend.encode("a", add_special_tokens=False).ids
+        whole = self._backend.encode("a", "a").ids
+        starts = [place for place in range(len(whole)) if whole[place : place + len(plain)] == plain]
+        if len(starts) < 2:
+            raise ModelLoadError("tokenizer.json", "does not join two texts", fix="use another model")
+        first, second, size = starts[0], starts[-1], len(plain)
+        return whole[:first], whole[first + size : second], whole[second + size :]
+
     def _encode_in_slices(self, text: str, add_special_tokens: bool) -> list[int]:
         first, last = self._edge_ids if add_special_tokens else ([], [])
         ids = list(first)

@@ -79,15 +79,17 @@ def test_tenants_take_turns_by_prompt_tokens_however_many_one_sends() -> None:
 def test_the_room_is_bounded_in_requests_and_in_tokens() -> None:
     room = RequestQueue(2, 10)
     assert room.has_room(2, 10)
-    assert not room.has_room(3, 3)
     room.add(request("a", num_tokens=8))
     assert room.has_room(1, 2)
+    assert not room.has_room(2, 2)
     assert not room.has_room(1, 3)
 
 
 def test_a_prompt_longer_than_the_bound_may_wait_alone() -> None:
     room = RequestQueue(2, 10)
     assert room.has_room(1, 50)
+    assert room.has_room(3, 3)
+    assert not room.has_room(1, 1, elsewhere=(2, 2))
 
 
 @settings(max_examples=60, deadline=None)

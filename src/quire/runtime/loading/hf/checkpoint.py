@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from quire.runtime.loading.hf.directory import INDEX, weight_files
 from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
 from quire.runtime.loading.pieces import Piece, pieces_of
 from quire.runtime.loading.values import refuse_blank, refuse_non_finite
+from quire.runtime.models.family import Family
 from quire.runtime.models.registry import find_family
 from quire.runtime.quantization.levels import LevelWeight
 from quire.runtime.quantization.mxfp4 import GROUP, GROUP_BYTES, Mxfp4Weight
@@ -101,8 +102,9 @@ class HfCheckpoint:
         family, experts = find_family(self.config.architecture), self.config.experts
         count = 0 if experts is None else experts.num
         found: dict[str, Piece] = {}
+        prefix = _missing_prefix(family, self._owners)
         for stored, file in self._owners.items():
-            name = family.rename(stored)
+            name = family.rename(prefix + stored)
             if name is None or family.is_unread(self.config, name):
                 continue
             if family.drops_layers and _layer(name) >= self.config.num_layers:
@@ -151,3 +153,10 @@ def _layer(name: str) -> int:
     """The number of the layer that a tensor is of; -1: of none."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return int(found[1]) if found else -1
+
+
+def _missing_prefix(family: Family, stored: Collection[str]) -> str:
+    """What stands before the names of a whole model and not here: checkpoints of embedding models hold its layers
+    alone."""
+    prefix, _, rest = family.embedding.partition(".")
+    return f"{prefix}." if rest in stored and family.embedding not in stored else ""

@@ -10,7 +10,11 @@ from typing import Literal, cast
 from quire.config.embedding import EmbeddingSettings, Pooling
 from quire.config.fields import Fields
 from quire.runtime.loading.files import ModelFiles
+from quire.runtime.loading.hf.config import CONFIG
 from quire.runtime.loading.hf.json_file import read_json
+from quire.runtime.loading.model_config import read_family
+from quire.runtime.models.labels import read_classes
+from quire.runtime.models.registry import ENTRIES
 from quire.types.errors import ModelLoadError
 
 MODULES, POOLING, GENERAL = "modules.json", "config.json", "config_sentence_transformers.json"
@@ -19,13 +23,22 @@ _PREFIX = "pooling_mode_"
 
 
 def read_embedding_settings(files: ModelFiles) -> EmbeddingSettings:
-    """The settings of a model's folder. Where it has none of these files: the mean, normalized.
+    """The settings of a model's folder. Where it has none of these files: the mean, normalized; of a model that
+    generates text the last token, normalized. A classifier has labels in place of an embedding.
 
     Raises ModelLoadError for a setting that is not supported and would change the embeddings.
     """
-    if files.kind != "hf" or not (files.path / MODULES).is_file():
-        return EmbeddingSettings()
     directory = files.path
+    if files.kind != "hf":
+        return EmbeddingSettings(Pooling("last"))
+    if ENTRIES[read_family(files)].kind == "classifier":
+        length, lowercase = _read_transformer(directory)
+        classes = read_classes(Fields(str(directory / CONFIG), read_json(directory / CONFIG)))
+        return EmbeddingSettings(max_length=length, lowercase=lowercase, classes=classes)
+    dimensions = _read_dimensions(directory)
+    if not (directory / MODULES).is_file():
+        is_decoder = ENTRIES[read_family(files)].kind == "decoder"
+        return EmbeddingSettings(Pooling("last" if is_decoder else "mean"), dimensions=dimensions)
     modules = _read_modules(directory)
     _refuse_default_prompt(directory)
     first, second, *others = modules if len(modules) > 1 else (*modules, ("", ""))
@@ -35,7 +48,19 @@ def read_embedding_settings(files: ModelFiles) -> EmbeddingSettings:
         raise ModelLoadError(str(directory / MODULES), f"embeddings made by {names} are not supported", fix=fix)
     kind = _read_pooling(directory / second[1] / POOLING)
     length, lowercase = _read_transformer(directory / first[1])
-    return EmbeddingSettings(Pooling(kind, normalize=bool(others)), length, lowercase)
+    return EmbeddingSettings(Pooling(kind, normalize=bool(others)), length, lowercase, dimensions=dimensions)
+
+
+def _read_dimensions(directory: Path) -> tuple[int, ...] | None:
+    """Lengths to which embeddings of a matryoshka model may be cut, by the keys of config.json that vLLM reads; empty:
+    any; None: it is no such model."""
+    config = Fields(str(directory / CONFIG), read_json(directory / CONFIG))
+    found = config.raw("matryoshka_dimensions")
+    if found is None:
+        return () if config.flag("is_matryoshka", False) else None
+    if not isinstance(found, list) or not all(type(size) is int and size > 0 for size in found):
+        raise config.refuse("matryoshka_dimensions", "must be a list of whole numbers above 0")
+    return tuple(found)
 
 
 def _read_modules(directory: Path) -> list[tuple[str, str]]:

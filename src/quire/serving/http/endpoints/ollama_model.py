@@ -134,6 +134,8 @@ class ModelCard:
 
     def _capabilities(self) -> list[str]:
         texts = self._service.texts
+        if self._service.engine().pooling is not None:
+            return ["embedding"]
         try:
             calls = texts.tool_format is not None
         except InvalidRequest:  # there is no chat template

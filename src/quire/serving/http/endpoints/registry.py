@@ -9,7 +9,9 @@ from quire.serving.http.endpoints.chat import CHAT
 from quire.serving.http.endpoints.chat_batch import CHAT_BATCH
 from quire.serving.http.endpoints.completions import COMPLETIONS
 from quire.serving.http.endpoints.documents import document_pages
+from quire.serving.http.endpoints.embeddings import EMBEDDINGS
 from quire.serving.http.endpoints.files import FILES
+from quire.serving.http.endpoints.foreign_embeddings import FOREIGN_EMBEDDINGS
 from quire.serving.http.endpoints.fork import FORK
 from quire.serving.http.endpoints.generate import GENERATE
 from quire.serving.http.endpoints.input_tokens import INPUT_TOKENS
@@ -18,6 +20,7 @@ from quire.serving.http.endpoints.ollama import OLLAMA, ROOT
 from quire.serving.http.endpoints.pages import PAGES
 from quire.serving.http.endpoints.render import RENDERS
 from quire.serving.http.endpoints.responses.endpoint import RESPONSES
+from quire.serving.http.endpoints.scoring import SCORING
 from quire.serving.http.endpoints.tokenize import DETOKENIZE, TOKENIZE
 
 _DESCRIBED: tuple[Endpoint, ...] = (
@@ -29,13 +32,16 @@ _DESCRIBED: tuple[Endpoint, ...] = (
     *RENDERS,
     *INPUT_TOKENS,
     FORK,
+    *EMBEDDINGS,
+    *SCORING,
     TOKENIZE,
     DETOKENIZE,
     *ANTHROPIC,
     *OLLAMA,
     *LLAMA_CPP,
+    *FOREIGN_EMBEDDINGS,
     *FILES,
-    *batch_endpoints((CHAT, COMPLETIONS, RESPONSES[0], GENERATE)),
+    *batch_endpoints((CHAT, COMPLETIONS, RESPONSES[0], GENERATE, EMBEDDINGS[0])),
     *PAGES,
 )
 ENDPOINTS: tuple[Endpoint, ...] = (*_DESCRIBED, *document_pages(_DESCRIBED), ROOT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from quire.serving.dispatch.in_flight_request import InFlightRequest
@@ -13,12 +13,12 @@ from quire.serving.dispatch.mailbox import Mailbox
 from quire.serving.dispatch.observer import RequestRecord
 from quire.serving.http.deadlines import Deadlines
 from quire.serving.http.endpoint import Endpoint
+from quire.serving.http.engine_calls import read_head, trace_of, until_over, watched
 from quire.serving.http.errors import as_failure, as_refusal
-from quire.serving.http.exchange import ClientGone, Exchange, Handler
+from quire.serving.http.exchange import Exchange, Handler
 from quire.serving.http.generation.event_stream import EventStream
 from quire.serving.http.generation.job import Job, prepare_job
 from quire.serving.http.generation.settings import GenerationSettings
-from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
 from quire.serving.text.answer_grammar import AnswerPlan
 from quire.types.errors import InvalidRequest, QuireError
@@ -54,8 +54,7 @@ class GenerationHandler:
                 stack.enter_context(self._service.holding_pixels(job.num_pixel_bytes))
                 exchange.scope["quire.request_id"] = job.request_id
                 exchange.warnings = job.options.warnings
-                trace = exchange.headers.get(b"traceparent", b"")[:64].decode("latin-1")
-                requests = self._requests(job, received_at, trace)
+                requests = self._requests(job, received_at, trace_of(exchange))
                 dispatcher.enqueue(requests)
             recent = self._service.recent_requests.begin(exchange.principal, _names(job, requests), requests)
             stack.callback(self._service.recent_requests.end, recent)
@@ -75,34 +74,17 @@ class GenerationHandler:
             raise refusal from None
 
     async def _reply(self, exchange: Exchange, job: Job, requests: Sequence[InFlightRequest], mailbox: Mailbox) -> None:
-        """Reply, and wake the handler when the client hangs up."""
-        watch = asyncio.create_task(exchange.until_gone())
-        watch.add_done_callback(lambda _: mailbox.hang_up())
-        try:
+        async with watched(exchange, mailbox):
             if job.options.stream:
                 stream = self._format.stream(job.options, requests)
                 await EventStream(exchange, job, requests, self._service.limits, stream).run()
             else:
                 await self._reply_whole(exchange, job, requests, mailbox)
-        finally:
-            watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await watch
 
     async def _prepare(self, exchange: Exchange, received_at: float) -> Job:
         service = self._service
-        service.engine()
-        strict = exchange.is_asked("strict") or service.config.strict
-        head = RequestHead(
-            request_id=exchange.request_id,
-            named_it="quire.given_id" in exchange.scope,
-            principal=exchange.principal,
-            explain=exchange.is_asked("explain"),
-            strict=strict,
-            received_at=received_at,
-            warnings=exchange.check_query("explain", "strict", *self._endpoint.query, strict=strict),
-            shares_cache=service.config.access.shares_cache,
-        )
+        service.generating_engine()
+        head = read_head(service, exchange, self._endpoint.query, received_at)
         with service.metered() as meter:
             body = await exchange.read_body(service.limits, meter.add)
             with service.dispatcher.preparing():
@@ -142,10 +124,7 @@ class GenerationHandler:
     async def _reply_whole(
         self, exchange: Exchange, job: Job, requests: Sequence[InFlightRequest], mailbox: Mailbox
     ) -> None:
-        while not mailbox.is_over:
-            await mailbox.wait()
-        if mailbox.is_gone:
-            raise ClientGone
+        await until_over(mailbox)
         if mailbox.failure is not None:
             raise as_failure(job.named(mailbox.failure))
         body = await self._service.in_thread(self._format.body, job.options, requests)

@@ -26,9 +26,10 @@ _FORMS = "send text, a list of texts, a list of token ids or a list of such list
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Text, token ids, or a list of either. With `lone`, one prompt only."""
+    """Text, token ids, or a list of either. With `lone`, one prompt only. `count` names the limit of a list."""
 
     lone: bool = False
+    count: str = "prompts"
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[Prompt]:
         if isinstance(value, str):
@@ -41,8 +42,8 @@ class Prompts:
             return _bounded(where, [self._tokens(where, value, limits)], limits)
         if self.lone:
             raise InvalidRequest(where, "must be one prompt here", "send text or one list of token ids")
-        if len(value) > limits["prompts"]:
-            raise InvalidRequest(where, f"has {len(value)} prompts, limit {limits['prompts']}", "send fewer")
+        if len(value) > limits[self.count]:
+            raise InvalidRequest(where, f"has {len(value)} {self.count}, limit {limits[self.count]}", "send fewer")
         one = self._text if isinstance(value[0], str) else self._tokens
         prompts = [one(f"{where}[{place}]", item, limits) for place, item in enumerate(value)]
         return _bounded(where, prompts, limits)
@@ -52,7 +53,7 @@ class Prompts:
         tokens = TokenIds("prompt_tokens", 1).schema(limits)
         if self.lone:
             return {"anyOf": [text, tokens]}
-        many = {"type": "array", "minItems": 1, "maxItems": limits["prompts"]}
+        many = {"type": "array", "minItems": 1, "maxItems": limits[self.count]}
         return {"anyOf": [text, tokens, {**many, "items": text}, {**many, "items": tokens}]}
 
     @staticmethod

@@ -1,0 +1,229 @@
+"""The core of an engine whose model is an encoder: it accepts texts, and each `step` encodes one batch of them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from quire.config.engine import SchedulerConfig
+from quire.types.errors import EngineDead, InvalidRequest
+from quire.types.ledger import LedgerEntry
+from quire.types.output import Finished, FinishReason, SampleEnd, TokensOut
+from quire.types.prefix import PinnedPrefix
+from quire.types.request import Abort, Submit
+from quire.types.stats import STEP_SIZES, BlockMap, BlockStats, EngineStats
+from quire.types.step import NO_ROWS
+
+_NO_SAMPLES = np.empty(0, dtype=np.int64)
+
+
+class BatchEncoder(Protocol):
+    """Runs an encoder. The core knows nothing else of devices."""
+
+    def encode(self, requests: Sequence[Submit]) -> list[bytes]:
+        """The float32 numbers of each request, a row for each of its texts. An exception is fatal to the engine."""
+
+    def close(self) -> None:
+        """Release the device. Idempotent."""
+
+
+class TextQueue:
+    """Waiting requests, each with a few texts. Those of one tenant are in order; tenants take turns, so that one with
+    many texts holds up no other for longer than a batch takes, times their number. The server makes a tenant of every
+    HTTP request."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._tenants: dict[str, deque[Submit]] = {}  # in the order of their turns
+        self._removed: set[str] = set()
+        self._num_requests = 0
+
+    def __len__(self) -> int:
+        return self._num_requests
+
+    def add(self, request: Submit) -> None:
+        self._tenants.setdefault(request.tenant, deque()).append(request)
+        self._num_requests += 1
+
+    def remove(self, request: Submit) -> None:
+        """Remove a request from any place. It must be in the queue."""
+        self._removed.add(request.request_id)
+        self._num_requests -= 1
+
+    def take(self) -> list[Submit]:
+        """The requests of the next batch: at least one, and others while there is room for their tokens."""
+        batch: list[Submit] = []
+        room = self._max_tokens
+        while self._num_requests:
+            tenant = next(iter(self._tenants))
+            requests = self._tenants.pop(tenant)
+            while requests and requests[0].request_id in self._removed:
+                self._removed.discard(requests.popleft().request_id)
+            if requests and batch and len(requests[0].prompt_token_ids) > room:
+                self._tenants = {tenant: requests, **self._tenants}  # it is the first of the next batch
+                return batch
+            if requests:
+                batch.append(requests.popleft())
+                room -= len(batch[-1].prompt_token_ids)
+                self._num_requests -= 1
+            if requests:
+                self._tenants[tenant] = requests
+        return batch
+
+
+@dataclass(slots=True)
+class _Counters:
+    steps: int = 0
+    finished: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    by_size: list[int] = field(default_factory=lambda: [0] * (len(STEP_SIZES) + 1))
+
+
+class EncoderCore:
+    """Accepts texts and runs steps, as EngineCore does with prompts: every accepted request gets exactly one terminal
+    message. It has no KV cache and samples nothing.
+
+    Not thread-safe: one thread submits, aborts and steps. An exception of the encoder ends all requests.
+    """
+
+    def __init__(
+        self,
+        encoder: BatchEncoder,
+        config: SchedulerConfig,
+        vocab_size: int,
+        *,
+        check: Callable[[Submit], None],  # raises InvalidRequest
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._encoder, self.config, self.vocab_size, self._check, self._clock = (
+            encoder, config, vocab_size, check, clock,
+        )  # fmt: skip
+        self._queue = TextQueue(config.max_num_batched_tokens)
+        self._live: dict[str, tuple[Submit, float]] = {}  # with the time of arrival
+        self._finished: list[Finished] = []
+        self._counters = _Counters()
+        self._next_handle = 0
+        self.dead: str | None = None
+
+    # ------------------------------------------------------------------------------------------------ requests
+    def submit(self, request: Submit) -> int:
+        """Accept a text. Returns a handle. Raises InvalidRequest or EngineDead."""
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        if request.request_id in self._live:
+            raise InvalidRequest("request_id", f"{request.request_id!r} is in use", "choose another")
+        self._check(request)
+        self._live[request.request_id] = (request, self._clock())
+        self._queue.add(request)
+        self._next_handle += 1
+        return self._next_handle - 1
+
+    def abort(self, abort: Abort) -> None:
+        """End a request that waits. The terminal message comes with the next step. Idempotent."""
+        found = self._live.get(abort.request_id)
+        if found is not None:
+            self._queue.remove(found[0])
+            self._end(abort.request_id, "abort")
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live or self._finished)
+
+    @property
+    def num_ready(self) -> int:
+        """Waiting texts."""
+        return len(self._queue)
+
+    def slack_seconds(self) -> float:
+        return 0.0
+
+    # ---------------------------------------------------------------------------------------------------- steps
+    def step(self) -> TokensOut:
+        """Encode one batch, and return all terminal messages."""
+        batch = self._queue.take()
+        if batch:
+            self._encode(batch)
+        finished, self._finished = tuple(self._finished), []
+        return TokensOut(self._counters.steps, _NO_SAMPLES, NO_ROWS, finished=finished)
+
+    def _encode(self, batch: Sequence[Submit]) -> None:
+        counters, start = self._counters, self._clock()
+        num_tokens = sum(len(request.prompt_token_ids) for request in batch)
+        try:
+            rows = self._encoder.encode(batch)
+        except Exception as error:  # noqa: BLE001 - whatever failed, every request must get its terminal message
+            self._die(error)
+            return
+        for request, row in zip(batch, rows, strict=True):
+            self._end(request.request_id, "stop", row, start)
+        counters.steps += 1
+        counters.tokens += num_tokens
+        counters.seconds += self._clock() - start
+        counters.by_size[min(max(num_tokens - 1, 0).bit_length(), len(STEP_SIZES))] += 1
+
+    def _end(
+        self, request_id: str, reason: FinishReason, row: bytes = b"", started: float | None = None, error: str = ""
+    ) -> None:
+        request, arrival = self._live.pop(request_id)
+        count = len(request.prompt_token_ids)
+        entries = [LedgerEntry("queued", arrival, count)]
+        if started is not None:
+            entries += [LedgerEntry("admitted", started), LedgerEntry("chunk", started, count)]
+        entries.append(LedgerEntry("finished", self._clock(), note=reason))
+        ends = (SampleEnd(0, (), reason),)
+        self._finished.append(
+            Finished(request_id, ends, error=error or None, ledger=tuple(entries), pooled=row)
+        )  # fmt: skip
+        self._counters.finished += 1
+
+    def _die(self, error: Exception) -> None:
+        self.dead = f"the engine stopped: {error!r}"
+        for request_id in list(self._live):
+            self._end(request_id, "error", error=self.dead)
+
+    # ------------------------------------------------------------------------------------------------------ state
+    def stats(self) -> EngineStats:
+        counters = self._counters
+        return EngineStats(
+            steps=counters.steps,
+            running=0,
+            waiting=len(self._queue),
+            finished=counters.finished,
+            preemptions=0,
+            prompt_tokens=counters.tokens,
+            output_tokens=0,
+            step_seconds=counters.seconds,
+            blocks=BlockStats(total=0, used=0, shared=0, free=0, slots_used=0, slots_allocated=0),
+            computed_tokens=counters.tokens,
+            steps_by_size=tuple(counters.by_size),
+        )
+
+    def block_map(self) -> BlockMap:
+        """There are no blocks."""
+        return BlockMap(self._counters.steps, 1, (), ())
+
+    @property
+    def pins(self) -> NoPins:
+        return NoPins()
+
+    def unpin(self, salt: str, name: str) -> bool:  # noqa: ARG002
+        return False
+
+    def reset_cache(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self._encoder.close()
+
+
+class NoPins:
+    """An encoder keeps no prompts."""
+
+    def listing(self) -> tuple[PinnedPrefix, ...]:
+        return ()

@@ -1,0 +1,140 @@
+"""/v1/embeddings, as OpenAI has it, and /pooling: one row of numbers for each text."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.serving.http.endpoint import Endpoint
+from quire.serving.http.fields import MODEL, Field, no_effect, not_supported
+from quire.serving.http.pooling.handler import PoolingCall, PoolingEndpoint, PoolingJob
+from quire.serving.http.schemas import NUMBER, TEXT, WHOLE, Schema, many, record, ref
+from quire.serving.http.validators.prompts import Prompts
+from quire.serving.http.validators.values import Flag, Identifier, OneOf, Whole
+from quire.serving.pooled_texts import Rows, check_task
+from quire.types.pooling import PoolingParams
+
+MOST_DIMENSIONS = 2**16
+
+REQUEST_ID = Field("request_id", Identifier(), "Names the request in responses and logs.")
+TRUNCATION = Field("truncate_prompt_tokens", Whole(-1, "prompt_tokens"),
+          "Keep only this many tokens of a longer text; -1: as many as the model takes. Without it, a longer text is "
+          "refused.")  # fmt: skip
+LABELS = (
+    no_effect("user", "Who asked.", why="is a label that nothing reads"),
+    no_effect("priority", "Which request goes first.", 0, why="has no effect: requests take turns"),
+)
+COMMON = (MODEL, TRUNCATION, REQUEST_ID, *LABELS)
+DIMENSIONS = Field("dimensions", Whole(1, MOST_DIMENSIONS),
+          "Keep so many numbers of each embedding; needs a model that was trained for it (matryoshka).")  # fmt: skip
+INPUT = (
+    Field("input", Prompts(count="inputs"), "A text, token ids, or a list of either.", is_required=True),
+    Field("encoding_format", OneOf(("float", "base64")),
+          "`base64`: the bytes of float32 numbers, in place of a list.", "float"),
+    DIMENSIONS,
+    Field("normalize", Flag(), "Bring embeddings to length 1. Default: as the model's files say."),
+    Field("add_special_tokens", Flag(), "Put the model's own tokens around each text.", True),
+    not_supported("messages", "A conversation to embed.", why="is not supported: send text as input"),
+)  # fmt: skip
+USAGE: Schema = record({"prompt_tokens": WHOLE, "total_tokens": WHOLE})
+VECTOR: Schema = {"anyOf": [many(NUMBER), TEXT]}
+
+
+def listing(call: PoolingCall, data: Sequence[dict[str, Any]], num_tokens: int) -> dict[str, Any]:
+    """The body of responses that are lists."""
+    return {
+        "id": call.response_id,
+        "object": "list",
+        "created": call.created,
+        "model": call.name,
+        "data": data,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def list_schema(item: str) -> Schema:
+    head = {"id": TEXT, "object": {"const": "list"}, "created": WHOLE, "model": TEXT}
+    return record({**head, "data": many(ref(item)), "usage": USAGE})
+
+
+def encoded(rows: Rows, form: str) -> list[Any]:
+    """Each row as a list of numbers or as base64."""
+    if form == "float":
+        found: list[Any] = rows.tolist()
+        return found
+    return [base64.b64encode(row.tobytes()).decode() for row in rows]
+
+
+def embed(call: PoolingCall) -> PoolingJob:
+    check_task(call.reader.model, classifies=False)
+    return _pooled(call, "embedding", "embedding")
+
+
+def pool(call: PoolingCall) -> PoolingJob:
+    return _pooled(call, "pooling", "data")
+
+
+def _pooled(call: PoolingCall, kind: str, member: str) -> PoolingJob:
+    given = call.given
+    call.reader.check_dimensions(given.get("dimensions"))
+    texts = call.reader.read(
+        given["input"],
+        "input",
+        given.get("truncate_prompt_tokens"),
+        add_special_tokens=given.get("add_special_tokens", True),
+    )
+
+    def write(rows: Rows, num_tokens: int) -> dict[str, Any]:
+        shown = encoded(rows, given.get("encoding_format", "float"))
+        data = [{"object": kind, "index": place, member: row} for place, row in enumerate(shown)]
+        return listing(call, data, num_tokens)
+
+    return PoolingJob(texts, PoolingParams(given.get("dimensions"), given.get("normalize")), write)
+
+
+def _endpoint(
+    name: str,
+    prefix: str,
+    paths: tuple[str, ...],
+    summary: str,
+    read: Callable[[PoolingCall], PoolingJob],
+    schemas: dict[str, Schema],
+) -> PoolingEndpoint:
+    return PoolingEndpoint(
+        name=name,
+        paths=paths,
+        summary=summary,
+        fields=(*COMMON, *INPUT),
+        response=next(iter(schemas)),
+        schemas=schemas,
+        description="See [the guide](../guides/embeddings.md). Needs an encoder.",
+        id_prefix=prefix,
+        read=read,
+    )
+
+
+EMBEDDINGS: tuple[Endpoint, ...] = (
+    _endpoint(
+        "embeddings",
+        "embd",
+        ("/v1/embeddings",),
+        "Embed texts",
+        embed,
+        {
+            "Embeddings": list_schema("Embedding"),
+            "Embedding": record({"object": {"const": "embedding"}, "index": WHOLE, "embedding": VECTOR}),
+        },
+    ),
+    _endpoint(
+        "pooling",
+        "pool",
+        ("/pooling", "/v1/pooling"),
+        "What the model makes of texts: embeddings, or the probabilities of labels",
+        pool,
+        {
+            "PoolingAnswer": list_schema("PooledText"),
+            "PooledText": record({"object": {"const": "pooling"}, "index": WHOLE, "data": VECTOR}),
+        },
+    ),
+)

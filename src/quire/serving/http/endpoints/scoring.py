@@ -1,0 +1,173 @@
+"""/score, /rerank and /classify: how well texts fit together, and which labels they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quire.serving.http.endpoint import Endpoint
+from quire.serving.http.endpoints.embeddings import COMMON, list_schema, listing
+from quire.serving.http.fields import Field, not_supported
+from quire.serving.http.pooling.handler import PoolingCall, PoolingEndpoint, PoolingJob
+from quire.serving.http.schemas import NUMBER, TEXT, WHOLE, Schema, many, or_null, record
+from quire.serving.http.validators.text_lists import TextList
+from quire.serving.http.validators.values import Flag, Text, Whole
+from quire.serving.pooled_texts import PooledText, Rows, check_scores, check_task, cosines, pair_up
+from quire.serving.requests import Prompt
+from quire.types.pooling import PoolingParams
+
+_ACTIVATE = Field("use_activation", Flag(),
+          "Turn a classifier's logits into scores or probabilities, as its files say.", True)  # fmt: skip
+_GUIDE = "See [the guide](../guides/embeddings.md). "
+
+
+def _params(call: PoolingCall) -> PoolingParams:
+    return PoolingParams(activate=call.given.get("use_activation", True))
+
+
+def _pairs(call: PoolingCall, first: list[str], second: list[str], names: tuple[str, str]) -> list[PooledText]:
+    """The texts to compute for a score of each pair."""
+    reader, cut = call.reader, call.given.get("truncate_prompt_tokens")
+    check_scores(reader.model)
+    if reader.model.task == "classify":
+        return reader.pairs(pair_up(first, second), second, names[1], cut)
+    sides = ((first, names[0]), (second, names[1]))
+    return [
+        text for side, where in sides for text in reader.read([Prompt(text=one) for one in side], where, cut)
+    ]  # fmt: skip
+
+
+def _scores(call: PoolingCall, rows: Rows, num_pairs: int) -> list[float]:
+    if call.reader.model.task == "classify":
+        found: list[float] = rows[:, 0].tolist()
+        return found
+    first, second = rows[: len(rows) - num_pairs], rows[len(rows) - num_pairs :]
+    return cosines(np.broadcast_to(first, second.shape), second)
+
+
+def score(call: PoolingCall) -> PoolingJob:
+    first, second = call.given["text_1"], call.given["text_2"]
+    pair_up(first, second)
+    texts = _pairs(call, first, second, ("text_1", "text_2"))
+
+    def write(rows: Rows, num_tokens: int) -> dict[str, Any]:
+        scores = _scores(call, rows, len(second))
+        data = [{"object": "score", "index": place, "score": one} for place, one in enumerate(scores)]
+        return listing(call, data, num_tokens)
+
+    return PoolingJob(texts, _params(call), write)
+
+
+def rerank(call: PoolingCall) -> PoolingJob:
+    given, documents = call.given, call.given["documents"]
+    texts = _pairs(call, [given["query"]], documents, ("query", "documents"))
+    most, shows = given.get("top_n") or len(documents), given.get("return_documents", True)
+
+    def write(rows: Rows, num_tokens: int) -> dict[str, Any]:
+        scores = _scores(call, rows, len(documents))
+        ranked = sorted(range(len(documents)), key=lambda place: -scores[place])[:most]
+        results = [
+            {
+                "index": place,
+                **({"document": {"text": documents[place]}} if shows else {}),
+                "relevance_score": scores[place],
+            }
+            for place in ranked
+        ]
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {"id": call.response_id, "model": call.name, "usage": usage, "results": results}
+
+    return PoolingJob(texts, _params(call), write)
+
+
+def classify(call: PoolingCall) -> PoolingJob:
+    check_task(call.reader.model, classifies=True)
+    prompts = [Prompt(text=text) for text in call.given["input"]]
+    texts = call.reader.read(prompts, "input", call.given.get("truncate_prompt_tokens"))
+    classes = call.reader.model.settings.classes
+    labels = () if classes is None else classes.labels
+
+    def write(rows: Rows, num_tokens: int) -> dict[str, Any]:
+        data = [
+            {"index": place, "label": labels[best], "probs": probs, "num_classes": len(probs)}
+            for place, (best, probs) in enumerate(zip(rows.argmax(axis=1).tolist(), rows.tolist(), strict=True))
+        ]
+        return listing(call, data, num_tokens)
+
+    return PoolingJob(texts, _params(call), write)
+
+
+_SCORE_SCHEMAS: dict[str, Schema] = {
+    "Scores": list_schema("Score"),
+    "Score": record({"object": {"const": "score"}, "index": WHOLE, "score": NUMBER}),
+}
+_RERANK_SCHEMAS: dict[str, Schema] = {
+    "Ranking": record(
+        {
+            "id": TEXT,
+            "model": TEXT,
+            "usage": record({"prompt_tokens": WHOLE, "total_tokens": WHOLE}),
+            "results": many(record({"index": WHOLE, "relevance_score": NUMBER}, {"document": record({"text": TEXT})})),
+        }
+    ),
+}
+_CLASS_SCHEMAS: dict[str, Schema] = {
+    "Classes": list_schema("Class"),
+    "Class": record({"index": WHOLE, "label": or_null(TEXT), "probs": many(NUMBER), "num_classes": WHOLE}),
+}
+SCORING: tuple[Endpoint, ...] = (
+    PoolingEndpoint(
+        name="score",
+        paths=("/score", "/v1/score"),
+        summary="Score pairs of texts",
+        fields=(
+            *COMMON,
+            Field("text_1", TextList(or_one=True), "One text, or as many as in `text_2`.", is_required=True),
+            Field("text_2", TextList(or_one=True), "The texts that it is compared with.", is_required=True),
+            _ACTIVATE,
+        ),
+        response="Scores",
+        schemas=_SCORE_SCHEMAS,
+        description=_GUIDE + "A cross-encoder reads both texts at once; of an encoder it is the cosine of embeddings.",
+        id_prefix="score",
+        read=score,
+    ),
+    PoolingEndpoint(
+        name="rerank",
+        paths=("/rerank", "/v1/rerank", "/v2/rerank"),
+        summary="Sort documents by how well they answer a query",
+        fields=(
+            *COMMON,
+            Field("query", Text("prompt_characters", 1), "What is looked for.", is_required=True),
+            Field("documents", TextList(or_objects=True), "Texts, or objects with `text`.", is_required=True),
+            Field("top_n", Whole(0, "inputs"), "Return only the best so many; 0: all.", 0),
+            Field("return_documents", Flag(), "Return the texts too.", True),
+            not_supported(
+                "max_tokens_per_doc", "Cutting documents.", why="is not supported: use truncate_prompt_tokens"
+            ),
+            not_supported("rank_fields", "Fields of documents to rank by.", why="is not supported: send texts"),
+            _ACTIVATE,
+        ),
+        response="Ranking",
+        schemas=_RERANK_SCHEMAS,
+        description=_GUIDE + "The forms of Jina and Cohere.",
+        id_prefix="rerank",
+        read=rerank,
+    ),
+    PoolingEndpoint(
+        name="classify",
+        paths=("/classify", "/v1/classify"),
+        summary="Classify texts",
+        fields=(
+            *COMMON,
+            Field("input", TextList(or_one=True), "A text or a list of them.", is_required=True),
+            _ACTIVATE,
+        ),
+        response="Classes",
+        schemas=_CLASS_SCHEMAS,
+        description=_GUIDE + "Needs a classifier.",
+        id_prefix="classify",
+        read=classify,
+    ),
+)

@@ -1,0 +1,53 @@
+"""What all requests that go to the engine share: their head, the watch over their client, and the wait for the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from quire.serving.dispatch.mailbox import Mailbox
+from quire.serving.http.exchange import ClientGone, Exchange
+from quire.serving.http.request_head import RequestHead
+from quire.serving.http.service import Service
+
+
+def read_head(service: Service, exchange: Exchange, query: Sequence[str], received_at: float) -> RequestHead:
+    """The head of a request. `query`: parameters of its endpoint that have no effect. Raises InvalidRequest."""
+    strict = exchange.is_asked("strict") or service.config.strict
+    return RequestHead(
+        request_id=exchange.request_id,
+        named_it="quire.given_id" in exchange.scope,
+        principal=exchange.principal,
+        explain=exchange.is_asked("explain"),
+        strict=strict,
+        received_at=received_at,
+        warnings=exchange.check_query("explain", "strict", *query, strict=strict),
+        shares_cache=service.config.access.shares_cache,
+    )
+
+
+def trace_of(exchange: Exchange) -> str:
+    """The trace that a request continues."""
+    return exchange.headers.get(b"traceparent", b"")[:64].decode("latin-1")
+
+
+@asynccontextmanager
+async def watched(exchange: Exchange, mailbox: Mailbox) -> AsyncIterator[None]:
+    """While entered, the mailbox wakes its handler when the client hangs up."""
+    watch = asyncio.create_task(exchange.until_gone())
+    watch.add_done_callback(lambda _: mailbox.hang_up())
+    try:
+        yield
+    finally:
+        watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await watch
+
+
+async def until_over(mailbox: Mailbox) -> None:
+    """Return when all engine requests have ended, or one has failed. Raises ClientGone."""
+    while not mailbox.is_over:
+        await mailbox.wait()
+    if mailbox.is_gone:
+        raise ClientGone

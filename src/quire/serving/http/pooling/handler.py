@@ -1,0 +1,190 @@
+"""Handles requests for embeddings, scores and classes: reads and tokenizes their texts, queues them, and replies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import chain
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire.serving.dispatch.in_flight_request import InFlightRequest
+from quire.serving.dispatch.mailbox import Mailbox
+from quire.serving.dispatch.observer import RequestRecord
+from quire.serving.http.deadlines import Deadlines
+from quire.serving.http.endpoint import Endpoint
+from quire.serving.http.engine_calls import read_head, trace_of, until_over, watched
+from quire.serving.http.errors import as_failure, as_refusal
+from quire.serving.http.exchange import Exchange, Handler
+from quire.serving.http.fields import check_body
+from quire.serving.http.json_body import decode_json
+from quire.serving.http.request_head import RequestHead
+from quire.serving.http.service import Service
+from quire.serving.pooled_texts import NOTHING_SAMPLED, PooledText, Rows, TextReader, cut_up
+from quire.types.errors import InvalidRequest, QuireError
+from quire.types.pooling import PoolingParams, PoolingWork
+from quire.types.request import Submit, pack_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingCall:
+    """One request, with its checked fields."""
+
+    reader: TextReader
+    given: dict[str, Any]
+    limits: dict[str, int]
+    name: str  # of the model, as the response has it
+    response_id: str
+    created: int
+    received_at: float
+
+    def params(self, **changes: Any) -> PoolingParams:
+        return PoolingParams(self.given.get("dimensions"), **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingJob:
+    """Texts to compute, and how the response is written from their rows and number of tokens."""
+
+    texts: Sequence[PooledText]
+    params: PoolingParams
+    write: Callable[[Rows, int], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingEndpoint(Endpoint):
+    """An endpoint of models that make embeddings or classify. `read` checks a request and tokenizes its texts, in a
+    text thread; it raises InvalidRequest naming fields as `fields` does."""
+
+    id_prefix: str
+    read: Callable[[PoolingCall], PoolingJob]
+
+    def make_handler(self, service: Service) -> Handler:
+        return PoolingHandler(service, self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    job: PoolingJob
+    submits: list[Submit]
+    warnings: tuple[str, ...]
+
+
+class PoolingHandler:
+    """Handles the requests of one endpoint. When a call ends, whatever the reason, its engine requests end too."""
+
+    def __init__(self, service: Service, endpoint: PoolingEndpoint) -> None:
+        self._service, self._endpoint = service, endpoint
+
+    async def __call__(self, exchange: Exchange) -> None:
+        service, received_at = self._service, time.monotonic()
+        dispatcher = service.dispatcher
+        service.observer.received(self._endpoint.name)
+        with ExitStack() as stack:
+            with self._counted_refusals():
+                deadlines = Deadlines.of(exchange, service.config.timeouts, received_at)
+                stack.enter_context(dispatcher.accept())
+                with deadlines.while_preparing() as timeout:
+                    async with timeout:
+                        prepared = await self._prepare(exchange, received_at)
+                exchange.warnings = prepared.warnings
+                requests = self._requests(exchange, prepared.submits, received_at)
+                dispatcher.enqueue(requests)
+            stack.callback(dispatcher.cancel, requests)
+            stack.enter_context(deadlines.enforced(dispatcher, requests))
+            mailbox = requests[0].mailbox
+            async with watched(exchange, mailbox):
+                await until_over(mailbox)
+                if mailbox.failure is not None:
+                    raise as_failure(mailbox.failure)
+                body = await service.in_thread(_written, prepared.job, requests)
+                await exchange.reply(200, body)
+
+    @contextmanager
+    def _counted_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except QuireError as error:
+            refusal = as_refusal(error)
+            self._service.observer.refused(self._endpoint.name, refusal.status, refusal.code)
+            raise refusal from None
+
+    async def _prepare(self, exchange: Exchange, received_at: float) -> _Prepared:
+        service = self._service
+        service.pooling_model()
+        head = read_head(service, exchange, self._endpoint.query, received_at)
+        with service.metered() as meter:
+            body = await exchange.read_body(service.limits, meter.add)
+            with service.dispatcher.preparing():
+                return await service.in_thread_for(len(body), self._read, body, head)
+
+    def _read(self, body: bytes, head: RequestHead) -> _Prepared:
+        service, endpoint, limits = self._service, self._endpoint, self._service.limits
+        model = service.pooling_model()
+        given, warnings = check_body(
+            endpoint.fields_by_name, decode_json(body, limits["nesting"]), limits, strict=head.strict
+        )
+        call = PoolingCall(
+            reader=TextReader(model, service.texts.tokenizer),
+            given=given,
+            limits=dict(limits),
+            name=service.served_name(given.get("model")),
+            response_id=f"{endpoint.id_prefix}-{given.get('request_id', head.request_id)}",
+            created=int(datetime.now(UTC).timestamp()),
+            received_at=head.received_at,
+        )
+        job = endpoint.read(call)
+        total = sum(len(text.token_ids) for text in job.texts)
+        if total > limits["prompt_tokens"]:
+            reason = f"has {total} tokens in all, limit {limits['prompt_tokens']}"
+            raise InvalidRequest("input", reason, "send fewer texts at once")
+        parts = cut_up(job.texts, model)
+        names = head.engine_ids(endpoint.id_prefix, given.get("request_id"), len(parts))
+        tenant = f"{head.principal}/{names[0]}"  # of its own: requests take turns
+        submits = [_submit(name, part, job.params, tenant) for name, part in zip(names, parts, strict=True)]
+        return _Prepared(job, submits, (*head.warnings, *warnings))
+
+    def _requests(self, exchange: Exchange, submits: Sequence[Submit], received_at: float) -> list[InFlightRequest]:
+        mailbox, trace = Mailbox(asyncio.get_running_loop(), len(submits)), trace_of(exchange)
+        return [
+            InFlightRequest(
+                submit,
+                RequestRecord(
+                    submit.request_id,
+                    self._endpoint.name,
+                    len(submit.prompt_token_ids),
+                    submit.sampling,
+                    False,
+                    received_at,
+                    name=exchange.request_id,
+                    traceparent=trace,
+                ),
+                mailbox,
+                place,
+            )
+            for place, submit in enumerate(submits)
+        ]
+
+
+def _submit(name: str, texts: Sequence[PooledText], params: PoolingParams, tenant: str) -> Submit:
+    lengths = tuple(len(text.token_ids) for text in texts)
+    firsts: tuple[int, ...] = ()
+    if any(text.first_part is not None for text in texts):
+        firsts = tuple(
+            length if text.first_part is None else text.first_part for text, length in zip(texts, lengths, strict=True)
+        )
+    tokens = pack_tokens(chain.from_iterable(text.token_ids for text in texts))
+    return Submit(name, tokens, NOTHING_SAMPLED, tenant=tenant, pooling=PoolingWork(params, lengths, firsts))
+
+
+def _written(job: PoolingJob, requests: Sequence[InFlightRequest]) -> bytes:
+    """The body of the response."""
+    numbers = b"".join(request.finished.pooled for request in requests if request.finished is not None)
+    rows = np.frombuffer(numbers, np.float32).reshape(len(job.texts), -1)
+    return msgspec.json.encode(job.write(rows, sum(len(text.token_ids) for text in job.texts)))

@@ -1,0 +1,182 @@
+"""Texts and pairs of texts as token ids, checked for a model that makes embeddings or classifies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.config.embedding import PoolingModel
+from quire.serving.requests import Prompt
+from quire.serving.text.tokenizer import Tokenizer
+from quire.types.errors import InvalidRequest
+from quire.types.request import Submit
+from quire.types.sampling import SamplingParams
+
+MOST_TEXTS = 64  # of one turn
+NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)  # of requests that are pooled
+Rows = npt.NDArray[np.floating]  # [texts, size]
+
+
+class TextTooLong(InvalidRequest):
+    """A text has more tokens than the model takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PooledText:
+    """The tokens of a text, or of a pair of texts, whose first has `first_part` of them."""
+
+    token_ids: list[int]
+    first_part: int | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextReader:
+    """Tokenizes what a model is asked for. `advice` says how a text that is too long can be cut."""
+
+    model: PoolingModel
+    tokenizer: Tokenizer | None
+    advice: str = "set truncate_prompt_tokens=-1 to keep its beginning"
+
+    def read(
+        self, prompts: Sequence[Prompt], where: str, truncate: int | None = None, *, add_special_tokens: bool = True
+    ) -> list[PooledText]:
+        """The tokens of each prompt. Raises InvalidRequest. `truncate`: how many are kept of a longer text, -1: as many
+        as the model takes."""
+        most = self.read_truncate(truncate)
+        texts = self._lowered([prompt.text or "" for prompt in prompts if prompt.token_ids is None], where)
+        encoded = self.tokenizer.encode_batch(texts, add_special_tokens) if self.tokenizer and texts else []
+        if most is not None and self.tokenizer is not None:
+            encoded = [
+                self.tokenizer.shortened(ids, most) if add_special_tokens else ids[:most] for ids in encoded
+            ]  # fmt: skip
+        found = iter(encoded)
+        read = [
+            PooledText(next(found) if one.token_ids is None else list(one.token_ids[:most]), text=one.text)
+            for one in prompts
+        ]
+        self._check(read, where)
+        return read
+
+    def pairs(
+        self, firsts: Sequence[str], seconds: Sequence[str], where: str, truncate: int | None = None
+    ) -> list[PooledText]:
+        """The tokens of each pair, as the model's tokenizer joins two texts. The longer text is cut first."""
+        most = self.read_truncate(truncate)
+        texts = self._lowered([*firsts, *seconds], where)
+        assert self.tokenizer is not None
+        joined = self.tokenizer.encode_pairs(texts[: len(firsts)], texts[len(firsts) :], most)
+        read = [PooledText(ids, first if self.model.has_pairs else None) for ids, first in joined]
+        self._check(read, where)
+        return read
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """Raise InvalidRequest unless embeddings of this model may be cut to this length."""
+        model, allowed = self.model, self.model.settings.dimensions
+        if dimensions is None:
+            return
+        if model.task != "embed":
+            raise InvalidRequest("dimensions", "is for embeddings, and this model classifies", "leave it out")
+        if allowed is None and dimensions != model.size:
+            reason = f"cannot be chosen: the embeddings of this model have {model.size} numbers and are not nested"
+            raise InvalidRequest("dimensions", reason, "leave it out, or use a matryoshka model")
+        if dimensions > model.size or (allowed and dimensions not in allowed):
+            known = f"one of {', '.join(map(str, allowed))}" if allowed else f"in [1, {model.size}]"
+            raise InvalidRequest("dimensions", f"must be {known}, got {dimensions}")
+
+    def read_truncate(self, given: int | None) -> int | None:
+        """How many tokens of a longer text are kept; None: it is refused."""
+        most = self.model.max_model_len
+        if given is None:
+            return None
+        if type(given) is not int or not (given == -1 or 1 <= given <= most):
+            reason = f"must be in [1, {most}], or -1 for {most}, got {given!r:.80}"
+            raise InvalidRequest("truncate_prompt_tokens", reason)
+        return most if given == -1 else given
+
+    def _lowered(self, texts: list[str], where: str) -> list[str]:
+        if texts and self.tokenizer is None:
+            raise InvalidRequest(where, "are text, but there is no tokenizer", "pass token ids")
+        return [text.lower() for text in texts] if self.model.settings.lowercase else texts
+
+    def _check(self, texts: Sequence[PooledText], where: str) -> None:
+        for place, text in enumerate(texts):
+            check_tokens(self.model, text.token_ids, f"{where}[{place}]" if len(texts) > 1 else where, self.advice)
+
+
+def check_tokens(model: PoolingModel, ids: Sequence[int], where: str, advice: str = "") -> None:
+    """Raise InvalidRequest for tokens that the model cannot take."""
+    most, vocab_size = model.max_model_len, model.vocab_size
+    if not ids:
+        raise InvalidRequest(where, "has no tokens", "pass a text, or token ids")
+    if len(ids) > most:
+        fix = f"shorten it, or {advice}" if advice else "shorten it"
+        raise TextTooLong(where, f"has {len(ids)} tokens, the most are {most}", fix)
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise InvalidRequest(where, f"holds token ids outside [0, {vocab_size})", "use the model's own tokenizer")
+    if model.padding_id is not None and model.padding_id in ids:
+        reason = f"holds the padding token {model.padding_id}, which this model gives no position"
+        raise InvalidRequest(where, reason, "leave it out")
+
+
+def check_work(model: PoolingModel, request: Submit) -> None:
+    """Raise InvalidRequest for what an engine with this model cannot compute."""
+    work, ids = request.pooling, request.prompt_token_ids
+    if work is None:
+        raise InvalidRequest("model", "makes embeddings or classifies, and generates no text", "use another endpoint")
+    if sum(work.lengths) != len(ids) or len(work.first_parts) not in (0, len(work.lengths)):
+        raise InvalidRequest("input", "has other tokens than its lengths say", "report this")
+    start = 0
+    for place, length in enumerate(work.lengths):
+        check_tokens(model, ids[start : start + length], f"input[{place}]")
+        start += length
+
+
+def cut_up(texts: Sequence[PooledText], model: PoolingModel) -> list[list[PooledText]]:
+    """Texts that are computed together, in order: as many as make a turn of one request."""
+    parts: list[list[PooledText]] = []
+    room = 0
+    for text in texts:
+        size = len(text.token_ids)
+        if size > room or len(parts[-1]) == MOST_TEXTS:
+            parts.append([])
+            room = model.turn_tokens
+        parts[-1].append(text)
+        room -= size
+    return parts
+
+
+def check_task(model: PoolingModel, *, classifies: bool) -> None:
+    """Raise InvalidRequest unless the model does what is asked of it."""
+    if classifies and model.task != "classify":
+        raise InvalidRequest("model", "makes embeddings and has no labels", "use embed, or a classifier")
+    if not classifies and model.task != "embed":
+        raise InvalidRequest("model", "is a classifier and makes no embeddings", "use classify or score")
+
+
+def check_scores(model: PoolingModel) -> None:
+    """Raise InvalidRequest for a model that gives pairs of texts no score."""
+    if model.task == "classify" and model.size != 1:
+        reason = f"is a classifier with {model.size} labels, and a score is one number"
+        raise InvalidRequest("model", reason, "use classify, or a cross-encoder with one label")
+
+
+def pair_up(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    """The first texts, one for each of the second. One text is compared with all. Raises InvalidRequest."""
+    if len(first) == 1:
+        return list(first) * len(second)
+    if len(first) != len(second):
+        reason = f"has {len(first)} texts, and the other side has {len(second)}"
+        raise InvalidRequest("text_1", reason, "send one text, or as many as there")
+    return list(first)
+
+
+def cosines(first: Rows, second: Rows) -> list[float]:
+    """The cosine of each pair of vectors; 0 where one has no length."""
+    lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+    products = (np.asarray(first, np.float64) * second).sum(axis=1)
+    found: list[float] = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0).tolist()
+    return found

@@ -1,0 +1,104 @@
+"""What is asked of a model that makes embeddings or classifies, and the outputs that users get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from quire.types.errors import InvalidRequest
+
+Data = TypeVar("Data")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """What one text becomes: an embedding, or the logits or probabilities of a classifier."""
+
+    dimensions: int | None = None  # keep so many numbers of an embedding; None: all
+    normalize: bool | None = None  # an embedding to length 1; None: as the model's files say
+    activate: bool = True  # a classifier's logits become probabilities or scores
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):
+            raise InvalidRequest("dimensions", f"must be a whole number above 0, got {self.dimensions!r:.80}")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingWork:
+    """Texts of one request that are computed together: their tokens stand one text after the other."""
+
+    params: PoolingParams
+    lengths: tuple[int, ...]  # tokens of each text
+    first_parts: tuple[int, ...] = ()  # of each text, tokens of the first of a pair; empty: no text is a pair
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """The probability of every label, in the order of the model's labels."""
+
+    probs: list[float]
+    labels: tuple[str, ...] = ()
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How well two texts fit together; more is better."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """An embedding or probabilities, whichever the model makes."""
+
+    data: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput(Generic[Data]):
+    """One text, and what became of it."""
+
+    outputs: Data
+    prompt: str | None
+    prompt_token_ids: list[int]
+    request_id: str = ""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def finished(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput(PoolingOutput[Embedding]):
+    """The embedding of one text."""
+
+    @property
+    def embedding(self) -> list[float]:
+        return self.outputs.embedding
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput(PoolingOutput[Classification]):
+    """The probabilities of one text's labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput(PoolingOutput[Score]):
+    """The score of one pair of texts. `prompt_token_ids` are those of both."""
