@@ -18,8 +18,8 @@ from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
 from quire.runtime.loading.pieces import Piece, pieces_of
 from quire.runtime.loading.values import refuse_blank, refuse_non_finite
 from quire.runtime.models.registry import find_family
-from quire.runtime.quantization.levels import LevelWeight
 from quire.runtime.quantization.mxfp4 import GROUP, GROUP_BYTES, Mxfp4Weight
+from quire.runtime.quantization.weight import QuantizedWeight
 from quire.types.errors import ModelLoadError
 
 WEIGHT_DTYPES: dict[str, torch.dtype] = {
@@ -59,8 +59,8 @@ class HfCheckpoint:
     def source(self, name: str) -> str:
         return self._owners[self._pieces[name].tensor].name
 
-    def read_levels(self, name: str) -> LevelWeight | None:  # noqa: ARG002
-        return None  # there are none in safetensors
+    def read_quantized(self, name: str) -> QuantizedWeight | None:  # noqa: ARG002
+        return None
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU. Raises ModelLoadError when its numbers are damaged beyond doubt."""
