@@ -149,13 +149,14 @@ class WeightCounts:
 @dataclass(frozen=True, slots=True)
 class StoredLevels:
     """The weights that the model's file stores quantized and that kernels can multiply as stored: their number, and
-    their bytes in memory, with the native CPU kernels and with the Triton kernels. `has_table`: the embedding table may
-    be one of them."""
+    their bytes in memory, with the native CPU kernels and with the Triton kernels. `gpu_is_float8`: these need a GPU
+    that multiplies float8. `has_table`: the embedding table may be one of them."""
 
     parameters: int = 0
     num_bytes: int = 0
     gpu_parameters: int = 0
     gpu_bytes: int = 0
+    gpu_is_float8: bool = False
     has_table: bool = True
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.config.engine import EngineConfig
-from quire.config.facts import HardwareFacts
+from quire.config.facts import HardwareFacts, cuda_index
 from quire.config.model import DTYPE_BYTES, INT4_GROUP, ModelConfig, packed_bytes
 
 
@@ -23,6 +23,8 @@ def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts
             return model.num_parameters * weight_bytes
         if quantization is None:
             levels = model.levels
+            if levels.gpu_is_float8 and not facts.cuda[cuda_index(config.device.device)].supports_fp8:
+                return model.num_parameters * weight_bytes
             return (model.num_parameters - levels.gpu_parameters) * weight_bytes + levels.gpu_bytes
         return (model.num_parameters - model.layer_weights[0]) * weight_bytes + _quantized(model, quantization)
     head = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0

@@ -269,4 +269,9 @@ def test_the_config_counts_what_is_held_quantized() -> None:
     assert opened("gptq-4bit").config.levels.num_bytes == opened("gptq-4bit").config.levels.parameters * 20 // 32
     assert opened("ct-w8a8").config.levels.num_bytes == opened("ct-w8a8").config.levels.parameters * 36 // 32
     assert opened("ct-fp8").config.levels.parameters == 0
+    on_gpu = opened("ct-fp8-block").config.levels
+    assert on_gpu.gpu_is_float8
+    assert on_gpu.gpu_parameters == 2 * 128 * 128 + 2 * 64 * 128 + 3 * 256 * 128
+    assert on_gpu.gpu_bytes == on_gpu.gpu_parameters * 33 // 32  # a float32 for 128 weights
+    assert opened("gptq-4bit").config.levels.gpu_parameters == 0, "groups of 32 are expanded there"
     assert opened("gptq-4bit").config.quantization == "gptq"

@@ -13,6 +13,7 @@ from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
 from quire.runtime.quantization.levels import GROUP
 from quire.types.errors import ModelLoadError
 
+_GPU_GROUP = 64  # Triton's products take groups of a multiple of it
 _FIX = "the config and the weights do not fit together"
 
 
@@ -65,8 +66,20 @@ def count_stored(directory: Path, method: Method) -> StoredLevels:
     finally:
         for file in owners.values():
             file.close()
-    by_groups = [(name, one) for name, one in layouts if one.bits and one.inputs % (GROUP * one.groups) == 0]
-    on_cpu = [(one.outputs * one.inputs, one.bits <= 4) for _, one in by_groups]
+    by_groups = [one for _, one in layouts if one.bits and one.inputs % (GROUP * one.groups) == 0]
+    on_cpu = [(one.outputs * one.inputs, one.bits <= 4) for one in by_groups]
+    on_gpu = [one for name, one in layouts if one.inputs % (_GPU_GROUP * one.groups) == 0 and ".experts." not in name]
     return StoredLevels(
-        sum(size for size, _ in on_cpu), sum(packed_bytes(size, nibbles=few) for size, few in on_cpu), has_table=False
+        parameters=sum(size for size, _ in on_cpu),
+        num_bytes=sum(packed_bytes(size, nibbles=few) for size, few in on_cpu),
+        gpu_parameters=sum(one.outputs * one.inputs for one in on_gpu),
+        gpu_bytes=sum(map(_gpu_bytes, on_gpu)),
+        gpu_is_float8=any(one.bits == 0 for one in on_gpu),
+        has_table=False,
     )
+
+
+def _gpu_bytes(layout: Layout) -> int:
+    """A scale and an offset for each group, both halves; or a float32 scale."""
+    weights = layout.outputs * layout.inputs
+    return (weights // 2 if 0 < layout.bits <= 4 else weights) + 4 * layout.outputs * layout.groups
