@@ -121,7 +121,11 @@ class HfCheckpoint:
         if self._method is None:
             return {}
         family = find_family(self.config.architecture)
-        named = {family.rename(f"{layer.layer}.weight"): layer for layer in find_quantized(self._owners, self._method)}
+        layers = find_quantized(self._owners, self._method)
+        if not layers:
+            reason = f"says {self._method.name}, and no matrix is stored so"
+            raise ModelLoadError(self.file, reason, tensor="quantization_config", fix="leave it out")
+        named = {family.rename(f"{layer.layer}.weight"): layer for layer in layers}
         return {
             name: layer
             for name, layer in named.items()
