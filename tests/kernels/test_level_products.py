@@ -100,7 +100,7 @@ def test_a_bad_row_is_bad_alone() -> None:
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 6144, 4096), (64, 4096, 14336), (4096, 28672, 4096)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_tilings_leave_no_split_without_work(rows: int, outputs: int, inputs: int, gated: bool) -> None:
-    chosen = choose_level_tiling(rows, outputs, inputs, 128, gated, torch.device("cpu"))
+    chosen = choose_level_tiling(rows, outputs, inputs, 64, gated, torch.device("cpu"))
     steps = inputs // 128
     assert (chosen.splits - 1) * -(-steps // chosen.splits) < steps
     assert chosen.block_m >= min(rows, 16)

@@ -19,12 +19,14 @@ from torch import Tensor
 from quire.kernels.triton.activation import ACTIVATIONS
 from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows, num_processors, power_of_two
 from quire.kernels.triton.products import Workspace, epilogue, join_splits
-from quire.kernels.triton.products_plan import PARTIAL_SUMS, TILE_COUNTERS, Tiling
+from quire.kernels.triton.products_plan import PARTIAL_SUMS, TILE_COUNTERS, Tiling, rows_held
 
 PANEL = 64  # outputs
 STEPS = (128, 64, 32)  # inputs of a step: the first that divides a group
 _MOST_TILE_ROWS = 128
 _MOST_SPLITS, _FEWEST_STEPS = 16, 4
+_MOST_ROWS_HELD = 4096
+MEASURED: dict[tuple[int, int, int, int, bool], Tiling] = {}  # by `tiling_key`; other shapes follow a rule
 
 
 class PackedLevels(NamedTuple):
@@ -162,7 +164,7 @@ def level_product(
     x_scale: Tensor | None = None,  # [M, groups] float32
     activation: str | None = None,  # of activation.ACTIVATIONS: the result is activation(gate) * up
     out: Tensor | None = None,  # [M, N]; by default of x's dtype, of the residual's, or bfloat16
-    tiling: Tiling | None = None,  # by default chosen for the shape; block_k is the weight's step
+    tiling: Tiling | None = None,  # by default chosen for the shape; its block_k does not count
     dependent: bool = False,
 ) -> Tensor:
     """x @ weight.T with its epilogue, for any number of rows; summed and finished in float32, rounded once."""
@@ -181,7 +183,7 @@ def level_product(
     if rows == 0:
         return out
     steps, gated = inputs // weight.step, activation is not None
-    tiling = tiling or choose_level_tiling(rows, outputs, inputs, weight.step, gated, x.device)
+    tiling = tiling or choose_level_tiling(rows, outputs, inputs, weight.data.shape[3], gated, x.device)
     tiles = triton.cdiv(outputs, tiling.block_n) * triton.cdiv(rows, tiling.block_m)
     check(tiling.splits == 1 or _fits(tiles, tiling, gated), "the workspace is too small")
     _level_kernel[(tiles, tiling.splits)](
@@ -198,20 +200,27 @@ def level_product(
     return out
 
 
+def tiling_key(rows: int, outputs: int, inputs: int, line: int, gated: bool) -> tuple[int, int, int, int, bool]:
+    """What a measured tiling is found by. `line`: bytes of an output in a step."""
+    return min(rows_held(rows), _MOST_ROWS_HELD), outputs, inputs, line, gated
+
+
 @lru_cache(maxsize=4096)
-def choose_level_tiling(rows: int, outputs: int, inputs: int, step: int, gated: bool, device: torch.device) -> Tiling:
-    """Two programs or more on each multiprocessor, by splits of K where there are few tiles."""
+def choose_level_tiling(rows: int, outputs: int, inputs: int, line: int, gated: bool, device: torch.device) -> Tiling:
+    """The measured tiling; else two programs or more on each multiprocessor, by splits of K if tiles are few."""
+    if (known := MEASURED.get(tiling_key(rows, outputs, inputs, line, gated))) is not None:
+        return known
     block_m = min(max(16, power_of_two(rows)), _MOST_TILE_ROWS)
     block_n = 128 if rows > 256 and not gated else 64
-    tiles, steps = -(-outputs // block_n) * -(-rows // block_m), inputs // step
+    tiles, steps = -(-outputs // block_n) * -(-rows // block_m), inputs // STEPS[0]
     wanted = min(round(2 * num_processors(device) / tiles), steps // _FEWEST_STEPS, _MOST_SPLITS)
     warps, stages = (8 if block_m * block_n > 8192 else 4), (4 if block_m <= 64 else 3)
     for splits in range(wanted, 1, -1):
         even = -(-steps // -(-steps // splits))  # no split is left without a step
-        tiling = Tiling(block_m, block_n, step, even, warps, stages)
+        tiling = Tiling(block_m, block_n, STEPS[0], even, warps, stages)
         if _fits(tiles, tiling, gated):
             return tiling
-    return Tiling(block_m, block_n, step, 1, warps, stages)
+    return Tiling(block_m, block_n, STEPS[0], 1, warps, stages)
 
 
 def _fits(tiles: int, tiling: Tiling, gated: bool) -> bool:

@@ -61,8 +61,9 @@ def test_checkpoints_that_are_quantized(name: str) -> None:
     assert error(found, wanted) < 0.1  # a row alone is not rounded there
 
 
+@pytest.mark.parametrize("attention", ["reference", "auto"])
 @pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4"])
-def test_a_row_that_goes_bad_fails_alone(quantization: str | None) -> None:
+def test_a_row_that_goes_bad_fails_alone(quantization: str | None, attention: str) -> None:
     """One token's vector is NaN: its row's logits are, and no other's."""
     source = plain()
     tensors = {name: tensor.clone() for name, tensor in source.tensors.items()}
@@ -70,7 +71,7 @@ def test_a_row_that_goes_bad_fails_alone(quantization: str | None) -> None:
     bench = Bench(
         MemoryCheckpoint(source.config, tensors),
         engine_config(quantization=quantization),  # type: ignore[arg-type]
-        attention="reference",
+        attention=attention,
     )
     bench.add(0, [3, 5, 9])
     bench.add(1, [3, 7, 9])
