@@ -47,9 +47,8 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress
                 progress("loading weights", done, total)
         layer.finish()
     if expanded:
-        logger.info(
-            "%s: %d quantized matrices are held as plain numbers, for want of a product", checkpoint.file, expanded
-        )
+        reason = "no kernel here multiplies by their form"
+        logger.info("%s: %d quantized matrices are expanded to plain numbers: %s", checkpoint.file, expanded, reason)
 
 
 @torch.inference_mode()

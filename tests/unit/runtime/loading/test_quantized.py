@@ -120,6 +120,19 @@ def test_layers_hold_the_quantized_form_where_the_cpu_multiplies_by_it(name: str
     assert multiply.weight.format == (BYTES if "w8" in name else NIBBLES)
 
 
+@pytest.mark.parametrize(("name", "expanded"), [("ct-fp8", 7), ("gptq-4bit", 0)])
+def test_a_log_line_says_how_many_matrices_are_expanded(
+    name: str, expanded: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    if why_not_native(torch.float32, torch.device("cpu")) is not None:
+        pytest.skip("no native kernels")
+    with caplog.at_level("INFO", logger="quire.runtime"):
+        last_logits(name, "auto")
+    said = [record.getMessage() for record in caplog.records if "expanded to plain numbers" in record.getMessage()]
+    assert len(said) == (1 if expanded else 0)
+    assert all(f": {expanded} quantized matrices" in line for line in said)
+
+
 def changed(name: str, folder: Path, quantization: dict[str, Any], words: Mapping[str, str] = {}) -> Path:
     """A copy of a checkpoint with other settings, and other words for its tensors."""
     folder.mkdir(exist_ok=True)

@@ -79,7 +79,8 @@ class CompressedTensors(Method):
         if "weight_packed" in tensors:
             outputs, words = need(tensors, "weight_packed", 2, ("I32",))
             _, groups = need(tensors, "weight_scale", 2, FLOATS)
-            need(tensors, "weight_shape", 1, ("I64", "I32"))
+            if need(tensors, "weight_shape", 1, ("I64", "I32")) != (2,):
+                raise BadTensors("weight_shape", "must hold outputs and inputs")
             inputs = words * 32 // scheme.bits if scheme.group is None else groups * scheme.group
             if scheme.is_float or words != -(-inputs * scheme.bits // 32):
                 raise BadTensors("weight_packed", f"has {words} words for {inputs} inputs of {scheme.bits} bits")

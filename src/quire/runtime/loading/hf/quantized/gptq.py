@@ -44,7 +44,7 @@ class Gptq(Method):
         words, outputs = need(tensors, "qweight", 2, ("I32",))
         groups, columns = need(tensors, "scales", 2, FLOATS)
         zeros = need(tensors, "qzeros", 2, ("I32",))
-        if columns != outputs or zeros[0] != groups or not groups:
+        if columns != outputs or zeros[0] != groups or not (groups and outputs):
             raise BadTensors("scales", f"has shape {tensors['scales'].shape}, there are {outputs} outputs")
         bits = zeros[1] * 32 // outputs
         if bits not in BITS or tensors["qzeros"].shape != (groups, -(-outputs * bits // 32)):
