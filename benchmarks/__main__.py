@@ -38,13 +38,14 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "speculation": ("speculative beside plain decoding", ("--repeats", "2")),
     "serving": ("the server's throughput, latency, memory and boot, beside another server", ("--requests", "8")),
 }
-# what needs a GPU: only listed here
+# what needs a GPU, or a model: only listed here
 GPU_BENCHMARKS: dict[str, str] = {
+    "perplexity": "what every kind of quantization costs in perplexity and saves in memory",
     "gpu": "tokens/s of every kind of load, a burst of 1,500 requests among them; --full-cache: in a full cache too",
     "gpu.serve": "the server's throughput and latency",
     "gpu.structured": "what requests under a grammar cost themselves and others: none, one or all of 256",
     "gpu.swap": "GB/s of blocks to host memory and back",
-    "gpu.accuracy": "what bf16 and fp8 cost in perplexity and logprobs",
+    "gpu.accuracy": "what bf16, fp8, int8 and int4 cost in perplexity and logprobs",
     "gpu.kernels_attention": "every attention kernel: right, and how fast",
     "gpu.kernels_rest": "every other kernel: right, and how fast",
     "gpu.profile_step": "where the time of a decode step goes",

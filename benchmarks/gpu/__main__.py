@@ -1,6 +1,7 @@
 """The engine's speed on a GPU: python -m benchmarks.gpu --model qwen3-0.6b [--rows nano,chat512] [--json PATH]
 
 With float8: python -m benchmarks.gpu --model llama-3.1-8b --quantization fp8 --kv-cache-dtype fp8
+With four bits: python -m benchmarks.gpu --model llama-3.1-8b --quantization int4 --rows batch1,nano
 
 Every row is repeated with other token ids; a RESULT line per repeat, then a table of medians beside the physical floor
 and what vLLM 0.26.0 did on one H200 with the same requests. Tokens in, tokens out: no text is made.
@@ -71,12 +72,7 @@ PEER = {
         "prefill": 64_100, "shared": 8_300, "n8": 21_500,
     },
 }  # fmt: skip
-TITLES = {
-    floor.Precision(2, 2): "",
-    floor.Precision(1, 2): " fp8 weights",
-    floor.Precision(2, 1): " fp8 cache",
-    floor.Precision(1, 1): " fp8",
-}
+TITLES = {(None, "auto"): "", ("fp8", "auto"): " fp8 weights", (None, "fp8"): " fp8 cache", ("fp8", "fp8"): " fp8"}
 UNITS = {"start": "s", "batch1 tpot": "ms", "batch1 ttft": "ms", "long ttft": "ms", "prefill": "in tok/s"}
 UNITS |= {"beam": "requests/s", "burst": "requests/s"}
 LOWER_IS_BETTER = ("start", "batch1 tpot", "batch1 ttft", "long ttft")
@@ -92,8 +88,9 @@ class Bench:
             path = self._model.write(Path(folder))
             usual: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 512}
             self.llm = LLM(path, load_format="dummy", skip_tokenizer_init=True, **(usual | settings))
-        self._precision = floor.Precision.of(settings.get("quantization"), settings.get("kv_cache_dtype", "auto"))
-        self.title = name + TITLES[self._precision]
+        kinds = settings.get("quantization"), settings.get("kv_cache_dtype", "auto")
+        self._precision = floor.Precision.of(*kinds)
+        self.title = name + TITLES.get(kinds, f" {kinds[0]} weights{'' if kinds[1] == 'auto' else ', fp8 cache'}")
         self.found: dict[str, list[float]] = {}
         self.found_full: dict[str, list[float]] = {}  # with a full cache
         self.floors: dict[str, float] = {}
@@ -242,7 +239,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further repeat after this long")
     parser.add_argument("--full-cache", action="store_true", help="every repeat once more with a full prefix cache")
     parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--quantization", choices=("fp8",), default=None)
+    parser.add_argument("--quantization", choices=("fp8", "int8", "int4"), default=None)
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--max-num-batched-tokens", type=int, default=None)
     parser.add_argument(

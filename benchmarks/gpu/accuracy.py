@@ -24,6 +24,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bfloat16"},
     "bf16, fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
     "fp8 weights": {"dtype": "bfloat16", "quantization": "fp8"},
+    "int8 weights": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4 weights": {"dtype": "bfloat16", "quantization": "int4"},
     "fp8 weights and cache": {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"},
 }
 WINDOW = 500  # tokens of text that are read as one prompt

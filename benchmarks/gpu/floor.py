@@ -9,7 +9,8 @@ from benchmarks.gpu.models import BenchModel
 from benchmarks.gpu.workloads import Workload
 
 BANDWIDTH = 4.3e12  # bytes a second that a step can count on
-BF16_RATE, FP8_RATE = 790e12, 1400e12  # operations a second
+BF16_RATE, FP8_RATE = 790e12, 1400e12  # operations a second; those of int8 count as fp8
+WEIGHT_BYTES = {None: 2, "fp8": 1, "int8": 1, "int4": 0.5 + 2 / 128}  # of the layers, scales of groups included
 HEAD_BYTES = 2  # of a weight of the head, which is never quantized
 
 
@@ -17,13 +18,13 @@ HEAD_BYTES = 2  # of a weight of the head, which is never quantized
 class Precision:
     """How wide the layers' weights and the cached numbers are, in bytes."""
 
-    weight_bytes: int = 2
+    weight_bytes: float = 2
     kv_bytes: int = 2
 
     @classmethod
     def of(cls, quantization: str | None, kv_cache_dtype: str) -> Precision:
         """By the names of the engine's settings."""
-        return cls(2 if quantization is None else 1, 2 if kv_cache_dtype == "auto" else 1)
+        return cls(WEIGHT_BYTES[quantization], 2 if kv_cache_dtype == "auto" else 1)
 
     @property
     def rate(self) -> float:

@@ -161,7 +161,7 @@ def test_what_gpt_oss_takes_for_granted_is_what_transformers_does(tmp_path: Path
         ({"num_local_experts": 0}, "num_local_experts"),
         ({"num_experts_per_tok": 6}, "num_experts_per_tok"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "aqlm"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(changes: dict[str, Any], named: str, tmp_path: Path) -> None:

@@ -136,6 +136,17 @@ def test_a_float8_cache_holds_numbers_over_its_scales() -> None:
         torch.testing.assert_close(found.float(), want.float(), rtol=0.13, atol=2.0**-8)
 
 
+def test_a_float8_cache_keeps_a_nan() -> None:
+    qkv = rand(5, 4, 64)
+    positions, rows = _step(4)
+    token = int((rows >= 0).nonzero()[0])
+    qkv[token, 3, 5] = float("nan")  # of its value
+    caches = tuple(torch.zeros(8, 1, 4, 64, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
+    rotate_and_store(qkv.flatten(1), _table(64), positions, rows, BLOCKS.to(DEVICE), LayerMemory(*caches))
+    assert int(caches[1].float().isnan().sum()) == 1
+    assert not caches[0].float().isnan().any()
+
+
 def test_angles_may_be_others_than_positions() -> None:
     qkv, caches = rand(5, 4 * 64), torch.zeros(2, 8, 1, 4, 64, device=DEVICE)
     positions, rows = _step(4)

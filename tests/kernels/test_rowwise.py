@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from quire.kernels.reference import activation as reference_activation
 from quire.kernels.reference import elementwise, embedding, norm, quantize
@@ -113,6 +116,41 @@ def test_rows_are_quantized_by_their_own_largest_number(size: int) -> None:
     wanted, wanted_scale = quantize.quantize_rows(x)
     torch.testing.assert_close(scale, wanted_scale, rtol=1e-6, atol=0)
     torch.testing.assert_close(found.float(), wanted.float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [64, 20_000])
+def test_rows_are_quantized_to_whole_numbers(size: int) -> None:
+    x = rand(3, size) * torch.tensor([1e-3, 1.0, 50.0], device=DEVICE)[:, None]
+    found = quantize_rows(x, torch.empty(x.shape, dtype=torch.int8, device=DEVICE))
+    wanted = quantize.quantize_rows_int8(x)
+    torch.testing.assert_close(found[1], wanted[1])
+    assert (found[0].int() - wanted[0].int()).abs().max() <= 1
+    assert (found[0] == wanted[0]).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("size", [64, 20_000])  # in registers at once, and in several pieces
+def test_a_row_with_a_nan_stays_bad_and_alone(size: int, dtype: torch.dtype) -> None:
+    x = rand(3, size)
+    x[1, 5] = float("nan")
+    gate_up = torch.cat((x, rand(3, size, seed=1)), dim=1)
+    made = {
+        "rows": quantize_rows(x, torch.empty(3, size, dtype=dtype, device=DEVICE)),
+        "gate": _scaled(lambda out, scale: gate(gate_up, "silu", out, scale), size, dtype),
+    }
+    if size == 64:
+        weight = rand(size, seed=2)
+        made["norm"] = _scaled(lambda out, scale: rms_norm(x, weight, 1e-5, out, scale), size, dtype)
+    for name, (numbers, scale) in made.items():
+        values = numbers.float() * scale[:, None]
+        assert values[1].isnan().any(), name
+        assert values[[0, 2]].isfinite().all(), name
+
+
+def _scaled(run: Callable[[Tensor, Tensor], Tensor], size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    out, scale = torch.empty(3, size, dtype=dtype, device=DEVICE), torch.empty(3, device=DEVICE)
+    run(out, scale)
+    return out, scale
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -60,7 +60,7 @@ class MemoryCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
-    def read_levels(self, name: str) -> None:
+    def read_quantized(self, name: str) -> None:
         return None
 
     def read(self, name: str) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from quire.config.engine import MAX_BLOCK_SIZE
-from quire.config.model import Dtype
+from quire.config.model import QUANTIZATIONS, STORED_METHODS, Dtype
 from quire.config.policy import RESERVING, PolicyName, PolicySettings, read_policy, read_policy_settings
 from quire.config.recording import RecordingConfig, check_recording, read_recording
 from quire.config.sizes import parse_size
@@ -216,8 +216,9 @@ def _check_names(args: EngineArguments) -> None:
     if args.dtype != "auto" and args.dtype not in DTYPES:
         raise ConfigError("dtype", f"{args.dtype!r} is unknown", 'use "auto", "float32", "bfloat16" or "float16"')
     check_backend(args.attention_backend)
-    if args.quantization not in (None, "fp8"):
-        raise ConfigError("quantization", f"{args.quantization!r} is unknown", 'use "fp8", or leave it out')
+    if args.quantization not in (None, *QUANTIZATIONS, *STORED_METHODS):
+        names = ", ".join(f'"{name}"' for name in QUANTIZATIONS)
+        raise ConfigError("quantization", f"{args.quantization!r} is unknown", f"use {names}, or leave it out")
     if args.kv_cache_dtype not in ("auto", *_FLOAT8_NAMES):
         names = " or ".join(f'"{name}"' for name in _FLOAT8_NAMES)
         raise ConfigError("kv_cache_dtype", f"{args.kv_cache_dtype!r} is unknown", f'use "auto", {names}')

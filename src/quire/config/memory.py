@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token_buckets
 from quire.config.facts import HardwareFacts
 from quire.config.kv_cache import PLAIN, KVGroups, lay_out
-from quire.config.model import DTYPE_BYTES, Experts, ModelConfig, packed_bytes
+from quire.config.model import DTYPE_BYTES, Experts, ModelConfig
 from quire.config.sizes import MIB, at_least, at_most, format_size, format_table
 from quire.config.vision import image_bytes
+from quire.config.weight_memory import weight_memory
 from quire.types.errors import DoesNotFit
 
 PROCESS_BYTES = {"cpu": 320 * MIB, "cuda": 768 * MIB}  # Python, torch and its libraries; on a GPU the CUDA context
@@ -222,7 +223,7 @@ def state_groups(model: ModelConfig, kv_dtype: str, block_size: int, num_states:
 def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, capacity: int) -> MemoryPlan:
     """Compute the memory plan. Allocates nothing; `MemoryPlan.check` raises if it does not fit."""
     device, kind = config.device.device, config.device.device.partition(":")[0]
-    weight_bytes = facts.weight_bytes(config.device.dtype, device)
+    has_triton = _attention(config, facts) == "triton"
     scheduler, block_size, kv_dtype = config.scheduler, config.cache.block_size, config.device.kv_dtype
     drafting = config.speculation is not None and config.speculation.method != "ngram"
     draft = None if config.speculation is None else config.speculation.draft
@@ -234,13 +235,13 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
     tier = config.cache.tiers.host_blocks * block_bytes  # the host tier does not hold the draft model's keys and values
     block_bytes += groups.num_window_blocks * TABLE_BYTES  # which window blocks belong to it
     if draft is not None:
-        drafted += _weights(draft, config, facts, weight_bytes)
+        drafted += weight_memory(draft, config, facts, has_triton=has_triton)
         block_bytes += kv_block_bytes(draft, kv_dtype, block_size)
     return MemoryPlan(
         device=device,
         capacity=capacity,
         process=PROCESS_BYTES[kind],
-        weights=_weights(model, config, facts, weight_bytes),
+        weights=weight_memory(model, config, facts, has_triton=has_triton),
         activations=_activations(model, config, facts),
         sampling=sampling,
         masks=masks,
@@ -257,7 +258,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         staging=0 if kind == "cpu" else min(SAVE_STAGING_BYTES, tier) + min(LOAD_STAGING_BYTES, tier),
         groups=groups,
         max_chunk=scheduler.max_num_batched_tokens,
-        images=_images(model, scheduler, weight_bytes),
+        images=_images(model, scheduler, facts.weight_bytes(config.device.dtype, device)),
     )
 
 
@@ -284,36 +285,6 @@ def _masks(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> tu
     if _attention(config, facts) != "triton":
         return 0, host
     return MASK_COPIES["device"] * step, host + MASK_PARCELS * (1 << (step - 1).bit_length())
-
-
-def _weights(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, weight_bytes: int) -> int:
-    """Bytes of the weights.
-
-    On a CPU, half-precision weights are repacked, so a tied output head has a copy besides the embedding table. The
-    native kernels keep a quantized embedding table as it is stored, and with `level_panels` or `tile_units` all
-    quantized weights. On a GPU, fp8 weights take one byte with the Triton backend; elsewhere they are rounded values
-    of the run dtype."""
-    quantized = config.device.quantization is not None
-    head = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
-    if config.device.device != "cpu":
-        small, outputs = model.layer_weights if quantized and _attention(config, facts) == "triton" else (0, 0)
-        scales = outputs * DTYPE_BYTES["float32"]
-        return (model.num_parameters - small) * weight_bytes + small * DTYPE_BYTES["float8"] + scales
-    levels, dtype, has_levels = model.levels, config.device.dtype, model.levels.parameters > 0 and not quantized
-    if has_levels and {"float32": facts.level_panels, "bfloat16": facts.tile_units}.get(dtype, False):
-        return (model.num_parameters - levels.parameters) * weight_bytes + levels.num_bytes + _level_table(model)
-    if weight_bytes == DTYPE_BYTES["float32"]:
-        beside = has_levels and dtype == "float32" and facts.native_refusal is None and model.tie_word_embeddings
-        return model.num_parameters * weight_bytes + (_level_table(model) if beside else 0)
-    return (model.num_parameters + head) * weight_bytes
-
-
-def _level_table(model: ModelConfig) -> int:
-    """Bytes of an embedding table of quantized weights, one byte each, besides the packed weights. A table that is not
-    the output head is counted among the packed weights already, with at least four bits per weight."""
-    size = model.vocab_size * model.hidden_size
-    counted = 0 if model.tie_word_embeddings else packed_bytes(size, nibbles=True)
-    return packed_bytes(size, nibbles=False) - counted
 
 
 def _attention(config: EngineConfig, facts: HardwareFacts) -> str:

@@ -10,7 +10,10 @@ from quire.config.vision import Vision
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 CacheDtype = Literal["float32", "bfloat16", "float16", "float8"]  # float8 is e4m3fn
-Quantization = Literal["fp8"]
+Quantization = Literal["fp8", "int8", "int4"]  # of plain weights, while they are loaded
+QUANTIZATIONS: tuple[Quantization, ...] = ("fp8", "int8", "int4")
+STORED_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")  # of quantized checkpoints
+INT4_GROUP = 128  # weights of int4 that share a scale
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
@@ -152,10 +155,15 @@ class WeightCounts:
 @dataclass(frozen=True, slots=True)
 class StoredLevels:
     """The weights that the model's file stores quantized and that kernels can multiply as stored: their number, and
-    their bytes in memory."""
+    their bytes in memory, with the native CPU kernels and with the Triton kernels. `gpu_is_float8`: these need a GPU
+    that multiplies float8. `has_table`: the embedding table may be one of them."""
 
     parameters: int = 0
     num_bytes: int = 0
+    gpu_parameters: int = 0
+    gpu_bytes: int = 0
+    gpu_is_float8: bool = False
+    has_table: bool = True
 
 
 def packed_bytes(num_weights: int, *, nibbles: bool) -> int:
@@ -208,6 +216,7 @@ class ModelConfig:
     dtype: Dtype = "bfloat16"  # the checkpoint's dtype
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = field(default=())
+    quantization: str | None = None  # the method by which a Hugging Face checkpoint stores weights quantized
     levels: StoredLevels = field(default_factory=StoredLevels)
     weights: WeightCounts = field(default_factory=WeightCounts)
 

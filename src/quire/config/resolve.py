@@ -11,7 +11,7 @@ from quire.config.engine import MAX_BLOCK_SIZE, CacheConfig, DeviceConfig, Engin
 from quire.config.facts import HardwareFacts, cuda_index
 from quire.config.kv_cache import PLAIN, KVGroups, lay_out
 from quire.config.memory import MemoryPlan, kv_block_bytes, plan_memory, state_groups
-from quire.config.model import CacheDtype, Dtype, ModelConfig, Quantization
+from quire.config.model import QUANTIZATIONS, CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.policy import RESERVING
 from quire.config.sizes import GIB, MIB, format_size, parse_size
 from quire.config.speculation import SpeculationConfig, resolve_speculation
@@ -169,15 +169,26 @@ def resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelConf
         args.threads,
         args.attention_backend,
         args.enforce_eager,
-        _quantization(args, facts, device),
+        _quantization(args, facts, device, model),
     )
 
 
-def _quantization(args: EngineArguments, facts: HardwareFacts, device: str) -> Quantization | None:
-    if args.quantization is None:
+def _quantization(args: EngineArguments, facts: HardwareFacts, device: str, model: ModelConfig) -> Quantization | None:
+    """What plain weights become while they are loaded. The method of a checkpoint may be named, and changes nothing."""
+    given = args.quantization
+    if given is None or given == model.quantization:
         return None
-    _check_float8("quantization", facts, device)
-    return "fp8"
+    if model.quantization is not None:
+        raise ConfigError("quantization", f"the checkpoint is quantized already ({model.quantization})", "leave it out")
+    chosen = next((known for known in QUANTIZATIONS if known == given), None)
+    if chosen is None:
+        raise ConfigError("quantization", f"the checkpoint is not stored as {given}", "leave it out")
+    if chosen == "fp8":
+        _check_float8("quantization", facts, device)
+    elif device != "cpu" and model.experts is not None:
+        reason = f"{chosen} is not supported for mixtures of experts on a GPU"
+        raise ConfigError("quantization", reason, 'use "fp8", or leave it out')
+    return chosen
 
 
 def _kv_dtype(args: EngineArguments, facts: HardwareFacts, device: str, dtype: Dtype) -> CacheDtype:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 FLOAT8_MULTIPLE = 16  # inputs and outputs must be multiples of it
+_INT8_MULTIPLE, _FEW_INT8 = 8, 16  # likewise for int8, which takes more rows than so many
 
 
 def multiply_float8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
@@ -22,3 +23,13 @@ def multiply_float8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Te
         use_fast_accum=True,
     )
     return found
+
+
+def can_multiply_int8(rows: int, inputs: int, outputs: int) -> bool:
+    """Whether `multiply_int8` takes these sizes."""
+    return rows > _FEW_INT8 and inputs % _INT8_MULTIPLE == 0 and outputs % _INT8_MULTIPLE == 0
+
+
+def multiply_int8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """The same for int8, summed exactly: float32."""
+    return torch._int_mm(x, weight.t()).float().mul_(x_scale[:, None]).mul_(weight_scale)

@@ -37,6 +37,7 @@ from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.resolve import resolve_model
 from quire.runtime.models.registry import ENTRIES, check_generates
 from quire.serving.pooled_texts import check_work
+from quire.types.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class PlannedEngine:
         self, load_format: Literal["auto", "dummy"], progress: Progress, tools: DecodingTools | None = None
     ) -> EngineCore:
         """Load the weights and make the engine; its `close` gives the memory back."""
+        _check_dummy(load_format, self.model)
         config = self.config
         if config.cache.tiers.disk_path:  # what else is cached ends with this process, which has one model
             namespace = cache_namespace(self.files, self.model, config, load_format)
@@ -156,3 +158,10 @@ def find_draft(arguments: EngineArguments, *, offline: bool = False) -> ModelFil
     return (
         None if speculation is None or speculation.model is None else resolve_model(speculation.model, offline=offline)
     )
+
+
+def _check_dummy(load_format: Literal["auto", "dummy"], model: ModelConfig) -> None:
+    """Random weights are plain numbers: they would take more memory than was planned."""
+    if load_format == "dummy" and model.levels.gpu_parameters + model.levels.parameters and model.quantization:
+        reason = f'"dummy" makes plain weights, and those of the checkpoint are {model.quantization}'
+        raise ConfigError("load_format", reason, "leave quantization_config out of config.json")

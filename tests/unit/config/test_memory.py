@@ -16,7 +16,7 @@ from quire.config.memory import (
     kv_block_bytes,
     plan_memory,
 )
-from quire.config.model import Dtype, Experts, Heads, Latent, StoredLevels
+from quire.config.model import Dtype, Experts, Heads, Latent, Quantization, StoredLevels
 from quire.config.sizes import GIB, MIB
 from quire.config.tiers import TierConfig
 from quire.types.errors import DoesNotFit
@@ -167,6 +167,41 @@ def test_levels_are_counted_as_they_are_kept() -> None:
     assert on_tiles == 2 * numbers + 600 + table
     in_halves = weights("float16", replace(SERVER, native_refusal=None, tile_units=True))
     assert in_halves > 2 * SMALL.num_parameters, "no kernel multiplies halves by levels"
+
+
+def test_checkpoints_that_are_quantized_are_counted_as_they_are_held() -> None:
+    """Their embedding is plain: in halves, a tied head has a copy of its own."""
+    levels = StoredLevels(1_000, 600, gpu_parameters=900, gpu_bytes=500, gpu_is_float8=True, has_table=False)
+    stored = replace(SMALL, quantization="gptq", levels=levels)
+
+    def weights(device: str, dtype: Dtype, facts: HardwareFacts) -> int:
+        config = EngineConfig(CacheConfig(16, 10), SchedulerConfig(), DeviceConfig(device, dtype, dtype))
+        return plan_memory(stored, config, facts, 80 * GIB).weights
+
+    table = SMALL.vocab_size * SMALL.hidden_size
+    native, numbers = replace(SERVER, native_refusal=None, tile_units=True, triton=True), SMALL.num_parameters
+    assert weights("cpu", "float32", replace(LAPTOP, level_panels=True)) == 4 * (numbers - 1_000) + 600
+    assert weights("cpu", "bfloat16", native) == 2 * (numbers - 1_000 + table) + 600
+    assert weights("cuda", "bfloat16", native) == 2 * (numbers - 900) + 500
+    assert weights("cuda", "bfloat16", replace(native, triton=False)) == 2 * numbers
+    older = replace(native, cuda=tuple(replace(device, capability=(8, 0)) for device in native.cuda))
+    assert weights("cuda", "bfloat16", older) == 2 * numbers, "it multiplies no float8"
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8), ("int4", 4)])
+def test_integers_are_counted_with_their_scales(quantization: Quantization, bits: int) -> None:
+    numbers, outputs = LARGE.layer_weights
+    rest = LARGE.num_parameters - numbers
+    facts = replace(SERVER, triton=True, native_refusal=None, tile_units=True)
+
+    def weights(device: str) -> int:
+        made = DeviceConfig(device, "bfloat16", "bfloat16", quantization=quantization)
+        return plan_memory(LARGE, EngineConfig(CacheConfig(16, 10), SchedulerConfig(), made), facts, 800 * GIB).weights
+
+    scales = 4 * outputs if bits == 8 else 2 * numbers // 128
+    assert weights("cuda") == 2 * rest + numbers * bits // 8 + scales
+    head = LARGE.vocab_size * LARGE.hidden_size if LARGE.tie_word_embeddings else 0
+    assert weights("cpu") == 2 * (rest + head) + numbers * (bits + 1) // 8
 
 
 def test_graphs_are_counted_where_steps_are_captured_and_nothing_is_gathered_there() -> None:

@@ -1,4 +1,4 @@
-"""Float8 (e4m3) numbers with a scale per row, in plain torch."""
+"""Float8 (e4m3) and int8 numbers with a scale per row, in plain torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 LARGEST = 448.0  # finite e4m3 number
+LARGEST_INT8 = 127.0  # what a dynamic scale takes the largest magnitude to
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:  # [rows, size] -> [rows, size] float8, [rows] float32
@@ -15,6 +16,19 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:  # [rows, size] -> [rows,
     return to_float8(wide * (LARGEST / amax)[:, None]), amax / LARGEST
 
 
+def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:  # [rows, size] -> [rows, size] int8, [rows] float32
+    """The same for int8. Whole numbers cannot say NaN: a row that has one, or an infinity, has the scale NaN."""
+    wide = x.float()
+    amax = wide.abs().amax(dim=-1).clamp(min=1e-12)
+    scale = torch.where(amax.isfinite(), amax / LARGEST_INT8, float("nan"))
+    return to_int8(wide / scale[:, None]).nan_to_num(0.0).to(torch.int8), scale
+
+
 def to_float8(x: Tensor) -> Tensor:
-    """The nearest float8 of each number; those out of range become the largest."""
+    """The nearest float8 of each number; those out of range become the largest, NaN stays NaN."""
     return x.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+def to_int8(x: Tensor) -> Tensor:
+    """The nearest int8 of each number, as floats; those out of range become the largest, NaN stays NaN."""
+    return x.round().clamp(-LARGEST_INT8 - 1, LARGEST_INT8)

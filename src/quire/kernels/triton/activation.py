@@ -7,7 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows, power_of_two, to_float8, warps_for
+from quire.kernels.triton.launch import (
+    SMALL,
+    await_inputs,
+    check,
+    check_rows,
+    larger,
+    largest,
+    power_of_two,
+    to_small,
+    warps_for,
+)
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _BLOCK = 1024
@@ -77,18 +87,18 @@ def _gate_quantized_kernel(
     gate_ptr, out_row = x_ptr + row * x_stride, out_ptr + row * out_stride
     if AT_ONCE:
         y = _gated(gate_ptr, gate_ptr + size, column, size, KIND)
-        small, scale = to_float8(y.to(tl.float32), tl.max(tl.abs(y.to(tl.float32))))
+        small, scale = to_small(y.to(tl.float32), largest(y.to(tl.float32)), out_ptr.dtype.element_ty)
         tl.store(out_row + column, small, mask=column < size)
         tl.store(scale_ptr + row, scale)
     else:
         most = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, size, BLOCK):
             y = _gated(gate_ptr, gate_ptr + size, start + column, size, KIND)
-            most = tl.maximum(most, tl.abs(y.to(tl.float32)))
-        amax = tl.max(most)
+            most = larger(most, y.to(tl.float32))
+        amax = largest(most)
         for start in range(0, size, BLOCK):
             y = _gated(gate_ptr, gate_ptr + size, start + column, size, KIND)
-            small, scale = to_float8(y.to(tl.float32), amax)
+            small, scale = to_small(y.to(tl.float32), amax, out_ptr.dtype.element_ty)
             tl.store(out_row + start + column, small, mask=start + column < size)
             tl.store(scale_ptr + row, scale)
 
@@ -109,18 +119,18 @@ def activate_rows(x: Tensor, activation: str) -> None:
 def gate(
     gate_up: Tensor,  # [rows, 2 * size]: gate, then up
     activation: str,  # one of ACTIVATIONS
-    out: Tensor | None = None,  # [rows, size], of gate_up's dtype or float8
-    scale: Tensor | None = None,  # [rows] float32, for a float8 `out`
+    out: Tensor | None = None,  # [rows, size], of gate_up's dtype, float8 or int8
+    scale: Tensor | None = None,  # [rows] float32, for a float8 or int8 `out`
     dependent: bool = False,
 ) -> Tensor:
-    """activation(gate) * up, both factors rounded to the dtype; then to float8 with a scale per row if so asked."""
+    """activation(gate) * up, both factors rounded to the dtype; then to float8 or int8 with a scale per row."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device) if out is None else out
     check_rows(gate_up, "gate_up")
     check_rows(out, "out")
     check(out.shape == (rows, size) and gate_up.shape[1] == 2 * size, "out has half the columns of gate_up")
-    quantized = out.dtype == FLOAT8
-    check(quantized == (scale is not None), "a float8 out and a scale come together")
+    quantized = out.dtype in SMALL
+    check(quantized == (scale is not None), "a float8 or int8 out and a scale come together")
     kind = ACTIVATIONS[activation]
     if rows == 0:
         return out

@@ -13,6 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = tl.constexpr(448.0)  # the largest finite e4m3 number
+ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2**23: a float32 that large has no fraction
+SMALL = (torch.float8_e4m3fn, torch.int8)  # dtypes of rows that have a scale
 SMALLEST_AMAX = tl.constexpr(1e-12)  # keeps the scale of an all-zero row a normal number
 
 
@@ -29,12 +31,36 @@ def await_inputs(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
-def to_float8(x, amax):
-    """float32 numbers and the largest magnitude among them -> e4m3 numbers and their scale."""
-    amax = tl.maximum(amax, SMALLEST_AMAX)
-    scaled = x * tl.div_rn(FLOAT8_MAX, amax)
-    scaled = tl.minimum(tl.maximum(scaled, -FLOAT8_MAX), FLOAT8_MAX)
-    return scaled.to(tl.float8e4nv), tl.div_rn(amax, FLOAT8_MAX)
+def clamp_float8(x):
+    """float32 numbers as float8 can hold them: those out of range become the largest, NaN stays NaN."""
+    return tl.where(x == x, tl.minimum(tl.maximum(x, -FLOAT8_MAX), FLOAT8_MAX), x)
+
+
+@triton.jit
+def larger(most, x):
+    """The larger magnitudes of two blocks of float32 numbers; NaN where either is."""
+    return tl.where((most == most) & (x == x), tl.maximum(most, tl.abs(x)), most + x)
+
+
+@triton.jit
+def largest(x):
+    """The largest magnitude of a block of float32 numbers; NaN if one of them is."""
+    return tl.where(tl.max((x != x).to(tl.int32)) > 0, float("nan"), tl.max(tl.abs(tl.where(x == x, x, 0.0))))
+
+
+@triton.jit
+def to_small(x, amax, dtype: tl.constexpr):
+    """float32 numbers and the largest magnitude among them -> float8 (e4m3) or int8 numbers and their scale. A NaN
+    among them makes the scale NaN."""
+    MOST: tl.constexpr = 127.0 if dtype == tl.int8 else FLOAT8_MAX
+    amax = tl.where(amax == amax, tl.maximum(amax, SMALLEST_AMAX), amax)
+    scaled = x * tl.div_rn(MOST, amax)
+    if dtype == tl.int8:
+        whole = (scaled + ROUNDING) - ROUNDING  # to the nearest whole number, ties to even
+        small = tl.where(whole == whole, tl.minimum(tl.maximum(whole, -MOST), MOST), 0.0).to(tl.int8)
+    else:
+        small = clamp_float8(scaled).to(tl.float8e4nv)
+    return small, tl.div_rn(amax, MOST)
 
 
 @cache

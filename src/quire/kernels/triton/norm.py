@@ -8,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import (
-    FLOAT8,
+    SMALL,
     await_inputs,
     check,
     check_rows,
+    largest,
     power_of_two,
-    to_float8,
+    to_small,
     warps_for,
 )
 
@@ -41,7 +42,7 @@ def _rms_norm_kernel(
     y = (normal.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
     if QUANTIZED:
         wide = y.to(tl.float32)
-        y, scale = to_float8(wide, tl.max(tl.abs(wide)))
+        y, scale = to_small(wide, largest(wide), out_ptr.dtype.element_ty)
         tl.store(scale_ptr + row, scale)
     tl.store(out_ptr + row * out_stride + column, y, mask=inside)
 
@@ -50,11 +51,12 @@ def rms_norm(
     x: Tensor,  # [rows, size]
     weight: Tensor,  # [size]
     eps: float,
-    out: Tensor | None = None,  # [rows, size], of x's dtype or float8
-    scale: Tensor | None = None,  # [rows] float32, for a float8 `out`
+    out: Tensor | None = None,  # [rows, size], of x's dtype, float8 or int8
+    scale: Tensor | None = None,  # [rows] float32, for a float8 or int8 `out`
     dependent: bool = False,
 ) -> Tensor:
-    """x over its root mean square, times weight; rounded to x's dtype, then to float8 with a scale per row if so asked.
+    """x over its root mean square, times weight; rounded to x's dtype, then to float8 or int8 with a scale per row if
+    so asked.
 
     `dependent` launches the kernel while the one before still runs; see `launch.await_inputs`.
     """
@@ -66,8 +68,8 @@ def add_rms_norm(
     residual: Tensor,  # [rows, size], x's dtype: becomes residual + x
     weight: Tensor,  # [size]
     eps: float,
-    out: Tensor | None = None,  # [rows, size], of x's dtype or float8
-    scale: Tensor | None = None,  # [rows] float32, for a float8 `out`
+    out: Tensor | None = None,  # [rows, size], of x's dtype, float8 or int8
+    scale: Tensor | None = None,  # [rows] float32, for a float8 or int8 `out`
     dependent: bool = False,
 ) -> Tensor:
     """`rms_norm` of residual + x, which is left in `residual`. `out` may be `x`, not `residual`."""
@@ -91,8 +93,8 @@ def _launch(
     check_rows(out, "out")
     check(weight.shape == (size,) and weight.is_contiguous() and out.shape == x.shape, "weight or out is misshapen")
     check(size <= MOST_COLUMNS, f"rows hold at most {MOST_COLUMNS} numbers")
-    quantized = out.dtype == FLOAT8
-    check(quantized == (scale is not None), "a float8 out and a scale come together")
+    quantized = out.dtype in SMALL
+    check(quantized == (scale is not None), "a float8 or int8 out and a scale come together")
     if rows == 0:
         return out
     block = power_of_two(size)

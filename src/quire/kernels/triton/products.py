@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import ACTIVATIONS, activate
-from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows
+from quire.kernels.triton.launch import FLOAT8, SMALL, await_inputs, check, check_rows
 from quire.kernels.triton.products_plan import MOST_ROWS, PARTIAL_SUMS, TILE_COUNTERS, Tiling, choose_tiling
 
 FAST_ROWS = 64
@@ -37,7 +37,7 @@ class Workspace(NamedTuple):
 
 
 @triton.jit
-def _epilogue(
+def epilogue(
     acc, acc_up, m, n, M, N, out_ptr, bias_ptr, residual_ptr, x_scale_ptr, w_scale_ptr, out_stride, residual_stride,
     GATED: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_X_SCALE: tl.constexpr, HAS_W_SCALE: tl.constexpr,
@@ -80,11 +80,12 @@ def _prefetch(w_ptr, w_row, begin, K, w_stride, BYTES: tl.constexpr, LINES: tl.c
 def sum_tiles(
     x_at, w_at, up_at, k, K, count,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, SUMS: tl.constexpr = tl.float32,
 ):  # fmt: skip
-    """Sums [BLOCK_N, BLOCK_M] over `count` steps of K; the second is of the up weights, or zero."""
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    """Sums [BLOCK_N, BLOCK_M] over `count` steps of K; the second is of the up weights, or zero. SUMS: what they are
+    added in, int32 for int8 rows."""
+    acc = tl.zeros((BLOCK_N, BLOCK_M), SUMS)
+    acc_up = tl.zeros((BLOCK_N, BLOCK_M), SUMS)
     for step in range(count):
         shift = step * BLOCK_K
         if EVEN_K:
@@ -93,14 +94,44 @@ def sum_tiles(
             inside = k + shift < K
             x = tl.load(x_at + shift, mask=inside[:, None], other=0.0)
             w = tl.load(w_at + shift, mask=inside[None, :], other=0.0)
-        acc = tl.dot(w.to(x.dtype), x, acc, input_precision=PRECISION, max_num_imprecise_acc=EXACT)
+        acc = tl.dot(w.to(x.dtype), x, acc, input_precision=PRECISION, max_num_imprecise_acc=EXACT, out_dtype=SUMS)
         if GATED:
             if EVEN_K:
                 up = tl.load(up_at + shift)
             else:
                 up = tl.load(up_at + shift, mask=(k + shift < K)[None, :], other=0.0)
-            acc_up = tl.dot(up.to(x.dtype), x, acc_up, input_precision=PRECISION, max_num_imprecise_acc=EXACT)
-    return acc, acc_up
+            acc_up = tl.dot(
+                up.to(x.dtype), x, acc_up, input_precision=PRECISION, max_num_imprecise_acc=EXACT, out_dtype=SUMS
+            )
+    return acc.to(tl.float32), acc_up.to(tl.float32)
+
+
+@triton.jit
+def join_splits(
+    acc, acc_up, tile, split, partial_ptr, counter_ptr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """The sums of all splits of a tile, in the order of K, and whether this program has them: the last that comes."""
+    last = True
+    if SPLITS > 1:
+        PARTS: tl.constexpr = 2 if GATED else 1
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        mine = partial_ptr + (tile * SPLITS + split) * (PARTS * SIZE) + place
+        tl.store(mine, acc)
+        if GATED:
+            tl.store(mine + SIZE, acc_up)
+        tl.debug_barrier()
+        last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        if last:
+            tl.store(counter_ptr + tile, 0)
+            acc, acc_up = tl.zeros_like(acc), tl.zeros_like(acc_up)
+            first = partial_ptr + tile * SPLITS * (PARTS * SIZE) + place
+            for other in range(SPLITS):
+                acc += tl.load(first + other * (PARTS * SIZE), cache_modifier=".cg")
+                if GATED:
+                    acc_up += tl.load(first + other * (PARTS * SIZE) + SIZE, cache_modifier=".cg")
+    return acc, acc_up, last
 
 
 @triton.jit
@@ -130,29 +161,14 @@ def _skinny_kernel(
     count = tl.minimum(steps, tl.cdiv(K, BLOCK_K) - split * steps)
     x_at = x_ptr + x_row[None, :] * x_stride + k[:, None]
     acc, acc_up = sum_tiles(
-        x_at, w_at, up_at, k, K, count, BLOCK_M, BLOCK_N, BLOCK_K, GATED, EVEN_K, PRECISION, EXACT
+        x_at, w_at, up_at, k, K, count, BLOCK_M, BLOCK_N, BLOCK_K, GATED, EVEN_K, PRECISION, EXACT,
+        tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32,
     )  # fmt: skip
-    last = True
-    if SPLITS > 1:
-        PARTS: tl.constexpr = 2 if GATED else 1
-        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
-        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        mine = partial_ptr + (tile * SPLITS + split) * (PARTS * SIZE) + place
-        tl.store(mine, acc)
-        if GATED:
-            tl.store(mine + SIZE, acc_up)
-        tl.debug_barrier()
-        last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        if last:
-            tl.store(counter_ptr + tile, 0)
-            acc, acc_up = tl.zeros_like(acc), tl.zeros_like(acc_up)
-            first = partial_ptr + tile * SPLITS * (PARTS * SIZE) + place
-            for other in range(SPLITS):
-                acc += tl.load(first + other * (PARTS * SIZE), cache_modifier=".cg")
-                if GATED:
-                    acc_up += tl.load(first + other * (PARTS * SIZE) + SIZE, cache_modifier=".cg")
+    acc, acc_up, last = join_splits(
+        acc, acc_up, tile, split, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLITS, GATED
+    )  # fmt: skip
     if last:
-        _epilogue(
+        epilogue(
             acc, acc_up, m, n, M, N, out_ptr, bias_ptr, residual_ptr, x_scale_ptr, w_scale_ptr, out_stride,
             residual_stride, GATED, KIND, HAS_BIAS, HAS_RESIDUAL, HAS_X_SCALE, HAS_W_SCALE,
         )  # fmt: skip
@@ -206,15 +222,15 @@ def _vector_kernel(
         inverse = tl.rsqrt(tl.sum(square) / K + eps)
         total *= inverse
         total_up *= inverse
-    _epilogue(
+    epilogue(
         total, total_up, tl.arange(0, 1), n, 1, N, out_ptr, bias_ptr, residual_ptr, x_scale_ptr, w_scale_ptr, 0, 0,
         GATED, KIND, HAS_BIAS, HAS_RESIDUAL, HAS_X_SCALE, HAS_W_SCALE,
     )  # fmt: skip
 
 
 def skinny_product(
-    x: Tensor,  # [M, K], at most MOST_ROWS rows: a float dtype, or float8 with x_scale
-    weight: Tensor,  # [N, K] of x's dtype, or float8 with weight_scale; [2 * N, K], gate then up, with an activation
+    x: Tensor,  # [M, K], at most MOST_ROWS rows: a float dtype, or float8 or int8 with x_scale
+    weight: Tensor,  # [N, K] of x's dtype, or small with weight_scale; [2 * N, K], gate then up, with an activation
     workspace: Workspace,
     *,
     bias: Tensor | None = None,  # [weight rows]
@@ -238,7 +254,7 @@ def skinny_product(
     _check_product(x, weight, x_scale, weight_scale, norm)
     if out is None:
         like = x if residual is None else residual
-        out = torch.empty(rows, outputs, dtype=torch.bfloat16 if like.dtype == FLOAT8 else like.dtype, device=x.device)
+        out = torch.empty(rows, outputs, dtype=torch.bfloat16 if like.dtype in SMALL else like.dtype, device=x.device)
     check_rows(out, "out")
     check(out.shape == (rows, outputs), "out is [M, N]")
     check(residual is None or (residual.shape == out.shape and residual.stride(1) == 1), "residual is [M, N]")
@@ -304,7 +320,7 @@ def _check_product(
     check_rows(weight, "weight")
     check(x.shape[0] <= MOST_ROWS, f"at most {MOST_ROWS} rows")
     check(x.shape[1] == weight.shape[1], "x and weight differ in K")
-    check(weight.dtype in (x.dtype, FLOAT8), "the weight has x's dtype or is float8")
-    check((x.dtype == FLOAT8) == (x_scale is not None), "a float8 x and x_scale come together")
-    check((weight.dtype == FLOAT8) == (weight_scale is not None), "a float8 weight and weight_scale come together")
+    check(weight.dtype in (x.dtype, *(SMALL if x_scale is None else ())), "the weight has x's dtype, or a small one")
+    check((x.dtype in SMALL) == (x_scale is not None), "a float8 or int8 x and x_scale come together")
+    check((weight.dtype in SMALL) == (weight_scale is not None), "a float8 or int8 weight and its scale come together")
     check(norm is None or norm.weight.shape == (x.shape[1],), "the norm's weight has a number per column of x")

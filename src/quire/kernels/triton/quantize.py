@@ -1,4 +1,5 @@
-"""Float8 (e4m3) numbers with a scale per row: activations by token while the model runs, weights by output at load."""
+"""Float8 (e4m3) or int8 numbers with a scale per row: activations by token while the model runs, weights by output when
+they are loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +8,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows, power_of_two, to_float8, warps_for
+from quire.kernels.triton.launch import (
+    FLOAT8,
+    SMALL,
+    await_inputs,
+    check,
+    check_rows,
+    larger,
+    largest,
+    power_of_two,
+    to_small,
+    warps_for,
+)
 
 _MOST_AT_ONCE = 8192  # numbers of a row held in registers; longer rows are read twice
 
@@ -23,30 +35,31 @@ def _quantize_kernel(
     if WHOLE:
         inside = column < size
         x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-        y, scale = to_float8(x, tl.max(tl.abs(x)))
+        y, scale = to_small(x, largest(x), out_ptr.dtype.element_ty)
         tl.store(out_ptr + row * out_stride + column, y, mask=inside)
         tl.store(scale_ptr + row, scale)
     else:
         most = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, size, BLOCK):
             x = tl.load(x_ptr + row * x_stride + start + column, mask=start + column < size, other=0.0)
-            most = tl.maximum(most, tl.abs(x.to(tl.float32)))
-        amax = tl.max(most)
+            most = larger(most, x.to(tl.float32))
+        amax = largest(most)
         for start in range(0, size, BLOCK):
             inside = start + column < size
             x = tl.load(x_ptr + row * x_stride + start + column, mask=inside, other=0.0)
-            y, scale = to_float8(x.to(tl.float32), amax)
+            y, scale = to_small(x.to(tl.float32), amax, out_ptr.dtype.element_ty)
             tl.store(out_ptr + row * out_stride + start + column, y, mask=inside)
             tl.store(scale_ptr + row, scale)
 
 
 def quantize_rows(
     x: Tensor,  # [rows, size]
-    out: Tensor | None = None,  # [rows, size] float8
+    out: Tensor | None = None,  # [rows, size] float8, or int8
     scale: Tensor | None = None,  # [rows] float32
     dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Each row over a scale of its own, which takes its largest magnitude to the largest float8: x = out * scale.
+    """Each row over a scale of its own, which takes its largest magnitude to the largest float8, or to 127: x = out *
+    scale. The scale of a row with a NaN is NaN.
 
     Serves activations (a row is a token) and weights [outputs, inputs] (a row is an output).
     """
@@ -55,7 +68,7 @@ def quantize_rows(
     scale = torch.empty(rows, dtype=torch.float32, device=x.device) if scale is None else scale
     check_rows(x, "x")
     check_rows(out, "out")
-    check(out.shape == x.shape and out.dtype == FLOAT8, "out must be float8 of x's shape")
+    check(out.shape == x.shape and out.dtype in SMALL, "out must be float8 or int8 of x's shape")
     check(scale.shape == (rows,) and scale.dtype == torch.float32 and scale.is_contiguous(), "scale: a float32 per row")
     if rows == 0:
         return out, scale

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import FLOAT8, FLOAT8_MAX, await_inputs, check, check_rows, power_of_two
+from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows, clamp_float8, power_of_two
 
 _HEADS_AT_ONCE = 8
 
@@ -36,7 +36,7 @@ class LayerMemory(NamedTuple):
 def _to_cache(x, scale, memory, FLOAT8_CACHE: tl.constexpr):
     """x as the cache at pointer `memory` holds it."""
     if FLOAT8_CACHE:
-        x = tl.minimum(tl.maximum(x.to(tl.float32) / scale, -FLOAT8_MAX), FLOAT8_MAX)
+        x = clamp_float8(x.to(tl.float32) / scale)
     return x.to(memory.dtype.element_ty)
 
 

@@ -16,7 +16,7 @@ from quire.runtime.accelerator import dependent_rows
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention, OutputGate
-from quire.runtime.layers.choice import choose_float8_product, choose_product
+from quire.runtime.layers.choice import choose_product
 from quire.runtime.layers.delta import DeltaRule
 from quire.runtime.layers.experts import (
     EachExpert,
@@ -45,6 +45,7 @@ from quire.runtime.layers.modules import (
 )
 from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
+from quire.runtime.layers.quantizing import choose_quantizing_product
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
 from quire.runtime.layers.texts import TextAttention
@@ -85,8 +86,8 @@ class LayerBuilder:
         self._table_product = choose_product(dtype, device, triton=triton, many_rows=many_rows)  # never quantized
         self._product = self._table_product
         self._float8 = config.quantization == "fp8"
-        if self._float8:
-            self._product = choose_float8_product(dtype, device, triton=triton)
+        if config.quantization is not None:
+            self._product = choose_quantizing_product(config.quantization, dtype, device, triton=triton)
         self._head_product = self._table_product if triton else choose_product(dtype, device, keeps_weight=True)
         self._ops = choose_ops(dtype, device, triton=triton)
         self._rotaries: dict[tuple[Rope, int], Rotary] = {}

@@ -13,16 +13,6 @@ from quire.runtime.layers.product import (
     UpcastProduct,
     multiplies_natively,
 )
-from quire.runtime.layers.rounded import RoundedProduct
-
-
-def choose_float8_product(dtype: torch.dtype, device: torch.device, *, triton: bool) -> Product:
-    """The product of weights in float8, or without Triton as if they were."""
-    if not triton:
-        return RoundedProduct(choose_product(dtype, device))
-    from quire.runtime.layers.skinny_fp8 import Float8Product
-
-    return Float8Product(dtype, device, dependent_rows=dependent_rows(device))
 
 
 def choose_product(

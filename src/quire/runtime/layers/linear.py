@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from quire.runtime.layers.native import NativeMultiply
 from quire.runtime.layers.product import FusedMultiply, Multiply, Product
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored, WeightLayer
-from quire.runtime.quantization.levels import LevelWeight, stack
+from quire.runtime.quantization.weight import QuantizedWeight, stack
 
 _KEY, _VALUE = "k_proj", "v_proj"
 
@@ -53,7 +54,7 @@ class Linear(WeightLayer):
             self._spans[name] = slice(begin, begin + count)
             begin += count
         self._order = order
-        self._levels: dict[str, LevelWeight] = {}  # parts loaded as such, by name
+        self._quantized: dict[str, QuantizedWeight] = {}  # parts loaded as such, by name
         self.num_outputs = rows
         self.multiply: Multiply | None = None  # how the finished weight is multiplied by
         self.fused: FusedMultiply | None = None  # the same, where it takes norms and additions along
@@ -62,43 +63,67 @@ class Linear(WeightLayer):
         return self._stored[part.rpartition(".")[0]].shape(super().part_shape(part))
 
     def load(self, part: str, tensor: Tensor) -> None:
-        self._hold()
+        self._hold(part)
         self._part(part).copy_(
             self._stored[part.rpartition(".")[0]].in_order(tensor).to(self._dtype)
         )  # rounded to the run dtype even when held wider
 
-    def takes_levels(self, part: str) -> bool:
-        name, _, kind = part.rpartition(".")
-        as_it_is = kind == "weight" and self._stored[name] == AS_IT_IS and self._order is None
-        return self._product.takes_levels and as_it_is
-
-    def load_levels(self, part: str, weight: LevelWeight) -> None:
-        self._levels[part.removesuffix(".weight")] = weight
+    def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
+        name = part.removesuffix(".weight")
+        stored = self._stored[name]
+        keeps = self._product.keeps(weight)
+        if stored.turned or not (keeps or weight.activations):
+            return super().load_quantized(part, weight)
+        order = stored.outputs_in_order(weight.shape[0])
+        self._quantized[name] = weight if order is None else weight.rows(order)
+        return keeps
 
     def randomize(self, part: str, generator: torch.Generator) -> None:
-        self._hold()
+        self._hold(part)
         super().randomize(part, generator)
         if self.weight.dtype != self._dtype:
             self._part(part).copy_(self._part(part).to(self._dtype))
 
     def finish(self) -> None:
-        is_complete = self._levels.keys() == self._spans.keys()
-        whole = stack([self._levels[name] for name in self._spans]) if is_complete else None
-        if whole is None:
-            for name, levels in self._levels.items():
-                self.load(f"{name}.weight", levels.values())
-        bias = None if self.bias is None else self.bias.data
-        if whole is None:
-            weight = self.weight.data
-            if self._order is not None:
-                order = self._order.to(weight.device)
-                weight, bias = weight[order], None if bias is None else bias[order]
-            self.multiply = self._product.pack(weight, bias)
+        is_complete = self._quantized.keys() == self._spans.keys()
+        whole = stack([self._quantized[name] for name in self._spans]) if is_complete else None
+        if whole is not None:
+            self.multiply = self._pack_quantized(whole)
+        elif any(weight.activations is not None for weight in self._quantized.values()):
+            self.multiply = self._pack_parts()
         else:
-            self.multiply = self._product.pack_levels(whole, bias)
+            for name, quantized in self._quantized.items():
+                self._hold(f"{name}.weight")
+                self._part(f"{name}.weight").copy_(quantized.values().to(self._dtype))
+            self.multiply = self._pack_numbers()
         self.fused = self.multiply if isinstance(self.multiply, FusedMultiply) else None
-        self._levels.clear()
+        self._quantized.clear()
         del self.weight, self.bias
+
+    def _pack_numbers(self) -> Multiply:
+        weight, bias = self.weight.data, self._bias
+        if self._order is not None:
+            order = self._order.to(weight.device)
+            weight, bias = weight[order], None if bias is None else bias[order]
+        return self._product.pack(weight, bias)
+
+    def _pack_quantized(self, whole: QuantizedWeight) -> Multiply:
+        bias = self._bias
+        if self._order is not None:
+            whole, bias = whole.rows(self._order), None if bias is None else bias[self._order.to(bias.device)]
+        return self._product.pack_quantized(whole.to(self._placement.device), bias)
+
+    def _pack_parts(self) -> Multiply:
+        """Parts that differ in how their rows are rounded are multiplied one after the other."""
+        parts: list[Multiply] = []
+        for name, span in self._spans.items():
+            bias = None if self._bias is None else self._bias[span]
+            if name in self._quantized:
+                parts.append(self._product.pack_quantized(self._quantized[name].to(self._placement.device), bias))
+            else:
+                parts.append(self._product.pack(self.weight.data[span], bias))
+        order = None if self._order is None else self._order.to(self._placement.device)
+        return PartsMultiply(tuple(parts), order)
 
     def forward(self, x: Value | Normed) -> Value:  # [tokens, in] -> [tokens, out]
         assert self.multiply is not None, "finish() was not called"
@@ -118,9 +143,14 @@ class Linear(WeightLayer):
         """The product with x, for the residual stream to compute when it is added."""
         return Projected(self, x)
 
-    def _hold(self) -> None:
-        self.weight = self._placement.keep(self.weight)
-        if self.bias is not None:
+    @property
+    def _bias(self) -> Tensor | None:
+        return None if self.bias is None else self.bias.data
+
+    def _hold(self, part: str) -> None:
+        if part.endswith(".weight"):
+            self.weight = self._placement.keep(self.weight)
+        elif self.bias is not None:
             self.bias = self._placement.keep(self.bias)
 
     def _part(self, part: str) -> Tensor:
@@ -129,6 +159,18 @@ class Linear(WeightLayer):
         if whole is None:
             raise KeyError(part)
         return whole.data[self._spans[name]]
+
+
+@dataclass(frozen=True, slots=True)
+class PartsMultiply:
+    """Products by several weights, their outputs one behind the other, or in an order."""
+
+    parts: tuple[Multiply, ...]
+    order: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        whole = torch.cat([multiply(x) for multiply in self.parts], dim=1)
+        return whole if self.order is None else whole.index_select(1, self.order)
 
 
 class KeysAsValues(Linear):
@@ -143,9 +185,9 @@ class KeysAsValues(Linear):
         for each in self._held(part):
             super().load(each, tensor)
 
-    def load_levels(self, part: str, weight: LevelWeight) -> None:
-        for each in self._held(part):
-            super().load_levels(each, weight)
+    def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
+        keeps = [Linear.load_quantized(self, each, weight) for each in self._held(part)]
+        return all(keeps)
 
     def randomize(self, part: str, generator: torch.Generator) -> None:
         super().randomize(part, generator)

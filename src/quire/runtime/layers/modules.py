@@ -16,6 +16,7 @@ from quire.runtime.layers.product import Multiply, Product
 from quire.runtime.layers.stream import Normed, PostNormed, Projected, Stream, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
 from quire.runtime.quantization.levels import LevelWeight
+from quire.runtime.quantization.weight import QuantizedWeight
 
 
 class RMSNorm(WeightLayer):
@@ -194,29 +195,30 @@ class Embedding(WeightLayer):
         self.weight = placement.empty(vocab_size, size, dtype=product.held)
         self.levels: LevelWeight | None = None
         self.parts = (f"{name}.weight",)
-        self._takes_levels, self._dtype = product.takes_levels, placement.dtype
+        self._product, self._placement = product, placement
 
-    def takes_levels(self, part: str) -> bool:  # noqa: ARG002
-        return self._takes_levels
-
-    def load_levels(self, part: str, weight: LevelWeight) -> None:  # noqa: ARG002
+    def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
+        on_cpu = self._placement.device.type == "cpu"
+        if not (on_cpu and isinstance(weight, LevelWeight) and self._product.keeps(weight)):
+            return super().load_quantized(part, weight)
         self.levels = weight
         self.weight = nn.Parameter(self.weight.data[:0].clone(), requires_grad=False)
+        return True
 
     def load(self, part: str, tensor: Tensor) -> None:
-        self._part(part).copy_(tensor.to(self._dtype))
+        self._part(part).copy_(tensor.to(self._placement.dtype))
 
     def forward(self, token_ids: Tensor) -> Tensor:  # [tokens] -> [tokens, size]
         if self.levels is not None:
-            return self.levels.rows(token_ids).values().to(self._dtype)
-        return F.embedding(token_ids, self.weight).to(self._dtype)
+            return self.levels.rows(token_ids).values().to(self._placement.dtype)
+        return F.embedding(token_ids, self.weight).to(self._placement.dtype)
 
     def newest(self, rows: Tensor, tokens: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:  # [entries, size]
         """By Triton: the vectors of the newest tokens of `rows` [entries], from tokens [all rows, capacity] and lengths
         [all rows]; their places go into `positions` [entries]."""
         from quire.kernels.triton.embedding import embed_newest
 
-        x = torch.empty(len(rows), self.weight.shape[1], dtype=self._dtype, device=rows.device)
+        x = torch.empty(len(rows), self.weight.shape[1], dtype=self._placement.dtype, device=rows.device)
         embed_newest(rows, tokens, lengths, self.weight.data, x, positions)
         return x
 
@@ -266,7 +268,7 @@ class TiedHead(WeightLayer):
         if table.levels is None:
             self._multiply = product.pack(table.weight.data, None)
         else:
-            self._multiply = product.pack_levels(table.levels, None)
+            self._multiply = product.pack_quantized(table.levels, None)
 
     def forward(self, x: Tensor) -> Tensor:  # [tokens, size] -> [tokens, vocab]
         assert self._multiply is not None, "finish() was not called"

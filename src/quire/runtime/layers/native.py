@@ -3,7 +3,8 @@ small operations between them. No row depends on the others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import abstractmethod
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,7 +21,9 @@ from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.ops import TorchOps
 from quire.runtime.layers.product import Multiply, NumbersProduct, PackedProduct
 from quire.runtime.layers.stream import Value
-from quire.runtime.quantization.levels import LevelWeight
+from quire.runtime.quantization.activations import rounding
+from quire.runtime.quantization.levels import GROUP, LevelWeight
+from quire.runtime.quantization.weight import QuantizedWeight
 
 
 class NativeOps(TorchOps):
@@ -86,10 +89,39 @@ class NativeMultiply:
         return multiply(x.contiguous(), self.weight, self.bias)
 
 
-class TileProduct(NumbersProduct):
-    """bfloat16 by the CPU's tile units; oneDNN where the inputs are no multiple of a tile."""
+@dataclass(frozen=True, slots=True)
+class GatheredMultiply:
+    """A product whose rows are put into the order of the weight's columns first."""
 
-    takes_levels = True
+    multiply: Multiply
+    columns: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.multiply(x.index_select(1, self.columns))
+
+
+class LevelProduct(NumbersProduct):
+    """Base of products that multiply by levels as they are: groups of a multiple of 32 columns, factors in float16."""
+
+    def keeps(self, weight: QuantizedWeight) -> bool:
+        return isinstance(weight, LevelWeight) and weight.group % GROUP == 0 and weight.as_halves() is not None
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Multiply:
+        halves = weight.as_halves() if isinstance(weight, LevelWeight) and weight.group % GROUP == 0 else None
+        if halves is None:
+            return super().pack_quantized(weight, bias)
+        multiply = self.pack_levels(replace(halves.in_groups(GROUP), columns=None), bias)
+        if halves.columns is not None:
+            multiply = GatheredMultiply(multiply, halves.columns)
+        return rounding(multiply, weight.activations)
+
+    @abstractmethod
+    def pack_levels(self, weight: LevelWeight, bias: Tensor | None) -> Multiply:
+        """Groups are of 32 columns, in their order; scales and offsets are float16."""
+
+
+class TileProduct(LevelProduct):
+    """bfloat16 by the CPU's tile units; oneDNN where the inputs are no multiple of a tile."""
 
     def __init__(self) -> None:
         super().__init__(torch.bfloat16)
@@ -104,10 +136,8 @@ class TileProduct(NumbersProduct):
         return NativeMultiply(tiles, bias)
 
 
-class PanelProduct(NumbersProduct):
+class PanelProduct(LevelProduct):
     """float32 by panels. Numbers that serve elsewhere too (`keeps_weight`) are multiplied as they lie, not copied."""
-
-    takes_levels = True
 
     def __init__(self, *, keeps_weight: bool) -> None:
         super().__init__(torch.float32)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from quire.kernels.norm import Norm
 from quire.runtime.hardware import cpu_multiplies
-from quire.runtime.quantization.levels import LevelWeight
+from quire.runtime.quantization.activations import rounding
+from quire.runtime.quantization.weight import QuantizedWeight
 
 Multiply = Callable[[Tensor], Tensor]  # [tokens, in] -> [tokens, out]
 
@@ -49,21 +50,19 @@ class Product(Protocol):
     @property
     def held(self) -> torch.dtype: ...
 
-    @property
-    def takes_levels(self) -> bool:
-        """Whether `pack_levels` gains anything over `pack`."""
+    def keeps(self, weight: QuantizedWeight) -> bool:
+        """Whether `pack_quantized` holds the weight in its quantized form, not expanded to numbers."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
         """weight [out, in], bias [out]; both finished loading."""
 
-    def pack_levels(self, weight: LevelWeight, bias: Tensor | None) -> Multiply:
-        """The same for a weight that is stored as levels."""
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Multiply:
+        """The same for a weight that is quantized, on the device it is multiplied on. The product rounds its rows where
+        the weight says so."""
 
 
 class NumbersProduct(ABC):
-    """Base of products that know numbers only."""
-
-    takes_levels = False
+    """Base of products: quantized weights are expanded to numbers."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.held = dtype
@@ -71,8 +70,11 @@ class NumbersProduct(ABC):
     @abstractmethod
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply: ...
 
-    def pack_levels(self, weight: LevelWeight, bias: Tensor | None) -> Multiply:
-        return self.pack(weight.values().to(self.held), bias)
+    def keeps(self, weight: QuantizedWeight) -> bool:  # noqa: ARG002
+        return False
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Multiply:
+        return rounding(self.pack(weight.values().to(self.held), bias), weight.activations)
 
 
 class DenseProduct(NumbersProduct):

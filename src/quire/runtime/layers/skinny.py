@@ -16,7 +16,9 @@ from quire.kernels.triton.activation import gate
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
 from quire.kernels.triton.products import Workspace, skinny_product
 from quire.kernels.triton.products_plan import own_rows
+from quire.runtime.layers.level_multiply import QuantizedPacker
 from quire.runtime.layers.product import FusedMultiply, Multiply, NumbersProduct
+from quire.runtime.quantization.weight import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,20 @@ class TritonMultiply(FusedMultiply):
 
 
 class TritonProduct(NumbersProduct):
-    """The weight as it is; all weights of a model share one workspace."""
+    """The weight as it is, quantized or not; all weights of a model share one workspace."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, dependent_rows: int) -> None:
         super().__init__(dtype)
         self._workspace, self._dependent_rows = Workspace.make(device), dependent_rows
+        self._quantized = QuantizedPacker(dtype, device, self._workspace, dependent_rows)
+
+    def keeps(self, weight: QuantizedWeight) -> bool:
+        return self._quantized.takes(weight)
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Multiply:
+        if self._quantized.takes(weight):
+            return self._quantized.pack(weight, bias)
+        return super().pack_quantized(weight, bias)
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
         return TritonMultiply(weight, bias, self._workspace, own_rows(*weight.shape), self._dependent_rows)

@@ -1,4 +1,5 @@
-"""Products by float8 weights on a GPU: the same work as `skinny`, rows in float8 too unless there is one alone.
+"""Products by float8 or int8 weights on a GPU: the same work as `skinny`, rows in the same form unless there is one
+alone.
 
 One row is bound by reading the weight, so it stays in the run dtype. More rows are quantized on the way: inside the
 norm or the gate before the product where there is one, else by a kernel of their own. What the library multiplies is
@@ -14,22 +15,21 @@ from torch import Tensor
 
 from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import gate
-from quire.kernels.triton.launch import FLOAT8
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
 from quire.kernels.triton.products import Workspace, skinny_product
 from quire.kernels.triton.products_plan import own_rows
 from quire.kernels.triton.quantize import quantize_rows
 from quire.runtime.layers.product import FusedMultiply, Multiply, NumbersProduct
-from quire.runtime.quantization.fp8 import Float8Rows, multiply_scaled
+from quire.runtime.quantization.fp8 import ScaledRows, multiply_scaled
 
-Rows = Tensor | Float8Rows  # [tokens, in]
+Rows = Tensor | ScaledRows  # [tokens, in]
 
 
 @dataclass(frozen=True, slots=True)
-class Float8Multiply(FusedMultiply):
-    """Multiplies rows [tokens, in] by a float8 weight [out, in]; results are in `dtype`."""
+class ScaledMultiply(FusedMultiply):
+    """Multiplies rows [tokens, in] by a float8 or int8 weight [out, in]; results are in `dtype`."""
 
-    weight: Float8Rows
+    weight: ScaledRows
     bias: Tensor | None
     dtype: torch.dtype
     workspace: Workspace
@@ -37,7 +37,7 @@ class Float8Multiply(FusedMultiply):
     dependent_rows: int  # rows from which a kernel is launched while the one before still runs
 
     def __call__(self, x: Rows) -> Tensor:  # [tokens, out]
-        if isinstance(x, Float8Rows):
+        if isinstance(x, ScaledRows):
             return self._product(x)
         return self._by_kernel(x) if len(x) == 1 else self._product(self._quantized(x))
 
@@ -63,19 +63,19 @@ class Float8Multiply(FusedMultiply):
         if len(target) == 1:
             self._by_kernel(x, residual=target)
             return None
-        small = x if isinstance(x, Float8Rows) else self._quantized(x)
+        small = x if isinstance(x, ScaledRows) else self._quantized(x)
         if len(target) > self.few:
             return self._by_library(small)
         self._by_kernel(small, residual=target)
         return None
 
-    def _product(self, x: Float8Rows) -> Tensor:
+    def _product(self, x: ScaledRows) -> Tensor:
         return self._by_kernel(x) if len(x.numbers) <= self.few else self._by_library(x)
 
     def _by_kernel(
         self, x: Rows, *, norm: Norm | None = None, activation: str | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        numbers, scale = x if isinstance(x, Float8Rows) else (x, None)
+        numbers, scale = x if isinstance(x, ScaledRows) else (x, None)
         outputs = len(self.weight.scale) // (1 if activation is None else 2)
         out = residual
         if out is None:
@@ -86,11 +86,11 @@ class Float8Multiply(FusedMultiply):
             activation=activation, norm=norm, out=out, dependent=self._is_dependent(len(numbers)),
         )  # fmt: skip
 
-    def _by_library(self, x: Float8Rows) -> Tensor:
+    def _by_library(self, x: ScaledRows) -> Tensor:
         product = multiply_scaled(x, self.weight, self.dtype)
         return product if self.bias is None else product.add_(self.bias)
 
-    def _normed(self, x: Tensor, norm: Norm, pending: Tensor | None) -> Float8Rows:
+    def _normed(self, x: Tensor, norm: Norm, pending: Tensor | None) -> ScaledRows:
         out, dependent = self._small(*x.shape), self._is_dependent(len(x))
         if pending is None:
             rms_norm(x, *norm, *out, dependent=dependent)
@@ -98,7 +98,7 @@ class Float8Multiply(FusedMultiply):
             add_rms_norm(pending, x, *norm, *out, dependent=dependent)
         return out
 
-    def _quantized(self, x: Tensor) -> Float8Rows:
+    def _quantized(self, x: Tensor) -> ScaledRows:
         out = self._small(*x.shape)
         quantize_rows(x, out.numbers, out.scale, dependent=self._is_dependent(len(x)))
         return out
@@ -106,10 +106,10 @@ class Float8Multiply(FusedMultiply):
     def _is_dependent(self, rows: int) -> bool:
         return rows >= self.dependent_rows
 
-    def _small(self, rows: int, size: int) -> Float8Rows:
+    def _small(self, rows: int, size: int) -> ScaledRows:
         device = self.weight.numbers.device
-        numbers = torch.empty(rows, size, dtype=FLOAT8, device=device)
-        return Float8Rows(numbers, torch.empty(rows, dtype=torch.float32, device=device))
+        numbers = torch.empty(rows, size, dtype=self.weight.numbers.dtype, device=device)
+        return ScaledRows(numbers, torch.empty(rows, dtype=torch.float32, device=device))
 
 
 class Float8Product(NumbersProduct):
@@ -120,7 +120,7 @@ class Float8Product(NumbersProduct):
         self._workspace, self._dependent_rows = Workspace.make(device), dependent_rows
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
-        small = Float8Rows(*quantize_rows(weight))
+        small = ScaledRows(*quantize_rows(weight))
         outputs, inputs = weight.shape
         few = own_rows(outputs, inputs, "fp8")
-        return Float8Multiply(small, bias, self.held, self._workspace, few, self._dependent_rows)
+        return ScaledMultiply(small, bias, self.held, self._workspace, few, self._dependent_rows)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.model import Heads
-from quire.runtime.quantization.levels import LevelWeight
+from quire.runtime.quantization.weight import QuantizedWeight
 
 RANDOM_STD = 0.02  # the spread most published models are initialized with
 
@@ -64,6 +64,11 @@ class Stored:
         queries, key, value = torch.split(groups, [groups.shape[1] - 2, 1, 1], dim=1)
         return torch.cat([part.flatten(0, 2) for part in (queries, key, value)])
 
+    def outputs_in_order(self, outputs: int) -> Tensor | None:
+        """Which stored output each of the layer's is; None: the one of the same number. Only of a matrix that is not
+        stored by inputs first."""
+        return None if self == AS_IT_IS else self.in_order(torch.arange(outputs))
+
 
 AS_IT_IS = Stored()
 
@@ -93,13 +98,11 @@ class WeightLayer(nn.Module):
     def load(self, part: str, tensor: Tensor) -> None:
         self._part(part).copy_(tensor)
 
-    def takes_levels(self, part: str) -> bool:  # noqa: ARG002
-        """Whether a part may be loaded as levels, to be multiplied as they are."""
-        return False
-
-    def load_levels(self, part: str, weight: LevelWeight) -> None:
-        """Like `load`, only for parts that take levels."""
+    def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
+        """Like `load`, for a matrix that the checkpoint stores quantized. Returns whether the layer holds it so; else
+        it is expanded to numbers."""
         self.load(part, weight.values())
+        return False
 
     def randomize(self, part: str, generator: torch.Generator) -> None:
         """Fill a part with noise of a sane scale around `random_mean`, made on the layer's own device."""

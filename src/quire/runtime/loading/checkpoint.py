@@ -10,7 +10,7 @@ from quire.config.model import ModelConfig
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.gguf.checkpoint import GgufCheckpoint
 from quire.runtime.loading.hf.checkpoint import HfCheckpoint
-from quire.runtime.quantization.levels import LevelWeight
+from quire.runtime.quantization.weight import QuantizedWeight
 
 
 class Checkpoint(Protocol):
@@ -25,8 +25,8 @@ class Checkpoint(Protocol):
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU: float32 where it was quantized, else as stored. It may be a view of the file."""
 
-    def read_levels(self, name: str) -> LevelWeight | None:
-        """The matrix as the levels it is stored in; None where it is not stored so, or they are damaged."""
+    def read_quantized(self, name: str) -> QuantizedWeight | None:
+        """The matrix as it is stored; None where it is stored as numbers, or in a form that only `read` knows."""
 
     def source(self, name: str) -> str:
         """The file the tensor lies in."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from quire.types.errors import ModelLoadError
 if TYPE_CHECKING:
     from quire.runtime.loading.checkpoint import Checkpoint
 
+logger = logging.getLogger("quire.runtime")
 Progress = Callable[[str, int, int], None]  # what, done, total
 
 _HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old exporters wrote down; derived from the config
@@ -32,18 +34,21 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress
     for layer, parts in layers:
         for name, part in parts.items():
             _check_shape(checkpoint, name, layer.part_shape(part))
-    total, done = sum(len(parts) for _, parts in layers), 0
+    total, done, expanded = sum(len(parts) for _, parts in layers), 0, 0
     for layer, parts in layers:
         for name, part in parts.items():
-            levels = checkpoint.read_levels(name) if layer.takes_levels(part) else None
-            if levels is None:
+            quantized = checkpoint.read_quantized(name)
+            if quantized is None:
                 layer.load(part, checkpoint.read(name))
             else:
-                layer.load_levels(part, levels)
+                expanded += not layer.load_quantized(part, quantized)
             done += 1
             if progress is not None:
                 progress("loading weights", done, total)
         layer.finish()
+    if expanded:
+        reason = "no kernel here multiplies by their form"
+        logger.info("%s: %d quantized matrices are expanded to plain numbers: %s", checkpoint.file, expanded, reason)
 
 
 @torch.inference_mode()

@@ -24,7 +24,8 @@ class Entry(NamedTuple):
     in_gguf: bool = False  # GGUF files of it are read
     gguf_name: str | None = None  # their `general.architecture`, where it differs from `model_type`
     kind: Kind = "decoder"
-    formats: tuple[str, ...] = ()  # of quantized checkpoints that are read, by `quant_method` of config.json
+    formats: tuple[str, ...] = ()  # of quantized checkpoints that only this family has, by `quant_method`
+    by_inputs: bool = False  # checkpoints store matrices by inputs first: quantized ones are not read
 
 
 ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
@@ -53,7 +54,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "gemma4_text": Entry(
         "gemma4", "GEMMA4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), in_gguf=True, gguf_name="gemma4"
     ),
-    "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",)),
+    "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",), by_inputs=True),
     "gpt_oss": Entry(
         "gpt_oss", "GPT_OSS", ("GptOssForCausalLM",), in_gguf=True, gguf_name="gpt-oss", formats=("mxfp4",)
     ),

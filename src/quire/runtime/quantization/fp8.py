@@ -1,4 +1,4 @@
-"""Float8 (e4m3) numbers with a scale per row: weights by output, quantized once, and activations by token."""
+"""Float8 (e4m3) or int8 numbers with a scale per row: weights by output, quantized once, and activations by token."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels.library import FLOAT8_MULTIPLE, multiply_float8
+from quire.kernels.library import FLOAT8_MULTIPLE, can_multiply_int8, multiply_float8, multiply_int8
 from quire.kernels.reference.quantize import quantize_rows
 
 _NUMBERS_AT_ONCE = 1 << 22  # quantized at once by plain torch, which needs them in float32
 
 
-class Float8Rows(NamedTuple):
+class ScaledRows(NamedTuple):
     """Rows that are numbers * scale."""
 
-    numbers: Tensor  # [rows, size] float8
+    numbers: Tensor  # [rows, size] float8 or int8
     scale: Tensor  # [rows] float32
 
     def values(self, dtype: torch.dtype) -> Tensor:  # [rows, size]
@@ -26,15 +26,17 @@ class Float8Rows(NamedTuple):
 def rounded(x: Tensor) -> Tensor:
     """What is left of rows [rows, size] after float8, in x's dtype. By plain torch, a part at a time."""
     parts = torch.split(x, max(1, _NUMBERS_AT_ONCE // x.shape[1]))
-    return torch.cat([Float8Rows(*quantize_rows(part)).values(x.dtype) for part in parts])
+    return torch.cat([ScaledRows(*quantize_rows(part)).values(x.dtype) for part in parts])
 
 
-def multiply_scaled(x: Float8Rows, weight: Float8Rows, dtype: torch.dtype) -> Tensor:
+def multiply_scaled(x: ScaledRows, weight: ScaledRows, dtype: torch.dtype) -> Tensor:
     """x @ weight.T by the library on a GPU, [rows, outputs] in `dtype`; it sums fast and itself rounds to bfloat16.
 
     What it cannot take, and tensors on a CPU, are multiplied as plain numbers.
     """
     outputs, inputs = weight.numbers.shape
-    if not x.numbers.is_cuda or inputs % FLOAT8_MULTIPLE or outputs % FLOAT8_MULTIPLE:
+    if x.numbers.dtype == torch.int8 and x.numbers.is_cuda and can_multiply_int8(len(x.numbers), inputs, outputs):
+        return multiply_int8(*x, *weight).to(dtype)
+    if x.numbers.dtype == torch.int8 or not x.numbers.is_cuda or inputs % FLOAT8_MULTIPLE or outputs % FLOAT8_MULTIPLE:
         return torch.mm(x.values(dtype), weight.values(dtype).t())
     return multiply_float8(*x, *weight).to(dtype)

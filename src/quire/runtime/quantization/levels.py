@@ -1,47 +1,109 @@
-"""Weights as small whole numbers: multiplied as they are stored, or turned back into numbers."""
+"""Quantized weights as whole numbers: the one form that all integer formats are read into. Products multiply by it as
+it is, or expand it to numbers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-GROUP = 32  # inputs that share a scale and an offset
+from quire.runtime.quantization.activations import ActivationScheme
+
+GROUP = 32  # inputs that share a scale and an offset in GGUF files and in the native kernels
+_SMALLEST_HALF = 2.0**-14  # below it float16 loses bits
 
 
 @dataclass(frozen=True, slots=True)
 class LevelWeight:
-    """A matrix whose entries are level * scale + offset, both shared by 32 neighbouring inputs of an output."""
+    """A matrix whose entries are level * scale + offset. Scale and offset are shared by a group of neighbouring columns
+    of an output; groups are of equal size.
+
+    With a zero point, offset is -zero * scale. `columns`: which input of the layer each column belongs to, where groups
+    hold inputs that are no neighbours (act-order); None: its own.
+    """
 
     levels: Tensor  # [outputs, inputs]: uint8 below 16 where `nibbles`, else int8
-    scales: Tensor  # [outputs, inputs / 32], float16, finite
-    offsets: Tensor  # [outputs, inputs / 32], float16, finite
+    scales: Tensor  # [outputs, groups], float16 or float32, finite
+    offsets: Tensor  # [outputs, groups], float16 or float32, finite
     nibbles: bool
+    columns: Tensor | None = None  # [inputs], int64
+    activations: ActivationScheme | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.levels.shape)
 
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return self.levels.shape[1] // self.scales.shape[1]
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether level 0 (of nibbles: 8) is the number 0 everywhere."""
+        return bool((self.offsets.float() == (-8.0 if self.nibbles else 0.0) * self.scales.float()).all())
+
     def values(self) -> Tensor:  # [outputs, inputs], float32
-        """The entries; exact, as products of a level and a half have room in a float."""
-        grouped = self.levels.view(*self.scales.shape, GROUP).float()
-        return grouped.mul_(self.scales.float().unsqueeze(-1)).add_(self.offsets.float().unsqueeze(-1)).flatten(-2)
+        """The entries; exact, as a level times a half has room in a float."""
+        grouped = self.levels.view(*self.scales.shape, self.group).float()
+        grouped.mul_(self.scales.float().unsqueeze(-1)).add_(self.offsets.float().unsqueeze(-1))
+        if self.columns is None:
+            return grouped.flatten(-2)
+        return torch.empty_like(self.levels, dtype=torch.float32).index_copy_(1, self.columns, grouped.flatten(-2))
 
     def rows(self, numbers: Tensor) -> LevelWeight:
         """Some of the outputs, in the given order."""
         levels, scales, offsets = (each.index_select(0, numbers) for each in (self.levels, self.scales, self.offsets))
-        return LevelWeight(levels, scales, offsets, self.nibbles)
+        return replace(self, levels=levels, scales=scales, offsets=offsets)
+
+    def to(self, device: torch.device) -> LevelWeight:
+        columns = None if self.columns is None else self.columns.to(device)
+        parts = {name: getattr(self, name).to(device) for name in ("levels", "scales", "offsets")}
+        return replace(self, columns=columns, **parts)
+
+    def in_groups(self, size: int) -> LevelWeight:
+        """The same with smaller groups: `size` divides the group's."""
+        times = self.group // size
+        if times == 1:
+            return self
+        parts = {name: getattr(self, name).repeat_interleave(times, dim=1) for name in ("scales", "offsets")}
+        return replace(self, **parts)
+
+    def as_halves(self) -> LevelWeight | None:
+        """The same with float16 scales and offsets, off by a part in 2048 of each at most; None: out of its range."""
+        if not (_fits_half(self.scales) and _fits_half(self.offsets)):
+            return None
+        return replace(self, scales=self.scales.half(), offsets=self.offsets.half())
 
 
 def stack(weights: Sequence[LevelWeight]) -> LevelWeight | None:
-    """Weights of the same inputs as one, outputs one behind the other; None where their levels differ in kind."""
-    if len({weight.nibbles for weight in weights}) != 1:
-        return None
-    return LevelWeight(
-        torch.cat([weight.levels for weight in weights]),
-        torch.cat([weight.scales for weight in weights]),
-        torch.cat([weight.offsets for weight in weights]),
-        weights[0].nibbles,
+    """Weights of the same inputs as one, outputs one behind the other; None where they differ in kind, in the order of
+    columns or in their activations."""
+    first = weights[0]
+    for other in weights[1:]:
+        same_kind = other.nibbles == first.nibbles and other.activations == first.activations
+        if not same_kind or not _same_columns(first.columns, other.columns):
+            return None
+    size = math.gcd(*(weight.group for weight in weights))
+    parts = [weight.in_groups(size) for weight in weights]
+    factors = torch.float16 if all(part.scales.dtype == torch.float16 for part in parts) else torch.float32
+    return replace(
+        first,
+        levels=torch.cat([part.levels for part in parts]),
+        scales=torch.cat([part.scales.to(factors) for part in parts]),
+        offsets=torch.cat([part.offsets.to(factors) for part in parts]),
     )
+
+
+def _same_columns(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first, second)
+
+
+def _fits_half(factors: Tensor) -> bool:
+    size = factors.abs()
+    return factors.dtype == torch.float16 or bool(((size == 0) | ((size >= _SMALLEST_HALF) & (size < 65504.0))).all())

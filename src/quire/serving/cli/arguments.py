@@ -57,7 +57,10 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
         "back: save a block when it is evicted (default); through: when it is computed, so that a restart finds it",
     ),
     "--threads": (int, "CPU threads (all cores)"),
-    "--quantization": (str, "fp8: the layers' weights as float8, quantized while they are loaded"),
+    "--quantization": (
+        str,
+        "fp8, int8 or int4: the layers' weights, quantized while they are loaded (as the checkpoint stores them)",
+    ),
     "--kv-cache-dtype": (str, "auto: as --dtype; fp8 or fp8_e4m3: half the memory per token"),
     "--kv-layout": (str, "paged, or virtual: a sequence's blocks mapped side by side, for attention without tables"),
     "--attention-backend": (str, "triton, native, flashinfer, gather, reference or auto"),

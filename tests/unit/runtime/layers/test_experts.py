@@ -71,13 +71,12 @@ class Layer:
         if not levels:
             layer.load(part, self.tensors[name])
             return
-        assert layer.takes_levels(part)
         groups = self.tensors[name].view(self.tensors[name].shape[0], -1, 32)
         scales = (groups.abs().amax(dim=-1) / 127).half()
         stored = (groups / scales.float().unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
         weight = LevelWeight(stored.view(self.tensors[name].shape), scales, torch.zeros_like(scales), nibbles=False)
         self.tensors[name] = weight.values()
-        layer.load_levels(part, weight)
+        assert layer.load_quantized(part, weight)
 
     def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         if self.is_program:

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from quire.kernels.norm import Norm
 from quire.kernels.reference.elementwise import rms_norm
 from quire.runtime.layers import skinny_fp8
-from quire.runtime.layers.skinny_fp8 import Float8Multiply, Float8Product, Rows
-from quire.runtime.quantization.fp8 import Float8Rows, rounded
+from quire.runtime.layers.skinny_fp8 import Float8Product, Rows, ScaledMultiply
+from quire.runtime.quantization.fp8 import ScaledRows, rounded
 from triton_cases import DEVICE, ON_GPU, rand
 
 INPUTS, OUTPUTS, FEW = 32, 48, 3
@@ -22,17 +22,17 @@ NEAR = {torch.float32: 2e-4, torch.float16: 1e-2}
 LIBRARY = 2e-2 if ON_GPU else 1e-3  # there it rounds to bfloat16
 
 
-def packed(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, biased: bool) -> Float8Multiply:
+def packed(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, biased: bool) -> ScaledMultiply:
     monkeypatch.setattr(skinny_fp8, "own_rows", lambda *_: FEW)
     weight = rand(OUTPUTS, INPUTS, dtype=dtype, scale=INPUTS**-0.5)
     bias = rand(OUTPUTS, dtype=dtype, seed=1) if biased else None
     made = Float8Product(dtype, DEVICE, dependent_rows=sys.maxsize).pack(weight, bias)
-    assert isinstance(made, Float8Multiply)
+    assert isinstance(made, ScaledMultiply)
     torch.testing.assert_close(made.weight.values(dtype), rounded(weight))
     return made
 
 
-def added(multiply: Float8Multiply, stream: torch.Tensor, x: Rows) -> torch.Tensor:
+def added(multiply: ScaledMultiply, stream: torch.Tensor, x: Rows) -> torch.Tensor:
     """The stream after the product was added to it, at once or later."""
     pending = multiply.add_to(stream, x)
     assert (pending is None) == (len(stream) <= multiply.few)
@@ -71,11 +71,11 @@ def test_the_gate_hands_its_rows_to_the_next_product(rows: int, monkeypatch: pyt
     gate_up = packed(monkeypatch, torch.float32, biased=True)
     product = Float8Product(torch.float32, DEVICE, dependent_rows=sys.maxsize)
     down = product.pack(rand(INPUTS, OUTPUTS // 2, seed=5), None)
-    assert isinstance(down, Float8Multiply)
+    assert isinstance(down, ScaledMultiply)
     x, norm = rand(rows, INPUTS, seed=2), Norm(rand(INPUTS, seed=3), 1e-5)
     gated = gate_up.gated(x, norm, "silu")
-    assert isinstance(gated, Float8Rows) == (rows > FEW)
-    found = gated.values(torch.float32) if isinstance(gated, Float8Rows) else gated
+    assert isinstance(gated, ScaledRows) == (rows > FEW)
+    found = gated.values(torch.float32) if isinstance(gated, ScaledRows) else gated
     normed = rms_norm(x, norm.weight, norm.eps)
     numbers = normed if rows == 1 else rounded(normed)
     gate, up = F.linear(numbers, gate_up.weight.values(torch.float32), gate_up.bias).chunk(2, dim=-1)
@@ -95,6 +95,6 @@ def test_what_is_pending_is_added_before_the_norm(rows: int, monkeypatch: pytest
     torch.testing.assert_close(found, multiply.after_norm(whole, norm), rtol=0.1, atol=0.1 if rows == 1 else 1e-5)
     torch.testing.assert_close(stream, whole)
     gated = [multiply.gated(x, norm, "silu", pending), multiply.gated(whole, norm, "silu")]
-    values = [rows.values(torch.float32) if isinstance(rows, Float8Rows) else rows for rows in gated]
+    values = [rows.values(torch.float32) if isinstance(rows, ScaledRows) else rows for rows in gated]
     torch.testing.assert_close(*values, rtol=0.1, atol=0.1 if len(x) == 1 else 1e-5)
     torch.testing.assert_close(x, whole)

@@ -143,8 +143,8 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "model type": ({"architectures": None, "model_type": "mamba"}, "model_type: 'mamba' is not supported"),
     "no architecture": ({"architectures": []}, "must name one architecture"),
     "quantized": (
-        {"quantization_config": {"quant_method": "gptq"}},
-        "quantization_config: gptq weights are not supported",
+        {"quantization_config": {"quant_method": "aqlm"}},
+        "quantization_config: aqlm weights of llama models are not supported",
     ),
     "missing": ({"hidden_size": "absent"}, "hidden_size: is missing"),
     "text": ({"hidden_size": "32"}, "hidden_size: must be a whole number, is '32'"),

@@ -38,10 +38,10 @@ class LevelCheckpoint:
         return self._plain.source(name)
 
     def read(self, name: str) -> Tensor:
-        levels = self.read_levels(name)
+        levels = self.read_quantized(name)
         return self._plain.read(name) if levels is None else levels.values()
 
-    def read_levels(self, name: str) -> LevelWeight | None:
+    def read_quantized(self, name: str) -> LevelWeight | None:
         weight = self._plain.read(name).float()
         if weight.dim() != 2:
             return None

@@ -9,7 +9,7 @@ from quire.kernels.reference.quantize import quantize_rows
 from quire.runtime.layers.product import DenseProduct
 from quire.runtime.layers.rounded import RoundedProduct
 from quire.runtime.quantization import fp8
-from quire.runtime.quantization.fp8 import Float8Rows, multiply_scaled, rounded
+from quire.runtime.quantization.fp8 import ScaledRows, multiply_scaled, rounded
 from tiny_models import DEVICE
 
 
@@ -35,7 +35,7 @@ def test_what_was_rounded_is_not_rounded_again() -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 48), (24, 40)])
 @pytest.mark.parametrize("rows", [1, 5, 80])
 def test_a_scaled_product_is_that_of_the_values(rows: int, outputs: int, inputs: int) -> None:
-    x, weight = Float8Rows(*quantize_rows(noise(rows, inputs))), Float8Rows(*quantize_rows(noise(outputs, inputs)))
+    x, weight = ScaledRows(*quantize_rows(noise(rows, inputs))), ScaledRows(*quantize_rows(noise(outputs, inputs)))
     wanted = x.values(torch.float32) @ weight.values(torch.float32).t()
     found = multiply_scaled(x, weight, torch.float32)
     assert found.dtype == torch.float32

@@ -64,7 +64,7 @@ class GgufCheckpoint:
         offset = self._family.norm_offset
         return values.float() - offset if offset and name.endswith("norm.weight") else values
 
-    def read_levels(self, name: str) -> LevelWeight | None:
+    def read_quantized(self, name: str) -> LevelWeight | None:
         return read_levels(torch.from_numpy(self._raw(name)), self._tensor(name).ggml_type, self.shape(name))
 
     def close(self) -> None:

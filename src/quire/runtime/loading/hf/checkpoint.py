@@ -12,15 +12,17 @@ from torch import Tensor
 
 from quire.config.model import ModelConfig
 from quire.runtime.loading.expected import check_tensors
-from quire.runtime.loading.hf.config import hf_model_config
+from quire.runtime.loading.hf.config import hf_method, hf_model_config
 from quire.runtime.loading.hf.directory import INDEX, weight_files
+from quire.runtime.loading.hf.quantized.layers import QuantizedLayer, find_quantized
+from quire.runtime.loading.hf.quantized.method import DTYPES, BadTensors
 from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
 from quire.runtime.loading.pieces import Piece, pieces_of
 from quire.runtime.loading.values import refuse_blank, refuse_non_finite
 from quire.runtime.models.family import Family
 from quire.runtime.models.registry import find_family
-from quire.runtime.quantization.levels import LevelWeight
 from quire.runtime.quantization.mxfp4 import GROUP, GROUP_BYTES, Mxfp4Weight
+from quire.runtime.quantization.weight import QuantizedWeight
 from quire.types.errors import ModelLoadError
 
 WEIGHT_DTYPES: dict[str, torch.dtype] = {
@@ -42,29 +44,47 @@ class HfCheckpoint:
     def __init__(self, directory: Path) -> None:
         self.file = str(directory)
         self.config: ModelConfig = hf_model_config(directory)
+        self._method = hf_method(directory)
         self._files: list[SafetensorsFile] = []
         try:
             self._owners = self._open(directory)
+            self._quantized = self._find_quantized()
             self._pieces = self._find_pieces()
-            self.names = frozenset(self._pieces)
+            self.names = frozenset(self._pieces) | frozenset(self._quantized)
             check_tensors(self.config, self.names, shape=self.shape, source=self.source, file=self.file)
         except ModelLoadError:
             self.close()
             raise
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._quantized:
+            return self._quantized[name].shape
         piece = self._pieces[name]
         shape = self._stored(piece.tensor).shape
         return piece.shape(shape if piece.exponents is None else (*shape[:-2], shape[-2] * GROUP))
 
     def source(self, name: str) -> str:
-        return self._owners[self._pieces[name].tensor].name
+        return self._quantized[name].file if name in self._quantized else self._owners[self._pieces[name].tensor].name
 
-    def read_levels(self, name: str) -> LevelWeight | None:  # noqa: ARG002
-        return None  # there are none in safetensors
+    def read_quantized(self, name: str) -> QuantizedWeight | None:
+        """The matrix on the CPU; None where it is no quantized one. Raises ModelLoadError when it is damaged."""
+        if name not in self._quantized:
+            return None
+        quantized = self._quantized[name]
+        assert self._method is not None
+        tensors = {word: self._read_whole(Piece(stored.name), DTYPES) for word, stored in quantized.tensors.items()}
+        for word, tensor in tensors.items():
+            if tensor.is_floating_point():
+                refuse_non_finite(tensor.float(), quantized.file, f"{quantized.layer}.{word}")
+        try:
+            return self._method.read(quantized.layer, tensors)
+        except BadTensors as error:
+            raise quantized.refuse(error) from None
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU. Raises ModelLoadError when its numbers are damaged beyond doubt."""
+        if (quantized := self.read_quantized(name)) is not None:
+            return quantized.values()
         piece = self._pieces[name]
         if piece.exponents is None:
             values = self._read_whole(piece, WEIGHT_DTYPES)
@@ -97,17 +117,29 @@ class HfCheckpoint:
         values = torch.from_numpy(raw).view(dtype).view(shape)
         return values if piece.expert is None else piece.of_expert(values)
 
+    def _find_quantized(self) -> dict[str, QuantizedLayer]:
+        """The matrices that are stored quantized, by the names of the layers' parts."""
+        if self._method is None:
+            return {}
+        family = find_family(self.config.architecture)
+        layers = find_quantized(self._owners, self._method)
+        if not layers:
+            reason = f"says {self._method.name}, and no matrix is stored so"
+            raise ModelLoadError(self.file, reason, tensor="quantization_config", fix="leave it out")
+        prefix = _missing_prefix(family, self._owners)
+        named = {family.rename(f"{prefix}{layer.layer}.weight"): layer for layer in layers}
+        return {name: layer for name, layer in named.items() if name is not None and self._is_wanted(family, name)}
+
     def _find_pieces(self) -> dict[str, Piece]:
-        """Where each tensor of the layers lies, by its name."""
+        """Where each tensor of the layers that is stored as numbers lies, by its name."""
         family, experts = find_family(self.config.architecture), self.config.experts
         count = 0 if experts is None else experts.num
         found: dict[str, Piece] = {}
         prefix = _missing_prefix(family, self._owners)
+        taken = {tensor.name for layer in self._quantized.values() for tensor in layer.tensors.values()}
         for stored, file in self._owners.items():
-            name = family.rename(prefix + stored)
-            if name is None or family.is_unread(self.config, name):
-                continue
-            if family.drops_layers and _layer(name) >= self.config.num_layers:
+            name = None if stored in taken else family.rename(prefix + stored)
+            if name is None or not self._is_wanted(family, name):
                 continue
             for known, piece in pieces_of(name, stored, family.stacked, count):
                 if known in found:
@@ -117,6 +149,11 @@ class HfCheckpoint:
                 found[known] = piece
         exponents = {piece.exponents for piece in found.values()}
         return {known: piece for known, piece in found.items() if piece.tensor not in exponents}
+
+    def _is_wanted(self, family: Family, name: str) -> bool:
+        """Whether a tensor of this name belongs to a layer that the model has."""
+        is_dropped = family.drops_layers and _layer(name) >= self.config.num_layers
+        return not is_dropped and not family.is_unread(self.config, name)
 
     def _check_stack(self, piece: Piece, num_experts: int) -> None:
         """Refuse a tensor that holds another number of experts, or blocks whose exponents are not there."""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.config.fields import Fields
 from quire.config.model import Dtype, ModelConfig
 from quire.runtime.loading.checks import check_config, inside
 from quire.runtime.loading.hf.json_file import read_json
+from quire.runtime.loading.hf.quantized.registry import METHODS, method_name, read_method
 from quire.runtime.models.registry import CLASSES, ENTRIES, find_family
+
+if TYPE_CHECKING:
+    from quire.runtime.loading.hf.quantized.method import Method
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 _DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
@@ -32,11 +37,23 @@ def hf_model_config(directory: Path) -> ModelConfig:
     result = replace(
         numbers,
         dtype=_read_dtype(config),
+        quantization=method_name(config),
         bos_id=inside(_first(_token_ids(config, "bos_token_id")), vocab_size),
         eos_ids=tuple(token for token in _read_eos_ids(directory, config) if inside(token, vocab_size) is not None),
     )
     check_config(result, config.file)
+    method = read_method(config)
+    if method is not None:
+        from quire.runtime.loading.hf.quantized.layers import count_stored
+
+        result = replace(result, levels=count_stored(directory, method))
     return count_weights(result)
+
+
+def hf_method(directory: Path) -> Method | None:
+    """How the checkpoint stores quantized matrices; None: it has none, or the family itself knows."""
+    config = Fields(str(directory / CONFIG), read_json(directory / CONFIG))
+    return read_method(_unfold(config, find_family(_read_family(config)).nested))
 
 
 def _unfold(config: Fields, key: str | None) -> Fields:
@@ -50,10 +67,12 @@ def _unfold(config: Fields, key: str | None) -> Fields:
 
 def _read_family(config: Fields) -> str:
     name = _read_name(config)
-    method = _method(config)
-    if method is not None and method not in ENTRIES[name].formats:
+    method = method_name(config)
+    known = (*ENTRIES[name].formats, *(() if ENTRIES[name].by_inputs else METHODS))
+    if method is not None and method not in known:
+        reason = f"{method} weights of {name} models are not supported"
         raise config.refuse(
-            "quantization_config", f"{method} weights are not supported", fix="use the unquantized model or a GGUF"
+            "quantization_config", reason, fix=f"supported: {', '.join(known) or 'plain numbers, GGUF'}"
         )
     return name
 
@@ -73,16 +92,8 @@ def _read_name(config: Fields) -> str:
     return CLASSES[names[0]]
 
 
-def _method(config: Fields) -> str | None:
-    """How weights are stored; None: as plain numbers."""
-    quantization = config.raw("quantization_config")
-    if quantization is None:
-        return None
-    return str(quantization.get("quant_method", "quantized")) if isinstance(quantization, dict) else "quantized"
-
-
 def _read_dtype(config: Fields) -> Dtype:
-    usual = "float32" if _method(config) is None else "bfloat16"
+    usual = "float32" if method_name(config) is None else "bfloat16"
     name = config.text("dtype", config.text("torch_dtype", usual)).removeprefix("torch.")
     if name not in _DTYPES:
         raise config.refuse("dtype", f"{name!r} is not supported", fix=f"supported: {', '.join(_DTYPES)}")

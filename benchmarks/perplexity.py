@@ -1,0 +1,90 @@
+"""What quantization costs: python -m benchmarks.perplexity --model MODEL [--model MODEL ...] --text FILE
+    [--quantization none,int8,fp8,int4] [--tokens 4096] [--window 512] [--device cpu] [--json PATH]
+
+Perplexity of a text under every model with every kind of quantization, and the memory of the weights. A checkpoint that
+is stored quantized (GPTQ, AWQ, compressed-tensors, FP8, GGUF) is read as it is, with the quantization "none".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import ROOT, facts, table
+from quire import LLM, SamplingParams
+
+KINDS = ("none", "fp8", "int8", "int4")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    model: str
+    quantization: str
+    perplexity: float
+    weight_bytes: int
+    num_tokens: int
+
+
+def perplexity(llm: LLM, tokens: Sequence[int], window: int) -> float:
+    """Of all tokens but the first of each window, each seen after the tokens of its window alone."""
+    windows = [list(tokens[begin : begin + window]) for begin in range(0, len(tokens), window)]
+    reading = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    total, count = 0.0, 0
+    for output in llm.generate([each for each in windows if len(each) > 1], reading, use_tqdm=False):
+        for token, line in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True):
+            if line is not None:
+                total, count = total - line[token].logprob, count + 1
+    return math.exp(total / count)
+
+
+def measure(model: str, kind: str, text: str, settings: dict[str, Any], options: argparse.Namespace) -> Figure:
+    usual: dict[str, Any] = {"max_model_len": options.window + 2, "max_num_seqs": 16, "kv_cache_memory": "256MiB"}
+    given = {"quantization": None if kind == "none" else kind}
+    with LLM(model, **(usual | settings | given)) as llm:
+        tokens = llm.tokenizer.encode(text[: 16 * options.tokens])[: options.tokens]
+        found = perplexity(llm, tokens, options.window)
+        stored = llm.model_config.quantization
+        name = stored if kind == "none" and stored else kind
+        return Figure(Path(model).name, name, found, llm.memory_plan.weights, len(tokens))
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Figure]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", required=True, help="a folder, a .gguf file or a name; repeatable")
+    parser.add_argument("--text", type=Path, help="a text file; without one, the repository's documentation")
+    parser.add_argument("--quantization", default="none", help=f"of {', '.join(KINDS)}; several with commas")
+    parser.add_argument("--tokenizer", help="of another model than the one that is measured")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--window", type=int, default=512, help="tokens that are read as one prompt")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    options = parser.parse_args(arguments)
+    kinds = options.quantization.split(",")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        parser.error(f"unknown quantization {', '.join(unknown)}; choose from {', '.join(KINDS)}")
+    if options.tokens < 2 or options.window < 2:
+        parser.error("--tokens and --window must be at least 2")
+    documents = [options.text] if options.text else sorted((ROOT / "docs").rglob("*.md"))
+    text = "\n\n".join(path.read_text(encoding="utf-8") for path in documents)
+    settings = {"device": options.device, "dtype": options.dtype, "load_format": options.load_format}
+    settings |= {"tokenizer": options.tokenizer} if options.tokenizer else {}
+    found = [measure(model, kind, text, settings, options) for model in options.model for kind in kinds]
+    rows = [
+        [each.model, each.quantization, f"{each.perplexity:.4f}", f"{each.weight_bytes / 2**20:,.0f}"] for each in found
+    ]
+    print(facts())
+    print(table(["model", "quantization", "perplexity", "weights, MiB"], rows))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(each) for each in found], indent=1), encoding="utf-8")
+    return found
+
+
+if __name__ == "__main__":
+    main()

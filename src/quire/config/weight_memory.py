@@ -1,0 +1,62 @@
+"""The memory of a model's weights, as the layers will hold them."""
+
+from __future__ import annotations
+
+from quire.config.engine import EngineConfig
+from quire.config.facts import HardwareFacts, cuda_index
+from quire.config.model import DTYPE_BYTES, INT4_GROUP, ModelConfig, packed_bytes
+
+
+def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, *, has_triton: bool) -> int:
+    """Bytes of the weights. `has_triton`: the Triton backend runs the model.
+
+    On a CPU, half-precision weights are repacked, so a tied output head has a copy besides the embedding table. The
+    native kernels keep a quantized embedding table as it is stored, and with `level_panels` or `tile_units` all
+    quantized weights. On a GPU, the Triton backend holds quantized weights as such; elsewhere they are expanded to the
+    run dtype."""
+    quantization, weight_bytes = (
+        config.device.quantization,
+        facts.weight_bytes(config.device.dtype, config.device.device),
+    )
+    if config.device.device != "cpu":
+        if not has_triton:
+            return model.num_parameters * weight_bytes
+        if quantization is None:
+            levels = model.levels
+            if levels.gpu_is_float8 and not facts.cuda[cuda_index(config.device.device)].supports_fp8:
+                return model.num_parameters * weight_bytes
+            return (model.num_parameters - levels.gpu_parameters) * weight_bytes + levels.gpu_bytes
+        return (model.num_parameters - model.layer_weights[0]) * weight_bytes + _quantized(model, quantization)
+    head = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
+    copied = head if weight_bytes < DTYPE_BYTES["float32"] else 0
+    levels, dtype, has_levels = model.levels, config.device.dtype, model.levels.parameters > 0 and quantization is None
+    keeps_levels = {"float32": facts.level_panels, "bfloat16": facts.tile_units}.get(dtype, False)
+    if has_levels and keeps_levels:
+        table = _level_table(model) if levels.has_table else copied * weight_bytes
+        return (model.num_parameters - levels.parameters) * weight_bytes + levels.num_bytes + table
+    if quantization in ("int8", "int4") and keeps_levels:
+        small = model.layer_weights[0]
+        held = packed_bytes(small, nibbles=quantization == "int4")
+        return (model.num_parameters - small + copied) * weight_bytes + held
+    if weight_bytes == DTYPE_BYTES["float32"]:
+        native = has_levels and dtype == "float32" and facts.native_refusal is None
+        beside = native and levels.has_table and model.tie_word_embeddings
+        return model.num_parameters * weight_bytes + (_level_table(model) if beside else 0)
+    return (model.num_parameters + copied) * weight_bytes
+
+
+def _quantized(model: ModelConfig, quantization: str) -> int:
+    """Bytes of the matrices of blocks on a GPU: fp8 and int8 have a float32 scale for each output, int4 a half for each
+    group of 128."""
+    small, outputs = model.layer_weights
+    if quantization == "int4":
+        return small // 2 + small // INT4_GROUP * DTYPE_BYTES["float16"]
+    return small + outputs * DTYPE_BYTES["float32"]
+
+
+def _level_table(model: ModelConfig) -> int:
+    """Bytes of an embedding table of quantized weights, one byte each, besides the packed weights. A table that is not
+    the output head is counted among the packed weights already, with at least four bits per weight."""
+    size = model.vocab_size * model.hidden_size
+    counted = 0 if model.tie_word_embeddings else packed_bytes(size, nibbles=True)
+    return packed_bytes(size, nibbles=False) - counted

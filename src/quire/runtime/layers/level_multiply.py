@@ -1,0 +1,148 @@
+"""Products on a GPU by weights that stay quantized: 4 or 8 bits in groups, and float8 in blocks.
+
+Rows stay in the run dtype, unless both rows and weight are float8. Norms and gates before a product are kernels of
+their own; the gate after it and the addition to the residual stream are taken along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire.kernels.norm import Norm
+from quire.kernels.triton.launch import INTERPRETED
+from quire.kernels.triton.level_products import PackedLevels, level_product, pack_levels, step_of
+from quire.kernels.triton.norm import add_rms_norm, rms_norm
+from quire.kernels.triton.products import Workspace
+from quire.kernels.triton.products_plan import own_rows
+from quire.kernels.triton.quantize import quantize_rows
+from quire.runtime.layers.product import FusedMultiply, Multiply
+from quire.runtime.layers.skinny_fp8 import ScaledMultiply
+from quire.runtime.quantization.activations import ActivationScheme, rounding
+from quire.runtime.quantization.float8_weight import Float8Weight
+from quire.runtime.quantization.fp8 import ScaledRows
+from quire.runtime.quantization.levels import LevelWeight
+
+if TYPE_CHECKING:
+    from quire.runtime.quantization.weight import QuantizedWeight
+
+_FLOAT8_CAPABILITY = (8, 9)
+LEAST_GROUP = 64  # weights in smaller groups are expanded: their steps would be too short for the tensor cores
+
+
+@dataclass(frozen=True, slots=True)
+class LevelMultiply(FusedMultiply):
+    """Multiplies rows [tokens, in] by a packed weight [out, in]."""
+
+    weight: PackedLevels
+    bias: Tensor | None
+    workspace: Workspace
+    dependent_rows: int  # rows from which a kernel is launched while the one before still runs
+    columns: Tensor | None = None  # [in]: the input that each column of the weight belongs to; None: its own
+    rounds: int | None = None  # rows become float8, with a scale for so many inputs; a row alone does not
+
+    def __call__(self, x: Tensor) -> Tensor:  # [tokens, out]
+        return self._product(x)
+
+    def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:  # [tokens, out]
+        return self._product(self._normed(x, norm, pending))
+
+    def gated(self, x: Tensor, norm: Norm, activation: str, pending: Tensor | None = None) -> Tensor:
+        return self._product(self._normed(x, norm, pending), activation=activation)
+
+    def add_to(self, target: Tensor, x: Tensor) -> None:
+        self._product(x, residual=target)
+
+    def _product(self, x: Tensor, *, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+        dtype, scale = x.dtype, None
+        if self.columns is not None:
+            x = x.index_select(1, self.columns)
+        if self.rounds is not None and len(x) > 1:
+            numbers, scales = quantize_rows(x.reshape(-1, self.rounds))
+            x, scale = numbers.view(x.shape), scales.view(len(x), -1)
+        outputs = self.weight.outputs // (1 if activation is None else 2)
+        out = torch.empty(len(x), outputs, dtype=dtype, device=x.device) if residual is None else residual
+        return level_product(
+            x, self.weight, self.workspace, bias=self.bias, residual=residual, x_scale=scale, activation=activation,
+            out=out, dependent=len(x) >= self.dependent_rows,
+        )  # fmt: skip
+
+    def _normed(self, x: Tensor, norm: Norm, pending: Tensor | None) -> Tensor:
+        dependent = len(x) >= self.dependent_rows
+        if pending is None:
+            return rms_norm(x, *norm, dependent=dependent)
+        return add_rms_norm(pending, x, *norm, dependent=dependent)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedPacker:
+    """Packs quantized weights for the kernels of a GPU."""
+
+    dtype: torch.dtype
+    device: torch.device
+    workspace: Workspace
+    dependent_rows: int
+
+    def takes(self, weight: QuantizedWeight) -> bool:
+        """Whether a kernel multiplies by a weight of this form."""
+        if isinstance(weight, LevelWeight):
+            return weight.group % LEAST_GROUP == 0
+        in_blocks = weight.shape[1] % weight.block[1] == 0 and _step(weight) is not None
+        return self._has_float8() and (_by_rows(weight) or in_blocks)
+
+    def pack(self, weight: QuantizedWeight, bias: Tensor | None) -> Multiply:
+        if isinstance(weight, LevelWeight):
+            return self._pack_levels(weight, bias)
+        return self._pack_float8(weight, bias)
+
+    def _pack_levels(self, weight: LevelWeight, bias: Tensor | None) -> Multiply:
+        by_outputs = weight.group == weight.shape[1] and weight.columns is None
+        is_w8a8 = not weight.nibbles and by_outputs and weight.activations == ActivationScheme("int8")
+        if is_w8a8 and weight.is_symmetric:
+            return self._scaled(ScaledRows(weight.levels, weight.scales.float().flatten()), bias)
+        factors = weight.as_halves() or weight
+        offsets = None
+        if not weight.is_symmetric:
+            whole = weight.offsets.float() + (8.0 * weight.scales.float() if weight.nibbles else 0.0)
+            offsets = whole.to(factors.scales.dtype)
+        packed = pack_levels(weight.levels, factors.scales, offsets, nibbles=weight.nibbles)
+        return rounding(self._levels(packed, bias, columns=weight.columns), weight.activations)
+
+    def _pack_float8(self, weight: Float8Weight, bias: Tensor | None) -> Multiply:
+        single = weight.by_rows()
+        scheme = weight.activations
+        rounds_rows = scheme is not None and scheme.kind == "fp8" and scheme.group is None
+        if _by_rows(weight) and rounds_rows:
+            return self._scaled(ScaledRows(weight.numbers, single.scales.flatten().contiguous()), bias)
+        packed = pack_levels(weight.numbers, single.scales, None, nibbles=False)
+        in_blocks = scheme is not None and scheme.kind == "fp8" and scheme.group == weight.block[1]
+        multiply = self._levels(packed, bias, rounds=weight.block[1] if in_blocks else None)
+        return multiply if in_blocks else rounding(multiply, scheme)
+
+    def _scaled(self, rows: ScaledRows, bias: Tensor | None) -> ScaledMultiply:
+        few = own_rows(rows.numbers.shape[0], rows.numbers.shape[1], "fp8")
+        return ScaledMultiply(rows, bias, self.dtype, self.workspace, few, self.dependent_rows)
+
+    def _levels(
+        self, packed: PackedLevels, bias: Tensor | None, *, columns: Tensor | None = None, rounds: int | None = None
+    ) -> LevelMultiply:
+        return LevelMultiply(packed, bias, self.workspace, self.dependent_rows, columns, rounds)
+
+    def _has_float8(self) -> bool:
+        return INTERPRETED or torch.cuda.get_device_capability(self.device) >= _FLOAT8_CAPABILITY
+
+
+def _by_rows(weight: Float8Weight) -> bool:
+    """Whether an output has one scale, and its rows are float8 too or its inputs fit a step."""
+    if weight.block[1] < weight.shape[1]:
+        return False
+    scheme = weight.activations
+    rounds = scheme is not None and scheme.kind == "fp8" and scheme.group is None
+    return rounds or _step(weight) is not None
+
+
+def _step(weight: Float8Weight) -> int | None:
+    return step_of(min(weight.block[1], weight.shape[1]))

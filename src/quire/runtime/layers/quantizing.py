@@ -1,0 +1,44 @@
+"""Products that quantize the weights they are given: `quantization` of the engine's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quire.config.model import Quantization
+from quire.runtime.accelerator import dependent_rows
+from quire.runtime.layers.choice import choose_product
+from quire.runtime.layers.product import Multiply, NumbersProduct, Product
+from quire.runtime.layers.rounded import RoundedProduct
+from quire.runtime.quantization.quantize import quantize_int4, quantize_int8
+from quire.runtime.quantization.weight import QuantizedWeight
+
+QUANTIZERS: dict[Quantization, Callable[[Tensor], QuantizedWeight]] = {"int8": quantize_int8, "int4": quantize_int4}
+
+
+class QuantizingProduct(NumbersProduct):
+    """Quantizes a weight when it is packed. Another product multiplies by it: as it is, where it knows how."""
+
+    def __init__(self, inner: Product, quantize: Callable[[Tensor], QuantizedWeight]) -> None:
+        super().__init__(inner.held)
+        self._inner, self._quantize = inner, quantize
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
+        return self._inner.pack_quantized(self._quantize(weight), bias)
+
+
+def choose_quantizing_product(
+    quantization: Quantization, dtype: torch.dtype, device: torch.device, *, triton: bool
+) -> Product:
+    """The product of weights that become fp8, int8 or int4. `triton`: the Triton kernels run this model; float8 is else
+    held and multiplied as numbers that were rounded to it."""
+    plain = choose_product(dtype, device, triton=triton)
+    if quantization != "fp8":
+        return QuantizingProduct(plain, QUANTIZERS[quantization])
+    if not triton:
+        return RoundedProduct(plain)
+    from quire.runtime.layers.skinny_fp8 import Float8Product
+
+    return Float8Product(dtype, device, dependent_rows=dependent_rows(device))

@@ -1,0 +1,171 @@
+"""compressed-tensors: integers packed or as bytes, and float8, by schemes whose targets are classes, names or regular
+expressions of layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.config.fields import Fields
+from quire.runtime.loading.hf.quantized.float8 import FLOAT8, check_scale
+from quire.runtime.loading.hf.quantized.integers import FLOATS, Integers
+from quire.runtime.loading.hf.quantized.method import BadTensors, Layout, Method, Shape, need
+from quire.runtime.loading.hf.quantized.scheme import Scheme, read_scheme
+from quire.runtime.loading.hf.safetensors import StoredTensor
+from quire.runtime.quantization.activations import ActivationScheme
+from quire.runtime.quantization.float8_weight import Float8Weight
+from quire.runtime.quantization.levels import LevelWeight
+from quire.runtime.quantization.packing import unpack
+from quire.runtime.quantization.weight import QuantizedWeight
+
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_CLASS = "Linear"
+_REFUSED = ("kv_cache_scheme", "sparsity_config", "transform_config")
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    pattern: str
+    scheme: Scheme
+
+    def matches(self, layer: str) -> bool:
+        if self.pattern.startswith("re:"):
+            return re.match(self.pattern[3:], layer) is not None
+        return self.pattern in (_CLASS, layer)
+
+
+class CompressedTensors(Method):
+    """Layers that `ignore` names are stored as numbers, and read as such."""
+
+    name = "compressed-tensors"
+    words = frozenset((
+        "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale",
+        "input_zero_point",
+    ))  # fmt: skip
+    main_words = ("weight_packed", "weight")
+
+    def __init__(self, config: Fields) -> None:
+        form = config.text("format", "naive-quantized")
+        groups = config.raw("config_groups")
+        if not isinstance(groups, dict) or not groups:
+            raise config.refuse("config_groups", "must hold at least one scheme")
+        for key in _REFUSED:
+            value = config.raw(key)
+            if value and not (isinstance(value, dict) and value.get("format") == "dense"):
+                raise config.refuse(key, "is not supported", fix="use a checkpoint without it")
+        self._targets: list[_Target] = []
+        for name, group in groups.items():
+            path = f"config_groups.{name}"
+            if not isinstance(group, dict):
+                raise config.refuse(path, "must be a scheme")
+            own = group.get("format") or form
+            if own not in FORMATS:
+                raise config.refuse("format", f"{own!r} is not supported", fix=f"supported: {', '.join(FORMATS)}")
+            targets = group.get("targets")
+            if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+                raise config.refuse(f"{path}.targets", "must be a list of names")
+            scheme = read_scheme(config, path, group)
+            self._targets += [_Target(_checked(config, path, target), scheme) for target in targets]
+
+    def is_quantized(self, tensors: Mapping[str, StoredTensor]) -> bool:
+        return "weight_packed" in tensors or ("weight" in tensors and tensors["weight"].dtype in (FLOAT8, "I8"))
+
+    def layout(self, layer: str, tensors: Mapping[str, StoredTensor]) -> Layout:
+        scheme = self._scheme(layer)
+        if "weight_packed" in tensors:
+            outputs, words = need(tensors, "weight_packed", 2, ("I32",))
+            _, groups = need(tensors, "weight_scale", 2, FLOATS)
+            if need(tensors, "weight_shape", 1, ("I64", "I32")) != (2,):
+                raise BadTensors("weight_shape", "must hold outputs and inputs")
+            inputs = words * 32 // scheme.bits if scheme.group is None else groups * scheme.group
+            if scheme.is_float or words != -(-inputs * scheme.bits // 32):
+                raise BadTensors("weight_packed", f"has {words} words for {inputs} inputs of {scheme.bits} bits")
+        else:
+            outputs, inputs = need(tensors, "weight", 2, (FLOAT8,) if scheme.is_float else ("I8",))
+        block = scheme.block((outputs, inputs))
+        check_scale(tensors, "weight_scale", (outputs, inputs), block)
+        if not scheme.is_symmetric:
+            need(tensors, "weight_zero_point", 2, ("I32", "I8"))
+        if scheme.activations is not None and scheme.activations.is_static:
+            check_scale(tensors, "input_scale", (1, 1), (1, 1))
+        return Layout(outputs, inputs, 0 if scheme.is_float else scheme.bits, -(-inputs // block[1]))
+
+    def read(self, layer: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        scheme = self._scheme(layer)
+        activations = _activations(scheme, tensors)
+        if not scheme.is_float:
+            return _read_integers(scheme, tensors, activations)
+        weight = tensors["weight"]
+        block = scheme.block((weight.shape[0], weight.shape[1]))
+        counts = [-(-size // part) for size, part in zip(weight.shape, block, strict=True)]
+        return Float8Weight(weight, tensors["weight_scale"].float().reshape(counts), block, activations)
+
+    def _scheme(self, layer: str) -> Scheme:
+        for target in self._targets:
+            if target.matches(layer):
+                return target.scheme
+        raise BadTensors("weight", "is quantized, but config_groups has no target that matches it")
+
+
+def _read_integers(scheme: Scheme, tensors: Mapping[str, Tensor], activations: ActivationScheme | None) -> LevelWeight:
+    """Stored levels are signed; here they count from the lowest."""
+    lowest = 1 << (scheme.bits - 1)
+    scales = tensors["weight_scale"]
+    if "weight_packed" in tensors:
+        outputs, inputs = (int(size) for size in tensors["weight_shape"])
+        if (
+            len(tensors["weight_packed"]) != outputs
+            or -(-inputs * scheme.bits // 32) != tensors["weight_packed"].shape[1]
+        ):
+            raise BadTensors("weight_shape", f"is {outputs} x {inputs}, which the packed weight is not")
+        levels = unpack(tensors["weight_packed"], scheme.bits, inputs)
+    else:
+        outputs, _ = tensors["weight"].shape
+        levels = (tensors["weight"].to(torch.int16) + lowest).to(torch.uint8)
+    scales = scales.reshape(-1, 1).expand(outputs, 1) if scheme.group is None else scales
+    zeros = torch.full(scales.shape, lowest, dtype=torch.int16)
+    if not scheme.is_symmetric:
+        zeros = _read_zeros(tensors["weight_zero_point"], scheme.bits, (outputs, scales.shape[1]), lowest)
+    index = tensors.get("weight_g_idx")
+    if index is not None and int(index.min()) < 0:
+        index = None  # so the tool marks an order that is as usual
+    if index is not None and (len(index) != levels.shape[1] or int(index.max()) >= scales.shape[1]):
+        raise BadTensors("weight_g_idx", f"does not give each input one of {scales.shape[1]} groups")
+    if 4 < scheme.bits < 8:  # level 128 is to be the number 0 of symmetric weights
+        levels, zeros = levels + (128 - lowest), zeros + (128 - lowest)
+    return Integers(levels, scales, zeros, scheme.bits, index, scheme.group).weight(activations)
+
+
+def _read_zeros(stored: Tensor, bits: int, shape: Shape, lowest: int) -> Tensor:  # [outputs, groups]
+    """Packed by outputs, or as signed bytes."""
+    if stored.dtype == torch.int8:
+        if tuple(stored.shape) != shape:
+            raise BadTensors("weight_zero_point", f"has shape {list(stored.shape)}, expected {list(shape)}")
+        return stored.to(torch.int16) + lowest
+    if tuple(stored.shape) != (-(-shape[0] * bits // 32), shape[1]):
+        raise BadTensors("weight_zero_point", f"has shape {list(stored.shape)}, not that of packed zero points")
+    return unpack(stored.t(), bits, shape[0]).t().to(torch.int16)
+
+
+def _activations(scheme: Scheme, tensors: Mapping[str, Tensor]) -> ActivationScheme | None:
+    if scheme.activations is None:
+        return None
+    given = scheme.activations
+    scale = float(tensors["input_scale"].float()) if given.is_static else None
+    return ActivationScheme("fp8" if given.is_float else "int8", scale, given.group)
+
+
+def _checked(config: Fields, path: str, target: str) -> str:
+    """A target that can match a layer: its class, its name, or a regular expression."""
+    if target.startswith("re:"):
+        try:
+            re.compile(target[3:])
+        except re.error as error:
+            raise config.refuse(f"{path}.targets", f"{target!r} is no regular expression: {error}") from None
+    elif target != _CLASS and "." not in target and target != "lm_head":
+        raise config.refuse(f"{path}.targets", f"{target!r} is not supported", fix="supported: Linear, names, re:...")
+    return target

@@ -1,0 +1,85 @@
+"""The quantized matrices among the tensors of a checkpoint's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.config.model import StoredLevels, packed_bytes
+from quire.runtime.loading.hf.directory import weight_files
+from quire.runtime.loading.hf.quantized.method import BadTensors, Layout, Method
+from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
+from quire.runtime.quantization.levels import GROUP
+from quire.types.errors import ModelLoadError
+
+_GPU_GROUP = 64  # Triton's products take groups of a multiple of it
+_FIX = "the config and the weights do not fit together"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLayer:
+    """A matrix of a layer, as the tensors that it is stored in, by their words."""
+
+    layer: str  # its name in the files
+    tensors: Mapping[str, StoredTensor]
+    file: str  # that holds the first of them
+    layout: Layout
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.layout.outputs, self.layout.inputs
+
+    def refuse(self, error: BadTensors) -> ModelLoadError:
+        return ModelLoadError(self.file, error.reason, tensor=f"{self.layer}.{error.word}", fix=_FIX)
+
+
+def find_quantized(owners: Mapping[str, SafetensorsFile], method: Method) -> list[QuantizedLayer]:
+    """All quantized matrices, checked. Raises ModelLoadError for tensors that make none."""
+    layers: dict[str, dict[str, StoredTensor]] = {}
+    for name, owner in owners.items():
+        layer, _, word = name.rpartition(".")
+        if word in method.words:
+            layers.setdefault(layer, {})[word] = owner.tensors[name]
+    found = []
+    for layer, tensors in layers.items():
+        if not method.is_quantized(tensors):
+            continue
+        file = owners[next(iter(tensors.values())).name].name
+        try:
+            found.append(QuantizedLayer(layer, tensors, file, method.layout(layer, tensors)))
+        except BadTensors as error:
+            raise ModelLoadError(file, error.reason, tensor=f"{layer}.{error.word}", fix=_FIX) from None
+    return found
+
+
+def count_stored(directory: Path, method: Method) -> StoredLevels:
+    """The weights of a checkpoint's quantized matrices; nothing where there are no files. Only headers are read."""
+    owners: dict[str, SafetensorsFile] = {}
+    try:
+        for path in weight_files(directory)[0]:
+            file = SafetensorsFile(path)
+            owners |= dict.fromkeys(file.tensors, file)
+        layouts = [(layer.layer, layer.layout) for layer in find_quantized(owners, method)]
+    except ModelLoadError:
+        return StoredLevels(has_table=False)  # whoever reads the weights says why
+    finally:
+        for file in owners.values():
+            file.close()
+    by_groups = [one for _, one in layouts if one.bits and one.inputs % (GROUP * one.groups) == 0]
+    on_cpu = [(one.outputs * one.inputs, one.bits <= 4) for one in by_groups]
+    on_gpu = [one for name, one in layouts if one.inputs % (_GPU_GROUP * one.groups) == 0 and ".experts." not in name]
+    return StoredLevels(
+        parameters=sum(size for size, _ in on_cpu),
+        num_bytes=sum(packed_bytes(size, nibbles=few) for size, few in on_cpu),
+        gpu_parameters=sum(one.outputs * one.inputs for one in on_gpu),
+        gpu_bytes=sum(map(_gpu_bytes, on_gpu)),
+        gpu_is_float8=any(one.bits == 0 for one in on_gpu),
+        has_table=False,
+    )
+
+
+def _gpu_bytes(layout: Layout) -> int:
+    """A scale and an offset for each group, both halves; or a float32 scale."""
+    weights = layout.outputs * layout.inputs
+    return (weights // 2 if 0 < layout.bits <= 4 else weights) + 4 * layout.outputs * layout.groups

@@ -1,0 +1,70 @@
+"""What the loader knows of a way to store quantized matrices."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.runtime.loading.hf.safetensors import StoredTensor
+from quire.runtime.quantization.weight import QuantizedWeight
+
+Shape = tuple[int, ...]
+DTYPES: dict[str, torch.dtype] = {  # of the tensors that quantized matrices are made of
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8,
+}  # fmt: skip
+
+
+class Layout(NamedTuple):
+    """Of a quantized matrix."""
+
+    outputs: int
+    inputs: int
+    bits: int  # of an entry; 0: they are float8
+    groups: int  # of the inputs of an output: each has a scale
+
+
+class Method(ABC):
+    """A way to store a quantized matrix: as several tensors, named by the layer's name, a dot, and a word each.
+
+    `words`: all that belong to such a matrix. The tensor of one of `main_words` marks it.
+    """
+
+    name: str
+    words: frozenset[str]
+    main_words: tuple[str, ...]
+
+    def is_quantized(self, tensors: Mapping[str, StoredTensor]) -> bool:
+        """Whether a layer with these tensors, by their words, has a quantized matrix."""
+        return any(word in tensors for word in self.main_words)
+
+    @abstractmethod
+    def layout(self, layer: str, tensors: Mapping[str, StoredTensor]) -> Layout:
+        """What the tensors hold. Raises BadTensors for those that make no matrix."""
+
+    @abstractmethod
+    def read(self, layer: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """The matrix. Its tensors were checked by `layout`. Raises BadTensors for numbers that make none."""
+
+
+class BadTensors(ValueError):
+    """The tensors of a layer make no quantized matrix. `word`: of the one at fault."""
+
+    def __init__(self, word: str, reason: str) -> None:
+        super().__init__(f"{word}: {reason}")
+        self.word, self.reason = word, reason
+
+
+def need(tensors: Mapping[str, StoredTensor], word: str, rank: int, dtypes: tuple[str, ...]) -> Shape:
+    """The shape of a tensor that must be there."""
+    if word not in tensors:
+        raise BadTensors(word, "is missing")
+    tensor = tensors[word]
+    if len(tensor.shape) != rank or tensor.dtype not in dtypes:
+        wanted = f"expected {' or '.join(dtypes)} with {rank} dimensions"
+        raise BadTensors(word, f"has {tensor.dtype} of shape {list(tensor.shape)}, {wanted}")
+    return tensor.shape

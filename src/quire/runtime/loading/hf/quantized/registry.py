@@ -1,0 +1,42 @@
+"""Which methods of quantized checkpoints are read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quire.config.fields import Fields
+
+if TYPE_CHECKING:
+    from quire.runtime.loading.hf.quantized.method import Method
+
+KEYS = ("quantization_config", "compression_config")  # of config.json; the second is an old name
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8")  # by `quant_method`
+
+
+def method_name(config: Fields) -> str | None:
+    """The `quant_method` of config.json; None: weights are plain numbers. Needs no torch."""
+    given = next((config.raw(key) for key in KEYS if config.raw(key) is not None), None)
+    if given is None:
+        return None
+    return str(given.get("quant_method", "quantized")) if isinstance(given, dict) else "quantized"
+
+
+def read_method(config: Fields) -> Method | None:
+    """How the checkpoint of a config.json stores matrices; None: as numbers, or in a way that the family itself knows.
+    Raises ModelLoadError for settings that are not supported."""
+    name = method_name(config)
+    if name not in METHODS:
+        return None
+    given = next(config.raw(key) for key in KEYS if config.raw(key) is not None)
+    assert isinstance(given, dict)
+    from quire.runtime.loading.hf.quantized.awq import Awq
+    from quire.runtime.loading.hf.quantized.compressed_tensors import CompressedTensors
+    from quire.runtime.loading.hf.quantized.float8 import Float8
+    from quire.runtime.loading.hf.quantized.gptq import Gptq
+
+    prefix = "quantization_config."
+    own = Fields(config.file, {prefix + key: value for key, value in given.items()}, prefix)
+    methods: dict[str, type[Gptq | Awq | CompressedTensors | Float8]] = {
+        each.name: each for each in (Gptq, Awq, CompressedTensors, Float8)
+    }
+    return methods[name](own)

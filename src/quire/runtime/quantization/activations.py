@@ -1,0 +1,57 @@
+"""How the inputs of a quantized product are rounded: to int8 or float8, by a scale of each token or one for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quire.kernels.reference.quantize import LARGEST, LARGEST_INT8, to_float8, to_int8
+
+SMALLEST_AMAX = 1e-12  # keeps the scale of an all-zero row a normal number
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationScheme:
+    """What activations [tokens, inputs] become before they are multiplied.
+
+    `scale`: one number for all tokens (static); None: each token has its own, which takes its largest magnitude to the
+    largest number of the kind (dynamic). `group`: inputs of a token that share a dynamic scale; None: all of them.
+    """
+
+    kind: Literal["int8", "fp8"]
+    scale: float | None = None
+    group: int | None = None
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """What is left of x [tokens, inputs] after rounding, in x's dtype. A NaN stays one, in its own row."""
+        wide = x.float()
+        grouped = wide if self.group is None else wide.view(len(x), -1, self.group)
+        largest = LARGEST_INT8 if self.kind == "int8" else LARGEST
+        if self.scale is None:
+            scale = grouped.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_AMAX) / largest
+        else:
+            scale = torch.full((), self.scale, device=x.device)
+        return (self._nearest(grouped / scale) * scale).view(x.shape).to(x.dtype)
+
+    def _nearest(self, x: Tensor) -> Tensor:
+        return to_int8(x) if self.kind == "int8" else to_float8(x).float()
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedMultiply:
+    """A product whose rows are rounded first."""
+
+    multiply: Callable[[Tensor], Tensor]
+    activations: ActivationScheme
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.multiply(self.activations.rounded(x))
+
+
+def rounding(multiply: Callable[[Tensor], Tensor], activations: ActivationScheme | None) -> Callable[[Tensor], Tensor]:
+    """The product as it is, or with its rows rounded first."""
+    return multiply if activations is None else RoundedMultiply(multiply, activations)

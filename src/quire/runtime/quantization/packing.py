@@ -1,0 +1,35 @@
+"""Small whole numbers packed into 32-bit words, one behind the other from the lowest bit on, across words too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    """The first `count` numbers of `bits` bits of each row [rows, words] int32 -> [rows, count] uint8."""
+    rows = len(words)
+    octets = words.contiguous().view(torch.uint8)  # [rows, 4 * words]; model files are read on little-endian machines
+    if bits == 8:
+        return octets[:, :count].contiguous()
+    if bits in (1, 2, 4):
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        split = octets.unsqueeze(-1) >> shifts & ((1 << bits) - 1)
+        return split.view(rows, -1)[:, :count].contiguous()
+    starts = torch.arange(count) * bits
+    first = starts // 8
+    wide = octets.to(torch.int16)
+    beyond = torch.cat((wide, wide.new_zeros(rows, 1)), dim=1)  # what lies behind the last byte is not used
+    pairs = beyond.index_select(1, first) | beyond.index_select(1, first + 1) << 8
+    return (pairs >> (starts % 8).to(torch.int16) & ((1 << bits) - 1)).to(torch.uint8)
+
+
+def pack(numbers: Tensor, bits: int) -> Tensor:
+    """The inverse: [rows, count] below 2**bits -> [rows, words] int32."""
+    rows, count = numbers.shape
+    words = -(-count * bits // 32)
+    single = numbers.unsqueeze(-1) >> torch.arange(bits, dtype=numbers.dtype) & 1  # [rows, count, bits]
+    stream = torch.zeros(rows, words * 32, dtype=torch.int64)
+    stream[:, : count * bits] = single.flatten(1)
+    packed = (stream.view(rows, words, 32) << torch.arange(32)).sum(dim=-1)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)

@@ -1,0 +1,106 @@
+"""Products by weights of 4 and 8 bits against the product of their numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from quire.kernels.reference.quantize import quantize_rows as reference_rows
+from quire.kernels.triton.launch import FLOAT8
+from quire.kernels.triton.level_products import PackedLevels, choose_level_tiling, level_product, pack_levels
+from quire.kernels.triton.products import Workspace
+from quire.kernels.triton.products_plan import Tiling
+from triton_cases import DEVICE, rand
+
+NEAR = {torch.float32: 1e-4, torch.float16: 2e-2}
+
+
+def weight(
+    outputs: int, inputs: int, group: int, kind: str, *, symmetric: bool = False
+) -> tuple[PackedLevels, torch.Tensor]:
+    """Packed, and its numbers."""
+    generator = torch.Generator().manual_seed(outputs)
+    scales = (torch.rand(outputs, inputs // group, generator=generator) * 0.05).half().to(DEVICE)
+    offsets = None if symmetric else (torch.randn(scales.shape, generator=generator) * 0.2).half().to(DEVICE)
+    if kind == "nibbles":
+        levels = torch.randint(0, 16, (outputs, inputs), generator=generator).to(torch.uint8).to(DEVICE)
+        plain = levels.float() - 8
+    elif kind == "bytes":
+        levels = torch.randint(-128, 128, (outputs, inputs), generator=generator).to(torch.int8).to(DEVICE)
+        plain = levels.float()
+    else:
+        levels = torch.randn(outputs, inputs, generator=generator).to(FLOAT8).to(DEVICE)
+        plain = levels.float()
+    values = plain * scales.float().repeat_interleave(group, 1)
+    if offsets is not None:
+        values += offsets.float().repeat_interleave(group, 1)
+    return pack_levels(levels, scales, offsets, nibbles=kind == "nibbles"), values
+
+
+def tiling(splits: int, step: int) -> Tiling:
+    return Tiling(16, 64, step, splits, 4, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "group", "symmetric", "rows", "splits"),
+    [
+        ("nibbles", 32, False, 3, 1), ("nibbles", 64, True, 1, 2), ("nibbles", 128, False, 20, 2),
+        ("nibbles", 256, True, 2, 1), ("bytes", 32, True, 3, 2), ("bytes", 128, False, 1, 1),
+        ("float8", 128, True, 3, 2),
+    ],
+)  # fmt: skip
+def test_products_are_those_of_the_numbers(
+    kind: str, group: int, symmetric: bool, rows: int, splits: int, dtype: torch.dtype
+) -> None:
+    packed, values = weight(80, 256, group, kind, symmetric=symmetric)
+    x, bias = rand(rows, 256, dtype=dtype, scale=0.3), rand(80, dtype=dtype, seed=1)
+    found = level_product(x, packed, Workspace.make(DEVICE), bias=bias, tiling=tiling(splits, packed.step))
+    wanted = F.linear(x.float(), values, bias.float())
+    torch.testing.assert_close(found.float(), wanted, rtol=NEAR[dtype], atol=NEAR[dtype])
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_gate_and_residual_are_taken_along(splits: int) -> None:
+    packed, values = weight(96, 128, 32, "nibbles")  # 48 gates, 48 ups: panels hold both
+    x, space = rand(3, 128, scale=0.3), Workspace.make(DEVICE)
+    gate, up = F.linear(x, values).chunk(2, dim=1)
+    found = level_product(x, packed, space, activation="silu", tiling=tiling(splits, 32))
+    torch.testing.assert_close(found, F.silu(gate) * up, rtol=1e-4, atol=1e-4)
+    stream = rand(3, 96, seed=2)
+    wanted = stream + F.linear(x, values)
+    level_product(x, packed, space, residual=stream, out=stream, tiling=tiling(splits, 32))
+    torch.testing.assert_close(stream, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_float8_rows_with_scales_of_groups_meet_float8_blocks() -> None:
+    packed, values = weight(64, 256, 128, "float8", symmetric=True)
+    x = rand(5, 256)
+    numbers, scale = reference_rows(x.view(-1, 128))
+    rounded = (numbers.float() * scale[:, None]).view(5, 256)
+    found = level_product(
+        numbers.view(5, 256), packed, Workspace.make(DEVICE), x_scale=scale.view(5, 2),
+        out=torch.empty(5, 64, device=DEVICE), tiling=tiling(2, 128),
+    )  # fmt: skip
+    torch.testing.assert_close(found, F.linear(rounded, values), rtol=2e-3, atol=2e-3)
+
+
+def test_a_bad_row_is_bad_alone() -> None:
+    packed, values = weight(64, 128, 32, "nibbles")
+    x = rand(3, 128)
+    x[1, 7] = float("nan")
+    found = level_product(x, packed, Workspace.make(DEVICE), tiling=tiling(2, 32))
+    assert found[1].isnan().all()
+    torch.testing.assert_close(found[[0, 2]], F.linear(x[[0, 2]], values), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 6144, 4096), (64, 4096, 14336), (4096, 28672, 4096)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_tilings_leave_no_split_without_work(rows: int, outputs: int, inputs: int, gated: bool) -> None:
+    chosen = choose_level_tiling(rows, outputs, inputs, 64, gated, torch.device("cpu"))
+    steps = inputs // 128
+    assert (chosen.splits - 1) * -(-steps // chosen.splits) < steps
+    assert chosen.block_m >= min(rows, 16)

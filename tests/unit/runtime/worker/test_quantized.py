@@ -1,0 +1,80 @@
+"""Weights quantized while loading, and float8 blocks: Triton's products give the logits of the reference."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from make_quantized import FIXTURES, TOKENS
+from quire.config.model import Heads
+from quire.runtime.loading.checkpoint import open_checkpoint
+from quire.runtime.loading.files import files_at
+from quire.types.step import Chunk
+from tiny_models import Bench, MemoryCheckpoint, engine_config, random_checkpoint, tiny_config
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "heads": Heads(4, 2, 16)}
+
+
+@cache
+def plain() -> MemoryCheckpoint:
+    return random_checkpoint(tiny_config("qwen2", num_layers=1, qkv_bias=True, **SIZES))
+
+
+def logits(bench: Bench) -> Tensor:
+    """After a prompt, and after the step of one token behind it."""
+    bench.add(0, TOKENS)
+    bench.run((), (Chunk(0, 0, len(TOKENS), (0,)),))
+    bench.tokens[0][-1] = 3
+    bench.worker.rows.tokens[0, len(bench.tokens[0]) - 1] = 3
+    bench.run((0,))
+    return torch.stack(bench.sampler.seen[0])
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).pow(2).mean().sqrt() / wanted.std())
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # padding rows hold whatever was there before
+@pytest.mark.parametrize(("quantization", "near"), [("int4", 0.01), ("int8", 0.05)])
+def test_weights_quantized_while_loading(quantization: str, near: float) -> None:
+    pytest.importorskip("triton")
+    config = engine_config(quantization=quantization)  # type: ignore[arg-type]
+    wanted = logits(Bench(plain(), config, attention="reference"))
+    assert error(logits(Bench(plain(), config, attention="triton")), wanted) < near
+    assert 1e-3 < error(wanted, logits(Bench(plain(), engine_config(), attention="reference"))) < 0.5
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("name", ["ct-fp8-block", "ct-w8a8"])
+def test_checkpoints_that_are_quantized(name: str) -> None:
+    pytest.importorskip("triton")
+    import triton_cases  # noqa: F401  float8 as hardware rounds it
+
+    checkpoint = open_checkpoint(files_at(FIXTURES / name))
+    wanted, found = (
+        logits(Bench(checkpoint, engine_config(), attention=attention))  # type: ignore[arg-type]
+        for attention in ("reference", "triton")
+    )
+    assert error(found, wanted) < 0.1  # a row alone is not rounded there
+
+
+@pytest.mark.parametrize("attention", ["reference", "auto"])
+@pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4"])
+def test_a_row_that_goes_bad_fails_alone(quantization: str | None, attention: str) -> None:
+    """One token's vector is NaN: its row's logits are, and no other's."""
+    source = plain()
+    tensors = {name: tensor.clone() for name, tensor in source.tensors.items()}
+    tensors["model.embed_tokens.weight"][7] = float("nan")
+    bench = Bench(
+        MemoryCheckpoint(source.config, tensors),
+        engine_config(quantization=quantization),  # type: ignore[arg-type]
+        attention=attention,
+    )
+    bench.add(0, [3, 5, 9])
+    bench.add(1, [3, 7, 9])
+    bench.run((), (Chunk(0, 0, 3, (0,)), Chunk(1, 0, 3, (1,))))
+    assert bench.sampler.seen[0][0].isfinite().all()
+    assert bench.sampler.seen[1][0].isnan().all()
