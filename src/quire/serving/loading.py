@@ -103,7 +103,9 @@ def load_model(arguments: Mapping[str, Any], *, offline: bool = True) -> LoadedM
         plan = plan_model if offline else plan_engine
         settings = EngineArguments(**given)
         planned = plan(files, settings, offline=offline)
-        check_purpose(arguments, is_encoder=isinstance(planned, PlannedEncoder))
+        classes = planned.settings.classes if isinstance(planned, PlannedEncoder) else None
+        is_encoder = isinstance(planned, PlannedEncoder)
+        check_purpose(arguments, is_encoder=is_encoder, is_classifier=classes is not None)
         defaults = read_sampling_defaults(files, generation_config, override)
         if isinstance(planned, PlannedEngine):
             if is_shown:

@@ -173,25 +173,28 @@ NO_EFFECT: dict[str, NoEffect] = {
 }
 
 
-POOLING = {"task": ("embed", "embedding"), "runner": ("pooling",), "convert": ("embed",)}  # what asks for embeddings
+EMBED, CLASSIFY = ("embed", "embedding"), ("classify", "score")
+POOLING = {"task": EMBED + CLASSIFY, "runner": ("pooling",), "convert": ("embed", "classify")}  # what asks for no text
 
 
 def without_pooling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments without those that ask for embeddings. `check_purpose` must see all of them."""
+    """Return the arguments without those that ask for embeddings or classes. `check_purpose` must see all of them."""
     return {name: value for name, value in given.items() if value not in POOLING.get(name, ())}
 
 
-def check_purpose(given: Mapping[str, Any], *, is_encoder: bool) -> None:
+def check_purpose(given: Mapping[str, Any], *, is_encoder: bool, is_classifier: bool) -> None:
     """Raise ConfigError for an argument of `LLM` that asks a model for what it does not do: an encoder to generate
-    text, or another model to embed."""
-    for name, values in POOLING.items():
+    text, a classifier to embed, or another model to classify. Models that generate text embed as well."""
+    makes = "classify" if is_classifier else "embed"
+    others = EMBED if is_classifier else CLASSIFY
+    for name in POOLING:
         value = given.get(name)
-        if not is_encoder and value in values:
-            fix = "leave it out, or load an encoder, such as a BERT or a MiniLM"
-            raise ConfigError(name, f"{value!r} is for encoders, and this model generates text", fix)
+        if value in others and not (value == "score" and is_encoder):  # of embeddings, a score is their cosine
+            reason = f"{value!r} is not what this model does"
+            raise ConfigError(name, reason, f'leave it out, or use "{makes if name != "runner" else "pooling"}"')
         if is_encoder and value == "generate":
             reason = f"{value!r} is for models that generate text, and this one is an encoder"
-            raise ConfigError(name, reason, f'leave it out or use "{values[0]}"')
+            raise ConfigError(name, reason, f'leave it out or use "{makes if name != "runner" else "pooling"}"')
     for name, neutral in (("generation_config", (None, "auto")), ("override_generation_config", (None, {}))):
         if is_encoder and given.get(name) not in neutral:
             reason = "is for models that generate text, and this one is an encoder"

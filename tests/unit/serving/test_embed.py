@@ -162,12 +162,19 @@ def test_an_encoder_may_be_asked_for_embeddings_in_the_words_of_others(folder: P
 
 
 @pytest.mark.parametrize(("setting", "value"), [("task", "embed"), ("runner", "pooling"), ("convert", "embed")])
-def test_other_models_refuse_to_embed_when_they_are_loaded(tmp_path: Path, setting: str, value: str) -> None:
+def test_a_model_that_generates_text_may_be_asked_for_embeddings_too(tmp_path: Path, setting: str, value: str) -> None:
     write_tiny_model(tmp_path)
-    with pytest.raises(ConfigError, match=f"^{setting}: .*this model generates text; .*load an encoder"):
-        LLM(tmp_path, device="cpu", load_format="dummy", num_kv_blocks=200, **{setting: value})  # type: ignore[arg-type]
+    usual = {"device": "cpu", "load_format": "dummy", "num_kv_blocks": 200, "skip_tokenizer_init": True}
+    with LLM(tmp_path, **usual, **{setting: value}) as loaded:  # type: ignore[arg-type]
+        assert len(loaded.embed([[4, 5, 6]])[0].outputs.embedding) > 0
     with pytest.raises(ConfigError, match=f"^{setting}: "):
         AsyncLLM(str(tmp_path), **{setting: value})
+
+
+@pytest.mark.parametrize(("setting", "value"), [("task", "classify"), ("convert", "classify")])
+def test_an_encoder_without_labels_refuses_to_classify(folder: Path, setting: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{setting}: '{value}' is not what this model does; .*use \"embed\""):
+        LLM(folder, device="cpu", **{setting: value})  # type: ignore[arg-type]
 
 
 def test_a_salt_means_nothing_where_nothing_is_cached(llm: LLM) -> None:

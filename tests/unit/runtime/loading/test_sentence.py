@@ -32,6 +32,7 @@ def write(
 
 
 def read(folder: Path) -> EmbeddingSettings:
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
     return read_embedding_settings(ModelFiles("tiny", folder, "hf"))
 
 
