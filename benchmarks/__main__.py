@@ -40,6 +40,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 # what needs a GPU, or a model: only listed here
 GPU_BENCHMARKS: dict[str, str] = {
+    "embeddings": "texts embedded in a second, beside sentence-transformers where it is installed",
     "perplexity": "what every kind of quantization costs in perplexity and saves in memory",
     "gpu": "tokens/s of every kind of load, a burst of 1,500 requests among them; --full-cache: in a full cache too",
     "gpu.serve": "the server's throughput and latency",

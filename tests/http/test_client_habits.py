@@ -205,9 +205,9 @@ def test_paths_in_other_spellings_lead_to_their_routes(server: TestServer, path:
 
 
 def test_a_path_that_is_not_there_says_which_api_is_missing(server: TestServer) -> None:
-    answer = server.post("/v1/embeddings", {"input": "x"})
+    answer = server.post("/v1/moderations", {"input": "x"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
-    assert "does not have embeddings" in answer.json()["error"]["message"]
+    assert "does not have moderations" in answer.json()["error"]["message"]
     assert CHAT in answer.json()["error"]["message"]
 
 

@@ -12,7 +12,6 @@ from quire.serving.http.exchange import Receive, Scope, Send
 _AZURE = re.compile(r"^/openai(/deployments/[^/]+|/v1)(?=/)")
 _DOUBLED = re.compile(r"^(/v1)+/")
 _KNOWN_APIS = {  # of other servers, by the beginning of their path after /v1
-    "/embeddings": "embeddings",
     "/responses": "the responses API",
     "/messages": "Anthropic's messages API",
     "/images": "images",
@@ -23,10 +22,6 @@ _KNOWN_APIS = {  # of other servers, by the beginning of their path after /v1
     "/vector_stores": "vector stores",
     "/fine_tuning": "fine-tuning",
     "/realtime": "the realtime API",
-    "/rerank": "reranking",
-    "/score": "scoring",
-    "/classify": "classification",
-    "/pooling": "pooling",
     "/load_lora_adapter": "LoRA adapters",
     "/api/": "Ollama's API",
 }

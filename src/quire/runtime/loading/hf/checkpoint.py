@@ -196,4 +196,5 @@ def _missing_prefix(family: Family, stored: Collection[str]) -> str:
     """What stands before the names of a whole model and not here: checkpoints of embedding models hold its layers
     alone."""
     prefix, _, rest = family.embedding.partition(".")
-    return f"{prefix}." if rest in stored and family.embedding not in stored else ""
+    is_known = family.embedding in stored or family.rename(rest) == family.embedding
+    return f"{prefix}." if rest in stored and not is_known else ""
