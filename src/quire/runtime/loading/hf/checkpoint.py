@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from quire.runtime.loading.hf.quantized.method import DTYPES, BadTensors
 from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
 from quire.runtime.loading.pieces import Piece, pieces_of
 from quire.runtime.loading.values import refuse_blank, refuse_non_finite
+from quire.runtime.models.build import describe_weights
 from quire.runtime.models.family import Family
 from quire.runtime.models.registry import find_family
 from quire.runtime.quantization.mxfp4 import GROUP, GROUP_BYTES, Mxfp4Weight
@@ -48,8 +49,10 @@ class HfCheckpoint:
         self._files: list[SafetensorsFile] = []
         try:
             self._owners = self._open(directory)
-            self._quantized = self._find_quantized()
-            self._pieces = self._find_pieces()
+            layers = self._find_layers()
+            self._quantized = self._find_quantized(layers)
+            self._pieces = self._find_pieces({stored.name for layer in layers for stored in layer.tensors.values()})
+            self._drop_zero_biases()
             self.names = frozenset(self._pieces) | frozenset(self._quantized)
             check_tensors(self.config, self.names, shape=self.shape, source=self.source, file=self.file)
         except ModelLoadError:
@@ -72,7 +75,10 @@ class HfCheckpoint:
             return None
         quantized = self._quantized[name]
         assert self._method is not None
-        tensors = {word: self._read_whole(Piece(stored.name), DTYPES) for word, stored in quantized.tensors.items()}
+        tensors = {
+            word: self._read_whole(Piece(stored.name), DTYPES, may_be_zero=word in self._method.zero_words)
+            for word, stored in quantized.tensors.items()
+        }
         for word, tensor in tensors.items():
             if tensor.is_floating_point():
                 refuse_non_finite(tensor.float(), quantized.file, f"{quantized.layer}.{word}")
@@ -101,8 +107,9 @@ class HfCheckpoint:
         for file in self._files:
             file.close()
 
-    def _read_whole(self, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Tensor:
-        """The piece as numbers of one of the dtypes that are allowed, by their names in the file."""
+    def _read_whole(self, piece: Piece, dtypes: Mapping[str, torch.dtype], *, may_be_zero: bool = False) -> Tensor:
+        """The piece as numbers of one of the dtypes that are allowed, by their names in the file. A matrix of nothing
+        but zeros is damaged, unless it may be."""
         tensor, owner = self._stored(piece.tensor), self._owners[piece.tensor]
         dtype, raw, shape = dtypes.get(tensor.dtype), owner.raw(piece.tensor), tensor.shape
         if dtype is None:
@@ -111,32 +118,37 @@ class HfCheckpoint:
             )
         if piece.expert is not None:
             raw, shape = raw.reshape(shape[0], -1)[piece.expert], shape[1:]
-        refuse_blank(raw, len(shape), owner.name, piece.tensor)
+        if not may_be_zero:
+            refuse_blank(raw, len(shape), owner.name, piece.tensor)
         if raw.ctypes.data % dtype.itemsize:
             raw = raw.copy()  # torch wants numbers at multiples of their size
         values = torch.from_numpy(raw).view(dtype).view(shape)
         return values if piece.expert is None else piece.of_expert(values)
 
-    def _find_quantized(self) -> dict[str, QuantizedLayer]:
-        """The matrices that are stored quantized, by the names of the layers' parts."""
+    def _find_layers(self) -> list[QuantizedLayer]:
+        """The layers of the files whose matrices are stored quantized, also those that the model does not read."""
         if self._method is None:
-            return {}
-        family = find_family(self.config.architecture)
+            return []
         layers = find_quantized(self._owners, self._method)
         if not layers:
             reason = f"says {self._method.name}, and no matrix is stored so"
             raise ModelLoadError(self.file, reason, tensor="quantization_config", fix="leave it out")
+        return layers
+
+    def _find_quantized(self, layers: Iterable[QuantizedLayer]) -> dict[str, QuantizedLayer]:
+        """The matrices that are stored quantized, by the names of the layers' parts."""
+        family = find_family(self.config.architecture)
         prefix = _missing_prefix(family, self._owners)
         named = {family.rename(f"{prefix}{layer.layer}.weight"): layer for layer in layers}
         return {name: layer for name, layer in named.items() if name is not None and self._is_wanted(family, name)}
 
-    def _find_pieces(self) -> dict[str, Piece]:
-        """Where each tensor of the layers that is stored as numbers lies, by its name."""
+    def _find_pieces(self, taken: Collection[str]) -> dict[str, Piece]:
+        """Where each tensor of the layers that is stored as numbers lies, by its name. `taken`: tensors of the files
+        that belong to quantized matrices."""
         family, experts = find_family(self.config.architecture), self.config.experts
         count = 0 if experts is None else experts.num
         found: dict[str, Piece] = {}
         prefix = _missing_prefix(family, self._owners)
-        taken = {tensor.name for layer in self._quantized.values() for tensor in layer.tensors.values()}
         for stored, file in self._owners.items():
             name = None if stored in taken else family.rename(prefix + stored)
             if name is None or not self._is_wanted(family, name):
@@ -149,6 +161,19 @@ class HfCheckpoint:
                 found[known] = piece
         exponents = {piece.exponents for piece in found.values()}
         return {known: piece for known, piece in found.items() if piece.tensor not in exponents}
+
+    def _drop_zero_biases(self) -> None:
+        """Leave out biases of quantized matrices that the model does not have: some tools write zeros for every matrix.
+        Refuse those with other numbers."""
+        biases = [name for name in self._pieces if name.endswith(".bias") and _matrix_of(name) in self._quantized]
+        known = describe_weights(self.config) if biases else {}
+        for name in biases:
+            if name in known:
+                continue
+            if self.read(name).any():
+                reason = f"is not zero, and a {self.config.architecture} model of this config has no such bias"
+                raise ModelLoadError(self.source(name), reason, tensor=self._pieces[name].tensor)
+            del self._pieces[name]
 
     def _is_wanted(self, family: Family, name: str) -> bool:
         """Whether a tensor of this name belongs to a layer that the model has."""
@@ -190,6 +215,10 @@ def _layer(name: str) -> int:
     """The number of the layer that a tensor is of; -1: of none."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return int(found[1]) if found else -1
+
+
+def _matrix_of(bias: str) -> str:
+    return f"{bias.removesuffix('.bias')}.weight"
 
 
 def _missing_prefix(family: Family, stored: Collection[str]) -> str:

@@ -47,6 +47,7 @@ class CompressedTensors(Method):
         "input_zero_point",
     ))  # fmt: skip
     main_words = ("weight_packed", "weight")
+    zero_words = ("weight_zero_point", "input_zero_point")
 
     def __init__(self, config: Fields) -> None:
         form = config.text("format", "naive-quantized")

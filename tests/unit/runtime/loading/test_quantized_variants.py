@@ -1,0 +1,83 @@
+"""Quantized checkpoints as other tools and versions write them: further tensors, other packings, several schemes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from make_quantized import FIXTURES, QUERY
+from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
+from quire.runtime.loading.files import files_at
+from quire.types.errors import ModelLoadError
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def stored(name: str) -> dict[str, Tensor]:
+    return load_file(FIXTURES / name / "model.safetensors")
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    given: dict[str, Any] = json.loads((FIXTURES / name / "config.json").read_text())["quantization_config"]
+    return given
+
+
+def edited(
+    name: str, folder: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """A copy of a checkpoint with further or other tensors, and other settings of quantization."""
+    config = json.loads((FIXTURES / name / "config.json").read_text())
+    config["quantization_config"] |= settings or {}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({**stored(name), **tensors}, folder / "model.safetensors")
+    return open_checkpoint(files_at(folder))
+
+
+def original(name: str) -> Checkpoint:
+    return open_checkpoint(files_at(FIXTURES / name))
+
+
+def test_biases_of_zeros_that_the_model_does_not_have_are_left_out(tmp_path: Path) -> None:
+    """Old versions of AutoGPTQ wrote one for every quantized matrix."""
+    layers = [name.removesuffix(".qweight") for name in stored("gptq-4bit") if name.endswith(".qweight")]
+    scales = stored("gptq-4bit")
+    biases = {f"{layer}.bias": torch.zeros(scales[f"{layer}.scales"].shape[1]).half() for layer in layers}
+    found = edited("gptq-4bit", tmp_path, biases)
+    assert found.names == original("gptq-4bit").names
+    assert torch.equal(found.read(f"{DOWN}.weight"), original("gptq-4bit").read(f"{DOWN}.weight"))
+
+
+def test_a_bias_of_numbers_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    bias = torch.zeros(64).half()
+    bias[63] = 0.5
+    with pytest.raises(ModelLoadError, match=r"down_proj\.bias: is not zero, and a llama model .* has no such bias"):
+        edited("gptq-4bit", tmp_path, {f"{DOWN}.bias": bias})
+
+
+@pytest.mark.parametrize(
+    ("name", "word"), [("ct-w4a16-asym", "weight_zero_point"), ("gptq-4bit-asym-v2", "qzeros"), ("awq", "qzeros")]
+)
+def test_zero_points_may_all_be_zero(name: str, word: str, tmp_path: Path) -> None:
+    before = original(name).read_quantized(f"{QUERY}.weight")
+    zeros = torch.zeros_like(stored(name)[f"{QUERY}.{word}"])
+    found = edited(name, tmp_path, {f"{QUERY}.{word}": zeros}).read_quantized(f"{QUERY}.weight")
+    assert before is not None
+    assert found is not None
+    assert (found.values().amin(dim=1) >= 0).all(), "levels count from 0"
+    assert (before.values().amin(dim=1) < 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "word"), [("gptq-4bit", "qweight"), ("ct-w4a16", "weight_packed"), ("ct-w4a16", "weight_scale")]
+)
+def test_levels_and_scales_of_zeros_are_a_damaged_download(name: str, word: str, tmp_path: Path) -> None:
+    blank = torch.zeros_like(stored(name)[f"{QUERY}.{word}"])
+    with pytest.raises(ModelLoadError, match=rf"q_proj\.{word}: all \d+ bytes are zero; download it again"):
+        edited(name, tmp_path, {f"{QUERY}.{word}": blank}).read(f"{QUERY}.weight")
