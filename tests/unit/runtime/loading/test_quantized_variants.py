@@ -81,3 +81,27 @@ def test_levels_and_scales_of_zeros_are_a_damaged_download(name: str, word: str,
     blank = torch.zeros_like(stored(name)[f"{QUERY}.{word}"])
     with pytest.raises(ModelLoadError, match=rf"q_proj\.{word}: all \d+ bytes are zero; download it again"):
         edited(name, tmp_path, {f"{QUERY}.{word}": blank}).read(f"{QUERY}.weight")
+
+
+def test_a_name_goes_before_regular_expressions_and_these_before_classes(tmp_path: Path) -> None:
+    """Regular expressions by the alphabet; whatever the order of the config."""
+    usual = settings_of("ct-w4a16")["config_groups"]["group_0"]
+    rounded = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "group"}
+
+    def scheme(target: str, size: int) -> dict[str, Any]:
+        return {**usual, "targets": [target], "input_activations": rounded | {"group_size": size}}
+
+    groups = [
+        scheme("Linear", 2), scheme("re:.*self_attn.*", 4), scheme("re:.*[qkv]_proj", 8), scheme(QUERY, 16),
+        scheme("re:.*o_proj", 32), scheme("re:.*o_proj", 64),
+    ]  # fmt: skip
+    found = edited("ct-w4a16", tmp_path, {}, {"config_groups": {str(i): each for i, each in enumerate(groups)}})
+
+    def size(part: str) -> int | None:
+        weight = found.read_quantized(f"model.layers.0.{part}.weight")
+        assert weight is not None
+        assert weight.activations is not None
+        return weight.activations.group
+
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj")
+    assert [size(part) for part in parts] == [16, 8, 64, 2]

@@ -58,7 +58,7 @@ class CompressedTensors(Method):
             value = config.raw(key)
             if value and not (isinstance(value, dict) and value.get("format") == "dense"):
                 raise config.refuse(key, "is not supported", fix="use a checkpoint without it")
-        self._targets: list[_Target] = []
+        schemes: dict[str, Scheme] = {}  # by target; of the same one twice, the later
         for name, group in groups.items():
             path = f"config_groups.{name}"
             if not isinstance(group, dict):
@@ -70,7 +70,8 @@ class CompressedTensors(Method):
             if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
                 raise config.refuse(f"{path}.targets", "must be a list of names")
             scheme = read_scheme(config, path, group)
-            self._targets += [_Target(_checked(config, path, target), scheme) for target in targets]
+            schemes |= {_checked(config, path, target): scheme for target in targets}
+        self._targets = [_Target(pattern, schemes[pattern]) for pattern in sorted(schemes, key=_priority)]
 
     def is_quantized(self, tensors: Mapping[str, StoredTensor]) -> bool:
         return "weight_packed" in tensors or ("weight" in tensors and tensors["weight"].dtype in (FLOAT8, "I8"))
@@ -158,6 +159,12 @@ def _activations(scheme: Scheme, tensors: Mapping[str, Tensor]) -> ActivationSch
     given = scheme.activations
     scale = float(tensors["input_scale"].float()) if given.is_static else None
     return ActivationScheme("fp8" if given.is_float else "int8", scale, given.group)
+
+
+def _priority(pattern: str) -> tuple[int, str]:
+    """Which of several targets a layer takes, as the format's own tool has it: its name, then the first regular
+    expression by the alphabet, then its class."""
+    return (2 if pattern == _CLASS else 1 if pattern.startswith("re:") else 0), pattern
 
 
 def _checked(config: Fields, path: str, target: str) -> str:
