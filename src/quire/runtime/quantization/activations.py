@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.reference.quantize import LARGEST, LARGEST_INT8, to_float8, to_int8
@@ -19,7 +20,8 @@ class ActivationScheme:
     """What activations [tokens, inputs] become before they are multiplied.
 
     `scale`: one number for all tokens (static); None: each token has its own, which takes its largest magnitude to the
-    largest number of the kind (dynamic). `group`: inputs of a token that share a dynamic scale; None: all of them.
+    largest number of the kind (dynamic). `group`: inputs of a token that share a dynamic scale, the last group may be
+    smaller; None: all of them.
     """
 
     kind: Literal["int8", "fp8"]
@@ -29,16 +31,22 @@ class ActivationScheme:
     def rounded(self, x: Tensor) -> Tensor:
         """What is left of x [tokens, inputs] after rounding, in x's dtype. A NaN stays one, in its own row."""
         wide = x.float()
-        grouped = wide if self.group is None else wide.view(len(x), -1, self.group)
+        grouped = wide if self.group is None else _in_groups(wide, self.group)
         largest = LARGEST_INT8 if self.kind == "int8" else LARGEST
         if self.scale is None:
             scale = grouped.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_AMAX) / largest
         else:
             scale = torch.full((), self.scale, device=x.device)
-        return (self._nearest(grouped / scale) * scale).view(x.shape).to(x.dtype)
+        found = (self._nearest(grouped / scale) * scale).flatten(1)
+        return found[:, : x.shape[1]].to(x.dtype).contiguous()
 
     def _nearest(self, x: Tensor) -> Tensor:
         return to_int8(x) if self.kind == "int8" else to_float8(x).float()
+
+
+def _in_groups(x: Tensor, size: int) -> Tensor:  # [tokens, inputs] -> [tokens, groups, size]
+    """Zeros fill the last group."""
+    return F.pad(x, (0, -x.shape[1] % size)).view(len(x), -1, size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from make_quantized import FIXTURES, QUERY
+from quire.config.fields import Fields
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
+from quire.runtime.loading.hf.quantized.float8 import Float8
+from quire.runtime.quantization.activations import ActivationScheme
 from quire.types.errors import ModelLoadError
 
 DOWN = "model.layers.0.mlp.down_proj"
@@ -105,3 +108,23 @@ def test_a_name_goes_before_regular_expressions_and_these_before_classes(tmp_pat
 
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj")
     assert [size(part) for part in parts] == [16, 8, 64, 2]
+
+
+def float8_matrix(inputs: int, block: int, **settings: Any) -> ActivationScheme:
+    """What a float8 matrix with blocks of so many inputs does to activations."""
+    prefix = "quantization_config."
+    given = {"weight_block_size": [2, block], **settings}
+    method = Float8(Fields("config.json", {prefix + key: value for key, value in given.items()}, prefix))
+    scales = torch.ones(1, -(-inputs // block))
+    weight = method.read("layer", {"weight": torch.ones(2, inputs).to(torch.float8_e4m3fn), "weight_scale_inv": scales})
+    assert weight.activations is not None
+    return weight.activations
+
+
+def test_a_last_group_of_activations_may_be_smaller() -> None:
+    """As the down projection of DeepSeek-V2-Lite has it: 10944 inputs are 85.5 groups of 128."""
+    scheme = float8_matrix(80, 32)
+    assert scheme == ActivationScheme("fp8", group=32)
+    x = torch.randn(3, 80, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1.0], [10.0], [0.1]])
+    pieces = [ActivationScheme("fp8").rounded(piece) for piece in torch.split(x, 32, dim=1)]
+    assert torch.equal(scheme.rounded(x), torch.cat(pieces, dim=1))

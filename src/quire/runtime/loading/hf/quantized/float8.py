@@ -52,7 +52,7 @@ class Float8(Method):
         outputs, inputs = weight.shape
         block = self._block or (outputs, inputs)
         scale = float(tensors["input_scale"].float()) if self._is_static else None
-        group = None if self._block is None or inputs % block[1] else block[1]
+        group = None if self._block is None else block[1]
         scheme = ActivationScheme("fp8", scale, group)
         scales = tensors["weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"]
         return Float8Weight(
