@@ -128,3 +128,27 @@ def test_a_last_group_of_activations_may_be_smaller() -> None:
     x = torch.randn(3, 80, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1.0], [10.0], [0.1]])
     pieces = [ActivationScheme("fp8").rounded(piece) for piece in torch.split(x, 32, dim=1)]
     assert torch.equal(scheme.rounded(x), torch.cat(pieces, dim=1))
+
+
+STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        (STATIC, ("self_attn.k_scale", "self_attn.v_scale")),
+        (STATIC, ("self_attn.kv_scale",)),
+        (STATIC | {"kv_cache_scheme": "static"}, ()),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, ("self_attn.k_scale", "self_attn.v_scale")),
+        ({}, ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale")),
+    ],
+)
+def test_a_warning_says_that_scales_of_keys_and_values_are_not_used(
+    settings: dict[str, Any], names: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scales = {f"model.layers.0.{name}": torch.tensor(0.5) for name in names}
+    with caplog.at_level("WARNING", logger="quire.runtime"):
+        found = edited("ct-fp8", tmp_path, scales, settings)
+    assert found.names == original("ct-fp8").names
+    said = [record.getMessage() for record in caplog.records]
+    assert [f"is not used ({len(names)} scales)" in line for line in said] == [True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -14,7 +15,7 @@ from quire.config.model import ModelConfig
 from quire.runtime.loading.expected import check_tensors
 from quire.runtime.loading.hf.config import hf_method, hf_model_config
 from quire.runtime.loading.hf.directory import INDEX, weight_files
-from quire.runtime.loading.hf.quantized.layers import QuantizedLayer, find_quantized
+from quire.runtime.loading.hf.quantized.layers import QuantizedLayer, find_cache_scales, find_quantized
 from quire.runtime.loading.hf.quantized.method import DTYPES, BadTensors
 from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
 from quire.runtime.loading.pieces import Piece, pieces_of
@@ -25,6 +26,8 @@ from quire.runtime.models.registry import find_family
 from quire.runtime.quantization.mxfp4 import GROUP, GROUP_BYTES, Mxfp4Weight
 from quire.runtime.quantization.weight import QuantizedWeight
 from quire.types.errors import ModelLoadError
+
+logger = logging.getLogger("quire.runtime")
 
 WEIGHT_DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
@@ -51,7 +54,8 @@ class HfCheckpoint:
             self._owners = self._open(directory)
             layers = self._find_layers()
             self._quantized = self._find_quantized(layers)
-            self._pieces = self._find_pieces({stored.name for layer in layers for stored in layer.tensors.values()})
+            taken = {stored.name for layer in layers for stored in layer.tensors.values()}
+            self._pieces = self._find_pieces(taken | self._find_cache_scales())
             self._drop_zero_biases()
             self.names = frozenset(self._pieces) | frozenset(self._quantized)
             check_tensors(self.config, self.names, shape=self.shape, source=self.source, file=self.file)
@@ -135,6 +139,20 @@ class HfCheckpoint:
             raise ModelLoadError(self.file, reason, tensor="quantization_config", fix="leave it out")
         return layers
 
+    def _find_cache_scales(self) -> set[str]:
+        """Tensors that scale quantized keys and values. A warning says that they are not used."""
+        if self._method is None:
+            return set()
+        scales = find_cache_scales(self._owners)
+        if scales or self._method.has_cache_scheme:
+            logger.warning(
+                "%s: how the checkpoint quantizes keys and values is not used (%d scales): kv_cache_dtype decides, and "
+                "float8 keys and values have the scale 1.0",
+                self.file,
+                len(scales),
+            )
+        return scales
+
     def _find_quantized(self, layers: Iterable[QuantizedLayer]) -> dict[str, QuantizedLayer]:
         """The matrices that are stored quantized, by the names of the layers' parts."""
         family = find_family(self.config.architecture)
@@ -144,7 +162,7 @@ class HfCheckpoint:
 
     def _find_pieces(self, taken: Collection[str]) -> dict[str, Piece]:
         """Where each tensor of the layers that is stored as numbers lies, by its name. `taken`: tensors of the files
-        that belong to quantized matrices."""
+        that belong to quantized matrices or are not used."""
         family, experts = find_family(self.config.architecture), self.config.experts
         count = 0 if experts is None else experts.num
         found: dict[str, Piece] = {}

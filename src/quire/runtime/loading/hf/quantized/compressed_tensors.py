@@ -24,7 +24,7 @@ from quire.runtime.quantization.weight import QuantizedWeight
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _CLASS = "Linear"
-_REFUSED = ("kv_cache_scheme", "sparsity_config", "transform_config")
+_REFUSED = ("sparsity_config", "transform_config")
 
 
 @dataclass(frozen=True, slots=True)

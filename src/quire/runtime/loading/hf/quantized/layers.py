@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from quire.runtime.quantization.levels import GROUP
 from quire.types.errors import ModelLoadError
 
 _GPU_GROUP = 64  # Triton's products take groups of a multiple of it
+_CACHE_SCALE = re.compile(r"\.(?:k|v|kv)_(?:scale|zero_point)$|\.(?:k|v|qkv)_proj\.output_scale$")
 _FIX = "the config and the weights do not fit together"
 
 
@@ -51,6 +53,11 @@ def find_quantized(owners: Mapping[str, SafetensorsFile], method: Method) -> lis
         except BadTensors as error:
             raise ModelLoadError(file, error.reason, tensor=f"{layer}.{error.word}", fix=_FIX) from None
     return found
+
+
+def find_cache_scales(names: Iterable[str]) -> set[str]:
+    """The tensors of a quantized checkpoint that are scales of keys and values, not of matrices."""
+    return {name for name in names if _CACHE_SCALE.search(name)}
 
 
 def count_stored(directory: Path, method: Method) -> StoredLevels:

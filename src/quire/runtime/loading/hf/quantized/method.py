@@ -39,6 +39,7 @@ class Method(ABC):
     words: frozenset[str]
     main_words: tuple[str, ...]
     zero_words: tuple[str, ...] = ()
+    has_cache_scheme = False  # whether the config says how keys and values are quantized, which is not used
 
     def is_quantized(self, tensors: Mapping[str, StoredTensor]) -> bool:
         """Whether a layer with these tensors, by their words, has a quantized matrix."""
