@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.runtime.loading.hf.quantized.float8 import Float8
 from quire.runtime.quantization.activations import ActivationScheme
+from quire.runtime.quantization.packing import pack
 from quire.types.errors import ModelLoadError
 
 DOWN = "model.layers.0.mlp.down_proj"
@@ -152,3 +153,39 @@ def test_a_warning_says_that_scales_of_keys_and_values_are_not_used(
     assert found.names == original("ct-fp8").names
     said = [record.getMessage() for record in caplog.records]
     assert [f"is not used ({len(names)} scales)" in line for line in said] == [True]
+
+
+def pack_whole(numbers: Tensor, bits: int) -> Tensor:
+    """As older versions of compressed-tensors do: no number lies across two words."""
+    per_word = 32 // bits
+    rows = [
+        [sum(int(one) << (bits * i) for i, one in enumerate(row[begin : begin + per_word]))
+         for begin in range(0, len(row), per_word)]
+        for row in numbers.tolist()
+    ]  # fmt: skip
+    return torch.tensor(rows, dtype=torch.int64).to(torch.int32)
+
+
+@pytest.mark.parametrize("packer", [pack, pack_whole])
+@pytest.mark.parametrize("bits", [3, 5, 6, 7, 4])
+def test_bits_that_do_not_fill_words_are_read_in_both_packings(
+    bits: int, packer: Callable[[Tensor, int], Tensor], tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    levels = torch.randint(1 << bits, (64, 64), generator=generator)
+    zeros = torch.randint(1 << bits, (64, 2), generator=generator)
+    scales = torch.rand(64, 2, generator=generator)
+    groups = settings_of("ct-w4a16")["config_groups"]
+    usual = groups["group_0"]
+    own = {**usual, "targets": [QUERY], "weights": usual["weights"] | {"num_bits": bits, "symmetric": False}}
+    tensors = {
+        "weight_packed": packer(levels, bits),
+        "weight_zero_point": packer(zeros.t(), bits).t().contiguous(),
+        "weight_scale": scales,
+    }
+    found = edited(
+        "ct-w4a16", tmp_path, {f"{QUERY}.{word}": one for word, one in tensors.items()},
+        {"config_groups": groups | {"group_1": own}},
+    ).read(f"{QUERY}.weight")  # fmt: skip
+    wanted = (levels.view(64, 2, 32) - zeros.unsqueeze(-1)) * scales.unsqueeze(-1)
+    torch.testing.assert_close(found, wanted.flatten(1))
