@@ -121,7 +121,7 @@ class Linear(WeightLayer):
             if name in self._quantized:
                 parts.append(self._product.pack_quantized(self._quantized[name].to(self._placement.device), bias))
             else:
-                parts.append(self._product.pack(self.weight.data[span], bias))
+                parts.append(self._product.pack(self.weight.data[span].clone(), bias))  # a view would keep the whole
         order = None if self._order is None else self._order.to(self._placement.device)
         return PartsMultiply(tuple(parts), order)
 
