@@ -181,6 +181,9 @@ class KeysAsValues(Linear):
         super().__init__(inputs, outputs, bias, product, placement)
         self.parts = tuple(part for part in self.parts if not part.startswith(_VALUE))
 
+    def copies(self, part: str) -> int:
+        return len(self._held(part))
+
     def load(self, part: str, tensor: Tensor) -> None:
         for each in self._held(part):
             super().load(each, tensor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +14,13 @@ from quire.config.model import ModelConfig
 from quire.runtime.loading.expected import check_tensors
 from quire.runtime.loading.hf.config import hf_method, hf_model_config
 from quire.runtime.loading.hf.directory import INDEX, weight_files
+from quire.runtime.loading.hf.names import part_names
 from quire.runtime.loading.hf.quantized.layers import QuantizedLayer, find_cache_scales, find_quantized
 from quire.runtime.loading.hf.quantized.method import DTYPES, BadTensors
 from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
 from quire.runtime.loading.pieces import Piece, pieces_of
 from quire.runtime.loading.values import refuse_blank, refuse_non_finite
 from quire.runtime.models.build import describe_weights
-from quire.runtime.models.family import Family
-from quire.runtime.models.registry import find_family
 from quire.runtime.quantization.mxfp4 import GROUP, GROUP_BYTES, Mxfp4Weight
 from quire.runtime.quantization.weight import QuantizedWeight
 from quire.types.errors import ModelLoadError
@@ -52,6 +50,7 @@ class HfCheckpoint:
         self._files: list[SafetensorsFile] = []
         try:
             self._owners = self._open(directory)
+            self._names = part_names(self.config, self._owners)
             layers = self._find_layers()
             self._quantized = self._find_quantized(layers)
             taken = {stored.name for layer in layers for stored in layer.tensors.values()}
@@ -155,23 +154,20 @@ class HfCheckpoint:
 
     def _find_quantized(self, layers: Iterable[QuantizedLayer]) -> dict[str, QuantizedLayer]:
         """The matrices that are stored quantized, by the names of the layers' parts."""
-        family = find_family(self.config.architecture)
-        prefix = _missing_prefix(family, self._owners)
-        named = {family.rename(f"{prefix}{layer.layer}.weight"): layer for layer in layers}
-        return {name: layer for name, layer in named.items() if name is not None and self._is_wanted(family, name)}
+        named = {self._names.of(f"{layer.layer}.weight"): layer for layer in layers}
+        return {name: layer for name, layer in named.items() if name is not None}
 
     def _find_pieces(self, taken: Collection[str]) -> dict[str, Piece]:
         """Where each tensor of the layers that is stored as numbers lies, by its name. `taken`: tensors of the files
         that belong to quantized matrices or are not used."""
-        family, experts = find_family(self.config.architecture), self.config.experts
+        experts = self.config.experts
         count = 0 if experts is None else experts.num
         found: dict[str, Piece] = {}
-        prefix = _missing_prefix(family, self._owners)
         for stored, file in self._owners.items():
-            name = None if stored in taken else family.rename(prefix + stored)
-            if name is None or not self._is_wanted(family, name):
+            name = None if stored in taken else self._names.of(stored)
+            if name is None:
                 continue
-            for known, piece in pieces_of(name, stored, family.stacked, count):
+            for known, piece in pieces_of(name, stored, self._names.family.stacked, count):
                 if known in found:
                     raise ModelLoadError(file.name, f"is the same tensor as {found[known].tensor}", tensor=stored)
                 if piece.expert == 0:
@@ -192,11 +188,6 @@ class HfCheckpoint:
                 reason = f"is not zero, and a {self.config.architecture} model of this config has no such bias"
                 raise ModelLoadError(self.source(name), reason, tensor=self._pieces[name].tensor)
             del self._pieces[name]
-
-    def _is_wanted(self, family: Family, name: str) -> bool:
-        """Whether a tensor of this name belongs to a layer that the model has."""
-        is_dropped = family.drops_layers and _layer(name) >= self.config.num_layers
-        return not is_dropped and not family.is_unread(self.config, name)
 
     def _check_stack(self, piece: Piece, num_experts: int) -> None:
         """Refuse a tensor that holds another number of experts, or blocks whose exponents are not there."""
@@ -229,18 +220,5 @@ class HfCheckpoint:
         return owners
 
 
-def _layer(name: str) -> int:
-    """The number of the layer that a tensor is of; -1: of none."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return int(found[1]) if found else -1
-
-
 def _matrix_of(bias: str) -> str:
     return f"{bias.removesuffix('.bias')}.weight"
-
-
-def _missing_prefix(family: Family, stored: Collection[str]) -> str:
-    """What stands before the names of a whole model and not here: checkpoints of embedding models hold its layers
-    alone."""
-    prefix, _, rest = family.embedding.partition(".")
-    return f"{prefix}." if rest in stored and family.embedding not in stored else ""
