@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.kernels.reference.quantize import LARGEST, LARGEST_INT8, to_float8, to_int8
 
 SMALLEST_AMAX = 1e-12  # keeps the scale of an all-zero row a normal number
+_MANTISSA = (1 << 23) - 1  # bits of a float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +22,13 @@ class ActivationScheme:
 
     `scale`: one number for all tokens (static); None: each token has its own, which takes its largest magnitude to the
     largest number of the kind (dynamic). `group`: inputs of a token that share a dynamic scale, the last group may be
-    smaller; None: all of them.
+    smaller; None: all of them. `powers`: dynamic scales are rounded up to powers of two (ue8m0).
     """
 
     kind: Literal["int8", "fp8"]
     scale: float | None = None
     group: int | None = None
+    powers: bool = False
 
     def rounded(self, x: Tensor) -> Tensor:
         """What is left of x [tokens, inputs] after rounding, in x's dtype. A NaN stays one, in its own row."""
@@ -35,6 +37,7 @@ class ActivationScheme:
         largest = LARGEST_INT8 if self.kind == "int8" else LARGEST
         if self.scale is None:
             scale = grouped.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_AMAX) / largest
+            scale = _next_power(scale) if self.powers else scale
         else:
             scale = torch.full((), self.scale, device=x.device)
         found = (self._nearest(grouped / scale) * scale).flatten(1)
@@ -42,6 +45,12 @@ class ActivationScheme:
 
     def _nearest(self, x: Tensor) -> Tensor:
         return to_int8(x) if self.kind == "int8" else to_float8(x).float()
+
+
+def _next_power(scale: Tensor) -> Tensor:
+    """The smallest power of two that is not below each positive float32; what is no number stays none."""
+    carried = scale.view(torch.int32) + _MANTISSA  # any bit of the mantissa carries into the exponent
+    return torch.where(scale.isfinite(), (carried & ~_MANTISSA).view(torch.float32), scale)
 
 
 def _in_groups(x: Tensor, size: int) -> Tensor:  # [tokens, inputs] -> [tokens, groups, size]

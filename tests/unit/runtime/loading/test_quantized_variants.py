@@ -131,6 +131,36 @@ def test_a_last_group_of_activations_may_be_smaller() -> None:
     assert torch.equal(scheme.rounded(x), torch.cat(pieces, dim=1))
 
 
+def test_scales_of_activations_are_powers_of_two_where_the_config_says_so() -> None:
+    """As DeepSeek-V3.1 has it (`scale_fmt`): rounded up, so that no number is cut."""
+    scheme = float8_matrix(80, 32, scale_fmt="ue8m0")
+    x = torch.randn(3, 80, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1.0], [10.0], [0.1]])
+    x[0, 0] = 448.0  # the scale is 1 already
+    pieces = []
+    for piece in torch.split(x, 32, dim=1):
+        scale = torch.exp2(torch.ceil(torch.log2(piece.abs().amax(dim=1, keepdim=True) / 448)))
+        pieces.append((piece / scale).to(torch.float8_e4m3fn).float() * scale)
+    assert torch.equal(scheme.rounded(x), torch.cat(pieces, dim=1))
+    assert not torch.equal(scheme.rounded(x), float8_matrix(80, 32).rounded(x))
+    x[1, 40], x[2, 40] = float("nan"), float("inf")
+    assert scheme.rounded(x).isfinite().all(dim=1).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scale_fmt": "e5m3"}, r"quantization_config\.scale_fmt: 'e5m3' is not supported; supported: ue8m0"),
+        (
+            {"scale_fmt": "ue8m0", "weight_block_size": None, "activation_scheme": "static"},
+            "scale_fmt: is of dynamic scales, activation_scheme is static",
+        ),
+    ],
+)
+def test_other_scales_of_activations_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        float8_matrix(80, 32, **settings)
+
+
 STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
 
 
